@@ -22,7 +22,8 @@ from diloco.algorithm import (
 )
 from diloco.events import Event
 from diloco.outer import DiLoCo
-from diloco.transport import Fault, InProcessTransport
+from diloco.transport import InProcessTransport
+from tests.faults import Fault, FaultyTransport
 
 Gradient = Callable[[int, int, nn.Module], None]
 """A function of (replica, step from 0, model) that sets ``.grad`` of the parameters."""
@@ -132,7 +133,7 @@ def streaming(num_replicas: int = 3, *, faults: Sequence[Fault] = (), least: int
         "outer": Nesterov(learning_rate=0.4),
         "merge": RebaseMerge(),
         "codec": "fp4",
-        "transport": InProcessTransport(num_replicas, faults=faults, min_contributors=least),
+        "transport": FaultyTransport(num_replicas, faults=faults, min_contributors=least),
         **BALANCED,
         **more,
     }

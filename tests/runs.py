@@ -6,7 +6,6 @@ import dataclasses
 import json
 import random
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +71,7 @@ def train(
     *,
     sink: Listener | None = None,
     file: Path | None = None,
-    faults: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Train as `diloco train` does, without console output, and return the summary."""
     settings = settings_of(data, arguments, file)
-    settings = dataclasses.replace(settings, network=dataclasses.replace(settings.network, faults=tuple(faults)))
     return dict(run_training(settings, folder=out, sink=sink or Listener(), config_toml=to_toml(settings)))

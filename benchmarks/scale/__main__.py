@@ -49,7 +49,7 @@ def cost(name: str, replicas: int) -> Row:
         "pattern": plan.pattern,
         "bytes_per_value": plan.busiest_bytes / FRAGMENT,
         "messages": 2 * replicas * others,
-        "connections": others * (streams_to_each(others, "bbr") + 1),
+        "connections": others * (streams_to_each(others) + 1),
         "room_bytes": others * incoming + 4 * FRAGMENT,
     }
 

@@ -20,7 +20,7 @@ from tests.protocol.simulated_rank import Rank
 
 __all__ = ["PHASES", "Counted", "counted"]
 
-_POLICIES = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
+_POLICIES = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, connect_timeout_s=1.0)
 _MOST_TRIPS = 10_000
 
 
@@ -34,7 +34,7 @@ class Counted(Network):
     Attributes:
         messages, num_bytes: the messages and bytes sent so far by all ranks.
         trips: the number of trips so far.
-        cpu_s: the CPU seconds of all state machines in a phase, without JSON.
+        cpu_s: the CPU seconds of all state machines in a phase, without encoding.
     """
 
     def __init__(self, members: int, outside: int = 0) -> None:
@@ -48,7 +48,7 @@ class Counted(Network):
             self.nodes[number] = Rank(self, number, len(self.ranks), 1, _POLICIES, founded=view)
         self.make = lambda number: Rank(self, number, len(self.ranks), 1, _POLICIES, joining=True)
 
-    def send(self, sender: int, receiver: int, message: str) -> None:
+    def send(self, sender: int, receiver: int, message: bytes) -> None:
         self.messages += 1
         self.num_bytes += len(message)
         super().send(sender, receiver, message)

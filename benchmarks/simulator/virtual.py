@@ -68,7 +68,7 @@ def _train(settings: Configuration) -> dict[str, float]:
     for _ in range(STEPS):
         session.step()
     session.drain()
-    network = transport.rounds.network
+    network = transport.network
     assert network is not None, "the links are emulated"
     return {"compute_utilization": session.compute_utilization(), "wall_s": max(network.now_s)}
 

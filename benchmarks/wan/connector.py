@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.wan.plan import Job
-from diloco import Link as SenderLink
 from diloco import connect_replica
 from diloco.transport import (
     Admission,
@@ -33,9 +32,7 @@ PORT = 29400
 class Connector:
     """Connects with the package's defaults except for the method's options.
 
-    ``swarm``: over libp2p instead of TCP. ``streams``: the number of payload connections to each peer; absent or 0: the
-    transport chooses. ``pace``: a sending rate as a share of the link's, which must be known. ``no_pace``: TCP decides.
-    ``not_compressed``: payloads are sent as the codec encoded them.
+    ``swarm``: over libp2p instead of TCP. ``not_compressed``: payloads are sent as the codec encoded them.
     """
 
     def __init__(self, job: Job, replica: int) -> None:
@@ -80,17 +77,13 @@ class Connector:
         self._open.close()
 
     def _over_tcp(self) -> Transport:
-        pace = self._options.get("pace")
         connecting = connect_replica(
             replica=self._replica,
             num_replicas=self._job.num_replicas,
             rendezvous=f"{self._job.addresses[0]}:{PORT}",
             interface=self._job.device,
-            streams=self._options.get("streams", 0),
             round_timeout_s=self._job.timeout_s,
-            pace=not self._options.get("no_pace"),
             compress=not self._options.get("not_compressed"),
-            link=SenderLink(pace * self._job.rate_bits_per_s) if pace else None,
         )
         return self._open.enter_context(connecting)
 

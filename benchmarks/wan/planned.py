@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from benchmarks.wan.plan import Link
-from diloco.transport import CongestionControl
+from diloco.plan import CongestionControl
 from diloco.transport import Link as EmulatedLink
 
 __all__ = ["congestion_control", "planner_links"]

@@ -25,7 +25,6 @@ from .errors import ContractError as ContractError
 from .errors import DiLoCoError as DiLoCoError
 from .integrations import replica_share as replica_share
 from .outer import DiLoCo as DiLoCo
-from .transport import Fault as Fault
 from .transport import InProcessTransport as InProcessTransport
 from .transport import Link as Link
 from .transport import VirtualNetwork as VirtualNetwork

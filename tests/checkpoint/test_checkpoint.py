@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import xxhash
-from safetensors.torch import save_file
 
-from diloco.checkpoint import SavedValues, list_checkpoints, load_own, open_checkpoint
+from diloco.checkpoint import list_checkpoints, open_checkpoint
 from tests.checkpoint.marked_checkpoints import mark_of, names, save
-from tests.same import same
 
 
 def test_what_is_saved_is_what_is_loaded_and_it_says_what_it_holds(tmp_path: Path) -> None:
@@ -87,54 +81,3 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monke
         "name latest",
         sync(tmp_path),
     ]
-
-
-def test_the_layout_of_version_0_5_0_is_read(tmp_path: Path) -> None:
-    """The checkpoint is written by hand here, so that a change of the writer can't change it too."""
-    place = tmp_path / "checkpoints" / "step-00000007"
-    place.mkdir(parents=True)
-    rows = {
-        f"values-shard-{s}": {
-            "dict": {
-                "weight": {
-                    "dict": {
-                        "whole": [4, 2],
-                        "offsets": [2 * s, 0],
-                        "sizes": [2, 2],
-                        "dtype": "float32",
-                        "values": {"tensor": "weight.values"},
-                    }
-                }
-            }
-        }
-        for s in (0, 1)
-    }
-    state = {"dict": {"moments": {"dict": [[0, {"tuple": [{"tensor": "moments.0.0"}, {"float": "inf"}]}]]}}}
-    weight = torch.arange(8.0).view(4, 2)
-    contents: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {
-        "run": (state, {"moments.0.0": torch.ones(3)}),
-        **{part: (rows[part], {"weight.values": weight[2 * s : 2 * s + 2]}) for s, part in enumerate(rows)},
-        "values-rank-0": ({"dict": {"in_flight": []}}, {}),
-        "values-rank-1": ({"dict": {"in_flight": [1]}}, {}),
-    }
-    parts: dict[str, Any] = {}
-    for part, (skeleton, tensors) in contents.items():
-        (place / f"{part}.json").write_text(json.dumps(skeleton))
-        save_file(tensors, place / f"{part}.safetensors")
-        raw = {name: (place / name).read_bytes() for name in (f"{part}.json", f"{part}.safetensors")}
-        facts = {n: {"size_bytes": len(data), "digest": xxhash.xxh3_128_hexdigest(data)} for n, data in raw.items()}
-        parts[part] = facts
-    versions = {"diloco": "0.5.0", "torch": "2.13.0", "python": "3.12.0"}
-    members = {"format_version": 1, "step": 7, "serial": 0, "versions": versions, "about": {"seed": 3}, "parts": parts}
-    body = json.dumps(members, indent=2).removesuffix("\n}").encode()
-    digest = xxhash.xxh3_128_hexdigest(body)
-    (place / "manifest.json").write_bytes(body + f',\n  "digest": "{digest}"\n}}\n'.encode())
-    (tmp_path / "checkpoints" / "latest").write_text("step-00000007\n")
-
-    checkpoint = open_checkpoint(tmp_path)
-    assert (checkpoint.step, checkpoint.about, checkpoint.versions) == (7, {"seed": 3}, versions)
-    assert same(checkpoint.load("run"), {"moments": {0: (torch.ones(3), math.inf)}})
-    room = {"weight": torch.zeros(4, 2)}
-    SavedValues(checkpoint, "values").load_into(room)
-    assert same(room["weight"], weight)
-    assert load_own(checkpoint, "values", position=1, num_shards=2) == {"in_flight": [1]}

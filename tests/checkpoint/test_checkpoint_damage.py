@@ -92,8 +92,11 @@ def forge(place: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def test_an_unknown_format_version_is_refused(damaged: Path) -> None:
-    forge(damaged / "step-00000002", lambda members: members.update(format_version=2))
-    with pytest.raises(CheckpointError, match=r"manifest\.json has format version 2, but diloco .* reads only"):
+    forge(damaged / "step-00000002", lambda members: members.update(format_version=1))
+    with pytest.raises(
+        CheckpointError,
+        match=r"manifest\.json has format version 1, but .* The version .* that saved it can resume",
+    ):
         open_checkpoint(damaged)
 
 

@@ -11,11 +11,8 @@ from torch import Tensor
 
 from diloco.checkpoint import (
     Checkpoint,
-    SavedValues,
-    Shards,
     Whole,
     list_checkpoints,
-    load_own,
     open_checkpoint,
     save_checkpoint,
 )
@@ -26,9 +23,9 @@ from tests.train.ranks import Rank, Setup, open_group, save, unequal
 OPEN = open
 
 FAILURES = {
-    "replica-0-shard-1.safetensors": 1,
-    "replica-0-rank-0.json": 0,
-    "global.safetensors": 0,
+    "replica-0-values-rank-1.safetensors": 1,
+    "replica-0-own-0.json": 0,
+    "global-rank-0.safetensors": 0,
     "replica-0.json": 0,
     "elsewhere": 1,
 }
@@ -111,54 +108,43 @@ VALUES = {
 
 
 def save_values(folder: Path, values: dict[str, Tensor] = VALUES) -> Checkpoint:
-    save_checkpoint(
-        folder,
-        3,
-        {},
-        shards={"values": Shards(values, {"mine": 1})},
-        gathered={"whole": values},
-        about={},
-        keep=1,
-    )
+    save_checkpoint(folder, 3, {"values": values}, own={"values-own": {"mine": 1}}, about={}, keep=1)
     return open_checkpoint(folder)
 
 
 def test_values_of_every_kind_come_back(tmp_path: Path) -> None:
     checkpoint = save_values(tmp_path)
     room = {name: torch.zeros_like(value) for name, value in VALUES.items()}
-    saved = SavedValues(checkpoint, "values")
-    saved.load_into(room)
+    checkpoint.load_into("values", room)
     assert unequal(room, VALUES) == []
-    assert saved.sizes == {name: tuple(value.shape) for name, value in VALUES.items()}
-    assert saved.dtypes == {name: value.dtype for name, value in VALUES.items()}
-    assert unequal(checkpoint.load("whole"), VALUES) == []
+    saved = checkpoint.tensors("values")
+    assert {name: tensor.shape for name, tensor in saved.items()} == {n: tuple(v.shape) for n, v in VALUES.items()}
+    assert {name: tensor.dtype for name, tensor in saved.items()} == {n: v.dtype for n, v in VALUES.items()}
+    assert unequal(checkpoint.load("values"), VALUES) == []
     assert unequal(dict(Whole(VALUES)), VALUES) == []
-    assert checkpoint.load("values-rank-0") == {"mine": 1}
-    assert load_own(checkpoint, "values", position=5, num_shards=1) == {"mine": 1}
-    assert load_own(checkpoint, "values", position=0, num_shards=2) is None
+    assert checkpoint.load("values-own-0") == {"mine": 1}
 
 
 @pytest.mark.parametrize(
     ("room", "words"),
     [
-        ({"unknown": torch.zeros(1)}, r"unknown is \(1,\), torch.float32 here, but .* no value of that name"),
-        ({"matrix": torch.zeros(3, 2)}, r"matrix is \(3, 2\), torch.float32 here, .* \(2, 3\), torch.float32"),
-        ({"half": torch.zeros(5)}, r"half is \(5,\), torch.float32 here, .* \(5,\), torch.bfloat16"),
+        ({"unknown": torch.zeros(1)}, r"has no value unknown, so it belongs to another model"),
+        ({"matrix": torch.zeros(3, 2)}, r"matrix is \(3, 2\), torch.float32 in this run, .* \(2, 3\), torch.float32"),
+        ({"half": torch.zeros(5)}, r"half is \(5,\), torch.float32 in this run, .* \(5,\), torch.bfloat16"),
     ],
 )
 def test_values_of_another_model_are_refused(room: dict[str, Tensor], words: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=words):
-        SavedValues(save_values(tmp_path), "values").load_into(room)
+        save_values(tmp_path).load_into("values", room)
 
 
-@pytest.mark.parametrize("name", ["values-shard-0.json", "values-shard-0.safetensors"])
-def test_damage_is_found_before_anything_is_read(name: str, tmp_path: Path) -> None:
+def test_damage_is_found_before_anything_is_read(tmp_path: Path) -> None:
     checkpoint = save_values(tmp_path)
-    path = checkpoint.path / name
+    path = checkpoint.path / "values.safetensors"
     data = bytearray(path.read_bytes())
     data[-2] ^= 1
     path.write_bytes(data)
     room = {"matrix": torch.zeros(2, 3)}
-    with pytest.raises(CheckpointError, match=rf"{name} is damaged"):
-        SavedValues(checkpoint, "values").load_into(room)
+    with pytest.raises(CheckpointError, match=r"values\.safetensors is damaged"):
+        checkpoint.load_into("values", room)
     assert not room["matrix"].any()

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from diloco.algorithm import AlphaMerge, MergeRule, Nesterov, RebaseMerge, RoundId, Sgd, SyncSchedule
 from diloco.errors import ConfigurationError
 from diloco.outer import DiLoCo, Fragment
-from diloco.transport import Fault, InProcessTransport
+from diloco.transport import InProcessTransport
+from tests.faults import Fault, FaultyTransport
 from tests.replicas import Swarm, Vectors, agree, quadratic
 
 
@@ -97,7 +98,7 @@ def test_replicas_that_share_their_global_state_train_to_the_same_bits(fault: An
     faults = [Fault(kind=fault, replica=2, round=RoundId(0, 1))] if fault else []
     swarms = []
     for kind in (Swarm, Sharing):
-        transport = InProcessTransport(3, faults=faults, min_contributors=2)
+        transport = FaultyTransport(3, faults=faults, min_contributors=2)
         schedule = SyncSchedule(inner_steps=4, overlap_steps=3)
         outer = Nesterov(learning_rate=0.4)
         swarm = kind(3, schedule, outer=outer, merge=merge, codec="int8", error_feedback=True, transport=transport)
@@ -187,7 +188,7 @@ def test_work_of_void_rounds_is_sent_once_and_nothing_is_lost(codec: str) -> Non
     diloco = DiLoCo(
         model,
         torch.optim.SGD(model.parameters()),
-        transport=InProcessTransport(1, faults=fragment_faults).endpoint(0),
+        transport=FaultyTransport(1, faults=fragment_faults).endpoint(0),
         schedule=SyncSchedule(inner_steps=1),
         outer_optimizer=Sgd(learning_rate=1.0),
         codec=codec,

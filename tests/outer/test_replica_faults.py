@@ -11,7 +11,7 @@ import torch
 from diloco.algorithm import AlphaMerge, MergeRule, RebaseMerge, RoundId, SyncSchedule
 from diloco.errors import NonFiniteError
 from diloco.events import RoundCommitted, RoundVoid
-from diloco.transport import Fault, FaultKind, InProcessTransport
+from tests.faults import Fault, FaultKind, FaultyTransport
 from tests.replicas import Swarm, agree, quadratic, streaming
 
 
@@ -39,7 +39,7 @@ def test_the_work_of_a_void_round_arrives_with_the_next() -> None:
     """One replica, outer SGD(lr=1), tau = 0: with or without a void round the global parameters end the same."""
     schedule = SyncSchedule(inner_steps=2)
     fault = Fault(kind="drop", replica=0, round=RoundId(0, 1))
-    swarms = [Swarm(1, schedule, transport=InProcessTransport(1, faults=faults)) for faults in ([], [fault])]
+    swarms = [Swarm(1, schedule, transport=FaultyTransport(1, faults=faults)) for faults in ([], [fault])]
     for swarm in swarms:
         swarm.run(6, quadratic())
     assert swarms[1].replicas[0].rounds_void == 1

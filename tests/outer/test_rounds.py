@@ -12,7 +12,7 @@ from torch import nn
 from diloco.algorithm import Nesterov, RoundId, SyncSchedule, partition
 from diloco.events import Event, RoundCommitted
 from diloco.outer import DiLoCo
-from diloco.transport import Fault, InProcessTransport
+from tests.faults import Fault, FaultyTransport
 from tests.replicas import Swarm, Vectors, quadratic, streaming
 
 STEPS = 14
@@ -82,7 +82,7 @@ def test_a_replica_that_is_left_out_of_a_round_takes_its_mean_buffers() -> None:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
-    transport = InProcessTransport(3, faults=[Fault(kind="drop", replica=2, round=RoundId(0, 0))], min_contributors=2)
+    transport = FaultyTransport(3, faults=[Fault(kind="drop", replica=2, round=RoundId(0, 0))], min_contributors=2)
     swarm = Swarm(3, SyncSchedule(inner_steps=2), make_model=make, transport=transport)
     norms = [model.get_submodule("1") for model in swarm.models]
     for m, norm in enumerate(norms):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from diloco.membership import Policy
@@ -32,9 +32,7 @@ def simulated(
 ) -> Network:
     """Return a network of replicas that have done nothing yet."""
     network = Network(range(replicas * size + strangers), limits or Limits())
-    policies = Policies(
-        quorum or Policy(), continue_without_lost=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0
-    )
+    policies = Policies(quorum or Policy(), continue_without_lost=True, raise_on_loss=False, connect_timeout_s=1.0)
     for rank in network.ranks:
         member = rank < replicas * size
         network.nodes[rank] = Rank(network, rank, replicas, size, policies) if member else Stranger()
@@ -50,7 +48,7 @@ def simulate(
     survive: bool = True,
     quorum: Policy | None = None,
     gradients: bool = False,
-    garbage: Sequence[Mapping[str, Any]] = (),
+    garbage: Sequence[bytes] = (),
     ready: bool = True,
 ) -> list[Rank]:
     """Return the ranks that have not ended once nothing more happens; ``ready``: all begin before anything happens."""
@@ -58,7 +56,6 @@ def simulate(
         quorum or Policy(),
         continue_without_lost=survive,
         raise_on_loss=False,
-        streams=1,
         connect_timeout_s=1.0,
     )
     network = Network(range(replicas * size), limits)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.membership import BootstrapElection, LastViews, Policy, View
-from diloco.protocol import Policies, events
+from diloco.protocol import Beat, Policies, events
 from tests.membership.network import LIMITS, NUMBERS, Limits, Network, explore
 from tests.protocol.simulated import check_agreement, rank, simulated
 from tests.protocol.simulated_rank import Rank
@@ -48,7 +48,7 @@ def test_of_a_bad_pair_the_one_goes_whose_link_comes_and_goes(
             hearing.now_s = now_s
             for sender in set(range(replicas)) - {hearing.machine.rules.rank}:
                 if (flapping in (sender, hearing.machine.rules.rank)) == (now_s == 4.5):
-                    hearing.handle(events.Received(sender, {"kind": "beat"}))
+                    hearing.handle(events.Received(sender, Beat()))
     for number in range(replicas):  # a rank that has received nothing from all the others blames none of them
         found = rank(network, number).machine.roster.unsteady(View.of(replicas), 4.5)
         assert found == ({(number, flapping)} if number != flapping else set())
@@ -101,7 +101,7 @@ def test_once_the_network_is_whole_all_who_live_are_in_one_view_again(
     network.alive -= candidates  # their transports are closed
     explore(network, [])
     steps = {number: rank(network, number).step for number in candidates}
-    policies = Policies(quorum, continue_without_lost=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
+    policies = Policies(quorum, continue_without_lost=True, raise_on_loss=False, connect_timeout_s=1.0)
 
     def rejoin(number: int, founded: View | None) -> None:
         network.make = lambda each: Rank(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diloco.algorithm import Codec, RoundId, SyncSchedule, ValueSchedule, make_codec, partition
-from diloco.checkpoint import Checkpoint, SavedValues, Shards, load_own, save_checkpoint
+from diloco.checkpoint import Checkpoint, save_checkpoint
 from diloco.model import DecoderSettings, build_model
 from diloco.outer import DiLoCo
 from diloco.train import (
@@ -20,10 +20,8 @@ from diloco.train import (
     OptimizerSettings,
     ReplicaState,
     Strategy,
-    TrainSettings,
     make_inner_optimizer,
     parallelise,
-    prepare_model,
 )
 from diloco.transport import ReplicaGroup, Transport, open_replica_group
 
@@ -50,8 +48,6 @@ class Setup:
     batch_size: int = 5
     copies: int = 1
     """How often each sequence is repeated in a batch."""
-    sparing: bool = False
-    """Whether blocks are recomputed and the loss is computed in chunks."""
 
 
 def open_group(setup: Setup, position: int, folder: Path, replica: int = 0) -> ReplicaGroup:
@@ -78,8 +74,6 @@ class Rank:
         self.group = group
         self.replica = replica
         model = build_model(MODEL, seed=0)
-        if setup.sparing:
-            prepare_model(model, TrainSettings(activation_checkpointing="selective", loss_chunk_tokens=7))
         self.parallel = parallelise(model, setup.strategy, group, CPU)
         self.model = self.parallel.model
         self.inner = InnerLoop(
@@ -145,9 +139,12 @@ def save(rank: Rank, folder: Path, keep: int = 5) -> Path:
     return save_checkpoint(
         folder,
         rank.diloco.steps,
-        {"replica-0": rank.state.common()},
-        shards={"replica-0": Shards(rank.state.values(), rank.state.own(), rank.parallel.num_shards)},
-        gathered={"global": rank.state.global_params()},
+        {
+            "replica-0": rank.state.common(),
+            "replica-0-values": rank.state.values(),
+            "global": rank.state.global_params(),
+        },
+        own={"replica-0-own": rank.state.own()} if rank.group.position < rank.parallel.num_shards else {},
         about={"ranks": rank.group.size},
         keep=keep,
         group=rank.group,
@@ -156,5 +153,8 @@ def save(rank: Rank, folder: Path, keep: int = 5) -> Path:
 
 def load(rank: Rank, checkpoint: Checkpoint) -> tuple[RoundId, ...]:
     """Load the rank's state from a checkpoint and return the void rounds."""
-    own = load_own(checkpoint, "replica-0", rank.group.position, rank.parallel.num_shards)
-    return rank.state.load(SavedValues(checkpoint, "replica-0"), checkpoint.load("replica-0"), own)
+    saved_by = sum(part.startswith("replica-0-own-") for part in checkpoint.parts)
+    own, shards = None, rank.parallel.num_shards
+    if saved_by == shards:
+        own = checkpoint.load(f"replica-0-own-{rank.group.position % shards}")
+    return rank.state.load(checkpoint, "replica-0-values", checkpoint.load("replica-0"), own)

@@ -22,7 +22,8 @@ from diloco.train import (
     average_gradients,
     make_inner_optimizer,
 )
-from diloco.transport import Fault, InProcessTransport, ReplicaGroup
+from diloco.transport import ReplicaGroup
+from tests.faults import Fault, FaultyTransport
 
 MODEL = DecoderSettings(layers=1, width=16, ffn_width=32, heads=2, vocab_size=17, max_sequence_length=16)
 
@@ -44,7 +45,7 @@ class Replicas:
         frozen: Sequence[str] = (),
         **transport: Any,
     ) -> None:
-        self.hub = InProcessTransport(num_replicas, **transport)
+        self.hub = FaultyTransport(num_replicas, **transport)
         self.loops, self.averagers = [], []
         self.events: list[Event] = []
         for m in range(num_replicas):

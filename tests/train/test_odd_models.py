@@ -110,11 +110,11 @@ def test_stop_and_resume_of_a_model_that_is_wrapped_or_has_its_own_state_dict(
     again = plan_run(command_line(checkpoint__resume=tmp_path / "run", model__source=f"{nets}:{source}"))
     resumed = trained(tmp_path / "run", again)
     assert resumed["global_params_digest"] == whole["global_params_digest"]
-    one, other = (open_checkpoint(tmp_path / name).load("replica-0")["model"] for name in ("whole", "run"))
+    one, other = (open_checkpoint(tmp_path / name).load("replica-0-values") for name in ("whole", "run"))
     assert one.keys() == other.keys()
     assert all(torch.equal(value, other[name]) for name, value in one.items())
     assert not any("_checkpoint_wrapped_module" in name for name in one)
-    assert ("wrapped.blocks.4.1.running_mean" in one) == (source == "Hiding")
+    assert ("model/wrapped.blocks.4.1.running_mean" in one) == (source == "Hiding")
     export_safetensors(load_trained(tmp_path / "run", source=f"{nets}:{source}"), tmp_path / "net.safetensors")
     trained(tmp_path / "next", plan_of(f"{nets}:{source}", data, train__init_from=tmp_path / "net.safetensors"))
 

@@ -60,9 +60,9 @@ def test_a_function_of_ones_own(data: Path, tmp_path: Path) -> None:
     synchronised = {name for fragment in checkpoint.about["fragments"] for name in fragment["parameters"]}
     assert synchronised == {name for name, p in again.named_parameters() if p.requires_grad}
     assert "wrapped.scale" not in synchronised
-    state = checkpoint.load("replica-0")["model"]
-    assert torch.equal(again.wrapped.scale, state["wrapped.scale"])  # type: ignore[arg-type]
-    assert float(again.wrapped.seen) == float(state["wrapped.seen"]) > 0  # type: ignore[arg-type]
+    state = checkpoint.load("replica-0-values")
+    assert torch.equal(again.wrapped.scale, state["model/wrapped.scale"])  # type: ignore[arg-type]
+    assert float(again.wrapped.seen) == float(state["model/wrapped.seen"]) > 0  # type: ignore[arg-type]
     straight = trained(tmp_path / "run-2", plan_of(f"{file}:build", data, model__arguments={"width": 12}))
     assert summary["global_params_digest"] == straight["global_params_digest"]
     with pytest.raises(ConfigurationError, match="has no argument `documents`"):

@@ -160,7 +160,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (PEERS | {"network.min_replicas": 5}, "replicas must be at least network.min_replicas=5, got 4"),
     (PEERS | {"data.streaming": True}, "data.streaming=true can't be used with network.transport='hivemind'"),
     (PEERS | {"data.sharding": "contiguous"}, "sharding=.* Use 'shuffled'"),
-    (PEERS | {"emulate.latency": (0.1,)}, r"latency=.* Use \(\)"),
     ({"network.straggler": "dynamic"}, "straggler='dynamic' can't be used with .*Use --transport hivemind"),
     (RANKS | {"emulate.step_time": (0.1,)}, "step_time can't be used with network.transport='torch'.*in-process"),
     (RANKS | {"algorithm": "none"}, "algorithm='none' sends nothing and .* network.transport='torch'"),

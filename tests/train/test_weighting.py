@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from diloco.algorithm import LEAST_WEIGHT, RebaseMerge, RoundId, SyncSchedule
 from diloco.events import RoundSent
-from diloco.transport import Fault, InProcessTransport
+from tests.faults import Fault, FaultyTransport
 from tests.replicas import Gradient, Swarm, quadratic
 
 SCHEDULE = SyncSchedule(inner_steps=4)
@@ -43,7 +43,7 @@ def run(swarm: Swarm, steps: int, idle: dict[int, set[int]], gradient: Gradient 
 
 def test_the_work_of_a_void_round_is_in_the_next_weight() -> None:
     faults = [Fault(kind="drop", replica=0, round=RoundId(0, outer_step)) for outer_step in (1, 2)]
-    swarm = Swarm(2, SCHEDULE, transport=InProcessTransport(2, faults=faults))
+    swarm = Swarm(2, SCHEDULE, transport=FaultyTransport(2, faults=faults))
     run(swarm, 20, {1: {10}})
     assert weights(swarm) == {0: [1.0, 1.0, 2.0, 3.0, 1.0], 1: [1.0, 1.0, 1.75, 2.75, 1.0]}
 
@@ -58,7 +58,7 @@ def test_weights_are_those_of_a_plain_count_whatever_happens(
     idle: list[set[int]], dropped: list[tuple[int, int]], needs_all: bool
 ) -> None:
     faults = [Fault(kind="drop", replica=replica, round=RoundId(0, k)) for replica, k in dropped]
-    transport = InProcessTransport(2, faults=faults, min_contributors=2 if needs_all else 1)
+    transport = FaultyTransport(2, faults=faults, min_contributors=2 if needs_all else 1)
     swarm = Swarm(2, SCHEDULE, transport=transport)
     run(swarm, 24, dict(enumerate(idle)))
     for replica in (0, 1):
@@ -80,7 +80,7 @@ def test_stopping_anywhere_and_going_on_weighs_the_same(stop_at: int) -> None:
     idle = {1: {2, 5, 9, 10}}
 
     def make() -> Swarm:
-        return Swarm(2, schedule, transport=InProcessTransport(2, faults=faults), merge=RebaseMerge())
+        return Swarm(2, schedule, transport=FaultyTransport(2, faults=faults), merge=RebaseMerge())
 
     whole, first, second = make(), make(), make()
     run(whole, 20, idle)

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.checkpoint import Shards, open_checkpoint, save_checkpoint
+from diloco.checkpoint import open_checkpoint, save_checkpoint
 from diloco.cli import main
 from diloco.config import load_configuration
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model import LanguageModel, Transformer
 from diloco.trained import Trained, export_huggingface, export_safetensors, load_parameters, load_trained, read_weights
-from diloco.transport import ReplicaGroup
 from tests.lazy import Lazy
 from tests.runs import train, write_text
 
@@ -140,7 +139,8 @@ def test_replicas_and_earlier_checkpoints_can_be_taken(run: Path, capsys: pytest
         file = run.parent / f"replica-{number}.safetensors"
         flags = f"--to safetensors --replica {number} --checkpoint 6"
         assert main(["export", str(run), "--out", str(file), *flags.split()]) == 0
-        assert same(read_weights(file), saved.load(f"replica-{number}")["model"])
+        values = saved.load(f"replica-{number}-values")
+        assert same(read_weights(file), {n: values[f"model/{n}"] for n in read_weights(file)})
         assert not same(read_weights(file), saved.load("global"))
         assert load_trained(run, replica=number).weights == f"replica {number}"
     capsys.readouterr()
@@ -156,11 +156,10 @@ def test_a_replica_that_is_a_process_is_found_in_its_own_folder(run: Path, tmp_p
     about = open_checkpoint(run).about
     trained.tokenizer.save(tmp_path)
     for number, folder in ((0, tmp_path), (1, tmp_path / "replica-1")):
-        local = {f"model/{name}": value.detach() + number + 1 for name, value in trained.model.named_parameters()}
-        save_checkpoint(
-            folder / "checkpoints", 3, {}, shards={f"replica-{number}": Shards(local, {})},
-            gathered={"global": dict(trained.model.named_parameters())}, about=about, keep=1, group=ReplicaGroup(),
-        )  # fmt: skip
+        agreed = {name: value.detach() for name, value in trained.model.named_parameters()}
+        local = {f"model/{name}": value + number + 1 for name, value in agreed.items()}
+        parts = {f"replica-{number}": {}, f"replica-{number}-values": local, "global": agreed}
+        save_checkpoint(folder / "checkpoints", 3, parts, about=about, keep=1)
     for number in (0, 1):
         found = load_trained(tmp_path, replica=number).model
         pairs = zip(found.parameters(), trained.model.parameters(), strict=True)

@@ -41,7 +41,7 @@ class SharedSwarms(contract.PayloadContract):
 
 
 class TestDirectStreamsContract(SharedSwarms):
-    options: ClassVar[dict[str, Any]] = {"direct": "only", "streams": 2}
+    options: ClassVar[dict[str, Any]] = {"direct": "only"}
 
 
 class TestLibp2pStreamsContract(SharedSwarms):

@@ -20,7 +20,8 @@ from diloco.errors import (
     RoundVoidError,
     TransportError,
 )
-from diloco.transport import Fault, InProcessTransport, LeaderTransport, ReplicaGroup, Transport, open_replica_group
+from diloco.transport import InProcessTransport, LeaderTransport, ReplicaGroup, Transport, open_replica_group
+from tests.faults import Fault, FaultyTransport
 from tests.processes import Processes
 from tests.same import same
 from tests.transport.contract import SIZE, MakeEndpoints, TransportContract, contribution
@@ -44,7 +45,7 @@ class Replica:
         self.group = open_replica_group(
             store, replica=1, position=position, size=size, device=torch.device("cpu"), timeout_s=300.0
         )
-        self.hub = InProcessTransport(2, **hub) if position == 0 else None
+        self.hub = FaultyTransport(2, **hub) if position == 0 else None
         self.transport = LeaderTransport(self.group, self.hub.endpoint(1) if self.hub else None)
 
     def other_contributes(self, **fields: Any) -> None:

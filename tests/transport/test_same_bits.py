@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from diloco.algorithm import AlphaMerge, Codec, Nesterov, SyncSchedule, make_codec, partition
+from diloco.algorithm import AlphaMerge, Codec, Nesterov, SyncSchedule, Uplink, make_codec, partition
 from diloco.outer import DiLoCo
-from diloco.transport import Link
+from diloco.transport import PeerTransport
 from tests.replicas import Swarm, Vectors, quadratic
 from tests.transport.wires import Wires
 
@@ -47,9 +46,7 @@ def in_process(num_replicas: int, codec: Codec | str, **more: Any) -> list[tuple
     return [(swarm.local(m), swarm.global_params(m)) for m in range(num_replicas)]
 
 
-def over_sockets(
-    num_replicas: int, codec: Codec | str, links: Sequence[Link] = (), **more: Any
-) -> list[tuple[Tensor, Tensor, int]]:
+def over_sockets(num_replicas: int, codec: Codec | str, **more: Any) -> list[tuple[Tensor, Tensor, int]]:
     """Return the local and the global parameters of each replica, and the bytes that it has sent."""
     wires, results = Wires(), {}
     gradient = quadratic(1)
@@ -81,7 +78,7 @@ def over_sockets(
 
     try:
         # small payloads are also divided into several pieces
-        transports = wires.meet(num_replicas, links=links, piece_bytes=512)
+        transports = wires.meet(num_replicas, piece_bytes=512)
         threads = [threading.Thread(target=live, args=(number,)) for number in range(num_replicas)]
         for thread in threads:
             thread.start()
@@ -110,18 +107,19 @@ INT8 = make_codec("int8", block_size=32)
 
 @pytest.mark.parametrize(("codec", "means"), [("float32", {}), (INT8, {"mean_codec": INT8})])
 def test_so_they_do_if_a_replica_with_a_slow_uplink_owns_less_from_the_second_round_on(
-    codec: Codec | str, means: dict[str, Any]
+    codec: Codec | str, means: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one process all own equal parts."""
-    slow, fast = Link(20e6), Link(200e6)
-    sent_bytes = check_both(4, codec, links=[fast, slow, fast, fast], **means)
+    slow, fast = Uplink(20_000_000, full=True), Uplink(200_000_000)
+    monkeypatch.setattr(PeerTransport, "uplink", property(lambda self: slow if self.replica == 1 else fast))
+    sent_bytes = check_both(4, codec, **means)
     assert sent_bytes[1] < 0.8 * min(sent_bytes[0], *sent_bytes[2:])
 
 
-def check_both(num_replicas: int, codec: Codec | str, links: Sequence[Link] = (), **more: Any) -> list[int]:
+def check_both(num_replicas: int, codec: Codec | str, **more: Any) -> list[int]:
     """Compare both transports, and return the bytes that each replica sent over sockets."""
     expected = in_process(num_replicas, codec, **more)
-    there = over_sockets(num_replicas, codec, links, **more)
+    there = over_sockets(num_replicas, codec, **more)
     for (local, shared), (local_there, shared_there, _) in zip(expected, there, strict=True):
         assert torch.equal(local, local_there)
         assert torch.equal(shared, shared_there)

@@ -71,7 +71,7 @@ def test_what_a_broken_connection_lost_is_sent_again(wires: Wires, relays: Relay
                 raise Cut
         return unit.data
 
-    transports = wires.meet(3, streams=1)
+    transports = wires.meet(3)
     relays.hook = cut
     for outer_step in range(3):
         check_round(transports, outer_step, codec)
@@ -90,7 +90,7 @@ def test_a_damaged_part_is_sent_again(wires: Wires, relays: Relays) -> None:
         return unit.data
 
     relays.hook = damage
-    check_round(wires.meet(2, streams=1))
+    check_round(wires.meet(2))
     assert damaged
     assert relays.opened.count("link") == 2
 
@@ -153,7 +153,7 @@ def test_no_part_of_a_payload_takes_more_memory_than_documented_or_stops_the_run
             return HOSTILE[case](unit.data)
         return unit.data
 
-    transports = wires.meet(2, streams=1, round_timeout_s=2.0, continue_without_lost=True)
+    transports = wires.meet(2, round_timeout_s=2.0, continue_without_lost=True)
     relays.hook = attack
     tracemalloc.start()
     try:

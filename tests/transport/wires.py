@@ -13,7 +13,6 @@ from diloco.transport import (
     Address,
     Connected,
     ConnectionManager,
-    Link,
     PeerTransport,
     Place,
     TcpStreams,
@@ -95,10 +94,8 @@ class Wires:
         self.transports: list[PeerTransport] = []
         self._exits: list[Any] = []
 
-    def meet(
-        self, num_replicas: int, *, ranks_per_replica: int = 1, links: Sequence[Link] = (), **wire: Any
-    ) -> list[PeerTransport]:
-        """Return the transports of all ranks; ``links`` are their emulated links, if any."""
+    def meet(self, num_replicas: int, *, ranks_per_replica: int = 1, **wire: Any) -> list[PeerTransport]:
+        """Return the transports of all ranks."""
         context = rendezvous(num_replicas * ranks_per_replica, ranks_per_replica, wire.get("secret", ""))
         self.address = context.__enter__()
         self._exits.append(context)
@@ -111,8 +108,7 @@ class Wires:
                 ranks_per_replica=ranks_per_replica,
                 rendezvous=self.address,
             )
-            own = {"link": links[rank]} if links else {}
-            return connect(place, TcpWire(**(QUICK | wire | own)))
+            return connect(place, TcpWire(**(QUICK | wire)))
 
         found = at_once([lambda rank=rank: one(rank) for rank in range(num_replicas * ranks_per_replica)])
         for each in found:

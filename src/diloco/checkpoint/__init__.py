@@ -6,8 +6,9 @@
       latest                      the newest checkpoint's name as text (not every Windows user may make symlinks)
       step-00001000/
         manifest.json             the content, with the size and digest of every file
-        NAME.json                 the skeleton of part NAME (see `diloco.state_tree`)
+        NAME.json                 the values of part NAME that are no tensors (see `diloco.state_tree`)
         NAME.safetensors          its tensors
+        NAME-rank-S.safetensors   the shards of rank S of those that the ranks of a replica share
 
 A checkpoint is written as ``.step-00001000.TOKEN.partial`` next to its final place and renamed when all of it is on
 disk. Only then is ``latest`` updated, and only then are the oldest checkpoints renamed to ``....deleted`` and deleted.

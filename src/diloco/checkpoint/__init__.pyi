@@ -6,13 +6,11 @@ from .lock import lock_folder as lock_folder
 from .lock import shared_lock as shared_lock
 from .manifest import read_manifest as read_manifest
 from .manifest import write_manifest as write_manifest
-from .parts import Whole as Whole
-from .parts import tensor_chunks as tensor_chunks
-from .parts import whole as whole
 from .reading import Checkpoint as Checkpoint
 from .reading import list_checkpoints as list_checkpoints
 from .reading import open_checkpoint as open_checkpoint
-from .shards import SavedValues as SavedValues
-from .shards import Shards as Shards
-from .shards import load_own as load_own
+from .tensors import SavedTensor as SavedTensor
+from .tensors import Whole as Whole
+from .tensors import tensor_chunks as tensor_chunks
+from .tensors import whole as whole
 from .writing import save_checkpoint as save_checkpoint

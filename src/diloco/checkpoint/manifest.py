@@ -19,15 +19,23 @@ import torch
 import xxhash
 
 from diloco.checkpoint.disk import FileFacts, write_file
-from diloco.checkpoint.parts import file_names
 from diloco.errors import CheckpointError
 
-__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "Manifest", "read_manifest", "running_versions", "write_manifest"]
+__all__ = [
+    "FORMAT_VERSION",
+    "MANIFEST_NAME",
+    "Manifest",
+    "check_part_name",
+    "read_manifest",
+    "running_versions",
+    "write_manifest",
+]
 
-FORMAT_VERSION = 1  # incremented if a reader of the previous version can't read new checkpoints
+FORMAT_VERSION = 2  # incremented if a reader of the previous version can't read new checkpoints
 
 MANIFEST_NAME = "manifest.json"
 
+_PART_NAME = re.compile(r"(?!manifest\Z)[a-z0-9][a-z0-9_-]*\Z")  # lower case, as some file systems ignore case
 _DIGEST_MEMBER = re.compile(rb',\n  "digest": "([0-9a-f]{32})"\n}\n\Z')
 
 
@@ -41,6 +49,15 @@ class Manifest:
     about: Mapping[str, Any]  # metadata from the caller
     parts: Mapping[str, Mapping[str, FileFacts]] = field(repr=False)
     """The facts about the files of each part, by part and file name, in the order in which they were saved."""
+
+
+def check_part_name(part: str) -> None:
+    """Refuse the name of a part that is no portable file name, or that of the manifest."""
+    if not _PART_NAME.match(part):
+        raise CheckpointError(
+            f"The name of a checkpoint part must consist of lower-case letters, digits, _ and -, and must not be "
+            f"'manifest'; got {part!r}. Nothing was saved or loaded."
+        )
 
 
 def running_versions() -> dict[str, str]:
@@ -90,7 +107,7 @@ def read_manifest(folder: Path) -> Manifest:
     if found != FORMAT_VERSION:
         raise CheckpointError(
             f"{path} has format version {found!r}, but diloco {version('diloco')} reads only version {FORMAT_VERSION}. "
-            "Use the version of diloco that saved it."
+            "The version of diloco that saved it can resume and evaluate it, and export it for use with this one."
         )
     member = _DIGEST_MEMBER.search(raw)
     if member is None or xxhash.xxh3_128_hexdigest(raw[: member.start()]) != member[1].decode():
@@ -106,12 +123,13 @@ def read_manifest(folder: Path) -> Manifest:
 def _parse(members: dict[str, Any]) -> Manifest:
     parts = {}
     for part, files in members["parts"].items():
-        if sorted(files) != sorted(file_names(part)):
-            # only the two plain names of a part are allowed, so no path can point outside the folder
-            raise CheckpointError(
-                f"part {part!r} names the files {sorted(files)}, which may be outside the checkpoint's folder; it must "
-                f"name {' and '.join(file_names(part))}."
-            )
+        check_part_name(part)
+        for name in files:
+            # only the plain names of a part are allowed, so no path can point outside the folder
+            if not re.fullmatch(rf"{part}(\.json|(-rank-\d+)?\.safetensors)", name) or f"{part}.json" not in files:
+                raise CheckpointError(
+                    f"part {part!r} names the file {name!r}, which may be outside the checkpoint's folder."
+                )
         parts[part] = {
             name: FileFacts(_of(int, facts["size_bytes"]), _of(str, facts["digest"])) for name, facts in files.items()
         }

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from diloco.checkpoint.disk import HIDDEN_NAME, LATEST, STEP_NAME, check_size
+from diloco.checkpoint.disk import HIDDEN_NAME, LATEST, STEP_NAME, check_content, check_size
 from diloco.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
-from diloco.checkpoint.parts import read_part
+from diloco.checkpoint.tensors import OpenFiles, SavedTensor, find_tensors
 from diloco.errors import CheckpointError, nearest
+from diloco.state_tree import unflatten
 
 __all__ = ["Checkpoint", "find_checkpoint", "list_checkpoints", "open_checkpoint"]
 
@@ -43,19 +49,55 @@ class Checkpoint(Manifest):
         return value
 
     def load(self, part: str, device: torch.device | str = "cpu") -> Any:
-        """Return the tree that was saved as ``part``, with its tensors on ``device``.
-
-        A file is parsed only after its size and digest have been checked.
+        """Return the tree that was saved as ``part``, with its tensors, which are whole, on ``device``.
 
         Raises:
             CheckpointError: if there is no such part, or one of its files is missing or damaged.
         """
+        with self._reading(part):
+            opened: OpenFiles = {}
+            for name, facts in self.parts[part].items():
+                check_content(self.path / name, facts)
+                if name.endswith(".safetensors"):
+                    opened[self.path / name] = safe_open(self.path / name, framework="pt", device="cpu")
+            skeleton = json.loads((self.path / f"{part}.json").read_bytes())
+            tensors = {name: saved.load(device, opened) for name, saved in self.tensors(part).items()}
+            return unflatten(skeleton, tensors)
+
+    def tensors(self, part: str) -> dict[str, SavedTensor]:
+        """Return the tensors of a part by name, without loading them.
+
+        Raises:
+            CheckpointError: if there is no such part, or one of its files is malformed.
+        """
+        with self._reading(part):
+            files = self.parts[part].items()
+            return find_tensors({self.path / name: facts for name, facts in files if name.endswith(".safetensors")})
+
+    def load_into(self, part: str, values: Mapping[str, Tensor]) -> None:
+        """Fill ``values`` in place from the tensors of a part with the same names; in a DTensor, this rank's shard.
+
+        The ranks exchange nothing: each reads the files that it needs.
+
+        Raises:
+            CheckpointError: if a tensor was not saved or has another shape or dtype, or a file is damaged.
+        """
+        tensors: dict[str, SavedTensor] = self.tensors(part)
+        opened: OpenFiles = {}
+        with self._reading(part):
+            for name, value in values.items():
+                if name not in tensors:
+                    raise CheckpointError(f"It has no value {name}, so it belongs to another model.")
+                tensors[name].load_into(value, opened)
+
+    @contextmanager
+    def _reading(self, part: str) -> Iterator[None]:
         if part not in self.parts:
             raise CheckpointError(f"{self.path} has no part {part!r}; {nearest(part, self.parts)} Nothing was loaded.")
         try:
-            return read_part(self.path, part, self.parts[part], device)
-        except CheckpointError as error:
-            raise _refused(self.path, error) from error
+            yield
+        except (CheckpointError, SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise _refused(self.path, f"Part {part!r} of {self.path} can't be read: {error}") from error
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -1,11 +1,6 @@
 """Saving a checkpoint, from one process or from all ranks of a replica, in the layout of `diloco.checkpoint`.
 
-The share of the rank at position 0 in a sharded part NAME is saved as::
-
-    NAME-shard-0.json, .safetensors     its pieces: the tensor of each, the place in it, and the values
-    NAME-rank-0.json, .safetensors      the state that only that rank can load (rounds in flight)
-
-and likewise for every other rank. All ranks of a replica must see the same folder, in which only position 0 renames.
+All ranks of a replica must see the same folder, in which only position 0 renames.
 """
 
 from __future__ import annotations
@@ -18,8 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from diloco.checkpoint.disk import (
     HIDDEN_NAME,
     LATEST,
@@ -29,13 +22,13 @@ from diloco.checkpoint.disk import (
     move_in,
     replace_file,
     sync_folder,
+    write_file,
 )
-from diloco.checkpoint.manifest import Manifest, running_versions, write_manifest
-from diloco.checkpoint.parts import in_file_order, tensor_chunks, whole, write_files, write_part
+from diloco.checkpoint.manifest import Manifest, check_part_name, running_versions, write_manifest
 from diloco.checkpoint.reading import find_checkpoint, list_checkpoints
-from diloco.checkpoint.shards import Shards, pieces_of
+from diloco.checkpoint.tensors import shards_of, tensor_chunks
 from diloco.errors import CheckpointError
-from diloco.state_tree import JSON
+from diloco.state_tree import flatten
 from diloco.transport import ReplicaGroup
 
 __all__ = ["save_checkpoint"]
@@ -50,8 +43,7 @@ def save_checkpoint(
     *,
     about: Mapping[str, Any],
     keep: int,
-    shards: Mapping[str, Shards] | None = None,
-    gathered: Mapping[str, Mapping[str, Tensor]] | None = None,
+    own: Mapping[str, Any] | None = None,
     group: ReplicaGroup | None = None,
 ) -> Path:
     """Save ``folder/step-XXXXXXXX`` and delete all but the last ``keep`` checkpoints. Call it on all ranks.
@@ -59,12 +51,11 @@ def save_checkpoint(
     Args:
         folder: the checkpoints folder, which all ranks must see.
         step: the number of finished inner steps.
-        parts: part name -> nested state; those of position 0 are saved. They are read one after the other, so a mapping
-            that creates each on access saves memory.
+        parts: part name -> nested state, see `diloco.state_tree`. Each rank saves its shards of the DTensors, and
+            position 0 everything else.
         about: metadata to read without loading anything, as JSON: algorithm, replicas, fragments in flight.
         keep: the number of checkpoints to keep, at least 1.
-        shards: part name -> this rank's share of the part.
-        gathered: part name -> tensors by name, saved as an ordinary part. DTensors are gathered one at a time.
+        own: part name -> nested state of this rank, saved as the part ``NAME-POSITION``.
         group: the ranks of the replica. None: this process is alone.
 
     Returns:
@@ -88,12 +79,18 @@ def save_checkpoint(
             if group.leads:
                 serial = _begin(partial)
         with _on_all_or_none(group, *failed):
-            mine = _write_own_parts(partial, parts if group.leads else {}, shards or {}, group.position)
-        for text in group.gather_texts(_packed(mine)):
-            files |= _unpacked(text)
-        for part, values in (gathered or {}).items():
-            with _on_all_or_none(group, *failed):
-                files |= _write_gathered(partial, part, values, group)
+            if not partial.is_dir():
+                raise CheckpointError(
+                    f"{partial.parent} is not the folder to which position 0 of this replica saves; all ranks of a "
+                    "replica must see the same folder, on one machine or a shared file system"
+                )
+            mine = {part: _write_part(partial, part, tree, group) for part, tree in parts.items()}
+            for part, tree in (own or {}).items():
+                name = f"{part}-{group.position}"
+                mine[name] = _write_part(partial, name, tree)
+        for text in group.gather_texts(json.dumps({p: {n: vars(f) for n, f in fs.items()} for p, fs in mine.items()})):
+            for part, facts in json.loads(text).items():
+                files.setdefault(part, {}).update({name: FileFacts(**fact) for name, fact in facts.items()})
         with _on_all_or_none(group, *failed):
             if group.leads:
                 manifest = Manifest(step=step, serial=serial, versions=running_versions(), about=about, parts=files)
@@ -146,40 +143,28 @@ def _begin(partial: Path) -> int:
     return 1 + max((checkpoint.serial for checkpoint in list_checkpoints(folder)), default=-1)
 
 
-def _write_own_parts(partial: Path, parts: Mapping[str, Any], shards: Mapping[str, Shards], position: int) -> Files:
-    """Write the parts that this rank holds alone."""
-    if not partial.is_dir():
-        raise CheckpointError(
-            f"{partial.parent} is not the folder to which position 0 of this replica saves; all ranks of a replica "
-            "must see the same folder, on one machine or a shared file system"
-        )
-    files = {part: write_part(partial, part, parts[part]) for part in parts}
-    for part, held in shards.items():
-        if position < held.num_shards:
-            pieces = pieces_of(held.values, leads=position == 0)
-            for name, tree in ((f"{part}-shard-{position}", pieces), (f"{part}-rank-{position}", held.own)):
-                files[name] = write_part(partial, name, tree)
-    return files
+def _write_part(folder: Path, part: str, tree: Any, group: ReplicaGroup | None = None) -> dict[str, FileFacts]:
+    """Write what this rank saves of a part, and return the facts about the files.
 
-
-def _write_gathered(partial: Path, part: str, values: Mapping[str, Tensor], group: ReplicaGroup) -> Files:
-    """Write a part of tensors by name, which all ranks gather. Position 0 holds one gathered tensor at a time."""
-    if not group.leads:
-        for value in in_file_order(values).values():
-            whole(value)
-        return {}
-    left = list(in_file_order(values).values())
-
-    def gather(value: Tensor) -> Tensor:
-        left.pop(0)
-        return whole(value)
-
+    Args:
+        group: the ranks that save the part. None: this rank alone.
+    """
+    check_part_name(part)
+    files = {}
     try:
-        skeleton: JSON = {"dict": {name: {"tensor": name} for name in values}}
-        return {part: write_files(partial, part, skeleton, tensor_chunks(values, gather))}
-    finally:
-        for value in left:  # take part in all gathers even if writing failed, as the other ranks do
-            whole(value)
+        skeleton, tensors = flatten(tree)
+    except CheckpointError as error:
+        raise CheckpointError(f"Part {part!r}: {error}") from error
+    shards, metadata = shards_of(tensors)
+    if group is None or group.leads:
+        text = json.dumps(skeleton, separators=(",", ":"), allow_nan=False).encode()
+        files[f"{part}.json"] = write_file(folder / f"{part}.json", [text])
+        plain = {name: tensor for name, tensor in tensors.items() if not hasattr(tensor, "to_local")}
+        files[f"{part}.safetensors"] = write_file(folder / f"{part}.safetensors", tensor_chunks(plain))
+    if shards:
+        name = f"{part}-rank-{group.position if group else 0}.safetensors"
+        files[name] = write_file(folder / name, tensor_chunks(shards, metadata))
+    return files
 
 
 def _delete_all_but(folder: Path, keep: int) -> None:
@@ -188,11 +173,3 @@ def _delete_all_but(folder: Path, keep: int) -> None:
             delete(old.path)
         except OSError as error:
             raise CheckpointError(f"{old.path} can't be deleted: {error}") from error
-
-
-def _packed(files: Files) -> str:
-    return json.dumps({part: {name: vars(facts) for name, facts in held.items()} for part, held in files.items()})
-
-
-def _unpacked(text: str) -> Files:
-    return {part: {name: FileFacts(**facts) for name, facts in held.items()} for part, held in json.loads(text).items()}

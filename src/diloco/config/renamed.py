@@ -62,7 +62,7 @@ RENAMED: dict[str, str] = {
     "transport.min_contributors": "network.min_replicas",
     "transport.restarts": "torchrun --max-restarts",
     "transport.give_up_after_s": "",  # a replica that is alone searches until it is stopped
-    "transport.faults": "the argument faults of InProcessTransport, in Python",
+    "transport.faults": "",
     "transport.bandwidth_bits_per_s": "emulate.bandwidth",
     "transport.latency_s": "emulate.latency",
     "transport.step_time_s": "emulate.step_time",

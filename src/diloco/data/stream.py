@@ -38,11 +38,7 @@ __all__ = ["DocumentStream", "Records", "Source"]
 class Source:
     """The records of a source: its files and data sets one after the other, in the same order at every reading.
 
-    Data sets are opened here, but nothing is read yet.
-
-    Raises:
-        DataError: a data set does not exist or lacks the field.
-        ConfigurationError: ``datasets`` is needed but not installed.
+    Data sets are opened here, but nothing is read yet. A record without text is an empty string and no document.
     """
 
     def __init__(self, settings: SourceSettings) -> None:
@@ -72,10 +68,7 @@ class Records:
         self._rows: Any = None  # the state of the data set after the last block
 
     def read(self, size: int) -> list[str]:
-        """Return the next records, fewer at the end of a part; none at the end, after which they begin again.
-
-        A record without text is an empty string and not a document.
-        """
+        """Return the next records, fewer at the end of a part; none at the end, after which they begin again."""
         while self._part < len(self._source.parts):
             self._records = self._records or self._open(size)
             try:
@@ -152,14 +145,7 @@ class _Reader:
         return self._block / self._blocks if self._blocks else 0.0
 
     def document(self, token: int = 0) -> NDArray[Any]:
-        """Return the tokens of the document to draw, with its end.
-
-        Args:
-            token: the next one to draw; from 1 on, if the document has been begun.
-
-        Raises:
-            DataError: the source can't be read, nothing of it is trained on, or a document that was begun is not there.
-        """
+        """Return the tokens of the document to draw, with its end; ``token`` is the next one of it to draw."""
         passed = 0
         while True:
             if self._documents is None:

@@ -11,6 +11,7 @@ from .prediction import table as table
 from .simulate import Simulated as Simulated
 from .simulate import simulate as simulate
 from .simulate import simulate_cycles as simulate_cycles
+from .tcp import CongestionControl as CongestionControl
 from .traffic import Parcel as Parcel
 from .traffic import Traffic as Traffic
 from .traffic import Workload as Workload

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from diloco.algorithm import steps_to_train, trains_at
 from diloco.errors import ConfigurationError
+from diloco.plan.tcp import KEEPING_THEIR_RATE, CongestionControl, Tcp
 from diloco.plan.traffic import Parcel
-from diloco.transport import KEEPING_THEIR_RATE, CongestionControl, Link, LinkArrays, Tcp, streams_to_each
+from diloco.transport import Link, LinkArrays, streams_to_each
 
 Floats = NDArray[np.float64]
 
@@ -70,7 +71,7 @@ class Conditions:
             p90: return values that one round in ten exceeds, instead of every other round.
         """
         slower = P90_WORK if p90 else 1.0
-        connections = max(1, others) * streams_to_each(others, self.congestion_control)
+        connections = max(1, others) * streams_to_each(others)
         return Overheads(
             tcp=Tcp(congestion_control=self.congestion_control, loss=self.loss, connections=connections),
             queue_trips=P90_QUEUE_TRIPS if p90 else 0.0,

@@ -30,7 +30,7 @@ from diloco.testing import check_average_rule, check_codec, check_merge_rule, ch
 from diloco.train.inner_optimizer import check_inner_arguments
 from diloco.train.resolve import make_schedule
 from diloco.train.settings import RunSettings
-from diloco.transport import InProcessTransport, Link, VirtualNetwork, parse_fault
+from diloco.transport import InProcessTransport, Link, VirtualNetwork
 
 __all__ = [
     "check_own_code",
@@ -178,12 +178,7 @@ def make_transport(settings: RunSettings) -> InProcessTransport:
     network, replicas = None, settings.network.replicas
     if settings.emulate.step_time:
         network = VirtualNetwork(make_links(settings), _each(settings.emulate.step_time, replicas))
-    return InProcessTransport(
-        replicas,
-        round_timeout_s=settings.network.round_timeout,
-        network=network,
-        faults=[parse_fault(text) for text in settings.network.faults],
-    )
+    return InProcessTransport(replicas, round_timeout_s=settings.network.round_timeout, network=network)
 
 
 def _each(values: tuple[float, ...], count: int) -> tuple[float, ...]:

@@ -15,7 +15,6 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from diloco.devices import choose_threads
 from diloco.errors import ConfigurationError
 from diloco.protocol import MAX_NAME
-from diloco.train.components import make_links
 from diloco.train.description import diff
 from diloco.train.fleet import TorchFleet
 from diloco.train.processes import Role
@@ -179,7 +178,6 @@ def _place_and_wire(
         torchrun=role.torchrun.master if role.torchrun and role.rendezvous is None else None,
         attempt=role.torchrun.attempt if role.torchrun else "0",
     )
-    emulated = bool(run.emulate.bandwidth or run.emulate.latency)
     wire = TcpWire(
         host=network.listen_host,
         ports="-".join(dict.fromkeys(map(str, network.listen_ports))),
@@ -187,6 +185,5 @@ def _place_and_wire(
         **_exchange(network, facts),
         continue_without_lost=network.on_loss == "continue",
         comes_back=network.on_loss == "continue" and network.replica_size == 1,
-        link=make_links(run)[role.replica] if emulated else None,
     )
     return place, wire

@@ -171,8 +171,7 @@ class ReplicaMaker:
             global_device="cpu" if on_host else None,
             on_event=on_event,
             compare_arguments=False,  # the replicas compared their settings when they met
-            # a replica that misses a commit by an injected fault must not see it in the state of the others
-            global_state_of=None if settings.network.faults else first.diloco,
+            global_state_of=first.diloco,
         )
 
     def _inner(self, initial: Mapping[str, Tensor] | None) -> InnerLoop:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm import RoundId, named_parameters
-from diloco.checkpoint import SavedValues
+from diloco.checkpoint import Checkpoint, SavedTensor
 from diloco.errors import CheckpointError
 from diloco.outer import DiLoCo
 from diloco.train.inner import InnerLoop
+from diloco.trained import saved_once
 
 __all__ = ["ReplicaState"]
 
@@ -43,7 +44,7 @@ class ReplicaState:
 
         They are DTensors if the model is sharded.
         """
-        values = {f"model/{name}": tensor.detach() for name, tensor in self.inner.model.saved_state().items()}
+        values = {f"model/{name}": tensor for name, tensor in saved_once(self.inner.model).items()}
         for parameter, slots in self.inner.optimizer.state.items():
             for slot, value in slots.items():
                 if _is_shaped_as(value, parameter):
@@ -81,7 +82,8 @@ class ReplicaState:
 
     def load(
         self,
-        saved: SavedValues,
+        checkpoint: Checkpoint,
+        part: str,
         common: Mapping[str, Any],
         own: Mapping[str, Any] | None,
         *,
@@ -90,7 +92,7 @@ class ReplicaState:
         """Restore the three kinds of state, on any number of ranks. If a `DiLoCo` was saved, this state must have one.
 
         Args:
-            saved: the values.
+            part: the part of the checkpoint that has the result of `values`.
             common: the result of `common`.
             own: the result of `own` at the same position of the same number of ranks. None: the number of ranks
                 differs; the rounds in flight were encoded for other shards and count as void.
@@ -102,15 +104,16 @@ class ReplicaState:
         Raises:
             CheckpointError: if the state belongs to another model, optimizer or algorithm.
         """
+        saved = checkpoint.tensors(part)
         slots = self._make_slots(saved)
         values = self.values()
         values |= {name: value for name, (_, _, value) in slots.items()}
-        if odd := sorted(values.keys() ^ saved.sizes.keys()):
+        if odd := sorted(values.keys() ^ saved.keys()):
             raise CheckpointError(
-                f"{saved.checkpoint.path} belongs to another model, optimizer or algorithm: only one of the "
-                f"checkpoint and this run has {', '.join(odd[:5])}."
+                f"{checkpoint.path} belongs to another model, optimizer or algorithm: only one of the checkpoint and "
+                f"this run has {', '.join(odd[:5])}. Nothing was loaded."
             )
-        saved.load_into(values)
+        checkpoint.load_into(part, values)
         self._load_inner(slots, common["inner"])
         return () if self.diloco is None else self._load_diloco(self.diloco, common["diloco"], own, same_replicas)
 
@@ -146,14 +149,14 @@ class ReplicaState:
         flights = [[round_id.fragment, round_id.outer_step] for round_id in diloco.in_flight]
         return {**state, "fragments": fragments, "rounds_in_flight": flights}
 
-    def _make_slots(self, saved: SavedValues) -> dict[str, tuple[str, str, Tensor]]:
+    def _make_slots(self, saved: Mapping[str, SavedTensor]) -> dict[str, tuple[str, str, Tensor]]:
         """Return the parameter, slot and an empty tensor for each saved value of the inner optimizer, by name."""
         slots = {}
-        for name in saved.sizes:
+        for name, tensor in saved.items():
             kind, _, place = name.partition("/")
             slot, _, parameter = place.partition("/")
             if kind == "inner" and parameter in self.parameters:
-                room = torch.empty_like(self.parameters[parameter], dtype=saved.dtypes[name], requires_grad=False)
+                room = torch.empty_like(self.parameters[parameter], dtype=tensor.dtype, requires_grad=False)
                 slots[name] = (parameter, slot, room)
         return slots
 

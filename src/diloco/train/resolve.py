@@ -297,7 +297,7 @@ def _check_averaging(settings: RunSettings) -> None:
 
 def _check_network(settings: RunSettings) -> None:
     """Refuse settings that the chosen transport does not support."""
-    network, emulate = settings.network, settings.emulate
+    network = settings.network
     chosen = f"network.transport={network.transport!r}"
     if network.transport == "hivemind":
         _check_swarm(settings)
@@ -325,10 +325,6 @@ def _check_network(settings: RunSettings) -> None:
             )
     else:
         _refuse_if(
-            bool(emulate.step_time),
-            f"emulate.step_time can't be used with {chosen}. Use --transport in-process, or leave it out.",
-        )
-        _refuse_if(
             settings.algorithm == "none",
             f"algorithm='none' sends nothing and can't be used with {chosen}. Use --transport in-process.",
         )
@@ -336,7 +332,7 @@ def _check_network(settings: RunSettings) -> None:
 
 def _check_swarm(settings: RunSettings) -> None:
     """Check the settings that a swarm needs, and refuse those that can't work with replicas that join and leave."""
-    network, emulate = settings.network, settings.emulate
+    network = settings.network
     chosen = "network.transport='hivemind'"
     _refuse_if(
         network.run is None,
@@ -344,8 +340,6 @@ def _check_swarm(settings: RunSettings) -> None:
     )
     for name, value, works in (
         ("network.replica_size", network.replica_size, 1),
-        ("emulate.bandwidth", emulate.bandwidth, ()),
-        ("emulate.latency", emulate.latency, ()),
         ("sharding", settings.data.sharding, "shuffled"),
     ):
         _refuse_if(value != works, f"{name}={value!r} can't be used with {chosen}. Use {works!r}.")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from diloco.algorithm import RoundId
-from diloco.checkpoint import Checkpoint, SavedValues, Shards, load_own, open_checkpoint, save_checkpoint
+from diloco.checkpoint import Checkpoint, open_checkpoint, save_checkpoint
 from diloco.data import Cursor
 from diloco.errors import CheckpointError
 from diloco.train.replica import Replica, load_process_random, process_random
@@ -33,8 +33,8 @@ __all__ = ["load_session", "save_session"]
 def save_session(session: Session, folder: Path, keep: int) -> Path:
     """Save the state that the session needs to resume. Call it on all ranks of a replica.
 
-    A replica in its own processes is always saved as shards, even by a single rank, so that another number of ranks can
-    load it.
+    Part ``replica-M-values`` has the named tensors of replica M, ``replica-M`` what else its ranks have in common, and
+    ``replica-M-own-S`` what only its rank S can use. Another number of ranks can load the first two.
 
     Args:
         folder: the checkpoints folder.
@@ -43,25 +43,19 @@ def save_session(session: Session, folder: Path, keep: int) -> Path:
     Raises:
         CheckpointError: if saving failed. Earlier complete checkpoints are unchanged.
     """
-    step = session.totals.steps
     run = {"totals": vars(session.totals), "transport": session.fleet.state_dict(), "random": process_random()}
-    rest = rest_of_state(session.replicas[0].model, session.replicas[0].state.parameters)
-    agreed = {"global": session.global_params()} | ({REST: rest} if rest else {})
-    if session.fleet.in_one_process:
-        replicas = {f"replica-{replica.number}": _whole_state(replica) for replica in session.replicas}
-        return save_checkpoint(folder, step, {"run": run, **agreed, **replicas}, about=about(session), keep=keep)
-    (replica,), name = session.replicas, f"replica-{session.replicas[0].number}"
-    own = {"diloco": replica.state.own(), "random": replica.random_state.state_dict()}
-    return save_checkpoint(
-        folder,
-        step,
-        {"run": run, name: {"common": replica.state.common(), "sampler": replica.sampler.state_dict()}},
-        shards={name: Shards(replica.state.values(), own, _num_shards(session))},
-        gathered=agreed,
-        about=about(session),
-        keep=keep,
-        group=session.fleet.group,
-    )
+    parts: dict[str, Any] = {"run": run, "global": session.global_params()}
+    if rest := rest_of_state(session.replicas[0].model, session.replicas[0].state.parameters):
+        parts[REST] = rest
+    own = {}
+    for replica in session.replicas:
+        name, state = f"replica-{replica.number}", replica.state
+        parts[name] = {"common": state.common(), "sampler": replica.sampler.state_dict()}
+        parts[f"{name}-values"] = state.values()
+        if session.fleet.group.position < _num_shards(session):  # else position 0 saves the same
+            own[f"{name}-own"] = {"diloco": state.own(), "random": replica.random_state.state_dict()}
+    group = session.fleet.group
+    return save_checkpoint(folder, session.totals.steps, parts, own=own, about=about(session), keep=keep, group=group)
 
 
 def about(session: Session) -> dict[str, Any]:
@@ -115,8 +109,7 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
     for replica in session.replicas:
         source = saved.source(replica.number)
         state = checkpoint.load(f"replica-{source}")
-        load = _load_whole if session.fleet.in_one_process else _load_shards
-        void = load(session, replica, saved, state)
+        void = _load_replica(session, replica, saved, state["common"])
         if saved.differ:
             replica.sampler.resume_from(saved.cursor_of, saved.number)
         else:
@@ -213,54 +206,19 @@ def _fleet_state(session: Session, saved: _SavedReplicas, state: Mapping[str, An
     return {"traffic": traffic, "network": network, "decided": []}
 
 
-def _whole_state(replica: Replica) -> dict[str, Any]:
-    return {
-        "model": replica.model.saved_state(),
-        "inner": replica.inner.state_dict(),
-        "sampler": replica.sampler.state_dict(),
-        "random": replica.random_state.state_dict(),
-        "diloco": replica.diloco.state_dict() if replica.diloco else None,
-    }
-
-
-def _load_whole(
-    session: Session, replica: Replica, saved: _SavedReplicas, state: Mapping[str, Any]
-) -> tuple[RoundId, ...]:
-    """Load the result of `_whole_state` and return the rounds in flight that are now void."""
-    try:
-        replica.model.load_saved_state(state["model"])
-    except RuntimeError as error:
-        raise CheckpointError(f"The checkpoint belongs to another model: {error}") from error
-    replica.inner.load_state_dict(state["inner"])
-    if saved.source(replica.number) == replica.number:
-        replica.random_state.load_state_dict(state["random"])
-    diloco = state["diloco"]
-    void: tuple[RoundId, ...] = ()
-    if diloco is not None:
-        if saved.differ:
-            flights = [(p, fragment["in_flight"]) for p, fragment in enumerate(diloco["fragments"])]
-            void = tuple(RoundId(p, int(flight["outer_step"])) for p, flight in flights if flight is not None)
-        session.begin_diloco(replica).load_state_dict(diloco, resubmit=not saved.differ)
-    return void
-
-
-def _load_shards(
-    session: Session, replica: Replica, saved: _SavedReplicas, state: Mapping[str, Any]
+def _load_replica(
+    session: Session, replica: Replica, saved: _SavedReplicas, common: Mapping[str, Any]
 ) -> tuple[RoundId, ...]:
     """Load this rank's share of what a replica's ranks saved and return the rounds in flight that are now void."""
-    common, source = state["common"], saved.source(replica.number)
-    name = f"replica-{source}"
+    checkpoint, source = saved.checkpoint, saved.source(replica.number)
     if common["diloco"] is not None:
         session.begin_diloco(replica)
-    own = None
-    if source == replica.number:
-        own = load_own(saved.checkpoint, name, session.fleet.group.position, _num_shards(session))
-    rounds = None if own is None else own["diloco"]
-    values = SavedValues(saved.checkpoint, name)
-    void = replica.state.load(values, common, rounds, same_replicas=not saved.differ)
-    if own is not None:
+    own, shards, name = None, _num_shards(session), f"replica-{source}-own"
+    if source == replica.number and sum(part.startswith(f"{name}-") for part in checkpoint.parts) == shards:
+        own = checkpoint.load(f"{name}-{session.fleet.group.position % shards}")
         replica.random_state.load_state_dict(own["random"])
-    return void
+    rounds = None if own is None else own["diloco"]
+    return replica.state.load(checkpoint, f"replica-{source}-values", common, rounds, same_replicas=not saved.differ)
 
 
 def _num_shards(session: Session) -> int:

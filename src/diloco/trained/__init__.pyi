@@ -14,3 +14,4 @@ from .load import load_trained as load_trained
 from .load import model_settings as model_settings
 from .load import read_weights as read_weights
 from .load import rest_of_state as rest_of_state
+from .load import saved_once as saved_once

@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from diloco.algorithm import all_parameters, model_state, trainable_parameters
-from diloco.checkpoint import Checkpoint, SavedValues, list_checkpoints, open_checkpoint
+from diloco.algorithm import all_parameters, local_shard, model_state, trainable_parameters
+from diloco.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 from diloco.data import ChatTokenizer, Tokenizer, has_template, load_tokenizer
 from diloco.devices import choose_device
 from diloco.errors import CheckpointError, ConfigurationError
@@ -43,6 +43,7 @@ __all__ = [
     "model_settings",
     "read_weights",
     "rest_of_state",
+    "saved_once",
 ]
 
 REST = "rest"  # the part of a checkpoint with the result of `rest_of_state`, if that is not empty
@@ -186,18 +187,15 @@ def _local(checkpoint: Checkpoint, replica: int, model: LanguageModel) -> Mappin
     beside = checkpoint.path.parent.parent / part / "checkpoints" / checkpoint.path.name
     if beside.is_dir():
         checkpoint = open_checkpoint(beside)
-    if f"{part}-shard-0" in checkpoint.parts:
-        state = model.saved_state()
-        SavedValues(checkpoint, part).load_into({f"model/{name}": value for name, value in state.items()})
-        return state
     if part not in checkpoint.parts:
         there = sorted(name for name in checkpoint.parts if re.fullmatch(r"replica-\d+", name))
         raise CheckpointError(
             f"{checkpoint.path} does not contain {part}. It contains: "
             f"{', '.join([*there, 'global parameters'])}. Nothing was loaded."
         )
-    values: Mapping[str, Tensor] = checkpoint.load(part)["model"]
-    return values
+    state = saved_once(model)
+    checkpoint.load_into(f"{part}-values", {f"model/{name}": value for name, value in state.items()})
+    return state
 
 
 def _load_huggingface(folder: Path, device: torch.device) -> Trained:
@@ -299,3 +297,12 @@ def rest_of_state(model: LanguageModel, parameters: Mapping[str, Tensor]) -> dic
     ids = {id(parameter) for parameter in parameters.values()}
     trained = {name for name, parameter in all_parameters(model) if id(parameter) in ids}
     return {name: tensor for name, tensor in model.saved_state().items() if name not in trained}
+
+
+def saved_once(model: LanguageModel) -> dict[str, Tensor]:
+    """Return the state that ``model`` saves, tied tensors under their first name only."""
+    first: dict[tuple[int, torch.Size], str] = {}
+    state = {name: tensor.detach() for name, tensor in model.saved_state().items()}
+    for name, tensor in state.items():
+        first.setdefault((local_shard(tensor).data_ptr() or id(tensor), tensor.shape), name)
+    return {name: state[name] for name in first.values()}

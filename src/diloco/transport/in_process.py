@@ -2,6 +2,9 @@
 
 Both are deterministic. With one thread, begin a step on every replica before finishing it on any (`DiLoCo.begin`,
 `DiLoCo.finish`), because the last contribution decides the round. The average of a round is computed once and shared.
+
+No payload is transferred. An emulated network, if there is one, determines when a round is committed and how long each
+replica stalls for it.
 """
 
 from __future__ import annotations
@@ -9,22 +12,46 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
-from diloco.algorithm import Contribution, RoundId, check_replica, check_type, check_whole
-from diloco.errors import ConfigurationError, RoundTimeoutError, TransportError
+from diloco.algorithm import (
+    Contribution,
+    Exchange,
+    Mean,
+    RoundId,
+    Verdict,
+    check_replica,
+    check_type,
+    check_whole,
+    encode_mean,
+    judge,
+    plan_round,
+    weighted_mean,
+)
+from diloco.errors import CodecError, ConfigurationError, RoundTimeoutError, RoundVoidError, TransportError
 from diloco.membership import View
 from diloco.protocol import Average, Entry, difference
 from diloco.transport.base import Pending, SnapshotSource, Transport
-from diloco.transport.emulated_rounds import EmulatedRounds
-from diloco.transport.injected_faults import Fault
-from diloco.transport.links import VirtualNetwork
+from diloco.transport.links import Transfer, VirtualNetwork
 
 __all__ = ["InProcessEndpoint", "InProcessTransport"]
+
+
+@dataclass(eq=False)
+class _Round:
+    """A round whose outcome at least one replica has not collected yet."""
+
+    contributions: dict[int, Contribution] = field(default_factory=dict)
+    sent_at_s: dict[int, float] = field(default_factory=dict)
+    verdict: Verdict | None = None
+    mean: Mean | None = None
+    exchange: Exchange | None = None
+    commit_at_s: float = 0.0
+    taken: set[int] = field(default_factory=set)
 
 
 class InProcessTransport:
@@ -33,10 +60,9 @@ class InProcessTransport:
     Args:
         num_replicas: M.
         min_contributors: a round with fewer usable contributions is void; the default is all M.
-        round_timeout_s: a contribution that would be later than this, in virtual seconds, counts as missing. It is also
-            the longest time, in real seconds, that `Pending.wait` waits for replicas in other threads.
+        round_timeout_s: a round that would take longer than this, in virtual seconds, is void. It is also the longest
+            time, in real seconds, that `Pending.wait` waits for replicas in other threads.
         network: emulated links on a virtual clock; None means that payloads arrive at once.
-        faults: the faults to inject.
 
     >>> import torch
     >>> from diloco.algorithm import make_codec
@@ -56,12 +82,9 @@ class InProcessTransport:
         min_contributors: int | None = None,
         round_timeout_s: float = 600.0,
         network: VirtualNetwork | None = None,
-        faults: Sequence[Fault] = (),
     ) -> None:
         num_replicas = check_whole("num_replicas", num_replicas, 1)
         check_type("network", network, VirtualNetwork | None, "a VirtualNetwork")
-        for fault in faults:
-            check_type("each of faults", fault, Fault, "a Fault(...)")
         if network is not None and len(network.links) != num_replicas:
             raise ConfigurationError(
                 f"The network must have one link per replica, got {len(network.links)} links for {num_replicas} "
@@ -77,12 +100,16 @@ class InProcessTransport:
                 f"min_contributors must be between 1 and {num_replicas}, the number of replicas, got "
                 f"{min_contributors}."
             )
-        self.rounds = EmulatedRounds(self.view, enough, round_timeout_s, network, faults)
+        self.min_contributors = enough
+        self.round_timeout_s = round_timeout_s
+        self.network = network
         self.changed = threading.Condition()
-        self._facts: dict[int, Mapping[str, str]] = {}
-        self._refusal = ""
         self.sources: dict[int, SnapshotSource] = {}
         self.threads: dict[int, int] = {}
+        self._facts: dict[int, Mapping[str, str]] = {}
+        self._refusal = ""
+        self._rounds: dict[RoundId, _Round] = {}
+        self._decided_before: dict[RoundId, float] = {}
         self._endpoints = tuple(InProcessEndpoint(self, replica) for replica in self.view.members)
 
     def endpoint(self, replica: int) -> InProcessEndpoint:
@@ -96,14 +123,17 @@ class InProcessTransport:
         """
         return {
             "traffic": [[endpoint.sent_bytes, endpoint.received_bytes] for endpoint in self._endpoints],
-            **self.rounds.state_dict(),
+            "network": self.network.state_dict() if self.network else None,
+            "decided": [[r.fragment, r.outer_step, s.commit_at_s] for r, s in self._rounds.items() if s.verdict],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned. The replicas then resubmit their contributions in flight."""
         for endpoint, (sent_bytes, received_bytes) in zip(self._endpoints, state["traffic"], strict=True):
             endpoint.sent_bytes, endpoint.received_bytes = int(sent_bytes), int(received_bytes)
-        self.rounds.load_state_dict(state)
+        if self.network is not None and state["network"] is not None:
+            self.network.load_state_dict(state["network"])
+            self._decided_before = {RoundId(int(p), int(k)): float(at_s) for p, k, at_s in state["decided"]}
 
     # Endpoints call the methods below, always holding `changed`.
 
@@ -123,19 +153,127 @@ class InProcessTransport:
             raise ConfigurationError(self._refusal)
 
     def accept(self, contribution: Contribution) -> None:
-        """Record a contribution; the last one decides the round."""
+        """Record a contribution; the last one decides the round.
+
+        Raises:
+            TransportError: if the replica has already contributed to the round.
+        """
         self._refuse()
-        if self.rounds.accept(contribution):
+        replica, round_id = contribution.replica, contribution.round
+        state = self._rounds.setdefault(round_id, _Round())
+        if replica in state.contributions:
+            raise TransportError(
+                f"Replica {replica} has already contributed to {round_id}. Its first contribution stands.",
+                round=str(round_id),
+                replicas=[replica],
+            )
+        state.contributions[replica] = contribution
+        state.sent_at_s[replica] = self.network.now_s[replica] if self.network else 0.0
+        if len(state.contributions) == len(self.view.members):
+            self._decide(round_id, state)
             self.changed.notify_all()
 
+    def judge(self, contributions: Mapping[int, Contribution]) -> Verdict:
+        """Return which of the contributions to a round count."""
+        return judge(contributions, members=self.view.members, min_contributors=self.min_contributors, absent={})
+
+    def _decide(self, round_id: RoundId, state: _Round) -> None:
+        sample = next(iter(state.contributions.values()))
+        uplinks = [self.network.links[member].uplink for member in self.view.members] if self.network else ()
+        state.exchange = plan_round(sample, len(self.view.members), uplinks)
+        verdict = self.judge(state.contributions)
+        state.commit_at_s = self._commit_time_s(round_id, state)
+        taken_s = state.commit_at_s - min(state.sent_at_s.values())
+        if taken_s > self.round_timeout_s and not verdict.void:
+            verdict = Verdict((), f"it would take {taken_s:.3g} s, but the limit is {self.round_timeout_s:g} s")
+        if not verdict.void:
+            try:
+                state.mean = weighted_mean([state.contributions[replica] for replica in verdict.contributors])
+            except CodecError as error:
+                verdict = Verdict((), str(error))
+        state.verdict = verdict
+        if state.mean is not None and state.exchange.pattern == "reduce-scatter":
+            encode_mean(state.mean.values, state.exchange.mean.codec)  # ranges consist of whole blocks
+
+    def _commit_time_s(self, round_id: RoundId, state: _Round) -> float:
+        if self.network is None:
+            return 0.0
+        if round_id in self._decided_before:  # the restored links already include its transfers
+            return self._decided_before.pop(round_id)
+        assert state.exchange is not None, "it is planned"
+        plan, members = state.exchange, self.view.members
+        transfers = {
+            member: Transfer(sent_s, plan.sent_bytes(members.index(member)), plan.received_bytes(members.index(member)))
+            for member, sent_s in sorted(state.sent_at_s.items())
+        }
+        return self.network.commit_time_s(transfers)
+
     def take(self, replica: int, round_id: RoundId, timeout_s: float | None) -> Average:
-        """Wait until a round is decided and return its average for ``replica``."""
-        self._wait(replica, round_id, self.rounds.timeout_s if timeout_s is None else timeout_s)
-        sent_bytes, received_bytes = self.rounds.bytes_of(replica, round_id)
-        endpoint = self._endpoints[replica]
+        """Wait until a round is decided and return its average for ``replica``, whose clock advances to the commit.
+
+        Raises:
+            RoundVoidError: if the round is void.
+            DivergedError: if the round is void because this replica's global parameters or outer state differ from the
+                majority's.
+            TransportError: if ``replica`` has not contributed to the round, or has already collected its outcome.
+        """
+        state = self._decided(replica, round_id, self.round_timeout_s if timeout_s is None else timeout_s)
+        verdict, exchange = state.verdict, state.exchange
+        assert verdict is not None, "it is decided"
+        assert exchange is not None, "it is planned"
+        position, endpoint = self.view.members.index(replica), self._endpoints[replica]
+        sent_bytes, received_bytes = exchange.sent_bytes(position), exchange.received_bytes(position)
         endpoint.sent_bytes += sent_bytes
         endpoint.received_bytes += received_bytes
-        return self.rounds.take(replica, round_id)
+        waited_s = self.network.wait_until(replica, state.commit_at_s) if self.network else 0.0
+        state.taken.add(replica)
+        if len(state.taken) == len(self.view.members):
+            del self._rounds[round_id]
+        if replica in verdict.diverged:
+            raise verdict.divergence(round_id, state.contributions[verdict.donor].digest)
+        if state.mean is None:
+            raise RoundVoidError(f"{round_id} is void: {verdict.reason}.", round=str(round_id))
+        return Average(
+            **vars(state.mean),
+            round=round_id,
+            view=self.view,
+            sent_bytes=sent_bytes,
+            received_bytes=received_bytes,
+            wait_s=waited_s,
+            note=verdict.reason,
+        )
+
+    def _decided(self, replica: int, round_id: RoundId, timeout_s: float) -> _Round:
+        """Wait until a round that ``replica`` has in flight is decided."""
+        state = self._rounds.get(round_id)
+        if state is None or replica not in state.contributions or replica in state.taken:
+            raise TransportError(
+                f"Replica {replica} waits for {round_id} but has no contribution to it in flight.", round=str(round_id)
+            )
+
+        def missing() -> list[int]:
+            return [member for member in self.view.members if member not in state.contributions]
+
+        thread = threading.get_ident()
+        if missing() and (threading.active_count() == 1 or any(self.threads.get(m) == thread for m in missing())):
+            raise RoundTimeoutError(
+                f"Replica {replica} would wait forever for {round_id}: replica {missing()[0]} has not sent its "
+                "contribution and runs in the same thread. Call begin() on every replica before finish() on any, or "
+                "run each replica in its own thread.",
+                round=str(round_id),
+                replicas=missing(),
+            )
+        limit_s = timeout_s if math.isfinite(timeout_s) else None
+        self.changed.wait_for(lambda: self._refusal or not missing(), limit_s)
+        self._refuse()
+        if missing():
+            raise RoundTimeoutError(
+                f"{round_id} was not decided within {timeout_s:g} s: no contribution arrived from replica "
+                f"{', '.join(map(str, missing()))}. Nothing was applied.",
+                round=str(round_id),
+                replicas=missing(),
+            )
+        return state
 
     def fetch(self, fragment: int, donors: Sequence[int]) -> Mapping[str, Any]:
         for donor in donors:
@@ -145,28 +283,6 @@ class InProcessTransport:
         raise TransportError(
             f"replica {asked} was asked for fragment {fragment}, but it has published nothing.", replicas=donors
         )
-
-    def _wait(self, replica: int, round_id: RoundId, timeout_s: float) -> None:
-        missing = self.rounds.missing(replica, round_id)
-        thread = threading.get_ident()
-        if missing and (threading.active_count() == 1 or any(self.threads.get(each) == thread for each in missing)):
-            raise RoundTimeoutError(
-                f"Replica {replica} would wait forever for {round_id}: replica {missing[0]} has not sent its "
-                "contribution and runs in the same thread. Call begin() on every replica before finish() on any, or "
-                "run each replica in its own thread.",
-                round=str(round_id),
-                replicas=missing,
-            )
-        limit_s = timeout_s if math.isfinite(timeout_s) else None
-        self.changed.wait_for(lambda: self._refusal or not self.rounds.missing(replica, round_id), limit_s)
-        self._refuse()
-        if missing := self.rounds.missing(replica, round_id):
-            raise RoundTimeoutError(
-                f"{round_id} was not decided within {timeout_s:g} s: no contribution arrived from replica "
-                f"{', '.join(map(str, missing))}. Nothing was applied.",
-                round=str(round_id),
-                replicas=missing,
-            )
 
 
 class InProcessEndpoint(Transport):
@@ -199,7 +315,8 @@ class InProcessEndpoint(Transport):
     def tick(self) -> None:
         with self.hub.changed:
             self.hub.threads[self.replica] = threading.get_ident()
-            self.hub.rounds.tick(self.replica)
+            if self.hub.network is not None:
+                self.hub.network.tick(self.replica)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import Suppress, arg
+from tyro.conf import arg
 
 from diloco.errors import ConfigurationError
 from diloco.units import Duration, Rate
@@ -62,9 +62,6 @@ class NetworkSettings:
     takes only as many inner steps as it can in the time of the fastest, and weighs less (DyLU)."""
     compress: bool = True
     """Compress payloads without loss (zstd) where the network limits the transfer: 10 to 15 % of fp4, 5 % of int8."""
-
-    # for Python code alone: faults to inject into the in-process transport, see `parse_fault`
-    faults: Suppress[tuple[str, ...]] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -142,7 +139,7 @@ class NetworkSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EmulateSettings:
-    """Slow links and slow computers, emulated. in-process: on a virtual clock; torch: sending is delayed."""
+    """in-process: slow links and slow computers, emulated on a virtual clock."""
 
     bandwidth: tuple[Rate, ...] = ()
     """Bandwidth in each direction, such as 100Mbit: one value for all replicas or one per replica. Default: unlimited.
@@ -150,17 +147,21 @@ class EmulateSettings:
     latency: tuple[Duration, ...] = ()
     """One-way latency, such as 20ms: one value for all replicas or one per replica. Default: none."""
     step_time: tuple[Duration, ...] = ()
-    """in-process: compute time of one inner step on the virtual clock, one value for all replicas or one per replica.
-    """
+    """Compute time of one inner step on the virtual clock, one value for all replicas or one per replica."""
 
     def check(self, network: NetworkSettings) -> None:
         """Check the number of values and their range.
 
         Raises:
-            ConfigurationError: a value is out of range, or a link is emulated in a process without a virtual clock.
+            ConfigurationError: a value is out of range, or something is emulated without a virtual clock.
         """
         for name in ("bandwidth", "latency", "step_time"):
             values = getattr(self, name)
+            if values and network.transport != "in-process":
+                raise ConfigurationError(
+                    f"emulate.{name} can't be used with network.transport={network.transport!r}, because only replicas "
+                    "in one process share a virtual clock. Use --transport in-process, or leave it out."
+                )
             if len(values) not in (0, 1, network.replicas):
                 raise ConfigurationError(
                     f"emulate.{name} must have no value, one value, or one per replica ({network.replicas}), got "
@@ -169,7 +170,7 @@ class EmulateSettings:
             if any(value < 0 or (value == 0 and name == "bandwidth") for value in values):
                 least = "positive" if name == "bandwidth" else "at least 0"
                 raise ConfigurationError(f"The values of emulate.{name} must be {least}, got {values}.")
-        if network.transport == "in-process" and (self.bandwidth or self.latency) and not self.step_time:
+        if (self.bandwidth or self.latency) and not self.step_time:
             raise ConfigurationError(
                 "emulate.bandwidth and emulate.latency need emulate.step_time, such as 250ms, because an emulated link "
                 "runs on a virtual clock, which needs the compute time of one inner step."

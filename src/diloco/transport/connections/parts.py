@@ -2,9 +2,8 @@
 
 ::
 
-    1 byte   kind: b"D" for a part, b"Z" for a compressed part, b"A" for an acknowledgement, b"S" for a wanted number of
-             connections
-    8 bytes  number of the message (for b"S": of connections)
+    1 byte   kind: b"D" for a part, b"Z" for a compressed part, b"A" for an acknowledgement
+    8 bytes  number of the message
     4 bytes  tag, 4 bytes size of the message
     4 bytes  offset of the part in the message, 4 bytes size of the data that follows
     8 bytes  XXH3 of that data
@@ -17,7 +16,6 @@ its fastest level that has one, saves 10 to 15 % of fp4 and 5 % of int8. Each pa
 
 from __future__ import annotations
 
-import math
 import struct
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -28,15 +26,24 @@ import zstandard
 
 from diloco.errors import TransportError
 
-__all__ = ["HEAD", "MOST_PART_BYTES", "Head", "Incoming", "Outgoing", "Part", "compress", "part_bytes"]
+__all__ = [
+    "HEAD",
+    "LEAST_PART_BYTES",
+    "MOST_PART_BYTES",
+    "Head",
+    "Incoming",
+    "Outgoing",
+    "Part",
+    "compress",
+    "part_bytes",
+]
 
 MAX_MESSAGE_BYTES, MOST_PART_BYTES = 1 << 30, 1 << 18
 """Larger messages and parts are refused."""
 
 HEAD = struct.Struct(">cQIIIIQ")
 
-_LEAST_PART_BYTES = 12 << 10  # less than TCP's initial window, which it sends at once after a pause
-_MOST_PART_S = 0.005  # longest part at a known pacing rate, as a part leaves in one burst and queues up
+LEAST_PART_BYTES = 12 << 10  # less than TCP's initial window, which it sends at once after a pause
 _NOTHING = memoryview(b"")
 
 _LEVEL = 1
@@ -91,7 +98,6 @@ class Outgoing:
     tag: int
     data: memoryview
     sent: Future[None]  # resolved when the other side has the message
-    due_s: float = 0.0  # earliest time to send, by the loop's clock
     missing: int = 0  # bytes that are not acknowledged yet
     number: int = 0  # assigned when the message is next to be sent
     cut: int = 0  # bytes that have been cut into parts
@@ -117,7 +123,7 @@ class Incoming:
                 which then has to be sent again.
         """
         end = start + len(content)
-        if len(content) < _LEAST_PART_BYTES and end < len(self.data):  # many tiny parts would cost more than their data
+        if len(content) < LEAST_PART_BYTES and end < len(self.data):  # many tiny parts would cost more than their data
             raise TransportError(f"a part of {len(content)} bytes arrived; only the last one may be that small")
         self.data[start:end] = content
         self.parts[start] = end
@@ -159,18 +165,16 @@ def compress(data: memoryview) -> memoryview | bytes:
     return found if len(found) <= _WORTH * len(data) else data
 
 
-def part_bytes(waiting_bytes: int, connections: int, bits_per_s: float = math.inf) -> int:
+def part_bytes(waiting_bytes: int, connections: int) -> int:
     """Return the size of the next part: smaller as less is left, so that all connections finish at about the same time.
 
     Args:
         waiting_bytes: Bytes that no connection has taken yet.
-        bits_per_s: The pacing rate of all payloads.
 
-    >>> part_bytes(1 << 30, 4), part_bytes(3_200_000, 16), part_bytes(50_000, 16), part_bytes(1 << 30, 4, 1e8)
-    (262144, 100000, 12288, 62500)
+    >>> part_bytes(1 << 30, 4), part_bytes(3_200_000, 16), part_bytes(50_000, 16)
+    (262144, 100000, 12288)
     >>> part_bytes(50_000, 1)  # a single connection need not finish together with others
     262144
     """
     share = waiting_bytes // (2 * connections) if connections > 1 else MOST_PART_BYTES
-    most = min(MOST_PART_BYTES, share, bits_per_s / 8 * _MOST_PART_S)
-    return max(_LEAST_PART_BYTES, int(most))
+    return max(LEAST_PART_BYTES, min(MOST_PART_BYTES, share))

@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 import math
 import socket
+import struct
+import sys
 from typing import TYPE_CHECKING, cast
 
 import xxhash
 
 from diloco.errors import TransportError
+from diloco.transport.connections.pace import NEAR_S, TcpCounters, tcp_counters
 from diloco.transport.connections.parts import HEAD, MOST_PART_BYTES, Head, Part
-from diloco.transport.tcp import KEEPING_THEIR_RATE, NEAR_S, Counters
 
 if TYPE_CHECKING:
     from diloco.transport.connections.reliable_link import ReliableLink
@@ -23,9 +25,9 @@ _LEAST_UNSENT_BYTES, _UNSENT_S = 1 << 14, 0.02
 """The unsent data that the kernel may buffer for one connection: as much as it sends in so many seconds, and at least
 so many bytes. With more, data would wait for a slow connection while others are free."""
 
-_TOO_SLOW = 16  # times slower than the connection once was; sharing a path does not slow it that much
-
-_SLOW_BITS_PER_S = 2e9  # at a lower pace compression takes less than a third of a core
+_SLOW_BITS_PER_S = 2e9  # at a lower rate compression takes less than a third of a core
+_MAX_PACING_RATE = 47  # a socket option of Linux that Python does not name: bytes per second, an unsigned long
+_NO_PACE = (1 << 8 * struct.calcsize("L")) - 1
 _BUFFER_BYTES = 2 * (HEAD.size + MOST_PART_BYTES)  # receive buffer of a connection
 _MOST_WOKEN_BYTES = 1 << 15  # less than any kernel's receive buffer, so that the threshold is always reached
 _RECORD_BYTES = 1 << 14  # longest TLS record; it can't be decrypted before all of it has arrived
@@ -52,14 +54,13 @@ class PayloadConnection(asyncio.BufferedProtocol):
         self._link = link
         self._parts: dict[tuple[int, int], Part] = {}  # unacknowledged parts by message number and start
         self.full = False  # whether the transport has paused writing
-        self._was_full = False  # whether it has since the last part
         self._compresses = compresses
         self._buffer = memoryview(b"")  # receive buffer
         self._begun = self._filled = 0  # start and end of the unprocessed data in it
         self._whole_bytes = HEAD.size  # size of the next item that can be processed
         self.waits = False  # whether reading is paused until the link has room for the next part
-        self._unsent_bytes = 0  # limit on unsent data in the kernel; 0: none
-        self._fastest_bits_per_s = 0.0  # highest rate that congestion control has allowed
+        self._limits = (0.0, 0.0)
+        self.near = False  # whether round trips are so short that nothing of this kind is worth while
         self._woken_bytes = 1  # bytes that must arrive before the kernel reports them
         # bytes of TLS that the kernel may have reported and that can't be decrypted yet
         self._held_bytes = _RECORD_BYTES if transport.get_extra_info("ssl_object") else 0
@@ -90,20 +91,12 @@ class PayloadConnection(asyncio.BufferedProtocol):
         """Write the next part of the link if this connection is free. Return whether a part was written."""
         if self.full or self.transport.is_closing():
             return False
-        compressed = self._compresses and (
-            self._was_full or self._link.pace_bits_per_s < _SLOW_BITS_PER_S or self._link.full
-        )
+        compressed = self._compresses and not self.near and self._link.pace.seen_bits_per_s < _SLOW_BITS_PER_S
         if (part := self._link.take(compressed=compressed)) is None:
             return False
-        self._was_full = False
         self._parts[part.message.number, part.start] = part
         self.transport.write(b"".join((HEAD.pack(*part.head), part.body)))
         return True
-
-    def want(self, connections: int) -> None:
-        """Ask the other side for ``connections`` connections of the link."""
-        if not self.transport.is_closing():
-            self.transport.write(HEAD.pack(*Head(b"S", connections)))
 
     def resume_reading(self) -> None:
         """Try again to process the part for which the link had no room."""
@@ -113,32 +106,21 @@ class PayloadConnection(asyncio.BufferedProtocol):
             if not self.waits and not self.transport.is_closing():
                 self.transport.resume_reading()
 
-    def counters(self) -> Counters | None:
-        """Return the TCP counters of this connection, or None if the kernel does not report them."""
-        return Counters.of(self.transport.get_extra_info("socket"))
+    def counters(self) -> TcpCounters:
+        """Return the TCP counters of this connection."""
+        return tcp_counters(self.transport.get_extra_info("socket"))
 
-    def limit_unsent(self, bytes_per_s: float) -> None:
-        """Limit the unsent data in the kernel to what a connection of this rate needs."""
-        unsent_bytes = max(_LEAST_UNSENT_BYTES, 1 << round(math.log2(1 + bytes_per_s * _UNSENT_S)))
-        if self._unsent_bytes not in (0, unsent_bytes):
-            self._unsent_bytes = unsent_bytes
-            self._set(socket.IPPROTO_TCP, "TCP_NOTSENT_LOWAT", unsent_bytes)
-
-    def probe_if_slow(self, paced_bits_per_s: float) -> None:
-        """Reset TCP's congestion control once its rate has dropped to a small fraction of the highest one.
-
-        After losses bbr sometimes takes a path for a slow one, and needs seconds to find out otherwise.
-        """
-        self._fastest_bits_per_s = max(self._fastest_bits_per_s, paced_bits_per_s)
-        if paced_bits_per_s >= self._fastest_bits_per_s / _TOO_SLOW:
+    def limit(self, bits_per_s: float, seen_bits_per_s: float) -> None:
+        """Let the kernel send no faster than a pace, and buffer what it sends in a moment at the rate that was seen."""
+        if self.near or (bits_per_s, seen_bits_per_s) == self._limits:
             return
-        self._fastest_bits_per_s = paced_bits_per_s  # a path that has really become slower is probed once only
-        with contextlib.suppress(OSError, AttributeError):
-            connection, option = self.transport.get_extra_info("socket"), socket.TCP_CONGESTION
-            control = connection.getsockopt(socket.IPPROTO_TCP, option, 16).rstrip(b"\0")
-            if control.decode("ascii") in KEEPING_THEIR_RATE:  # others slow down at a loss, and a reset does not help
-                for each in (b"reno", control):  # setting the same algorithm again would change nothing
-                    connection.setsockopt(socket.IPPROTO_TCP, option, each)
+        self._limits = bits_per_s, seen_bits_per_s
+        unsent_bytes = max(_LEAST_UNSENT_BYTES, int(seen_bits_per_s / 8 * _UNSENT_S))
+        self._set(socket.IPPROTO_TCP, "TCP_NOTSENT_LOWAT", unsent_bytes)
+        if sys.platform == "linux":
+            pace = struct.pack("L", _NO_PACE if math.isinf(bits_per_s) else int(bits_per_s / 8))
+            with contextlib.suppress(OSError):  # the connection has ended
+                self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, pace)
 
     def _tune(self, silence_s: float) -> None:
         connection = cast("socket.socket | None", self.transport.get_extra_info("socket"))
@@ -148,14 +130,7 @@ class PayloadConnection(asyncio.BufferedProtocol):
         self._set(socket.SOL_SOCKET, "SO_KEEPALIVE", 1)  # detects it also at an end that has nothing to send
         for option in ("TCP_KEEPIDLE", "TCP_KEEPALIVE", "TCP_KEEPINTVL"):  # macOS calls the first one TCP_KEEPALIVE
             self._set(socket.IPPROTO_TCP, option, max(1, int(silence_s / 4)))
-        counters = self.counters()
-        if counters is None:
-            return
-        if counters.round_trip_s < NEAR_S:
-            self._compresses = False
-        else:
-            self._unsent_bytes = _LEAST_UNSENT_BYTES
-            self._set(socket.IPPROTO_TCP, "TCP_NOTSENT_LOWAT", self._unsent_bytes)
+        self.near = 0 < self.counters().round_trip_s < NEAR_S
 
     def _set(self, level: int, option: str, value: int) -> None:
         """Set a socket option if this system has it and the connection is open."""
@@ -168,7 +143,7 @@ class PayloadConnection(asyncio.BufferedProtocol):
         self.end(str(exc) or type(exc).__name__ if exc else "it ended")
 
     def pause_writing(self) -> None:
-        self.full = self._was_full = True
+        self.full = True
 
     def resume_writing(self) -> None:
         self.full = False
@@ -222,8 +197,6 @@ class PayloadConnection(asyncio.BufferedProtocol):
                     f"part {head.start} of message {head.number} was acknowledged, but had not been sent"
                 )
             self._link.acknowledge(part)
-        elif head.kind == b"S":
-            self._link.wanted = head.number
         elif not head.valid:
             raise TransportError(
                 f"an invalid part of kind {head.kind!r} arrived: {head.size} bytes at {head.start} of {head.total}"

@@ -13,12 +13,18 @@ import asyncio
 from collections import deque
 from concurrent.futures import Future
 
-from diloco.algorithm import Uplink
 from diloco.errors import TransportError
-from diloco.transport.connections.parts import Head, Incoming, Outgoing, Part, compress, part_bytes
+from diloco.transport.connections.pace import Pace, TcpCounters, UplinkMeter
+from diloco.transport.connections.parts import (
+    LEAST_PART_BYTES,
+    Head,
+    Incoming,
+    Outgoing,
+    Part,
+    compress,
+    part_bytes,
+)
 from diloco.transport.connections.payload_connection import PayloadConnection
-from diloco.transport.connections.send_scheduler import SendScheduler
-from diloco.transport.shaping import Pacer
 
 __all__ = ["ReliableLink"]
 
@@ -33,25 +39,25 @@ class ReliableLink:
     All methods but `close` run in the loop's thread.
 
     Args:
-        scheduler: The scheduler of the uplink, which all links of this rank share.
+        loop: The event loop in whose thread everything runs.
+        meter: Measures the uplink, which all links of this rank share.
         route: What carries the link, for display.
-        pacer: The emulated link of this rank, which delays messages; None: no emulation.
     """
 
-    def __init__(self, scheduler: SendScheduler, route: str = "TCP", pacer: Pacer | None = None) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, meter: UplinkMeter, route: str = "TCP") -> None:
         self.connections: dict[int, PayloadConnection] = {}  # open connections by number
         self.waiting_bytes = 0  # bytes that no connection has taken yet
-        self.acknowledged_bytes = 0  # bytes that the other side has received so far
-        self.compressed = False  # whether parts have been compressed so far
-        self.wanted = 0  # number of connections that the other side asks for; 0: none asked for
+        self.pace = Pace()
         self.over = asyncio.Event()  # set once the link has ended
         self.settled = asyncio.Event()  # set once the first connection is open, or the link has ended
         self.uses = 0  # number of connections made so far
         self.why = "the other side did not connect"  # why a connection last ended or could not be made
-        self._loop = scheduler.loop
         self.description = route  # what carries the link, for display
-        self._scheduler = scheduler
-        self._pacer = pacer
+        self._loop = loop
+        self.meter = meter
+        self._began_s = 0.0  # when the current transfer began
+        self._transfer_bytes = self._missing_bytes = 0  # its size so far, and how much of it is not acknowledged
+        self._counted = TcpCounters()  # by TCP until then
         self._last_number = 0
         self._unsent: deque[Outgoing] = deque()  # messages that are not completely cut into parts
         self._to_resend: deque[Part] = deque()  # unacknowledged parts of connections that broke
@@ -74,34 +80,16 @@ class ReliableLink:
             self.end("it was closed")
 
     @property
-    def uplink(self) -> Uplink:
-        """What is known about the uplink of this rank, which all its links share."""
-        return self._pacer.link.uplink if self._pacer else self._scheduler.pace.uplink
-
-    @property
-    def pace_bits_per_s(self) -> float:
-        """The pacing rate of all payloads; infinite if there is no limit."""
-        return self._scheduler.pace.bits_per_s
-
-    @property
-    def full(self) -> bool:
-        """Whether one of its connections waits for the network."""
-        return any(each.full for each in self.connections.values())
-
-    @property
     def ended(self) -> bool:
         """Whether the link has ended."""
         return self._error is not None
-
-    @property
-    def active(self) -> bool:
-        """Whether a message is in flight, that is, not completely acknowledged."""
-        return bool(self._in_flight)
 
     def end(self, why: str) -> None:
         """End the link for good: current and later operations fail with ``why``. Later calls have no effect."""
         if self._error is not None:
             return
+        if self._in_flight:
+            self.meter.end(self._loop.time(), 0)
         self.why = why
         self._error = error = TransportError(f"a payload connection ended: {why}")
         for message in (*self._in_flight, *(each for held in self._tags.values() for each in held)):
@@ -147,8 +135,7 @@ class ReliableLink:
         if self._error is not None:
             sent.set_exception(self._error)
             return
-        due_s = self._pacer.arrival_s(self._loop.time(), len(data)) if self._pacer else 0.0
-        message = Outgoing(tag, data, sent, due_s, missing=len(data))
+        message = Outgoing(tag, data, sent, missing=len(data))
         if tag in self._tags:  # keeps messages of one tag in order
             self._tags[tag].append(message)
             return
@@ -162,47 +149,50 @@ class ReliableLink:
         if not (held := self._tags[tag]):
             del self._tags[tag]
             return
-        if held[0].due_s > self._loop.time():
-            self._loop.call_at(held[0].due_s, self._start_next, tag)
-            return
         message = held.popleft()
         self._last_number += 1
         message.number = self._last_number
+        if not self._in_flight:
+            self._began_s, self._counted = self._loop.time(), self._counters()
+            self._transfer_bytes = self._missing_bytes = 0
+            self.meter.begin(self._began_s)
         self._in_flight.add(message)
         self._unsent.append(message)
         self.waiting_bytes += len(message.data)
+        self._transfer_bytes += len(message.data)
+        self._missing_bytes += len(message.data)
         if not self._wake_scheduled:  # waits for further messages of this iteration, which allow larger parts
             self._wake_scheduled = True
             self._loop.call_soon(self.wake)
 
     def wake(self) -> None:
         """Give each free connection one part at a time, in turns, as long as there are any."""
-        self._wake_scheduled = False
+        if self._wake_scheduled:
+            self._wake_scheduled = False
+            self._limit()
         free = list(self.connections.values())
         while free and (self._unsent or self._to_resend):
             free = [each for each in free if each.write_next()]
 
     def take(self, *, compressed: bool = False) -> Part | None:
-        """Return the next part for a free connection, or None. If pacing forbids it, the link is woken later.
+        """Return the next part for a free connection, or None.
 
         Args:
             compressed: Whether to compress the part.
         """
-        if not (self._unsent or self._to_resend) or not self._scheduler.may_send(self):
+        if not (self._unsent or self._to_resend):
             return None
         if self._to_resend:
             part = self._to_resend.popleft()
         else:
             message = self._unsent[0]
-            size = part_bytes(self.waiting_bytes, len(self.connections), self.pace_bits_per_s)
+            size = part_bytes(self.waiting_bytes, len(self.connections))
             data = message.data[message.cut : message.cut + size]
             part = Part(message, message.cut, data, compress(data) if compressed else data)
             message.cut += len(data)
             if message.cut == len(message.data):
                 self._unsent.popleft()
         self.waiting_bytes -= len(part.data)
-        self.compressed |= part.body is not part.data
-        self._scheduler.pace.spend(self._loop.time(), len(part.body))
         return part
 
     def acknowledge(self, part: Part) -> None:
@@ -211,11 +201,38 @@ class ReliableLink:
             return
         part.acknowledged, message = True, part.message
         message.missing -= len(part.data)
-        self.acknowledged_bytes += len(part.data)
+        self._missing_bytes -= len(part.data)
         if message.missing == 0:
             self._in_flight.remove(message)
             message.sent.set_result(None)
             self._start_next(message.tag)
+            if not self._in_flight:
+                self._end_transfer()
+
+    def _end_transfer(self) -> None:
+        """Take note of a transfer of which everything has been acknowledged."""
+        now_s, now, before = self._loop.time(), self._counters(), self._counted
+        self.meter.end(now_s, self._transfer_bytes)
+        self.pace.note(
+            self._transfer_bytes,
+            now_s - self._began_s,
+            sent=now.sent - before.sent,
+            resent=now.resent - before.resent,
+            round_trip_s=now.round_trip_s,
+        )
+
+    def _counters(self) -> TcpCounters:
+        """Return what TCP has counted for all connections together."""
+        if not self.connections:
+            return TcpCounters()
+        sent, resent, trips_s = zip(*(each.counters() for each in self.connections.values()), strict=True)
+        return TcpCounters(sum(sent), sum(resent), min(filter(None, trips_s), default=0.0))
+
+    def _limit(self) -> None:
+        """Divide the pace among the connections that are needed for what is left of the transfer."""
+        number = max(1, min(len(self.connections), self._missing_bytes // LEAST_PART_BYTES))
+        for connection in self.connections.values():
+            connection.limit(self.pace.bits_per_s / number, self.pace.seen_bits_per_s / number)
 
     # Receiving.
 

@@ -72,7 +72,7 @@ def connect_swarm(place: SwarmPlace, wire: Wire, *, held_step: int = -1) -> Swar
     rules, policies = wire.rules_and_policies(number, 0, 1, others=1)
     timing = Timing(wire.heartbeat_s, wire.silence_s)
     transport = PeerTransport(
-        rules, policies, timing, streams, wire.link, together=False, state_bytes_per_s=wire.state_bytes_per_s
+        rules, policies, timing, streams, together=False, state_bytes_per_s=wire.state_bytes_per_s
     )
     try:
         _start(transport, place, wire.rendezvous_timeout_s)
@@ -105,15 +105,7 @@ def _connect(
     connections.call(announcer.refresh())
     connections.entries = registry.entries
     dialer = MemberDialer(connections, streams, registry, wire.silence_s)
-    routes = PayloadRoutes(
-        connections,
-        streams,
-        transport.mailbox,
-        wire.silence_s,
-        paces=wire.pace,
-        compresses=wire.compress,
-        emulated=wire.link,
-    )
+    routes = PayloadRoutes(connections, streams, transport.mailbox, wire.silence_s, compresses=wire.compress)
     election = BootstrapElection(
         number=number,
         held_step=held_step,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,6 @@ import xxhash
 
 from diloco.errors import TransportError
 from diloco.transport.peers.state_wire import Description, block_bytes
-from diloco.units import visible
 
 __all__ = ["Assembly", "Block"]
 
@@ -40,12 +39,11 @@ class Block:
     def missing_bytes(self) -> int:
         return self.end - self.offset
 
-    def check(self, message: Mapping[str, Any], data: bytes) -> None:
+    def check(self, offset: int, checksum: str, data: bytes) -> None:
         """Raise `TransportError` unless a chunk is undamaged and holds the next bytes of this block."""
-        if message.get("offset") != self.offset or not 0 < len(data) <= self.missing_bytes:
-            place = visible(str(message.get("offset")), 40)
-            raise TransportError(f"{len(data)} bytes at {place} arrived where byte {self.offset} was next")
-        if message.get("checksum") != xxhash.xxh3_64_hexdigest(data):
+        if offset != self.offset or not 0 < len(data) <= self.missing_bytes:
+            raise TransportError(f"{len(data)} bytes at {offset} arrived where byte {self.offset} was next")
+        if checksum != xxhash.xxh3_64_hexdigest(data):
             raise TransportError(f"bytes {self.offset} to {self.offset + len(data)} were damaged in transit")
 
     def reset(self) -> None:

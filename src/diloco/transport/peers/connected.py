@@ -13,9 +13,8 @@ from typing import Any, Literal, Self, get_args
 from diloco.algorithm import check_choice, check_whole
 from diloco.errors import ConfigurationError, RendezvousError, nearest
 from diloco.membership import Policy
-from diloco.protocol import Entry, Policies, Rules
+from diloco.protocol import Entry, Policies, Rules, Welcome
 from diloco.transport.connections.backoff import Backoff
-from diloco.transport.links import Link
 from diloco.transport.peers.transport import PeerTransport
 
 __all__ = ["Connected", "Table", "Wire", "join"]
@@ -73,10 +72,13 @@ def join(connected: Connected, timeout_s: float) -> int:
     why, backoff = f"no answer within {timeout_s:g} s", Backoff(*_AGAIN_S, seed=entry.address)
     while True:
         answer = transport.ask_to_join(entry, min(_ANSWER_S, deadline_s - time.monotonic()))
-        if answer is not None and answer[0]["kind"] == "welcome":
-            break
-        why = f"the members refuse: {answer[0]['reason']}" if answer else why
-        final = answer is not None and answer[0]["for_good"] and not connected.swarm  # another member may let it in
+        final = False
+        if answer is not None:
+            said, _ = answer
+            if isinstance(said, Welcome):
+                break
+            why = f"the members refuse: {said.reason}"
+            final = said.for_good and not connected.swarm  # another member may let it in
         if time.monotonic() > deadline_s or final:
             raise RendezvousError(f"replica {transport.replica} can't join the run: {why}. It stops here.")
         time.sleep(backoff.next_s())  # the members are not ready for it yet
@@ -89,7 +91,6 @@ def join(connected: Connected, timeout_s: float) -> int:
 class Wire:
     """Settings for the exchange of contributions between ranks, independent of the network that carries them."""
 
-    streams: int = 0  # payload connections to each peer; 0: as many as suit this machine's congestion control
     piece_bytes: int = 1 << 19  # approximate size of the pieces of a payload
     heartbeat_s: float = 2.0  # see `Timing`, as for the next one
     silence_s: float = 15.0
@@ -104,15 +105,13 @@ class Wire:
     late_s: float | None = None
     split: Split = "stop"  # what the smaller side of a partitioned network does
     raise_on_loss: bool = True  # see `Policies`
-    link: Link | None = None  # emulated link of this end; None: no emulation
-    pace: bool = True  # whether payloads are paced to the measured bandwidth of the uplink
     compress: bool = True  # whether payloads are compressed without loss on slow paths
     # rate limit for all replicas together that fetch state from this rank; None: unlimited
     state_bytes_per_s: float | None = None
     facts: Mapping[str, str] = field(default_factory=dict)  # what must be equal on all ranks: name -> displayed value
 
     def __post_init__(self) -> None:
-        for name, least in (("streams", 0), ("piece_bytes", 1), ("min_replicas", 1), ("min_contributors", 1)):
+        for name, least in (("piece_bytes", 1), ("min_replicas", 1), ("min_contributors", 1)):
             if (value := getattr(self, name)) is not None:
                 check_whole(name, value, least)
         for name in ("heartbeat_s", "silence_s", "round_timeout_s", "rendezvous_timeout_s", "late_s"):
@@ -156,7 +155,6 @@ class Wire:
             quorum=Policy(self.min_replicas, self.split),
             continue_without_lost=self.continue_without_lost,
             raise_on_loss=self.raise_on_loss,
-            streams=self.streams,
             connect_timeout_s=min(self.rendezvous_timeout_s, max(10.0, 4 * self.silence_s)),
         )
         return rules, policies

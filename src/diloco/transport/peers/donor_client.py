@@ -8,19 +8,20 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+
+import msgspec
 
 from diloco.errors import TransportError
+from diloco.protocol import Refused
 from diloco.transport.address import Address
 from diloco.transport.connections.backoff import Backoff
-from diloco.transport.connections.streams import MAX_JSON_BYTES, Streams, pack, read_frame
+from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, Streams, pack, read_frame
 from diloco.transport.peers.block_assembly import Assembly, Block
-from diloco.transport.peers.donor_session import MAX_CHUNK_BYTES
+from diloco.transport.peers.donor_session import MAX_CHUNK_BYTES, Answer, Chunk, Fetch, Later, Moved, Offer
 from diloco.transport.peers.state_wire import Description
-from diloco.units import visible
 
 __all__ = ["Donor", "FetchContext", "Meter"]
 
@@ -170,11 +171,11 @@ class Donor:
         """Ask what the donor holds. Return None if the caller should ask again later."""
         writer.write(pack(self._request("")))
         message, _ = await self._read(reader)
-        if message["kind"] != "offer":
+        if not isinstance(message, Offer):
             self._note_reason(message)
             return None
         try:
-            offer = Description.from_message(message, self.fetch.expected_bytes)
+            offer = Description.from_message(msgspec.structs.asdict(message), self.fetch.expected_bytes)
         except TransportError as error:
             raise _DropError(str(error)) from error
         if offer.finished_rounds is not None and offer.finished_rounds < self.fetch.after:
@@ -184,18 +185,17 @@ class Donor:
         self.trouble = "it offered its state but has not sent all of it"
         return offer
 
-    def _request(self, snapshot: str, **part: int) -> dict[str, Any]:
+    def _request(self, snapshot: str, **part: int) -> Fetch:
         """Return the request for an offer, or for ``part`` (an offset and a size) of a snapshot."""
-        fetch = self.fetch
-        return {"kind": "fetch", "fragment": fetch.fragment, "after": fetch.after, "snapshot": snapshot, **part}
+        return Fetch(self.fetch.fragment, self.fetch.after, snapshot, **part)
 
-    def _note_reason(self, message: Mapping[str, Any]) -> None:
+    def _note_reason(self, message: Answer) -> None:
         """Process an answer that holds no state: note its reason, or drop the donor."""
-        reason = visible(str(message.get("reason", f"it answered {message['kind']!r}")), 500)
-        if message["kind"] != "later":
-            raise _DropError(reason)
+        if not isinstance(message, Later):
+            words = message.reason if isinstance(message, Refused) else f"it answered {type(message).__name__}"
+            raise _DropError(words)
         self._failures = 0
-        self.trouble = reason
+        self.trouble = message.reason
 
     async def _receive(self, assembly: Assembly, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Receive blocks until another snapshot is chosen."""
@@ -226,14 +226,14 @@ class Donor:
     async def _receive_chunk(self, assembly: Assembly, block: Block, reader: asyncio.StreamReader) -> bool:
         """Receive the next bytes of a block. Return False if the donor sends no more of it at present."""
         message, data = await self._read(reader)
-        if message["kind"] != "chunk":
-            if message["kind"] == "moved":
+        if not isinstance(message, Chunk):
+            if isinstance(message, Moved):
                 self.offer = None
                 self.trouble = "its state has changed in the meantime"
             else:
                 self._note_reason(message)
             return False
-        block.check(message, data)
+        block.check(message.offset, message.checksum, data)
         self.fetch.meter.num_bytes += len(data)
         try:
             assembly.put(block, data, self.replica)
@@ -257,6 +257,6 @@ class Donor:
                 if other.asked and lasted_s >= fetch.slow_s:
                     other.drop(f"it was too slow: a block was incomplete after {lasted_s:.1f} s", at_once=True)
 
-    async def _read(self, reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
+    async def _read(self, reader: asyncio.StreamReader) -> tuple[Answer, bytes]:
         async with asyncio.timeout(self.fetch.slow_s):
-            return await read_frame(reader, MAX_JSON_BYTES, MAX_CHUNK_BYTES)
+            return await read_frame(reader, Answer, MAX_MESSAGE_BYTES, MAX_CHUNK_BYTES)

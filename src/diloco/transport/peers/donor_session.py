@@ -6,12 +6,12 @@ limit.
 
 ::
 
-    fetcher  {"kind": "fetch", "fragment", "after", "snapshot": ""}
-    donor    {"kind": "offer", "skeleton", "tensors", "bytes", "blocks", "snapshot"}    see `state_wire`
-    fetcher  {"kind": "fetch", "fragment", "after", "snapshot": digest, "offset", "size"}
-    donor    {"kind": "chunk", "offset", "checksum"} and bytes, until ``size`` bytes are sent
-             {"kind": "moved"}            the snapshot no longer exists
-    or       {"kind": "later", "reason"}, {"kind": "refused", "reason"}
+    fetcher  Fetch(fragment, after)
+    donor    Offer(...)    see `state_wire`
+    fetcher  Fetch(fragment, after, snapshot, offset, size)
+    donor    Chunk(offset, checksum) and bytes, until ``size`` bytes are sent
+             Moved()       the snapshot no longer exists
+    or       Later(reason), Refused(reason)
 
 A fetcher may send several requests before the first is answered, and may continue over another connection.
 """
@@ -27,13 +27,26 @@ from typing import Any
 import xxhash
 
 from diloco.errors import TransportError
-from diloco.protocol import Fields
+from diloco.membership import Count, Digest, Words
+from diloco.protocol import Refused, WireMessage
 from diloco.transport.base import SnapshotSource
+from diloco.transport.connections.limits import TokenBucket
 from diloco.transport.connections.streams import pack, read_frame
 from diloco.transport.peers.state_wire import Description, TensorBytes, describe
-from diloco.transport.shaping import TokenBucket
 
-__all__ = ["MAX_CHUNK_BYTES", "MAX_FETCHERS", "DonorService", "Snapshot", "SnapshotCache"]
+__all__ = [
+    "MAX_CHUNK_BYTES",
+    "MAX_FETCHERS",
+    "Answer",
+    "Chunk",
+    "DonorService",
+    "Fetch",
+    "Later",
+    "Moved",
+    "Offer",
+    "Snapshot",
+    "SnapshotCache",
+]
 
 MAX_CHUNK_BYTES = 1 << 18
 MAX_FETCHERS = 4
@@ -44,6 +57,46 @@ _IDLE_S = 30.0
 _STALLED_S = 30.0
 _FRESH_S = 0.5
 _SWEEP_S = 5.0
+
+
+class Fetch(WireMessage):
+    """The question what a donor holds, or for a part of a snapshot."""
+
+    fragment: Count
+    after: Count  # rounds that the state must include
+    snapshot: Digest = ""  # "": which one?
+    offset: Count = 0
+    size: Count = 0
+
+
+class Offer(WireMessage):
+    """A `Description` of a snapshot, which checks it."""
+
+    skeleton: Any
+    tensors: Any
+    bytes: Any
+    blocks: Any
+    snapshot: Any
+
+
+class Chunk(WireMessage):
+    """A part of a snapshot, whose bytes follow."""
+
+    offset: Count
+    checksum: Digest
+
+
+class Moved(WireMessage):
+    """The snapshot no longer exists."""
+
+
+class Later(WireMessage):
+    """The donor can't answer now."""
+
+    reason: Words
+
+
+Answer = Offer | Chunk | Moved | Later | Refused
 
 
 @dataclass(eq=False)
@@ -140,20 +193,18 @@ class DonorService:
         self._copying = asyncio.Lock()  # one copy at a time, to limit the donor's memory
         self._sweeping = False
 
-    async def serve(
-        self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def serve(self, asked: Fetch, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the requests of one connection until it ends."""
         if self._fetchers >= MAX_FETCHERS:
-            await _write(writer, pack({"kind": "later", "reason": f"it is serving {self._fetchers} others"}))
+            await _write(writer, pack(Later(f"it is serving {self._fetchers} others")))
             return
         self._fetchers += 1
         session, broken = _DonorSession(self, writer), True
         try:
             while True:
-                await session.answer(message)
+                await session.answer(asked)
                 async with asyncio.timeout(_IDLE_S):
-                    message, _ = await read_frame(reader)
+                    asked, _ = await read_frame(reader, Fetch)
         except asyncio.IncompleteReadError as error:
             broken = bool(error.partial)
         except BaseException:
@@ -214,51 +265,49 @@ class _DonorSession:
         if snapshot is not None:
             snapshot.users += 1
 
-    async def answer(self, message: dict[str, Any]) -> None:
-        fields = Fields(message)
-        fragment, after, digest = fields.integer("fragment"), fields.integer("after"), fields.text("snapshot")
-        if not digest:
+    async def answer(self, asked: Fetch) -> None:
+        if not asked.snapshot:
             self.use(None)
-            await self._reply(await self._offer(fragment, after))
+            await self._reply(await self._offer(asked.fragment, asked.after))
             return
-        snapshot = self._service.cache.named(fragment, digest)
+        snapshot = self._service.cache.named(asked.fragment, asked.snapshot)
         if snapshot is None:
-            await self._reply({"kind": "moved"})
+            await self._reply(Moved())
             return
         self.use(snapshot)
-        offset, size_bytes = fields.integer("offset"), fields.integer("size")
+        offset, size_bytes = asked.offset, asked.size
         if not offset < offset + size_bytes <= snapshot.values.size_bytes:
             raise TransportError(
                 f"bytes {offset} to {offset + size_bytes} of {snapshot.values.size_bytes} were requested"
             )
         await self._send(snapshot, offset, size_bytes)
 
-    async def _offer(self, fragment: int, after: int) -> dict[str, Any]:
+    async def _offer(self, fragment: int, after: int) -> WireMessage:
         try:
             snapshot = await self._service.snapshot(fragment)
         except TransportError as error:
-            return {"kind": "refused", "reason": str(error)}
+            return Refused(str(error))
         except Exception as error:  # of the source
-            return {"kind": "refused", "reason": f"{type(error).__name__}: {error}"}
+            return Refused(f"{type(error).__name__}: {error}")
         if snapshot is None:
-            return {"kind": "later", "reason": "it is still sending two earlier states"}
+            return Later("it is still sending two earlier states")
         finished = snapshot.description.finished_rounds
         if finished is not None and finished < after:
-            return {"kind": "later", "reason": f"it has finished {finished} of {after} rounds"}
+            return Later(f"it has finished {finished} of {after} rounds")
         self.use(snapshot)
-        return {"kind": "offer", **snapshot.description.to_message()}
+        return Offer(**snapshot.description.to_message())
 
     async def _send(self, snapshot: Snapshot, offset: int, size_bytes: int) -> None:
         """Send a range of a snapshot in chunks, within the rate limit."""
         loop, end = asyncio.get_running_loop(), offset + size_bytes
         for start in range(offset, end, self._service.chunk_bytes):
             data = snapshot.values.read(start, min(end - start, self._service.chunk_bytes))
-            frame = pack({"kind": "chunk", "offset": start, "checksum": xxhash.xxh3_64_hexdigest(data)}, data)
+            frame = pack(Chunk(start, xxhash.xxh3_64_hexdigest(data)), data)
             if wait_s := self._service.bucket.take(loop.time(), len(frame)):
                 await asyncio.sleep(wait_s)
             await _write(self._writer, frame)
 
-    async def _reply(self, message: dict[str, Any]) -> None:
+    async def _reply(self, message: WireMessage) -> None:
         await _write(self._writer, pack(message))
 
 

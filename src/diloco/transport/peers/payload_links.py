@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,9 +16,9 @@ from diloco.membership import View
 from diloco.protocol import Policies, Rules
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.opened_link import LinkRequest, OpenLink
+from diloco.transport.connections.pace import streams_to_each
 from diloco.transport.connections.reliable_link import ReliableLink
 from diloco.transport.peers.background import Threads
-from diloco.transport.tcp import congestion_control, streams_to_each
 
 __all__ = ["HostCopies", "Links", "PayloadLinks"]
 
@@ -64,7 +65,9 @@ class PayloadLinks:
     @property
     def uplink(self) -> Uplink:
         """What is known about the uplink of this rank. For any thread."""
-        return next((link.uplink for link in self._made.values()), UNKNOWN_UPLINK)
+        links = self._made.values()
+        full = any(math.isfinite(link.pace.bits_per_s) for link in links)
+        return next((link.meter.uplink(full=full) for link in links), UNKNOWN_UPLINK)
 
     @property
     def descriptions(self) -> dict[int, str]:
@@ -112,8 +115,7 @@ class PayloadLinks:
             f"{view.id}/{low}-{high}/{position}",
             rank=rank,
             first=me < peer,
-            streams=self._policies.streams or streams_to_each(len(view.members) - 1, congestion_control()),
-            chosen=self._policies.streams > 0,
+            streams=streams_to_each(len(view.members) - 1),
             timeout_s=self._policies.connect_timeout_s,
         )
 

@@ -25,7 +25,7 @@ from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.streams import Streams
 from diloco.transport.peers.block_assembly import Assembly
 from diloco.transport.peers.donor_client import Donor, FetchContext, Meter
-from diloco.transport.peers.donor_session import DonorService
+from diloco.transport.peers.donor_session import DonorService, Fetch
 from diloco.transport.peers.state_wire import Description, not_finite
 
 __all__ = ["StateTransfer", "choose", "donors_in_turn", "fetch_state"]
@@ -45,7 +45,7 @@ class StateTransfer:
         self._connections = connections
         self._meter = Meter()
         self._service = DonorService(state_bytes_per_s)
-        connections.services["fetch"] = self._service.serve
+        connections.services[Fetch] = self._service.serve
 
     @property
     def fetched_bytes(self) -> int:

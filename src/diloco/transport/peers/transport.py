@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from diloco.algorithm import Contribution, RoundId
+from diloco.algorithm import Contribution, RoundId, Uplink
 from diloco.errors import ReplicaLostError, TransportError
 from diloco.events import Event
 from diloco.membership import View
@@ -15,19 +15,20 @@ from diloco.protocol import (
     Answer,
     Average,
     Entry,
+    Join,
+    Meet,
     Policies,
     Registry,
     Rules,
+    Speed,
     Timing,
+    Welcome,
     events,
-    next_view,
-    speed_message,
 )
 from diloco.transport.address import Address
 from diloco.transport.base import Fetching, Pending, SnapshotSource, Transport
 from diloco.transport.connections.opened_link import OpenLink
 from diloco.transport.connections.streams import Streams
-from diloco.transport.links import Link
 from diloco.transport.peers.background import in_thread
 from diloco.transport.peers.payload_links import HostCopies
 from diloco.transport.peers.pending import PeerPending
@@ -47,7 +48,7 @@ class PeerTransport(ProtocolRunner, Transport):
     methods are for the training thread.
 
     Args:
-        rules, policies, timing, streams, link: See `ProtocolRunner`.
+        rules, policies, timing, streams: See `ProtocolRunner`.
         together: Whether all ranks stop when one has to.
         state_bytes_per_s: Rate limit for all ranks together that fetch state from this one; None: unlimited.
     """
@@ -58,15 +59,14 @@ class PeerTransport(ProtocolRunner, Transport):
         policies: Policies,
         timing: Timing,
         streams: Streams,
-        link: Link | None = None,
         *,
         together: bool = True,
         state_bytes_per_s: float | None = None,
     ) -> None:
-        super().__init__(rules, replace(policies, together=together), timing, streams, link)
+        super().__init__(rules, replace(policies, together=together), timing, streams)
         self.replica = rules.replica
         self.run_is_over = False  # whether others have finished the run while this rank was not a member
-        self.welcome_note: Mapping[str, Any] = {}  # the result of a member's `on_change` when this rank joined
+        self.welcome_note = b""  # the result of a member's `on_change` when this rank joined
         # payload bytes of the last committed contribution, and the seconds until its round was decided; or None
         self.last_transfer: tuple[int, float] | None = None
         self.on_report: Callable[[Event], None] | None = None  # shows events to those who watch the run
@@ -83,11 +83,11 @@ class PeerTransport(ProtocolRunner, Transport):
     @property
     def step(self) -> int:
         """The number of inner steps that this rank has begun to synchronise; see `tick`."""
-        return self._machine.views.contributions.step
+        return self._machine.rounds.step
 
     @step.setter
     def step(self, step: int) -> None:
-        self._machine.views.contributions.step = step
+        self._machine.rounds.step = step
 
     @property
     def failure(self) -> TransportError | None:
@@ -106,6 +106,11 @@ class PeerTransport(ProtocolRunner, Transport):
         return self._machine.views.agreed_view
 
     @property
+    def uplink(self) -> Uplink:
+        """What is known about the bandwidth with which this rank sends."""
+        return self._links.uplink
+
+    @property
     def link_descriptions(self) -> Mapping[int, str]:
         """The description of the link to each replica."""
         return self._links.descriptions
@@ -119,7 +124,7 @@ class PeerTransport(ProtocolRunner, Transport):
     def average(self, contribution: Contribution) -> Pending:
         self.check_name(contribution)
         pending = self._contributed.add(contribution, self._guard_s, self)
-        submitted = events.Submitted(contribution, self.step, pending.sent_s, uplink=self._links.uplink)
+        submitted = events.Submitted(contribution, self.step, pending.sent_s, uplink=self.uplink)
         if contribution.payload.is_cuda:
             host, copied = self._copies.start(contribution)
             self._copies.after(copied, lambda: self._post(replace(submitted, contribution=host)), self._fail)
@@ -134,8 +139,7 @@ class PeerTransport(ProtocolRunner, Transport):
     def missing(self, round_id: RoundId) -> tuple[int, ...]:
         """Return the replicas that have not contributed to a round."""
         with self._changed:
-            rounds = self._machine.views.contributions.rounds
-            return rounds.missing(round_id) if rounds is not None else ()
+            return self._machine.rounds.missing(round_id)
 
     def count(self, pending: PeerPending, outcome: Average | TransportError) -> None:
         """Count the bytes of a round whose outcome is being returned."""
@@ -194,15 +198,15 @@ class PeerTransport(ProtocolRunner, Transport):
     @property
     def closed_to_joiners(self) -> str:
         """The reason for which replicas can't join at present; "" if they can."""
-        return self._machine.ends.closed_to_joiners
+        return self._machine.views.closed_to_joiners
 
     def close_to_joiners(self, reason: str) -> None:
         """Refuse joiners for ``reason``; "" admits them again."""
-        self._machine.ends.closed_to_joiners = reason
+        self._machine.views.closed_to_joiners = reason
 
     def announce_speed(self, steps_per_s: float) -> None:
         """Report to the other members how many inner steps per second this replica takes."""
-        self._post(events.Announce(speed_message(steps_per_s)))
+        self._post(events.Announce(Speed(steps_per_s)))
 
     def speeds(self) -> Mapping[int, float]:
         """Return the inner steps per second that other members have reported, by replica."""
@@ -210,7 +214,7 @@ class PeerTransport(ProtocolRunner, Transport):
 
     def finish(self) -> None:
         """Wait for the others after this rank's last step, or leave if they take more steps."""
-        self._post(events.Announce({"kind": "meet", "name": "finished", "value": self.step}))
+        self._post(events.Announce(Meet("finished", self.step)))
         self._met("finished", unless=self._others_continue)
         if self._others_continue():
             self.leave()
@@ -262,7 +266,7 @@ class PeerTransport(ProtocolRunner, Transport):
 
     def ask_to_join(self, entry: Entry, timeout_s: float) -> Answer | None:
         """Ask all connected ranks for admission, and wait for an answer."""
-        self._post(events.Announce({"kind": "join", **entry.to_message()}))
+        self._post(events.Announce(Join(entry)))
         self._wait_for(lambda: self._machine.answers, timeout_s)
         with self._changed:
             return self._machine.take_answer()
@@ -270,12 +274,12 @@ class PeerTransport(ProtocolRunner, Transport):
     def enter(self, welcome: Answer) -> None:
         """Enter the view of a welcome message."""
         message, connections = welcome
-        following = next_view(message, self.view)
+        assert isinstance(message, Welcome)
+        following = message.following
         assert following.view is not None
-        self.view, self.welcome_note = following.view, message["note"]
+        self.view, self.welcome_note = following.view, message.note
         self.connections.post(self.connections.trust, self.rules.ranks(self.view.members))
         self._call(events.Enter(following, connections))
 
     def _others_continue(self) -> bool:
-        rounds = self._machine.views.contributions.rounds
-        return rounds is not None and rounds.others_have_contributed()
+        return self._machine.rounds.others_have_contributed()

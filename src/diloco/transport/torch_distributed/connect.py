@@ -153,7 +153,7 @@ def _open(place: Place, wire: TcpWire, listening: socket.socket | None = None) -
     )
     timing = Timing(wire.heartbeat_s, wire.silence_s)
     streams = TcpStreams(listening, wire.secret)
-    transport = PeerTransport(rules, policies, timing, streams, wire.link, together=not wire.comes_back)
+    transport = PeerTransport(rules, policies, timing, streams, together=not wire.comes_back)
     serve_probes(transport.connections)
     return transport
 
@@ -208,10 +208,7 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
 
 def _open_link(transport: PeerTransport, registry: Registry, wire: TcpWire) -> OpenLink:
     transport.connections.entries = registry.entries
-    links = LinkManager(
-        transport.connections, wire.silence_s, paces=wire.pace, compresses=wire.compress, emulated=wire.link
-    )
-    return links.open_link
+    return LinkManager(transport.connections, wire.silence_s, compresses=wire.compress).open_link
 
 
 def _payload_places(transport: PeerTransport, wire: TcpWire) -> tuple[str, ...]:

@@ -1,12 +1,15 @@
-"""A limit on the number of open connections from peers that nothing vouches for. Does no I/O."""
+"""Limits on what peers may take: the number of open connections, and a rate. They do no I/O."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
-__all__ = ["ConnectionLimit"]
+from diloco.errors import ConfigurationError
+
+__all__ = ["ConnectionLimit", "TokenBucket"]
 
 T = TypeVar("T", bound=Hashable)
 
@@ -50,3 +53,35 @@ class ConnectionLimit(Generic[T]):
     def leave(self, one: T) -> None:
         """Release the place of ``one``, if it has one."""
         self._inside.pop(one, None)
+
+
+class TokenBucket:
+    """A rate limit that all senders share in first-come, first-served order.
+
+    At most ``burst_bytes + t * bytes_per_s`` bytes are sent in any ``t`` seconds.
+
+    Args:
+        bytes_per_s: the limit; None means unlimited.
+        burst_bytes: how many bytes may be sent at once after a pause; a larger message waits for the remainder.
+
+    Raises:
+        ConfigurationError: if the limit is not positive.
+
+    >>> bucket = TokenBucket(1000.0, burst_bytes=500)
+    >>> bucket.take(10.0, 500), bucket.take(10.0, 500), bucket.take(10.0, 1000)
+    (0.0, 0.5, 1.5)
+    >>> bucket.take(100.0, 500)    # a long pause saves up no more than the burst
+    0.0
+    """
+
+    def __init__(self, bytes_per_s: float | None, burst_bytes: int) -> None:
+        if bytes_per_s is not None and not bytes_per_s > 0:
+            raise ConfigurationError(f"The rate limit must be a positive number or None, got {bytes_per_s} bytes/s.")
+        self._bytes_per_s = math.inf if bytes_per_s is None else bytes_per_s
+        self._burst_s = burst_bytes / self._bytes_per_s
+        self._paid_s = -math.inf  # the time at which the limit allows for all bytes taken so far
+
+    def take(self, now_s: float, num_bytes: int) -> float:
+        """Count ``num_bytes`` bytes as sent, and return how many seconds after ``now_s`` they may leave."""
+        self._paid_s = max(self._paid_s, now_s) + num_bytes / self._bytes_per_s
+        return max(0.0, self._paid_s - self._burst_s - now_s)

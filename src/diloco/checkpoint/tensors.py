@@ -1,0 +1,183 @@
+"""Tensors in safetensors files: written one at a time, by one process or by several ranks, and read in any division.
+
+This module writes the files itself, because the safetensors library would hold all tensors in host memory at once. The
+library reads them, as it guards against malformed ones. A file of shards says in its metadata where in the whole tensor
+each shard begins.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from diloco.checkpoint.disk import FileFacts, check_content
+from diloco.errors import CheckpointError
+from diloco.state_tree import DTYPE_NAMES
+
+__all__ = ["OpenFiles", "SavedTensor", "Whole", "find_tensors", "shards_of", "tensor_chunks", "whole"]
+
+OpenFiles = dict[Path, Any]  # path -> safetensors' handle
+
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def tensor_chunks(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """Yield the content of a safetensors file with ``tensors``.
+
+    The tensors may have any shape, strides and device, and the dtypes of `DTYPE_NAMES`.
+
+    >>> chunks = list(tensor_chunks({"half": torch.ones(2, dtype=torch.float16)}))
+    >>> bytes(chunks[1]).strip(), bytes(chunks[2]).hex()
+    (b'{"half":{"dtype":"F16","shape":[2],"data_offsets":[0,4]}}', '003c003c')
+    """
+    # sorted by element size, largest first, to align all of them without the gaps that the format forbids
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, tensor in ordered.items():
+        end = offset + tensor.numel() * tensor.element_size()
+        dtype, shape = DTYPE_NAMES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for tensor in ordered.values():
+        on_host = tensor.detach().resolve_neg().cpu().contiguous()
+        # tensors with no value or one may have arbitrary strides, which view() refuses
+        yield on_host.as_strided((on_host.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+def whole(value: Tensor) -> Tensor:
+    """Return a detached whole tensor. A DTensor is gathered, which requires a call on all ranks."""
+    value = value.detach()
+    full: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return full
+
+
+class Whole(Mapping[str, Tensor]):
+    """Tensors by name, each gathered by `whole` on access. All ranks must access them in the same order."""
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        self._values = values
+
+    def __getitem__(self, name: str) -> Tensor:
+        return whole(self._values[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def shards_of(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return this rank's shards of the DTensors among ``tensors``, and the metadata that says where they belong."""
+    shards, places = {}, {}
+    for name, value in tensors.items():
+        shard, offsets = _shard(value)
+        if hasattr(value, "to_local") and (shard.numel() or not value.numel()):  # an empty shard has no place
+            shards[name], places[name] = shard, [list(value.shape), offsets]
+    return shards, {"places": json.dumps(places)}
+
+
+def _shard(value: Tensor) -> tuple[Tensor, Sequence[int]]:
+    """Return this rank's shard of a tensor, on the same memory, and where in the whole tensor it begins."""
+    if not hasattr(value, "to_local"):
+        return value.detach(), [0] * value.dim()
+    # torch's own way to plan checkpoints; not imported at the top, which takes a second
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    dtensor: Any = value.detach()
+    _, offsets = compute_local_shape_and_global_offset(dtensor.shape, dtensor.device_mesh, dtensor.placements)
+    return dtensor.to_local(), list(offsets)
+
+
+class SavedTensor:
+    """A saved tensor, which one file contains or several files share.
+
+    Attributes:
+        shape: the shape of the whole tensor.
+        dtype: its dtype.
+    """
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.name = name
+        self.shape = shape
+        self.dtype = dtype
+        self._pieces: dict[tuple[int, ...], tuple[Path, FileFacts, tuple[int, ...]]] = {}  # offsets -> file and sizes
+
+    def add(self, path: Path, facts: FileFacts, offsets: Sequence[int], sizes: Sequence[int]) -> None:
+        """Note a file that contains the piece of ``sizes`` that begins at ``offsets``."""
+        self._pieces[tuple(offsets)] = path, facts, tuple(sizes)
+
+    def load_into(self, value: Tensor, opened: OpenFiles) -> None:
+        """Fill a tensor from the files; in a DTensor, fill this rank's shard.
+
+        Args:
+            opened: the files that have been checked and opened, to which those read now are added.
+
+        Raises:
+            CheckpointError: if the tensor has another shape or dtype, or a file is damaged or incomplete.
+        """
+        if (self.shape, self.dtype) != (tuple(value.shape), value.dtype):
+            raise CheckpointError(
+                f"{self.name} is {tuple(value.shape)}, {value.dtype} in this run, but {self.shape}, {self.dtype} in "
+                "the checkpoint, which belongs to another model."
+            )
+        target, first = _shard(value)
+        copied = 0
+        for offsets, (path, facts, sizes) in self._pieces.items():
+            begins = [max(a, b) for a, b in zip(first, offsets, strict=True)]
+            ends = [min(a + n, b + m) for a, n, b, m in zip(first, target.shape, offsets, sizes, strict=True)]
+            if any(end <= begin for begin, end in zip(begins, ends, strict=True)):
+                continue
+            if path not in opened:
+                check_content(path, facts)
+                opened[path] = safe_open(path, framework="pt", device="cpu")
+            here, there = (
+                tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, origin, strict=True))
+                for origin in (first, offsets)
+            )
+            file = opened[path]
+            target[here].copy_(file.get_slice(self.name)[there] if there else file.get_tensor(self.name))
+            copied += math.prod(end - begin for begin, end in zip(begins, ends, strict=True))
+        if copied != target.numel():
+            raise CheckpointError(f"The checkpoint is incomplete: it lacks values of {self.name}.")
+
+    def load(self, device: torch.device | str, opened: OpenFiles) -> Tensor:
+        """Return the whole tensor on a device."""
+        # Filled, because mapped tensors have another alignment than torch's own, and a matrix product may round
+        # differently there, so that a resumed run would not repeat the bits of an uninterrupted one.
+        value = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        self.load_into(value, opened)
+        return value.to(device)
+
+
+def find_tensors(files: Mapping[Path, FileFacts]) -> dict[str, SavedTensor]:
+    """Return the tensors in some safetensors files, by name. Only the headers are read.
+
+    Raises:
+        SafetensorError, ValueError, KeyError, TypeError: if a file is malformed.
+    """
+    tensors: dict[str, SavedTensor] = {}
+    for path, facts in files.items():
+        with safe_open(path, framework="pt", device="cpu") as file:
+            places = json.loads((file.metadata() or {}).get("places", "{}"))
+            for name in file.keys():  # noqa: SIM118  # not a dict
+                part = file.get_slice(name)
+                sizes = tuple(part.get_shape())
+                shape, offsets = places.get(name) or (sizes, [0] * len(sizes))
+                saved = tensors.setdefault(name, SavedTensor(name, tuple(shape), _DTYPES[part.get_dtype()]))
+                saved.add(path, facts, offsets, sizes)
+    return tensors

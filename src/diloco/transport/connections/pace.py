@@ -1,0 +1,137 @@
+"""The pace of payloads: how fast the kernel may send them, by what the last full transfers achieved. Does no I/O.
+
+A congestion control that keeps its rate at a loss, such as bbr, overfills the queue of a path that several of its
+connections share, and a fifth of the bytes are sent twice. At the rate at which the path delivers, none are.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import struct
+import sys
+from typing import Any, NamedTuple
+
+from diloco.algorithm import UNKNOWN_UPLINK, Uplink
+
+__all__ = ["NEAR_S", "Pace", "TcpCounters", "UplinkMeter", "streams_to_each", "tcp_counters"]
+
+NEAR_S = 0.002  # over a shorter round trip, one connection is as good as many, and compression is not worth its time
+_FULL_TRIPS, _FULL_BYTES = 2.0, 1 << 18  # a transfer is full if it takes so many round trips, and is as large as this
+_OVERFLOW = 0.05  # share of the segments that are sent again if a queue overflows; loss alone is usually lower
+_FADING = 0.95  # of the highest rate, per full transfer: the path may have become slower
+_SEARCH, _GROWTH, _RETREAT = 1.25, 1.05, 0.9
+"""Factors of the pace after a full transfer without an overflow (at first, and later), and after one with it."""
+_FUTILE = 32  # full transfers without a pace after one that did not lower the loss
+
+
+_STRIPES = 32  # to all other replicas together
+
+
+def streams_to_each(others: int) -> int:
+    """Return the number of payload connections to each of ``others`` replicas.
+
+    A connection that slows down at every loss carries little over a long path, and many together carry much. One that
+    keeps its rate needs no others, but they cost nothing at a common pace.
+
+    >>> streams_to_each(1), streams_to_each(3), streams_to_each(80)
+    (32, 11, 1)
+    """
+    return max(1, round(_STRIPES / max(1, others)))
+
+
+class TcpCounters(NamedTuple):
+    """What the kernel counts for one connection, or the sum for several."""
+
+    sent: int = 0  # segments with payload, those that were sent again included
+    resent: int = 0
+    round_trip_s: float = 0.0  # the shortest one; 0: unknown
+
+
+def tcp_counters(connection: Any) -> TcpCounters:
+    """Return the counters of a socket, or zeros if the kernel does not report them."""
+    try:
+        assert sys.platform == "linux"
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+        resent, least_us, sent = (struct.unpack_from("=I", info, offset)[0] for offset in (100, 148, 156))
+    except (AssertionError, AttributeError, OSError, struct.error):
+        return TcpCounters()  # no TCP, closed, or another system
+    return TcpCounters(sent, resent, least_us / 1e6 if least_us < 1 << 31 else 0.0)
+
+
+class Pace:
+    """The pace towards one host, which follows from the bytes that were acknowledged in its full transfers.
+
+    >>> pace = Pace()
+    >>> pace.note(1_250_000, 0.11, sent=1000, resent=0, round_trip_s=0.01), pace.bits_per_s
+    (None, inf)
+    >>> pace.note(1_250_000, 0.21, sent=1200, resent=200, round_trip_s=0.01), pace.bits_per_s  # a queue has overflowed
+    (None, 95000000.0)
+    >>> pace.note(1_250_000, 0.12, sent=1000, resent=0, round_trip_s=0.01), pace.bits_per_s
+    (None, 118750000.0)
+    >>> pace.note(1_250_000, 0.21, sent=1200, resent=200, round_trip_s=0.01), pace.bits_per_s  # nor does the pace help
+    (None, inf)
+    """
+
+    def __init__(self) -> None:
+        self.bits_per_s = math.inf  # the limit; infinite while none is needed
+        self.seen_bits_per_s = 0.0  # the highest rate of late; 0: unknown
+        self._growth = _SEARCH
+        self._unpaced_share = 0.0  # share of the segments that were sent again before the pace was set
+        self._futile = 0  # full transfers during which no pace is set
+
+    def note(self, num_bytes: int, seconds: float, *, sent: int, resent: int, round_trip_s: float) -> None:
+        """Take note of a transfer of ``num_bytes`` from its first byte to its last acknowledgement.
+
+        Args:
+            sent, resent: the segments sent meanwhile, and how many of them were repetitions.
+            round_trip_s: the shortest round trip.
+        """
+        if num_bytes < _FULL_BYTES or seconds < _FULL_TRIPS * round_trip_s:
+            return
+        rate, share = 8 * num_bytes / max(1e-6, seconds - round_trip_s), resent / max(1, sent)
+        self.seen_bits_per_s = max(rate, _FADING * self.seen_bits_per_s)
+        self._futile = max(0, self._futile - 1)
+        if share <= _OVERFLOW:
+            self.bits_per_s = max(self.seen_bits_per_s, self._growth * self.bits_per_s)
+        elif math.isinf(self.bits_per_s):
+            self._unpaced_share = share
+            if not self._futile:
+                self.bits_per_s = self.seen_bits_per_s
+        elif share > self._unpaced_share / 2:  # the path loses data however slowly it is sent
+            self.bits_per_s, self._futile = math.inf, _FUTILE
+        else:
+            self.bits_per_s, self._growth = _RETREAT * self.bits_per_s, _GROWTH
+
+
+class UplinkMeter:
+    """The rate at which this process sends to all others together, while it sends anything.
+
+    >>> meter = UplinkMeter()
+    >>> meter.begin(1.0), meter.begin(1.0), meter.end(1.1, 1_000_000), meter.end(1.2, 1_500_000)
+    (None, None, None, None)
+    >>> meter.uplink(full=True)
+    Uplink(bits_per_s=100000000, full=True)
+    """
+
+    def __init__(self) -> None:
+        self._active = self._bytes = 0
+        self._began_s = 0.0
+        self._bits_per_s = 0.0
+
+    def begin(self, now_s: float) -> None:
+        """Take note that one more link has something to send."""
+        if not self._active:
+            self._began_s, self._bytes = now_s, 0
+        self._active += 1
+
+    def end(self, now_s: float, num_bytes: int) -> None:
+        """Take note that a link's transfer of ``num_bytes`` has been acknowledged."""
+        self._active -= 1
+        self._bytes += num_bytes
+        if not self._active and self._bytes >= _FULL_BYTES and now_s > self._began_s:
+            self._bits_per_s = 8 * self._bytes / (now_s - self._began_s)
+
+    def uplink(self, *, full: bool) -> Uplink:
+        """Return what is known; ``full``: whether a link has a pace, so that the rate is that of the path."""
+        return Uplink(int(self._bits_per_s), full) if self._bits_per_s else UNKNOWN_UPLINK
