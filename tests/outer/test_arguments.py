@@ -112,7 +112,6 @@ def test_so_does_joining_a_swarm(arguments: dict[str, Any], words: str, tmp_path
         (lambda: Adam(betas=0.9), "outer betas must be two numbers, got 0.9"),
         (lambda: SyncSchedule(inner_steps=4, offsets=3), "offsets must be 1 whole numbers.*got 3"),
         (lambda: InProcessTransport(2, round_timeout_s="60"), "round_timeout_s must be a number of seconds, got '60'"),
-        (lambda: InProcessTransport(2, faults=["drop"]), r"each of faults must be a Fault\(...\), got 'drop'"),
     ],
 )
 def test_so_are_the_arguments_of_what_is_passed(make: Callable[[], Any], words: str) -> None:
