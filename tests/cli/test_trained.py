@@ -97,5 +97,6 @@ def test_status_says_what_a_checkpoint_holds(files: Path, capsys: pytest.Capture
     shown = capsys.readouterr().out
     assert "algorithm" in shown
     assert "replica-1.safetensors" in shown
+    assert max(map(len, shown.splitlines())) < 400, "it is read in a terminal"
     assert record["about"]["global_params_digest"] in shown
     assert "fragment 1, outer step 0" in shown  # sent after step 6, so in flight
