@@ -42,6 +42,7 @@ COMMANDS = {
 PLACES = {
     **dict.fromkeys(("evaluate", "generate", "export"), "trained"),
     **dict.fromkeys(("doctor", "relay", "secret"), "network"),
+    **dict.fromkeys(("status", "watch"), "status"),
 }
 
 RENAMED = {
