@@ -7,12 +7,14 @@ from .base import SnapshotSource as SnapshotSource
 from .base import Transport as Transport
 from .connections.backoff import Backoff as Backoff
 from .connections.connection_manager import ConnectionManager as ConnectionManager
+from .connections.control_connection import ControlConnection as ControlConnection
 from .connections.limits import ConnectionLimit as ConnectionLimit
 from .connections.limits import TokenBucket as TokenBucket
+from .connections.link import PeerLink as PeerLink
+from .connections.link import round_tag as round_tag
 from .connections.pace import UplinkMeter as UplinkMeter
 from .connections.pace import streams_to_each as streams_to_each
-from .connections.payload_connection import PayloadConnection as PayloadConnection
-from .connections.reliable_link import ReliableLink as ReliableLink
+from .connections.stripe import Stripe as Stripe
 from .connections.tcp_streams import TcpStreams as TcpStreams
 from .hivemind.connect import connect_swarm as connect_swarm
 from .hivemind.direct_streams import DirectStreams as DirectStreams

@@ -144,7 +144,7 @@ class ConnectionManager(ControlThread):
             self.streams.tune(writer, self.timing.silence_s)
             with self._pending_hellos.to(rank) as hello:
                 crossed = await send_hello((reader, writer), self.rank, self.address, hello, rank, address)
-                self._register(rank, address, (reader, writer), opened=True, crossed=crossed)
+                self._register(rank, address, (reader, writer), hello, opened=True, crossed=crossed)
         except BaseException as error:
             writer.close()
             if not isinstance(error, EOFError) or rank not in self._connections:
@@ -159,6 +159,11 @@ class ConnectionManager(ControlThread):
             if connection.task is not None:
                 connection.task.cancel()
             connection.writer.close()
+
+    def drop(self, rank: int, why: str) -> None:
+        """End the connection to ``rank``, if there is one, and report its loss."""
+        if connection := self._connections.get(rank):
+            self._drop(connection, why)
 
     def drop_silent(self, ranks: Collection[int]) -> None:
         """Drop ranks that have been silent for too long. All connections end before the first loss is reported."""
@@ -225,7 +230,7 @@ class ConnectionManager(ControlThread):
                 self._drop(self._connections[out], "too many connected peers are not members")
         self.streams.tune(writer, self.timing.silence_s)
         writer.write(pack(Greeting(self.rank, crossed)))
-        self._register(rank, address, (reader, writer), opened=False)
+        self._register(rank, address, (reader, writer), hello.hello, opened=False)
 
     def _drop(self, connection: ControlConnection, why: str) -> None:
         """End an open connection and report its rank as lost."""
@@ -237,14 +242,16 @@ class ConnectionManager(ControlThread):
                 Lost(connection.rank, Loss("cut", f"the connection to {connection.address} was ended: {why}"))
             )
 
-    def _register(self, rank: int, address: Address, stream: Stream, *, opened: bool, crossed: str = "") -> None:
+    def _register(
+        self, rank: int, address: Address, stream: Stream, token: str, *, opened: bool, crossed: str = ""
+    ) -> None:
         reader, writer = stream
         if before := self._connections.get(rank):
             before.writer.write(pack(Replaced()))
             self.hang_up(rank)
         drain_on_reset(writer.transport)
         number, trusted = next(self._numbers), opened or rank in self._members
-        connection = ControlConnection(rank, number, address, writer, opened, trusted, self.loop.time(), crossed)
+        connection = ControlConnection(rank, number, address, writer, token, opened, trusted, self.loop.time(), crossed)
         self._connections[rank] = connection
         self._on_event(ConnectionMade(rank, number, str(address)))
         connection.task = self.begin(self._listen_to(connection, reader))

@@ -48,6 +48,7 @@ class ControlConnection:
     number: int  # unique in this process; tells apart successive processes of one rank
     address: Address  # where the other process listens
     writer: asyncio.StreamWriter
+    token: str  # the name of the hello that opened it, which both ends know and nobody else
     opened: bool  # whether this process opened it
     trusted: bool  # whether the other process is a member, or this process opened the connection
     heard_s: float  # when a message was last received, by the loop's clock

@@ -12,7 +12,7 @@ from diloco.protocol import Registry, Timing
 from diloco.transport.connections.backoff import Backoff
 from diloco.transport.hivemind.identity import load_identity, number_of
 from diloco.transport.hivemind.node import Node
-from diloco.transport.hivemind.payload_routes import PayloadRoutes
+from diloco.transport.hivemind.payload_routes import SwarmLinks
 from diloco.transport.hivemind.peer_config import SwarmPlace
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.search import Announcer, Search
@@ -71,7 +71,7 @@ def connect_swarm(place: SwarmPlace, wire: Wire, *, held_step: int = -1) -> Swar
     streams = PeerStreams(identity, place.node, place.admission)
     rules, policies = wire.rules_and_policies(number, 0, 1, others=1)
     timing = Timing(wire.heartbeat_s, wire.silence_s)
-    transport = PeerTransport(rules, policies, timing, streams, together=False)
+    transport = PeerTransport(rules, policies, timing, streams, SwarmLinks, together=False, compress=wire.compress)
     try:
         _start(transport, place, wire.rendezvous_timeout_s)
         return _connect(transport, streams, place, wire, held_step)
@@ -103,7 +103,6 @@ def _connect(
     connections.call(announcer.refresh())
     connections.entries = registry.entries
     dialer = MemberDialer(connections, streams, registry, wire.silence_s)
-    routes = PayloadRoutes(connections, streams, transport.mailbox, wire.silence_s, compresses=wire.compress)
     election = BootstrapElection(
         number=number,
         held_step=held_step,
@@ -119,7 +118,7 @@ def _connect(
     founded_step = found.founded_step if found else max(0, held_step)
     if found is None:
         transport.step = founded_step if place.views else 0  # joining peers receive it
-    transport.begin(view, registry, routes.open_link, member=found is None, closed=place.closed)
+    transport.begin(view, registry, member=found is None, closed=place.closed)
     if found is None:
         connections.call(announcer.announce())  # before other peers search
     SwarmService(transport, announcer.swarm, founded_step, place.status)

@@ -90,15 +90,6 @@ class MeanExchange:
                 words = f"replica {piece.member} sent a part of the mean that is not finite or too large"
                 raise CodecError(words, replica=piece.member)
 
-    def drain(self) -> None:
-        """Complete the exchange of a void round: send zeros for what was not sent, and receive what others send."""
-        if self._unsent:
-            _, (start, _) = self._unsent[0]
-            self._values[start : self.owned[1]] = 0.0
-            self.send(self.owned[1])
-        for piece in self._incoming:
-            self._messages.wait(piece.member, piece.work)
-
     def _decode(self, piece: _MeanPiece, values: Tensor) -> None:
         try:
             self._codec.validate(piece.buffer, len(values))

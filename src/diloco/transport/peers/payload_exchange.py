@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 
 import torch
 from torch import Tensor
@@ -29,8 +29,8 @@ from diloco.algorithm import (
 )
 from diloco.errors import CodecError, TransportError
 from diloco.protocol import Computed, Event, ExchangeEnded, GiveVerdict, StartExchange
+from diloco.transport.connections.link import PeerLink
 from diloco.transport.peers.mean_exchange import MeanExchange
-from diloco.transport.peers.payload_links import Links
 from diloco.transport.peers.round_messages import RoundMessages
 
 __all__ = ["PayloadExchange"]
@@ -53,7 +53,7 @@ class PayloadExchange:
         self.verdict: Future[GiveVerdict] = Future()  # which contributions to sum
         self._begun: Future[None] = Future()  # resolved once the payloads are being sent
         self._view_id = started.view.id
-        self._messages = RoundMessages(started.contribution.round, loop, piece_bytes)
+        self._messages = RoundMessages(started.view.id, started.contribution.round, loop, piece_bytes)
         everything = ((0, self.contribution.numel),) * len(self.members)
         # the slice of values that each member sums
         self._summed = everything if self.plan.pattern == "all-gather" else self.plan.shards
@@ -66,17 +66,20 @@ class PayloadExchange:
         self._means: MeanExchange | None = None  # of a reduce-scatter only
         self.values = torch.zeros(0, dtype=torch.float32, device="cpu")
 
-    def begin(self, links: Future[Links]) -> None:
+    def begin(self, links: Mapping[int, PeerLink]) -> None:
         """Start receiving, and send this rank's payload. `run` reports a failure.
 
         Runs in the thread of the links, which saves one thread switch for each message.
 
         Args:
-            links: Resolved; replica -> its link, for all other members.
+            links: replica -> its link, for all other members that are connected.
         """
         codec = self.contribution.codec
         try:
-            messages, self._messages.links = self._messages, links.result()
+            for member in self.members:
+                if member != self.contribution.replica and member not in links:
+                    raise TransportError(f"replica {member} is not connected", replicas=[member])
+            messages, self._messages.links = self._messages, links
             self.values = torch.empty(self.contribution.numel, dtype=torch.float32, device="cpu")
             pieces = enumerate(messages.pieces(*self._summed[self.me], codec))
             sizes = {piece: codec.payload_bytes(b - a) for piece, (a, b) in pieces}
@@ -101,12 +104,12 @@ class PayloadExchange:
         try:
             self._begun.result()
             given = self.verdict.result()
-            if given.verdict.void:
-                self.drain()
-            else:
+            if not given.verdict.void:
                 mean = self.reduce(given.weights, given.verdict.contributors)
                 yield Computed(self._view_id, round_id, mean, digest_of(mean))
-            self._messages.finish()
+                self._messages.finish()
+            yield ExchangeEnded(self._view_id, round_id)
+        except CancelledError:
             yield ExchangeEnded(self._view_id, round_id)
         except TransportError as error:
             yield ExchangeEnded(self._view_id, round_id, str(error), link_broken=True)
@@ -114,6 +117,12 @@ class PayloadExchange:
             words = (str(error) or type(error).__name__).splitlines()[0]
             spoiler = error.replica if isinstance(error, CodecError) else None
             yield ExchangeEnded(self._view_id, round_id, words, spoiler=spoiler)
+
+    def cancel(self) -> None:
+        """Stop, as the round is void or has ended. Runs in the thread of the links."""
+        self._messages.close()
+        if not self.verdict.done():
+            self.verdict.cancel()
 
     def _send(self) -> None:
         messages, codec, numel = self._messages, self.contribution.codec, self.contribution.numel
@@ -140,15 +149,10 @@ class PayloadExchange:
             CodecError: A replica, which the error names, sent an invalid payload, or the mean is not finite.
         """
         total = sum(weights[member] for member in contributors)
-        try:
-            factors, moments = self._reduce_mine(weights, contributors, total)
-            if self._means is not None:
-                self._means.receive()
-            buffers, integers = self._reduce_extras(weights, contributors) if len(self._extras) else (None, None)
-        except CodecError:  # the round is void; the others wait for their payloads, and the links must be left clean
-            self.drain()
-            self._messages.finish()
-            raise
+        factors, moments = self._reduce_mine(weights, contributors, total)
+        if self._means is not None:
+            self._means.receive()
+        buffers, integers = self._reduce_extras(weights, contributors) if len(self._extras) else (None, None)
         return Mean(
             values=self.values,
             contributors=tuple(contributors),
@@ -193,14 +197,6 @@ class PayloadExchange:
             terms = spread_terms(codec, payloads, b - a, within)
             squares, of_sum = squares + terms[0], of_sum + terms[1]
         return factors, (squares, of_sum)
-
-    def drain(self) -> None:
-        """Receive what the others send for a void round, so that the links are clean for the next one."""
-        for member, pieces in self._incoming.items():
-            for _, received in pieces.values():
-                self._messages.wait(member, received)
-        if self._means is not None:
-            self._means.drain()
 
     def _scale_factors(self, contributors: Sequence[int]) -> dict[int, float]:
         """Return the clipping factors of contributions that are too large. Waits for all contributions."""

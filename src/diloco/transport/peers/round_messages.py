@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diloco.algorithm import Codec, RoundId
 from diloco.errors import TransportError
-from diloco.transport.connections.reliable_link import ReliableLink
+from diloco.transport.connections.link import PeerLink, round_tag
 
 __all__ = ["RoundMessages"]
 
@@ -26,10 +26,11 @@ as needed."""
 class RoundMessages:
     """Sends and receives the pieces of one round."""
 
+    view_id: int
     round_id: RoundId
     loop: asyncio.AbstractEventLoop  # links are used in its thread
     piece_bytes: int  # approximate upper limit on the size of a piece
-    links: Mapping[int, ReliableLink] = field(default_factory=dict)  # by replica
+    links: Mapping[int, PeerLink] = field(default_factory=dict)  # by replica
     _sends: list[Future[None]] = field(default_factory=list)
 
     def pieces(self, start: int, stop: int, codec: Codec) -> Iterator[tuple[int, int]]:
@@ -51,15 +52,15 @@ class RoundMessages:
         Raises:
             TransportError: The transport was closed.
         """
-        self._sends += self._begin(ReliableLink.send, members, payload, piece, second)
+        self._sends += self._begin(PeerLink.send, members, payload, piece, second)
 
     def receive(self, member: int, buffer: Tensor, piece: int, *, second: bool = False) -> Future[None]:
         """Start receiving a piece from ``member`` into ``buffer``. Otherwise as `send`."""
-        return self._begin(ReliableLink.receive, (member,), buffer, piece, second)[0]
+        return self._begin(PeerLink.receive, (member,), buffer, piece, second)[0]
 
     def _begin(
         self,
-        act: Callable[[ReliableLink, int, memoryview, Future[None]], None],
+        act: Callable[[PeerLink, int, memoryview, Future[None]], None],
         members: Iterable[int],
         values: Tensor,
         piece: int,
@@ -67,11 +68,9 @@ class RoundMessages:
     ) -> list[Future[None]]:
         """Let the links of ``members`` send or receive, in the loop's thread: at once if this is that thread.
 
-        Tags have 31 bits: 11 for the fragment, 2 for the outer step (no two rounds of a fragment are further apart),
-        1 for the half, and 17 for the piece. Should two messages share a tag, they still arrive in the order sent.
+        A tag is that of the round, 1 bit for the half, and 16 bits for the piece.
         """
-        round_tag = ((self.round_id.fragment + 1) % 2048) * 4 + self.round_id.outer_step % 4
-        tag = (round_tag << 18) | (int(second) << 17) | piece
+        tag = round_tag(self.view_id, self.round_id) << 17 | int(second) << 16 | piece
         data = values.detach().view(-1).numpy().data.cast("B") if values.numel() else memoryview(bytearray())
         works = {member: Future[None]() for member in members}
 
@@ -91,11 +90,17 @@ class RoundMessages:
                 raise TransportError("a payload connection ended: the transport was closed") from error
         return list(works.values())
 
+    def close(self) -> None:
+        """Send and await nothing more, in the loop's thread; who waits is released."""
+        for link in self.links.values():
+            link.close_round(round_tag(self.view_id, self.round_id))
+
     def wait(self, member: int, received: Future[None]) -> None:
         """Wait until a message from ``member`` has arrived.
 
         Raises:
             TransportError: The link ended; the error names the replica.
+            CancelledError: The round was cancelled.
         """
         try:
             received.result()

@@ -13,8 +13,6 @@ from diloco.membership import BootstrapElection, LastViews, View
 from diloco.protocol import Entry, Registry, Timing
 from diloco.transport.address import Address, local_host_towards, parse_address, parse_ports
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.link_manager import LinkManager
-from diloco.transport.connections.opened_link import OpenLink
 from diloco.transport.connections.tcp_streams import TcpStreams
 from diloco.transport.peers.connected import Connected, Wire
 from diloco.transport.peers.transport import PeerTransport
@@ -127,7 +125,8 @@ def connect_again(
         registry = Registry(len(entries), place.ranks_per_replica, entries)
         election = _election(place, wire, before.step, views)
         search = Reconnection(transport, entry, election, registry, place.rendezvous, patience_s)
-        return search.connect(_open_link(transport, registry, wire))
+        transport.connections.entries = registry.entries
+        return search.connect()
     except BaseException:
         transport.close()
         raise
@@ -153,7 +152,7 @@ def _open(place: Place, wire: TcpWire, listening: socket.socket | None = None) -
     )
     timing = Timing(wire.heartbeat_s, wire.silence_s)
     streams = TcpStreams(listening, wire.secret)
-    transport = PeerTransport(rules, policies, timing, streams, together=not wire.comes_back)
+    transport = PeerTransport(rules, policies, timing, streams, together=not wire.comes_back, compress=wire.compress)
     serve_probes(transport.connections)
     return transport
 
@@ -183,7 +182,7 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
     entry = Entry(place.rank, str(connections.address), wire.facts, held_step, _payload_places(transport, wire))
     table = ask(connections, meeting, entry, wire.rendezvous_timeout_s)
     registry = Registry(len(table.entries), size, list(table.entries.values()))
-    open_link = _open_link(transport, registry, wire)
+    transport.connections.entries = registry.entries
     # ranks that begin together are reachable now or lost, while those of a running training may be starting
     patience_s = wire.rendezvous_timeout_s if table.running else min(wire.silence_s, wire.rendezvous_timeout_s)
     siblings = range(place.replica * size, (place.replica + 1) * size)
@@ -201,14 +200,9 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
     election = _election(place, wire, held_step, None)
     serve(connections, registry)
     serve_candidates(transport, registry, election)
-    transport.begin(view, registry, open_link, member=not table.running)
+    transport.begin(view, registry, member=not table.running)
     search = Reconnection(transport, entry, election, registry, meeting, wire.rendezvous_timeout_s)
     return TorchConnected(transport=transport, table=table, joining=table.running, reconnection=search)
-
-
-def _open_link(transport: PeerTransport, registry: Registry, wire: TcpWire) -> OpenLink:
-    transport.connections.entries = registry.entries
-    return LinkManager(transport.connections, wire.silence_s, compresses=wire.compress).open_link
 
 
 def _payload_places(transport: PeerTransport, wire: TcpWire) -> tuple[str, ...]:
