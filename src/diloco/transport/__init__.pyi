@@ -5,9 +5,9 @@ from .base import Fetching as Fetching
 from .base import Pending as Pending
 from .base import SnapshotSource as SnapshotSource
 from .base import Transport as Transport
-from .connections.backoff import Backoff as Backoff
 from .connections.connection_manager import ConnectionManager as ConnectionManager
 from .connections.control_connection import ControlConnection as ControlConnection
+from .connections.limits import Backoff as Backoff
 from .connections.limits import ConnectionLimit as ConnectionLimit
 from .connections.limits import TokenBucket as TokenBucket
 from .connections.link import PeerLink as PeerLink
@@ -16,12 +16,12 @@ from .connections.pace import UplinkMeter as UplinkMeter
 from .connections.pace import streams_to_each as streams_to_each
 from .connections.stripe import Stripe as Stripe
 from .connections.tcp_streams import TcpStreams as TcpStreams
+from .hivemind.connect import connect_peer as connect_peer
 from .hivemind.connect import connect_swarm as connect_swarm
+from .hivemind.connect import run_peer as run_peer
 from .hivemind.direct_streams import DirectStreams as DirectStreams
 from .hivemind.identity import PeerRecord as PeerRecord
 from .hivemind.identity import load_identity as load_identity
-from .hivemind.library import connect_peer as connect_peer
-from .hivemind.library import run_peer as run_peer
 from .hivemind.node import Node as Node
 from .hivemind.peer_config import Admission as Admission
 from .hivemind.peer_config import NodePlace as NodePlace
@@ -48,7 +48,7 @@ from .links import transfer_times as transfer_times
 from .peers.connected import Connected as Connected
 from .peers.connected import Wire as Wire
 from .peers.connected import join as join
-from .peers.round_messages import RoundMessages as RoundMessages
+from .peers.exchange import RoundMessages as RoundMessages
 from .peers.transport import PeerTransport as PeerTransport
 from .replica_group import ReplicaGroup as ReplicaGroup
 from .replica_group import open_replica_group as open_replica_group
@@ -62,9 +62,9 @@ from .torch_distributed.connect import Place as Place
 from .torch_distributed.connect import TcpWire as TcpWire
 from .torch_distributed.connect import connect as connect
 from .torch_distributed.connect import connect_again as connect_again
+from .torch_distributed.connect import connect_replica as connect_replica
 from .torch_distributed.doctor import examine as examine
 from .torch_distributed.doctor import serve_probes as serve_probes
-from .torch_distributed.library import connect_replica as connect_replica
 from .torch_distributed.rendezvous import ask as ask
 from .torch_distributed.rendezvous import serve as serve
 from .torch_distributed.rendezvous import share_text as share_text

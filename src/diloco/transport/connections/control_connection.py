@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from diloco.errors import TransportError
 from diloco.protocol import GivenUp, Loss, Message, MessageError, Received, WireMessage, decode
 from diloco.transport.address import Address
-from diloco.transport.connections.backoff import Backoff
-from diloco.transport.connections.limits import TokenBucket
+from diloco.transport.connections.limits import Backoff, TokenBucket
 from diloco.transport.connections.streams import (
     MAX_MESSAGE_BYTES,
     UNKNOWN_PEER_BYTES,

@@ -32,7 +32,7 @@ from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.link import PeerLinks, round_tag
 from diloco.transport.connections.streams import Streams, within
 from diloco.transport.peers.background import Threads
-from diloco.transport.peers.payload_exchange import PayloadExchange
+from diloco.transport.peers.exchange import PayloadExchange
 from diloco.transport.peers.pending import Contributed
 from diloco.waiting import waiting_for
 

@@ -13,7 +13,7 @@ from diloco.errors import RendezvousError, RunFinishedError, TransportError
 from diloco.membership import GREATEST, BootstrapElection, Candidate, Count, Rank, Ranks, View
 from diloco.protocol import Entries, Entry, Refused, Registry, WireMessage
 from diloco.transport.address import Address, parse_address
-from diloco.transport.connections.backoff import Backoff
+from diloco.transport.connections.limits import Backoff
 from diloco.transport.connections.streams import pack, within
 from diloco.transport.peers.connected import Connected, Table
 from diloco.transport.peers.transport import PeerTransport

@@ -1,25 +1,36 @@
 """The exchange of one round's payloads, summed as they arrive: the same mean on every replica, bit for bit.
 
 Payloads travel in pieces that are cut at block boundaries, so that each can be decoded and added on its own. Every
-value is summed in ascending order of replicas, regardless of the order of arrival.
+value is summed in ascending order of replicas, regardless of the order of arrival. In a reduce-scatter, each owner then
+encodes the mean of its slice, and all replicas decode it alike.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from diloco.algorithm import (
+    LARGEST_MEAN,
+    Codec,
+    Contribution,
+    Exchange,
     Mean,
+    RoundId,
     check_mean,
     combined,
     digest_tensors,
     divisor,
+    encode_mean,
+    largest_magnitude,
     mean_of_buffers,
     sampled_ranges,
     scale_factors,
@@ -29,11 +40,202 @@ from diloco.algorithm import (
 )
 from diloco.errors import CodecError, TransportError
 from diloco.protocol import Computed, Event, ExchangeEnded, GiveVerdict, StartExchange
-from diloco.transport.connections.link import PeerLink
-from diloco.transport.peers.mean_exchange import MeanExchange
-from diloco.transport.peers.round_messages import RoundMessages
+from diloco.transport.connections.link import PeerLink, round_tag
 
-__all__ = ["PayloadExchange"]
+__all__ = ["MeanExchange", "PayloadExchange", "RoundMessages"]
+
+
+_LEAST_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 18
+"""A payload is cut into at least this many pieces, so that summing starts early, unless they would be smaller than this
+size. Each piece has a fixed cost: a message, an acknowledgement and a validation. Links cut pieces further into parts
+as needed."""
+
+
+@dataclass(eq=False)
+class RoundMessages:
+    """Sends and receives the pieces of one round."""
+
+    view_id: int
+    round_id: RoundId
+    loop: asyncio.AbstractEventLoop  # links are used in its thread
+    piece_bytes: int  # approximate upper limit on the size of a piece
+    links: Mapping[int, PeerLink] = field(default_factory=dict)  # by replica
+    _sends: list[Future[None]] = field(default_factory=list)
+
+    def pieces(self, start: int, stop: int, codec: Codec) -> Iterator[tuple[int, int]]:
+        """Cut a range of values into the ranges of its pieces, at block boundaries.
+
+        The result is the same on every replica, regardless of its number of connections.
+        """
+        even = math.ceil(codec.payload_bytes(stop - start) / _LEAST_PIECES)
+        size = min(self.piece_bytes, max(_LEAST_PIECE_BYTES, even))
+        step = max(1, size // codec.payload_bytes(codec.block_size)) * codec.block_size
+        return ((low, min(low + step, stop)) for low in range(start, stop, step))
+
+    def send(self, members: Iterable[int], payload: Tensor, piece: int, *, second: bool = False) -> None:
+        """Start sending a contiguous CPU tensor, which must not change until `finish`, to each of ``members``.
+
+        Args:
+            second: Whether the piece belongs to the second half of a reduce-scatter.
+
+        Raises:
+            TransportError: The transport was closed.
+        """
+        self._sends += self._begin(PeerLink.send, members, payload, piece, second)
+
+    def receive(self, member: int, buffer: Tensor, piece: int, *, second: bool = False) -> Future[None]:
+        """Start receiving a piece from ``member`` into ``buffer``. Otherwise as `send`."""
+        return self._begin(PeerLink.receive, (member,), buffer, piece, second)[0]
+
+    def _begin(
+        self,
+        act: Callable[[PeerLink, int, memoryview, Future[None]], None],
+        members: Iterable[int],
+        values: Tensor,
+        piece: int,
+        second: bool,
+    ) -> list[Future[None]]:
+        """Let the links of ``members`` send or receive, in the loop's thread: at once if this is that thread.
+
+        A tag is that of the round, 1 bit for the half, and 16 bits for the piece.
+        """
+        tag = round_tag(self.view_id, self.round_id) << 17 | int(second) << 16 | piece
+        data = values.detach().view(-1).numpy().data.cast("B") if values.numel() else memoryview(bytearray())
+        works = {member: Future[None]() for member in members}
+
+        def begin() -> None:
+            for member, work in works.items():
+                try:
+                    act(self.links[member], tag, data, work)
+                except Exception as error:  # the thread of the exchange waits for this
+                    work.set_exception(error)
+
+        if asyncio._get_running_loop() is self.loop:
+            begin()
+        else:
+            try:
+                self.loop.call_soon_threadsafe(begin)
+            except RuntimeError as error:  # the loop is closed
+                raise TransportError("a payload connection ended: the transport was closed") from error
+        return list(works.values())
+
+    def close(self) -> None:
+        """Send and await nothing more, in the loop's thread; who waits is released."""
+        for link in self.links.values():
+            link.close_round(round_tag(self.view_id, self.round_id))
+
+    def wait(self, member: int, received: Future[None]) -> None:
+        """Wait until a message from ``member`` has arrived.
+
+        Raises:
+            TransportError: The link ended; the error names the replica.
+            CancelledError: The round was cancelled.
+        """
+        try:
+            received.result()
+        except TransportError as error:
+            raise TransportError(f"payloads of replica {member} can't arrive: {error}", replicas=[member]) from error
+
+    def finish(self) -> None:
+        """Wait until everything has been sent, so that its memory can be reused.
+
+        Raises:
+            TransportError: A link ended.
+        """
+        for sent in self._sends:
+            sent.result()
+
+
+@dataclass(frozen=True)
+class _MeanPiece:
+    """A piece of the mean, of values ``start`` to ``stop``, that its owner ``member`` sends."""
+
+    member: int
+    start: int
+    stop: int
+    buffer: Tensor
+    work: Future[None]
+
+
+class MeanExchange:
+    """The exchange of means in one reduce-scatter.
+
+    Args:
+        plan: The owner of each slice, and the encoding of its mean.
+        values: ``(numel,)`` float32; filled with the decoded mean, which is the same on all replicas.
+
+    Raises:
+        TransportError: A link has ended.
+    """
+
+    def __init__(
+        self,
+        contribution: Contribution,
+        plan: Exchange,
+        members: Sequence[int],
+        messages: RoundMessages,
+        values: Tensor,
+    ) -> None:
+        self._shards = dict(zip(members, plan.shards, strict=True))
+        self.owned = self._shards[contribution.replica]  # the slice whose mean this rank sends
+        self._unsent = deque(enumerate(messages.pieces(*self.owned, plan.mean.codec)))
+        self._codec = plan.mean.codec
+        self._messages = messages
+        self._values = values
+        self._incoming = [
+            self._expect(member, start, stop, piece)
+            for member in messages.links
+            for piece, (start, stop) in enumerate(messages.pieces(*self._shards[member], self._codec))
+        ]
+
+    def send(self, stop: int) -> None:
+        """Send the pieces of this rank's slice that end at ``stop`` or before it. Up to there ``values`` is the mean.
+
+        So the others receive means while this rank still waits for the last contributions.
+
+        Raises:
+            TransportError: A link ended; the error names the replica.
+        """
+        while self._unsent and self._unsent[0][1][1] <= stop:
+            piece, (start, end) = self._unsent.popleft()
+            payload = encode_mean(self._values[start:end], self._codec)
+            self._messages.send(self._messages.links, payload, piece, second=True)
+
+    def receive(self) -> None:
+        """Send what is left of this rank's slice, and receive the means of the others' slices.
+
+        Raises:
+            TransportError: A link ended; the error names the replica.
+            CodecError: A replica, which the error names, sent an invalid payload, or a mean that is not finite or too
+                large.
+        """
+        self.send(self.owned[1])
+        for piece in self._incoming:
+            self._messages.wait(piece.member, piece.work)
+            values = self._values[piece.start : piece.stop]
+            if not self._codec.exact:  # else it was received in place
+                self._decode(piece, values)
+            if not largest_magnitude(values) <= LARGEST_MEAN:
+                words = f"replica {piece.member} sent a part of the mean that is not finite or too large"
+                raise CodecError(words, replica=piece.member)
+
+    def _decode(self, piece: _MeanPiece, values: Tensor) -> None:
+        try:
+            self._codec.validate(piece.buffer, len(values))
+        except CodecError as error:
+            words = f"the mean of replica {piece.member} was refused: {error}"
+            raise CodecError(words, replica=piece.member) from error
+        self._codec.decode(piece.buffer, len(values), out=values)
+
+    def _expect(self, member: int, start: int, stop: int, piece: int) -> _MeanPiece:
+        """Start receiving a piece of a mean. An exact one is received in place."""
+        if self._codec.exact:
+            buffer = self._values[start:stop].view(torch.uint8)
+        else:
+            num_bytes = self._codec.payload_bytes(stop - start)
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        return _MeanPiece(member, start, stop, buffer, self._messages.receive(member, buffer, piece, second=True))
+
 
 _EXTRAS = (1 << 16) - 1  # piece number of the model buffers
 
