@@ -44,9 +44,10 @@ SOON_S = 1.0
 
 
 class Rank:
-    """A rank that sends a fragment in each of its steps, and the next round of a fragment once the last is decided. It
-    joins a run in progress (``joining``), founds a view (``founded``), or begins with the others, at once or as the first
-    thing that it does (not ``ready``). ``garbage`` are messages that it may receive from any rank.
+    """A rank that sends a fragment in each of its steps, and the next round of a fragment once the last is decided.
+
+    It joins a run in progress (``joining``), founds a view (``founded``), or begins with the others: at once, or as the
+    first thing that it does (not ``ready``). ``garbage`` are messages that it may receive from any rank.
     """
 
     STEPS = 5  # the number of its inner steps
