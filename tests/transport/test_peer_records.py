@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from typing import Any
 
 import pytest
@@ -74,7 +73,7 @@ NAMES = st.sampled_from(["kind", "replica", "state", "step", "view", "members", 
 
 @given(st.dictionaries(NAMES | st.text(max_size=80), VALUES, max_size=12))
 def test_whatever_a_peer_says_of_itself_it_can_be_shown(answer: dict[str, Any]) -> None:
-    status = status_of(json.dumps(answer).encode())
+    status = status_of(answer)
     assert all(isinstance(each, str) and each.isprintable() for each in status)
     assert all(value.isprintable() for value in status.values() if isinstance(value, str))
 
