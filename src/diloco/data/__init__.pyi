@@ -21,7 +21,6 @@ from .order import Shares as Shares
 from .order import as_message as as_message
 from .order import permute as permute
 from .order import read_message as read_message
-from .order import windows_at as windows_at
 from .packed import CYCLE as CYCLE
 from .packed import Mixture as Mixture
 from .packed import PackedTokens as PackedTokens

@@ -50,9 +50,6 @@ class ChatTokenizer(Tokenizer):
         place: the folder, or ``hf:NAME``.
         template: a Jinja file to use instead of the folder's own template.
 
-    Raises:
-        ConfigurationError: ``transformers`` is not installed, or the template file can't be read.
-        DataError: as `library_tokenizer` and `Tokenizer`, or the template can't be used.
     """
 
     def __init__(self, place: str, template: Path | None = None) -> None:
@@ -90,11 +87,7 @@ class ChatTokenizer(Tokenizer):
         return self._special.search(text) is not None
 
     def prompt(self, messages: Sequence[Message], more: Mapping[str, Any] = _NOTHING) -> list[int]:
-        """Return the tokens of the prompt for the answer to ``messages``, as `conversation` tokenises them.
-
-        Raises:
-            DataError: there is no template, or it refuses the messages.
-        """
+        """Return the tokens of the prompt for the answer to ``messages``, as `conversation` tokenises them."""
         text = self._render(self._adapted(messages, more), more, answer_next=True)
         return [int(token) for token in self._tokens(text)[0]]
 
@@ -164,11 +157,7 @@ class ChatTokenizer(Tokenizer):
     def _span(
         self, messages: Sequence[Message], number: int, whole: str, more: Mapping[str, Any]
     ) -> tuple[int, int] | None:
-        """Return where an answer begins and ends in the text of its conversation, ``whole``; None if that isn't clear.
-
-        Raises:
-            DataError: the template refuses the conversation up to the last answer.
-        """
+        """Return where an answer begins and ends in the text of its conversation; None if that isn't clear."""
         is_last = number == len(messages) - 1
         try:
             after = whole if is_last else self._render(messages[: number + 1], more)

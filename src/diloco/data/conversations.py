@@ -62,15 +62,7 @@ class Conversation:
 
 
 def read_conversation(place: str, record: Mapping[str, Any]) -> Conversation:
-    """Return the conversation of a record.
-
-    Args:
-        place: the location of the record, for messages.
-
-    Raises:
-        RowError: the record has none of the known fields, they are malformed, or their marks of what to learn can't be
-            followed.
-    """
+    """Return the conversation of a record at a place; raise `RowError` if its fields are unknown or malformed."""
     whole = _without_nulls(record) if isinstance(record, ArrowRow) else record
     reading = _Reading(place, {name: value for name, value in whole.items() if value is not None})
     fields = reading.fields

@@ -37,9 +37,9 @@ class SourceSettings:
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < math.inf:
-            raise ValueError(f"weight must be a positive number, got {self.weight}")
+            raise ConfigurationError(f"weight must be a positive number, got {self.weight}")
         if self.document_separator == "":
-            raise ValueError("document_separator must not be empty")
+            raise ConfigurationError("document_separator must not be empty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,24 +103,13 @@ class DataSettings:
             raise ConfigurationError(f"data.format={self.format!r} is neither text, chat nor a .jinja file; {hint}")
         if self.bpe_vocab_size is not None and self.bpe_vocab_size < 257:  # 256 bytes and the end-of-document token
             raise ConfigurationError(f"data.tokenizer must be bpe or bpe:SIZE from 257, got {self.tokenizer!r}.")
-        for name, value, least in (
-            ("bpe_documents", self.bpe_documents, 1),
-            ("max_documents", self.max_documents, 2),  # one to train on and one to hold out
-            ("streaming_block", self.streaming_block, 1),
-            ("streaming_heldout", self.streaming_heldout, 1),
-            ("prefetch_batches", self.prefetch_batches, 0),
-        ):
-            if value is not None and value < least:
-                raise ConfigurationError(f"{name} must be at least {least}, got {value}.")
-        if self.streaming and self.max_documents is not None:
+        for name in ("bpe_documents", "max_documents", "streaming_block", "streaming_heldout"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigurationError(f"{name} must be at least 1, got {value}.")
+        if self.streaming and (self.max_documents is not None or self.sharding != "shuffled"):
             raise ConfigurationError(
-                f"max_documents={self.max_documents} can't be combined with data.streaming, which never has "
-                "all documents to select from. Leave out one of them."
-            )
-        if self.streaming and self.sharding != "shuffled":
-            raise ConfigurationError(
-                f"sharding={self.sharding!r} can't be combined with data.streaming, where replicas take turns "
-                "reading blocks of documents. Leave out one of them."
+                "max_documents and sharding='contiguous' can't be combined with data.streaming, which never has all "
+                "documents to select from."
             )
         self._check_chat()
         if not 0 < self.heldout_fraction < 1:

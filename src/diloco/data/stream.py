@@ -14,7 +14,6 @@ time, and what others had not read by then waits for the next epoch.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from pathlib import Path
@@ -107,7 +106,7 @@ class Records:
             return checked_text(row[name], place, name)
 
         place, data_set = part
-        self._data_set = copy.deepcopy(data_set)  # each reader has a state of its own
+        self._data_set = data_set.shard(num_shards=1, index=0)  # the whole, with a state of its own
         if self._rows is not None:
             self._data_set.load_state_dict(self._rows)
         rows = rows_of(self._data_set, place, first=self._row, size=size)
@@ -313,7 +312,7 @@ class DocumentStream:
             reader.resume_after([state["sources"][number] for state in states])
 
     def close(self) -> None:
-        pass
+        self._readers.clear()  # iterators of `datasets` that end with the interpreter print errors
 
     def _last_token(self) -> NDArray[Any]:
         """Return the token before the next one to draw, ``(1,)``."""

@@ -318,7 +318,7 @@ def _find_folder(settings: ModelSettings, *, with_weights: bool) -> Path:
     patterns = ["config.json", "generation_config.json"]
     if with_weights and settings.huggingface.weights != "fresh":
         patterns += ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
-    with _refusals(f"model.source=hf:{place}, which is not a local folder"), fetching(name, "models"):
+    with _refusals(f"model.source=hf:{place}, which is not a local folder"), fetching(name):
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
 
 

@@ -106,8 +106,6 @@ class Wire:
     split: Split = "stop"  # what the smaller side of a partitioned network does
     raise_on_loss: bool = True  # see `Policies`
     compress: bool = True  # whether payloads are compressed without loss on slow paths
-    # rate limit for all replicas together that fetch state from this rank; None: unlimited
-    state_bytes_per_s: float | None = None
     facts: Mapping[str, str] = field(default_factory=dict)  # what must be equal on all ranks: name -> displayed value
 
     def __post_init__(self) -> None:

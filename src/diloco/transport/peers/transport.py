@@ -33,7 +33,7 @@ from diloco.transport.peers.background import in_thread
 from diloco.transport.peers.payload_links import HostCopies
 from diloco.transport.peers.pending import PeerPending
 from diloco.transport.peers.runner import ProtocolRunner
-from diloco.transport.peers.state_transfer import StateTransfer
+from diloco.transport.peers.state import StateTransfer
 
 __all__ = ["PeerTransport"]
 
@@ -50,7 +50,6 @@ class PeerTransport(ProtocolRunner, Transport):
     Args:
         rules, policies, timing, streams: See `ProtocolRunner`.
         together: Whether all ranks stop when one has to.
-        state_bytes_per_s: Rate limit for all ranks together that fetch state from this one; None: unlimited.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class PeerTransport(ProtocolRunner, Transport):
         streams: Streams,
         *,
         together: bool = True,
-        state_bytes_per_s: float | None = None,
     ) -> None:
         super().__init__(rules, replace(policies, together=together), timing, streams)
         self.replica = rules.replica
@@ -73,7 +71,7 @@ class PeerTransport(ProtocolRunner, Transport):
         # fragment -> digest of the state behind this rank's last contribution
         self.digests: Mapping[int, str] = self._contributed.digests
         self._copies = HostCopies()
-        self._state = StateTransfer(rules, self.connections, state_bytes_per_s)
+        self._state = StateTransfer(rules, self.connections)
 
     @property
     def address(self) -> Address:
