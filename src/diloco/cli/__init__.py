@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
-import itertools
 import os
 import re
 import sys
@@ -74,11 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         make_streams_safe()
     streams = sys.stdout, sys.stderr
     show_visibly()
-    leading = [*itertools.takewhile(lambda word: word == "--debug", words)]
-    words = words[len(leading) :]
-    if words[1:2] == ["--debug"]:
-        leading.append(words.pop(1))
-    DEBUG.set(bool(leading))  # in any other place it may be the value of an option, which only the parser knows
+    DEBUG.set("--debug" in words[:1])  # in any other place the parser of the command finds it
+    words = words[DEBUG.get() :]
     try:
         code = _dispatch(words)
         sys.stdout.flush()  # raise BrokenPipeError here, not at exit, if the reader has closed the pipe
