@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -81,7 +82,7 @@ NAMES = st.sampled_from(["kind", "replica", "state", "step", "view", "members", 
 
 @given(st.dictionaries(NAMES | st.text(max_size=80), VALUES, max_size=12))
 def test_whatever_a_peer_says_of_itself_it_can_be_shown(answer: dict[str, Any]) -> None:
-    status = status_of(answer)
+    status = status_of(json.dumps(answer).encode())
     assert all(isinstance(each, str) and each.isprintable() for each in status)
     assert all(value.isprintable() for value in status.values() if isinstance(value, str))
 

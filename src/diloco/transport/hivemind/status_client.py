@@ -27,7 +27,7 @@ __all__ = ["PeerReport", "StatusClient", "absences", "open_status_client", "stat
 
 _ANSWER_S = 10.0
 _MOST_ANSWERS_BYTES = 64 << 20  # of all peers together; anyone may store a record in the DHT and be asked
-_MOST_CONTAINERS = 1 << 14  # lists and objects in an answer
+_MOST_CONTAINERS = 1 << 14  # lists and objects in an answer, which take many times more memory than characters
 _MOST_FIELDS, _MOST_CHARACTERS, _MOST_MEMBERS = 64, 64, 4_096
 _MOST_FORWARDERS = 3  # peers that are asked about another one, one after the other; they may never answer
 _NUMBERS = ("replica", "step", "view", "next_event", "sent_bytes", "received_bytes", "uptime_s", "pace",
@@ -95,31 +95,27 @@ class StatusClient:
         asked_s = time.monotonic()
         answer = await within(_ANSWER_S, ask_peer(self._streams, peer, question, StatusAnswer, self._most_bytes))
         took_s = time.monotonic() - asked_s
-        status = status_of(_parsed(answer.text))
+        status = status_of(answer.text)
         if question.since is None:
             status.pop("events", None)
         return replace(report, status=status, problem="", route=route, round_trip_s=took_s)
 
 
-def status_of(answer: Mapping[str, Any]) -> dict[str, Any]:
+def status_of(text: bytes) -> dict[str, Any]:
     """Return the valid fields of a peer's answer, shortened, and with unprintable characters escaped.
 
-    >>> status_of({"state": "\\x1b[2Jtraining", "step": 3, "sent_bytes": "x", "view": {"deep": []}})
+    >>> status_of(b'{"state": "\\u001b[2Jtraining", "step": 3, "sent_bytes": "x", "view": {"deep": []}}')
     {'state': '\\\\x1b[2Jtraining', 'step': 3}
     """
-    fields = [(visible(name, _MOST_CHARACTERS), value) for name, value in answer.items()][:_MOST_FIELDS]
-    shown = {name: visible(value, _MOST_CHARACTERS) if isinstance(value, str) else value for name, value in fields}
-    return {name: value for name, value in shown.items() if _fits(name, value)}
-
-
-def _parsed(text: bytes) -> dict[str, Any]:
-    """Return the JSON object in an answer; {} if it is none, or takes many times more memory than its characters."""
     if text.count(b"[") + text.count(b"{") > _MOST_CONTAINERS:
         return {}
     try:
-        return msgspec.json.decode(text, type=dict[str, Any])
+        answer = msgspec.json.decode(text, type=dict[str, Any])
     except (ValueError, RecursionError):
         return {}
+    fields = [(visible(name, _MOST_CHARACTERS), value) for name, value in answer.items()][:_MOST_FIELDS]
+    shown = {name: visible(value, _MOST_CHARACTERS) if isinstance(value, str) else value for name, value in fields}
+    return {name: value for name, value in shown.items() if _fits(name, value)}
 
 
 def _fits(name: str, value: object) -> bool:
