@@ -231,7 +231,7 @@ def join_command(configuration: Configuration, folder: Path) -> str:
     Args:
         configuration: the resolved settings.
     """
-    goal = {name: value for name, value in flatten(configuration).items()}
+    goal = flatten(configuration)
     private = {name for name in goal if {name, name.partition(".")[0]} & {*_PRIVATE}}
     usual = flatten(Configuration()) | preset_values(configuration.preset, {"model.source": configuration.model.source})
     values: Values = {name: goal[name] for name in _FIRST if goal[name] != usual[name]}
