@@ -13,7 +13,7 @@ from diloco.events import Event, StateFetched
 from diloco.membership import LastViews, NextView
 from diloco.protocol import Fields
 from diloco.train.fleet import PeerFleet
-from diloco.train.resuming import Held
+from diloco.train.session_state import Held
 from diloco.transport import Connected, PeerStreams, SwarmPlace, Wire, connect_swarm, same_port
 from diloco.waiting import waiting_for
 
