@@ -115,7 +115,9 @@ def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
     confirm(source, saved, line.values)
     wanted = flatten(absolute_inputs(build(Configuration, overlay(saved, line.values))))
     changed = {name: wanted[name] for name in line.values if not same_code(wanted[name], saved[name])}
-    allowed = {name for name in changed if {name, name.partition(".")[0]} & {*CHANGEABLE}} - {"network.transport"}
+    allowed = {name for name in changed if {name, name.partition(".")[0]} & {*CHANGEABLE}}
+    if "hivemind" in (saved["network.transport"], wanted["network.transport"]):  # a swarm divides the data otherwise
+        allowed -= {"network.transport"}
     fixed = [name for name in changed if name not in allowed]
     if fixed:
         changes = ", ".join(f"{name} from {in_toml(saved[name])} to {in_toml(changed[name])}" for name in fixed)

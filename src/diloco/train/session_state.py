@@ -112,7 +112,7 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
     void: tuple[RoundId, ...] = ()
     for replica in session.replicas:
         source = saved.source(replica.number)
-        state = checkpoint.load(f"replica-{source}")
+        state = saved.of(source).load(f"replica-{source}")
         void = _load_replica(session, replica, saved, state["common"])
         if saved.differ:
             replica.sampler.resume_from(saved.cursor_of, saved.number)
@@ -133,7 +133,7 @@ class _SavedReplicas:
     """The replicas that saved a checkpoint."""
 
     checkpoint: Checkpoint  # the replica's own, or that of replica 0 for a new replica
-    base: Path | None  # run folder of replica 0, which contains the others; None: the checkpoint holds all replicas
+    base: Path | None  # run folder of replica 0, which contains the others; None: in a swarm each has only its own
     number: int  # number of replicas that saved it
     now: int  # number of replicas that resume
 
@@ -143,29 +143,30 @@ class _SavedReplicas:
         return self.number != self.now
 
     def source(self, replica: int) -> int:
-        """Return the number of the saved replica from whose state a replica starts."""
-        return replica if f"replica-{replica}" in self.checkpoint.parts else 0
+        """Return the number of the saved replica from whose state a replica starts: its own, or 0 if it is new."""
+        return replica if self.base is None or replica < self.number else 0
 
-    def cursor_of(self, replica: int) -> Cursor:
-        """Return the data position of a saved replica.
+    def of(self, replica: int) -> Checkpoint:
+        """Return the checkpoint that has the state of a saved replica.
 
         Raises:
-            CheckpointError: if its checkpoint can't be read.
+            CheckpointError: if it can't be opened.
         """
-        part, checkpoint = f"replica-{replica}", self.checkpoint
-        if part not in checkpoint.parts:
-            assert self.base is not None, "a checkpoint of a single process holds all replicas"
-            home = self.base / part if replica else self.base
-            place = home / "checkpoints" / checkpoint.path.name
-            try:
-                checkpoint = open_checkpoint(place)
-            except CheckpointError as error:
-                raise CheckpointError(
-                    f"The checkpoint of replica {replica}, {place}, is needed to divide the unread data among "
-                    f"{self.now} replicas instead of {self.number}, but it can't be opened: {error} Copy the folders "
-                    "of all replicas into that of replica 0, or use the same number of replicas."
-                ) from error
-        cursor: Cursor = checkpoint.load(part)["sampler"]
+        part = f"replica-{replica}"
+        if part in self.checkpoint.parts or self.base is None:
+            return self.checkpoint
+        place = (self.base / part if replica else self.base) / "checkpoints" / self.checkpoint.path.name
+        try:
+            return open_checkpoint(place)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"The checkpoint of replica {replica}, {place}, is needed for {self.now} replicas to go on here, but "
+                f"it can't be opened: {error} Copy the folders of all replicas into that of replica 0."
+            ) from error
+
+    def cursor_of(self, replica: int) -> Cursor:
+        """Return the data position of a saved replica."""
+        cursor: Cursor = self.of(replica).load(f"replica-{replica}")["sampler"]
         return cursor
 
     def changes(self) -> tuple[str, ...]:
@@ -186,7 +187,7 @@ class _SavedReplicas:
 def _saved_replicas(session: Session, checkpoint: Checkpoint, home: Path) -> _SavedReplicas:
     now, mine = session.settings.network.replicas, session.replicas[0].number
     if not session.fleet.elastic:
-        base = None if session.fleet.in_one_process else base_home(home, mine)
+        base = checkpoint.path.parent.parent if session.fleet.in_one_process else base_home(home, mine)
         return _SavedReplicas(checkpoint, base, checkpoint.fact("num_replicas", int), now)
     if mine not in (theirs := replicas_in(checkpoint)):  # in a swarm, each replica resumes only from its own
         held = f"the state of replica {', '.join(map(str, theirs))}" if theirs else "no replica's state"
@@ -197,24 +198,28 @@ def _saved_replicas(session: Session, checkpoint: Checkpoint, home: Path) -> _Sa
 
 def _fleet_state(session: Session, saved: _SavedReplicas, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the state for the fleet. New replicas have sent nothing, and their clock starts at that of replica 0."""
+    mine, numbers = session.replicas[0].number, range(min(saved.now, saved.number))
+    together = "network" in state  # saved by one process for all replicas
     if not session.fleet.in_one_process:
-        mine = session.replicas[0].number
+        if together:
+            state = {"traffic": state["traffic"][saved.source(mine)], "step": session.totals.steps}
         return state if saved.source(mine) == mine or not state else {**state, "traffic": [0, 0]}
-    if not saved.differ:
+    traffic = state["traffic"] if together else [saved.of(m).load("run")["transport"]["traffic"] for m in numbers]
+    if together and not saved.differ:
         return state
-    kept = min(saved.now, len(state["traffic"]))
-    network = state["network"]
+    new = saved.now - len(numbers)
+    network = state.get("network")
     if network is not None:
-        network = {name: [*values[:kept], *([values[0]] * (saved.now - kept))] for name, values in network.items()}
-    traffic = [*state["traffic"][:kept], *([[0, 0]] * (saved.now - kept))]
-    return {"traffic": traffic, "network": network, "decided": []}
+        network = {name: [*values[: len(numbers)], *[values[0]] * new] for name, values in network.items()}
+    return {"traffic": [*traffic[: len(numbers)], *[[0, 0]] * new], "network": network, "decided": []}
 
 
 def _load_replica(
     session: Session, replica: Replica, saved: _SavedReplicas, common: Mapping[str, Any]
 ) -> tuple[RoundId, ...]:
     """Load this rank's share of what a replica's ranks saved and return the rounds in flight that are now void."""
-    checkpoint, source = saved.checkpoint, saved.source(replica.number)
+    source = saved.source(replica.number)
+    checkpoint = saved.of(source)
     if common["diloco"] is not None:
         session.begin_diloco(replica)
     own, shards, name = None, _num_shards(session), f"replica-{source}-own"
@@ -276,7 +281,8 @@ def held_step(folder: Path, resume: Path) -> int:
 
 
 def checkpoint_home(home: Path, replica: int, resume: Path) -> Path:
-    """Return the run folder with the checkpoints of a replica: its own, or that of replica 0 for a new replica.
+    """Return the run folder with the checkpoints of a replica: its own, or that of replica 0 if it is new or was saved
+    there, by one process for all replicas.
 
     Args:
         home: the replica's own run folder, which is inside that of replica 0.
@@ -286,7 +292,8 @@ def checkpoint_home(home: Path, replica: int, resume: Path) -> Path:
     if base == home or held_step(base, resume) < 0:
         return home
     newest = list_checkpoints(base / "checkpoints")[-1]
-    return home if replica < newest.fact("num_replicas", int) else base
+    there = replica >= newest.fact("num_replicas", int) or f"replica-{replica}" in newest.parts
+    return base if there else home
 
 
 def base_home(home: Path, replica: int) -> Path:
