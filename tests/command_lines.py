@@ -9,13 +9,20 @@ from diloco.config import CommandLine
 
 
 def dotted(values: dict[str, Any]) -> dict[str, Any]:
-    """Convert keyword arguments to settings keys, with ``__`` for a dot."""
-    return {name.replace("__", "."): value for name, value in values.items()}
+    """Convert keyword arguments to settings keys, with ``__`` for a dot. An entry of a table becomes a table."""
+    keys: dict[str, Any] = {}
+    for name, value in values.items():
+        key, table, entries = name.replace("__", ".").partition(".arguments.")
+        for entry in reversed(entries.split(".") if table else []):
+            value = {entry: value}
+        name = f"{key}.arguments" if table else key
+        keys[name] = keys.get(name, {}) | value if table else value
+    return keys
 
 
 def command_line(file: Path | None = None, **values: Any) -> CommandLine:
     """Return a command line with a TOML file and flags for the given keys."""
-    return CommandLine(file=file, print_config=False, values=dotted(values))
+    return CommandLine(file=file, values=dotted(values))
 
 
 def toml_file(folder: Path, text: str) -> Path:

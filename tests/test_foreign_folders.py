@@ -159,7 +159,7 @@ def test_the_model_of_a_checkpoint_is_taken_with_its_settings_if_its_code_is_nam
 def test_the_printed_command_names_the_code_again(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     resumed = [*commands(place / "own")["resume"], "--model", f"{place}/nets.py:build"]
     settings = plan_run(parse_arguments(resumed[1:])).configuration
-    again = shlex.split(resume_command("train", settings, place / "own"))[1:]
+    again = shlex.split(resume_command(settings, place / "own"))[1:]
     capsys.readouterr()
     assert main([*again, "--print-config"]) == 0
 

@@ -44,7 +44,7 @@ class End:
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(LIMIT_S)
 
-    async def listen(self, direct: bool) -> object:
+    async def listen(self, direct: bool) -> Any:
         """Listen, and return what the other end needs to connect."""
         if not direct:
             server = await asyncio.start_server(self._use, HOST)
@@ -53,7 +53,7 @@ class End:
         await streams.listen([HOST], 0, self._use)
         return streams.offer("other", [HOST])
 
-    async def connect(self, offer: object, direct: bool) -> None:
+    async def connect(self, offer: Any, direct: bool) -> None:
         """Open all links to the end whose `listen` returned ``offer``."""
         for _ in range(LINKS):
             opening = DirectStreams("other", {}).open(offer) if direct else asyncio.open_connection(HOST, str(offer))

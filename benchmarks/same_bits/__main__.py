@@ -55,7 +55,7 @@ class Version:
 
     def __init__(self, checkout: Path, folder: Path) -> None:
         self.folder = folder
-        self.old = not (checkout / "src" / "diloco" / "config" / "renamed.py").exists()
+        self.old = not (checkout / "src" / "diloco" / "cli" / "status.py").exists()
         folder.mkdir(parents=True, exist_ok=True)
         self.environment = os.environ | {"PYTHONPATH": str(checkout.resolve() / "src"), "OMP_NUM_THREADS": "1"}
         self.log = (folder / "output.txt").open("a")

@@ -34,7 +34,7 @@ class Counted(Network):
     Attributes:
         messages, num_bytes: the messages and bytes sent so far by all ranks.
         trips: the number of trips so far.
-        cpu_s: the CPU seconds of all state machines in a phase, without JSON.
+        cpu_s: the CPU seconds of all state machines in a phase, without encoding.
     """
 
     def __init__(self, members: int, outside: int = 0) -> None:
@@ -48,7 +48,7 @@ class Counted(Network):
             self.nodes[number] = Rank(self, number, len(self.ranks), 1, _POLICIES, founded=view)
         self.make = lambda number: Rank(self, number, len(self.ranks), 1, _POLICIES, joining=True)
 
-    def send(self, sender: int, receiver: int, message: str) -> None:
+    def send(self, sender: int, receiver: int, message: bytes) -> None:
         self.messages += 1
         self.num_bytes += len(message)
         super().send(sender, receiver, message)

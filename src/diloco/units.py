@@ -37,29 +37,6 @@ def visible_lines(text: str) -> str:
     return _escaped(text, but="\n\t" + _WRITTEN)
 
 
-def unescape(text: str) -> str:
-    r"""Replace the escapes ``\n``, ``\r``, ``\t``, ``\\``, ``\xXX`` and ``\uXXXX``; any other backslash stays one.
-
-    >>> unescape(r"a\n"), unescape(r"a\\n"), unescape(r"\u00e9\end")
-    ('a\n', 'a\\n', 'é\\end')
-    """
-
-    def character(match: re.Match[str]) -> str:
-        number = match[2] or match[3]
-        return chr(int(number, 16)) if number else {"n": "\n", "r": "\r", "t": "\t"}.get(match[1], match[1])
-
-    return re.sub(r"\\([nrt\\]|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4}))", character, text)
-
-
-def escape(text: str) -> str:
-    r"""Write a text so that `unescape` returns it, with escapes for what is not shown.
-
-    >>> escape("a\n\\n") == r"a\n\\n"
-    True
-    """
-    return _escaped(text.replace("\\", r"\\"))
-
-
 _WRITTEN = "\xa0\u2009\u200a\u202f\u3000\u200c\u200d"
 """Spaces of French and Chinese, and joiners of Persian, Hindi and emoji: no terminal obeys them."""
 

@@ -1,24 +1,42 @@
-"""The codecs in every implementation: error bounds, and values computed by hand. test_codec_contract tests the rest."""
+"""The codecs in every implementation: error bounds, values computed by hand, and error feedback."""
 
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.algorithm import FP4, BFloat16, Codec, Float16, Float32, Int8, largest_magnitude, make_codec
+from diloco.algorithm import (
+    FP4,
+    BFloat16,
+    Codec,
+    Float16,
+    Float32,
+    Int8,
+    TopK2,
+    encode_with_feedback,
+    largest_magnitude,
+    make_codec,
+    pieces,
+)
 from diloco.errors import CodecError, ConfigurationError
 from tests.algorithm.codecs import (
     ACCURATE,
     BLOCK,
+    COARSE,
     LARGEST,
     PIECE,
     SIZES,
     TINY,
     error_bound,
+    finite_floats,
     same_bits,
     spread_values,
     vectors,
@@ -109,14 +127,6 @@ def test_casts_agree_with_torch_within_their_range() -> None:
         assert same_bits(codec.decode(codec.encode(values), 10_000), values.to(wire_type).float())
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"), [(65504.0, 65504.0), (65520.0, 65504.0), (-1e9, -65504.0), (65488.0, 65472.0)]
-)
-def test_float16_saturates(value: float, expected: float) -> None:
-    codec = Float16()
-    assert codec.decode(codec.encode(torch.tensor([value])), 1).item() == expected
-
-
 def test_bfloat16_rounds_half_to_even_and_never_to_infinity() -> None:
     codec = BFloat16()
     values = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, LARGEST, -LARGEST])
@@ -189,3 +199,213 @@ def test_float_casts_name_the_first_bad_value() -> None:
 def test_a_block_size_that_cannot_work_is_refused(name: str, block_size: int) -> None:
     with pytest.raises(ConfigurationError, match=r"block_size must be"):
         make_codec(name, block_size=block_size)
+
+
+def pairs_of_implementations(block_size: int) -> Iterator[tuple[Codec, Codec]]:
+    for codec in (Int8, FP4):
+        yield codec(block_size, implementation="torch"), codec(block_size)
+
+
+def fault_of(codec: Codec, payload: Tensor, numel: int) -> str | None:
+    """Return why ``codec`` refuses a payload, or "" if it does not."""
+    try:
+        codec.validate(payload, numel)
+    except CodecError as error:
+        return str(error)
+    return None
+
+
+def assert_same_bits_either_way(values: Tensor, block_size: int, weight: float) -> None:
+    numel = len(values)
+    for first, second in pairs_of_implementations(block_size):
+        payload = first.encode(values)
+        assert torch.equal(payload, second.encode(values))
+        assert same_bits(first.decode(payload, numel), second.decode(payload, numel))
+        sums = [spread_values(numel, seed=2), spread_values(numel, seed=2)]
+        first.accumulate(payload, sums[0], weight)
+        second.accumulate(payload, sums[1], weight)
+        assert torch.equal(sums[0].isnan(), sums[1].isnan())
+        assert same_bits(sums[0].nan_to_num(nan=0.5), sums[1].nan_to_num(nan=0.5))
+
+
+@pytest.mark.parametrize("block_size", [2, 6, 8, 256, 65536])
+@pytest.mark.parametrize("numel", [0, 1, 2, 7, 255, 256, 257, 70_001, (1 << 18) + 1])
+def test_implementations_agree_bit_for_bit(block_size: int, numel: int) -> None:
+    assert_same_bits_either_way(spread_values(numel), block_size, weight=0.3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(values=vectors, weight=finite_floats)
+def test_implementations_agree_bit_for_bit_on_any_values(values: Tensor, weight: float) -> None:
+    assert_same_bits_either_way(values, BLOCK, weight)
+
+
+WITHOUT_KERNELS = """
+import importlib.machinery
+importlib.machinery.EXTENSION_SUFFIXES[:] = [".none"]
+from diloco import ConfigurationError
+from diloco.algorithm import Int8, make_codec
+assert make_codec("fp4").implementation == Int8(implementation="torch").implementation == "torch"
+try:
+    Int8(implementation="native")
+except ConfigurationError as error:
+    print(error)
+"""
+
+
+def test_native_kernels_are_never_replaced_silently() -> None:
+    said = subprocess.run([sys.executable, "-c", WITHOUT_KERNELS], capture_output=True, text=True, check=True).stdout
+    assert "has no compiled _kernels: there was no C compiler" in said
+    assert "Use implementation='torch'" in said
+    with pytest.raises(ConfigurationError, match="implementation must be 'torch' or 'native', got 'cuda'"):
+        Int8(implementation="cuda")  # type: ignore[arg-type]  # on purpose
+
+
+TILE = 4096
+TILE_PIECE = next(pieces(1 << 30, torch.device("cpu"), TILE))[1]
+TILE_SIZES = [0, 1, 2, 3, 5, 8, 9, 63, 64, 65, 257, TILE - 1, TILE, TILE + 1, 3 * TILE + 70, TILE_PIECE + TILE + 5]
+any_codec = pytest.mark.parametrize("name", COARSE)
+
+
+def reference(values: Tensor) -> Tensor:
+    """Compute the documented result value by value in float64."""
+    tiles = [reference_tile(tile) for tile in values.split(TILE) if len(tile)]
+    return torch.tensor([value for tile in tiles for value in tile], dtype=torch.float64)
+
+
+def reference_tile(tile: Tensor) -> list[float]:
+    values = tile.tolist()
+    order = sorted(range(len(values)), key=lambda i: (-abs(values[i]), i))[: math.ceil(len(values) / 64)]
+    sizes = [abs(values[i]) for i in order]
+    mean = math.fsum(size / len(sizes) for size in sizes)
+    decoded = [0.0] * len(values)
+    for i in order:
+        if max(sizes) >= 2.0**-100:
+            alike = [size for size in sizes if (size > mean) == (abs(values[i]) > mean)]
+            decoded[i] = math.copysign(math.fsum(size / len(alike) for size in alike), values[i])
+    return decoded
+
+
+@any_codec
+@pytest.mark.parametrize("numel", TILE_SIZES)
+def test_it_decodes_to_what_its_docstring_says(name: str, numel: int) -> None:
+    codec, values = COARSE[name](), torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    before = values.clone()
+    payload = codec.encode(values)
+    assert same_bits(values, before)
+    assert payload.shape == (codec.payload_bytes(numel),)
+    codec.validate(payload, numel)
+    expected = reference(values)
+    decoded = codec.decode(payload, numel).double()
+    # in float32 a value at the border between two codes may get either of them
+    close = (decoded - expected).abs() <= 2.0**-7 * expected.abs() + 1e-12
+    assert int((~close).sum()) <= numel // 1000
+    assert ((decoded == 0) == (expected == 0)).all()
+
+
+@any_codec
+@settings(max_examples=100, deadline=None)
+@given(values=vectors)
+def test_any_finite_values_stay_finite_and_keep_their_sign(name: str, values: Tensor) -> None:
+    codec = COARSE[name]()
+    payload = codec.encode(values)
+    codec.validate(payload, len(values))
+    decoded = codec.decode(payload, len(values))
+    assert decoded.isfinite().all()
+    assert (decoded * values.sign() >= 0).all()
+    assert float(decoded.abs().max() if len(values) else 0.0) <= 2.0 * float(values.abs().max() if len(values) else 0.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_implementations_agree_bit_for_bit_of_topk2(data: st.DataObject) -> None:
+    first, second = TopK2(implementation="torch"), TopK2()
+    numel = data.draw(st.sampled_from(TILE_SIZES[:-1]) | st.integers(0, 3 * TILE))
+    kind = data.draw(st.sampled_from(["spread", "equal", "few"]))
+    values = spread_values(numel, seed=numel)
+    if kind == "equal":
+        values = values.sign()
+    elif kind == "few":
+        values = values.where(torch.arange(numel) % 97 == 0, torch.zeros(()))
+    weight = data.draw(finite_floats.filter(lambda x: abs(x) < 1e30))
+    payload = first.encode(values)
+    assert torch.equal(payload, second.encode(values))
+    assert same_bits(first.decode(payload, numel), second.decode(payload, numel))
+    sums = [torch.ones(numel), torch.ones(numel)]
+    first.accumulate(payload, sums[0], weight)
+    second.accumulate(payload, sums[1], weight)
+    assert same_bits(*sums)
+
+
+def tampered(payload: Tensor, at: int, *values: int) -> Tensor:
+    payload = payload.clone()
+    payload[at : at + len(values)] = torch.tensor(values, dtype=torch.uint8)
+    return payload
+
+
+@pytest.mark.parametrize(
+    ("at", "values"),
+    [
+        (0, (0xC0, 0x7F)),  # NaN
+        (0, (0x80, 0x7F)),  # infinity
+        (0, (0x80, 0xBF)),  # -1
+        (2, (0x00, 0x00)),  # high below low
+        (4, (0xFF, 0xFF, 0xFF)),  # positions out of order
+        (4, (0x00, 0x00, 0x00)),  # equal positions
+    ],
+)
+@pytest.mark.parametrize("numel", [TILE, 300])
+def test_sparse_payloads_that_no_encoder_writes_are_refused(at: int, values: tuple[int, ...], numel: int) -> None:
+    codec = TopK2()
+    good = codec.encode(torch.randn(numel, generator=torch.Generator().manual_seed(0)))
+    with pytest.raises(CodecError, match="out of order or out of range in tile 0"):
+        codec.validate(tampered(good, at, *values), numel)
+
+
+def test_positions_beyond_a_short_tile_and_unused_bits_are_refused() -> None:
+    codec = TopK2()
+    good = codec.encode(torch.ones(65))  # two kept: 3 bytes of positions, 1 of codes
+    for bad in (tampered(good, 6, 0xFF), tampered(good, 7, 0xF0)):
+        with pytest.raises(CodecError, match="in tile 0"):
+            codec.validate(bad, 65)
+
+
+@settings(max_examples=100, deadline=None)
+@given(payload=st.binary(min_size=10, max_size=10))
+def test_no_payload_of_the_right_size_does_harm(payload: bytes) -> None:
+    codec, numel = TopK2(), 130
+    assert codec.payload_bytes(numel) == 10
+    bytes_ = torch.tensor(list(payload), dtype=torch.uint8)
+    out = torch.zeros(numel + 1)
+    codec.accumulate(bytes_, out[:numel])  # must not write outside of `out`, even without validation
+    assert out[numel] == 0
+    try:
+        codec.validate(bytes_, numel)
+    except CodecError:
+        return
+    assert codec.decode(bytes_, numel).isfinite().all()
+
+
+NUMEL = 100
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "int8", "fp4", "topk2"])
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+def test_one_round_by_the_equation(name: str, decay: float) -> None:
+    codec, generator = make_codec(name), torch.Generator().manual_seed(0)
+    values, residual = torch.randn(NUMEL, generator=generator), torch.randn(NUMEL, generator=generator)
+    before = values.clone(), residual.clone()
+    corrected = torch.add(values, residual, alpha=decay)
+    payload, after = encode_with_feedback(codec, values, residual, decay)
+    assert torch.equal(payload, codec.encode(corrected))
+    assert torch.equal(after, corrected - codec.decode(payload, NUMEL))
+    assert torch.equal(values, before[0]), "they are left alone"
+    assert torch.equal(residual, before[1]), "the caller decides which residual stays"
+
+
+def test_what_waits_decays() -> None:
+    codec = make_codec("fp4", block_size=2)
+    values, residual = torch.tensor([100.0, 1e-3]), torch.zeros(2)
+    for _ in range(50):
+        _, residual = encode_with_feedback(codec, values, residual, 0.5)
+    assert float(residual[1]) == pytest.approx(2e-3)

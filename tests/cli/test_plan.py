@@ -159,7 +159,7 @@ def test_a_measured_step_and_its_work(capsys: pytest.CaptureFixture[str]) -> Non
         (f"{SIZE} --step-time 0s --bandwidth 1Gbit", "above 0"),
         (f"{SIZE} {LINK} --loss 100%", "--loss must be a percentage below 100"),
         (f"{SIZE} {LINK} --price-per-hour=-1", "--price-per-hour must be a number of at least 0"),
-        (f"{SIZE} {LINK} --target-utilization 95%", "it is gone: the table that plan prints"),
+        (f"{SIZE} {LINK} --target-utilization 95%", "it is now the table that plan prints"),
         (f"{SIZE} {LINK} --codec fp5", "sync.codec='fp5' is unknown"),
         (f"{SIZE} {LINK} --overlap-steps 101", "overlap_steps"),
         (f"{SIZE} {LINK} --algorithm none", "sends nothing"),

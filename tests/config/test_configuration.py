@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from diloco.config import (
-    RUN_PRESETS,
     Configuration,
     compose,
     flatten,
@@ -77,6 +76,7 @@ DOTTED_FLAGS: dict[str, tuple[str, Any]] = {
     "--optimizer.arguments.weight-decay 0": ("optimizer.arguments", {"weight_decay": 0}),
     "--model.arguments.tie-embeddings": ("model.arguments", {"tie_embeddings": True}),
     "--monitor.console quiet": ("monitor.console", "quiet"),
+    "--network.allow Qm1 --network.allow=Qm2 Qm3": ("network.allow", ("Qm1", "Qm2", "Qm3")),
     "--evaluation.every-steps=0": ("evaluation.every_steps", 0),
 }
 
@@ -106,7 +106,7 @@ def test_help_fits_on_two_screens_and_all_of_it_names_every_key(capsys: pytest.C
 
 
 def test_shares_of_a_preset_follow_the_length_of_the_run(tmp_path: Path) -> None:
-    values = preset_values("tiny", steps=30)
+    values = preset_values("tiny", {"train.steps": 30})
     assert (values["train.data_parallel_steps"], values["optimizer.warmup_steps"]) == (10, 7)
     file = toml_file(tmp_path, "[train]\nsteps = 30\n")
     for run in (load_configuration(["--steps", "30"]), load_configuration([str(file)])):
@@ -125,10 +125,6 @@ def test_every_preset_runs_with_every_algorithm(name: str, algorithm: str) -> No
     assert resolved.train.sequence_length == get_preset(name).sequence_length
 
 
-def test_every_model_preset_has_a_run_preset() -> None:
-    assert set(RUN_PRESETS) == set(preset_names())
-
-
 def test_another_optimizer_does_not_inherit_arguments(tmp_path: Path) -> None:
     assert compose(command_line(optimizer__name="SGD")).optimizer.arguments == {}
     assert compose(command_line(optimizer__name="AdamW")).optimizer.arguments["weight_decay"] == 0.1
@@ -139,7 +135,7 @@ def test_another_optimizer_does_not_inherit_arguments(tmp_path: Path) -> None:
 
 def test_a_table_of_arguments_changes_only_the_entries_that_it_names(tmp_path: Path) -> None:
     muon = {"matrix_lr_ratio": 2.5, "momentum": 0.95, "betas": (0.97, 0.99)}
-    typed = {"optimizer.arguments.momentum": 0.95}
+    typed = {"optimizer.arguments": {"momentum": 0.95}}
     assert compose(command_line(preset="tiny-muon", **typed)).optimizer.arguments == muon
     renamed = compose(command_line(preset="tiny-muon", optimizer__name="SGD", **typed))
     assert renamed.optimizer.arguments == {"momentum": 0.95}
@@ -149,7 +145,7 @@ def test_a_table_of_arguments_changes_only_the_entries_that_it_names(tmp_path: P
         "[sync.arguments.codec]\nkept = 8\ndense = true\n[sync.arguments.average]\nmax_norm = 1.0\n",
     )
     assert compose(command_line(file)).optimizer.arguments == muon
-    composed = compose(command_line(file, sync__arguments__codec={"kept": 4}))
+    composed = compose(command_line(file, sync__arguments={"codec": {"kept": 4}}))
     assert composed.sync.arguments["codec"] == {"kept": 4, "dense": True}
     other = compose(command_line(file, sync__codec="int8")).sync.arguments
     assert other == {"average": {"max_norm": 1.0}}
@@ -157,11 +153,11 @@ def test_a_table_of_arguments_changes_only_the_entries_that_it_names(tmp_path: P
 
 def test_the_sizes_of_the_decoder_are_arguments_of_the_model(tmp_path: Path) -> None:
     file = toml_file(tmp_path, "[model.arguments]\nlayers = 2\n")
-    configuration = compose(command_line(file, **{"model.arguments.width": 64}))
+    configuration = compose(command_line(file, model__arguments={"width": 64}))
     sizes = configuration.model.decoder
     assert (sizes.layers, sizes.width, sizes.ffn_width) == (2, 64, get_preset("tiny").model.ffn_width)
     with pytest.raises(ConfigurationError, match=r"model\.arguments\.layer is not .* did you mean 'layers'"):
-        compose(command_line(**{"model.arguments.layer": 2}))
+        compose(command_line(model__arguments={"layer": 2}))
 
 
 @pytest.mark.parametrize(
@@ -174,6 +170,9 @@ def test_the_sizes_of_the_decoder_are_arguments_of_the_model(tmp_path: Path) -> 
         ("--algorithm stream", ["--algorithm", "stream", "data-parallel"]),
         ("--steps", ["--steps"]),
         ("a.toml b.toml", ["b.toml"]),
+        ("--emulate.step-time 1s --straggler skip", ["--straggler", "--network.straggler"]),
+        ("--data a --stepz 5", ["--stepz", "--steps"]),
+        ("--run --steps 5", ["--run needs a value", "--run=--steps"]),
     ],
 )
 def test_a_wrong_flag_is_refused_with_the_nearest(
@@ -212,6 +211,11 @@ def test_only_what_was_typed_comes_back() -> None:
     assert compose(line).train.steps == 5
 
 
+def test_an_unknown_key_of_python_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigurationError, match=r"there is no setting 'train\.stesp'; did you mean 'train\.steps'\?"):
+        compose(command_line(train__stesp=5))
+
+
 def test_tables_are_given_as_toml() -> None:
     configuration = load_configuration(["--optimizer.arguments", "{weight_decay = 0.0, betas = [0.8, 0.9]}"])
     assert configuration.optimizer.arguments == {"weight_decay": 0.0, "betas": (0.8, 0.9)}
@@ -220,7 +224,7 @@ def test_tables_are_given_as_toml() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--optimizer.arguments", "{weight"], "--optimizer.arguments is not valid TOML"),
+        (["--optimizer.arguments", "{weight"], "--optimizer.arguments {weight is not valid TOML"),
         (["--optimizer.arguments", "3"], "optimizer.arguments"),
         (["--data", "text.txt", "run.toml"], "--data includes run.toml"),
     ],

@@ -50,7 +50,7 @@ def test_an_invitation_reads_back_as_the_run_without_private_options(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     typed = shlex.split(f"--transport hivemind --run 'a $b' {run}")
-    told = join_command("train", plan_run(parse_arguments(typed + PEER.split())).configuration, tmp_path)
+    told = join_command(plan_run(parse_arguments(typed + PEER.split())).configuration, tmp_path)
     diloco, train, *arguments = shlex.split(told)
     assert (diloco, train) == ("diloco", "train")
     assert shared(arguments) == shared(typed)
@@ -87,12 +87,12 @@ def test_folder_of_a_run_keeps_the_name_of_its_replica() -> None:
 def test_a_resumed_run_names_what_its_folder_does_not_keep() -> None:
     rank = load_configuration(["--transport", "torch", "--replica", "1", "--join", "10.0.0.1:29400"])
     command = "diloco train --resume runs/a --replica 1 --join 10.0.0.1:29400"
-    assert resume_command("train", rank, Path("runs/a")) == command
+    assert resume_command(rank, Path("runs/a")) == command
     old = "/ip4/10.0.0.1/tcp/31330/p2p/QmOld"
     peer = load_configuration(["--transport", "hivemind", "--run", "a", "--join", old, "--network.listen", "1:2"])
-    alone = "diloco finetune --resume 'my run' --network.listen 1:2"
-    assert resume_command("finetune", peer, Path("my run")) == alone
-    assert resume_command("finetune", peer, Path("my run"), ["/p2p/QmNew"]) == f"{alone} --join /p2p/QmNew"
+    alone = "diloco train --resume 'my run' --network.listen 1:2"
+    assert resume_command(peer, Path("my run")) == alone
+    assert resume_command(peer, Path("my run"), ["/p2p/QmNew"]) == f"{alone} --join /p2p/QmNew"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_resumed_run_names_what_its_folder_does_not_keep() -> None:
     ],
 )
 def test_an_empty_value_is_refused(words: str) -> None:
-    with pytest.raises(ConfigurationError, match="empty"):
+    with pytest.raises(ConfigurationError, match=r"not empty|--join needs a value"):
         parse_arguments(shlex.split(words))
 
 
@@ -154,7 +154,6 @@ def test_a_flag_like_no_other_has_no_suggestion() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--data a --data b", "--data was given twice. Give all of its values after one --data"),
         ("--optimizer.arguments. 3", "there is no flag --optimizer.arguments."),
         ("--optimizer.arguments..a 3", "there is no flag --optimizer.arguments..a"),
         ("--optimizer.arguments.betas [0.8,0.9", "[0.8,0.9 is not valid TOML"),

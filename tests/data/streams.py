@@ -47,6 +47,10 @@ class Rows:
     def __init__(self, records: Sequence[str]) -> None:
         self.records, self.place = records, 0
 
+    def shard(self, num_shards: int, index: int) -> Rows:
+        assert (num_shards, index) == (1, 0)
+        return Rows(self.records)
+
     def iter(self, size: int) -> Iterator[dict[str, Sequence[str]]]:
         while self.place < len(self.records):
             first, self.place = self.place, self.place + size

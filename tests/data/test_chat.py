@@ -7,6 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,11 +16,15 @@ from diloco.data import (
     ChatTokenizer,
     DataSettings,
     Example,
+    PackedRows,
     build_chat_corpus,
+    heldout_batches,
     heldout_rows,
     is_heldout,
+    pack_rows,
 )
 from diloco.errors import DataError
+from diloco.model import ENDS, document_numbers
 from tests.finetuning import SPECIAL, asked, write_records, write_sums, write_tokenizer
 
 THINKING = (
@@ -145,3 +150,61 @@ def test_the_same_conversations_are_held_out_afterwards(folder: Path, tmp_path: 
     assert build_chat_corpus(settings, 40).fingerprint != corpus.fingerprint
     everything = heldout_rows(settings, corpus.tokenizer, 48, settings.paths)
     assert everything.counted_tokens > corpus.heldout.counted_tokens
+
+
+LENGTH = 12
+sizes = st.lists(st.integers(2, LENGTH), min_size=1, max_size=30)
+
+
+def examples_of(sizes: list[int]) -> list[Example]:
+    """Return examples whose tokens all differ; the first half of each is a prompt."""
+    ends = np.cumsum([0, *sizes])
+    made = []
+    for begin, size in zip(ends[:-1].tolist(), sizes, strict=True):
+        made.append(Example(np.arange(begin, begin + size) + 1, np.arange(size) >= max(1, size // 2)))
+    return made
+
+
+@settings(max_examples=30)
+@given(sizes)
+def test_rows_hold_everything_once_and_none_is_overfull(sizes: list[int]) -> None:
+    rows = pack_rows(sizes, LENGTH)
+    assert sorted(number for row in rows for number in row) == list(range(len(sizes)))
+    assert all(sum(sizes[number] for number in row) <= LENGTH for row in rows)
+    # best fit: no two rows would fit into one
+    assert sum(sum(sizes[n] for n in row) <= LENGTH // 2 for row in rows) <= 1
+
+
+@settings(max_examples=30)
+@given(sizes, st.booleans())
+def test_each_token_that_counts_is_a_target_once_behind_its_own_example(sizes: list[int], together: bool) -> None:
+    examples = examples_of(sizes)
+    rows = PackedRows(examples, LENGTH, padding=0, together=together)
+    seen: list[int] = []
+    for inputs, targets in heldout_batches(rows, LENGTH, 4, 0):
+        seen += targets[targets >= 0].tolist()
+        # a target follows the token before it in its own example
+        assert bool((inputs[targets >= 0] + 1 == targets[targets >= 0]).all())
+    assert sorted(seen) == sorted(t for e in examples for t in e.tokens[e.counted].tolist())
+    assert rows.counted_tokens == len(seen)
+
+
+@settings(max_examples=30)
+@given(sizes)
+def test_the_marks_tell_the_examples_of_a_row_apart(sizes: list[int]) -> None:
+    rows = PackedRows(examples_of(sizes), LENGTH, padding=0)
+    number_of = {int(token): n for n, each in enumerate(examples_of(sizes)) for token in each.tokens}
+    for inputs, targets in heldout_batches(rows, LENGTH, 1, 0):
+        documents = document_numbers(targets, ENDS)[0].tolist()
+        belongs = [number_of.get(token, -1) for token in inputs[0].tolist()]
+        pairs = set(zip(documents, belongs, strict=True))
+        assert len(pairs) == len({d for d, _ in pairs}) == len({b for _, b in pairs})
+
+
+def test_what_counts_and_the_length_are_part_of_the_digest() -> None:
+    one, other = examples_of([4, 6]), examples_of([4, 6])
+    other[0].counted[:] = [False, True, True, True]
+    digests = [PackedRows(each, LENGTH, padding=0).digest for each in (one, other)]
+    digests += [PackedRows(one, LENGTH, padding=0, together=False).digest, PackedRows(one, 10, padding=0).digest]
+    assert len(set(digests)) == 4
+    assert PackedRows(examples_of([4, 6]), LENGTH, padding=0).digest == digests[0]

@@ -131,8 +131,8 @@ def test_a_corpus_is_the_same_from_files_and_from_datasets(files: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"sources": {"a": {}}}, "data.sources.a needs the key data, such as data ="),
-        ({"sources": {"a": {"data": "x", "weight": math.nan}}}, "a positive number"),
+        ({"sources": {"a": {}}}, "data.sources.a must be a table such as .* data ="),
+        ({"sources": {"a": {"data": "x", "weight": math.nan}}}, "must be a positive number"),
         ({"paths": (Path("x"),), "sources": {"a": {"data": "x"}}}, "were both given"),
         ({"format": "chat"}, "needs conversations"),
         ({"format": "chat", "paths": (Path("x"),), "streaming": True}, "can't be combined with data.format='chat'"),

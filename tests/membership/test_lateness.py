@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.membership import Lateness
+from diloco.protocol import Lateness
 
 SEEN = st.lists(st.dictionaries(st.integers(0, 2), st.integers(0, 1)), max_size=20)
 

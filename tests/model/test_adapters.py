@@ -167,7 +167,7 @@ REFUSED: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
         {"lora_targets": ["q_proj"]},
         r"arguments\.lora_targets has an effect only with LoRA\. Also set",
     ),
-    ({"lora_rank": 0, "quantization": "nf4"}, {}, "quantization='nf4' has an effect only with LoRA"),
+    ({"lora_rank": 0, "quantization": "nf4"}, {}, "quantization has an effect only with LoRA"),
     ({}, {"lora_targets": []}, "must name at least one module"),
     ({}, {"base_dtype": "int3"}, r"model\.arguments: Invalid enum value 'int3' - at `\$\.base_dtype`"),
 )

@@ -19,7 +19,7 @@ from diloco.model import (
     build_language_model,
 )
 from diloco.train import prepare_blocks
-from tests.huggingface import ARCHITECTURES, config_of, write_config
+from tests.huggingface import ARCHITECTURES, GROUPED, config_of, write_config
 
 PAD = 7
 EXACT = {"atol": 2e-6, "rtol": 2e-5}
@@ -104,6 +104,28 @@ def test_documents_of_a_row_see_nothing_of_each_other(model: HuggingFaceModel) -
     for row, lengths in enumerate(([5, 1, 1, 6], [2, 11])):
         alone = [model(piece) for piece in tokens[row : row + 1].split(lengths, 1)]
         torch.testing.assert_close(together[row : row + 1], torch.cat(alone, 1), **EXACT)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:_compile flag")
+def test_every_attention_masks_documents(
+    windowed: bool, implementation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of models whose layers see everything or a window; FlexAttention gets blocks, and no dense mask."""
+    monkeypatch.setattr("torch.compile", lambda function, **_: function)  # transformers compiles FlexAttention
+    place = (
+        write_config(tmp_path, "mistral", **GROUPED, sliding_window=6) if windowed else write_config(tmp_path, "Llama")
+    )
+    some = built(place, attn_implementation=implementation).eval()
+    assert some.wrapped.config._attn_implementation == implementation
+    tokens, documents = batch(length=24), torch.tensor([[0] * 10 + [1] * 14, [2] * 24])
+    together = some(tokens, documents=documents)
+    alone = torch.cat([some(piece) for piece in tokens[:1].split([10, 14], 1)], 1)
+    torch.testing.assert_close(together, torch.cat([alone, some(tokens[1:])]), **EXACT)
+    masks = [value for value in some._apart(documents).values() if isinstance(value, Tensor) and value.ndim > 2]
+    assert bool(masks) == (not windowed and implementation != "flex_attention")
 
 
 def test_layers_are_blocks_of_the_model_and_fragments_cover_it(model: HuggingFaceModel) -> None:

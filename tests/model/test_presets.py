@@ -44,7 +44,12 @@ def test_meta_build_formula_and_pinned_count_agree(name: str) -> None:
     settings = dataclasses.replace(preset.model, vocab_size=preset.vocab_size)
     model = build_model(settings, seed=0, device="meta")
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    assert model.num_parameters() == count_parameters(settings) == preset.parameters == PARAMETERS[name]
+    assert (
+        model.num_parameters()
+        == count_parameters(preset.model, preset.vocab_size)
+        == preset.parameters
+        == PARAMETERS[name]
+    )
     assert preset.sequence_length <= preset.model.max_sequence_length
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from diloco import Fault, InProcessTransport, RoundId, make_codec, partition
+from diloco import RoundId, make_codec, partition
+from tests.faults import Fault, FaultyTransport
 from tests.replicas import Swarm, agree, quadratic, streaming
 
 
@@ -71,7 +72,7 @@ def test_converges_to_the_mean_of_the_replicas_targets() -> None:
 @pytest.mark.parametrize("least", [None, 3])
 def test_replicas_agree_after_a_round_that_is_void_or_excludes_one(least: int | None) -> None:
     fault = Fault(kind="drop", replica=2, round=RoundId(0, 1))
-    swarm = encoded(transport=InProcessTransport(4, faults=[fault], min_contributors=least))
+    swarm = encoded(transport=FaultyTransport(4, faults=[fault], min_contributors=least))
     swarm.run(20, quadratic())
     assert agree(swarm)
 

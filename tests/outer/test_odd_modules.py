@@ -181,6 +181,7 @@ def norm() -> nn.Module:
     return nn.Sequential(linear(), nn.BatchNorm1d(4))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when it imports its compiler
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -215,6 +216,7 @@ def sharded(model: nn.Module) -> nn.Module:
 
 @pytest.mark.usefixtures("ranks")
 @pytest.mark.filterwarnings("ignore:FSDP will not all-gather")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when it imports its compiler
 @pytest.mark.parametrize(
     "wrap", [DistributedDataParallel, lambda model: torch.compile(DistributedDataParallel(model)), sharded]
 )

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from diloco import DiLoCo, Fault, InProcessTransport, RoundId, SyncSchedule
+from diloco import DiLoCo, RoundId, SyncSchedule
 from diloco.events import RoundVoid, StepFinished
 from diloco.monitor import MetricsFile, Sinks
 from diloco.watch import FollowedFolder, page_data
+from tests.faults import Fault, FaultyTransport
 from tests.replicas import Vectors
 
 EVERY_STEP = SyncSchedule(inner_steps=1)
@@ -26,7 +27,7 @@ LOST = [Fault(kind="drop", replica=1, round=RoundId(0, outer_step)) for outer_st
 
 
 def loops(num_replicas: int, *, faults: Sequence[Fault] = (), **arguments: Any) -> list[tuple[Any, Any, DiLoCo]]:
-    hub = InProcessTransport(num_replicas, faults=faults)
+    hub = FaultyTransport(num_replicas, faults=faults)
     made = []
     for number in range(num_replicas):
         model = Vectors()

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from diloco.membership import Lateness
+from diloco.protocol import Lateness
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from diloco.membership import Policy
@@ -48,7 +48,7 @@ def simulate(
     survive: bool = True,
     quorum: Policy | None = None,
     gradients: bool = False,
-    garbage: Sequence[Mapping[str, Any]] = (),
+    garbage: Sequence[bytes] = (),
     ready: bool = True,
 ) -> list[Rank]:
     """Return the ranks that have not ended once nothing more happens; ``ready``: all begin before anything happens."""

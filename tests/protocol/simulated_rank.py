@@ -5,9 +5,8 @@ What another thread would do later is something that the rank does next. A timer
 
 from __future__ import annotations
 
-import json
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,23 @@ import torch
 from diloco.algorithm import Contribution, Mean, RoundId, Uplink, Verdict, make_codec
 from diloco.errors import DivergedError, RoundVoidError, TransportError, ViewChangedError
 from diloco.membership import NextView, View
-from diloco.protocol import Average, Entry, Loss, Machine, Policies, Rules, actions, events, next_view
+from diloco.protocol import (
+    Average,
+    Entry,
+    Join,
+    Loss,
+    Machine,
+    Message,
+    MessageError,
+    Policies,
+    Rules,
+    Welcome,
+    WireMessage,
+    actions,
+    decode,
+    encode,
+    events,
+)
 from tests.membership.network import Network
 
 __all__ = ["LATE_S", "TIMEOUT_S", "Rank", "weight_of"]
@@ -69,7 +84,7 @@ class Rank:
         joining: bool = False,
         ready: bool = True,
         gradients: bool = False,
-        garbage: Sequence[Mapping[str, Any]] = (),
+        garbage: Sequence[bytes] = (),
         founded: View | None = None,
         step: int = 0,
     ) -> None:
@@ -82,8 +97,8 @@ class Rank:
         self.errors: dict[int, TransportError] = {}
         self.changes: list[NextView] = []
         self.shards: dict[tuple[View, RoundId, int], tuple[tuple[int, int], ...]] = {}
-        self.sent: list[Mapping[str, Any]] = []
-        self.lie: Callable[[int, Mapping[str, Any]], Iterable[Mapping[str, Any]]] = lambda receiver, message: (message,)
+        self.sent: list[Any] = []
+        self.lie: Callable[[int, Any], Iterable[WireMessage | bytes]] = lambda receiver, message: (message,)
         self.finds_unusable: int | None = None
         self.gradients, self._garbage = gradients, garbage
         self._known: dict[int, int] = {}  # connections that the machine knows
@@ -102,7 +117,7 @@ class Rank:
             self._joins = Entry(rank, f"simulated:{rank}")
             reached = sorted({other // size for other in network.ranks if network.connection(rank, other) is not None})
             view = View(-1, tuple(reached) or (self.replica,))
-            self._todo.append(events.Announce({"kind": "join", **self._joins.to_message()}))
+            self._todo.append(events.Announce(Join(self._joins)))
         if ready:
             self.handle(events.Begin(view, member=not joining))
         else:
@@ -110,11 +125,11 @@ class Rank:
 
     @property
     def step(self) -> int:
-        return self.machine.views.contributions.step
+        return self.machine.rounds.step
 
     @step.setter
     def step(self, step: int) -> None:
-        self.machine.views.contributions.step = step
+        self.machine.rounds.step = step
 
     @property
     def view(self) -> View:
@@ -146,9 +161,9 @@ class Rank:
         """Whether it has something pending that needs no other rank."""
         return bool(self._todo)
 
-    def sent_of(self, kind: str) -> list[Mapping[str, Any]]:
-        """Return the messages of one kind that it sent."""
-        return [message for message in self.sent if message["kind"] == kind]
+    def sent_of(self, kind: type[Any]) -> list[Any]:
+        """Return the messages of one type that it sent."""
+        return [message for message in self.sent if isinstance(message, kind)]
 
     # The interface of a `Node`.
 
@@ -167,8 +182,14 @@ class Rank:
             return False
         return True
 
-    def receive(self, sender: int, message: str) -> None:
-        self.handle(events.Received(sender, json.loads(message), num_bytes=len(message)))
+    def receive(self, sender: int, message: bytes) -> None:
+        """Receive a message. One that is none, or that conforms to no protocol, ends its connection."""
+        try:
+            self.handle(events.Received(sender, decode(message, Message)))
+        except MessageError:
+            if self.network.connection(self.rank, sender) is not None:
+                self.network.hang_up(self.rank, sender)
+                self.lose(sender, gone=False)
 
     def lose(self, rank: int, *, gone: bool) -> None:
         self.handle(events.Lost(rank, Loss("gone" if gone else "silent", "simulated")))
@@ -195,18 +216,7 @@ class Rank:
             self.handle(events.Leave())
         else:
             others = [rank for rank in self.network.ranks if rank != self.rank]
-            self.hear_garbage(others[number % len(others)], self._garbage[number // 8 % len(self._garbage)])
-
-    def hear_garbage(self, sender: int, message: Mapping[str, Any]) -> None:
-        """Receive a message that may be malformed, which ends its connection."""
-        try:
-            if not isinstance(message.get("kind"), str):
-                raise ValueError("no kind")
-            self.handle(events.Received(sender, message))
-        except (KeyError, ValueError, TypeError, OverflowError):
-            if self.network.connection(self.rank, sender) is not None:
-                self.network.hang_up(self.rank, sender)
-                self.lose(sender, gone=False)
+            self.receive(others[number % len(others)], self._garbage[number // 8 % len(self._garbage)])
 
     # The machine.
 
@@ -222,6 +232,7 @@ class Rank:
                     self.machine.handle(events.ConnectionMade(other, connection, f"simulated:{other}"), self.now_s)
                 )
         wanted = self.machine.handle(event, self.now_s)
+        self.machine.validate()
         self._do(wanted)
         if self.failure is not None:  # the process ends, and its connections with it
             self._leave(str(self.failure))
@@ -252,15 +263,15 @@ class Rank:
                     self.averages[self._undecided_step_of(average.round)] = average
                 case actions.Void(round_id, failure):
                     self.errors[self._undecided_step_of(round_id)] = failure
-                case actions.Adopt(following, _, joined, welcome):
+                case actions.Adopt(following, _, joined):
                     self.changes.append(following)
                     for rank in joined:
-                        self._send(rank, {**welcome, "note": {"from": self.rank}})
+                        self._send(rank, Welcome(following, f"from {self.rank}".encode()))
 
-    def _send(self, rank: int, message: Mapping[str, Any]) -> None:
+    def _send(self, rank: int, message: WireMessage) -> None:
         self.sent.append(message)
         for told in self.lie(rank, message):
-            self.network.send(self.rank, rank, json.dumps(told))
+            self.network.send(self.rank, rank, told if isinstance(told, bytes) else encode(told))
 
     def _open_links(self, view: View) -> None:
         """Open payload connections, which succeeds if control connections are open."""
@@ -297,16 +308,16 @@ class Rank:
                 self._leave("no rank answers")
             return False
         message, connections = answer
-        if message["kind"] == "welcome":
-            assert message["note"]["from"] in self.network.ranks, "the member that sends the welcome adds a note"
+        if isinstance(message, Welcome):
+            assert message.note.startswith(b"from "), "the member that sends the welcome adds a note"
             self._joins = None
-            self.handle(events.Enter(next_view(message, self.view), connections))
+            self.handle(events.Enter(message.following, connections))
             self.first_step = self.step + 1
-        elif message["for_good"] or self._asked == 20:
-            self._leave(f"refused: {message['reason']}")
+        elif message.for_good or self._asked == 20:
+            self._leave(f"refused: {message.reason}")
         else:
             self._asked += 1
-            self.handle(events.Announce({"kind": "join", **entry.to_message()}))
+            self.handle(events.Announce(Join(entry)))
         return True
 
     def _may_step(self) -> bool:

@@ -5,20 +5,33 @@ The attacker is a rank of the package's own classes whose messages are changed, 
 
 from __future__ import annotations
 
-import json
 import tracemalloc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
 import pytest
 
-from diloco.membership import Policy, Report
-from diloco.protocol import Policies, change_message
+from diloco.membership import NextView, Policy, Report, View, Vote
+from diloco.protocol import (
+    Beat,
+    Change,
+    Excluded,
+    Header,
+    Meet,
+    Policies,
+    Refused,
+    Replaced,
+    RoundVote,
+    Speed,
+    Welcome,
+    WireMessage,
+    encode,
+)
 from tests.membership.network import Limits, Network
 from tests.protocol.simulated_rank import TIMEOUT_S, Rank
 
-Message = Mapping[str, Any]
-Forgery = Callable[[int, Message], Iterable[Message]]
+Forgery = Callable[[int, Any], Iterable[Any]]
 """(receiver, message of an honest member) -> the messages that the attacker sends instead."""
 
 HONEST = (0, 1, 2)
@@ -28,37 +41,35 @@ POLICIES = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, c
 
 
 class Member(Rank):
-    """A member that drops the sender of a malformed message, as the connections of a process do."""
-
     STEPS = 9
 
-    def receive(self, sender: int, message: str) -> None:
-        self.hear_garbage(sender, json.loads(message))
+
+def instead(kind: type[WireMessage], to: Iterable[int] = HONEST, **fields: Any) -> Forgery:
+    """Change these fields in each message of a type to some of the others."""
+    return lambda receiver, message: [
+        msgspec.structs.replace(message, **fields) if isinstance(message, kind) and receiver in to else message
+    ]
 
 
-def instead(kind: str, to: Iterable[int] = HONEST, **fields: Any) -> Forgery:
-    """Change these fields in each message of a kind to some of the others."""
-    return lambda receiver, message: [{**message, **fields} if message["kind"] == kind and receiver in to else message]
+def also(kind: type[WireMessage], times: int = 1, **fields: Any) -> Forgery:
+    """After each message of a type, send copies with these fields changed; a number n in ``fields`` counts up."""
 
-
-def also(kind: str, times: int = 1, **fields: Any) -> Forgery:
-    """After each message of a kind, send copies with these fields changed; a number n in ``fields`` counts up."""
-
-    def forgery(receiver: int, message: Message) -> Iterable[Message]:
+    def forgery(receiver: int, message: Any) -> Iterable[Any]:
         yield message
-        if message["kind"] == kind:
+        if isinstance(message, kind):
             for number in range(times):
-                yield {**message, **{key: value(number) if callable(value) else value for key, value in fields.items()}}
+                told = {key: value(number) if callable(value) else value for key, value in fields.items()}
+                yield msgspec.structs.replace(message, **told)
 
     return forgery
 
 
-def once(*messages: Message, times: int = 1) -> Forgery:
+def once(*messages: WireMessage | bytes, times: int = 1) -> Forgery:
     """Send these messages once to each of the others, before the first header."""
     unsent = {*HONEST}
 
-    def forgery(receiver: int, message: Message) -> Iterable[Message]:
-        if message["kind"] == "header" and receiver in unsent:
+    def forgery(receiver: int, message: Any) -> Iterable[Any]:
+        if isinstance(message, Header) and receiver in unsent:
             unsent.remove(receiver)
             for _ in range(times):
                 yield from messages
@@ -67,51 +78,54 @@ def once(*messages: Message, times: int = 1) -> Forgery:
     return forgery
 
 
-def without(kind: str) -> Forgery:
-    return lambda receiver, message: [] if message["kind"] == kind else [message]
+def without(kind: type[WireMessage]) -> Forgery:
+    return lambda receiver, message: [] if isinstance(message, kind) else [message]
 
 
-def report(**facts: Any) -> Message:
+def report(**facts: Any) -> WireMessage:
     """A report that begins a view change."""
-    return change_message(Report(LIAR, 0, **facts), "a lie")
+    return Change(Report(LIAR, facts.pop("view_id", 0), **facts), "a lie")
 
 
-LISTS = {"x": [[]] * 3000}
-NO = {"ok": False, "digest": "", "reason": "no"}
+NO = Vote(False, reason="no")
+LISTS = b"\x82\xa4kind\xa7welcome\xa4note\xdc\xea\x60" + b"\x90" * 60_000
 ATTACKS: dict[str, Callable[[], Forgery]] = {
-    "none": lambda: without(""),
+    "none": lambda: without(Speed),
     "one is gone": lambda: once(report(gone=frozenset({0}))),
     "all others are gone": lambda: once(report(gone=frozenset(HONEST))),
     "nobody hears anybody": lambda: once(report(unheard=frozenset((a, b) for a in HONEST for b in HONEST if a != b))),
     "200 strangers join": lambda: once(report(joining=frozenset(range(10, 210)))),
-    "reports about a far view": lambda: once({**report(), "view": 1 << 40, "why": "x" * 60_000}, times=200),
-    "a report nested 30 levels deep": lambda: once({**report(), "agreed": json.loads("[" * 30 + "]" * 30)}),
-    "exclusion": lambda: once({"kind": "excluded", "view": 0, "reason": "go"}),
-    "replacement": lambda: once({"kind": "replaced"}),
-    "welcomes full of lists": lambda: once({"kind": "welcome", "view": 0, "members": [3], "note": LISTS}, times=30),
-    "refusals": lambda: once({"kind": "refused", "reason": "x" * 9000, "for_good": True}, times=50),
-    "meetings with many names": lambda: once(*({"kind": "meet", "name": str(n), "value": 1} for n in range(1000))),
-    "an early stop": lambda: once({"kind": "meet", "name": "stop", "value": 1}),
-    "an infinite speed": lambda: once({"kind": "speed", "steps_per_s": "inf"}),
-    "an unknown kind": lambda: once({"kind": "k" * 60_000}),
-    "no to every round": lambda: instead("vote", **NO),
-    "no to one, yes to the others": lambda: instead("vote", to=[0], **NO),
-    "another digest to one": lambda: instead("vote", to=[0], digest="another"),
-    "all have diverged": lambda: instead("vote", ok=False, diverged=[*HONEST], donor=LIAR),
-    "a reason with escapes": lambda: instead("vote", ok=False, digest="", reason="\x1b]0;owned\x07" * 500),
-    "votes on rounds that don't exist": lambda: also("vote", times=40, round=lambda number: [0, number + 50]),
-    "headers of rounds that don't exist": lambda: also("header", times=40, round=lambda number: [0, number + 50]),
-    "another header to one": lambda: instead("header", to=[0], weight="7.0"),
-    "a second header": lambda: also("header", weight="3.0"),
-    "a weight of NaN": lambda: instead("header", weight="nan"),
-    "a weight of 1e308": lambda: instead("header", weight="1e308"),
-    "a negative weight": lambda: instead("header", weight="-1.0"),
-    "2^53 values": lambda: instead("header", numel=1 << 53),
-    "2^60 buffers": lambda: instead("header", buffers=1 << 60),
-    "another state": lambda: instead("header", digest="another"),
-    "fetching the state for ever": lambda: instead("header", taking_over=True),
-    "no header": lambda: without("header"),
-    "no vote": lambda: without("vote"),
+    "reports about a far view": lambda: once(report(view_id=1 << 40, gone=frozenset(range(4000))), times=200),
+    "reports about a later view": lambda: once(report(view_id=9, gone=frozenset(range(4000))), times=400),
+    "a report nested 30 levels deep": lambda: once(encode(report())[:-1] + b"\x91" * 30),
+    "exclusion": lambda: once(Excluded(0, "go")),
+    "replacement": lambda: once(Replaced()),
+    "a welcome": lambda: once(Welcome(NextView(View(1, (3,)), View(0, (3,)), 1, {}, "")), times=30),
+    "welcomes full of lists": lambda: once(LISTS, times=30),
+    "refusals": lambda: once(Refused("x" * 9000, for_good=True), times=50),
+    "an early stop": lambda: once(Meet("stop", 1)),
+    "a stop that never comes": lambda: once(Meet("stop", 1 << 53)),
+    "an infinite speed": lambda: once(b"\x82\xa4kind\xa5speed\xabsteps_per_s\xcb\x7f\xf0\0\0\0\0\0\0"),
+    "an unknown kind": lambda: once(encode({"kind": "k" * 60_000})),
+    "no to every round": lambda: instead(RoundVote, vote=NO),
+    "no to one, yes to the others": lambda: instead(RoundVote, to=[0], vote=NO),
+    "another digest to one": lambda: instead(RoundVote, to=[0], vote=Vote(True, "another")),
+    "all have diverged": lambda: instead(RoundVote, vote=NO, diverged=HONEST, donor=LIAR),
+    "a reason with escapes": lambda: instead(RoundVote, vote=Vote(False, reason="\x1b]0;owned\x07" * 500)),
+    "votes on rounds that don't exist": lambda: also(RoundVote, times=40, round=lambda number: (0, number + 50)),
+    "headers of rounds that don't exist": lambda: also(Header, times=40, round=lambda number: (0, number + 50)),
+    "a round 2^50 ahead": lambda: also(Header, round=(0, 1 << 50)),
+    "another header to one": lambda: instead(Header, to=[0], weight=7.0),
+    "a second header": lambda: also(Header, weight=3.0),
+    "a weight of NaN": lambda: instead(Header, weight=float("nan")),
+    "a weight of 1e308": lambda: instead(Header, weight=1e308),
+    "a negative weight": lambda: instead(Header, weight=-1.0),
+    "2^53 values": lambda: instead(Header, numel=1 << 53),
+    "2^60 buffers": lambda: instead(Header, buffers=1 << 60),
+    "another state": lambda: instead(Header, digest="another"),
+    "fetching the state for ever": lambda: instead(Header, taking_over=True),
+    "no header": lambda: without(Header),
+    "no vote": lambda: without(RoundVote),
     "everything twice": lambda: lambda receiver, message: [message, message],
 }  # fmt: skip
 
@@ -165,6 +179,6 @@ def run(network: Network, honest: list[Member]) -> float:
             each.now_s = now_s
             for other in network.ranks:
                 if other != each.rank:
-                    network.send(other, each.rank, json.dumps({"kind": "beat"}))
+                    network.send(other, each.rank, encode(Beat()))
         honest[rank].suffer("timers", number)
     return longest_s

@@ -5,31 +5,40 @@ A liar is a rank made of the package's own classes, which also sends what the te
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.algorithm import RoundId
 from diloco.errors import DivergedError
-from diloco.membership import Agreed, NextView, Report, View
-from diloco.protocol import MOST_SPOILT, adopted_message, change_message
+from diloco.membership import Agreed, NextView, Report, View, Vote
+from diloco.protocol import (
+    MOST_SPOILT,
+    Adopted,
+    Change,
+    Excluded,
+    Header,
+    Leaving,
+    Replaced,
+    RoundVote,
+    WireMessage,
+    encode,
+)
 from tests.membership.network import NUMBERS, Network, explore
 from tests.protocol.simulated import begin, rank, settle, simulated
 from tests.protocol.simulated_rank import TIMEOUT_S, Rank
 
-ROUND = RoundId(1, 0)
-Message = Mapping[str, Any]
+LATE = Excluded(0, "late")
 
 
-def send(network: Network, liar: int, *messages: Message, to: Sequence[int] = ()) -> None:
+def send(network: Network, liar: int, *messages: WireMessage, to: Sequence[int] = ()) -> None:
     """Send messages from the liar to all others, or to some of them."""
     for other in to or [each for each in network.ranks if each != liar]:
         for message in messages:
-            network.send(liar, other, json.dumps(message))
+            network.send(liar, other, encode(message))
 
 
 def honest(network: Network, *liars: int) -> list[Rank]:
@@ -49,11 +58,11 @@ def check_honest(network: Network, *liars: int) -> None:
             assert committed == others[0].outcomes.get(step, committed)
 
 
-def change(liar: int, view_id: int = 0, **said: Any) -> Message:
-    return change_message(Report(liar, view_id, **said), "because I say so")
+def change(liar: int, **said: Any) -> WireMessage:
+    return Change(Report(liar, 0, **said), "because I say so")
 
 
-def lies_about(liar: int, replicas: int) -> dict[str, list[Message]]:
+def lies_about(liar: int, replicas: int) -> dict[str, list[WireMessage]]:
     """Return false messages by what they claim: the others are lost, or another view follows."""
     others = frozenset(range(replicas)) - {liar}
     view = View.of(replicas)
@@ -74,20 +83,16 @@ def lies_about(liar: int, replicas: int) -> dict[str, list[Message]]:
         "the next view was agreed on": [change(liar, agreed=Agreed(1 << 50, alone, most), ready=True)],
         "no replica continues": [change(liar, agreed=Agreed(1 << 50, nobody, most), ready=True)],
         "all rounds are committed": [change(liar, commits=commits)],
-        "a leaver has committed all rounds": [
-            change(liar, left_commits=frozenset((*key, digest) for key, digest in commits.items()))
-        ],
+        "a leaver has committed all rounds": [change(liar, left_commits=frozenset(commits.items()))],
         "it is far ahead": [change(liar, step=1 << 50)],
-        "others went on alone": [{"kind": "excluded", "view": view_id, "reason": "late"} for view_id in (0, 1 << 50)],
-        "another process took its place": [{"kind": "replaced"}],
-        "it has adopted a view of its own": [change(liar), adopted_message(alone)],
-        "it has adopted that all stop": [change(liar), adopted_message(nobody)],
+        "others went on alone": [LATE, Excluded(1 << 50, "late")],
+        "another process took its place": [Replaced()],
+        "it has adopted a view of its own": [change(liar), Adopted(alone)],
+        "it has adopted that all stop": [change(liar), Adopted(nobody)],
     }
 
 
 NAMES = sorted(lies_about(0, 3))
-BOUNDED = [name for name in NAMES if name != "it is far ahead"]
-"""A rank that has yet to contribute can't know how far ahead others may be, and believes that claim."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -121,7 +126,7 @@ def test_lies_at_any_moment_make_no_two_histories(numbers: list[int], replicas: 
             *(lambda choice=choice: network.happen(*choice, 0) for choice in network.choices()),
             *(lambda each=each: rank(network, each).act() for each in network.ranks),
             lambda: lie(
-                data.draw(st.sampled_from(BOUNDED)),
+                data.draw(st.sampled_from(NAMES)),
                 data.draw(st.lists(st.sampled_from(others), min_size=1, unique=True)),
             ),
         ]
@@ -140,7 +145,7 @@ def test_of_two_members_each_has_to_believe_the_other() -> None:
     """With n = 2 no third member can be asked: the other one can end the run, as it could by leaving."""
     network = simulated(2)
     begin(network, 0, 1)
-    send(network, 1, {"kind": "excluded", "view": 0, "reason": "late"})
+    send(network, 1, LATE)
     settle(network)
     assert rank(network, 0).left.startswith("the others continued without replica 0: late.")
 
@@ -149,12 +154,11 @@ def test_of_two_members_each_has_to_believe_the_other() -> None:
 def test_as_many_as_could_lie_exclude_nobody_and_one_more_does(replicas: int, told: int) -> None:
     network = simulated(replicas)
     begin(network, *range(replicas))
-    excluded = {"kind": "excluded", "view": 0, "reason": "late"}
     for liar in range(1, told + 1):
-        send(network, liar, excluded, to=[0])
+        send(network, liar, LATE, to=[0])
     settle(network)
     assert not rank(network, 0).left
-    send(network, told + 1, excluded, to=[0])
+    send(network, told + 1, LATE, to=[0])
     settle(network)
     assert rank(network, 0).left.startswith("the others continued without replica 0: late.")
 
@@ -185,8 +189,7 @@ def test_a_vote_that_names_who_has_diverged_waits_for_the_headers_that_show_it(
 
 
 def test_no_state_is_the_majoritys_where_no_two_of_three_hold_it() -> None:
-    """Otherwise all would adopt the state of the lowest-numbered replica, which may be the liar. Withhold messages of a
-    kind from the ranks ``of``."""
+    """Otherwise all would adopt the state of the lowest-numbered replica, which may be the liar."""
     network = simulated(3)
     for number in range(3):
         rank(network, number).digest = f"state of {number}"
@@ -197,15 +200,22 @@ def test_no_state_is_the_majoritys_where_no_two_of_three_hold_it() -> None:
         assert "replicas 0, 1, 2 differ, and no 2 of them hold the same" in str(error)
 
 
-def withholds(kind: str, *, of: Sequence[int]) -> Callable[[int, Message], list[Message]]:
-    """The ranks ``of`` are not told messages of a kind."""
-    return lambda receiver, message: [] if receiver in of and message["kind"] == kind else [message]
+def withholds_votes(of: Sequence[int]) -> Callable[[int, Any], list[Any]]:
+    """Send no votes to the ranks ``of``."""
+    return lambda receiver, message: [] if receiver in of and isinstance(message, RoundVote) else [message]
+
+
+def instead(kind: type[WireMessage], to: Sequence[int] = range(9), **fields: Any) -> Callable[[int, Any], list[Any]]:
+    """Change these fields in each message of a type to the ranks ``to``."""
+    return lambda receiver, message: [
+        msgspec.structs.replace(message, **fields) if isinstance(message, kind) and receiver in to else message
+    ]
 
 
 @pytest.mark.parametrize(("replicas", "liar"), [(2, 1), (3, 0), (5, 4)])
 def test_who_beats_and_never_votes_goes_after_a_rounds_time(replicas: int, liar: int) -> None:
     network = simulated(replicas)
-    rank(network, liar).lie = withholds("vote", of=range(replicas))
+    rank(network, liar).lie = withholds_votes(range(replicas))
     explore(network, [])
     others = honest(network, liar)
     assert not any(each.outcomes for each in others)
@@ -215,7 +225,7 @@ def test_who_beats_and_never_votes_goes_after_a_rounds_time(replicas: int, liar:
     for each in others:
         assert liar not in each.view.members
         assert set(each.outcomes.values()) == {True}
-        why = each.machine.views.contributions.reason
+        why = each.machine.rounds.reason
         assert why.startswith(f"replica {liar} has not voted on fragment 1, outer step 0 within 10 s; ")
 
 
@@ -223,7 +233,7 @@ def test_who_beats_and_never_votes_goes_after_a_rounds_time(replicas: int, liar:
 def test_whose_vote_only_one_misses_stays_and_the_round_is_what_the_others_say(replicas: int) -> None:
     """As many members as could lie exclude no member."""
     network = simulated(replicas)
-    rank(network, 1).lie = withholds("vote", of=[0])
+    rank(network, 1).lie = withholds_votes([0])
     explore(network, [])
     assert not rank(network, 0).outcomes
     rank(network, 1).lie = lambda receiver, message: [message]
@@ -237,7 +247,7 @@ def test_whose_vote_only_one_misses_stays_and_the_round_is_what_the_others_say(r
 def test_who_has_waited_less_than_half_of_a_rounds_time_puts_nobody_out() -> None:
     """Votes are in transit, and a liar reports one as late."""
     network = simulated(3)
-    rank(network, 1).lie = withholds("vote", of=[0, 2])
+    rank(network, 1).lie = withholds_votes([0, 2])
     explore(network, [])
     rank(network, 0).now_s = TIMEOUT_S / 2 - 1
     send(network, 2, change(2, behind=frozenset({(2, 1)})))
@@ -253,17 +263,15 @@ def check_put_out(network: Network, liar: int, words: str = "") -> None:
     for each in honest(network, liar):
         assert liar not in each.view.members
         assert sum(not committed for committed in each.outcomes.values()) == MOST_SPOILT
-        why = each.machine.views.contributions.reason
+        why = each.machine.rounds.reason
         assert why.startswith(f"replica {liar} has spoilt at least 3 recent rounds: {words}")
 
 
 @pytest.mark.parametrize(("replicas", "liar"), [(2, 1), (3, 0), (5, 4)])
-@pytest.mark.parametrize("fault", [{"weight": "nan"}, {"numel": 3}], ids=str)
-def test_who_spoils_three_rounds_provably_is_put_out(replicas: int, liar: int, fault: Message) -> None:
+@pytest.mark.parametrize("fault", [{"weight": float("nan")}, {"numel": 3}], ids=str)
+def test_who_spoils_three_rounds_provably_is_put_out(replicas: int, liar: int, fault: dict[str, Any]) -> None:
     network = simulated(replicas)
-    rank(network, liar).lie = lambda receiver, message: [
-        {**message, **fault} if message["kind"] == "header" else message
-    ]
+    rank(network, liar).lie = instead(Header, **fault)
     check_put_out(network, liar)
 
 
@@ -298,9 +306,7 @@ def test_who_spoils_rounds_is_put_out_whatever_comes_first(numbers: list[int], r
         for each in honest(network, liar):
             each.finds_unusable = liar
     else:
-        rank(network, liar).lie = lambda receiver, message: [
-            {**message, "weight": "nan"} if message["kind"] == "header" else message
-        ]
+        rank(network, liar).lie = instead(Header, weight=float("nan"))
     explore(network, numbers)
     others = honest(network, liar)
     assert [each.left for each in others] == [""] * len(others)
@@ -312,23 +318,13 @@ def test_who_spoils_rounds_is_put_out_whatever_comes_first(numbers: list[int], r
 def test_a_rank_that_names_two_uplinks_can_not_make_plans_differ() -> None:
     """Votes cover the uplinks, from which the next plan follows: a round in which they differ is not committed."""
     network = simulated(3)
-    rank(network, 1).lie = lambda receiver, message: [
-        {**message, "uplink_bits_per_s": 7} if message["kind"] == "header" and receiver == 0 else message
-    ]
+    rank(network, 1).lie = instead(Header, [0], uplink_bits_per_s=7)
     explore(network, [])
     check_honest(network, 1)
     plans: dict[object, object] = {}
     for each in honest(network, 1):
         for what, shards in each.shards.items():
             assert plans.setdefault(what, shards) == shards
-
-
-def votes_otherwise(to: Sequence[int], vote: Message) -> Callable[[int, Message], list[Message]]:
-    """Send another vote to the ranks ``to``."""
-    return lambda receiver, message: [{**message, **vote} if message["kind"] == "vote" and receiver in to else message]
-
-
-OTHER_VOTES = {"no": {"ok": False, "digest": "", "reason": "no"}, "another": {"digest": "another"}}
 
 
 @settings(max_examples=60, deadline=None)
@@ -339,7 +335,8 @@ def test_no_votes_of_liars_make_two_histories(numbers: list[int], replicas: int,
     network = simulated(replicas)
     for liar in liars:
         to = data.draw(st.lists(st.integers(0, replicas - 1), min_size=1, unique=True))
-        rank(network, liar).lie = votes_otherwise(to, data.draw(st.sampled_from([*OTHER_VOTES.values()])))
+        vote = data.draw(st.sampled_from([Vote(False, reason="no"), Vote(True, "another")]))
+        rank(network, liar).lie = instead(RoundVote, to, vote=vote)
     explore(network, numbers)
     for _ in range(6):
         settle_with_time(network, *liars)
@@ -351,16 +348,13 @@ def test_no_votes_of_liars_make_two_histories(numbers: list[int], replicas: int,
             assert committed == others[0].outcomes.get(step, committed)
 
 
-LEAVING = {"kind": "leaving", "view": 0, "step": 1}
-
-
 @pytest.mark.parametrize("replicas", [3, 5])
-@pytest.mark.parametrize("commits", [[[0, 9, "x"]], [[1, 0, "x"], [2, 0, "x"], [0, 1, "x"]]], ids=["far", "in flight"])
-def test_who_leaves_with_forged_commits_holds_nobody_up(replicas: int, commits: list[Any]) -> None:
+@pytest.mark.parametrize("commits", [{(0, 9): "x"}, {(1, 0): "x", (2, 0): "x", (0, 1): "x"}], ids=["far", "in flight"])
+def test_who_leaves_with_forged_commits_holds_nobody_up(replicas: int, commits: dict[Any, str]) -> None:
     liar = replicas - 1
     network = simulated(replicas)
     begin(network, *range(replicas))
-    send(network, liar, {**LEAVING, "commits": commits})
+    send(network, liar, Leaving(0, 1, commits))
     settle_with_time(network, liar, times=0)
     check_honest(network, liar)
     assert all(liar not in each.view.members for each in honest(network, liar))
@@ -369,13 +363,13 @@ def test_who_leaves_with_forged_commits_holds_nobody_up(replicas: int, commits: 
 
 @pytest.mark.parametrize(("replicas", "leaves"), [(3, True), (4, False)])
 def test_a_round_that_only_one_has_voted_for_is_judged_alike_by_all(replicas: int, leaves: bool) -> None:
-    """A leaver's claim of a commit is not believed; a staying member that makes one is excluded after a while."""
+    """No claim of a commit counts before all who stay have voted for the round."""
     liar = replicas - 1
     network = simulated(replicas)
     begin(network, *range(replicas))
-    while not rank(network, 0).sent_of("vote"):
+    while not rank(network, 0).sent_of(RoundVote):
         assert rank(network, 0).act()
-    lie = {**LEAVING, "commits": [[1, 0, "x"]]} if leaves else change(liar, commits={(1, 0): "x"})
+    lie = Leaving(0, 1, {(1, 0): "x"}) if leaves else change(liar, commits={(1, 0): "x"})
     send(network, liar, lie)
     settle_with_time(network, liar, times=0 if leaves else 6)
     check_honest(network, liar)

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from benchmarks.scale.messages import counted
-from diloco.protocol import Machine
+from diloco.protocol import Header, Machine, RoundVote
 from tests.membership.network import Limits
 from tests.protocol.simulated import check_agreement, simulate
 from tests.protocol.simulated_rank import Rank
@@ -28,7 +28,7 @@ def test_every_round_is_committed_with_one_header_and_one_vote_to_each_other(
     check_agreement(ranks, whole=True)
     assert len(ranks) == replicas
     for rank in ranks:
-        for kind in ("header", "vote"):
+        for kind in (Header, RoundVote):
             # `sent` has a message once for each receiver
             assert len(rank.sent_of(kind)) == rank.STEPS * (replicas - 1), kind
         assert len(rank.sent) == 2 * rank.STEPS * (replicas - 1), "no other message is needed"

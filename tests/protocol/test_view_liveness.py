@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.membership import BootstrapElection, LastViews, Policy, View
-from diloco.protocol import Policies, events
+from diloco.protocol import Beat, Policies, events
 from tests.membership.network import LIMITS, NUMBERS, Limits, Network, explore
 from tests.protocol.simulated import check_agreement, rank, simulated
 from tests.protocol.simulated_rank import Rank
@@ -48,7 +48,7 @@ def test_of_a_bad_pair_the_one_goes_whose_link_comes_and_goes(
             hearing.now_s = now_s
             for sender in set(range(replicas)) - {hearing.machine.rules.rank}:
                 if (flapping in (sender, hearing.machine.rules.rank)) == (now_s == 4.5):
-                    hearing.handle(events.Received(sender, {"kind": "beat"}))
+                    hearing.handle(events.Received(sender, Beat()))
     for number in range(replicas):  # a rank that has received nothing from all the others blames none of them
         found = rank(network, number).machine.roster.unsteady(View.of(replicas), 4.5)
         assert found == ({(number, flapping)} if number != flapping else set())

@@ -6,7 +6,7 @@ import pytest
 
 from diloco.errors import ViewChangedError
 from diloco.membership import Policy, View
-from diloco.protocol import Leaving, events
+from diloco.protocol import Beat, Change, Header, Leaving, events
 from tests.membership.network import Limits, Network, explore
 from tests.protocol.simulated import begin, check_agreement, rank, settle, simulated
 from tests.protocol.simulated_rank import LATE_S, TIMEOUT_S, Rank
@@ -88,7 +88,7 @@ def test_whoever_finds_most_of_the_others_late_does_not_go_on_without_them(heard
     rank(network, 0).suffer("timers", 1)
     settle(network)
     if heard:
-        assert not rank(network, 0).sent_of("change")
+        assert not rank(network, 0).sent_of(Change)
         explore(network, [])
         assert [rank(network, number).view.members for number in range(4)] == [(0, 1, 2, 3)] * 4
     else:
@@ -116,13 +116,11 @@ def test_who_has_contributed_is_late_when_it_says_nothing_more(says: str) -> Non
         settle(network)
     look()
     if says == "nothing":
-        late = mine.sent_of("change")[-1]
-        assert late["unheard"] == [[0, 2]]
-        assert (
-            late["why"] == "replica 2 is late: no vote on fragment 1, outer step 0 and nothing else arrived within 5 s"
-        )
+        late = mine.sent_of(Change)[-1]
+        assert late.report.unheard == {(0, 2)}
+        assert late.why == "replica 2 is late: no vote on fragment 1, outer step 0 and nothing else arrived within 5 s"
     else:
-        assert not mine.sent_of("change")
+        assert not mine.sent_of(Change)
     explore(network, [])
     check_agreement([rank(network, number) for number in network.ranks], whole=True)
 
@@ -177,21 +175,21 @@ def test_who_leaves_says_so_and_the_others_go_on_with_its_name_and_step() -> Non
         (change,) = rank(network, number).changes
         assert change.left == ((2, 0),)
         assert change.reason == "replica 2 has left; replicas 0, 1 continue"
-        assert rank(network, number).machine.views.contributions.reason.startswith("replica 2 left after step 0; ")
+        assert rank(network, number).machine.rounds.reason.startswith("replica 2 left after step 0; ")
         assert rank(network, number).averages[1].contributors == (0, 1)
 
 
 def test_words_of_a_member_count_also_when_its_connection_has_ended_since() -> None:
     network = simulated(3)
     network.hang_up(0, 2)
-    rank(network, 0).handle(events.Received(2, Leaving(3, {(1, 2): "d"}).to_message(0)))
-    assert rank(network, 0).sent_of("change")[-1]["left"] == [[2, 3]]
+    rank(network, 0).handle(events.Received(2, Leaving(0, 3, {(1, 2): "d"})))
+    assert rank(network, 0).sent_of(Change)[-1].report.left == {(2, 3)}
 
 
 def hear_beats(network: Network, number: int, *others: int) -> None:
     """Deliver a heartbeat from each of the others."""
     for other in others:
-        rank(network, number).handle(events.Received(other, {"kind": "beat"}))
+        rank(network, number).handle(events.Received(other, Beat()))
 
 
 def test_who_joins_has_a_say_about_a_fragment_once_its_state_is_the_others() -> None:
@@ -202,8 +200,8 @@ def test_who_joins_has_a_say_about_a_fragment_once_its_state_is_the_others() -> 
     network.happen("returns", 2, 0, 0)
     explore(network, [])
     said: dict[int, list[bool]] = {}
-    for header in rank(network, 2).sent_of("header")[::2]:  # one for each of the other two
-        said.setdefault(header["round"][0], []).append(header["taking_over"])
+    for header in rank(network, 2).sent_of(Header)[::2]:  # one for each of the other two
+        said.setdefault(header.round[0], []).append(header.taking_over)
     assert said
     assert all(each == [True] + [False] * (len(each) - 1) for each in said.values())
     assert any(len(each) > 1 for each in said.values())

@@ -6,7 +6,7 @@ import pytest
 
 from diloco.algorithm import RoundId
 from diloco.membership import View
-from diloco.protocol import actions, events
+from diloco.protocol import Change, RoundVote, actions, events
 from tests.membership.network import Limits, explore
 from tests.protocol.simulated import begin, check_agreement, rank, settle, simulated
 from tests.protocol.simulated_rank import Rank
@@ -19,9 +19,9 @@ def test_who_has_reported_the_end_of_a_view_casts_no_vote_in_it() -> None:
     network = simulated(3)
     begin(network, 0, 1, 2)
     rank(network, 0).lose(2, gone=False)
-    assert rank(network, 0).sent_of("change")
+    assert rank(network, 0).sent_of(Change)
     assert rank(network, 0).act(), "it holds the mean"
-    assert not rank(network, 0).sent_of("vote")
+    assert not rank(network, 0).sent_of(RoundVote)
 
 
 def test_an_exchange_that_waits_for_a_verdict_ends_with_its_view() -> None:
@@ -44,7 +44,7 @@ def test_a_round_that_took_too_long_though_all_have_contributed_renews_the_view(
     mine.suffer("timers", next(i for i, (_, timer) in enumerate(mine.timers) if timer.kind == "expire"))
     settle(network)
     assert mine.act()
-    assert "a payload connection of replica" in mine.sent_of("change")[-1]["why"]
+    assert "a payload connection of replica" in mine.sent_of(Change)[-1].why
     explore(network, [])
     assert [rank(network, number).view for number in (0, 1)] == [View(1, (0, 1))] * 2
     assert [rank(network, number).outcomes[1] for number in (0, 1)] == [False] * 2

@@ -12,7 +12,7 @@ import torch
 
 from diloco.checkpoint import open_checkpoint
 from diloco.cli import main
-from diloco.config import RunPlan, finetune_line, plan_run, with_steps
+from diloco.config import RunPlan, plan_run
 from diloco.data import build_chat_corpus
 from diloco.errors import ConfigurationError
 from diloco.model import ModelSettings, build_language_model
@@ -41,8 +41,8 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan_of(base: Path, sums: Path, *, full: bool = False, **values: Any) -> RunPlan:
-    line = command_line(base, **(SMALL | {"data__paths": (sums,), "evaluation__sample_prompts": ()} | values))
-    return plan_run(with_steps(finetune_line(line, full=full), 0, 1.0, 2)[0])
+    own = {"preset": "finetune", "model__source": f"hf:{base}", "data__paths": (sums,)}
+    return plan_run(command_line(**(SMALL | own | ({"model__lora_rank": 0} if full else {}) | values)))
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -153,7 +153,7 @@ REFUSED: tuple[tuple[list[str], str], ...] = (
     (["llama"], "diloco finetune needs conversations"),
     (["run.toml", "--data", "a.jsonl"], "use `diloco train run.toml`"),
     (["llama", "--data", "a.jsonl", "--full", "--lora-rank", "8"], "--full trains all weights"),
-    (["--resume", "runs/a", "--full"], "cannot be combined with --resume"),
+    (["--resume", "runs/a", "--full"], "--resume runs/a cannot be combined with"),
     (["llama", "--data", "a.jsonl", "--epochs", "1", "--steps", "5"], "both given"),
 )
 

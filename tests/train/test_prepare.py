@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.model import DecoderSettings, Transformer, build_model, document_numbers
+from diloco.model import DecoderSettings, Transformer, build_model, document_numbers, even_batches
 from diloco.train import prepare_blocks
 
 SETTINGS = DecoderSettings(
@@ -63,6 +63,19 @@ def test_compiled_blocks_have_no_graph_break_and_are_compiled_once(checkpointing
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "one graph serves all blocks"
         assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_evaluation_runs_compiled_where_training_does_and_generation_does_not() -> None:
+    plain, compiled = build_model(SETTINGS, seed=0), build_model(SETTINGS, seed=0)
+    tokens = torch.randint(SETTINGS.vocab_size or 0, (2, 8), generator=torch.Generator().manual_seed(0))
+    with tracing(), torch.no_grad():
+        prepare_blocks(compiled, checkpointing="full", compiled=True, backend="aot_eager")
+        compiled(tokens)
+        assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        for _ in range(2):
+            with even_batches():
+                torch.testing.assert_close(compiled(tokens), plain(tokens), rtol=1e-5, atol=1e-6)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_blocks_of_somebody_elses_model_are_found_and_may_take_keywords() -> None:

@@ -178,7 +178,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("values", "words"), REFUSED, ids=[words[:40] for _, words in REFUSED])
 def test_impossible_combinations_are_refused_and_say_what_would_work(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        resolve(build(RunSettings, values), num_layers=4)
+        resolve(build(RunSettings, dotted(values)), num_layers=4)
 
 
 ALLOWED: list[dict[str, Any]] = [
@@ -200,6 +200,6 @@ ALLOWED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("values", ALLOWED, ids=[" ".join(values) for values in ALLOWED])
 def test_limits_themselves_are_allowed_and_resolving_twice_changes_nothing(values: dict[str, Any]) -> None:
-    once = resolve(build(RunSettings, values), num_layers=4)
+    once = resolve(build(RunSettings, dotted(values)), num_layers=4)
     assert resolve(once, num_layers=4) == once
     assert {name: flatten(once)[name] for name in values} == values

@@ -85,9 +85,12 @@ class Peer:
 
         connections.post(drop_all)
 
+    def ask_to_stop(self) -> None:
+        self._asked.set()
+
     def end(self) -> None:
         """Ask the replica to stop and wait until its thread has ended."""
-        self._asked.set()
+        self.ask_to_stop()
         self._thread.join(LIMIT_S)
         assert not self._thread.is_alive(), f"it did not end: {self.events[-9:]}"
 
@@ -135,6 +138,8 @@ def test_all_who_lose_each_other_in_the_shared_start_end_it_and_go_on_together(
         for each in peers:
             each.wait_for(looks)
     peers[0].wait_for(lambda event: isinstance(event, RoundCommitted) and event.contributors == (0, 1, 2))
+    for each in peers:
+        each.ask_to_stop()
     for each in peers:
         each.end()
     assert len({each.digest for each in peers}) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -37,7 +39,7 @@ def test_evaluation_sees_documents_as_training_does() -> None:
     model = build_model(DecoderSettings(layers=1, width=8, ffn_width=8, heads=2, vocab_size=257), seed=0)
     tokens = np.random.default_rng(0).integers(250, 257, size=8 * 12 + 1, dtype=np.uint16)
 
-    def loss(**given: bool) -> float:
+    def loss(**given: Any) -> float:
         return evaluate(model, ByteTokenizer(), tokens, sequence_length=12, batch_size=8, **given).loss
 
     inputs, targets = (torch.from_numpy(tokens.astype(np.int64))[begin:][:96].view(8, 12) for begin in (0, 1))
@@ -46,3 +48,8 @@ def test_evaluation_sees_documents_as_training_does() -> None:
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     assert loss(document_masks=True) == pytest.approx(float(expected), rel=1e-6)
     assert loss(document_masks=True) != loss()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        logits = model(inputs)
+    expected = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    assert loss(precision="bfloat16") == pytest.approx(float(expected), rel=1e-6)
+    assert loss() == pytest.approx(float(expected), rel=1e-3)

@@ -15,7 +15,10 @@ from diloco.data import ByteTokenizer, DocumentStream, split_documents
 from diloco.errors import CheckpointError
 from diloco.events import Note
 from tests.data.streams import numbered
+from tests.lazy import Lazy
 from tests.runs import Listener, train
+
+datasets = Lazy("datasets")
 
 STREAMING = "--data.streaming --data.streaming-block 4 --data.heldout-fraction 0.2"
 
@@ -27,7 +30,21 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_stopping_and_resuming_is_never_stopping_with_or_without_a_thread(data: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def data_set(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two files of a data set, whose border lies within a block."""
+    folder = tmp_path_factory.mktemp("set")
+    for number, texts in enumerate((numbered(50), numbered(120)[50:])):
+        rows = datasets.Dataset.from_dict({"text": texts})
+        rows.to_parquet(str(folder / f"train-0000{number}-of-00002.parquet"))
+    return f"hf:{folder}"
+
+
+@pytest.mark.parametrize("kind", ["file", "data set"])
+def test_stopping_and_resuming_is_never_stopping_with_or_without_a_thread(
+    data: Path, data_set: str, tmp_path: Path, kind: str
+) -> None:
+    data = data if kind == "file" else Path(data_set)
     whole = train(data, tmp_path / "whole", f"{STREAMING} --data.prefetch-batches 0")
     train(data, tmp_path / "run", f"{STREAMING} --stop-after 5")
     resumed = train(data, tmp_path / "run", f"{STREAMING} --resume {tmp_path / 'run'} --data.prefetch-batches 2")

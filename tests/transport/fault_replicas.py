@@ -5,8 +5,11 @@ There it reports to the test, and waits for the fault that the test injects.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -199,6 +202,8 @@ def replica(index: int, scenario: Scenario, address: Address) -> None:
     try:
         while scenario.rejoins or number not in scenario.goes_on or diloco.steps < LAST:
             if connected.joining and _has_found_its_way(outcome, number):
+                _all_stop(address).touch()
+            if scenario.rejoins and _all_stop(address).exists():  # more of them have to ask than could lie
                 transport.ask_to_stop()
             stop = transport.stop_step()
             if stop is not None and diloco.steps >= stop:
@@ -223,6 +228,11 @@ def replica(index: int, scenario: Scenario, address: Address) -> None:
     report(outcome)
     receive(LIMIT_S)
     transport.close()
+
+
+def _all_stop(address: Address) -> Path:
+    """A file that exists once all replicas of this run are to stop."""
+    return Path(tempfile.gettempdir()) / f"diloco-stop-{os.getppid()}-{address.port}"
 
 
 def _has_found_its_way(outcome: Outcome, number: int) -> bool:

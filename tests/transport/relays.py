@@ -1,24 +1,25 @@
 """A relay in each TCP connection that this process opens: a test sees, changes, holds back or cuts what passes.
 
-It reads the wire format by itself, as another implementation would: a frame is 16 bytes (magic, size of the JSON text,
-size of the blob), the text and the blob. The first frame says what the connection is for. After the first frames, a
-connection for payloads (``link``) consists of parts: `PART` and a body.
+It reads the wire format by itself, as another implementation would: a frame is 16 bytes (magic, size of the message,
+size of the blob), the message in MessagePack and the blob. The first frame says what the connection is for. After the
+first frames, a connection for payloads (``link``) consists of parts: `PART` and a body.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import xxhash
+
+from diloco.protocol import decode, encode
 
 __all__ = ["PART", "Cut", "Relays", "Unit", "frame", "part", "relayed", "said_to", "stranger_at", "unframe"]
 
@@ -27,16 +28,16 @@ PART = struct.Struct(">cQIIIIQ")  # kind, number of the message, tag, total, sta
 LIMIT_S = 30.0
 
 
-def frame(message: Mapping[str, Any] | bytes, blob: bytes = b"", *, magic: bytes = b"DLC1") -> bytes:
-    """Return the bytes of a control message; ``message`` may be any text."""
-    text = message if isinstance(message, bytes) else json.dumps(message).encode()
+def frame(message: Any, blob: bytes = b"", *, magic: bytes = b"DLC2") -> bytes:
+    """Return the bytes of a control message; ``message`` may be any bytes."""
+    text = message if isinstance(message, bytes) else encode(message)
     return FRAME.pack(magic, len(text), len(blob)) + text + blob
 
 
 def unframe(data: bytes) -> tuple[dict[str, Any], bytes]:
     """Return the message and the blob of a frame."""
     _, size, _ = FRAME.unpack_from(data)
-    return json.loads(data[FRAME.size : FRAME.size + size]), data[FRAME.size + size :]
+    return decode(data[FRAME.size : FRAME.size + size], dict[str, Any]), data[FRAME.size + size :]
 
 
 def part(body: bytes, *, kind: bytes = b"D", number: int = 1, tag: int = 7, total: int, start: int = 0) -> bytes:

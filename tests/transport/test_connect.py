@@ -132,7 +132,7 @@ def test_a_rank_that_can_not_be_reached_is_named_with_its_address(host: str) -> 
     """The other side registers an address at which it does not listen, as behind a router."""
     with rendezvous(2) as address, nobody_at() as free, closing(stranger_at(address)) as other:
         nowhere = Address(host, free.port)
-        other.sendall(frame({"kind": "register", "patience_s": 20.0, **Entry(0, str(nowhere)).to_message()}))
+        other.sendall(frame({"kind": "register", "patience_s": 20.0, "entry": Entry(0, str(nowhere))}))
         (error,) = at_once([lambda: connect(place(1, 2, address), wire(rendezvous_timeout_s=20.0, silence_s=1.0))])
     assert re.match(rf"rank 1 can't reach rank 0 at {nowhere} within \d+ s: ", str(error))
     assert error.replicas == (0,)
@@ -194,8 +194,8 @@ def another_program(answer: bytes | None) -> Iterator[Address]:
 ANSWERS = {
     "http": (b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not use this version of diloco's protocol"),
     "hangs up": (b"", r"0 bytes read|reset"),
-    "huge": (struct.pack(">4sIQ", b"DLC1", 2, 1 << 40), "was announced"),
-    "no kind": (frame(b"{}"), "without a valid kind"),
+    "huge": (struct.pack(">4sIQ", b"DLC2", 2, 1 << 40), "was announced"),
+    "no kind": (frame({}), "unreadable message"),
     "says nothing": (None, "no answer"),
 }
 
@@ -242,7 +242,7 @@ def test_rank_0_listens_once_what_had_the_port_has_ended() -> None:
 def test_a_stranger_who_registers_nonsense_harms_nobody(patience_s: object) -> None:
     with rendezvous(1) as address:
         with closing(stranger_at(address)) as stranger:
-            stranger.sendall(frame({"kind": "register", "patience_s": patience_s, **Entry(0, "x:1").to_message()}))
+            stranger.sendall(frame({"kind": "register", "patience_s": patience_s, "entry": Entry(0, "x:1")}))
             assert stranger.recv(1) == b"", "the connection is closed and nothing is registered"
         connected = connect(place(0, 1, address), wire())
         assert not connected.joining
@@ -256,12 +256,12 @@ def test_the_rank_that_answers_at_the_rendezvous_is_never_the_one_that_does_not_
         for rank, codec in ((1, "int8"), (0, "fp4")):
             asking = open_ones.enter_context(closing(stranger_at(address)))
             entry = Entry(rank, f"x:{rank + 1}", {"codec": codec})
-            asking.sendall(frame({"kind": "register", "patience_s": 0.3, **entry.to_message()}))
+            asking.sendall(frame({"kind": "register", "patience_s": 0.3, "entry": entry}))
             with closing(stranger_at(address)) as greeting:
                 greeting.sendall(frame({"kind": "who"}))
-                assert greeting.recv(4) == b"DLC1", "the one before has arrived"
+                assert greeting.recv(4) == b"DLC2", "the one before has arrived"
             answers.append(asking)
-        assert [unframe(asking.recv(1 << 16))[0]["kind"] for asking in answers] == ["refused", "incomplete"]
+        assert [unframe(asking.recv(1 << 16))[0]["kind"] for asking in answers] == ["refused", "missing"]
 
 
 # The store of torchrun.

@@ -191,7 +191,7 @@ def test_each_purpose_has_its_own_key_and_a_proof_is_of_no_use_to_somebody_else(
         proof("tcp", SECRET, "a", "b"),
         admission.proof("a", "b"),
         Admission("other", SECRET).proof("a", "b"),
-        bytes.fromhex(admission.of_record("a", "b")),
+        bytes.fromhex(admission.of_record("a", b"b")),
         proof("tcp", SECRET, "b", "a"),
         proof("tcp", "", "a", "b"),
     }

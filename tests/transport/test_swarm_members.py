@@ -76,11 +76,12 @@ def test_only_those_on_the_list_who_have_the_secret_may_come(swarms: Swarms, key
 def refuses_for_good(member: PeerTransport) -> None:
     """Make a member refuse every request for its table, with a reason that contains control characters."""
 
-    async def refuse(message: Any, blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def refuse(message: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(frame({"kind": "refused", "reason": "\x1b[2Jgo away", "for_good": True}))
         await reader.read(1)
 
-    member.connections.services["table"] = refuse
+    (asked,) = [each for each in member.connections.services if each.__name__ == "TableAsked"]
+    member.connections.services[asked] = refuse
 
 
 def test_one_member_that_refuses_for_good_keeps_nobody_out(swarms: Swarms) -> None:

@@ -8,9 +8,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+from diloco.algorithm import UNKNOWN_UPLINK
 from diloco.errors import ReplicaLostError, RoundVoidError, TransportError
 from diloco.protocol import header_of
 from diloco.transport import PeerTransport, Transport
@@ -41,7 +43,8 @@ def test_payloads_may_take_another_interface(wires: Wires) -> None:
 
 def say(transport: PeerTransport, to: int, contribution: Any, **fields: Any) -> None:
     """Send a header that nothing follows."""
-    message = replace(header_of(contribution), **fields).to_message(transport.view.id)
+    header = header_of(contribution, transport.view.id, UNKNOWN_UPLINK, taking_over=False)
+    message = msgspec.structs.replace(header, **fields)
     transport.connections.post(transport.connections.send, to, message)
 
 
@@ -138,14 +141,15 @@ def test_members_hear_each_others_speeds_and_forget_who_leaves(wires: Wires) -> 
     assert first.speeds() == {1: 2.5}
 
 
-@pytest.mark.parametrize("value", ["-1.0", "nan", 3.0])
+@pytest.mark.parametrize("value", [-1.0, "3.0"])
 def test_who_tells_a_speed_that_is_none_is_lost_and_named(wires: Wires, value: object) -> None:
     first, second = wires.meet(2, continue_without_lost=True, min_replicas=1)
     adopted = next_view_of(first)
-    second.connections.post(second.connections.send, 0, {"kind": "speed", "steps_per_s": value})
+    message: Any = {"kind": "speed", "steps_per_s": value}
+    second.connections.post(second.connections.send, 0, message)
     assert adopted.wait(LIMIT_S)
     assert "replica 1" in first.reason
-    assert "field 'steps_per_s' must be" in first.reason
+    assert "at `$.steps_per_s`" in first.reason
     assert first.speeds() == {}
 
 

@@ -22,15 +22,13 @@ _BATCH_VALUES = 1 << 24  # the most values orthogonalised together, which bounds
 
 
 class Muon(torch.optim.Optimizer):
-    """One optimizer with two kinds of parameter groups and one ``state_dict``. Use `muon` to make it from a model.
+    """``torch.optim.Muon``, with matrices of equal shape orthogonalised together, and AdamW for all other groups.
 
-    For a matrix with gradient G in a group with ``orthogonalise``, where O is `orthogonalised`::
+    Use `muon` to make it from a model. For a matrix with gradient G in a group with ``orthogonalise``, where O is
+    `orthogonalised`::
 
         B <- momentum B + G;   U = O(G + momentum B) with Nesterov, O(B) without
         theta <- theta - lr (weight_decay theta + sqrt(max(1, outputs / inputs)) U)
-
-    This is ``torch.optim.Muon``, with matrices of equal shape orthogonalised together. ``torch.optim.AdamW`` steps all
-    other groups.
 
     A scheduler that sets ``lr`` of all groups should multiply it by each group's ``lr_ratio``.
 
@@ -252,12 +250,9 @@ def hidden_matrices(model: nn.Module, adamw: Sequence[str] = ()) -> dict[str, nn
 
 
 def _check_matrix(parameter: Tensor) -> None:
-    if hasattr(parameter, "to_local"):
+    if hasattr(parameter, "to_local") or parameter.dim() != 2:
+        what = "sharded over the ranks of a replica" if parameter.dim() == 2 else f"of shape {tuple(parameter.shape)}"
         raise ConfigurationError(
-            "Muon orthogonalises whole matrices, but this model's matrices are sharded over the ranks of a replica. "
-            "Use AdamW, or keep all parameters on every rank (ddp)."
-        )
-    if parameter.dim() != 2:
-        raise ConfigurationError(
-            f"Muon can only orthogonalise matrices, got a parameter of shape {tuple(parameter.shape)}."
+            f"Muon orthogonalises whole matrices, but a parameter is {what}. Use AdamW for it, or keep all parameters "
+            "on every rank (ddp)."
         )

@@ -1,13 +1,14 @@
-"""``diloco finetune``: `diloco train` with defaults for fine-tuning an existing model on conversations."""
+"""``diloco finetune``: `diloco train` with the preset for fine-tuning an existing model on conversations."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diloco.cli.train import run_line, torchrun_values
-from diloco.config import SHOWN, CommandLine, Configuration, compose, finetune_line, flatten, parse_flags, with_steps
+from diloco.cli.train import run_line, with_torchrun
+from diloco.config import CommandLine, Configuration, command_text, compose, flatten, parse_flags, preset_values
 from diloco.errors import ConfigurationError
 
 __all__ = ["parse_arguments", "run"]
@@ -27,7 +28,6 @@ Examples:
 The run's folder gets an adapter for peft. `diloco generate RUN --chat` chats with
 the model, and `diloco export RUN --out PATH --merge` writes it as a whole model."""
 
-
 COMMON = (
     *("data.paths", "epochs", "full", "model.lora_rank", "model.quantization", "optimizer.learning_rate"),
     *("train.steps", "train.batch_size", "train.sequence_length", "train.precision", "data.format"),
@@ -35,14 +35,18 @@ COMMON = (
 )
 """The settings that --help shows."""
 
-
-HELPS = {
-    "data.paths": "Conversations to train on: .jsonl, .json or .parquet files.",
-    "data.format": "chat; or a Jinja file to use instead of the chat template of the model's tokenizer.",
-    "model.lora_rank": "Rank of the adapters. 0: train all weights.",
-    "optimizer.learning_rate": "Peak learning rate.",
-    "train.steps": "Inner steps of the whole run.",
+SHOWN = {
+    "preset": None,
+    "data.tokenizer": "that of the model",
+    "optimizer.learning_rate": "0.0002, or 2e-05 with --full",
+    "train.steps": "from --epochs and the data",
+    "train.sequence_length": "the longest of the model, at most 1024",
+    "sync.inner_steps": "a tenth of the steps, at most 20",
+    "sync.outer": "nesterov, or sgd with fewer than 50 rounds",
 }
+"""The defaults that follow from the data and the model, as the help shows them."""
+
+FEW_STEPS = 50  # with fewer steps a model hardly learns, whatever the data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,57 +54,108 @@ class Finetuning(Configuration):
     """The settings of a run, and two options from which some of its settings are derived."""
 
     full: bool = False
-    """Train all weights instead of adapters."""
+    """Train all weights instead of adapters (--lora-rank 0)."""
     epochs: float = 3.0
     """Number of passes over all conversations. Use this or --steps."""
 
 
 def run(arguments: Sequence[str]) -> int:
     """Fine-tune; return 130 if a signal stopped the run and its state was saved."""
-    typed, full, epochs = parse_arguments(arguments)
-    values = torchrun_values(typed.values) | typed.values
-    line = finetune_line(dataclasses.replace(typed, values=values), full=full)
-    notes: tuple[str, ...] = ()
+    line, epochs = parse_arguments(arguments)
+    folder, line = line.file, dataclasses.replace(line, file=None)
+    if folder is not None and not folder.expanduser().is_dir():
+        raise ConfigurationError(
+            f"there is no folder {str(folder)!r} with a transformers model. A model of the Hugging Face hub is given "
+            "as --model hf:NAME --tokenizer hf:NAME instead."
+        )
+    notes: list[str] = []
     if "checkpoint.resume" not in line.values:
-        if epochs is not None and "train.steps" in typed.values:
-            raise ConfigurationError(
-                f"--epochs {epochs:g} and --steps {typed.values['train.steps']} were both given; use only one of them."
-            )
-        epochs = Finetuning.epochs if epochs is None else epochs
-        if not 0 < epochs < 1e6:
-            raise ConfigurationError(f"--epochs must be a positive number, got {epochs:g}.")
-        if typed.file is not None and not typed.file.expanduser().is_dir():
-            raise ConfigurationError(
-                f"there is no folder {str(typed.file)!r} with a transformers model. A model of the Hugging Face hub is "
-                "given as --model hf:NAME --tokenizer hf:NAME instead."
-            )
+        line = with_torchrun(line)
         asked = compose(line)
-        rows = 0
-        if "train.steps" not in typed.values:
+        if "train.steps" not in line.values:
             from diloco.data import build_chat_corpus
 
-            rows = len(build_chat_corpus(asked.data, asked.train.sequence_length).train) // asked.train.sequence_length
-        line, words = with_steps(line, rows, epochs, asked.network.replicas)
-        notes = (words,) if words else ()
-    elif full or epochs is not None:
-        raise ConfigurationError(
-            "--full and --epochs cannot be combined with --resume: a resumed run keeps its settings. Leave them out."
-        )
+            length = asked.train.sequence_length
+            rows = len(build_chat_corpus(asked.data, length).train) // length
+            sequences = asked.train.batch_size * asked.network.replicas
+            steps = max(1, math.ceil(epochs * rows / sequences))
+            inner_steps = compose(_with(line, {"train.steps": steps})).sync.inner_steps
+            # whole windows, so that the last round follows the last step
+            steps = math.ceil(steps / inner_steps) * inner_steps
+            line = _with(line, {"train.steps": steps, "sync.inner_steps": inner_steps})
+            asked = compose(line)
+            if steps < FEW_STEPS:
+                notes.append(
+                    f"{rows} rows, {sequences} per step and read {epochs:g} times, give only {steps} steps. For more "
+                    "steps, use a smaller --batch-size, shorter rows (--sequence-length) or more --epochs."
+                )
+        if asked.sync.outer == "sgd" and "sync.outer" not in line.values:
+            notes.append(
+                f"The run has only {asked.train.steps // asked.sync.inner_steps} rounds, so the outer optimizer has no "
+                "momentum and a learning rate of 1: after each round the replicas continue from the mean of their "
+                "parameters."
+            )
     return run_line(line, ["finetune", *arguments], notes=notes)
 
 
-def parse_arguments(arguments: Sequence[str]) -> tuple[CommandLine, bool, float | None]:
-    """Parse the arguments of `diloco finetune`: the command line of `diloco train`, --full, and --epochs if given."""
-    line = parse_flags(
+def parse_arguments(arguments: Sequence[str]) -> tuple[CommandLine, float]:
+    """Return the command line of `diloco train` for the arguments of `diloco finetune`, and the number of epochs.
+
+    The file of the line is the folder of the model.
+
+    Raises:
+        ConfigurationError: if there is no model or no data, or for options that exclude each other.
+    """
+    shown = flatten(Finetuning()) | preset_values("finetune") | SHOWN
+    helps = {
+        "file": "Folder of a transformers model.",
+        "data.paths": "Conversations to train on: .jsonl, .json or .parquet files.",
+    }
+    typed = parse_flags(
         Finetuning,
         "finetune",
         DESCRIPTION,
         arguments,
-        shown=flatten(Finetuning()) | SHOWN,
-        place=("MODEL", "Folder of a transformers model."),
+        shown=shown,
         common=COMMON,
-        helps=HELPS,
+        metavars={"file": "MODEL"},
+        helps=helps,
     )
-    values = dict(line.values)
+    values, folder = dict(typed.values), typed.file
     full, epochs = values.pop("full", False), values.pop("epochs", None)
-    return dataclasses.replace(line, values=values), full, epochs
+    if "checkpoint.resume" in values:
+        if folder is not None or full or epochs is not None:
+            raise ConfigurationError(
+                f"--resume {values['checkpoint.resume']} cannot be combined with a model, --full or --epochs: a "
+                "resumed run keeps its settings. Leave them out."
+            )
+        return typed, 0.0
+    if full and "model.lora_rank" in values:
+        raise ConfigurationError(
+            f"--full trains all weights and --lora-rank {values['model.lora_rank']} trains adapters instead. Use only "
+            "one of them."
+        )
+    if epochs is not None and "train.steps" in values:
+        raise ConfigurationError(
+            f"--epochs {epochs:g} and --steps {values['train.steps']} were both given; use only one of them."
+        )
+    epochs = Finetuning.epochs if epochs is None else epochs
+    if not 0 < epochs < 1e6:
+        raise ConfigurationError(f"--epochs must be a positive number, got {epochs:g}.")
+    if folder is not None and folder.suffix == ".toml":
+        raise ConfigurationError(
+            f"{folder} is a settings file, but diloco finetune needs the folder of a model. For settings, use "
+            f"`{command_text('train', folder)}`."
+        )
+    missing = "a model" if folder is None and "model.source" not in values else "conversations"
+    if missing == "a model" or "data.paths" not in values:
+        raise ConfigurationError(
+            f"diloco finetune needs {missing}: diloco finetune FOLDER --data chat.jsonl, where FOLDER holds a "
+            "transformers model."
+        )
+    values = {"preset": "finetune"} | ({} if folder is None else {"model.source": f"hf:{folder}"}) | values
+    return dataclasses.replace(typed, values=values | ({"model.lora_rank": 0} if full else {})), epochs
+
+
+def _with(line: CommandLine, values: dict[str, object]) -> CommandLine:
+    return dataclasses.replace(line, values=line.values | values)

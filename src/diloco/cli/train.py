@@ -14,7 +14,6 @@ from diloco.config import (
     CommandLine,
     Configuration,
     RunPlan,
-    Values,
     parse_arguments,
     plan_run,
     read_toml,
@@ -27,11 +26,7 @@ __all__ = ["run"]
 
 def run(arguments: Sequence[str]) -> int:
     """Train; return 130 if a signal stopped the run and its state was saved."""
-    line = parse_arguments(arguments)
-    if read_torchrun(os.environ) is not None and "checkpoint.resume" not in line.values:
-        in_file = {} if line.file is None else read_toml(line.file, Configuration)
-        line = dataclasses.replace(line, defaults=torchrun_values(in_file | line.values))
-    return run_line(line, ["train", *arguments])
+    return run_line(with_torchrun(parse_arguments(arguments)), ["train", *arguments])
 
 
 def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = ()) -> int:
@@ -67,23 +62,22 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
         with claimed_folder(plan) as (folder, lock):
             code = _train_in(folder, plan, role, line, typed, lock)
     if code == INTERRUPTED and folder is not None and role.kind != "peer":  # a peer has said it, with the others
-        command = resume_command(typed[0], plan.configuration, folder)
+        command = resume_command(plan.configuration, folder)
         print(f"diloco: stopped; the state is saved. To resume: {command}", file=sys.stderr)
     return code
 
 
-def torchrun_values(values: Values) -> Values:
-    """Return the defaults under ``torchrun``: --transport torch, and as many replicas as it started.
-
-    Args:
-        values: the keys that are set, which take precedence.
-    """
+def with_torchrun(line: CommandLine) -> CommandLine:
+    """Return the line with the defaults of ``torchrun``: --transport torch, and as many replicas as it started."""
     torchrun = read_torchrun(os.environ)
-    if torchrun is None or "checkpoint.resume" in values or values.get("network.transport", "torch") != "torch":
-        return {}
-    size = int(values.get("network.replica_size", 1))
-    fitting = {} if torchrun.world_size % size else {"network.replicas": torchrun.world_size // size}
-    return {"network.transport": "torch"} | fitting
+    if torchrun is None or "checkpoint.resume" in line.values:
+        return line
+    asked = ({} if line.file is None else read_toml(line.file, Configuration)) | line.values
+    if asked.get("network.transport", "torch") != "torch":
+        return line
+    replicas, rest = divmod(torchrun.world_size, asked.get("network.replica_size", 1))
+    defaults = {"network.transport": "torch"} | ({} if rest else {"network.replicas": replicas})
+    return dataclasses.replace(line, defaults=defaults)
 
 
 def _train_in(folder: Path, plan: RunPlan, role: Role, line: CommandLine, typed: Sequence[str], lock: int) -> int:
@@ -93,7 +87,7 @@ def _train_in(folder: Path, plan: RunPlan, role: Role, line: CommandLine, typed:
     if role.kind == "launcher":
         return train_processes.launch_ranks(plan, folder, typed, has_out="out" in line.values, lock=lock)
     if role.kind == "peer":
-        return train_processes.train_peer(plan, folder, typed)
+        return train_processes.train_peer(plan, folder)
     return train_processes.train_alone(plan, folder)
 
 

@@ -43,13 +43,10 @@ def train_alone(plan: RunPlan, folder: Path) -> int:
     return _exit_code(summary, sink.void_reason)
 
 
-def train_peer(plan: RunPlan, folder: Path, typed: Sequence[str]) -> int:
+def train_peer(plan: RunPlan, folder: Path) -> int:
     """Train as a peer of the swarm in the settings, until its run ends or a signal asks this replica to leave.
 
     It prints the commands with which others join and, if it is stopped, with which it resumes.
-
-    Args:
-        typed: the command and its arguments.
     """
     from diloco.train import OVER, connect_peer, run_training
 
@@ -57,7 +54,7 @@ def train_peer(plan: RunPlan, folder: Path, typed: Sequence[str]) -> int:
     if plan.source is not None and (folder / CONFIG_FILE).exists():
         continue_record(plan, plan.source, folder)
     notes, fleets = list(plan.notes), []
-    join = join_command(typed[0], settings, folder)
+    join = join_command(settings, folder)
 
     def meet(facts: Mapping[str, str], own: Path) -> SwarmFleet:
         fleet = connect_peer(settings, own, facts)
@@ -74,19 +71,19 @@ def train_peer(plan: RunPlan, folder: Path, typed: Sequence[str]) -> int:
     code = _exit_code({**summary, "interrupted": summary["interrupted"] not in (None, OVER)}, sink.void_reason)
     if code == INTERRUPTED:
         print(
-            f"diloco: stopped; the state is saved. {_how_to_resume(typed[0], settings, folder, fleets)}",
+            f"diloco: stopped; the state is saved. {_how_to_resume(settings, folder, fleets)}",
             file=sys.stderr,
         )
     return code
 
 
-def _how_to_resume(command: str, settings: Configuration, folder: Path, fleets: Sequence[SwarmFleet]) -> str:
+def _how_to_resume(settings: Configuration, folder: Path, fleets: Sequence[SwarmFleet]) -> str:
     others = fleets[-1].left_at if fleets else ()
-    first = f"To resume: {resume_command(command, settings, folder)}"
+    first = f"To resume: {resume_command(settings, folder)}"
     if not others:
         return first
     return (
-        f"To resume while others train: {resume_command(command, settings, folder, others)}\n"
+        f"To resume while others train: {resume_command(settings, folder, others)}\n"
         f"diloco: if all have stopped, the one that stopped last resumes first, and the others join it. {first}"
     )
 

@@ -147,6 +147,7 @@ def _evaluate(trained: Trained, options: EvaluateOptions, length: int) -> Evalua
             batch_size=settings.train.batch_size * 8,
             sequences=settings.evaluation.sequences if options.sequences is None else options.sequences,
             document_masks=data.document_masks,
+            precision=settings.train.precision,
             progress=done.append,
         )
 

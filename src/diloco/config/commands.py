@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from diloco.config.configuration import Configuration, compose, parse_arguments
-from diloco.config.finetune import finetune_line, usual_values, with_steps
 from diloco.config.flags import CommandLine, command_text
-from diloco.config.keys import flatten, keys_of
-from diloco.config.presets import preset_values
+from diloco.config.keys import Values, flatten, keys_of
+from diloco.config.presets import FINETUNE, preset_values
 from diloco.config.run_plan import CONFIG_FILE, PROCESS_KEYS, absolute_inputs, model_limits
 from diloco.errors import ConfigurationError
-from diloco.model import parse_source
 from diloco.plugins import own_code
 from diloco.train import resolve
 
@@ -35,11 +33,10 @@ _FIRST = (
 """Keys from which others follow, or without which a run is refused."""
 
 
-def resume_command(command: str, configuration: Configuration, folder: Path, join: Sequence[str] = ()) -> str:
+def resume_command(configuration: Configuration, folder: Path, join: Sequence[str] = ()) -> str:
     """Return the command that resumes a stopped run, with the settings that the run's folder does not keep.
 
     Args:
-        command: ``"train"`` or ``"finetune"``.
         join: addresses of peers that still train. Those that this run was started with may have been reused since.
     """
     values, usual = flatten(configuration), flatten(Configuration())
@@ -47,40 +44,37 @@ def resume_command(command: str, configuration: Configuration, folder: Path, joi
     own = [name for name in PROCESS_KEYS if not (swarm and name == "network.join")]
     kept = own_code(values) | {name: values[name] for name in own if values[name] != usual[name]}
     kept |= {"network.join": tuple(join)} if join else {}
-    return command_text(command, flags={"--resume": folder} | _flags(kept))
+    return command_text("train", flags={"--resume": folder} | _flags(kept))
 
 
-def join_command(command: str, configuration: Configuration, folder: Path) -> str:
+def join_command(configuration: Configuration, folder: Path) -> str:
     """Return the command with which other peers join the swarm of ``configuration``, without --join and an address.
 
     It sets the keys in which the run differs from what the other flags give, except those in `_PRIVATE`. Settings that
     no flags express are read from the record in ``folder``.
 
     Args:
-        command: ``"train"`` or ``"finetune"``.
         configuration: the resolved settings.
     """
-    goal, source = flatten(configuration), configuration.model.source
-    place = None if source is None or command != "finetune" else parse_source(source).place
+    goal = {name: value for name, value in flatten(configuration).items()}
     private = {name for name in goal if {name, name.partition(".")[0]} & {*_PRIVATE}}
-    usual = flatten(Configuration()) | preset_values(configuration.preset) | {"preset": Configuration.preset}
-    if place is not None:
-        usual |= usual_values(full=False) | {"train.sequence_length": goal["train.sequence_length"]}
-    values = {name: goal[name] for name in _FIRST if goal[name] != usual[name] or (name == "train.steps" and place)}
+    usual = flatten(Configuration()) | preset_values(configuration.preset, {"model.source": configuration.model.source})
+    values: Values = {name: goal[name] for name in _FIRST if goal[name] != usual[name]}
+    if configuration.preset != Configuration.preset:
+        values = {"preset": configuration.preset, **values}
+    if configuration.preset == FINETUNE:  # its number of steps follows from data
+        values["train.steps"] = goal["train.steps"]
     limits = model_limits(configuration)
-    with contextlib.suppress(ConfigurationError):  # such as two values of a list that begin with dashes
+    with contextlib.suppress(ConfigurationError):  # such as a list that is empty
         for _ in range(3):  # what was set may change what follows
-            line = CommandLine(file=None if place is None else Path(place), print_config=False, values=values)
-            if place is not None:
-                line, _ = with_steps(finetune_line(line, full=False), 0, 1.0, 1)
-            settings = flatten(resolve(absolute_inputs(compose(line)), **limits))
+            settings = flatten(resolve(absolute_inputs(compose(CommandLine(values=values))), **limits))
             other = {name: value for name, value in goal.items() if value != settings[name] and name not in private}
             if not other:
-                shown = {name: _from_here(each) for name, each in values.items() if name != "model.source" or not place}
-                text = command_text(command, *([_from_here(place)] if place else []), flags=_flags(shown))
+                shown = {name: _from_here(value) for name, value in values.items()}
+                text = command_text("train", flags=_flags(shown))
                 if parse_arguments(shlex.split(text)[2:]).values == shown:
                     return text
-            values = values | other
+            values |= other
     return command_text("train", folder / CONFIG_FILE)
 
 
@@ -90,7 +84,7 @@ def _flags(values: Mapping[str, Any]) -> dict[str, Any]:
 
     def flag(name: str) -> str:
         short = [alias for alias in keys[name].aliases if alias.startswith("--")]
-        return short[0] if short and keys[name].annotation is not bool else f"--{name.replace('_', '-')}"
+        return short[0] if short and not keys[name].is_switch else keys[name].flag
 
     return {flag(name): value for name, value in values.items()}
 

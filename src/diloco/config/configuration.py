@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from diloco.config.flags import CommandLine, parse_flags
-from diloco.config.keys import Values, build, flatten, keys_of, layered
-from diloco.config.presets import DEFAULT_PRESET, preset_values
+from diloco.config.keys import Values, build, flatten, merge
+from diloco.config.presets import DEFAULT_PRESET, FINETUNE, preset_values
 from diloco.config.toml import read_toml
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model import get_preset, parse_source
@@ -17,7 +17,7 @@ from diloco.monitor import MonitorSettings
 from diloco.plugins import is_own, same_code
 from diloco.train import RunSettings
 
-__all__ = ["Configuration", "compose", "load_configuration", "overlay", "parse_arguments"]
+__all__ = ["Configuration", "compose", "layered", "load_configuration", "parse_arguments"]
 
 DESCRIPTION = """Train a language model with DiLoCo or Streaming DiLoCo. Flags override a TOML
 file, which overrides the preset. The defaults shown are those of the preset tiny.
@@ -28,11 +28,12 @@ Examples:
   diloco train --algorithm data-parallel     the baseline, all else the same
   diloco train --resume runs/streaming-tiny  resume a stopped run"""
 
-_NAMED_BY = {"optimizer.arguments": "optimizer.name", "model.arguments": "model.source"}
-"""Each table of arguments, and the key that names the object which takes them."""
-
-_ROLES = {"codec": "sync.codec", "outer": "sync.outer", "merge": "sync.merge", "average": "sync.average"}
-"""Each table in ``sync.arguments``, and the key that names the object which takes it."""
+_NAMED_BY = {
+    ("optimizer.arguments", ""): "optimizer.name",
+    ("model.arguments", ""): "model.source",
+    **{("sync.arguments", role): f"sync.{role}" for role in ("codec", "outer", "merge", "average")},
+}
+"""Each table of arguments, or entry of one, and the key that names the object which takes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class Configuration(RunSettings):
     """The settings of a run, its preset, and the settings of its monitoring."""
 
     preset: str = DEFAULT_PRESET
-    """Preset of model and training; `diloco presets` lists all."""
+    """Preset of model and training; `diloco presets` lists all. finetune: that of `diloco finetune`."""
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
 
     @property
@@ -50,8 +51,11 @@ class Configuration(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # The dataclass is frozen, so object.__setattr__ replaces an alias by the listed name.
-        object.__setattr__(self, "preset", get_preset(self.preset).name)
+        if self.preset == FINETUNE:
+            if self.model.source is None:
+                raise ConfigurationError("preset='finetune' needs model.source, the model to start from.")
+        else:  # the dataclass is frozen, so object.__setattr__ replaces an alias by the listed name
+            object.__setattr__(self, "preset", get_preset(self.preset).name)
 
 
 def load_configuration(arguments: Sequence[str]) -> Configuration:
@@ -93,52 +97,43 @@ def compose(line: CommandLine) -> Configuration:
         )
     in_file: Values = line.defaults | ({} if line.file is None else read_toml(line.file, Configuration))
     asked = in_file | line.values
-    steps = asked.get("train.steps")
-    # a number of steps that is invalid is left to the checks of the settings
-    preset = preset_values(
-        asked.get("preset", DEFAULT_PRESET), steps=steps if isinstance(steps, int) and steps >= 1 else None
-    )
-    values = overlay(in_file, line.values, preset)
-    if values.get("network.transport") == "hivemind" and "network.replicas" not in values:
-        values["network.replicas"] = 1  # a swarm begins with its first peer
-    init_from = values.get("train.init_from")
-    named = {name for name in values if name.startswith("model.")}
-    if init_from is not None and "preset" not in values and named <= {"model.source"}:
-        values = _model_of_checkpoint(init_from.expanduser(), values) | values
-    source = values.get("model.source")
-    if source is None:
-        return build(Configuration, overlay(preset | _model_of_folder(init_from), values))
-    parsed = parse_source(source)
-    preset = {name: value for name, value in preset.items() if not name.startswith("model.")}
-    place = Path(parsed.place).expanduser()
-    if parsed.kind == "hf" and (place / "tokenizer.json").is_file() and "data.tokenizer" not in values:
-        values = values | {"data.tokenizer": str(place)}
-    return build(Configuration, overlay(preset, values))
+    preset = preset_values(asked.get("preset", DEFAULT_PRESET), asked)
+    if asked.get("network.transport") == "hivemind":
+        preset["network.replicas"] = 1  # a swarm begins with its first peer
+    init_from = asked.get("train.init_from")
+    model: Values = {}
+    if init_from is not None:
+        named = {name for name in asked if name.startswith("model.")}
+        if "preset" not in asked and named <= {"model.source"}:
+            model = _model_of_checkpoint(init_from.expanduser(), asked)
+        if model.get("model.source", asked.get("model.source")) is None:
+            preset |= _model_of_folder(init_from.expanduser())
+    settings = layered(flatten(Configuration()), preset, model, in_file, line.values)
+    if settings["model.source"] is not None and "data.tokenizer" not in asked:
+        source = parse_source(settings["model.source"])
+        place = Path(source.place).expanduser()
+        if source.kind == "hf" and (place / "tokenizer.json").is_file():
+            settings["data.tokenizer"] = str(place)
+    return build(Configuration, settings)
 
 
-def overlay(below: Values, above: Values, beneath: Mapping[str, Any] = {}) -> Values:
-    """Return the values of both layers, which lie on those of ``beneath``; those of ``above`` win.
+def layered(values: Values, *layers: Mapping[str, Any]) -> Values:
+    """Return ``values`` with the layers on top of it, each above the one before.
 
-    A table of arguments changes only the entries that it names. If ``above`` selects another optimizer, codec or the
-    like, it does not inherit the arguments of the one below.
+    Of a table, a layer changes only the entries that it names. If it selects another optimizer, codec or the like, the
+    arguments of the one below are dropped.
     """
-    before = flatten(RunSettings()) | dict(beneath) | below
-    others = {table for table, name in _NAMED_BY.items() if above.get(name, before[name]) != before[name]}
-    roles = {role for role, name in _ROLES.items() if above.get(name, before[name]) != before[name]}
-    lower = dict(below)
-    for table in keys_of(Configuration):
-        if table in others:
-            lower[table] = {}
-        elif (  # with ``beneath``, a later call puts the table on what lies below, which may be another model's
-            not beneath and table in _NAMED_BY and table not in lower and any(name.startswith(table) for name in above)
-        ):
-            lower[table] = before[table]
-    if roles:
-        lower["sync.arguments"] = {role: each for role, each in before["sync.arguments"].items() if role not in roles}
-    return layered(Configuration, lower, above)
+    for layer in layers:
+        values = dict(values)
+        for (table, entry), name in _NAMED_BY.items():
+            if layer.get(name, values[name]) != values[name]:
+                values[table] = {key: each for key, each in values[table].items() if entry and key != entry}
+        for name, value in layer.items():
+            values[name] = merge(values.get(name), value)
+    return values
 
 
-def _model_of_checkpoint(path: Path, typed: Values) -> Values:
+def _model_of_checkpoint(path: Path, asked: Values) -> Values:
     """Return the ``model.*`` keys of a checkpoint if its model came from a source and the user chose no other.
 
     Raises:
@@ -153,7 +148,7 @@ def _model_of_checkpoint(path: Path, typed: Values) -> Values:
     except CheckpointError:
         return {}  # the code that loads the checkpoint reports what is wrong with it
     described: Any = checkpoint.about.get("model")
-    stored, named = described.get("source") if isinstance(described, dict) else None, typed.get("model.source")
+    stored, named = described.get("source") if isinstance(described, dict) else None, asked.get("model.source")
     if stored is None or (named is not None and not (is_own(stored) and same_code(stored, named))):
         return {}
     from diloco.trained import model_settings
@@ -163,10 +158,9 @@ def _model_of_checkpoint(path: Path, typed: Values) -> Values:
     return {name: value for name, value in values.items() if value not in (None, {}, 0)}
 
 
-def _model_of_folder(init_from: Path | None) -> Values:
+def _model_of_folder(folder: Path) -> Values:
     """Return the sizes and tokeniser for a native decoder that starts from a transformers folder, or none."""
-    folder = None if init_from is None else init_from.expanduser()
-    if folder is None or not (folder / "config.json").is_file():
+    if not (folder / "config.json").is_file():
         return {}
     from diloco.model import native_settings
 

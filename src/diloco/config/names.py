@@ -1,97 +1,84 @@
-"""The known names nearest to an unknown key or flag."""
+"""Unknown names of keys and flags: what replaces an old one, or the known name that is nearest."""
 
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
 
-from diloco.config.keys import Key
+from diloco.errors import ConfigurationError
 
-__all__ = ["nearest_flags", "nearest_key"]
+__all__ = ["RENAMED", "OldKeyError", "nearest_flag", "nearest_key", "replacement"]
+
+_NAMES = tomllib.loads(Path(__file__).with_name("names.toml").read_text("utf-8"))
+
+RENAMED: dict[str, str] = {
+    **dict.fromkeys(_NAMES["gone"], ""),
+    **{old: f"{new}.{old.rpartition('.')[2]}" for new, keys in _NAMES["moved"].items() for old in keys},
+    **_NAMES["renamed"],
+}
+"""Key or short flag of versions before 0.6 -> the new key, or what else replaces it; empty if nothing does."""
 
 
-def nearest_key(given: str, known: Mapping[str, Key], *, is_section: bool = False) -> str:
-    """Return a sentence with the key nearest to ``given``, from its own section or else from all sections.
+class OldKeyError(ConfigurationError):
+    """A key of a version before 0.6."""
 
-    For a section, the nearest section is tried first.
 
-    >>> from diloco.config import keys_of
-    >>> from diloco.train.settings import RunSettings
-    >>> nearest_key("train.stesp", keys_of(RunSettings))
-    "did you mean 'train.steps'?"
-    >>> nearest_key("network.inner_step", keys_of(RunSettings))
-    "did you mean 'sync.inner_steps'?"
-    >>> nearest_key("checkpoint.colour", keys_of(RunSettings))
-    '[checkpoint] has: every_steps, keep, resume.'
+def replacement(name: str, command: str = "") -> str | None:
+    """Return what to say about an old key, or about an old flag (with dashes in front); None if it is none.
+
+    Args:
+        command: the command that has the flag.
+
+    >>> replacement("inner.learning_rate"), replacement("--transport.no-pace")
+    ('it is now optimizer.learning_rate.', 'it is gone: nothing has to be set.')
+    >>> replacement("--start-replicas"), replacement("train.steps")
+    ('it is now --network.replicas.', None)
     """
-    section, _, leaf = given.rpartition(".")
-    leaf = leaf.replace("-", "_")
-    siblings = {key.leaf: key.name for key in known.values() if key.section == section}
-    everywhere = {key.leaf: key.name for key in reversed(list(known.values()))}
-    sections = {key.section: f"[{key.section}]" for key in known.values() if key.section}
-    for choices in (sections, siblings, everywhere) if is_section else (siblings, everywhere, sections):
-        close = difflib.get_close_matches(leaf, choices, n=1, cutoff=0.7)
-        if close:
-            return f"did you mean {choices[close[0]]!r}?"
+    key = name.lstrip("-").replace(".no-", ".")
+    new = _NAMES["commands"].get(command, {}).get(key.partition(".")[0])
+    if new is None:
+        new = RENAMED.get(key.replace("-", "_"))
+        if new and name.startswith("--") and "." in new.partition(" ")[0]:
+            new = f"--{new.replace('_', '-')}"
+    return None if new is None else f"it is now {new}." if new else "it is gone: nothing has to be set."
+
+
+def nearest_key(name: str, known: Iterable[str]) -> str:
+    """Return a sentence with the key or section nearest to ``name``, or with all keys of its section.
+
+    >>> known = ["train.steps", "sync.inner_steps", "checkpoint.keep", "checkpoint.resume"]
+    >>> nearest_key("train.stesp", known), nearest_key("network.inner_step", known)
+    ("did you mean 'train.steps'?", "did you mean 'sync.inner_steps'?")
+    >>> nearest_key("checkpoint.colour", known)
+    '[checkpoint] has: keep, resume.'
+    """
+    section, _, leaf = name.rpartition(".")
+    parts = [(key, *key.rpartition(".")[::2]) for key in known]
+    siblings = {end: key for key, group, end in parts if group == section}
+    sections = {group: f"[{group}]" for _, group, _ in parts if group}
+    choices = {end: key for key, _, end in parts} | sections | siblings
+    close = difflib.get_close_matches(leaf.replace("-", "_"), choices, n=1, cutoff=0.7)
+    if close:
+        return f"did you mean {choices[close[0]]!r}?"
     if siblings and section:
         return f"[{section}] has: {', '.join(sorted(siblings))}."
     return f"the sections are: {', '.join(sorted(sections.values()))}."
 
 
-_COMMON = {
-    **dict.fromkeys(("epochs", "iters", "iterations"), "steps"),
-    **dict.fromkeys(("gpus", "nproc", "nproc-per-node", "world-size", "workers", "nodes", "m"), "replicas"),
-    **dict.fromkeys(("output", "output-dir", "outdir", "dir", "save-dir"), "out"),
-    **dict.fromkeys(("dataset", "input", "corpus"), "data"),
-    **dict.fromkeys(("wd", "weight-decay", "betas"), "optimizer.arguments"),
-    **dict.fromkeys(("rank", "local-rank"), "replica"),
-    **dict.fromkeys(("h", "sync-every", "sync-steps"), "inner-steps"),
-    **dict.fromkeys(("dtype", "bf16"), "precision"),
-    **dict.fromkeys(("ctx", "context-length", "block-size"), "sequence-length"),
-    **{"run-name": "run", "p": "fragments", "tau": "overlap-steps", "cuda": "device", "gpu": "device"},
-    **{"grad-clip": "optimizer.clip-norm", "momentum": "outer-momentum"},
-    **dict.fromkeys(("wandb", "tensorboard", "report-to"), "sinks"),
-    **{"lora": "lora-rank", "val-split": "data.heldout-fraction", "hidden-size": "model.arguments"},
-}
-"""Names that other programs use, and symbols of the papers -> the end of the flag that is meant here."""
+def nearest_flag(word: str, flags: Iterable[str]) -> str | None:
+    """Return the flag that is probably meant by an unknown one, which may come from another program.
 
-_LONG = {
-    **{"lr": "learning-rate", "bs": "batch-size", "seq": "sequence", "len": "length", "eval": "evaluation"},
-    **{"save": "checkpoint", "ckpt": "checkpoint", "num": "", "max": "", "total": "", "n": ""},
-}
-"""Parts of names -> what is written for them here."""
-
-
-def nearest_flags(word: str, flags: Sequence[str]) -> list[str]:
-    """Return the flags that are probably meant by an unknown one, at most three.
-
-    >>> flags = ["--learning-rate", "--outer-learning-rate", "--run", "--steps", "--batch-size"]
-    >>> [nearest_flags(word, flags) for word in ("--lr", "--batchsize", "--max-steps", "--zz")]
-    [['--learning-rate'], ['--batch-size'], ['--steps'], []]
+    >>> flags = ["--learning-rate", "--outer-learning-rate", "--run", "--train.steps", "--steps", "--batch-size"]
+    >>> [nearest_flag(word, flags) for word in ("--lr", "--batchsize", "--max-steps", "--train.stesp", "--zz")]
+    ['--learning-rate', '--batch-size', '--steps', '--train.steps', None]
     """
-    section, _, leaf = word.lstrip("-").replace("_", "-").lower().rpartition(".")
-    meant = _COMMON.get(leaf, leaf)
-    words = _parts("-".join([section, *(_LONG.get(part, part) for part in _parts(meant))])) or [leaf]
-    if not section:  # the short flag, if there is one
-        short = {flag.lstrip("-") for flag in flags if "." not in flag}
-        flags = [flag for flag in flags if "." not in flag or flag.rpartition(".")[2] not in short]
-
-    def likeness(flag: str) -> float:
-        ours, end = _parts(flag), _parts(flag.rpartition(".")[2])
-        typed = sum(max(_alike(each, part) for part in ours) for each in words) / len(words)
-        covered = sum(max(_alike(each, part) for each in words) for part in end) / len(end)
-        return max((typed + covered) / 2, _alike("".join(words), "".join(ours if section else end)))
-
-    scores = {flag: round(likeness(flag), 3) for flag in flags}
-    best = max(scores.values(), default=0.0)
-    return [flag for flag, score in scores.items() if score == best > 0.55][:3]
-
-
-def _parts(name: str) -> list[str]:
-    return [part for part in re.split(r"[-.]", name) if part]
-
-
-def _alike(one: str, other: str) -> float:
-    ratio = difflib.SequenceMatcher(None, one, other).ratio()
-    return ratio if ratio >= 0.75 else 0.0
+    section, dot, leaf = word.lstrip("-").replace("_", "-").lower().rpartition(".")
+    meant = next((flag for flag, others in _NAMES["elsewhere"].items() if leaf in others), leaf)
+    meant = "-".join(filter(None, (_NAMES["parts"].get(part, part) for part in meant.split("-")))) or leaf
+    names: dict[str, str] = {}
+    for flag in sorted(flags, key=lambda flag: "." in flag):  # short ones first
+        names |= {flag[2:]: flag} | {flag[2:].rpartition(".")[2]: flag} | names
+    close = difflib.get_close_matches(f"{section}{dot}{meant}", names, n=1)
+    return names[close[0]] if close else None

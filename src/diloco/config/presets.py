@@ -1,126 +1,86 @@
-"""Run presets: for each model preset, the training settings that belong to it.
-
-A preset is the bottom layer, below a TOML file and flags. Settings that depend on the algorithm (tau, P, codec, merge
-rule) are left to `diloco.train.resolve`, so that ``--algorithm diloco`` works with every preset.
-"""
+"""Run presets: the training settings of ``presets.toml``, and what follows from the length of the run and its model."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from diloco.config.keys import Values
-from diloco.model import get_preset
+from diloco.config.toml import read_tables, typed_values
+from diloco.model import get_preset, parse_source
+from diloco.train import RunSettings
 
-__all__ = ["DEFAULT_PRESET", "RUN_PRESETS", "RunPreset", "preset_values"]
+__all__ = ["DEFAULT_PRESET", "FINETUNE", "preset_values"]
 
 DEFAULT_PRESET = "tiny"
+FINETUNE = "finetune"  # has no model of its own
+
+_SHORT_RUN_ROUNDS = 50  # with fewer rounds the outer optimizer has no momentum
+_LONGEST = 1024  # maximum sequence length of fine-tuning by default
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunPreset:
-    """The training settings of a preset. Shares are relative to the number of steps."""
+def preset_values(name: str, asked: Mapping[str, Any] = {}) -> Values:
+    """Return every key that preset ``name`` sets.
 
-    steps: int
-    warmup_steps: int  # at most a quarter of the run
-    data_parallel_share: float = 0.0
-    """Share of the run that is a shared data-parallel start, rounded down to whole steps."""
-    values: Mapping[str, Any] = field(default_factory=dict)  # all other keys
+    Args:
+        asked: the values in the layers above, such as the number of steps.
 
-
-TINY = RunPreset(
-    # The quick start. A shared start of a third of the run makes such a short comparison fair. H=10 with an outer
-    # learning rate of 0.4 came nearest to data-parallel at this size.
-    steps=600,
-    warmup_steps=50,
-    data_parallel_share=1 / 3,
-    values={
-        "train.batch_size": 4,
-        "network.replicas": 4,
-        "optimizer.learning_rate": 2e-3,
-        "sync.inner_steps": 10,
-        "sync.outer_learning_rate": 0.4,
-    },
-)
-
-TINY_MUON = replace(
-    # benchmarks/parity, "Streaming fp4, Muon, AdamW betas .97/.99, momentum .85": 9.8 to 11.7 % below data-parallel
-    # AdamW, where TINY is 2.3 to 2.8 % above it. A replica sees a quarter of the batch, so AdamW, which updates all
-    # parameters but the hidden matrices, does better with a longer memory of its gradients.
-    TINY,
-    values={
-        **TINY.values,
-        "optimizer.name": "Muon",
-        "optimizer.learning_rate": 8e-3,  # for AdamW, which updates embedding, head and norms
-        "optimizer.arguments": {"matrix_lr_ratio": 2.5, "momentum": 0.85, "betas": (0.97, 0.99)},
-        "sync.outer_learning_rate": 0.8,
-        "sync.outer_momentum": 0.6,
-    },
-)
-
-OPEN_DILOCO = {"network.replicas": 8, "train.batch_size": 512, "train.gradient_accumulation": 64}
-STREAMING = {"network.replicas": 2, "optimizer.arguments": {"betas": (0.9, 0.99), "weight_decay": 0.1}}
-
-RUN_PRESETS: dict[str, RunPreset] = {
-    "tiny": TINY,
-    "tiny-muon": TINY_MUON,
-    # OpenDiLoCo (2407.07852): 88,000 steps, 8 replicas of 512 sequences, H=500; 1b: 44,000 steps, 4 of 2,048, H=125.
-    **{
-        name: RunPreset(steps=88_000, warmup_steps=1_000, values={**OPEN_DILOCO, "sync.inner_steps": 500})
-        for name in ("2m", "14m", "60m", "150m")
-    },
-    "1b": RunPreset(
-        steps=44_000,
-        warmup_steps=1_000,
-        values={
-            "network.replicas": 4,
-            "train.batch_size": 2048,
-            "train.gradient_accumulation": 256,
-            "sync.inner_steps": 125,
-        },
-    ),
-    # Streaming DiLoCo (2501.18512), Table 2: its token budgets over M=2 replicas, H=100. The paper does not state its
-    # batch size. Here the tokens per step grow from 2^18 to 2^20, which its wall-clock times imply at 1B.
-    **{
-        name: RunPreset(
-            steps=tokens // (2 * batch * 1024),
-            warmup_steps=1_000,
-            values={**STREAMING, "train.batch_size": batch, "train.gradient_accumulation": batch // 8},
-        )
-        for name, tokens, batch in (
-            ("streaming-35m", 700_000_000, 128),
-            ("streaming-100m", 1_500_000_000, 128),
-            ("streaming-200m", 3_500_000_000, 128),
-            ("streaming-300m", 6_000_000_000, 256),
-            ("streaming-500m", 11_000_000_000, 256),
-            ("streaming-1b", 25_000_000_000, 512),
-            ("streaming-4b", 83_000_000_000, 512),
-        )
-    },
-}
-
-
-def preset_values(name: str, *, steps: int | None = None) -> Values:
-    """Return every key that preset ``name`` sets, for a run of ``steps`` steps (default: the preset's own number).
-
-    >>> preset_values("tiny")["train.data_parallel_steps"], preset_values("tiny", steps=30)["optimizer.warmup_steps"]
-    (200, 7)
+    >>> preset_values("tiny")["train.data_parallel_steps"]
+    200
+    >>> preset_values("tiny", {"train.steps": 30})["optimizer.warmup_steps"]
+    7
 
     Raises:
         ConfigurationError: for an unknown name.
     """
-    preset = get_preset(name)
-    run = RUN_PRESETS[preset.name]
-    total = run.steps if steps is None else steps
-    values: Values = {
-        "preset": preset.name,
-        "train.steps": total,
+    preset = None if name == FINETUNE else get_preset(name)
+    name = name if preset is None else preset.name
+    tables = read_tables(Path(__file__).with_name("presets.toml"), "the presets")
+    values: Values = {"preset": name} | typed_values(tables[name], RunSettings, name)
+    if preset is None:
+        return values | _finetune_values(asked)
+    own = values["train.steps"]
+    steps = asked.get("train.steps", own)
+    values |= {
+        "train.steps": steps,
         "train.sequence_length": preset.sequence_length,
-        "train.data_parallel_steps": int(total * run.data_parallel_share),
-        "optimizer.warmup_steps": min(run.warmup_steps, total // 4),
+        "train.data_parallel_steps": steps * values.get("train.data_parallel_steps", 0) // own,
+        "optimizer.warmup_steps": min(values["optimizer.warmup_steps"], steps // 4),
         "model.arguments": preset.model.arguments(),
     }
-    if preset.model.vocab_size is not None:
-        values |= {"data.tokenizer": f"bpe:{preset.model.vocab_size}"}
-    return values | dict(run.values)
+    return values if preset.model.vocab_size is None else values | {"data.tokenizer": f"bpe:{preset.model.vocab_size}"}
+
+
+def _finetune_values(asked: Mapping[str, Any]) -> Values:
+    """Return what follows from the number of steps, the model and its adapters.
+
+    Nesterov momentum mu makes the outer step `1 / (1 - mu)` times as long. It takes about that many rounds to build up
+    and as many to decay, so a short run overshoots. Without momentum and with a learning rate of 1, the global
+    parameters become the mean of the local ones.
+    """
+    steps = asked.get("train.steps", 10)
+    inner_steps = asked.get("sync.inner_steps", min(20, max(1, steps // 10)))
+    values: Values = {
+        "train.steps": steps,
+        "train.sequence_length": _LONGEST,
+        "sync.inner_steps": inner_steps,
+        "optimizer.warmup_steps": min(100, steps // 20),
+    }
+    if not any(key.startswith("sync.outer") for key in asked) and "outer" not in asked.get("sync.arguments", {}):
+        short = {"sync.outer": "sgd", "sync.outer_learning_rate": 1.0}
+        long = {"sync.outer": "nesterov", "sync.outer_learning_rate": 0.7, "sync.outer_momentum": 0.6}
+        values |= short if steps < _SHORT_RUN_ROUNDS * inner_steps else long
+    if asked.get("model.lora_rank") == 0:  # all weights are trained
+        values["optimizer.learning_rate"] = 2e-5
+    if asked.get("model.source") is not None:
+        source = parse_source(asked["model.source"])
+        with suppress(OSError, ValueError, TypeError):
+            config = json.loads((Path(source.place).expanduser() / "config.json").read_text("utf-8"))
+            longest = config.get("max_position_embeddings") or config.get("n_positions") or _LONGEST
+            values["train.sequence_length"] = min(_LONGEST, int(longest))
+        if asked.get("network.transport") == "hivemind":
+            values["network.run"] = f"finetune-{source.label}"
+    return values

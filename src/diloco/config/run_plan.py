@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import operator
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from diloco import __version__
-from diloco.config.configuration import Configuration, compose, overlay
+from diloco.config.configuration import Configuration, compose, layered
 from diloco.config.flags import CommandLine, command_text
-from diloco.config.keys import Values, build, flatten, keys_of
+from diloco.config.keys import build, flatten, keys_of
+from diloco.config.names import OldKeyError
 from diloco.config.presets import preset_values
-from diloco.config.renamed import OldKeyError
 from diloco.config.toml import in_toml, read_toml, to_toml
 from diloco.errors import ConfigurationError
 from diloco.model import parse_source
@@ -29,13 +31,15 @@ PROCESS_KEYS = ("network.replica", "network.join", "network.listen", "network.an
 
 _PER_CALL_KEYS = ("out", "train.stop_after", "checkpoint.resume")  # settings of one call of the command
 
-CHANGEABLE = (
+_CHANGEABLE = (
     *("train.steps", "train.stop_after", "train.parallelism", "out", "evaluation", "checkpoint", "monitor"),
     *("network", "emulate", "data.skip_bad"),
 )
 """Keys and sections that may change when a run resumes. None of them changes what a step of a replica computes, except
 that `train.steps` stretches the learning-rate schedule. Another number of replicas changes the mean. The run prints a
 note about both."""
+
+_CODE_KEYS = [key for key in KEYS if key not in ("model.source", "monitor.sinks")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +67,9 @@ def plan_run(line: CommandLine) -> RunPlan:
             f"checkpoint.resume={str(asked.checkpoint.resume)!r} cannot be set in {line.file}: a resumed run takes its "
             f"settings from its own folder. Use `{command_text('train', flags={'--resume': asked.checkpoint.resume})}`."
         )
-    configuration = _resolved(asked)
-    return RunPlan(
-        configuration=configuration,
-        record=_record(configuration, given=flatten(asked)),
-        source=None,
-        notes=notes(configuration),
-    )
+    resolved = _resolved(asked)
+    record = _record(resolved, flatten(asked))
+    return RunPlan(configuration=resolved, record=record, source=None, notes=notes(resolved))
 
 
 def model_limits(settings: Configuration) -> dict[str, int | None]:
@@ -89,18 +89,11 @@ def model_limits(settings: Configuration) -> dict[str, int | None]:
 def _resolved(asked: Configuration) -> Configuration:
     """Return ``asked`` resolved for its model."""
     resolved = resolve(asked, **model_limits(asked))
-    if any(map(is_own, _named(resolved).values())) or resolved.sync.arguments:
+    if resolved.sync.arguments or any(is_own(operator.attrgetter(key)(resolved)) for key in _CODE_KEYS):
         from diloco.train import check_own_code
 
         check_own_code(resolved)
     return resolved
-
-
-def _named(configuration: Configuration) -> Values:
-    """Return the settings that may name user-defined code, except for the model."""
-    return {
-        key: operator.attrgetter(key)(configuration) for key in KEYS if key not in ("model.source", "monitor.sinks")
-    }
 
 
 def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
@@ -110,20 +103,21 @@ def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
             f"{line.file} cannot be given together with --resume {resume}: a resumed run takes its settings from its "
             "own folder. Leave the file out."
         )
-    source, record = _run_folder(resume)
-    saved = flatten(read_record(record))
+    source, path = _run_folder(resume)
+    saved = flatten(read_record(path))
     confirm(source, saved, line.values)
-    wanted = flatten(absolute_inputs(build(Configuration, overlay(saved, line.values))))
-    changed = {name: wanted[name] for name in line.values if not same_code(wanted[name], saved[name])}
-    allowed = {name for name in changed if {name, name.partition(".")[0]} & {*CHANGEABLE}}
-    if "hivemind" in (saved["network.transport"], wanted["network.transport"]):  # a swarm divides the data otherwise
-        allowed -= {"network.transport"}
-    fixed = [name for name in changed if name not in allowed]
+    wanted = flatten(absolute_inputs(build(Configuration, layered(saved, line.values))))
+    swarm = "hivemind" in (saved["network.transport"], wanted["network.transport"])  # it divides the data otherwise
+    fixed = [
+        f"{name} from {in_toml(saved[name])} to {in_toml(wanted[name])}"
+        for name in line.values
+        if not same_code(wanted[name], saved[name])
+        and ((swarm and name == "network.transport") or not {name, name.partition(".")[0]} & {*_CHANGEABLE})
+    ]
     if fixed:
-        changes = ", ".join(f"{name} from {in_toml(saved[name])} to {in_toml(changed[name])}" for name in fixed)
         raise ConfigurationError(
-            f"--resume {resume} cannot change {changes}: the steps of a resumed run must compute the same. Leave that "
-            f"out, or start a new run with --init-from {resume}."
+            f"--resume {resume} cannot change {', '.join(fixed)}: the steps of a resumed run must compute the same. "
+            f"Leave that out, or start a new run with --init-from {resume}."
         )
     before, after = saved["train.steps"], wanted["train.steps"]
     if after < before:
@@ -133,13 +127,12 @@ def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
         f"the result differs from that of a run with {after} steps from the start.",
     )
     # The checkpoint holds the parameters that the run started from; only the record keeps their name.
-    configuration = _resolved(build(Configuration, wanted | {"train.init_from": None}))
-    recorded = build(Configuration, flatten(configuration) | {"train.init_from": saved["train.init_from"]})
+    resolved = _resolved(build(Configuration, wanted | {"train.init_from": None}))
     return RunPlan(
-        configuration=configuration,
-        record=_record(recorded),
+        configuration=resolved,
+        record=_record(build(Configuration, flatten(resolved) | {"train.init_from": saved["train.init_from"]})),
         source=source,
-        notes=(stretched if after > before else ()) + notes(configuration),
+        notes=(stretched if after > before else ()) + notes(resolved),
     )
 
 
@@ -163,44 +156,37 @@ def _run_folder(resume: Path) -> tuple[Path, Path]:
 
     On a machine with only some of a run's replicas, the settings are in the replicas' own folders.
     """
-    parents = Path(os.path.abspath(resume)).parents
-    for folder in (resume, *parents[:2]):
+    for folder in (resume, *Path(os.path.abspath(resume)).parents[:2]):
         if (folder / CONFIG_FILE).is_file():
             return folder, folder / CONFIG_FILE
-    for record in sorted(resume.glob(f"replica-*/{CONFIG_FILE}")):
-        return resume, record
+    for path in sorted(resume.glob(f"replica-*/{CONFIG_FILE}")):
+        return resume, path
     wrong = f"there is no {CONFIG_FILE} in it" if resume.exists() else "it does not exist"
     raise ConfigurationError(
         f"--resume {resume} must be a run folder, such as runs/streaming-tiny, or a checkpoint in one, but {wrong}."
     )
 
 
-def _record(configuration: Configuration, *, given: Values | None = None) -> str:
+def _record(configuration: Configuration, given: Mapping[str, Any] = {}) -> str:
     """Return the text of ``config.toml``, with which `diloco train config.toml` repeats the run."""
     keys = keys_of(Configuration)
     left_out = {name: keys[name].default for name in (*PROCESS_KEYS, *_PER_CALL_KEYS)}
-    lasting = build(Configuration, flatten(configuration) | left_out)
-    beneath = preset_values(lasting.preset, steps=lasting.train.steps)
-    header = f"# Settings as resolved by diloco {__version__}; `diloco train config.toml` repeats this run."
-    return f"{header}\n\n{to_toml(lasting, beneath=beneath, given=given)}"
+    values = flatten(configuration) | left_out
+    text = to_toml(build(Configuration, values), beneath=preset_values(configuration.preset, values), given=given)
+    return f"# Settings as resolved by diloco {__version__}; `diloco train config.toml` repeats this run.\n\n{text}"
 
 
 def absolute_inputs(configuration: Configuration) -> Configuration:
     """Return the configuration with absolute input paths, so that the run can resume in another working directory."""
-    model, train = configuration.model, configuration.train
-    init_from = None if train.init_from is None else Path(os.path.abspath(train.init_from.expanduser()))
-    values: Values = {"train.init_from": init_from, "model.source": _absolute_source(model.source)}
-    values |= {key: absolute(name) for key, name in _named(configuration).items() if name is not None}
-    absolute_data = dataclasses.replace(configuration, data=configuration.data.absolute())
-    return build(Configuration, flatten(absolute_data) | values)
-
-
-def _absolute_source(source: str | None) -> str | None:
-    """Return the source with an absolute path if it names a path. Names on the hub and of modules stay the same."""
-    if source is None:
-        return None
-    parsed = parse_source(source)
-    if parsed.kind == "module":
-        return absolute(source)
-    path = Path(parsed.place).expanduser()
-    return f"hf:{os.path.abspath(path)}" if path.exists() else source
+    values = flatten(dataclasses.replace(configuration, data=configuration.data.absolute()))
+    values |= {key: absolute(values[key]) for key in _CODE_KEYS if values[key] is not None}
+    if values["train.init_from"] is not None:
+        values["train.init_from"] = Path(os.path.abspath(values["train.init_from"].expanduser()))
+    if values["model.source"] is not None:
+        source = parse_source(values["model.source"])
+        path = Path(source.place).expanduser()
+        if source.kind == "module":
+            values["model.source"] = absolute(values["model.source"])
+        elif path.exists():  # else a name on the hub
+            values["model.source"] = f"hf:{os.path.abspath(path)}"
+    return build(Configuration, values)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from diloco.config.keys import Key, Values, flatten, keys_of, leaf_type
-from diloco.config.names import nearest_key
-from diloco.config.renamed import OldKeyError, replacement
+from diloco.config.keys import Key, Values, flatten, keys_of
+from diloco.config.names import OldKeyError, nearest_key, replacement
 from diloco.errors import ConfigurationError
 from diloco.units import DURATION, RATE, Duration, Rate, parse, visible
 
@@ -22,11 +21,12 @@ __all__ = [
     "convert",
     "freeze",
     "in_toml",
+    "parse_tables",
     "parse_toml",
     "read_tables",
     "read_toml",
     "to_toml",
-    "write_values",
+    "typed_values",
 ]
 
 MAY_BE_EMPTY = ("prompt", "system", "evaluation.sample_prompts")
@@ -41,7 +41,7 @@ def read_toml(path: Path, settings_type: type) -> Values:
     Raises:
         ConfigurationError: if the file can't be read or is not TOML, a key is unknown, or a value has the wrong type.
     """
-    return _read_table(read_tables(path, "the configuration file"), "", keys_of(settings_type), str(path))
+    return typed_values(read_tables(path, "the configuration file"), settings_type, str(path))
 
 
 def read_tables(path: Path, called: str) -> dict[str, Any]:
@@ -54,13 +54,12 @@ def read_tables(path: Path, called: str) -> dict[str, Any]:
         ConfigurationError: if the file can't be read or is not TOML.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        if isinstance(error, UnicodeDecodeError) and error.object.startswith((b"\xff\xfe", b"\xfe\xff")):
-            reason = "it begins like UTF-16 text. Convert it to UTF-8"
-        raise ConfigurationError(f"{called} {path} cannot be read: {reason}.") from error
-    return _tables(text, str(path))
+        text = path.read_text(encoding="utf-8-sig")  # editors of Windows write a byte order mark
+    except OSError as error:
+        raise ConfigurationError(f"{called} {path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{called} {path} cannot be read: {error}. Convert it to UTF-8.") from error
+    return parse_tables(text, str(path))
 
 
 def parse_toml(text: str, settings_type: type, *, where: str) -> Values:
@@ -73,36 +72,42 @@ def parse_toml(text: str, settings_type: type, *, where: str) -> Values:
     Traceback (most recent call last):
     diloco.errors.ConfigurationError: run.toml: unknown key 'train.stesp'; did you mean 'train.steps'?
     """
-    return _read_table(_tables(text, where), "", keys_of(settings_type), where)
+    return typed_values(parse_tables(text, where), settings_type, where)
 
 
-def _tables(text: str, where: str) -> dict[str, Any]:
+def parse_tables(text: str, where: str) -> dict[str, Any]:
+    """Return the contents of TOML text without conversion."""
     try:
-        return tomllib.loads(text.removeprefix("\ufeff"))  # a byte order mark, as editors of Windows write it
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # numbers with too many digits, too many levels of nesting
         raise ConfigurationError(f"{where} is not valid TOML: {visible(str(error))}.") from error
 
 
-def _read_table(table: Mapping[str, Any], prefix: str, known: Mapping[str, Key], where: str) -> Values:
+def typed_values(tables: Mapping[str, Any], settings_type: type, where: str) -> Values:
+    """Return the values of nested tables, converted to the types of ``settings_type``, as `read_toml` does."""
+    known = keys_of(settings_type)
+    sections = {key.section for key in known.values()}
     values: Values = {}
-    for word, value in table.items():
-        name = f"{prefix}{word}"
-        if name in known:
-            values[name] = convert(known[name], value, f"{where}: {name} = {_show(value)}")
-        elif not any(key.startswith(f"{name}.") for key in known):
-            if isinstance(value, dict) and value and not replacement(name):
-                name = next((f"{name}.{leaf}" for leaf in value if replacement(f"{name}.{leaf}")), name)
-            gone = replacement(name)
-            if gone:
-                raise OldKeyError(f"{where}: key {name!r}; {gone}")
-            hint = nearest_key(name, known, is_section=isinstance(value, dict))
-            raise ConfigurationError(f"{where}: unknown key {name!r}; {hint}")
-        elif isinstance(value, dict):
-            values |= _read_table(value, f"{name}.", known, where)
-        else:
-            raise ConfigurationError(
-                f"{where}: {name} = {_show(value)} is not valid; {name} is a section, written [{name}]."
-            )
+
+    def read(table: Mapping[str, Any], prefix: str) -> None:
+        for word, value in table.items():
+            name = f"{prefix}{word}"
+            if name in known:
+                values[name] = convert(known[name], value, f"{where}: {name} = {_show(value)}")
+            elif name in sections and isinstance(value, dict):
+                read(value, f"{name}.")
+            elif name in sections:
+                raise ConfigurationError(
+                    f"{where}: {name} = {_show(value)} is not valid; {name} is a section, written [{name}]."
+                )
+            else:
+                old = [name, *(f"{name}.{leaf}" for leaf in (value if isinstance(value, dict) else ()))]
+                for each in old:
+                    if hint := replacement(each):
+                        raise OldKeyError(f"{where}: key {each!r}; {hint}")
+                raise ConfigurationError(f"{where}: unknown key {name!r}; {nearest_key(name, known)}")
+
+    read(tables, "")
     return values
 
 
@@ -116,21 +121,16 @@ def convert(key: Key, value: Any, what: str, *, typed: bool = False) -> Any:
     Raises:
         ConfigurationError: the value has the wrong type.
     """
-    leaf = leaf_type(key.annotation)
+    is_text = key.kind in (str, Path)
+    if key.is_optional and not is_text and isinstance(value, str) and value.lower() == UNSET:
+        return None
     try:
         if key.name not in MAY_BE_EMPTY and (value == "" or (isinstance(value, list) and "" in value)):
             raise msgspec.ValidationError("a value that is not empty")
-        if key.is_optional and leaf not in (str, Path) and isinstance(value, str) and value.lower() == UNSET:
-            return None
-        if key.is_table and typed:
-            value, *rest = _tables(f"table = {value}", key.flag).values()
-            if rest:
-                raise msgspec.ValidationError("Expected one table")
-        strict = not typed or leaf in (str, Path)
-        return freeze(msgspec.convert(value, key.annotation, strict=strict, dec_hook=_decode))
+        return freeze(msgspec.convert(value, key.annotation, strict=is_text or not typed, dec_hook=_decode))
     except msgspec.ValidationError as error:
         words = str(error).partition(" - at ")[0]
-        works = _expected(key.annotation) if words.startswith(("Expected", "Invalid", "unit")) else words
+        works = _expected(key) if words.startswith(("Expected", "Invalid", "unit")) else words
         raise ConfigurationError(f"{what} is not valid; expected {works}.") from None
 
 
@@ -140,12 +140,10 @@ def _decode(kind: type, value: Any) -> Any:
         if "\0" in value:
             raise msgspec.ValidationError("a path without null characters")
         return Path(value)
-    if kind in (Duration, Rate):
-        try:
-            return kind(parse(str(value), "", DURATION if kind is Duration else RATE))
-        except ConfigurationError:
-            raise msgspec.ValidationError("unit") from None
-    raise msgspec.ValidationError("Expected another type")
+    try:
+        return kind(parse(str(value), "", DURATION if kind is Duration else RATE))
+    except ConfigurationError:
+        raise msgspec.ValidationError("unit") from None
 
 
 def freeze(value: Any) -> Any:
@@ -170,28 +168,22 @@ _WORDS = {
 }
 
 
-def _expected(annotation: Any) -> str:
-    leaf, parts = leaf_type(annotation), get_args(annotation)
-    if get_origin(annotation) is tuple:
-        return f"a list of {'' if parts[-1] is Ellipsis else f'{len(parts)} '}{_WORDS[leaf][1]}"
-    if get_origin(leaf) is Literal:
-        return f"one of {', '.join(get_args(leaf))}"
-    return _WORDS[leaf][0] if leaf in _WORDS else "a table"
+def _expected(key: Key) -> str:
+    if key.is_list:
+        return f"a list of {_WORDS[key.kind][1]}"
+    if get_origin(key.kind) is Literal:
+        return f"one of {', '.join(get_args(key.kind))}"
+    return "a table" if key.is_table else _WORDS[key.kind][0]
 
 
 def _show(value: Any) -> str:
     try:
-        return in_toml(freeze(value))
-    except (msgspec.ValidationError, ConfigurationError):
+        return in_toml(value)
+    except ConfigurationError:
         return str(value)
 
 
-def to_toml(
-    settings: Any,
-    *,
-    beneath: Mapping[str, Any] | None = None,
-    given: Mapping[str, Any] | None = None,
-) -> str:
+def to_toml(settings: Any, *, beneath: Mapping[str, Any] = {}, given: Mapping[str, Any] = {}) -> str:
     """Return a settings dataclass as TOML, which `parse_toml` reads back, with or without ``beneath`` as a layer below.
 
     Keys that are None are omitted, except where the layer below would set them; there they are written as "none".
@@ -201,36 +193,16 @@ def to_toml(
         given: the values before derivation. Keys that are None here but have a value in ``settings`` are marked as
             derived.
     """
-    known, below = keys_of(type(settings)), beneath or {}
-    marked = {name for name, value in (given or {}).items() if value is None}
-    values = {
-        name: UNSET if value is None else value
-        for name, value in flatten(settings).items()
-        if value is not None or known[name].default is not None or below.get(name) is not None
-    }
-    return write_values(values, derived=marked)
-
-
-def write_values(values: Mapping[str, Any], *, derived: Collection[str] = frozenset()) -> str:
-    """Return dotted keys as TOML: top-level keys, then a table for each section. Values that are tables become inline.
-
-    >>> print(write_values({"seed": 1, "train.steps": 50, "data.paths": (Path("a"), Path("b"))}), end="")
-    seed = 1
-    <BLANKLINE>
-    [train]
-    steps = 50
-    <BLANKLINE>
-    [data]
-    paths = ["a", "b"]
-    """
-    sections: dict[str, list[str]] = {"": []}
-    for name, value in values.items():
-        section, _, leaf = name.rpartition(".")
-        mark = "  # derived" if name in derived else ""
-        sections.setdefault(section, []).append(f"{leaf} = {in_toml(value)}{mark}\n")
-    top = "".join(sections.pop(""))
-    tables = [f"[{section}]\n{''.join(lines)}" for section, lines in sections.items()]
-    return "\n".join([top, *tables] if top else tables)
+    sections: dict[str, str] = {"": ""}
+    values = flatten(settings)
+    for name, key in keys_of(type(settings)).items():
+        value = values[name]
+        if value is not None or key.default is not None or beneath.get(name) is not None:
+            mark = "  # derived" if value is not None and given.get(name, value) is None else ""
+            line = f"{key.leaf} = {json.dumps(UNSET) if value is None else in_toml(value)}{mark}\n"
+            sections[key.section] = sections.get(key.section, "") + line
+    top = sections.pop("")
+    return "\n".join([*([top] if top else []), *(f"[{section}]\n{lines}" for section, lines in sections.items())])
 
 
 def in_toml(value: Any) -> str:
@@ -244,23 +216,24 @@ def in_toml(value: Any) -> str:
     if isinstance(value, float):  # a duration or a rate
         return f'"{value}"'
     if isinstance(value, str | Path):
-        if (visible_text := str(value).encode("utf-8", "backslashreplace").decode()) != str(value):
+        text = str(value)
+        if (visible_text := text.encode("utf-8", "backslashreplace").decode()) != text:
             raise ConfigurationError(
                 f"{visible_text} is not text in UTF-8, which the run's settings must be. Give it another name; in an "
                 "ASCII locale (LC_ALL=C), set PYTHONUTF8=1."
             )
         # A JSON string is a TOML basic string, but does not escape all that is not shown.
-        text = json.dumps(str(value), ensure_ascii=False)
-        return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in text)
+        quoted = json.dumps(text, ensure_ascii=False)
+        return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in quoted)
     if isinstance(value, tuple | list):
         return f"[{', '.join(in_toml(item) for item in value)}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_key(str(key))} = {in_toml(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{_key(name)} = {in_toml(item)}' for name, item in value.items())}}}"
     raise ConfigurationError(
         f"{value!r} of type {type(value).__name__} cannot be written to a TOML file, which holds only booleans, "
         "numbers, strings, paths, lists and tables."
     )
 
 
-def _key(word: str) -> str:
-    return word if re.fullmatch(r"[A-Za-z0-9_-]+", word) else in_toml(word)
+def _key(word: object) -> str:
+    return str(word) if re.fullmatch(r"[A-Za-z0-9_-]+", str(word)) else in_toml(str(word))

@@ -1,6 +1,9 @@
+from .chat import PackedRows as PackedRows
 from .chat import build_chat_corpus as build_chat_corpus
 from .chat import heldout_rows as heldout_rows
+from .chat import pack_rows as pack_rows
 from .chat_tokenizer import ChatTokenizer as ChatTokenizer
+from .chat_tokenizer import Example as Example
 from .chat_tokenizer import has_template as has_template
 from .corpus import Corpus as Corpus
 from .corpus import build_corpus as build_corpus
@@ -18,15 +21,11 @@ from .order import Shares as Shares
 from .order import as_message as as_message
 from .order import permute as permute
 from .order import read_message as read_message
-from .order import windows_at as windows_at
 from .packed import CYCLE as CYCLE
 from .packed import Mixture as Mixture
 from .packed import PackedTokens as PackedTokens
 from .packed import TokenArray as TokenArray
 from .packed import shares_of as shares_of
-from .rows import Example as Example
-from .rows import PackedRows as PackedRows
-from .rows import pack_rows as pack_rows
 from .settings import DataSettings as DataSettings
 from .settings import SourceSettings as SourceSettings
 from .stream import DocumentStream as DocumentStream

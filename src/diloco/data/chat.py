@@ -1,98 +1,32 @@
-"""Read conversations from records and build the corpus of a chat fine-tuning run."""
+"""The corpus of a chat fine-tuning run: conversations as tokens, packed into rows.
+
+A row is a training sequence, so no conversation is split between sequences, as it would be in packed text. Marks say
+which tokens the loss counts and where conversations end. To a sampler, the rows are the windows of packed tokens.
+"""
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
-from diloco.data.chat_tokenizer import ChatTokenizer, Message
+from diloco.data.chat_tokenizer import ChatTokenizer, Example, Message
 from diloco.data.conversations import read_conversation, texts_of
 from diloco.data.corpus import Corpus, fingerprint_of
-from diloco.data.rows import Example, PackedRows, fitting
+from diloco.data.packed import PackedTokens
 from diloco.data.settings import DataSettings
 from diloco.data.text import Row, RowError, is_heldout, read_records, usable, warn_once
 from diloco.errors import ConfigurationError, DataError
+from diloco.model import ENDS, NOT_COUNTED
 
-__all__ = ["build_chat_corpus", "chat_tokenizer", "heldout_rows"]
-
-
-def chat_tokenizer(settings: DataSettings) -> ChatTokenizer:
-    """Return the tokenizer that ``settings`` name, with its chat template.
-
-    Raises:
-        ConfigurationError: ``data.tokenizer`` does not name the tokenizer of a model.
-        DataError: as `ChatTokenizer`.
-    """
-    if settings.tokenizer == "bytes" or settings.bpe_vocab_size is not None:
-        raise ConfigurationError(
-            f"data.format='chat' needs the tokenizer of a model, not {settings.tokenizer!r}. Give a model folder as "
-            "--model or data.tokenizer."
-        )
-    return ChatTokenizer(settings.tokenizer, settings.chat_template)
-
-
-def build_chat_corpus(settings: DataSettings, sequence_length: int) -> Corpus:
-    """Read, split and tokenise the conversations that ``settings`` name, in rows of ``sequence_length`` tokens.
-
-    Raises:
-        DataError: the conversations cannot be read, or do not suffice for both splits.
-        ConfigurationError: ``data.tokenizer`` does not name the tokenizer of a model.
-    """
-    tokenizer = chat_tokenizer(settings)
-    rows: Iterable[Row] = read_records(settings.paths)
-    if settings.max_documents is not None:
-        rows = sorted(rows, key=lambda row: xxhash.xxh3_64_intdigest(_text_of(row[1]).encode()))
-        rows = rows[: settings.max_documents]
-    split: dict[bool, list[Example]] = {False: [], True: []}
-    reader = _Reader(tokenizer)
-    for example, heldout in reader.examples(rows, settings):
-        if example is not None:
-            split[heldout].append(example)
-    packed = {}
-    for heldout, examples in split.items():
-        kept, cut, unfit = fitting(examples, sequence_length)
-        reader.counts.update(cut=cut, unanswered=unfit)
-        if not kept:
-            why = "; ".join(reader.notes(sequence_length))
-            raise DataError(
-                f"Of {reader.counts['read']} conversations, data.heldout_fraction={settings.heldout_fraction:g} leaves "
-                f"none to {'evaluate' if heldout else 'train'} on{f' ({why})' if why else ''}. Give more "
-                "conversations, or change the fraction."
-            )
-        packed[heldout] = _rows_of(kept, settings, tokenizer, sequence_length)
-    train, held_out = packed[False], packed[True]
-    counts = (
-        f"{train.documents:,} conversations in {len(train) // sequence_length:,} rows of {sequence_length} tokens, "
-        f"{train.efficiency:.0%} full; {train.counted_tokens:,} tokens count"
-    )
-    about = "; ".join([counts, *reader.notes(sequence_length), f"held out: {held_out.documents:,} conversations"])
-    return Corpus(train, held_out, tokenizer, fingerprint_of(tokenizer, train, held_out), about=about)
-
-
-def heldout_rows(
-    settings: DataSettings, tokenizer: ChatTokenizer, sequence_length: int, paths: Sequence[Path] = ()
-) -> PackedRows:
-    """Return the rows that `build_chat_corpus` holds out, or all conversations of ``paths``.
-
-    Raises:
-        DataError: the conversations can't be read, or there are none to evaluate on.
-    """
-    examples = _Reader(tokenizer).examples(read_records(paths or settings.paths), settings)
-    read = (example for example, heldout in examples if example is not None and (paths or heldout))
-    kept, _, _ = fitting(read, sequence_length)
-    return _rows_of(kept, settings, tokenizer, sequence_length)
-
-
-def _rows_of(examples: list[Example], settings: DataSettings, tokenizer: ChatTokenizer, length: int) -> PackedRows:
-    return PackedRows(
-        examples, length, padding=tokenizer.eos_id, together=settings.packing != "single", dtype=tokenizer.dtype
-    )
-
+__all__ = ["PackedRows", "build_chat_corpus", "heldout_rows", "pack_rows"]
 
 _NOTES = {
     "bad": "left out because they can't be used (data.skip_bad)",
@@ -104,62 +38,112 @@ _NOTES = {
 """How conversations are changed or left out."""
 
 
+def build_chat_corpus(settings: DataSettings, sequence_length: int) -> Corpus:
+    """Read, split and tokenise the conversations that ``settings`` name, in rows of ``sequence_length`` tokens.
+
+    Raises:
+        DataError: the conversations cannot be read, or do not suffice for both splits.
+        ConfigurationError: ``data.tokenizer`` does not name the tokenizer of a model.
+    """
+    if settings.tokenizer == "bytes" or settings.bpe_vocab_size is not None:
+        raise ConfigurationError(
+            f"data.format='chat' needs the tokenizer of a model, not {settings.tokenizer!r}. Give a model folder as "
+            "--model or data.tokenizer."
+        )
+    tokenizer = ChatTokenizer(settings.tokenizer, settings.chat_template)
+    rows: Iterable[Row] = read_records(settings.paths)
+    if settings.max_documents is not None:
+        rows = sorted(rows, key=lambda row: xxhash.xxh3_64_intdigest(_text_of(row[1]).encode()))
+        rows = rows[: settings.max_documents]
+    reader = _Reader(tokenizer, sequence_length)
+    sides: tuple[list[Example], list[Example]] = ([], [])
+    for example, heldout in reader.examples(rows, settings):
+        sides[heldout].append(example)
+    notes = [f"{reader.counts[name]:,} {_NOTES[name].format(length=sequence_length)}" for name in reader.changes()]
+    for side, use in zip(sides, ("train", "evaluate"), strict=True):
+        if not side:
+            raise DataError(
+                f"Of {reader.counts['read']} conversations, data.heldout_fraction={settings.heldout_fraction:g} leaves "
+                f"none to {use} on ({'; '.join(notes)}). Give more conversations, or change the fraction."
+            )
+    train, heldout_part = (PackedRows.of(side, settings, tokenizer, sequence_length) for side in sides)
+    counts = (
+        f"{train.documents:,} conversations in {len(train) // sequence_length:,} rows of {sequence_length} tokens, "
+        f"{train.efficiency:.0%} full; {train.counted_tokens:,} tokens count"
+    )
+    about = "; ".join([counts, *notes, f"held out: {heldout_part.documents:,} conversations"])
+    return Corpus(train, heldout_part, tokenizer, fingerprint_of(tokenizer, train, heldout_part), about=about)
+
+
+def heldout_rows(
+    settings: DataSettings, tokenizer: ChatTokenizer, sequence_length: int, paths: Sequence[Path] = ()
+) -> PackedRows:
+    """Return the rows that `build_chat_corpus` holds out, or all conversations of ``paths``.
+
+    Raises:
+        DataError: the conversations can't be read, or there are none to evaluate on.
+    """
+    examples = _Reader(tokenizer, sequence_length).examples(read_records(paths or settings.paths), settings)
+    chosen = [example for example, heldout in examples if paths or heldout]
+    if not chosen:
+        raise DataError("There are no conversations to evaluate on.")
+    return PackedRows.of(chosen, settings, tokenizer, sequence_length)
+
+
 class _Reader:
-    """Turns records into examples, and counts and names what it leaves out."""
+    """Turns records into examples of a most length, and counts and names what it leaves out."""
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, length: int) -> None:
         self.counts: Counter[str] = Counter()  # of `_NOTES`, and how many were read
-        self._tokenizer = tokenizer
-        self._known: set[str] = set()  # parts of conversations that the template uses, or that were named
+        self._tokenizer, self._length = tokenizer, length
+        self._named: set[str] = set()  # parts of conversations
 
-    def notes(self, length: int) -> tuple[str, ...]:
-        counted = ((self.counts[name], what.format(length=length)) for name, what in _NOTES.items())
-        return tuple(f"{count:,} {what}" for count, what in counted if count)
+    def changes(self) -> list[str]:
+        """Return the ways in which conversations were changed or left out."""
+        return [name for name in _NOTES if self.counts[name]]
 
-    def examples(self, rows: Iterable[Row], settings: DataSettings) -> Iterator[tuple[Example | None, bool]]:
-        """Yield what is learned from each record, or None, and whether it is held out.
+    def examples(self, rows: Iterable[Row], settings: DataSettings) -> Iterator[tuple[Example, bool]]:
+        """Yield what is learned from each record, and whether it is held out.
 
         Raises:
             RowError: a record can't be used, and ``settings.skip_bad`` is False.
         """
 
-        def read(place: str, record: Any) -> tuple[Example | None, bool]:
+        def read(place: str, record: Any) -> tuple[Example | str, bool]:
             return self._example(place, record), is_heldout(_text_of(record), settings.heldout_fraction)
 
-        used: Iterator[tuple[Example | None, bool] | None] = usable(rows, read, None, skip_bad=settings.skip_bad)
-        for each in used:
+        bad: tuple[Example | str, bool] = "bad", False
+        for example, heldout in usable(rows, read, bad, skip_bad=settings.skip_bad):
             self.counts["read"] += 1
-            self.counts["bad"] += each is None
-            yield each or (None, False)
+            if isinstance(example, str):
+                self.counts[example] += 1
+                continue
+            short = Example(example.tokens[: self._length], example.counted[: self._length])
+            if not short.counted.any():
+                self.counts["unanswered"] += 1
+                continue
+            self.counts["cut"] += len(short.tokens) < len(example.tokens)
+            yield short, heldout
 
-    def _example(self, place: str, record: Any) -> Example | None:
-        """Tokenise a record. If there is nothing to learn from it, return None and count why."""
+    def _example(self, place: str, record: Any) -> Example | str:
+        """Tokenise a record. If there is nothing to learn from it, return why, as one of `_NOTES`."""
         tokenizer, conversation = self._tokenizer, read_conversation(place, record)
         for part in sorted(conversation.unused):
-            self._name(place, part, "is not used")
-        if conversation.text is not None:
-            if tokenizer.holds_special(conversation.text):
-                self.counts["special"] += 1
-                return None
-            return tokenizer.completion("", conversation.text)
+            self._name(place, part)
+        if (text := conversation.text) is not None:
+            return "special" if tokenizer.holds_special(text) else tokenizer.completion("", text)
         if any(map(tokenizer.holds_special, texts_of([list(conversation.messages), conversation.arguments]))):
-            self.counts["special"] += 1
-            return None
+            return "special"
         size = max((number + 1 for number, learned in enumerate(conversation.learned) if learned), default=0)
         messages, learned, more = conversation.messages[:size], conversation.learned[:size], conversation.arguments
         if not messages:
-            self.counts["unanswered"] += 1
-            return None
+            return "unanswered"
         if tokenizer.template is None and not conversation.needs_template:
             for name in sorted(more):
-                self._name(place, f"the field {name!r}", "needs a chat template and is not used")
+                self._name(place, f"the field {name!r}")
             return tokenizer.completion(_joined(messages[:-1]), _joined(messages[-1:]))
         try:
             example, all_count = tokenizer.conversation(messages, learned, more)
-            for part, is_unused in tokenizer.unused(messages, self._known, more):
-                self._known.add(part)
-                if is_unused:
-                    warn_once(f"{place}: the chat template leaves out {part}.")
         except DataError as error:
             if tokenizer.template is None:
                 raise
@@ -167,10 +151,109 @@ class _Reader:
         self.counts["partial"] += not all_count
         return example
 
-    def _name(self, place: str, part: str, how: str) -> None:
-        if part not in self._known:
-            self._known.add(part)
-            warn_once(f"{place}: {part} {how}.")
+    def _name(self, place: str, part: str) -> None:
+        if part not in self._named:
+            self._named.add(part)
+            warn_once(f"{place}: {part} is not used.")
+
+
+class PackedRows(PackedTokens):
+    """Rows of examples, as packed tokens whose windows of ``length`` are the rows.
+
+    Args:
+        examples: each of at most ``length`` tokens.
+        length: tokens per row (L).
+        together: pack as many examples into a row as fit, masked from each other; otherwise one per row.
+        padding: the token that fills the rest of a row. It is never a target.
+        dtype: the type of the tokens.
+
+    >>> yes = np.array([False, True])
+    >>> rows = PackedRows([Example(np.array([5, 6]), yes), Example(np.array([7, 8]), yes)], 4, padding=0)
+    >>> targets = rows[1:5].astype(np.int64)
+    >>> rows.mark(1, targets)
+    >>> rows[0:4].tolist(), targets.tolist()
+    ([5, 6, 7, 8], [6, -101, 8, -101])
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        length: int,
+        *,
+        padding: int,
+        together: bool = True,
+        dtype: np.dtype[Any] | None = None,
+    ) -> None:
+        sizes = [len(example.tokens) for example in examples]
+        rows = pack_rows(sizes, length) if together else [[number] for number in range(len(sizes))]
+        tokens = np.full(len(rows) * length + 1, padding, dtype=dtype or np.dtype(np.uint32))
+        self._counted = np.zeros(len(tokens), dtype=np.bool_)
+        self._last = np.zeros(len(tokens), dtype=np.bool_)
+        for row, numbers in enumerate(rows):
+            place = row * length
+            for number in numbers:
+                end = place + sizes[number]
+                tokens[place:end] = examples[number].tokens
+                self._counted[place + 1 : end] = examples[number].counted[1:]
+                self._last[end - 1] = True
+                place = end
+        super().__init__([tokens], documents=len(examples))
+        self.length = length
+        self.marks_ends = together
+        self.efficiency = sum(sizes) / (len(tokens) - 1)  # fraction of the tokens that are not padding
+        self.counted_tokens = int(self._counted.sum())  # tokens that the loss counts
+
+    @classmethod
+    def of(
+        cls, examples: Sequence[Example], settings: DataSettings, tokenizer: ChatTokenizer, length: int
+    ) -> PackedRows:
+        """Return the rows that ``settings`` ask for."""
+        together = settings.packing != "single"
+        return cls(examples, length, padding=tokenizer.eos_id, together=together, dtype=tokenizer.dtype)
+
+    @property
+    def digest(self) -> str:
+        """A hash of the tokens, of which of them count, and of the length of the rows."""
+        digest = xxhash.xxh3_64(f"{super().digest} {self.length} {self.marks_ends}".encode())
+        for marks in (self._counted, self._last):
+            digest.update(np.packbits(marks).data)
+        return digest.hexdigest()
+
+    def mark(self, begin: int, targets: NDArray[np.int64]) -> None:
+        end = begin + len(targets)
+        targets[~self._counted[begin:end]] = NOT_COUNTED
+        targets[self._last[begin - 1 : end - 1]] = ENDS
+
+    def check(self, sequence_length: int, batch_size: int, num_replicas: int) -> None:
+        """Raise `DataError` if there is less than one batch for each replica."""
+        rows, needed = (len(self) - 1) // self.length, num_replicas * batch_size
+        if rows < needed:
+            raise DataError(
+                f"The examples make {rows} rows of {self.length} tokens, but one batch of {batch_size} for each of "
+                f"{num_replicas} replicas needs {needed}. Use more examples, fewer replicas, smaller batches "
+                "(--batch-size), shorter rows (--sequence-length) or --data.packing single."
+            )
+
+
+def pack_rows(sizes: Sequence[int], length: int) -> list[list[int]]:
+    """Return which items of these sizes go into each row of ``length``: best fit, largest first.
+
+    >>> pack_rows([3, 2, 6, 4, 1], length=6)
+    [[2], [3, 1], [0, 4]]
+    """
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (free space, row number), ascending
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        place = bisect_left(room, (sizes[number], -1))
+        if place == len(room):
+            rows.append([])
+            free, row = length, len(rows) - 1
+        else:
+            free, row = room.pop(place)
+        rows[row].append(number)
+        if free > sizes[number]:
+            insort(room, (free - sizes[number], row))
+    return rows
 
 
 def _joined(messages: Iterable[Message]) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -18,22 +18,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.data.rows import Example
 from diloco.data.text import warn_once
 from diloco.data.tokenizer import Tokenizer, library_tokenizer
 from diloco.errors import ConfigurationError, DataError
 
-__all__ = ["ChatTokenizer", "Message", "has_template"]
+__all__ = ["ChatTokenizer", "Example", "Message", "has_template"]
 
 Message = Mapping[str, Any]  # ``role``, ``content``, and whatever else the template accepts
 
-_TEMPLATE_FILE = "chat_template.jinja"
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _OTHER = "\1"  # a text that no answer begins with
 _NOW = re.compile(r"""strftime_now\((['"])(.*?)\1\)""")
 _DATE = datetime(2024, 7, 26)  # instead of the current date, on which no example may depend
 _ROLE_NAMES = (("developer", "system"), ("function", "tool"))  # a later name of a role, and what templates call it
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """A conversation or document as tokens."""
+
+    tokens: NDArray[Any]  # ``(n,)`` integers
+    # ``(n,)`` bool: whether the loss counts a token; False for the first, which is not predicted
+    counted: NDArray[np.bool_]
 
 
 class ChatTokenizer(Tokenizer):
@@ -43,9 +50,6 @@ class ChatTokenizer(Tokenizer):
         place: the folder, or ``hf:NAME``.
         template: a Jinja file to use instead of the folder's own template.
 
-    Raises:
-        ConfigurationError: ``transformers`` is not installed, or the template file can't be read.
-        DataError: as `library_tokenizer` and `Tokenizer`, or the template can't be used.
     """
 
     def __init__(self, place: str, template: Path | None = None) -> None:
@@ -56,20 +60,22 @@ class ChatTokenizer(Tokenizer):
                 library.chat_template = template.read_text("utf-8-sig")
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigurationError(f"data.format={template} can't be read: {error}.") from error
-        self._library = library
-        self._place = place
+        self._library, self._place = library, place
         # the template; None: there is none, so only prompts, completions and plain text can be read
         named = library.chat_template
         self.template: str | None = "\n".join(map(str, named.values())) if isinstance(named, dict) else named
-        self._taken = {*inspect.signature(library.apply_chat_template).parameters, "messages", "self"}
-        self._taken -= {"tools", "documents"}
+        arguments = {*inspect.signature(library.apply_chat_template).parameters, "messages", "self"}
+        self._reserved = arguments - {"tools", "documents"}
         added = library.added_tokens_decoder.values()
         special = {*library.all_special_tokens, *(str(token) for token in added if token.special)}
         self._special = re.compile("|".join(re.escape(each) for each in sorted(special, key=len, reverse=True)))
-        self._special_ids = set(library.convert_tokens_to_ids(sorted(special)))
-        first = library("").input_ids  # the tokens that the tokenizer adds before a text
-        self._first = [index for index in first if index != self.eos_id]
-        self.answer_end = self._find_answer_end() if self.template else self.eos_id  # the token that ends an answer
+        self._first = [index for index in library("").input_ids if index != self.eos_id]  # added before a text
+        self.answer_end = self.eos_id  # the token that ends an answer: the first special one after it
+        if self.template:
+            answer = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+            _, shown, rest = self._render(answer, _NOTHING).rpartition("answer")
+            ids = {*library.convert_tokens_to_ids(sorted(special))} if shown else set()
+            self.answer_end = next((int(index) for index in self._tokens(rest)[0] if index in ids), self.eos_id)
 
     def save(self, folder: Path) -> None:
         """Write the files of `Tokenizer.save`, the template, and everything else that the library saves."""
@@ -81,22 +87,15 @@ class ChatTokenizer(Tokenizer):
         return self._special.search(text) is not None
 
     def prompt(self, messages: Sequence[Message], more: Mapping[str, Any] = _NOTHING) -> list[int]:
-        """Return the tokens of the prompt for the answer to ``messages``, as `conversation` tokenises them.
-
-        Raises:
-            DataError: there is no template, or it refuses the messages.
-        """
+        """Return the tokens of the prompt for the answer to ``messages``, as `conversation` tokenises them."""
         text = self._render(self._adapted(messages, more), more, answer_next=True)
         return [int(token) for token in self._tokens(text)[0]]
 
     def completion(self, prompt: str, text: str) -> Example:
         """Tokenise a prompt and its completion without a template; the completion and the final token count."""
         tokens, spans = self._tokens(prompt + text)
-        counted = spans[:, 1] > len(prompt)
-        tokens = np.array([*self._first, *tokens, self.eos_id], dtype=self.dtype)
-        counted = np.array([*([False] * len(self._first)), *counted, True])
-        counted[0] = False
-        return Example(tokens, counted)
+        counted = [*([False] * len(self._first)), *(spans[:, 1] > len(prompt)), True]
+        return self._example(np.array([*self._first, *tokens, self.eos_id]), np.array(counted))
 
     def conversation(
         self, messages: Sequence[Message], learned: Sequence[bool] | None = None, more: Mapping[str, Any] = _NOTHING
@@ -123,8 +122,8 @@ class ChatTokenizer(Tokenizer):
         whole = self._render(messages, more)
         tokens, spans = self._tokens(whole)
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        wanted = [number for number in answers if learned is None or learned[number]]
-        if wanted and _squeezed(messages[wanted[-1]].get("content", "")) not in _squeezed(whole):
+        chosen = [number for number in answers if learned is None or learned[number]]
+        if chosen and _squeezed(messages[chosen[-1]].get("content", "")) not in _squeezed(whole):
             warn_once(
                 f"The chat template of {self._place} does not show the whole text of all answers (often not their "
                 "reasoning). What it leaves out is not learned."
@@ -134,14 +133,14 @@ class ChatTokenizer(Tokenizer):
             masks = self._applied(messages, more, return_assistant_tokens_mask=True, return_dict=True)
             marked = np.array(masks["assistant_masks"], dtype=np.bool_)
             stretch = np.cumsum(marked & np.diff(marked, prepend=False)) - 1  # of marked tokens, in which a token is
-            if wanted == answers:
+            if chosen == answers:
                 return self._example(tokens, marked), True
             if stretch[-1] + 1 == len(answers):
-                kept = [place for place, number in enumerate(answers) if number in wanted]
+                kept = [place for place, number in enumerate(answers) if number in chosen]
                 return self._example(tokens, marked & np.isin(stretch, kept)), True
         counted = np.zeros(len(tokens), dtype=np.bool_)
         all_count = True
-        for number in wanted:
+        for number in chosen:
             span = self._span(messages, number, whole, more)
             if span is not None:
                 counted |= (spans[:, 1] > span[0]) & (spans[:, 0] < span[1])
@@ -155,45 +154,10 @@ class ChatTokenizer(Tokenizer):
                 all_count = False
         return self._example(tokens, counted & marked), all_count
 
-    def unused(
-        self, messages: Sequence[Message], known: Set[str], more: Mapping[str, Any] = _NOTHING
-    ) -> Iterator[tuple[str, bool]]:
-        """Yield each part of a conversation, as a phrase, and whether the template leaves it out.
-
-        The template leaves a part out if it renders the same without it.
-
-        Args:
-            known: the parts that need not be looked at.
-        """
-        messages = self._adapted(messages, more)
-        parts: dict[str, tuple[list[dict[str, Any]], Mapping[str, Any]]] = {}
-        for name in {name for each in messages for name in each if each[name] not in (None, "")} - {"role"}:
-            without = {"content": ""} if name == "content" else {}
-            others = [{key: m[key] for key in m if key != name} | without for m in messages]
-            parts[f"the field {name!r} of messages"] = others, more
-        kinds = [(message["role"], number == 0) for number, message in enumerate(messages)]
-        for role, first in set(kinds):
-            others = [message for message, kind in zip(messages, kinds, strict=True) if kind != (role, first)]
-            if others and role != "assistant":
-                parts[f"{'a first message' if first else 'later messages'} with the role {role!r}"] = others, more
-        for name in more:
-            parts[f"the field {name!r}"] = messages, {key: more[key] for key in more if key != name}
-        new = sorted(parts.keys() - known)
-        text = self._render(messages, more) if new else ""
-        for part in new:
-            try:
-                yield part, self._render(*parts[part]) == text
-            except DataError:
-                yield part, False
-
     def _span(
         self, messages: Sequence[Message], number: int, whole: str, more: Mapping[str, Any]
     ) -> tuple[int, int] | None:
-        """Return where an answer begins and ends in the text of its conversation, ``whole``; None if that isn't clear.
-
-        Raises:
-            DataError: the template refuses the conversation up to the last answer.
-        """
+        """Return where an answer begins and ends in the text of its conversation; None if that isn't clear."""
         is_last = number == len(messages) - 1
         try:
             after = whole if is_last else self._render(messages[: number + 1], more)
@@ -226,36 +190,33 @@ class ChatTokenizer(Tokenizer):
         Some templates expect objects, others JSON; they refuse the other, or show it as a string in quotes or as a
         Python dictionary. Some also refuse calls without content.
         """
-        renamed = [self._renamed(message, self._template_for(more) or "") for message in messages]
-        given = [call["function"]["arguments"] for message in renamed for call in message.get("tool_calls", ())]
-        if self.template is None or not given:
-            return renamed
-        forms: tuple[Callable[[Any], Any], ...] = (_as_object, _as_json)
-        wrong = [text for each in given if each for text in (repr(_as_object(each)), _dumped(_as_json(each)))]
-        printed: list[list[dict[str, Any]]] = []
-        refusals: list[DataError] = []
-        for content, form in itertools.product(({}, {"content": ""}), forms):
-            candidate = copy.deepcopy([content | message for message in renamed])
+        template = self._template_for(more) or ""
+        adapted = [dict(message) for message in messages]
+        for message, (role, other) in itertools.product(adapted, _ROLE_NAMES):
+            if message["role"] == role and not re.search(rf"[=,(] *['\"]{role}['\"]", template) and other in template:
+                message["role"] = other
+        arguments = [call["function"]["arguments"] for each in adapted for call in each.get("tool_calls", ())]
+        if self.template is None or not arguments:
+            return adapted
+        wrong = [form for each in arguments if each for form in (repr(_as_object(each)), _dumped(_as_json(each)))]
+        refused: DataError | None = None
+        printed: list[dict[str, Any]] | None = None  # the first form that the template takes
+        for content, form in itertools.product(({}, {"content": ""}), (_as_object, _as_json)):
+            candidate = copy.deepcopy([content | message for message in adapted])
             for call in [call for message in candidate for call in message.get("tool_calls", ())]:
                 call["function"]["arguments"] = form(call["function"]["arguments"])
             try:
                 text = self._render(candidate, more)
             except DataError as error:
-                refusals.append(error)
+                refused = refused or error
                 continue
-            printed.append(candidate)
+            printed = printed or candidate
             if not any(each in text for each in wrong):
                 return candidate
-        if not printed:
-            raise refusals[0]
-        return printed[0]
-
-    def _renamed(self, message: Message, template: str) -> dict[str, Any]:
-        renamed = dict(message)
-        for role, other in _ROLE_NAMES:
-            if message["role"] == role and not re.search(rf"[=,(] *['\"]{role}['\"]", template) and other in template:
-                renamed["role"] = other
-        return renamed
+        if printed is None:
+            assert refused is not None, "each form is either printed or refused"
+            raise refused
+        return printed
 
     def _example(self, tokens: NDArray[Any], counted: NDArray[np.bool_]) -> Example:
         counted[:1] = False
@@ -286,8 +247,8 @@ class ChatTokenizer(Tokenizer):
         return str(self._applied(messages, more, tokenize=False, add_generation_prompt=answer_next))
 
     def _applied(self, messages: Sequence[Message], more: Mapping[str, Any], **how: Any) -> Any:
-        if taken := sorted(self._taken.intersection(more)):
-            raise DataError(f"chat_template_kwargs can't set {', '.join(map(repr, taken))}. Leave it out.")
+        if reserved := sorted(self._reserved.intersection(more)):
+            raise DataError(f"chat_template_kwargs can't set {', '.join(map(repr, reserved))}. Leave it out.")
         template = self._template_for(more)
         copies = [copy.deepcopy(dict(message)) for message in messages]
         try:
@@ -298,22 +259,13 @@ class ChatTokenizer(Tokenizer):
                 f"{', '.join(str(message['role']) for message in messages)}: {str(error).rstrip('.')}."
             ) from error
 
-    def _find_answer_end(self) -> int:
-        """Return the first special token after an answer."""
-        answer = "answer"
-        messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}]
-        rendered = self._render(messages, _NOTHING)
-        _, shown, rest = rendered.rpartition(answer)
-        if not shown:  # each conversation is refused later, or learned as it is shown
-            return self.eos_id
-        return next((int(index) for index in self._tokens(rest)[0] if index in self._special_ids), self.eos_id)
-
 
 def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-_dumped = functools.partial(json.dumps, ensure_ascii=False)
+def _dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _as_object(arguments: Any) -> Any:
@@ -326,7 +278,7 @@ def _as_json(arguments: Any) -> str:
 
 def has_template(folder: Path) -> bool:
     """Return whether the tokenizer in ``folder`` has a chat template."""
-    if (folder / _TEMPLATE_FILE).is_file():
-        return True
     config = folder / "tokenizer_config.json"
-    return config.is_file() and '"chat_template"' in config.read_text("utf-8", errors="replace")
+    return (folder / "chat_template.jinja").is_file() or (
+        config.is_file() and '"chat_template"' in config.read_text("utf-8", errors="replace")
+    )

@@ -29,7 +29,6 @@ _PAIRS = (
 )
 """Fields of a question, more of it, and its answer."""
 
-_SYSTEM = ("system", "system_prompt")
 _ROLES = {
     **dict.fromkeys(("human", "user", "prompter"), "user"),
     **dict.fromkeys(("gpt", "assistant", "model", "bot", "chatgpt", "ai", "function_call"), "assistant"),
@@ -63,44 +62,36 @@ class Conversation:
 
 
 def read_conversation(place: str, record: Mapping[str, Any]) -> Conversation:
-    """Return the conversation of a record.
-
-    Args:
-        place: the location of the record, for messages.
-
-    Raises:
-        RowError: the record has none of the known fields, they are malformed, or their marks of what to learn can't be
-            followed.
-    """
-    given = _without_nulls(record) if isinstance(record, ArrowRow) else record
-    fields = {name: value for name, value in given.items() if value is not None}
-    reading = _Reading(place, fields)
+    """Return the conversation of a record at a place; raise `RowError` if its fields are unknown or malformed."""
+    whole = _without_nulls(record) if isinstance(record, ArrowRow) else record
+    reading = _Reading(place, {name: value for name, value in whole.items() if value is not None})
+    fields = reading.fields
     turns = next((name for name in _TURNS if name in fields), "")
     pair = next((names for names in _PAIRS if names[0] in fields and names[2] in fields), None)
     if not turns and pair is None and isinstance(fields.get("chosen"), list):
         turns = "chosen"
-    if turns or pair is not None:
-        arguments = reading.template_arguments()
-        if turns:
-            reading.add(turns, fields.pop(turns))
-        elif pair is not None:
-            reading.pair(*pair)
-        reading.record_marks()
-        reading.system()
-        roles = [message["role"] for message in reading.messages if message["role"] != "system"]
-        return Conversation(
-            messages=tuple(reading.messages),
-            learned=tuple(reading.learned),
-            arguments=arguments,
-            needs_template=turns == "messages" or roles != ["user", "assistant"],
-            unused=reading.unused(),
-        )
-    if "text" in record:
+    if not turns and pair is None and "text" in record:
         text = checked_text(fields.pop("text", None), place, "text")
         return Conversation(text=text, unused=reading.unused())
-    raise RowError(
-        f"{place} has the fields {', '.join(map(repr, sorted(record)))}. A conversation needs 'messages', 'prompt' "
-        "and 'completion', or 'text'."
+    if not turns and pair is None:
+        raise RowError(
+            f"{place} has the fields {', '.join(map(repr, sorted(record)))}. A conversation needs 'messages', 'prompt' "
+            "and 'completion', or 'text'."
+        )
+    arguments = reading.template_arguments()
+    if turns:
+        reading.add(turns, fields.pop(turns))
+    elif pair is not None:
+        reading.pair(*pair)
+    reading.follow_marks()
+    reading.add_system()
+    roles = [message["role"] for message in reading.messages if message["role"] != "system"]
+    return Conversation(
+        messages=tuple(reading.messages),
+        learned=tuple(reading.learned),
+        arguments=arguments,
+        needs_template=turns == "messages" or roles != ["user", "assistant"],
+        unused=reading.unused(),
     )
 
 
@@ -118,8 +109,8 @@ class _Reading:
     def unused(self) -> frozenset[str]:
         return frozenset({f"the field {name!r}" for name in self.fields} | self._ignored)
 
-    def error(self, problem: str) -> RowError:
-        return RowError(f"{self.place}: {problem}.")
+    def error(self, problem: str, value: Any = None) -> RowError:
+        return RowError(f"{self.place}: {problem}{'' if value is None else f', got {value!r:.80}'}.")
 
     def pair(self, question: str, more: str, answer: str) -> None:
         """Read the fields of a question, of more of it, and of its answer, each a text or messages."""
@@ -131,10 +122,9 @@ class _Reading:
         before = self.fields.pop("history", [])  # earlier questions and answers, in Alpaca's format
         if not isinstance(before, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in before):
             raise self.error("history must be a list of pairs of a question and its answer")
-        for turn in before:
-            for role, text in zip(("user", "assistant"), turn, strict=True):
-                if text is not None:
-                    self.add("history", text, role)
+        for text, role in ((text, role) for turn in before for text, role in zip(turn, _SPEAKERS, strict=True)):
+            if text is not None:
+                self.add("history", text, role)
         begin = len(self.messages)
         self.add(question, asked, "user")
         end = len(self.messages)
@@ -155,10 +145,8 @@ class _Reading:
             self.messages.append(message)
             self.learned.append(learned)
 
-    def _no_messages(self, name: str, given: Any, also: str = "") -> RowError:
-        return self.error(
-            f"{name} must be {also}a list of messages whose role and content are text, got {repr(given)[:80]}"
-        )
+    def _no_messages(self, name: str, value: Any, also: str = "") -> RowError:
+        return self.error(f"{name} must be {also}a list of messages whose role and content are text", value)
 
     def _turn(self, name: str, turn: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         """Return a message in the form that templates take, and whether it is learned."""
@@ -170,7 +158,7 @@ class _Reading:
             rest["tool_calls"], content = _from_json(content), ""
         if legacy := rest.pop("function_call", None):
             rest.setdefault("tool_calls", [legacy])
-        calls = self._tool_calls(rest.pop("tool_calls", None))
+        calls = [self._tool_call(call) for call in _listed(rest.pop("tool_calls", None))]
         message: dict[str, Any] = {"role": _ROLES.get(role.lower(), role)}
         if content is not None or not calls:
             message["content"] = self._text(name, turn, content)
@@ -186,35 +174,31 @@ class _Reading:
             for part in parts:
                 kind = part.get("type", "text") if isinstance(part, dict) else None
                 if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-                    raise self.error(f"{name} has the part {repr(part)[:80]}, but only text can be learned from")
+                    raise self.error(f"{name} has the part {part!r:.80}, but only text can be learned from")
             content = "".join(part["text"] for part in parts)
         if not isinstance(content, str):
             raise self._no_messages(name, [turn])
         return checked_text(content, self.place, "content")
 
-    def _tool_calls(self, calls: Any) -> list[dict[str, Any]]:
-        normal = []
-        for call in _listed(calls):
-            function = call.get("function", call) if isinstance(call, dict) else None
-            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                raise self.error(f"a call of a tool needs a function with a name, got {repr(call)[:80]}")
-            name, arguments = function["name"], function.get("arguments")
-            parsed = _from_json(arguments)
-            parsed = {} if parsed is None else parsed
-            try:
-                json.dumps(parsed, allow_nan=False)
-                if not isinstance(parsed, dict):
-                    raise ValueError(repr(arguments)[:80])
-            except (TypeError, ValueError) as error:
-                raise self.error(f"the arguments of {name} are not a JSON object ({error})") from error
-            # text stays as it is, for templates that show it; an object may have the columns of other rows
-            is_text = bool(parsed) and isinstance(arguments, str)
-            parsed = arguments if is_text else _known(parsed, self._schemas.get(name))
-            function = {**function, "arguments": parsed}
-            normal.append((call if "function" in call else {"type": "function"}) | {"function": function})
-        return normal
+    def _tool_call(self, call: Any) -> dict[str, Any]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise self.error("a call of a tool needs a function with a name", call)
+        arguments = function.get("arguments")
+        parsed = _from_json(arguments)
+        parsed = {} if parsed is None else parsed
+        try:
+            json.dumps(parsed, allow_nan=False)
+        except (TypeError, ValueError):
+            parsed = None
+        if not isinstance(parsed, dict):
+            raise self.error(f"the arguments of {function['name']} are not a JSON object", arguments)
+        # text stays as it is, for templates that show it; an object may have the columns of other rows
+        is_text = bool(parsed) and isinstance(arguments, str)
+        parsed = arguments if is_text else _known(parsed, self._schemas.get(function["name"]))
+        return (call if "function" in call else {"type": "function"}) | {"function": {**function, "arguments": parsed}}
 
-    def record_marks(self) -> None:
+    def follow_marks(self) -> None:
         """Follow a field that says for the whole record, for each message or for each answer what is learned."""
         answers = [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
         for name in _MARKS.keys() & self.fields.keys():
@@ -237,18 +221,18 @@ class _Reading:
 
     def _mark(self, name: str, mark: Any) -> bool:
         """Return whether a mark says that an answer is learned."""
-        if _MARKS[name] is None:
-            raise self.error(f"{name} = {repr(mark)[:80]} can't be followed. Mark answers not to learn with weight = 0")
-        if not isinstance(mark, bool | int | float) or mark not in (0, 1):
-            raise self.error(f"{name} is {repr(mark)[:80]}, but an answer is learned (1) or not (0)")
+        if _MARKS[name] is None or not isinstance(mark, bool | int | float) or mark not in (0, 1):
+            raise self.error(
+                f"{name} is {mark!r:.80}, which can't be followed: an answer is learned or not (weight = 1 or 0)"
+            )
         return bool(mark) == _MARKS[name]
 
-    def system(self) -> None:
+    def add_system(self) -> None:
         """Put the system texts that stand beside the messages before them."""
-        for name in reversed(_SYSTEM):
+        for name in ("system_prompt", "system"):
             if content := self.fields.pop(name, None):
                 if not isinstance(content, str):
-                    raise self.error(f"{name} must be text, got {repr(content)[:80]}")
+                    raise self.error(f"{name} must be text", content)
                 content = checked_text(content, self.place, name)
                 first = self.messages[0]
                 if first["role"] != "system" or first["content"].strip() != content.strip():
@@ -258,25 +242,29 @@ class _Reading:
     def template_arguments(self) -> dict[str, Any]:
         more = _from_json(self.fields.pop("chat_template_kwargs", None)) or {}
         if not isinstance(more, dict):
-            raise self.error(f"chat_template_kwargs must be an object, got {repr(more)[:80]}")
-        tools = self._tools(self.fields.pop("tools", more.get("tools")))
-        tools += [{"type": "function", "function": each} for each in self._tools(self.fields.pop("functions", None))]
-        functions = [tool.get("function", tool) for tool in tools]
-        self._schemas = {str(each.get("name")): each.get("parameters") for each in functions if isinstance(each, dict)}
+            raise self.error("chat_template_kwargs must be an object", more)
+        tools = [self._tool(tool) for tool in _listed(self.fields.pop("tools", more.get("tools")))]
+        functions = [self._tool(function) for function in _listed(self.fields.pop("functions", None))]
+        tools += [{"type": "function", "function": function} for function in functions]
+        described = [tool.get("function", tool) for tool in tools]
+        self._schemas = {str(each.get("name")): each.get("parameters") for each in described if isinstance(each, dict)}
         added = {"tools": tools, "documents": self.fields.pop("documents", None)}
         return more | {name: value for name, value in added.items() if value}
 
-    def _tools(self, tools: Any) -> list[Any]:
-        """Return tools as objects, without the nulls in their schemas, which are no schemas."""
-        objects = []
-        for tool in _listed(tools):
-            if not isinstance(tool, dict):
-                raise self.error(f"tools must be a list of objects, or the same as JSON, got {repr(tool)[:80]}")
-            function = tool.get("function", tool)
-            if isinstance(function, dict) and "parameters" in function:
-                function = {**function, "parameters": _from_json(function["parameters"])}
-            objects.append(_without_nulls({**tool, "function": function} if "function" in tool else function, _VALUES))
-        return objects
+    def _tool(self, tool: Any) -> dict[str, Any]:
+        """Return a tool as an object, without the nulls in its schema, which are no schemas."""
+        if not isinstance(tool, dict):
+            raise self.error("tools must be a list of objects, or the same as JSON", tool)
+        function = tool.get("function", tool)
+        if isinstance(function, dict) and "parameters" in function:
+            function = {**function, "parameters": _from_json(function["parameters"])}
+        plain: dict[str, Any] = _without_nulls(
+            {**tool, "function": function} if "function" in tool else function, _VALUES
+        )
+        return plain
+
+
+_SPEAKERS = ("user", "assistant")
 
 
 def texts_of(value: Any) -> Iterator[str]:
@@ -301,6 +289,18 @@ def _without_nulls(value: Any, keep: tuple[str, ...] = ()) -> Any:
     return value
 
 
+def _known(arguments: Any, schema: Any) -> Any:
+    """Return arguments without the nulls of names that are not in their schema."""
+    if not isinstance(schema, dict):
+        return arguments
+    if isinstance(arguments, list):
+        return [_known(each, schema.get("items")) for each in arguments]
+    names = schema.get("properties")
+    if not isinstance(arguments, dict) or not isinstance(names, dict):
+        return arguments
+    return {key: _known(each, names.get(key)) for key, each in arguments.items() if each is not None or key in names}
+
+
 def _has_role(turn: Any) -> bool:
     return isinstance(turn, dict) and isinstance(turn.get("role") or turn.get("from"), str)
 
@@ -319,15 +319,3 @@ def _listed(value: Any) -> list[Any]:
     """Return the elements of a list, or a value alone; both, and each element, may be written as JSON."""
     value = _from_json(value) or []
     return [_from_json(each) for each in (value if isinstance(value, list) else [value])]
-
-
-def _known(arguments: Any, schema: Any) -> Any:
-    """Return arguments without the nulls of names that are not in their schema."""
-    if not isinstance(schema, dict):
-        return arguments
-    if isinstance(arguments, list):
-        return [_known(each, schema.get("items")) for each in arguments]
-    names = schema.get("properties")
-    if not isinstance(arguments, dict) or not isinstance(names, dict):
-        return arguments
-    return {key: _known(each, names.get(key)) for key, each in arguments.items() if each is not None or key in names}

@@ -14,11 +14,11 @@ import xxhash
 
 from diloco.data.loader import Batches, Drawing, Sampler
 from diloco.data.packed import Mixture, PackedTokens
-from diloco.data.settings import DataSettings
+from diloco.data.settings import DataSettings, SourceSettings
 from diloco.data.stream import DocumentStream, Source
 from diloco.data.text import is_heldout, split_documents
 from diloco.data.token_folder import SPLITS, TokenFolder, token_folders
-from diloco.data.tokenizer import Tokenizer, given_tokenizer, make_tokenizer
+from diloco.data.tokenizer import Tokenizer, make_tokenizer
 from diloco.errors import ConfigurationError, DataError
 from diloco.units import format_bytes
 
@@ -69,29 +69,17 @@ def build_corpus(settings: DataSettings) -> Corpus:
             installed.
     """
     sources = settings.parsed_sources()
-    folders = {source.name: token_folders(source) for source in sources}
-    mapped = [folder for each in folders.values() for folder in each]
-    if mapped:
-        _check_settings(settings, mapped, all(folders.values()))
-    texts = {
-        source.name: split_documents(Source(source).documents(), settings.heldout_fraction, settings.max_documents)
-        for source in sources
-        if not folders[source.name]
-    }
-    train = (document for train, _ in texts.values() for document in train)
-    tokenizer = mapped[0].tokenizer() if mapped else make_tokenizer(settings, train)
-
-    def tokens_of(name: str, split: int) -> PackedTokens:
-        if folders[name]:
-            return PackedTokens.joined([folder.splits[SPLITS[split]] for folder in folders[name]])
-        return _packed(texts[name][split], tokenizer)
-
-    parts = {name: tokens_of(name, 0) for name in folders}
-    train_tokens = parts[""] if not settings.sources else Mixture(parts, {each.name: each.weight for each in sources})
-    heldout = PackedTokens.joined([tokens_of(name, 1) for name in folders])
-    return Corpus(
-        train_tokens, heldout, tokenizer, fingerprint_of(tokenizer, train_tokens, heldout), mapped=bool(mapped)
-    )
+    opened = [_open(about, settings) for about in sources]
+    folders = [each for part in opened if isinstance(part, list) for each in part]
+    if folders:
+        _check_settings(settings, folders, all(isinstance(part, list) for part in opened))
+    texts = (text for part in opened if isinstance(part, tuple) for text in part[0])
+    tokenizer = folders[0].tokenizer() if folders else make_tokenizer(settings, texts)
+    parts = {about.name: _tokens_of(part, 0, tokenizer) for about, part in zip(sources, opened, strict=True)}
+    weights = {about.name: about.weight for about in sources}
+    train = Mixture(parts, weights) if settings.sources else parts[""]
+    heldout = PackedTokens.joined([_tokens_of(part, 1, tokenizer) for part in opened])
+    return Corpus(train, heldout, tokenizer, fingerprint_of(tokenizer, train, heldout), mapped=bool(folders))
 
 
 def open_stream(settings: DataSettings) -> Corpus:
@@ -140,34 +128,19 @@ def open_stream(settings: DataSettings) -> Corpus:
 
 
 def corpus_vocabulary_size(settings: DataSettings) -> int:
-    """Return the vocabulary size of the tokenizer that ``settings`` name, without reading any text.
-
-    Raises:
-        ConfigurationError, DataError: there is no such tokenizer.
-    """
+    """Return the vocabulary size of the tokenizer that ``settings`` name, without reading any text."""
     folders = [folder for source in settings.parsed_sources() for folder in token_folders(source)]
     if folders:
         return folders[0].vocab_size
-    return settings.bpe_vocab_size or given_tokenizer(settings).vocab_size
+    return settings.bpe_vocab_size or make_tokenizer(settings).vocab_size
 
 
 def heldout_tokens(settings: DataSettings, tokenizer: Tokenizer) -> PackedTokens:
-    """Return the held-out tokens of the corpus of ``settings``, encoded by the tokenizer that a run saved.
-
-    Raises:
-        DataError, ConfigurationError: as `build_corpus` and `open_stream`.
-    """
+    """Return the held-out tokens of the corpus of ``settings``, encoded by the tokenizer that a run saved."""
     parsed = settings.parsed_sources()
     if settings.streaming:
         return _packed(_first_heldout([Source(about) for about in parsed], settings), tokenizer)
-    parts = []
-    for about in parsed:
-        if folders := token_folders(about):
-            parts += [folder.splits["heldout"] for folder in folders]
-        else:
-            texts = split_documents(Source(about).documents(), settings.heldout_fraction, settings.max_documents)
-            parts.append(_packed(texts[1], tokenizer))
-    return PackedTokens.joined(parts)
+    return PackedTokens.joined([_tokens_of(_open(about, settings), 1, tokenizer) for about in parsed])
 
 
 def read_texts(settings: DataSettings, paths: Sequence[Path]) -> Iterator[str]:
@@ -179,6 +152,19 @@ def read_texts(settings: DataSettings, paths: Sequence[Path]) -> Iterator[str]:
 def fingerprint_of(tokenizer: Tokenizer, train: PackedTokens, heldout: PackedTokens) -> str:
     """Return the fingerprint of a corpus: equal for equal tokens, split and vocabulary size."""
     return xxhash.xxh3_128_hexdigest(f"{tokenizer.vocab_size} {train.digest} {heldout.digest}".encode())
+
+
+def _open(about: SourceSettings, settings: DataSettings) -> list[TokenFolder] | tuple[list[str], list[str]]:
+    """Return the token folders of a source, or its training and its held-out documents."""
+    return token_folders(about) or split_documents(
+        Source(about).documents(), settings.heldout_fraction, settings.max_documents
+    )
+
+
+def _tokens_of(part: list[TokenFolder] | tuple[list[str], list[str]], split: int, tokenizer: Tokenizer) -> PackedTokens:
+    if isinstance(part, tuple):
+        return _packed(part[split], tokenizer)
+    return PackedTokens.joined([folder.splits[SPLITS[split]] for folder in part])
 
 
 def _packed(texts: Sequence[str], tokenizer: Tokenizer) -> PackedTokens:
@@ -210,28 +196,24 @@ def _first_heldout(sources: Sequence[Source], settings: DataSettings) -> list[st
 
 def _check_settings(settings: DataSettings, folders: Sequence[TokenFolder], all_mapped: bool) -> None:
     """Raise `ConfigurationError` if token folders differ in their tokenizer, or the settings ask for another one."""
-    first, tokenizer = folders[0], folders[0].tokenizer().to_json()
-    if settings.max_documents is not None:
-        raise ConfigurationError(
-            f"max_documents={settings.max_documents} has no effect on {first.path}, which holds tokens. Use it when "
-            "the text is tokenised."
-        )
+    first, tokenizer, asked = folders[0], folders[0].tokenizer().to_json(), settings.heldout_fraction
     for folder in folders:
         if folder.tokenizer().to_json() != tokenizer:
             raise ConfigurationError(
                 f"{first.path} and {folder.path} were made with different tokenizers. Make them with the same one, "
                 f"such as --tokenizer {first.path}."
             )
-        asked = settings.heldout_fraction
-        made = folder.made.get("heldout_fraction", asked)
-        if all_mapped and asked not in (made, DataSettings().heldout_fraction):
+        fraction = folder.made.get("heldout_fraction", asked)
+        if all_mapped and asked not in (fraction, DataSettings().heldout_fraction):
             raise ConfigurationError(
-                f"{folder.path} was made with a heldout_fraction of {made:g}, so data.heldout_fraction={asked:g} has "
-                "no effect. Pass it to `diloco tokenize`, or leave it out."
+                f"{folder.path} was made with a heldout_fraction of {fraction:g}, so data.heldout_fraction={asked:g} "
+                "has no effect. Pass it to `diloco tokenize`, or leave it out."
             )
-    other = settings.bpe_vocab_size is not None
-    if other or (settings.tokenizer != "bytes" and given_tokenizer(settings).to_json() != tokenizer):
+    is_bpe = settings.bpe_vocab_size is not None
+    if is_bpe or (settings.tokenizer != "bytes" and make_tokenizer(settings).to_json() != tokenizer):
         raise ConfigurationError(
             f"data.tokenizer={settings.tokenizer!r} was given, but {first.path} was made with another tokenizer. Leave "
             "out data.tokenizer."
         )
+    if settings.max_documents is not None:
+        raise ConfigurationError("max_documents has no effect on token folders. Use it when the text is tokenised.")

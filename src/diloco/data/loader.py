@@ -68,16 +68,11 @@ class Batches(Protocol):
         """Continue after the batch after which ``state`` was saved; raise `CheckpointError` if it is of other data."""
 
     def resume_from(self, cursor_of: Callable[[int], Cursor], before: int) -> None:
-        """Continue where another number of replicas stopped, all of them after the same number of batches.
-
-        What they drew is not drawn again in this epoch.
+        """Continue where another number of replicas stopped; what they drew is not drawn again in this epoch.
 
         Args:
-            cursor_of: replica, below ``before`` -> its cursor; called only for the cursors that are needed.
+            cursor_of: replica, below ``before`` -> its cursor; all have drawn the same number of batches.
             before: how many replicas drew until then.
-
-        Raises:
-            CheckpointError: the cursors are of other data, or of a way of drawing that can't be redistributed.
         """
 
     def close(self) -> None:
@@ -102,8 +97,7 @@ def check_cursor(state: Cursor, origin: Cursor, more: Collection[str]) -> None:
 def _gather(tokens: PackedTokens, begins: NDArray[np.int64], sequence_length: int) -> Batch:
     """Return inputs and targets of the windows that begin at these tokens.
 
-    Rows are copied one at a time: copying consecutive tokens is faster than gathering them one by one, also from a
-    file.
+    Rows are copied one at a time, which is faster than gathering their tokens, also from a file.
     """
     inputs = np.empty((len(begins), sequence_length), dtype=np.int64)
     targets = np.empty_like(inputs)
@@ -149,11 +143,9 @@ class Sampler:
     """The `Batches` of one replica, in an order that is a pure function of the arguments and the number drawn so far.
 
     ``"shuffled"``: in each epoch all windows are permuted anew, the same way for every replica. The epochs form one
-    stream that the replicas share. At step k, replica m takes the B positions from ``(k * M + m) * B`` on, so no
-    position is used twice, and M replicas with batches of B see together, step by step, what one replica with batches
-    of M * B sees in its first epoch. An epoch consists of whole batches: fewer than B windows are left out of it, and
-    the next shuffle leaves out others. If the number of batches of an epoch is not a multiple of M, some replicas begin
-    the next epoch within a step. When the members change, `assign` sets what each draws from then on.
+    stream of positions that the replicas share (`Assignment`): M replicas with batches of B see together, step by step,
+    what one replica with batches of M * B sees in its first epoch. An epoch consists of whole batches; the fewer than B
+    windows that are left out of it are others in the next one.
 
     ``"contiguous"``: of n windows, replica m draws from ``[m * n // M, (m + 1) * n // M)``, shuffled within that slice
     in each epoch. So each replica has its own documents (non-iid). An epoch ends for all replicas at once, when some
@@ -164,8 +156,8 @@ class Sampler:
         sequence_length: tokens per sequence (L).
         batch_size: sequences per batch of this replica (B).
         replica: the number of this replica (m), ``0 <= replica < num_replicas``.
-        num_replicas: M, the replicas that draw until `assign` changes them. None: members may change at any time,
-            ``replica`` is any number from 0 on, and nothing can be drawn before the first `assign`.
+        num_replicas: M, the replicas that draw until `assign` changes them. None: members may change at any time, and
+            nothing can be drawn before the first `assign`.
         seed: with the number of the epoch, the key of the shuffle. It must be the same for all replicas.
         sharding: see above.
 
@@ -211,6 +203,8 @@ class Sampler:
         }
         self._seed, self._length, self._batch_size = seed, sequence_length, batch_size
         self._num_replicas, self._contiguous = num_replicas, sharding == "contiguous"
+        self._windows, self._shares = num_windows(self._tokens, sequence_length), num_replicas or 1
+        self._steps_per_slice = self._windows // self._shares // batch_size
         self._drawn = 0
         # in the order of their first steps; the first is in force. Contiguous slices have none
         self._assignments = [] if num_replicas is None or self._contiguous else [Assignment.of(num_replicas)]
@@ -241,12 +235,7 @@ class Sampler:
         self._drop_ended()
 
     def assign(self, assignment: Assignment) -> None:
-        """Use this assignment from its first step on; it replaces another with the same first step.
-
-        Raises:
-            ConfigurationError: it begins before a step that was already drawn, this replica is not one of its members,
-                or sharding is contiguous. Nothing changes.
-        """
+        """Use this assignment from its first step on; it replaces another with the same first step."""
         if self._contiguous or self._replica not in assignment.members or assignment.from_step < self._drawn:
             raise ConfigurationError(
                 f"Replica {self._replica}, which has drawn {self._drawn} batches with sharding "
@@ -301,21 +290,11 @@ class Sampler:
         """The assignment in force at the next step."""
         return next((each for each in self._assignments[:1] if each.from_step <= self._drawn), None)
 
-    @property
-    def _slice(self) -> tuple[int, int]:
-        """The windows of this replica's slice, if sharding is contiguous."""
-        windows, replicas = num_windows(self._tokens, self._length), self._num_replicas or 1
-        return self._replica * windows // replicas, (self._replica + 1) * windows // replicas
-
-    @property
-    def _steps_per_slice(self) -> int:
-        return num_windows(self._tokens, self._length) // (self._num_replicas or 1) // self._batch_size
-
     def _next_begins(self) -> NDArray[np.int64]:
         """Return the ``(batch_size,)`` tokens at which the windows of the next batch begin."""
         if self._contiguous:
             epoch, step = divmod(self._drawn, self._steps_per_slice)
-            begin, end = self._slice
+            begin, end = (number * self._windows // self._shares for number in (self._replica, self._replica + 1))
             key = f"seed {self._seed}, epoch {epoch}, replica {self._replica}"
             places = step * self._batch_size + np.arange(self._batch_size)
             return (begin + permute(places, end - begin, key)) * self._length

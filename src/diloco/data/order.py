@@ -3,8 +3,7 @@
 The sequences of a run are one endless stream of positions 0, 1, 2, ... At every step its members divide the next
 positions among themselves, one batch each (`Assignment`). When the members change, the stream continues where the old
 ones would stop (`Shares`): no position is drawn twice; those that a leaver did not draw wait for the next epoch. A
-shuffle of each epoch maps positions to windows of the tokens (`windows_at`). Every replica computes all of this
-locally; they only have to agree on a few numbers.
+shuffle of each epoch maps positions to windows of the tokens (`windows_at`).
 """
 
 from __future__ import annotations
@@ -70,11 +69,7 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
         return cls(0, tuple(range(num_replicas)), 0)
 
     def positions(self, member: int, step: int, batch_size: int) -> NDArray[np.int64]:
-        """Return the ``(batch_size,)`` int64 positions that a member draws at an inner step.
-
-        Raises:
-            ConfigurationError: the member draws nothing at this step.
-        """
+        """Return the ``(batch_size,)`` int64 positions that a member draws at an inner step."""
         if member not in self.members or step < self.from_step:
             raise ConfigurationError(f"Replica {member} draws nothing at step {step} by {self!r:.200}.")
         begin = self._position(step, batch_size) + self.members.index(member) * batch_size
@@ -147,11 +142,9 @@ class Shares(msgspec.Struct, frozen=True):
 def permute(positions: NDArray[np.int64], size: int, key: str) -> NDArray[np.int64]:
     """Return the images of ``positions`` under the permutation of ``range(size)`` that ``key`` names.
 
-    It is computed only at the positions that a batch needs, by integer arithmetic keyed by a hash, so that machines
-    with different library versions agree on it. This is a Feistel network. A number below ``side * side`` is a pair
-    (left, right), and each round maps it to ``(right, (left + f(right)) mod side)``, which is invertible for any f.
-    ``side`` is the smallest integer with ``side * side >= size``. The few images outside the range are mapped again
-    until they are inside.
+    It is computed only where a batch needs it, by integer arithmetic that all library versions agree on: a Feistel
+    network. A number below ``side * side >= size`` is a pair (left, right), and each round maps it to ``(right, (left +
+    f(right)) mod side)``, which is invertible for any f. The few images outside the range are mapped again.
 
     Args:
         positions: (n,) int64, each in ``[0, size)``.

@@ -37,24 +37,17 @@ class PackedTokens:
     Args:
         pieces: ``(n,)`` arrays of one integer type, such as memory-mapped files.
         digest: a hash of all their bytes, if it is known already; otherwise it is computed when needed.
-        vocab_size: every id must be below it. Ids are checked when they are read, because files may be damaged. None:
-            they are not checked.
+        vocab_size: reading an id that is not below it raises `DataError`, because files may be damaged. None: ids are
+            not checked.
         documents: the number of documents, each with its end.
         num_bytes: their UTF-8 bytes; the end-of-document tokens stand for none.
-
-    Attributes:
-        shares: source -> its fraction of the sequences; empty for a single source.
-        marks_ends: whether `mark` marks the ends of documents, because no token does.
-
-    Raises:
-        DataError: from reading a slice that contains an id outside the vocabulary.
 
     >>> tokens = PackedTokens([np.arange(4), np.arange(4, 6)])
     >>> len(tokens), tokens[2:5].tolist(), tokens[0:3].tolist()
     (6, [2, 3, 4], [0, 1, 2])
     """
 
-    marks_ends = False
+    marks_ends = False  # whether `mark` marks the ends of documents, because no token does
 
     def __init__(
         self,
@@ -68,7 +61,7 @@ class PackedTokens:
         # A plain view: slices of np.memmap are np.memmap objects, which take ten times as long to create.
         self.pieces = tuple(piece.view(np.ndarray) for piece in pieces)
         self.vocab_size, self.documents, self.num_bytes = vocab_size, documents, num_bytes
-        self.shares: Mapping[str, float] = {}
+        self.shares: Mapping[str, float] = {}  # source -> its fraction of the sequences; empty for a single source
         self._ends = list(accumulate(len(piece) for piece in self.pieces))
         self._digest = digest
 
@@ -123,27 +116,12 @@ class PackedTokens:
             )
 
     def mark(self, begin: int, targets: NDArray[np.int64]) -> None:
-        """Replace the targets that are not counted; there are none here.
-
-        Args:
-            begin: the number of the first target among the tokens.
-            targets: ``(n,)`` tokens from ``begin`` on.
-        """
+        """Replace those of the targets, the tokens from ``begin`` on, that are not counted; there are none here."""
 
     def begins_at(
         self, positions: NDArray[np.int64], sequence_length: int, batch_size: int, seed: int
     ) -> NDArray[np.int64]:
-        """Return the tokens at which the windows at some positions of the stream begin.
-
-        Args:
-            positions: (n,) int64, at least 0.
-            sequence_length: tokens per sequence (L).
-            batch_size: sequences per batch of a replica (B).
-            seed: the seed of the run.
-
-        Returns:
-            (n,) int64; within an epoch of a source, distinct positions have distinct windows.
-        """
+        """Return the ``(n,)`` int64 tokens at which the windows at ``(n,)`` positions of the stream begin."""
         return windows_at(positions, num_windows(self, sequence_length), batch_size, seed) * sequence_length
 
     def epochs_at(self, position: int, sequence_length: int, batch_size: int) -> Mapping[str, float]:
@@ -176,9 +154,6 @@ class Mixture(PackedTokens):
     Args:
         sources: name -> its tokens, all made with one tokenizer.
         weights: name -> weight; a source's fraction of the tokens drawn is its weight divided by the sum of all.
-
-    Raises:
-        ConfigurationError: a weight is not positive, or too small relative to the others.
     """
 
     def __init__(self, sources: Mapping[str, PackedTokens], weights: Mapping[str, float]) -> None:
@@ -258,15 +233,10 @@ class Mixture(PackedTokens):
 def shares_of(weights: Mapping[str, float]) -> tuple[int, ...]:
     """Return the positions of a cycle for each weight, `CYCLE` in total, by the largest-remainder method.
 
-    Raises:
-        ConfigurationError: a weight is not positive, or so small that its share is 0.
-
     >>> shares_of({"web": 2.0, "code": 1.0})
     (6667, 3333)
     """
     total = sum(weights.values())
-    if not all(0 < weight < np.inf for weight in weights.values()):
-        raise ConfigurationError(f"The weights of sources must be positive, got {dict(weights)}.")
     exact = [weight / total * CYCLE for weight in weights.values()]
     shares = [int(each) for each in exact]
     by_rest = sorted(range(len(exact)), key=lambda index: shares[index] - exact[index])

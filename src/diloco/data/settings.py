@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import msgspec
 from tyro.conf import Suppress, arg
 
 from diloco.errors import ConfigurationError, nearest
@@ -16,8 +17,6 @@ from diloco.errors import ConfigurationError, nearest
 __all__ = ["HUB_PREFIX", "DataSettings", "SourceSettings"]
 
 HUB_PREFIX = "hf:"  # marks a data set of the ``datasets`` library, or a tokenizer of the Hugging Face hub
-
-_OF_HUB = ("config", "split", "data_files")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +34,12 @@ class SourceSettings:
     data_files: tuple[str, ...] = ()  # for ``hf:`` names: files of the data set, or patterns
     streaming: bool = False  # read a data set record by record, without a copy on disk
     skip_bad: bool = False  # leave out rows that can't be used
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < math.inf:
+            raise ConfigurationError(f"weight must be a positive number, got {self.weight}")
+        if self.document_separator == "":
+            raise ConfigurationError("document_separator must not be empty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,56 +103,38 @@ class DataSettings:
             raise ConfigurationError(f"data.format={self.format!r} is neither text, chat nor a .jinja file; {hint}")
         if self.bpe_vocab_size is not None and self.bpe_vocab_size < 257:  # 256 bytes and the end-of-document token
             raise ConfigurationError(f"data.tokenizer must be bpe or bpe:SIZE from 257, got {self.tokenizer!r}.")
-        for name, value, least in (
-            ("bpe_documents", self.bpe_documents, 1),
-            ("max_documents", self.max_documents, 2),  # one to train on and one to hold out
-            ("streaming_block", self.streaming_block, 1),
-            ("streaming_heldout", self.streaming_heldout, 1),
-            ("prefetch_batches", self.prefetch_batches, 0),
-        ):
-            if value is not None and value < least:
-                raise ConfigurationError(f"{name} must be at least {least}, got {value}.")
-        if self.streaming and self.max_documents is not None:
+        for name in ("bpe_documents", "max_documents", "streaming_block", "streaming_heldout"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigurationError(f"{name} must be at least 1, got {value}.")
+        if self.streaming and (self.max_documents is not None or self.sharding != "shuffled"):
             raise ConfigurationError(
-                f"max_documents={self.max_documents} can't be combined with data.streaming, which never has "
-                "all documents to select from. Leave out one of them."
-            )
-        if self.streaming and self.sharding != "shuffled":
-            raise ConfigurationError(
-                f"sharding={self.sharding!r} can't be combined with data.streaming, where replicas take turns "
-                "reading blocks of documents. Leave out one of them."
+                "max_documents and sharding='contiguous' can't be combined with data.streaming, which never has all "
+                "documents to select from."
             )
         self._check_chat()
-        if self.document_separator == "":
-            raise ConfigurationError("document_separator must not be empty.")
         if not 0 < self.heldout_fraction < 1:
             raise ConfigurationError(f"data.heldout_fraction must be between 0 and 1, got {self.heldout_fraction}.")
         self.parsed_sources()
 
     def _check_chat(self) -> None:
-        if not self.chat:
-            if self.packing == "single":
-                raise ConfigurationError(
-                    "data.packing='single' needs data.format='chat'. For text, use joined or masked."
-                )
-            return
-        if self.packing == "joined":
+        wrong = "joined" if self.chat else "single"
+        if self.packing == wrong:
             raise ConfigurationError(
-                "data.packing='joined' can't be used with data.format='chat', whose conversations must not see each "
-                "other. Use masked or single."
+                f"data.packing={wrong!r} can't be used with data.format={self.format!r}. Use masked or "
+                f"{'single' if self.chat else 'joined'}."
             )
+        if not self.chat:
+            return
         for name in ("sources", "streaming", "document_separator"):
             if getattr(self, name):
                 raise ConfigurationError(
                     f"data.{name} can't be combined with data.format='chat', which reads all conversations of "
                     "data.paths before training. Leave it out."
                 )
-        if not self.paths:
-            raise ConfigurationError("data.format='chat' needs conversations: --data FILE.jsonl.")
-        if of_hub := [str(path) for path in self.paths if str(path).startswith(HUB_PREFIX)]:
+        if not self.paths or any(str(path).startswith(HUB_PREFIX) for path in self.paths):
             raise ConfigurationError(
-                f"data.paths={of_hub} names data of the datasets library, but data.format='chat' reads only .jsonl, "
-                ".json and .parquet files. Save the data with Dataset.to_parquet and give the file."
+                "data.format='chat' needs conversations in .jsonl, .json or .parquet files: --data FILE.jsonl. Save "
+                "a data set of the datasets library with Dataset.to_parquet."
             )
 
     def parsed_sources(self) -> tuple[SourceSettings, ...]:
@@ -179,76 +166,49 @@ class DataSettings:
         """Return these settings with absolute paths, so that they mean the same in another working directory."""
         tokenizer = self.tokenizer
         if tokenizer != "bytes" and self.bpe_vocab_size is None:
-            place = _absolute_place(tokenizer)
+            place = _absolute(tokenizer)
             tokenizer = place if tokenizer.startswith(HUB_PREFIX) or Path(place).exists() else tokenizer
-        paths = tuple(Path(_absolute_place(str(path))) for path in self.paths)
-        form = self.format if self.chat_template is None else _absolute_place(self.format)
+        paths = tuple(Path(_absolute(str(path))) for path in self.paths)
+        form = self.format if self.chat_template is None else _absolute(self.format)
         sources = {name: _absolute_table(table) for name, table in self.sources.items()}
         return replace(self, paths=paths, sources=sources, tokenizer=tokenizer, format=form)
 
 
 def _parse_source(name: str, table: Any, common: SourceSettings) -> SourceSettings:
     where = f"data.sources.{name}"
-    if not isinstance(table, Mapping):
+    if not isinstance(table, Mapping) or not table.get("data"):
         raise ConfigurationError(
             f'{where} must be a table such as {{ data = "folder/", weight = 0.5 }}, got {table!r}.'
         )
     known = {each.name for each in fields(SourceSettings)} - {"name"}
-    for key in table:
-        if key not in known:
-            raise ConfigurationError(f"{where} has an unknown key {key!r}; {nearest(key, known)}")
-    values = {key: _checked(where, key, value) for key, value in table.items()}
-    if not values.get("data"):
-        raise ConfigurationError(
-            f'{where} needs the key data, such as data = "folder/" or a list of files, folders and hf: names.'
-        )
-    of_hub = [key for key in _OF_HUB if key in values]
-    if of_hub and not any(place.startswith(HUB_PREFIX) for place in values["data"]):
-        raise ConfigurationError(
-            f"{where} sets {', '.join(of_hub)}, which only hf: names can have, but its data is "
-            f"{', '.join(values['data'])}."
-        )
-    return replace(common, name=name, **values)
+    for key in table.keys() - known:
+        raise ConfigurationError(f"{where} has an unknown key {key!r}; {nearest(key, known)}")
+    values = {key: [value] if key in _PLACES and isinstance(value, str) else value for key, value in table.items()}
+    try:
+        source = msgspec.convert(asdict(common) | values | {"name": name}, SourceSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"{where} can't be used: {error}.") from error
+    of_hub = [key for key in ("config", "split", "data_files") if key in values]
+    if of_hub and not any(place.startswith(HUB_PREFIX) for place in source.data):
+        raise ConfigurationError(f"{where} sets {', '.join(of_hub)}, which only hf: names can have.")
+    return source
 
 
-def _checked(where: str, key: str, value: Any) -> Any:
-    """Return the value of a key, converted to the type that `SourceSettings` has for it."""
-    match key:
-        case "data" | "data_files":
-            listed = (value,) if isinstance(value, str) else value
-            if _is_texts(listed):
-                return tuple(listed)
-            needed = "a string or a list of strings"
-        case "weight":
-            if type(value) in (int, float) and 0 < value <= sys.float_info.max:
-                return float(value)
-            needed = "a positive number"
-        case "streaming" | "skip_bad":
-            if isinstance(value, bool):
-                return value
-            needed = "true or false"
-        case _:
-            if isinstance(value, str) and value:
-                return value
-            needed = "a string that is not empty"
-    raise ConfigurationError(f"{where}.{key} must be {needed}, got {value!r}.")
+_PLACES = ("data", "data_files")  # a text or a list of texts
 
 
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and all(isinstance(each, str) for each in value)
-
-
-def _absolute_place(text: str) -> str:
+def _absolute(text: str) -> str:
     """Return a file, folder or ``hf:`` name that means the same in another working directory."""
-    if not text.startswith(HUB_PREFIX):
-        return os.path.abspath(os.path.expanduser(text))
-    place, colon, split = text.removeprefix(HUB_PREFIX).partition(":")
-    if place and Path(place).expanduser().exists():
-        return f"{HUB_PREFIX}{os.path.abspath(os.path.expanduser(place))}{colon}{split}"
-    return text
+    prefix, place, split = "", text, ""
+    if text.startswith(HUB_PREFIX):
+        place, colon, rest = text.removeprefix(HUB_PREFIX).partition(":")
+        prefix, split = HUB_PREFIX, colon + rest
+        if not place or not Path(place).expanduser().exists():
+            return text
+    return f"{prefix}{os.path.abspath(os.path.expanduser(place))}{split}"
 
 
-def _absolute_file(text: str) -> str:
+def _absolute_pattern(text: str) -> str:
     """Make a pattern of local files absolute; leave a pattern with a protocol, or of files on the hub, unchanged."""
     folder = text.split("*", 1)[0].rpartition("/")[0]
     local = "://" not in text and (Path(text).exists() or (bool(folder) and Path(folder).is_dir()))
@@ -256,14 +216,10 @@ def _absolute_file(text: str) -> str:
 
 
 def _absolute_table(table: Any) -> Any:
-    """Return a table of ``data.sources`` with absolute paths; malformed values stay and are refused later."""
-    if not isinstance(table, Mapping):
-        return table
-    places: dict[str, Any] = {}
-    for key, absolute in (("data", _absolute_place), ("data_files", _absolute_file)):
-        value: Any = table.get(key)
-        if isinstance(value, str):
-            places[key] = absolute(value)
-        elif _is_texts(value):
-            places[key] = tuple(map(absolute, value))
+    """Return a table of ``data.sources`` with absolute paths."""
+    places = {}
+    for key, absolute in zip(_PLACES, (_absolute, _absolute_pattern), strict=True):
+        value = table.get(key)
+        if value:
+            places[key] = absolute(value) if isinstance(value, str) else tuple(map(absolute, value))
     return {**table, **places}

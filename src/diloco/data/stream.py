@@ -14,7 +14,6 @@ time, and what others had not read by then waits for the next epoch.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from pathlib import Path
@@ -38,11 +37,7 @@ __all__ = ["DocumentStream", "Records", "Source"]
 class Source:
     """The records of a source: its files and data sets one after the other, in the same order at every reading.
 
-    Data sets are opened here, but nothing is read yet.
-
-    Raises:
-        DataError: a data set does not exist or lacks the field.
-        ConfigurationError: ``datasets`` is needed but not installed.
+    Data sets are opened here, but nothing is read yet. A record without text is an empty string and no document.
     """
 
     def __init__(self, settings: SourceSettings) -> None:
@@ -72,10 +67,7 @@ class Records:
         self._rows: Any = None  # the state of the data set after the last block
 
     def read(self, size: int) -> list[str]:
-        """Return the next records, fewer at the end of a part; none at the end, after which they begin again.
-
-        A record without text is an empty string and not a document.
-        """
+        """Return the next records, fewer at the end of a part; none at the end, after which they begin again."""
         while self._part < len(self._source.parts):
             self._records = self._records or self._open(size)
             try:
@@ -114,7 +106,7 @@ class Records:
             return checked_text(row[name], place, name)
 
         place, data_set = part
-        self._data_set = copy.deepcopy(data_set)  # each reader has a state of its own
+        self._data_set = data_set.shard(num_shards=1, index=0)  # the whole, with a state of its own
         if self._rows is not None:
             self._data_set.load_state_dict(self._rows)
         rows = rows_of(self._data_set, place, first=self._row, size=size)
@@ -152,14 +144,7 @@ class _Reader:
         return self._block / self._blocks if self._blocks else 0.0
 
     def document(self, token: int = 0) -> NDArray[Any]:
-        """Return the tokens of the document to draw, with its end.
-
-        Args:
-            token: the next one to draw; from 1 on, if the document has been begun.
-
-        Raises:
-            DataError: the source can't be read, nothing of it is trained on, or a document that was begun is not there.
-        """
+        """Return the tokens of the document to draw, with its end; ``token`` is the next one of it to draw."""
         passed = 0
         while True:
             if self._documents is None:
@@ -327,7 +312,7 @@ class DocumentStream:
             reader.resume_after([state["sources"][number] for state in states])
 
     def close(self) -> None:
-        pass
+        self._readers.clear()  # iterators of `datasets` that end with the interpreter print errors
 
     def _last_token(self) -> NDArray[Any]:
         """Return the token before the next one to draw, ``(1,)``."""

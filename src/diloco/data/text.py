@@ -73,13 +73,7 @@ RECORDS = {".jsonl": "lines", ".jsonlines": "lines", ".ndjson": "lines", ".json"
 
 _COMPRESSIONS = frozenset({".gz", ".gzip", ".bz2", ".bz", ".xz", ".zst", ".zstd"})
 _CHUNK_BYTES = 1 << 20
-_REFUSED = (
-    (re.compile(rb"\xff\xfe|\xfe\xff|\0\0\xfe\xff"), "begins like UTF-16 or UTF-32 text. Convert it to UTF-8"),
-    (re.compile(rb"PK\x03\x04"), "is a zip archive. Give the files in it"),
-    (re.compile(rb".{257}ustar", re.DOTALL), "is a tar archive. Give the files in it"),
-    (re.compile(rb"PAR1"), "is a Parquet file. Give it the suffix .parquet"),
-)
-"""How files begin that can't be read as text, and what to do."""
+_HEAD_BYTES = 512
 
 
 class RowError(DataError):
@@ -128,10 +122,8 @@ def read_documents(
     """Yield every document of ``paths`` in order, or those of the standard library if there are no paths.
 
     Args:
-        paths: files and folders. Folders are searched recursively for files with `FOLDER_SUFFIXES`. Files and folders
-            whose name begins with a dot are skipped, and links to folders are not followed. ``.jsonl``, ``.json`` and
-            ``.parquet`` files hold one document per record; every other file is UTF-8 text. Files may be compressed
-            with gzip, bzip2, xz or zstandard.
+        paths: files, also compressed, and folders, which are searched for files with `FOLDER_SUFFIXES`. Files with a
+            suffix in `RECORDS` hold one document per record; every other file is UTF-8 text.
         text_field: the field of records that holds the text.
         document_separator: splits text files into documents and is dropped; None: a file is one document.
         skip_bad: leave out records and documents that can't be used, as `usable` does.
@@ -161,12 +153,7 @@ def read_documents(
 
 
 def read_records(paths: Sequence[Path]) -> Iterator[Row]:
-    """Yield every record of the files of ``paths``.
-
-    Raises:
-        DataError: a file can't be read or is of another type, or a path holds no records.
-        ConfigurationError: a ``.parquet`` file needs datasets, which is not installed.
-    """
+    """Yield every record of the files of ``paths``; raise `DataError` if a file has none, or is of another type."""
     for path in paths:
         files = _files_of(path, records_only=True)
         for file in files:
@@ -179,15 +166,12 @@ def read_records(paths: Sequence[Path]) -> Iterator[Row]:
 def read_standard_library(root: Path | None = None) -> Iterator[str]:
     """Yield the source files of the standard library of the running Python: about 390 files, 8 MB, with Python 3.11.
 
-    These are its ``.py`` files in the order of their paths. Left out are `STANDARD_LIBRARY_LEFT_OUT`, files that
-    describe the machine (``_sysconfigdata*``, ``sitecustomize``, ``config-*``), and files that are empty or not UTF-8.
-    The same version of Python gives the same documents unless its distributor changed the files.
+    Left out are `STANDARD_LIBRARY_LEFT_OUT`, files that describe the machine (``_sysconfigdata*``, ``sitecustomize``,
+    ``config-*``), and files that are empty or not UTF-8. The same version of Python gives the same documents unless its
+    distributor changed the files.
 
     Args:
         root: the folder to read instead of the running Python's own.
-
-    Raises:
-        DataError: this Python has no readable standard library (some ship it as one zip file).
     """
     folder = Path(sysconfig.get_path("stdlib")) if root is None else root
 
@@ -241,9 +225,6 @@ def _some(values: Iterable[T], nothing: str) -> Iterator[T]:
         yield value
     if empty:
         raise NoDataError(nothing)
-
-
-# Training and held-out documents.
 
 
 def split_documents(
@@ -301,9 +282,6 @@ def _keys(text: str) -> tuple[float, int]:
     """Return two independent halves of a hash: a number in [0, 1) for the split, and an integer for the sample."""
     number = xxhash.xxh3_128_intdigest(text.encode("utf-8"))
     return (number >> 75) / (1 << 53), number & ((1 << 64) - 1)  # a float holds 53 bits exactly
-
-
-# The rows of a file.
 
 
 def _rows(path: Path, separator: str | None) -> Iterator[Row]:
@@ -372,15 +350,8 @@ def _no_object(place: str, record: Any) -> RowError:
     return RowError(f"{place} must be a JSON object with the fields of a record, got a {type(record).__name__}.")
 
 
-# Files and their bytes.
-
-
 def _files_of(path: Path, *, records_only: bool = False) -> list[Path]:
-    """Return the files to read: ``path`` itself, or what a folder holds, sorted by path. What is left out is named.
-
-    Raises:
-        DataError: the path does not exist, is not a regular file or a folder, or can't be read.
-    """
+    """Return the files to read: ``path`` itself, or what a folder holds, sorted by path. What is left out is named."""
     path = path.expanduser()
     try:
         mode = path.stat().st_mode
@@ -446,11 +417,7 @@ def _pieces(path: Path, separator: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    """Yield the content of a file, decompressed.
-
-    Raises:
-        DataError: the file can't be read, or is known not to be UTF-8 text.
-    """
+    """Yield the content of a text file, decompressed."""
     try:
         with path.open("rb") as file:
             head = file.read(10)
@@ -458,19 +425,15 @@ def _chunks(path: Path) -> Iterator[bytes]:
             unpack = next((unpack for beginning, unpack in _COMPRESSED if beginning.match(head)), _read)
             chunks = unpack(file)
             first = next(chunks, b"")
-            _check_text(path, first[:512])
+            if b"\0" in first[:_HEAD_BYTES]:
+                raise DataError(
+                    f"{path} is no text, since it holds zero bytes. Unpack an archive (zip, tar), convert UTF-16 to "
+                    "UTF-8, and give a table the suffix .parquet."
+                )
             yield first
             yield from chunks
     except (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
         raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
-
-
-def _check_text(path: Path, head: bytes) -> None:
-    what = next((what for beginning, what in _REFUSED if beginning.match(head)), "")
-    if max(head[0::2].count(0), head[1::2].count(0)) > len(head) // 4:
-        what = what or "looks like UTF-16 text, in which every other byte is zero. Convert it to UTF-8"
-    if what:
-        raise DataError(f"{path} {what}.")
 
 
 def _read(file: Any) -> Iterator[bytes]:

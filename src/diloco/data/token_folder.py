@@ -46,11 +46,7 @@ _BATCH_CHARACTERS = 4 << 20  # text tokenised at a time: enough to use all threa
 
 
 class TokenFolder:
-    """A token folder. Opening it reads its manifest and checks the sizes of its files.
-
-    Raises:
-        DataError: the folder is incomplete, damaged, or of another version.
-    """
+    """A token folder. Opening it raises `DataError` if it is incomplete, damaged, or of another version."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -94,11 +90,7 @@ class TokenFolder:
 
 
 def token_folders(source: SourceSettings) -> list[TokenFolder]:
-    """Open the token folders of a source; return none if the source is text.
-
-    Raises:
-        ConfigurationError: the source mixes token folders and text.
-    """
+    """Open the token folders of a source; return none if the source is text."""
     folders = [place for place in source.data if _is_token_folder(Path(place))]
     if folders and len(folders) < len(source.data):
         other = next(place for place in source.data if place not in folders)
@@ -131,14 +123,9 @@ def tokenize(
 
     Args:
         settings: the text and tokenizer to use; settings that concern training are ignored.
-        place: the folder to make; it must not exist, or be empty.
+        place: the folder to make; it must not exist, or be empty. If an error is raised, nothing of it remains.
         shard_tokens: tokens per file.
         progress: called after each batch with the numbers of documents and UTF-8 bytes so far.
-
-    Raises:
-        DataError: the text cannot be read or does not suffice for both splits, or the folder can't be written. Nothing
-            of it remains.
-        ConfigurationError: the settings can't work or need a package that is not installed, or ``place`` is not empty.
     """
     sources = settings.parsed_sources()
     if len(sources) > 1:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import islice
@@ -33,7 +33,6 @@ __all__ = [
     "ByteTokenizer",
     "Tokenizer",
     "byte_letters",
-    "given_tokenizer",
     "library_tokenizer",
     "load_hub_tokenizer",
     "load_tokenizer",
@@ -107,11 +106,8 @@ class Tokenizer:
         pieces = [np.zeros(0, dtype=self.dtype)]
         for begin in range(0, len(documents), 1024):  # limits how many of the library's bulky results exist at once
             texts = documents[begin : begin + 1024]
-            for text in texts:
-                _checked_utf8(text)
-            for text, encoding in zip(
-                texts, self._tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True
-            ):
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            for text, encoding in zip(texts, encodings, strict=True):
                 if self.eos_id in encoding.ids:  # it may be a piece of a Unigram model
                     raise DataError(
                         f"{self._source} encodes part of a text as the end-of-document token {self._eos!r}. The text "
@@ -168,7 +164,7 @@ class ByteTokenizer(Tokenizer):
         super().__init__(_byte_vocabulary(), eos=EOS)
 
     def encode_documents(self, documents: Sequence[str]) -> NDArray[Any]:
-        encoded = [_checked_utf8(document) for document in documents]
+        encoded = [document.encode() for document in documents]
         ends = np.cumsum([len(document) + 1 for document in encoded], dtype=np.int64)
         tokens = np.full(ends[-1] if encoded else 0, self.eos_id, dtype=self.dtype)
         is_byte = np.ones(len(tokens), dtype=np.bool_)
@@ -193,14 +189,6 @@ def byte_letters() -> list[str]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
-
-
-def _checked_utf8(text: str) -> bytes:
-    """Return ``text`` as UTF-8, or raise `DataError` if it contains half of a surrogate pair."""
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(f"The text has half of a surrogate pair at character {error.start}.") from error
 
 
 def _token_bytes(tokenizer: tokenizers.Tokenizer, source: str) -> list[bytes]:
@@ -228,7 +216,7 @@ def _token_bytes(tokenizer: tokenizers.Tokenizer, source: str) -> list[bytes]:
     return table
 
 
-def make_tokenizer(settings: DataSettings, documents: Iterable[str]) -> Tokenizer:
+def make_tokenizer(settings: DataSettings, documents: Iterable[str] = ()) -> Tokenizer:
     """Return the tokenizer that ``settings.tokenizer`` names; train a BPE on ``documents``, the training documents.
 
     Raises:
@@ -237,11 +225,6 @@ def make_tokenizer(settings: DataSettings, documents: Iterable[str]) -> Tokenize
     """
     if settings.bpe_vocab_size is not None:
         return train_bpe(islice(documents, settings.bpe_documents), settings.bpe_vocab_size)
-    return given_tokenizer(settings)
-
-
-def given_tokenizer(settings: DataSettings) -> Tokenizer:
-    """Return the tokenizer as `make_tokenizer` does, if it needs no training."""
     if settings.tokenizer == "bytes":
         return ByteTokenizer()
     if settings.tokenizer.startswith(HUB_PREFIX):
@@ -277,13 +260,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=byte_letters(),
         show_progress=False,
     )
-
-    def checked() -> Iterator[str]:
-        for document in documents:
-            _checked_utf8(document)
-            yield document
-
-    tokenizer.train_from_iterator(checked(), trainer)
+    tokenizer.train_from_iterator(documents, trainer)
     size = tokenizer.get_vocab_size()
     if size < vocab_size:
         raise DataError(
@@ -297,12 +274,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """Load the tokenizer at ``path``: a ``tokenizer.json``, or a folder with one, as `Tokenizer.save` writes.
 
     The end-of-document token is the ``eos_token`` of the ``tokenizer_config.json`` next to it. Without that entry, the
-    vocabulary must contain exactly one of the usual names (``<|endoftext|>``, ``</s>``, ``<|end_of_text|>`` and a few
-    others).
-
-    Raises:
-        DataError: the file is missing, cannot be read, does not spell texts exactly, or does not say which token ends a
-            document.
+    vocabulary must contain exactly one of the usual names, such as ``<|endoftext|>``; else `DataError` is raised.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     config = file.with_name("tokenizer_config.json")
@@ -329,10 +301,6 @@ def load_hub_tokenizer(name: str) -> Tokenizer:
     """Load the tokenizer of ``hf:NAME``: of a model on the hub, or of a local folder with a model or a tokenizer.
 
     If there is no ``tokenizer.json``, transformers converts the tokenizer.
-
-    Raises:
-        DataError: there is no such tokenizer, the hub can't be reached, or as `load_tokenizer`.
-        ConfigurationError: transformers is needed but not installed.
     """
     place = name.removeprefix(HUB_PREFIX)
     file = Path(place).expanduser()
@@ -350,36 +318,24 @@ def load_hub_tokenizer(name: str) -> Tokenizer:
                 raise _unreadable(name, error) from error
     if file.is_file() or (file / "tokenizer.json").is_file():
         return load_tokenizer(file)
-    needs = f"data.tokenizer={name!r} has no tokenizer.json and needs transformers"
-    library = library_tokenizer(name, "hf", needs)
+    library = library_tokenizer(name, "hf", f"data.tokenizer={name!r} has no tokenizer.json and needs transformers")
     return Tokenizer(library.backend_tokenizer.to_str(), eos=str(library.eos_token), source=name)
 
 
 def library_tokenizer(name: str, extra: str, needs: str) -> Any:
-    """Load the tokenizer of ``hf:NAME`` or of a folder as an object of transformers.
-
-    Args:
-        extra, needs: as for `from_extra`.
-
-    Raises:
-        DataError: there is no such tokenizer, the hub can't be reached, or the tokenizer has no end-of-document token.
-        ConfigurationError: transformers is not installed.
-    """
+    """Load the tokenizer of ``hf:NAME`` or of a folder as an object of transformers, which ``extra`` installs."""
     with from_extra(extra, needs):
         from transformers import AutoTokenizer
     place = name.removeprefix(HUB_PREFIX)
     local = Path(place).expanduser()
     try:
         with fetching(place, "models"):
-            library: Any = AutoTokenizer.from_pretrained(
-                str(local) if local.exists() else place, trust_remote_code=False
-            )
+            source = str(local) if local.exists() else place
+            library: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         library.backend_tokenizer.to_str()
     except Exception as error:  # the library raises many types
         if "trust_remote_code" in str(error):
-            raise DataError(
-                f"The tokenizer of {name} is code that comes with it, which is not run. Use another."
-            ) from error
+            raise DataError(f"The tokenizer of {name} is code of its own, which is not run. Use another.") from error
         raise _unreadable(name, error) from error
     if library.eos_token is None:
         raise DataError(f"{name} has no token to end a document with.")

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from diloco.membership.quorum import Policy, decide
-from diloco.membership.view import View
+from diloco.membership.values import View
 
 __all__ = ["BootstrapElection", "Candidate", "Candidates", "LastViews"]
 

@@ -37,8 +37,7 @@ from typing import Any, Unpack
 
 from diloco.membership.next_view import next_view, staying_members
 from diloco.membership.quorum import Policy, names_of
-from diloco.membership.reports import Agreed, News, NextView, Report
-from diloco.membership.view import View
+from diloco.membership.values import Agreed, News, NextView, Report, View
 
 __all__ = ["Change"]
 

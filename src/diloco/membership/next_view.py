@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from diloco.membership.quorum import Policy, byzantine_quorum, decide, makes_one_history
-from diloco.membership.reports import Agreed, NextView, Report
-from diloco.membership.view import View
+from diloco.membership.values import Agreed, NextView, Report, View
 
 __all__ = ["largest_set", "next_view", "reachable_from", "staying_members"]
 
@@ -55,7 +54,7 @@ def next_view(view: View, reports: Sequence[Report], staying: Sequence[int], pol
         policy: decides which survivors may continue.
     """
     known, lost = reports[0], frozenset(view.members).difference(staying)
-    claims = {(fragment, outer_step): digest for fragment, outer_step, digest in sorted(known.left_commits)}
+    claims = dict(sorted(known.left_commits))
     for report in reports:
         claims.update(report.claims)
     commits = {key: digest for key, digest in claims.items() if all(key in report.held for report in reports)}

@@ -5,7 +5,6 @@ from .folders import is_huggingface_folder as is_huggingface_folder
 from .folders import native_settings as native_settings
 from .folders import native_weights as native_weights
 from .folders import stored_tensors as stored_tensors
-from .folders import why_not_native as why_not_native
 from .folders import without_progress_bars as without_progress_bars
 from .huggingface import HuggingFaceModel as HuggingFaceModel
 from .language_model import LanguageModel as LanguageModel
@@ -16,6 +15,8 @@ from .language_model import build_language_model as build_language_model
 from .language_model import check_vocabulary as check_vocabulary
 from .language_model import document_numbers as document_numbers
 from .language_model import documents_of as documents_of
+from .language_model import even_batches as even_batches
+from .language_model import is_even as is_even
 from .loss import ENDS as ENDS
 from .loss import NOT_COUNTED as NOT_COUNTED
 from .loss import cross_entropy_with_z_loss as cross_entropy_with_z_loss

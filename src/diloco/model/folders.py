@@ -45,7 +45,6 @@ __all__ = [
     "read_json",
     "stored_tensors",
     "weights_digest",
-    "why_not_native",
     "without_progress_bars",
 ]
 
@@ -113,22 +112,31 @@ def native_settings(folder: Path) -> DecoderSettings:
             different; or ``transformers`` is not installed.
         CheckpointError: there is no such file, or it can't be read.
     """
-    settings, why = _read_settings(folder)
-    if settings is None:
+    model_type = read_json(folder / CONFIG_NAME).get("model_type")
+    use = f"Use another model, or use this one directly (--model hf:{folder})."
+    kinds = [kind for kind, name in MODEL_TYPES.items() if name == model_type]
+    if not kinds:
+        known = ", ".join(MODEL_TYPES.values())
         raise ConfigurationError(
-            f"{folder} holds {why}. Use another model, or use this one directly (--model hf:{folder})."
+            f"{folder} holds a model of type {model_type!r}, but the native decoder equals only {known}. {use}"
+        )
+    transformers = import_transformers()
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        values = {ours: getattr(config, theirs) for ours, theirs in _SAME.items()}
+        theta = float(config.rope_parameters["rope_theta"])
+        settings = DecoderSettings(**values, ffn=kinds[0][0], qk_norm=kinds[0][1], rope_theta=theta)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{folder / CONFIG_NAME} can't be read: {error}.") from error
+    there, equal = config.to_dict(), _configuration(settings).to_dict()
+    names = [name for name in equal if name not in (*transformers.PretrainedConfig().to_dict(), *_WITHOUT_EFFECT)]
+    odd = [f"{name}={there.get(name)!r}" for name in names if there.get(name) != equal[name]]
+    odd += ["quantization_config"] if there.get("quantization_config") else []
+    if odd:
+        raise ConfigurationError(
+            f"{folder} holds a model with {', '.join(odd)}, which the native decoder does not support. {use}"
         )
     return settings
-
-
-def why_not_native(folder: Path) -> str:
-    """Return what the native decoder can't express of the model in ``folder``, as text; "" if they are equal.
-
-    Raises:
-        CheckpointError: there is no ``config.json``, or it can't be read.
-        ConfigurationError: ``transformers`` is not installed.
-    """
-    return _read_settings(folder)[1]
 
 
 def native_weights(folder: Path) -> dict[str, Tensor]:
@@ -160,30 +168,6 @@ def _configuration(settings: DecoderSettings) -> PretrainedConfig:
         pad_token_id=None,
     )
     return config
-
-
-def _read_settings(folder: Path) -> tuple[DecoderSettings | None, str]:
-    """Return the settings of the equal native decoder, or None and why there is none."""
-    model_type = read_json(folder / CONFIG_NAME).get("model_type")
-    kinds = [kind for kind, name in MODEL_TYPES.items() if name == model_type]
-    if not kinds:
-        known = ", ".join(MODEL_TYPES.values())
-        return None, f"a model of type {model_type!r}, but the native decoder equals only {known}"
-    transformers = import_transformers()
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        values = {ours: getattr(config, theirs) for ours, theirs in _SAME.items()}
-        theta = float(config.rope_parameters["rope_theta"])
-        settings = DecoderSettings(**values, ffn=kinds[0][0], qk_norm=kinds[0][1], rope_theta=theta)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{folder / CONFIG_NAME} can't be read: {error}.") from error
-    there, equal = config.to_dict(), _configuration(settings).to_dict()
-    names = [name for name in equal if name not in (*transformers.PretrainedConfig().to_dict(), *_WITHOUT_EFFECT)]
-    odd = [f"{name}={there.get(name)!r}" for name in names if there.get(name) != equal[name]]
-    odd += ["quantization_config"] if there.get("quantization_config") else []
-    if odd:
-        return None, f"a model with {', '.join(odd)}, which the native decoder does not support"
-    return settings, ""
 
 
 def _stock_name(name: str, model_type: str, *, back: bool = False) -> str:

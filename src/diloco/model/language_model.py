@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -32,6 +33,8 @@ __all__ = [
     "check_vocabulary",
     "document_numbers",
     "documents_of",
+    "even_batches",
+    "is_even",
 ]
 
 
@@ -56,6 +59,26 @@ class LossChunks:
         (False, True, True)
         """
         return self.tokens > 0 and (self.compiled or tokens > self.tokens)
+
+
+_even: ContextVar[bool] = ContextVar("even", default=False)
+
+
+@contextmanager
+def even_batches() -> Iterator[None]:
+    """Say that the passes inside the context have the shapes of few kinds of batches, so that compiled blocks serve
+    them also without gradients. Generation has varying shapes.
+    """
+    token = _even.set(True)
+    try:
+        yield
+    finally:
+        _even.reset(token)
+
+
+def is_even() -> bool:
+    """Return whether the caller is inside of `even_batches`."""
+    return _even.get()
 
 
 class Cache(Protocol):

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -187,13 +187,15 @@ class ModelSettings:
 
     @cached_property
     def huggingface(self) -> HuggingFaceSettings:
-        """What ``arguments`` say about a model of ``transformers``."""
-        return _converted({name: self.arguments[name] for name in self._split()[0]}, HuggingFaceSettings)
+        """What ``arguments`` say about a model of ``transformers``, beside `config_changes`."""
+        changes = self.config_changes
+        return _converted({k: value for k, value in self.arguments.items() if k not in changes}, HuggingFaceSettings)
 
     @property
     def config_changes(self) -> dict[str, Any]:
         """The ``arguments`` that change the configuration of a model of ``transformers``."""
-        return {name: self.arguments[name] for name in self._split()[1]}
+        own = {each.name for each in dataclasses.fields(HuggingFaceSettings)}
+        return {name: value for name, value in self.arguments.items() if name not in own}
 
     @property
     def vocab_size(self) -> int | None:
@@ -211,36 +213,30 @@ class ModelSettings:
         values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         return values | {"arguments": dataclasses.asdict(self.decoder) if self.kind == "native" else self.arguments}
 
-    def _split(self) -> tuple[list[str], list[str]]:
-        own = {each.name for each in dataclasses.fields(HuggingFaceSettings)}
-        return [name for name in self.arguments if name in own], [name for name in self.arguments if name not in own]
-
     def __post_init__(self) -> None:
+        kind = self.kind
         if self.lora_rank < 0:
             raise ConfigurationError(f"model.lora_rank must be at least 0, got {self.lora_rank}.")
-        if self.kind == "native":
-            _ = self.decoder
-        if self.lora_rank and self.kind != "hf":
+        if kind == "native":
+            _ = self.decoder  # checked here
+        if self.lora_rank and kind != "hf":
             raise ConfigurationError(
                 f"model.lora_rank={self.lora_rank} needs a model of transformers: --model hf:FOLDER."
             )
-        if self.kind == "hf" and self.huggingface.weights == "fresh" and self.lora_rank:
+        options = self.huggingface if kind == "hf" else HuggingFaceSettings()
+        if self.lora_rank and options.weights == "fresh":
             raise ConfigurationError(
                 f"model.lora_rank={self.lora_rank} adapts stored weights, so it can't be combined with "
                 "model.arguments.weights='fresh'. Leave out one of them."
             )
-        if not self.lora_rank and (names := [f"arguments.{name}" for name in LORA_ONLY if self._adapts(name)]):
+        idle = [
+            f"arguments.{name}" for name in LORA_ONLY if getattr(options, name) != getattr(HuggingFaceSettings, name)
+        ]
+        idle += ["quantization"] if self.quantization else []
+        if idle and not self.lora_rank:
             raise ConfigurationError(
-                f"model.{names[0]} has an effect only with LoRA. Also set model.lora_rank (--lora-rank), such as 16."
+                f"model.{idle[0]} has an effect only with LoRA. Also set model.lora_rank (--lora-rank), such as 16."
             )
-        if self.quantization and not self.lora_rank:
-            raise ConfigurationError(
-                f"model.quantization={self.quantization!r} has an effect only with LoRA. Also set model.lora_rank "
-                "(--lora-rank), such as 16."
-            )
-
-    def _adapts(self, name: str) -> bool:
-        return self.kind == "hf" and getattr(self.huggingface, name) != getattr(HuggingFaceSettings, name)
 
 
 def _converted(values: Mapping[str, Any], kind: type[Kind], table: str = "model.arguments") -> Kind:
@@ -263,7 +259,7 @@ def with_vocabulary(settings: ModelSettings, tokens: int) -> ModelSettings:
     if settings.vocab_size is not None or settings.kind == "hf":
         return settings
     arguments = settings.decoder.arguments() if settings.kind == "native" else settings.arguments
-    return dataclasses.replace(settings, arguments={**arguments, "vocab_size": tokens})
+    return replace(settings, arguments={**arguments, "vocab_size": tokens})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,45 +268,32 @@ class Preset:
 
     name: str
     model: DecoderSettings  # the sizes; ``vocab_size`` is None if the tokeniser decides it
-    sequence_length: int  # tokens per sequence in the source's training
-    vocab_size: int  # the vocabulary to which the counts refer
-    nominal: str  # the parameter count as the source states it
-    parameters: int = field(init=False)  # the exact count, with tied embeddings counted once
     source: str
-    note: str = ""
-    alias: str | None = None  # another name of the same preset
+    alias: str = ""  # another name of the same preset
+    sequence_length: int = 1024  # tokens per sequence in the source's training
+    vocab_size: int = 257  # the vocabulary to which the count refers: that of the model, or bytes
+    parameters: int = field(init=False)  # the exact count, with tied embeddings counted once
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "vocab_size", self.model.vocab_size or self.vocab_size)
         object.__setattr__(self, "parameters", count_parameters(self.model, self.vocab_size))
 
 
-def count_parameters(model: DecoderSettings, vocab_size: int | None = None) -> int:
+def count_parameters(model: DecoderSettings, vocab_size: int) -> int:
     """Return the parameter count of a model without building it; tied embeddings count once.
 
     ``E V W + L (2 W^2 + 2 W K + F W G + 2 W + Q) + W``, with V tokens, width W, L layers, keys and values of K =
     ``kv_heads`` * head width, feed-forward width G in F = 3 (swiglu) or 2 (gelu) matrices, E = 1 (tied) or 2, and Q = 2
     * head width with QK-norm, else 0.
 
-    Args:
-        vocab_size: V, instead of that of ``model``.
-
-    Raises:
-        ConfigurationError: neither gives the vocabulary size.
-
     >>> count_parameters(DecoderSettings(layers=22, width=2048, ffn_width=5632, heads=32, kv_heads=4), 32_000)
     1100048384
     """
-    vocabulary = vocab_size if vocab_size is not None else model.vocab_size
-    if vocabulary is None:
-        raise ConfigurationError(
-            "vocab_size is required to count parameters: the vocabulary size of the tokeniser, 257 for bytes."
-        )
     width, head_width = model.width, model.width // model.heads
-    kv_width = (model.kv_heads if model.kv_heads is not None else model.heads) * head_width
-    layer = 2 * width * width + 2 * width * kv_width
+    layer = 2 * width * width + 2 * width * (model.kv_heads or model.heads) * head_width
     layer += (3 if model.ffn == "swiglu" else 2) * width * model.ffn_width
     layer += 2 * width + (2 * head_width if model.qk_norm else 0)
-    return (1 if model.tie_embeddings else 2) * vocabulary * width + model.layers * layer + width
+    return (1 if model.tie_embeddings else 2) * vocab_size * width + model.layers * layer + width
 
 
 def get_preset(name: str) -> Preset:
@@ -322,10 +305,10 @@ def get_preset(name: str) -> Preset:
     >>> get_preset("opendiloco-150m").name, get_preset("35m").name
     ('150m', 'streaming-35m')
     """
-    listed = _ALIASES.get(name, name)
-    if listed not in _PRESETS:
-        raise ConfigurationError(f"there is no preset {name!r}; {nearest(name, (*_PRESETS, *_ALIASES))}")
-    return _PRESETS[listed]
+    aliases = {preset.alias: preset for preset in PRESETS.values() if preset.alias}
+    if name not in (presets := aliases | PRESETS):
+        raise ConfigurationError(f"there is no preset {name!r}; {nearest(name, (*PRESETS, *aliases))}")
+    return presets[name]
 
 
 def preset_names() -> tuple[str, ...]:
@@ -334,93 +317,39 @@ def preset_names() -> tuple[str, ...]:
     >>> preset_names()[:3]
     ('tiny', 'tiny-muon', '2m')
     """
-    return tuple(_PRESETS)
+    return tuple(PRESETS)
 
 
-def _open_diloco(
-    size: str,
-    *,
-    layers: int,
-    width: int,
-    ffn_width: int,
-    heads: int,
-    kv_heads: int | None = None,
-    vocab_size: int = 32_000,
-    note: str = "",
-) -> Preset:
-    model = DecoderSettings(
-        layers=layers,
-        width=width,
-        ffn_width=ffn_width,
-        heads=heads,
-        kv_heads=kv_heads,
-        vocab_size=vocab_size,
-        max_sequence_length=2048,
-    )
-    return Preset(
-        name=size,
-        alias=f"opendiloco-{size}",
-        model=model,
-        sequence_length=1024,
-        vocab_size=vocab_size,
-        nominal=size.upper(),
-        source=f"OpenDiLoCo (2407.07852), its configuration config_{size}.json",
-        note=note,
-    )
+def _presets() -> Iterator[Preset]:
+    for name in ("tiny", "tiny-muon"):
+        model = DecoderSettings(ffn_width=352)
+        yield Preset(name=name, model=model, source="this project, for the quick start", sequence_length=128)
+    llama = DecoderSettings(max_sequence_length=2048, vocab_size=32_000)
+    for name, layers, width, ffn_width, heads in (
+        ("2m", 2, 64, 256, 2),
+        ("14m", 6, 128, 512, 4),
+        ("60m", 3, 1024, 2688, 16),
+        ("150m", 12, 1024, 2688, 16),
+        ("1b", 22, 2048, 5632, 32),  # TinyLlama
+    ):
+        model = replace(llama, layers=layers, width=width, ffn_width=ffn_width, heads=heads)
+        model = replace(model, vocab_size=1024) if name == "2m" else model
+        model = replace(model, kv_heads=4) if name == "1b" else model
+        source = f"OpenDiLoCo (2407.07852), its configuration config_{name}.json"
+        yield Preset(name=name, model=model, source=source, alias=f"opendiloco-{name}")
+    chinchilla = replace(llama, ffn="gelu", qk_norm=True, z_loss=1e-4, tie_embeddings=True)
+    for name, layers, width, heads in (
+        ("35m", 6, 512, 8),
+        ("100m", 9, 768, 12),
+        ("200m", 12, 1024, 16),
+        ("300m", 15, 1280, 20),
+        ("500m", 18, 1536, 24),
+        ("1b", 24, 2048, 32),
+        ("4b", 36, 3072, 48),
+    ):
+        model = replace(chinchilla, layers=layers, width=width, ffn_width=4 * width, heads=heads)
+        source = "Streaming DiLoCo (2501.18512), table 2"
+        yield Preset(name=f"streaming-{name}", model=model, source=source, alias="" if name == "1b" else name)
 
 
-def _streaming(size: str, *, nominal: str, layers: int, width: int, heads: int, alias: bool = True) -> Preset:
-    model = DecoderSettings(
-        layers=layers,
-        width=width,
-        ffn_width=4 * width,
-        heads=heads,
-        ffn="gelu",
-        vocab_size=32_000,
-        max_sequence_length=2048,
-        qk_norm=True,
-        z_loss=1e-4,
-        tie_embeddings=True,
-    )
-    return Preset(
-        name=f"streaming-{size}",
-        alias=size if alias else None,
-        model=model,
-        sequence_length=1024,
-        vocab_size=32_000,
-        nominal=nominal,
-        source="Streaming DiLoCo (2501.18512), table 2; nominal count: 2503.09799",
-        note="(inferred): model width, two-matrix GELU feed-forward, tied embeddings",
-    )
-
-
-def _tiny(name: str, source: str) -> Preset:
-    return Preset(
-        name=name,
-        model=DecoderSettings(ffn_width=352),
-        sequence_length=128,
-        vocab_size=257,  # bytes
-        nominal="0.9M",
-        source=source,
-        note="counted with the byte vocabulary; the tokeniser decides",
-    )
-
-
-_ALL = (
-    _tiny("tiny", "this project, for the quick start"),
-    _tiny("tiny-muon", "this project: the quick start with Muon inside"),
-    _open_diloco("2m", layers=2, width=64, ffn_width=256, heads=2, vocab_size=1024),
-    _open_diloco("14m", layers=6, width=128, ffn_width=512, heads=4),
-    _open_diloco("60m", layers=3, width=1024, ffn_width=2688, heads=16),
-    _open_diloco("150m", layers=12, width=1024, ffn_width=2688, heads=16),
-    _open_diloco("1b", layers=22, width=2048, ffn_width=5632, heads=32, kv_heads=4, note="TinyLlama"),
-    _streaming("35m", nominal="35M", layers=6, width=512, heads=8),
-    _streaming("100m", nominal="90M", layers=9, width=768, heads=12),
-    _streaming("200m", nominal="180M", layers=12, width=1024, heads=16),
-    _streaming("300m", nominal="335M", layers=15, width=1280, heads=20),
-    _streaming("500m", nominal="550M", layers=18, width=1536, heads=24),
-    _streaming("1b", nominal="1.3B", layers=24, width=2048, heads=32, alias=False),
-    _streaming("4b", nominal="4B", layers=36, width=3072, heads=48),
-)
-_PRESETS = {preset.name: preset for preset in _ALL}
-_ALIASES = {preset.alias: preset.name for preset in _ALL if preset.alias}
+PRESETS = {preset.name: preset for preset in _presets()}

@@ -43,27 +43,22 @@ __all__ = [
 ]
 
 _NAMED = 3  # the number of tensors that are always named; a digest covers all of them
-_MOST_FRAGMENTS = 32  # of which each is compared by itself, as the message to register has at most 16 kB
-_MOST_CHARACTERS = 2000  # of buffers and frozen parameters, which are all named if they fit
+_MAX_FRAGMENTS = 32  # of which each is compared by itself, as the message to register has at most 16 kB
+_MAX_CHARACTERS = 2000  # of buffers and frozen parameters, which are all named if they fit
 
 
 def argument_facts(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, str]:
     """Return what replicas compare of the arguments of `DiLoCo`, as name -> text, the most likely mistakes first."""
-    schedule, codec, average = arguments["schedule"], arguments["codec"], arguments["average"]
+    schedule, average = arguments["schedule"], arguments["average"]
     shapes = {name: f"{name} {tuple(p.shape)}" for name, p in trainable_parameters(model).items()}
     frozen = [f"{name} {digest}" for name, digest in frozen_digests(model).items()]
-    parameters = ", ".join(f"{name} {value}" for name, value in codec.parameters().items())
-    fragments = {
-        f"fragment {fragment.index}": _listed([shapes[name] for name in fragment.names])
-        for fragment in arguments["fragments"]
-    }
-    if len(fragments) > _MOST_FRAGMENTS:
+    fragments = {f"fragment {f.index}": _listed([shapes[name] for name in f.names]) for f in arguments["fragments"]}
+    if len(fragments) > _MAX_FRAGMENTS:
         fragments = {"fragments": _listed([*map(str, fragments.items())])}
+    offsets = list(schedule.fragment_offsets)
     return {
-        "schedule": (
-            f"H {schedule.inner_steps}, tau {schedule.overlap_steps}, offsets {list(schedule.fragment_offsets)}"
-        ),
-        "codec": codec.name + (f" ({parameters})" if parameters else "") + _code(codec),
+        "schedule": f"H {schedule.inner_steps}, tau {schedule.overlap_steps}, offsets {offsets}",
+        "codec": str(MeanEncoding(arguments["codec"])) + _code(arguments["codec"]),
         "error feedback": "yes" if arguments["error_feedback"] else "no",
         "outer optimizer": described(arguments["outer_optimizer"]) + _code(arguments["outer_optimizer"]),
         "merge": described(arguments["merge"]) + _code(arguments["merge"]),
@@ -71,8 +66,8 @@ def argument_facts(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, 
         "mean codec": str(MeanEncoding.of(arguments["mean_codec"])),
         "average": "weighted mean" if average is None else described(average) + _code(average),
         **fragments,
-        "buffers": _listed(buffer_layout(model), _MOST_CHARACTERS),
-        **({"frozen parameters of these digests": _listed(frozen, _MOST_CHARACTERS)} if frozen else {}),
+        "buffers": _listed(buffer_layout(model), _MAX_CHARACTERS),
+        **({"frozen parameters of these digests": _listed(frozen, _MAX_CHARACTERS)} if frozen else {}),
     }
 
 
@@ -114,7 +109,7 @@ def check_kinds(given: Mapping[str, Any]) -> None:
     for name in sorted(given.keys() & _KINDS.keys()):
         (fits, works), value = _KINDS[name], given[name]
         if not (value is None and name in _OPTIONAL) and (isinstance(value, type) or not fits(value)):
-            raise ConfigurationError(f"{name} must be {works}, got {_shown(value)}.{_advice(value)}")
+            raise ConfigurationError(f"{name} must be {works}, got {_shown(value)}.")
     if (transport := given.get("transport")) is not None:
         check_transport(transport)
 
@@ -145,70 +140,43 @@ def usable_device(place: torch.device | str) -> torch.device:
     return device
 
 
-def _has(*names: str) -> Callable[[Any], bool]:
-    return lambda value: all(callable(getattr(value, name, None)) for name in names)
-
-
 def _are_optimizers(value: Any) -> bool:
     several = value if isinstance(value, Sequence) and value else [value]
-    return all(isinstance(getattr(each, "param_groups", None), list) for each in several)
+    return all(isinstance(getattr(optimizer, "param_groups", None), list) for optimizer in several)
 
 
-def _is_fraction(value: Any) -> bool:
-    return isinstance(value, Real) and 0 <= float(value) <= 1
+def _are_layouts(value: Any) -> bool:
+    return isinstance(value, Sequence) and all(isinstance(layout, FragmentLayout) for layout in value)
 
 
-def _is_norm(value: Any) -> bool:
-    return isinstance(value, Real) and 0 < float(value) < math.inf
-
-
+_A_CODEC = "a codec or its name, such as 'fp4'"
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "model": (lambda value: isinstance(value, nn.Module), "a torch.nn.Module"),
     "inner_optimizer": (_are_optimizers, "a torch optimizer of the model's parameters, or a list of them"),
-    "schedule": (
-        lambda value: isinstance(value, SyncSchedule),
-        "a schedule, such as SyncSchedule(inner_steps=100)",
-    ),
-    "fragments": (
-        lambda value: isinstance(value, Sequence) and all(isinstance(each, FragmentLayout) for each in value),
-        "the result of diloco.partition(model, ...)",
-    ),
+    "schedule": (lambda value: isinstance(value, SyncSchedule), "a schedule, such as SyncSchedule(inner_steps=100)"),
+    "fragments": (_are_layouts, "the result of diloco.partition(model, ...)"),
     "outer_optimizer": (
-        _has("init", "update"),
-        "an outer optimizer, such as Nesterov(learning_rate=0.7), Sgd() or Adam(), or an object with init and update",
+        lambda value: hasattr(value, "init"),
+        "an outer optimizer, such as Nesterov(), Sgd() or Adam()",
     ),
-    "merge": (_has("merge"), "a merge rule, such as AlphaMerge(0.5) or RebaseMerge()"),
-    "codec": (lambda value: isinstance(value, Codec | str), "a codec or its name, such as 'fp4'"),
-    "max_norm": (_is_norm, "a finite number above 0"),
-    "average": (_has("combine"), "an average rule, such as SendersMean(), or None for the weighted mean"),
-    "mean_codec": (
-        lambda value: isinstance(value, Codec | str),
-        "a codec or its name, such as 'int8', or 'auto'",
-    ),
+    "merge": (lambda value: hasattr(value, "merge"), "a merge rule, such as AlphaMerge(0.5) or RebaseMerge()"),
+    "codec": (lambda value: isinstance(value, Codec | str), _A_CODEC),
+    "mean_codec": (lambda value: isinstance(value, Codec | str), f"{_A_CODEC}, or 'auto'"),
+    "max_norm": (lambda value: isinstance(value, Real) and 0 < float(value) < math.inf, "a finite number above 0"),
+    "average": (lambda value: hasattr(value, "combine"), "an average rule, such as SendersMean(), or None"),
     "on_event": (callable, "a function of one event"),
-    "error_feedback": (_is_fraction, "a number from 0 to 1"),
+    "error_feedback": (lambda value: isinstance(value, Real) and 0 <= float(value) <= 1, "a number from 0 to 1"),
     **dict.fromkeys(("telemetry", "compare_arguments"), (lambda value: isinstance(value, bool), "True or False")),
 }
 _OPTIONAL = {"schedule", "fragments", "outer_optimizer", "merge", "max_norm", "average", "on_event"}
 
 
 def _shown(value: Any) -> str:
-    """Describe a value of the wrong kind.
-
-    >>> _shown("sgd"), _shown(0.5), _shown(max), _shown(nn.Linear)
-    ("'sgd'", '0.5', 'the function max', 'the class Linear')
-    """
+    """Describe a value of the wrong kind; large ones, such as models, by their class."""
     if isinstance(value, type):
-        return f"the class {value.__qualname__}"
-    if callable(value) and hasattr(value, "__qualname__"):
-        return f"the function {value.__qualname__}"
+        advice = "" if value.__module__.startswith("torch.") else f". Create one: {value.__qualname__}(...)"
+        return f"the class {value.__qualname__}{advice}"
     return repr(value) if isinstance(value, str | Real | None) else f"a {type(value).__module__}.{type(value).__name__}"
-
-
-def _advice(value: Any) -> str:
-    """Return a sentence, after a space, about what to do with a value of the wrong kind; "" if there is none."""
-    fits_as_object = isinstance(value, type) and not value.__module__.startswith("torch.")
-    return f" Create one: {value.__qualname__}(...)." if fits_as_object else ""
 
 
 def check_arguments(
@@ -220,12 +188,27 @@ def check_arguments(
         ConfigurationError: if they do not; `FragmentError` if the fragments are not a partition of the parameters.
     """
     schedule, merge, average = arguments["schedule"], arguments["merge"], arguments["average"]
-    _check_feedback(arguments)
-    _check_own_code(arguments)
+    codec, mean_codec = arguments["codec"], MeanEncoding.of(arguments["mean_codec"]).codec
+    if codec.needs_error_feedback and not arguments["error_feedback"]:
+        raise ConfigurationError(
+            f"codec={codec.name!r} drops most of the values, which are lost without error feedback, but error_feedback "
+            f"is {arguments['error_feedback']!r}. Use error_feedback=0.95, or another codec."
+        )
+    if mean_codec.needs_error_feedback:
+        raise ConfigurationError(
+            f"mean_codec={mean_codec.name!r} drops most of the values, and means have no error feedback. Use another."
+        )
+    _check_own_code(arguments, {"codec": codec, "mean_codec": mean_codec})
     check_coverage(model, arguments["fragments"])
     trainable = trainable_parameters(model)
     check_buffers(model, trainable)
-    _check_devices(trainable)
+    by_device = {str(parameter.device): name for name, parameter in trainable.items()}
+    if len(by_device) > 1 or "meta" in by_device:  # copies between devices synchronise only one
+        places = ", ".join(f"{name} on {device}" for device, name in by_device.items())
+        raise ConfigurationError(
+            f"All trainable parameters must be on one device, but there are {places} (meta: offloaded). Load the model "
+            "without a device_map, or with one that puts them on one device. Frozen ones may be anywhere."
+        )
     if offloaded := [name for name, buffer in persistent_buffers(model).items() if buffer.is_meta]:
         raise ConfigurationError(f"The buffer {', '.join(offloaded)} has no values (meta). Keep buffers in memory.")
     for module in model.modules():
@@ -236,15 +219,13 @@ def check_arguments(
                 "synchronised. Use FSDP2 (fully_shard) or DistributedDataParallel."
             )
     sharded = [name for name, parameter in trainable.items() if hasattr(parameter, "to_local")]
-    if arguments["max_norm"] is not None and sharded:  # no rank has a whole contribution to take the norm of
+    whole = "max_norm" if arguments["max_norm"] is not None else ""  # which no rank can take of a shard
+    if average is not None and not average.elementwise:
+        whole = described(average)
+    if whole and sharded:
         raise ConfigurationError(
-            f"max_norm does not work with a sharded model, but {sharded[0]} and {len(sharded) - 1} more parameters are "
-            "sharded over ranks. Omit max_norm, or keep all parameters on every rank (ddp)."
-        )
-    if average is not None and not average.elementwise and sharded:
-        raise ConfigurationError(
-            f"{described(average)} averages whole tensors, but {sharded[0]} and {len(sharded) - 1} more parameters are "
-            "sharded over ranks. Omit average, or keep all parameters on every rank (ddp)."
+            f"{whole} needs whole tensors, but {sharded[0]} and {len(sharded) - 1} more parameters are sharded over "
+            "ranks. Omit it, or keep all parameters on every rank (ddp)."
         )
     if schedule.whole_round_late and not merge.keeps_sent:
         raise ConfigurationError(
@@ -264,22 +245,8 @@ def check_arguments(
         )
 
 
-def _check_feedback(arguments: Mapping[str, Any]) -> None:
-    codec, mean = arguments["codec"], MeanEncoding.of(arguments["mean_codec"]).codec
-    if codec.needs_error_feedback and not arguments["error_feedback"]:
-        raise ConfigurationError(
-            f"codec={codec.name!r} drops most of the values, which are lost without error feedback, but error_feedback "
-            f"is {arguments['error_feedback']!r}. Use error_feedback=0.95, or another codec."
-        )
-    if mean.needs_error_feedback:
-        raise ConfigurationError(
-            f"mean_codec={mean.name!r} drops most of the values, and means have no error feedback. Use another codec."
-        )
-
-
-def _check_own_code(arguments: Mapping[str, Any]) -> None:
+def _check_own_code(arguments: Mapping[str, Any], codecs: Mapping[str, Codec]) -> None:
     """Check components that are not this package's own against their contracts."""
-    codecs = {"codec": arguments["codec"], "mean_codec": MeanEncoding.of(arguments["mean_codec"]).codec}
     checks: dict[str, Callable[[Any], object]] = {
         **dict.fromkeys(codecs, lambda codec: check_codec(lambda: codec)),
         "outer_optimizer": check_outer_optimizer,
@@ -293,18 +260,6 @@ def _check_own_code(arguments: Mapping[str, Any]) -> None:
                 check(component)
             except ContractError as error:
                 raise ContractError(f"{name} can't be used: {error}") from error
-
-
-def _check_devices(trainable: Mapping[str, nn.Parameter]) -> None:
-    """Check that all trainable parameters are on one real device: copies between devices synchronise only one."""
-    by_device = {str(parameter.device): name for name, parameter in trainable.items()}
-    if len(by_device) > 1 or "meta" in by_device:
-        places = ", ".join(f"{name} on {device}" for device, name in by_device.items())
-        raise ConfigurationError(
-            f"All trainable parameters must be on one device, but there are {places} (meta: offloaded). Load the model "
-            "without a device_map, or with one that puts the trainable parameters on one device. Frozen parameters may "
-            "be anywhere."
-        )
 
 
 def described(value: object) -> str:

@@ -58,9 +58,9 @@ from diloco.outer.arguments import (
 )
 from diloco.outer.fragment import Fragment
 from diloco.outer.model_watch import ModelWatch
-from diloco.outer.ranks import greatest_of_ranks
 from diloco.outer.recovery import StateRecovery
 from diloco.outer.reports import Reports
+from diloco.outer.state import greatest_of_ranks
 from diloco.transport import InProcessTransport, Transport
 
 __all__ = ["DiLoCo"]
@@ -70,6 +70,10 @@ _DRIFTED = (
     "The frozen parameter {names} has changed since the start. Frozen parameters are not synchronised, so it may "
     "differ between replicas. Register it as a buffer, which is averaged, or change it alike on every replica."
 )
+
+
+_OF_AVERAGES = ("contributors", "sent_bytes", "received_bytes", "wait_s", "clipped", "note", "spread", "late_s")
+"""The fields that `RoundCommitted` takes from the average."""
 
 
 @contextmanager
@@ -529,14 +533,7 @@ class DiLoCo:
         self._on_event(
             RoundCommitted(
                 **about,
-                contributors=average.contributors,
-                sent_bytes=average.sent_bytes,
-                received_bytes=average.received_bytes,
-                wait_s=average.wait_s,
-                clipped=average.clipped,
-                note=average.note,
-                spread=average.spread,
-                late_s=average.late_s,
+                **{name: getattr(average, name) for name in _OF_AVERAGES},
                 **measures,
             )
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,7 @@ from diloco.algorithm import AlphaMerge
 from diloco.errors import DivergedError, FragmentError, TransportError
 from diloco.events import StateFetched
 from diloco.outer.fragment import Fragment
+from diloco.outer.state import Greatest
 from diloco.protocol import Average
 from diloco.transport import Fetching, Transport
 from diloco.units import format_bytes
@@ -69,7 +70,7 @@ class StateRecovery:
         self,
         fragments: Sequence[Fragment],
         transport: Transport,
-        greatest: Callable[[Sequence[float]], list[float]] = list,
+        greatest: Greatest = list,
     ) -> None:
         self.data_order = ""
         self.begun_after = 0

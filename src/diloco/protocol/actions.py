@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from diloco.algorithm import Contribution, Exchange, Mean, RoundId, Verdict
 from diloco.errors import TransportError
 from diloco.membership import NextView, View
 from diloco.protocol.registry import Entry
+from diloco.protocol.wire import WireMessage
 
 __all__ = [
     "Action",
@@ -47,7 +48,7 @@ class SendMessage:
     """Send a message to a rank, if it is connected."""
 
     rank: int
-    message: Mapping[str, Any]
+    message: WireMessage
 
 
 @dataclass(frozen=True)
@@ -141,12 +142,11 @@ class Void:
 
 @dataclass(frozen=True)
 class Adopt:
-    """A view was adopted: notify the owner, and send ``welcome`` with the owner's note to the joining ranks."""
+    """A view was adopted: notify the owner, and send a `Welcome` with the owner's note to the joining ranks."""
 
     following: NextView  # what was adopted
     reason: str  # the reason for the change as this rank learned it, and the decision
     joined: tuple[int, ...]  # the ranks that join
-    welcome: Mapping[str, Any]  # the message to them, without the note
 
 
 @dataclass(frozen=True)

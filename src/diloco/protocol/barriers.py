@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
-from diloco.protocol.fields import Fields, MessageError
 from diloco.protocol.registry import Entry, difference
+from diloco.protocol.rules import Rules
+from diloco.protocol.wire import FactsMessage, MessageError
 
 __all__ = ["Agreement", "Barriers"]
 
-_MOST_BARRIERS = 64  # most barriers that one rank may name; there are two kinds of them
-
+_MOST_BARRIERS = 64  # most barriers that one rank may name; a run has two kinds of them
 _MOST_FACTS = 1024  # most non-member ranks whose facts are kept
 
 
@@ -19,13 +18,13 @@ class Barriers:
     """The number that each rank has reported at each barrier.
 
     >>> barriers = Barriers()
-    >>> barriers.record(0, "end", 7)
-    >>> barriers.awaited("end", {0, 1}), barriers.values("end")
+    >>> barriers.record(0, "finished", 7)
+    >>> barriers.awaited("finished", {0, 1}), barriers.values("finished")
     ({1}, {0: 7})
     """
 
     def __init__(self) -> None:
-        self.stopping = False  # whether a rank has asked all ranks to stop
+        self.stopping = False  # whether this rank stops, by itself or with the others
         self._values: dict[str, dict[int, int]] = {}
 
     def record(self, rank: int, name: str, value: int) -> None:
@@ -59,39 +58,42 @@ class Agreement:
     arguments therefore stops without disturbing the others.
     """
 
-    def __init__(self, ranks_per_replica: int) -> None:
+    def __init__(self, rules: Rules) -> None:
         self.mine: Entry | None = None  # the facts that this rank has announced, or None
-        self._size = ranks_per_replica
+        self._rules = rules
         self._theirs: dict[int, Entry] = {}
         self._were_members: set[int] = set()
 
-    def receive(self, sender: int, message: Mapping[str, Any], *, is_member: bool) -> Entry | None:
+    def receive(self, sender: int, message: FactsMessage) -> Entry | None:
         """Record another rank's facts. Return this rank's own facts if the sender expects them in answer.
 
         Raises:
-            MessageError: the message is malformed, or names another rank as its source.
+            MessageError: the message names another rank as its source.
         """
-        entry, is_answer = Entry.from_message(message), Fields(message).flag("answer")
-        if entry.rank != sender:
+        if message.entry.rank != sender:
             raise MessageError("the message holds the facts of another rank")
-        self._theirs[sender] = entry
-        if is_member:
-            self._were_members.add(sender)
-        elif len(others := [rank for rank in self._theirs if rank not in self._were_members]) > _MOST_FACTS:
+        self._theirs[sender] = message.entry
+        others = [rank for rank in self._theirs if rank not in self._were_members]
+        if sender not in self._were_members and len(others) > _MOST_FACTS:
             del self._theirs[others[0]]
-        return None if is_answer else self.mine
+        return None if message.answer else self.mine
+
+    def begin_view(self, members: Collection[int]) -> None:
+        """Note the ranks of a view, whose facts stay when their connections end."""
+        self._were_members.update(members)
 
     def forget(self, rank: int) -> None:
         """Handle the end of a rank's connection. The facts of a rank that was a member stay."""
         if rank not in self._were_members:
             self._theirs.pop(rank, None)
 
-    def refusal(self, present: Collection[int]) -> str:
+    def refusal(self) -> str:
         """Return the first difference from a current or former member, naming both sides, or "" if there is none."""
         if self.mine is None:
             return ""
-        counting = sorted((set(present) | self._were_members) & self._theirs.keys())
-        return next(filter(None, (difference(self.mine, self._theirs[rank], self._size) for rank in counting)), "")
+        counting = sorted(self._were_members & self._theirs.keys())
+        size = self._rules.ranks_per_replica
+        return next(filter(None, (difference(self.mine, self._theirs[rank], size) for rank in counting)), "")
 
     def awaited(self, present: Collection[int]) -> set[int]:
         """Return the ranks in ``present`` that have not sent their facts."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from diloco.algorithm import UNKNOWN_UPLINK, Contribution, Mean, RoundId, Uplink
 from diloco.errors import TransportError
 from diloco.membership import NextView, Report, View
 from diloco.protocol.actions import Action, SendMessage, Timer
-from diloco.protocol.failure_detector import Loss
+from diloco.protocol.suspicion import Loss
+from diloco.protocol.wire import FactsMessage, Join, Meet, Message, Speed, WireMessage
 
 __all__ = [
     "Announce",
@@ -27,11 +28,12 @@ __all__ = [
     "Event",
     "ExchangeEnded",
     "Leave",
+    "LinkStalled",
     "LinksFailed",
     "Lost",
     "Outbox",
     "Received",
-    "RoundsSpoilt",
+    "RoundsFailed",
     "Submitted",
     "TimerFired",
     "ViewBegan",
@@ -67,12 +69,10 @@ class Lost:
 
 @dataclass(frozen=True)
 class Received:
-    """A control message was received, which may be a mere heartbeat: JSON that takes ``num_bytes``, and a blob."""
+    """A control message was received, which may be a mere heartbeat."""
 
     sender: int
-    message: Mapping[str, Any]
-    blob: bytes = b""
-    num_bytes: int = 0
+    message: Message
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,9 @@ class Submitted:
 
 @dataclass(frozen=True)
 class Announce:
-    """This rank is to announce a message of kind ``meet``, ``facts``, ``speed`` or ``join``."""
+    """This rank is to announce a message."""
 
-    message: Mapping[str, Any]
+    message: Meet | FactsMessage | Speed | Join
 
 
 @dataclass(frozen=True)
@@ -178,11 +178,21 @@ class ViewBegan:
 
 
 @dataclass(frozen=True)
-class RoundsSpoilt:
-    """Internal: the view is to end, because ``replicas`` have spoilt too many rounds, or a round is disputed."""
+class RoundsFailed:
+    """Internal: the view is to end without some replicas, or because a round is disputed."""
 
     view_id: int
-    replicas: frozenset[int]
+    reason: str
+    behind: frozenset[int]  # replicas that keep a round waiting, or spoil rounds, and still send something
+    unheard: frozenset[int]
+    anyway: bool  # whether the view ends even if the others can't continue
+
+
+@dataclass(frozen=True)
+class LinkStalled:
+    """Internal: a payload connection has broken, so a view of the same members is to follow."""
+
+    view_id: int
     reason: str
 
 
@@ -202,7 +212,8 @@ Event: TypeAlias = (
     | Leave
     | Close
     | ViewBegan
-    | RoundsSpoilt
+    | RoundsFailed
+    | LinkStalled
 )
 
 
@@ -215,6 +226,6 @@ class Outbox:
     queue: deque[Event] = field(default_factory=deque)
     now_s: float = 0.0  # when the current event was received
 
-    def send(self, ranks: Iterable[int], message: Mapping[str, Any]) -> None:
+    def send(self, ranks: Iterable[int], message: WireMessage) -> None:
         """Send a message to each of ``ranks``."""
         self.actions += [SendMessage(rank, message) for rank in ranks]

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from diloco.protocol.wire import Message, decode, encode
 
 __all__ = ["HeldMessage", "HoldBackQueue"]
 
 _MOST_MESSAGES = 1000  # many times what a rank sends in a view before all have adopted it
-
-_MOST_BYTES, _NON_MEMBER_BYTES = 1 << 22, 1 << 19
-"""The most memory of one sender's messages: of a member's, and of a non-member's, which may be about to become one."""
-
-_NON_MEMBERS_BYTES = 1 << 22
+_MOST_BYTES, _NON_MEMBER_BYTES = 1 << 22, 1 << 19  # of one sender's messages
+_NON_MEMBERS_BYTES = 1 << 22  # of all non-members together, one of which may be about to become a member
 
 
 @dataclass(frozen=True, eq=False)
 class HeldMessage:
-    """A received message."""
+    """A message that waits; encoded, as that takes the least memory."""
 
     sender: int  # the sender's rank
-    message: Mapping[str, Any]  # the message as received
+    data: bytes
     connection: int | None  # the connection that it was received on; None: that had ended by then
-    num_bytes: int  # its memory, see `room_bytes`
     from_member: bool  # whether the sender was a member then
+
+    @property
+    def message(self) -> Message:
+        """The message."""
+        message: Message = decode(self.data, Message)
+        return message
 
 
 class HoldBackQueue:
@@ -33,24 +35,25 @@ class HoldBackQueue:
     def __init__(self) -> None:
         self._messages: list[HeldMessage] = []
 
-    def keep(self, held: HeldMessage) -> bool:
+    def keep(self, sender: int, message: Message, connection: int | None, *, from_member: bool) -> bool:
         """Add a message. Return False if its sender has reached its limit.
 
         All non-members together have a limit, too: their oldest messages are dropped.
         """
-        earlier = [each for each in self._messages if each.sender == held.sender]
-        most_bytes = _MOST_BYTES if held.from_member else _NON_MEMBER_BYTES
-        if len(earlier) >= _MOST_MESSAGES or sum(each.num_bytes for each in earlier) + held.num_bytes > most_bytes:
+        held = HeldMessage(sender, encode(message), connection, from_member)
+        earlier = [each for each in self._messages if each.sender == sender]
+        most_bytes = _MOST_BYTES if from_member else _NON_MEMBER_BYTES
+        if len(earlier) >= _MOST_MESSAGES or sum(len(each.data) for each in earlier) + len(held.data) > most_bytes:
             return False
         self._messages.append(held)
-        if not held.from_member:
+        if not from_member:
             non_members = [each for each in self._messages if not each.from_member]
-            excess_bytes = sum(each.num_bytes for each in non_members) - _NON_MEMBERS_BYTES
+            excess_bytes = sum(len(each.data) for each in non_members) - _NON_MEMBERS_BYTES
             for oldest in non_members:
                 if excess_bytes <= 0:
                     break
                 self._messages.remove(oldest)
-                excess_bytes -= oldest.num_bytes
+                excess_bytes -= len(oldest.data)
         return True
 
     def release(self) -> list[HeldMessage]:

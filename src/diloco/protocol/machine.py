@@ -7,37 +7,47 @@ returned actions in order. What an event causes in another part of the machine i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
+import msgspec
+
+from diloco.membership import byzantine_quorum
 from diloco.protocol import events
 from diloco.protocol.actions import Action, Introduce, Register
 from diloco.protocol.barriers import Agreement, Barriers
 from diloco.protocol.events import Event, Outbox
-from diloco.protocol.fields import Fields, MessageError
-from diloco.protocol.headers import Header
-from diloco.protocol.hold_back import HeldMessage, HoldBackQueue
-from diloco.protocol.messages import (
-    Adopted,
-    ChangeReport,
-    Leaving,
-    RoundVote,
-    facts_message,
-    read,
-    read_answer,
-    speed_of,
-)
-from diloco.protocol.registry import Entry
+from diloco.protocol.hold_back import HoldBackQueue
 from diloco.protocol.roster import Roster
+from diloco.protocol.rounds import Rounds
 from diloco.protocol.rules import Policies, Rules
-from diloco.protocol.view_ends import ViewEnds
-from diloco.protocol.views import ViewManager
+from diloco.protocol.views import Views
+from diloco.protocol.wire import (
+    Adopted,
+    Beat,
+    Change,
+    Excluded,
+    FactsMessage,
+    Header,
+    Join,
+    Leaving,
+    Meet,
+    Message,
+    MessageError,
+    Refused,
+    Replaced,
+    RoundVote,
+    Speed,
+    ViewMessage,
+    Welcome,
+)
+from diloco.protocol.wire import Introduce as IntroduceMessage
 
-__all__ = ["Machine"]
+__all__ = ["Answer", "Machine"]
 
-Answer = tuple[Mapping[str, Any], Mapping[int, int]]
+Answer = tuple[Welcome | Refused, Mapping[int, int]]
 """A message, and rank -> connection at the time when the message was received."""
 
-_MEMBERS_ONLY = ("meet", "introduce", "excluded", "replaced", "speed")
+_FROM_MEMBERS = (Meet, IntroduceMessage, Excluded, Replaced, Speed)
+_VIEWS_AHEAD = 1000  # the members of a view can't be as many views ahead as this
 
 
 class Machine:
@@ -48,12 +58,12 @@ class Machine:
         self.policies = policies
         self.roster = Roster(rules)  # the connected ranks, and the members
         self.barriers = Barriers()  # the numbers that ranks exchange
-        self.agreement = Agreement(rules.ranks_per_replica)  # the arguments of all ranks' training loops
+        self.agreement = Agreement(rules)  # the arguments of all ranks' training loops
         # replica -> inner steps per second, for other members that have reported them
         self.speeds: Mapping[int, float] = {}
         self._outbox = Outbox()
-        self.views = ViewManager(rules, policies, self.roster, self._outbox)  # the current view and its rounds
-        self.ends = ViewEnds(rules, policies, self.roster, self.views, self._outbox)  # ends the current view
+        self.rounds = Rounds(rules, policies, self.roster.message_counts, self._outbox)
+        self.views = Views(rules, policies, self.roster, self.rounds, self._outbox)
         self.answers: dict[int, Answer] = {}  # the last answer of each asked rank to this rank's request to join
         self._asked: frozenset[int] = frozenset()  # the ranks that this rank has asked
         self._began = False
@@ -79,21 +89,34 @@ class Machine:
         actions, outbox.actions = outbox.actions, []
         return actions
 
+    def validate(self) -> None:
+        """Assert what holds between two events, for tests."""
+        self.views.validate()
+        self.rounds.validate()
+        assert not self._outbox.queue, "an event was not handled"
+
     def take_answer(self) -> Answer | None:
         """Return the answer to this rank's request to join: a welcome if there is one, else the last answer."""
         answers, self.answers = list(self.answers.values()), {}
-        return next((each for each in answers if each[0]["kind"] == "welcome"), answers[-1] if answers else None)
+        return next((each for each in answers if isinstance(each[0], Welcome)), answers[-1] if answers else None)
 
     def present(self) -> set[int]:
         """Return the connected ranks of the view, and this one."""
         ranks = self.rules.ranks(self.views.view.members)
         return {rank for rank in ranks if rank == self.rules.rank or rank in self.roster.connections}
 
+    def stop_is_agreed(self) -> bool:
+        """Return whether all ranks stop: more members have asked for it than could lie, or a loss would end the run."""
+        asked = {self.rules.replica_of(rank) for rank in self.barriers.values("stop")}
+        if not self.policies.continue_without_lost:
+            return bool(asked)
+        return len(asked) >= byzantine_quorum(len(self.views.view.members))
+
     def _handle(self, event: Event) -> None:
-        views, ends, rounds = self.views, self.ends, self.views.contributions.rounds
+        views, rounds = self.views, self.rounds
         match event:
-            case events.Received(sender, message, _, num_bytes):
-                self._receive(sender, message, num_bytes)
+            case events.Received(sender, message):
+                self._receive(sender, message)
             case events.ConnectionMade(rank, connection, address):
                 self.roster.connect(rank, connection, address, self._outbox.now_s)
             case events.ConnectionEnded(rank):
@@ -102,44 +125,43 @@ class Machine:
                 self.agreement.forget(rank)
             case events.Lost(rank, loss):
                 self.roster.in_doubt.discard(rank)
-                ends.lose(rank, loss)
+                views.lose(rank, loss)
             case events.LinksFailed(view_id, replicas, reason):
-                if view_id == views.view.id:
-                    ends.drop_unlinked(replicas, reason)
+                views.drop_unlinked(view_id, replicas, reason)
             case events.Submitted():
-                views.contributions.submit(event)
-            case events.Computed() if rounds is not None:
+                rounds.submit(event)
+            case events.Computed():
                 rounds.compute(event)
-            case events.ExchangeEnded() if rounds is not None:
-                ends.renew_soon(rounds.end_exchange(event))
+            case events.ExchangeEnded():
+                rounds.end_exchange(event)
+            case events.RoundsFailed():
+                views.handle_failed(event)
+            case events.LinkStalled():
+                views.renew_soon(event)
             case events.TimerFired(timer):
-                if timer.kind == "renew":
-                    ends.renew(timer.view_id)
-                elif timer.kind == "settle":
-                    ends.settle(timer.view_id)
-                elif rounds is not None and timer.kind == "expire":
-                    if owing := rounds.overdue(timer):
-                        views.end(owing[1], behind=owing[0])
-                    else:
-                        ends.renew_soon(rounds.expire(timer))
-                elif rounds is not None and (late := rounds.look(timer)):
-                    ends.drop_late(*late)
+                match timer.kind:
+                    case "renew":
+                        views.renew(timer.view_id)
+                    case "settle":
+                        views.settle(timer.view_id)
+                    case "expire":
+                        rounds.expire(timer)
+                    case "look":
+                        rounds.look(timer)
             case events.Begin(view, member, closed):
                 self._began = True
-                ends.closed_to_joiners = closed
+                views.closed_to_joiners = closed
                 views.begin(view, member=member)
-            case events.RoundsSpoilt(view_id, replicas, reason):
-                if view_id == views.view.id:
-                    ends.drop_late(replicas, frozenset(), reason)
             case events.ViewBegan():
+                self.agreement.begin_view(self.rules.ranks(views.view.members))
                 self.speeds = {one: speed for one, speed in self.speeds.items() if one in views.view.members}
                 self._release_held()
-                ends.on_view_began(event)
+                views.on_view_began(event)
             case events.Enter(following, connections):
                 self._asked = frozenset()
                 views.enter(following, connections)
             case events.Leave():
-                views.leave(views.contributions.step)
+                views.leave(rounds.step)
             case events.Close(failure):
                 views.close(failure)
                 if self._stops_together and self.policies.continue_without_lost:
@@ -154,27 +176,27 @@ class Machine:
 
     # Announcements of this rank.
 
-    def _announce(self, message: Mapping[str, Any]) -> None:
-        kind = message["kind"]
-        if kind == "join":
-            connected = sorted(self.roster.connections)
-            self._asked = frozenset(connected)
-            self._outbox.send(connected, {**message, "connected": connected})
-        elif kind == "facts":
-            self.agreement.mine = Entry.from_message(message)
-            self._outbox.send(self.roster.connections, message)
-        elif kind == "meet" and message["name"] == "stop":
-            self._stop()
-        elif kind == "meet":
-            self._join_barrier(message["name"], message["value"])
-        elif self._began:
-            self._outbox.send(self.views.others(), message)
+    def _announce(self, message: Meet | FactsMessage | Speed | Join) -> None:
+        match message:
+            case Join():
+                connected = tuple(sorted(self.roster.connections))
+                self._asked = frozenset(connected)
+                self._outbox.send(connected, msgspec.structs.replace(message, connected=connected))
+            case FactsMessage():
+                self.agreement.mine = message.entry
+                self._outbox.send(self.roster.connections, message)
+            case Meet("stop"):
+                self._stop()
+            case Meet(name, value):
+                self._join_barrier(name, value)
+            case Speed() if self._began:
+                self._outbox.send(self.views.others(), message)
 
     def _join_barrier(self, name: str, value: int) -> None:
         self.barriers.record(self.rules.rank, name, value)
         if self._began:
             there = [rank for rank in self.views.others() if rank in self.roster.connections]
-            self._outbox.send(there, {"kind": "meet", "name": name, "value": value})
+            self._outbox.send(there, Meet(name, value))
 
     def _stop(self) -> None:
         """Announce, once, how many inner steps this rank has begun to synchronise.
@@ -183,109 +205,111 @@ class Machine:
         """
         if not self.barriers.stopping:
             self.barriers.stopping = True  # set before the step is read, so that training begins at most one more step
-            self._join_barrier("stop", self.views.contributions.step)
+            self._join_barrier("stop", self.rounds.step)
 
     # Received messages.
 
-    def _receive(self, sender: int, message: Mapping[str, Any], num_bytes: int) -> None:
-        kind = message["kind"]
+    def _receive(self, sender: int, message: Message) -> None:
         self.roster.note_message(sender, self._outbox.now_s)
-        if kind in _MEMBERS_ONLY and not self._is_member(sender):
+        if isinstance(message, _FROM_MEMBERS) and not self._is_member(sender):
             return
-        if kind == "beat":
-            pass
-        elif kind == "meet":
-            name = Fields(message).printable("name")
-            self.barriers.receive(sender, name, Fields(message).integer("value"))
-            if name == "stop":
-                self._stop()
-        elif kind in ("welcome", "refused"):
-            if sender in self._asked and (kind == "welcome" or self._can_refuse(sender)):
-                self.answers[sender] = read_answer(message, self.views.view), dict(self.roster.connections)
-        elif kind == "facts":
-            mine = self.agreement.receive(sender, message, is_member=self._is_member(sender))
-            if mine is not None:
-                self._outbox.send([sender], facts_message(mine, answer=True))
-        else:
-            connection, from_member = self.roster.connections.get(sender), self._is_member(sender)
-            held = HeldMessage(sender, message, connection, num_bytes, from_member)
-            if self._began:
-                self._process(held)
-            elif not self._held_back.keep(held):
-                raise MessageError("the sender exceeded the hold-back limit before this rank was ready")
+        match message:
+            case Beat():
+                pass
+            case Meet():
+                self._receive_meet(sender, message)
+            case Welcome() | Refused():
+                if sender in self._asked and (isinstance(message, Welcome) or self._can_refuse(sender)):
+                    self.answers[sender] = message, dict(self.roster.connections)
+            case FactsMessage():
+                if (mine := self.agreement.receive(sender, message)) is not None:
+                    self._outbox.send([sender], FactsMessage(mine, answer=True))
+            case _:
+                connection = self.roster.connections.get(sender)
+                if self._began:
+                    self._process(sender, message, connection)
+                elif not self._held_back.keep(sender, message, connection, from_member=self._is_member(sender)):
+                    raise MessageError("the sender exceeded the hold-back limit before this rank was ready")
 
-    def _process(self, held: HeldMessage) -> None:
+    def _receive_meet(self, sender: int, message: Meet) -> None:
+        if message.name == "stop" and self._began and message.value > self.rounds.greatest_step:
+            raise MessageError(f"no member can be past step {self.rounds.greatest_step}, got {message.value}")
+        self.barriers.receive(sender, message.name, message.value)
+        of_mine = self.rules.replica_of(sender) == self.rules.replica
+        if message.name == "stop" and (of_mine or (self._began and self.stop_is_agreed())):
+            self._stop()
+
+    def _process(self, sender: int, message: Message, connection: int | None) -> None:
         """Process a message that needs a view."""
-        sender, message, views = held.sender, held.message, self.views
-        kind = message["kind"]
-        if kind == "speed":
-            self.speeds = {**self.speeds, self.rules.replica_of(sender): speed_of(message)}
-        elif kind == "introduce":
-            self._outbox.actions.append(Introduce(Entry.from_message(Fields(message).message("entry"))))
-        elif kind == "join":
-            entry, connected = Entry.from_message(message), frozenset(Fields(message).ranks("connected"))
-            if entry.rank != sender or entry.address != self.roster.addresses.get(sender):
-                raise MessageError("the request to join names another rank or address than the sender's")
-            self._outbox.actions.append(Register(entry))
-            self.ends.receive_join(sender, connected)
-        elif kind == "excluded":
-            if Fields(message).integer("view") >= views.view.id:
-                views.receive_parting(sender, Fields(message).words("reason"))
-        elif kind == "replaced":
-            views.receive_parting(sender, "another process has taken its place")
-        else:
-            self._process_view_message(held)
+        views = self.views
+        match message:
+            case Speed():
+                self.speeds = {**self.speeds, self.rules.replica_of(sender): message.steps_per_s}
+            case IntroduceMessage():
+                self._outbox.actions.append(Introduce(message.entry))
+            case Join(entry, connected):
+                if entry.rank != sender or entry.address != self.roster.addresses.get(sender):
+                    raise MessageError("the request to join names another rank or address than the sender's")
+                self._outbox.actions.append(Register(entry))
+                views.receive_join(sender, frozenset(connected))
+            case Excluded():
+                if message.view >= views.view.id:
+                    views.receive_parting(sender, message.reason)
+            case Replaced():
+                views.receive_parting(sender, "another process has taken its place")
+            case Header() | RoundVote() | Change() | Adopted() | Leaving():
+                self._process_view_message(sender, message, connection)
 
-    def _process_view_message(self, held: HeldMessage) -> None:
-        """Process a message about a round or a view. A malformed message drops its sender."""
-        sender, views, ends = held.sender, self.views, self.ends
-        is_from_member = self.roster.is_from_member(sender, held.connection)
-        try:
-            view_id, parsed = read(sender, held.message, views.view)
-        except MessageError as error:
-            if is_from_member or not self.roster.has(sender):
-                words = f"replica {self.rules.replica_of(sender)} sent a malformed message: {error}"
-                ends.drop(sender, words)
-            return
-        rounds, of_this_view = views.contributions.rounds, view_id == views.view.id
-        match parsed:
+    def _process_view_message(self, sender: int, message: ViewMessage, connection: int | None) -> None:
+        """Process a message about a round or a view."""
+        views, rounds = self.views, self.rounds
+        is_from_member = self.roster.is_from_member(sender, connection)
+        ahead = message.view - views.view.id
+        match message:
             case Leaving() if is_from_member:  # takes effect at once, whatever view the sender is in
-                ends.receive_leaving(sender, parsed)
-            case _ if view_id > views.view.id:
-                self._hold_back(held)
-            case Header() | RoundVote() if rounds is None:
-                self._hold_back(held)
+                views.receive_leaving(sender, message)
+            case _ if ahead > (_VIEWS_AHEAD if views.is_member and is_from_member else float("inf")):
+                views.drop(sender, f"rank {sender} sent a message about view {message.view}, far ahead of the others")
+            case _ if ahead > 0:
+                self._hold_back(sender, message, connection)
+            case Header() | RoundVote() if not views.is_member:
+                self._hold_back(sender, message, connection)
             case _ if not is_from_member:
-                if view_id < views.view.id and not self.roster.has(sender) and rounds is not None:
+                if ahead < 0 and not self.roster.has(sender) and views.is_member:
                     views.send_excluded(sender)
-            case Header() | RoundVote() if (
-                rounds is not None and of_this_view and rounds.exceeds_early_limit(sender, parsed.round)
-            ):
-                ends.drop(sender, f"rank {sender} sent messages about too many rounds that this rank has not begun")
-            case Header() if rounds is not None and of_this_view:
-                rounds.receive_header(sender, parsed)
-            case RoundVote() if rounds is not None and of_this_view:
-                rounds.receive_vote(sender, parsed)
-            case ChangeReport():
-                ends.receive_change(sender, view_id, parsed)
-            case Adopted() if of_this_view:
-                views.receive_adopted(sender, parsed.following)
+            case Change():
+                if message.report.rank != sender:
+                    views.drop(sender, f"rank {sender} sent a report in the name of rank {message.report.rank}")
+                else:
+                    views.receive_change(sender, message)
+            case _ if ahead < 0:
+                pass
+            case Header() | RoundVote() if why := rounds.refuses(sender, message):
+                views.drop(sender, f"rank {sender} sent messages about {why}")
+            case Header():
+                rounds.receive_header(sender, message)
+            case RoundVote():
+                rounds.receive_vote(sender, message)
+            case Adopted():
+                views.receive_adopted(sender, message.following)
 
-    def _hold_back(self, held: HeldMessage) -> None:
-        if not self._held_back.keep(held):
-            words = f"rank {held.sender} exceeded the hold-back limit with messages about later views"
-            self.ends.drop(held.sender, words)
+    def _hold_back(self, sender: int, message: Message, connection: int | None) -> None:
+        if not self._held_back.keep(sender, message, connection, from_member=self._is_member(sender)):
+            self.views.drop(sender, f"rank {sender} exceeded the hold-back limit with messages about later views")
 
     def _release_held(self) -> None:
         """Process the messages that were held until this view began; those about later views are held again."""
         for held in self._held_back.release():
-            if held.message["kind"] in _MEMBERS_ONLY and not self._is_member(held.sender):
+            message = held.message
+            if isinstance(message, _FROM_MEMBERS) and not self._is_member(held.sender):
                 continue
             try:
-                self._process(held)
+                self._process(held.sender, message, held.connection)
             except MessageError as error:
-                words = f"replica {self.rules.replica_of(held.sender)} sent a malformed message: {error}"
-                self.ends.drop(held.sender, words)
+                words = f"replica {self.rules.replica_of(held.sender)} sent an invalid message: {error}"
+                self.views.drop(held.sender, words)
+        if self.stop_is_agreed():
+            self._stop()
 
     def _can_refuse(self, sender: int) -> bool:
         """Return whether a rank that was asked may refuse this one: if a member was asked, non-members may not."""

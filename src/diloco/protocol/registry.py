@@ -3,74 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated
 
-from diloco.errors import RendezvousError
-from diloco.protocol.fields import Fields
+from msgspec import Meta
+
+from diloco.errors import ConfigurationError, RendezvousError
+from diloco.membership import GREATEST, Rank
 from diloco.units import visible
 
-__all__ = ["MAX_NAME", "Entry", "Registry", "difference", "entries_message", "entries_of"]
+__all__ = ["MAX_NAME", "Entries", "Entry", "Facts", "Registry", "difference"]
 
 MAX_NAME = 32
 """The most characters of the name of a replica."""
 
-_MOST_PLACES = 16
 _MOST_FACT = 500
 _MOST_KNOWN = 1000
-_MOST_ADDRESS = 300  # a host name has at most 253 characters
+_MOST_ENTRIES = 1 << 12
+
+_Text = Annotated[str, Meta(max_length=1 << 12)]
+Facts = Annotated[Mapping[_Text, _Text], Meta(max_length=1 << 8)]
 
 
 @dataclass(frozen=True)
 class Entry:
     """What a rank announces about itself before step 0."""
 
-    rank: int  # the rank r, of replica r // S at position r % S
-    address: str  # ``HOST:PORT`` of the rank's control port
-    facts: Mapping[str, str] = field(default_factory=dict)  # what must be the same on all ranks: name -> value
-    held_step: int = -1  # the newest step of which the rank has a checkpoint; -1 for none
-    places: tuple[str, ...] = ()  # further addresses of the rank, in the network's own format
-    name: str = ""  # what people call it
+    rank: Rank  # the rank r, of replica r // S at position r % S
+    # ``HOST:PORT`` of the rank's control port; a host name has at most 253 characters
+    address: Annotated[str, Meta(max_length=300)]
+    facts: Facts = field(default_factory=dict)  # what must be the same on all ranks: name -> value
+    # the newest step of which the rank has a checkpoint; -1 for none
+    held_step: Annotated[int, Meta(ge=-1, le=GREATEST)] = -1
+    # further addresses of the rank, in the network's own format
+    places: Annotated[tuple[_Text, ...], Meta(max_length=16)] = ()
+    name: Annotated[str, Meta(max_length=MAX_NAME)] = ""  # what people call it
 
-    def to_message(self) -> dict[str, Any]:
-        """Convert to JSON."""
-        return {
-            "rank": self.rank,
-            "address": self.address,
-            "facts": dict(self.facts),
-            "held_step": self.held_step,
-            "places": list(self.places),
-            "name": self.name,
-        }
+    def __post_init__(self) -> None:
+        if not self.address.isprintable() or not self.name.isprintable():
+            raise ConfigurationError("the address and the name of a rank must be printable.")
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Entries as they are sent: equal facts are named once, so a thousand ranks fit into a message."""
+
+    entries: Annotated[tuple[Entry, ...], Meta(max_length=_MOST_ENTRIES)]  # without facts
+    facts: Annotated[tuple[Facts, ...], Meta(max_length=_MOST_ENTRIES)]
+    facts_of: Annotated[tuple[int, ...], Meta(max_length=_MOST_ENTRIES)]  # for each entry, the index of its facts
+
+    def __post_init__(self) -> None:
+        if len(self.facts_of) != len(self.entries) or not {*self.facts_of} <= {*range(len(self.facts))}:
+            raise ConfigurationError("each entry needs facts.")
 
     @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> Entry:
-        """Convert from JSON; `ValueError` names a malformed field."""
-        fields = Fields(message)
-        return cls(
-            fields.rank("rank"),
-            fields.printable("address", _MOST_ADDRESS),
-            fields.texts("facts"),
-            fields.integer("held_step", -1),
-            fields.list_of_texts("places", _MOST_PLACES),
-            fields.printable("name", MAX_NAME) if "name" in message else "",
-        )
+    def of(cls, entries: Iterable[Entry]) -> Entries:
+        """Return entries for sending.
 
+        >>> sent = Entries.of([Entry(0, "a:1", {"codec": "fp4"}), Entry(1, "b:1", {"codec": "fp4"})])
+        >>> sent.facts, sent.whole()[1].facts
+        (({'codec': 'fp4'},), {'codec': 'fp4'})
+        """
+        entries, facts = tuple(entries), list[Facts]()
+        for each in entries:
+            if each.facts not in facts:
+                facts.append(each.facts)
+        bare = tuple(replace(each, facts={}) for each in entries)
+        return cls(bare, tuple(facts), tuple(facts.index(each.facts) for each in entries))
 
-def entries_message(entries: Iterable[Entry]) -> list[dict[str, Any]]:
-    """Return entries as JSON, with the facts that all of them share only once: a thousand ranks fit into a message."""
-    messages = [entry.to_message() for entry in entries]
-    for each in messages[1:]:
-        if each["facts"] == messages[0]["facts"]:
-            each["facts"] = None
-    return messages
-
-
-def entries_of(fields: Fields, name: str) -> list[Entry]:
-    """Return the entries in a field that holds an `entries_message`; `ValueError` names a malformed field."""
-    messages = fields.list_of_messages(name)
-    shared = {"facts": messages[0].get("facts")} if messages else {}
-    return [Entry.from_message(each | shared if each.get("facts") is None else each) for each in messages]
+    def whole(self) -> list[Entry]:
+        """Return the entries with their facts."""
+        pairs = zip(self.entries, self.facts_of, strict=True)
+        return [replace(each, facts=self.facts[index]) for each, index in pairs]
 
 
 def difference(one: Entry, other: Entry, ranks_per_replica: int = 1) -> str:
@@ -125,7 +129,7 @@ class Registry:
         Raises:
             RendezvousError: the entry does not fit; the message names both sides.
         """
-        if not 0 <= entry.rank < self.num_ranks:
+        if entry.rank >= self.num_ranks:
             raise RendezvousError(
                 f"rank {entry.rank} at {entry.address} can't register in a run of {self.num_ranks} ranks; "
                 f"ranks are 0 to {self.num_ranks - 1}."

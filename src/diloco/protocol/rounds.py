@@ -1,55 +1,252 @@
-"""The rounds of one view: which there are, which ranks have contributed, and how they end with the view."""
+"""The rounds of one rank: from its contributions and the headers of all to a verdict, votes and an outcome for all."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Literal
 
-from diloco.algorithm import RoundId, Uplink, Verdict, plan_round
-from diloco.errors import TransportError, ViewChangedError
-from diloco.membership import NextView, Report, Vote, enough_without
-from diloco.protocol.actions import SetTimer, StartExchange, Timer
-from diloco.protocol.events import Computed, ExchangeEnded, Outbox, Submitted
-from diloco.protocol.headers import Header, header_of
-from diloco.protocol.messages import RoundVote
-from diloco.protocol.round_state import RoundState
-from diloco.protocol.rules import Policies, Rules, expired_reason, late_reason, missing_votes_reason
-from diloco.protocol.voting import Voting
+from diloco.algorithm import Exchange, Mean, RoundId, Uplink, Verdict, bounded_weights, plan_round
+from diloco.errors import DivergedError, RoundVoidError, TransportError, ViewChangedError
+from diloco.membership import (
+    Commits,
+    NextView,
+    Report,
+    RoundKeys,
+    View,
+    Vote,
+    enough_without,
+    names_of,
+    tally,
+)
+from diloco.protocol.actions import (
+    Average,
+    CancelTimer,
+    Commit,
+    GiveVerdict,
+    SetTimer,
+    StartExchange,
+    Timer,
+    Void,
+)
+from diloco.protocol.events import Computed, ExchangeEnded, LinkStalled, Outbox, RoundsFailed, Submitted
+from diloco.protocol.rules import Policies, Rules
+from diloco.protocol.suspicion import MOST_SPOILT, Lateness, Spoilers
+from diloco.protocol.verdicts import donor_for, header_of, judge_headers
+from diloco.protocol.wire import Header, RoundVote, WireMessage
 
-__all__ = ["RoundTable"]
+__all__ = ["Round", "Rounds"]
 
-_MOST_EARLY = 4096
-"""The most rounds that one rank may refer to before this rank has begun them: more than a view can have."""
+_LEAST_LEAD_STEPS, _LEAD_WINDOWS = 1000, 4
+"""How far ahead other members can be: one window and a part of another, and some more for void rounds."""
+_UNKNOWN_LEAD_STEPS = 1 << 32  # the same before this rank has contributed
+_MOST_EARLY = 4096  # most rounds that one rank may refer to before this rank has begun them: more than a view can have
+_MOST_REPORTED = 8  # most refused headers that are reported with the next average
+_MOST_VOID = 8  # void rounds kept per fragment; a rank that is further behind runs into the round's timeout
 
 _NOT_VOTED = "others report that they have committed it, but this rank has not voted for it"
 _VOTED_AGAINST = "a replica voted against it before the view changed"
 
 
-class RoundTable:
-    """The rounds of one view."""
+@dataclass(eq=False)
+class Round:
+    """What a rank knows of a round in one view; a round that continues in the next view starts anew there."""
 
-    def __init__(self, voting: Voting, rules: Rules, policies: Policies, outbox: Outbox) -> None:
-        self.view = voting.view
-        self._voting = voting
-        self._ranks = voting.ranks
-        self._rules = rules
-        self._policies = policies
-        self._outbox = outbox
-        self._rounds: dict[RoundId, RoundState] = {}
-        self._frozen_s = math.inf  # when voting and deciding stopped
-        self._early: dict[int, set[RoundId]] = {}  # by sender: the rounds that this rank has not begun
-        self._last: dict[int, int] = {}  # by fragment: the outer step of the last round that this rank has begun
+    id: RoundId
+    headers: dict[int, Header] = field(default_factory=dict)  # by rank
+    votes: dict[int, Vote] = field(default_factory=dict)  # by rank
+    heard_s: dict[int, float] = field(
+        default_factory=dict
+    )  # rank -> when its header was received, by this rank's clock
+    premature: dict[int, RoundVote] = field(default_factory=dict)  # votes that depend on headers not received yet
+    fault: DivergedError | None = None  # set if this rank's state differs from the majority's; reported as the outcome
+    begun: Submitted | None = None  # this rank's contribution; None before it contributes and after the round has ended
+    plan: Exchange | None = None  # the plan of the payload exchange
+    taking_over: bool = False  # whether this rank is still adopting the fragment's state
+    donor: int | None = None  # a replica with the state that the round applies to, if this rank has a different one
+    verdict: Verdict | None = None  # whose contributions are summed; None until all headers have been received
+    mean: Mean | None = None  # the mean that this rank has computed
+    committed: bool | None = None  # True: applied by all; False: void for all; None: undecided
+    # this rank has voted for the round and others against it; the view change decides which it is
+    disputed: bool = False
+    reason: str = ""  # why the round is void
+    exchanging: bool = False  # whether the payload exchange is running
+    concluded: bool = False  # whether the outcome was reported
+    lateness: Lateness = field(default_factory=Lateness)  # of replicas that the round waits for
+    silence: Lateness = field(default_factory=Lateness)  # of replicas that send nothing at all
+    # of replicas whose votes are missing since this rank voted for the round at ``voted_s``
+    vote_lateness: Lateness = field(default_factory=Lateness)
+    voted_s: float = math.inf
 
     @property
-    def frozen(self) -> bool:
-        """Whether voting and deciding have stopped, because the view is ending."""
-        return self._voting.frozen
+    def key(self) -> tuple[int, int]:
+        """The fragment and the outer step."""
+        return self.id.fragment, self.id.outer_step
+
+    @property
+    def was_begun(self) -> bool:
+        """Whether this rank contributed to the round."""
+        return self.begun is not None or self.concluded
+
+    def sealed_digest(self, digest: str) -> str:
+        """Return a digest of an average's digest and what the next round's plan takes from the headers: the uplinks.
+
+        Since votes cover it, every rank that commits the round has the same uplinks.
+        """
+        taken = (str(self.headers[rank].uplink) for rank in sorted(self.headers))
+        return blake2b("\0".join((digest, *taken)).encode(), digest_size=16).hexdigest()
+
+    def free(self) -> None:
+        """Release tensors that are no longer needed."""
+        if self.concluded and not self.exchanging:
+            self.begun = self.mean = None
+
+    def failure(self, instead: TransportError | None) -> TransportError | None:
+        """Return why this rank gets no average, or None. ``instead`` replaces the error of a void round."""
+        if self.fault is not None or self.committed:
+            return self.fault
+        return instead or RoundVoidError(f"{self.id} is void: {self.reason}.", round=str(self.id))
+
+
+class Rounds:
+    """The rounds of the current view, and this rank's contributions, which wait while no view is active.
+
+    Args:
+        message_counts: rank -> number of messages received from it; the roster keeps it up to date.
+    """
+
+    def __init__(self, rules: Rules, policies: Policies, message_counts: Mapping[int, int], outbox: Outbox) -> None:
+        self.view: View | None = None  # the view of the rounds; None until this rank is a member
+        self.failure: TransportError | None = None  # why this rank takes part in no more rounds, or None
+        self.reason = ""  # the reason for the last view change, as this rank learned it
+        self.step = 0  # the number of inner steps that this rank has begun to synchronise; set by its owner
+        self.from_step = 0  # contributions sent before this inner step are too old for the current view
+        self.joined = False  # whether this rank joined a run in progress, so that it has to adopt the run's state
+        self.spoilers = Spoilers()
+        self.frozen = False  # whether voting and deciding have stopped, because the view is ending
+        self._rules = rules
+        self._policies = policies
+        self._message_counts = message_counts
+        self._outbox = outbox
+        self._ranks: tuple[int, ...] = ()
+        self._positions: Mapping[int, int] = {}  # rank -> its position in its replica
+        self._rounds: dict[RoundId, Round] = {}
+        self._commits: Commits = {}  # the recently committed rounds of this view
+        self._void: RoundKeys = frozenset()  # the void ones, also of earlier views
+        self._frozen_s = math.inf
+        self._early: dict[int, set[RoundId]] = {}  # by sender: the rounds that this rank has not begun
+        self._last: dict[int, int] = {}  # by fragment: the outer step of the last round begun in this view
+        self._refused: list[str] = []  # why headers were refused, to be reported with the next average
+        self._waiting: list[Submitted] = []
+        self._has_state_of: set[int] = set()  # fragments whose state this rank shares with the majority
+        self._sent_at: dict[int, int] = {}  # fragment -> inner step of the last contribution to it
+        self._longest_window_steps = 0
+
+    @property
+    def greatest_step(self) -> int:
+        """The greatest inner step that another member can have begun, as it waits for this rank's contributions."""
+        widest = self._longest_window_steps
+        return self.step + (max(_LEAST_LEAD_STEPS, _LEAD_WINDOWS * widest) if widest else _UNKNOWN_LEAD_STEPS)
+
+    # The contributions of this rank.
+
+    def open(self, view: View, carried: Sequence[Submitted], void: RoundKeys) -> None:
+        """Begin the rounds of ``view``, unless this rank no longer takes part, and release the waiting contributions.
+
+        Args:
+            view: the new view.
+            carried: contributions to undecided rounds of the previous view.
+            void: rounds of earlier views that others have decided void.
+        """
+        if self.failure is None:
+            self.spoilers.begin_view(view.members)
+            self.view, self._ranks, self.frozen, self._frozen_s = view, self._rules.ranks(view.members), False, math.inf
+            self._positions = {rank: rank % self._rules.ranks_per_replica for rank in self._ranks}
+            self._rounds, self._early, self._last, self._refused = {}, {}, {}, []
+            self._commits, self._void = {}, void
+            for submitted in carried:
+                self._begin(submitted)
+        self._begin_waiting()
+
+    def close(self, failure: TransportError) -> None:
+        """Take part in no more rounds. Those in flight end with ``failure``, or with an earlier failure."""
+        self.failure = self.failure or failure
+        if self.view is not None:
+            self.freeze()
+            self.end(None, str(failure), self.failure)
+        self._begin_waiting()
+
+    def submit(self, submitted: Submitted) -> None:
+        """Begin the round of a contribution, hold the contribution, or report its round as void."""
+        round_id = submitted.contribution.round
+        window_steps = submitted.step - self._sent_at.get(round_id.fragment, 0)
+        self._longest_window_steps = max(self._longest_window_steps, window_steps)
+        self._sent_at[round_id.fragment] = submitted.step
+        if self.failure is not None:
+            void = RoundVoidError(f"{round_id} is void: {self.failure}", round=str(round_id))
+            self._report(Void(round_id, self.failure if self._policies.raises(round_id) else void))
+        elif self.view is None or self.frozen:
+            self._waiting.append(submitted)
+        elif submitted.step < self.from_step and round_id.fragment >= 0:
+            why = f"{round_id} is void: the view changed before it was sent ({self.reason})."
+            self._report(Void(round_id, ViewChangedError(why, round=str(round_id))))
+        else:
+            self._begin(submitted)
+
+    def _begin_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for submitted in waiting:
+            self.submit(replace(submitted, paused_s=self._outbox.now_s - submitted.sent_s))
+
+    def _begin(self, submitted: Submitted) -> None:
+        """Contribute to a round, which may be carried over from the previous view."""
+        assert self.view is not None
+        contribution = submitted.contribution
+        fragment, outer_step = contribution.round.fragment, contribution.round.outer_step
+        each = self._round(contribution.round)
+        self._forget_before(fragment, outer_step)
+        self._last[fragment] = max(self._last.get(fragment, 0), outer_step)
+        each.begun = submitted
+        each.taking_over = self.joined and fragment >= 0 and fragment not in self._has_state_of
+        if each.key in self._void and each.committed is None:  # others decided so before this view began
+            self._decide(each, False, _VOTED_AGAINST)
+            return
+        each.plan = plan_round(contribution, len(self.view.members), self._uplinks_before(fragment, outer_step))
+        each.heard_s[self._rules.rank] = submitted.sent_s
+        header = header_of(contribution, self.view.id, submitted.uplink, taking_over=each.taking_over)
+        each.headers[self._rules.rank] = header
+        self._broadcast(header)
+        each.exchanging = True
+        self._report(StartExchange(self.view, contribution, each.plan))
+        if each.committed is None:
+            limit_s = self._rules.round_timeout_s
+            left_s = limit_s - (self._outbox.now_s - submitted.sent_s - min(submitted.paused_s, limit_s))
+            self._report(SetTimer(self._timer("expire", each), max(0.0, left_s)))
+            if self._rules.late_s is not None and fragment >= 0:
+                self._look(each, self._rules.late_s)
+        else:
+            self._cast(each, Vote(False, reason=each.reason))
+            self._conclude(each)
+        self._judge(each)
+
+    # The end of a view.
 
     def freeze(self) -> Report:
         """Stop voting and deciding. Return this rank's report on its rounds."""
+        assert self.view is not None
         self._frozen_s = min(self._frozen_s, self._outbox.now_s)
-        return self._voting.freeze(self._rounds.values())
+        self.frozen = True
+        rank = self._rules.rank
+        undecided = [each for each in self._rounds.values() if each.committed is None and rank in each.votes]
+        return Report(
+            rank,
+            self.view.id,
+            commits=self._commits,
+            void=self._void.union(each.key for each in undecided if each.disputed),
+            voted={each.key: each.votes[rank].digest for each in undecided},
+        )
 
     def end(self, following: NextView | None, reason: str, failure: TransportError | None) -> Sequence[Submitted]:
         """End the view. A round that any survivor committed is committed; the others are carried over or void.
@@ -62,226 +259,418 @@ class RoundTable:
         Returns:
             This rank's contributions to undecided rounds that are carried over, in the order sent.
         """
-        undecided = []
+        undecided: list[tuple[float, Submitted]] = []
         carried = failure is None and following is not None and following.carries_over
-        for state in list(self._rounds.values()):
-            mine = state.votes.get(self._rules.rank)
-            if state.committed is not None:
+        for each in list(self._rounds.values()):
+            mine = each.votes.get(self._rules.rank)
+            claimed = following is not None and each.key in following.commits
+            if each.committed is not None:
                 pass
-            elif following is not None and state.key in following.commits and mine is not None and mine.ok:
-                self._voting.decide(state, True, "")
-            elif following is not None and state.key in following.commits and state.begun is not None:
-                self._voting.decide(state, False, _NOT_VOTED)
+            elif claimed and mine is not None and mine.ok:
+                self._decide(each, True, "")
+            elif claimed and each.begun is not None:
+                self._decide(each, False, _NOT_VOTED)
             elif not carried:
-                changed = ViewChangedError(f"{state.id} is void: {reason}.", round=str(state.id))
-                raised = failure if self._policies.raises(state.id) else None
-                self._voting.decide(state, False, reason, raised or changed)
-            elif state.begun is not None:
-                undecided.append((state.begun.sent_s, state.renewed(self._rules, self._frozen_s, self._outbox.now_s)))
-                self._voting.stop_timers(state)
-            if state.verdict is None:  # so that the exchange does not wait for the verdict
-                self._voting.give_verdict(state, Verdict((), reason))
+                changed = ViewChangedError(f"{each.id} is void: {reason}.", round=str(each.id))
+                raised = failure if self._policies.raises(each.id) else None
+                self._decide(each, False, reason, raised or changed)
+            elif each.begun is not None:
+                undecided.append((each.begun.sent_s, self._renewed(each, each.begun)))
+                self._stop_timers(each)
+            if each.verdict is None:  # so that the exchange does not wait for the verdict
+                self._give_verdict(each, Verdict((), reason))
         return [submitted for _, submitted in sorted(undecided, key=lambda each: each[0])]
 
-    def begin(self, submitted: Submitted, *, joined: bool) -> None:
-        """Contribute to a round, which may be carried over from the previous view.
-
-        Args:
-            submitted: the contribution.
-            joined: whether this rank joined a run in progress, so that it adopts the state of fragments.
-        """
-        contribution = submitted.contribution
-        fragment = contribution.round.fragment
-        state = self._state(contribution.round)
-        self._forget_before(contribution.round)
-        self._last[fragment] = max(self._last.get(fragment, 0), contribution.round.outer_step)
-        state.begun = submitted
-        state.taking_over = joined and fragment >= 0 and fragment not in self._voting.has_state_of
-        # others decided so before this view began
-        if state.key in self._voting.decided.void and state.committed is None:
-            self._voting.decide(state, False, _VOTED_AGAINST)
-            return
-        state.plan = plan_round(contribution, len(self.view.members), self._uplinks_before(contribution.round))
-        state.heard_s[self._rules.rank] = submitted.sent_s
-        header = replace(
-            header_of(contribution),
-            taking_over=state.taking_over,
-            uplink=submitted.uplink,
-        )
-        state.headers[self._rules.rank] = header
-        self._voting.broadcast(header.to_message(self.view.id))
-        state.exchanging = True
-        self._outbox.actions.append(StartExchange(self.view, contribution, state.plan))
-        if state.committed is None:
-            limit_s = self._rules.round_timeout_s
-            left_s = limit_s - (self._outbox.now_s - submitted.sent_s - min(submitted.paused_s, limit_s))
-            self._outbox.actions.append(SetTimer(self._voting.timer("expire", state), max(0.0, left_s)))
-            if self._rules.late_s is not None and fragment >= 0:
-                self._voting.look_at(state, self._rules.late_s)
-        else:
-            self._voting.cast(RoundVote(state.id, Vote(False, reason=state.reason)), state)
-            self._voting.conclude(state)
-        self._voting.judge(state)
+    def _renewed(self, each: Round, begun: Submitted) -> Submitted:
+        """Return a contribution for the next view. Its time restarts if this rank has voted within it."""
+        if self._rules.rank in each.votes:
+            return replace(begun, sent_s=self._outbox.now_s, paused_s=0.0)
+        return replace(begun, paused_s=begun.paused_s + self._outbox.now_s - self._frozen_s)
 
     # Messages of members.
 
-    def exceeds_early_limit(self, sender: int, round_id: RoundId) -> bool:
-        """Return whether a member has referred to more rounds that this rank has not begun than a view can have."""
-        state = self._rounds.get(round_id)
-        if state is not None and state.was_begun:
-            return False
+    def refuses(self, sender: int, message: Header | RoundVote) -> str:
+        """Return why a member can't refer to a round, or "": it is too far ahead, or one of too many."""
+        if message.round[1] > self.greatest_step:
+            return f"{message.id}, which no member can have begun"
+        each = self._rounds.get(message.id)
+        if each is not None and each.was_begun:
+            return ""
         early = self._early.setdefault(sender, set())
-        if round_id not in early and len(early) >= _MOST_EARLY:
-            return True
-        early.add(round_id)
-        return False
+        if message.id not in early and len(early) >= _MOST_EARLY:
+            return "too many rounds that this rank has not begun"
+        early.add(message.id)
+        return ""
 
     def receive_header(self, sender: int, header: Header) -> None:
         """Process the header of a member's contribution to a round."""
         if sender not in self._ranks:
             return
-        if refusal := self._refusal(sender, header.round):
-            self._voting.note_refusal(refusal)
-            return
-        state = self._state(header.round)
-        state.headers[sender], state.heard_s[sender] = header, self._outbox.now_s
-        self._voting.judge(state)
+        name = f"a contribution of replica {self._rules.replica_of(sender)} to {header.id} was refused"
+        if (known := self._rounds.get(header.id)) is not None and sender in known.headers:
+            self._refused = [*self._refused, f"{name}: it had contributed already"][-_MOST_REPORTED:]
+        elif known is None and header.round[1] + 1 < self._last.get(header.round[0], 0):
+            self._refused = [*self._refused, f"{name}: that round ended long ago"][-_MOST_REPORTED:]
+        else:  # the exchange may still be waiting for this header
+            each = self._round(header.id)
+            each.headers[sender], each.heard_s[sender] = header, self._outbox.now_s
+            self._judge(each)
 
     def receive_vote(self, sender: int, vote: RoundVote) -> None:
         """Process a member's vote on a round to which it has contributed."""
-        state = self._rounds.get(vote.round)
-        if state is None or sender not in state.headers or state.committed is not None:
-            return
-        self._voting.count(state, sender, vote)
+        each = self._rounds.get(vote.id)
+        if each is not None and sender in each.headers and each.committed is None:
+            self._count(each, sender, vote)
+
+    # What others ask about rounds.
 
     def missing(self, round_id: RoundId) -> tuple[int, ...]:
         """Return the replicas that have not announced a contribution to a round."""
-        state = self._rounds.get(round_id) or RoundState(round_id)  # a round without any message yet
-        return state.missing(self._ranks, self._rules)
+        return self._missing(self._rounds.get(round_id) or Round(round_id))
 
     def others_have_contributed(self) -> bool:
         """Return whether another rank has contributed to a round to which this one has not."""
-        return any(state.headers and not state.was_begun for state in self._rounds.values())
+        return any(each.headers and not each.was_begun for each in self._rounds.values())
 
     def late_contributors(self) -> frozenset[int]:
         """Return the replicas whose contribution this rank has awaited, since its own, for at least ``late_s / 2``."""
         half_s = math.inf if self._rules.late_s is None else self._rules.late_s / 2
-        waited_for = (
-            state
-            for state in self._rounds.values()
-            if state.begun is not None and state.committed is None and self._outbox.now_s - state.begun.sent_s >= half_s
+        return frozenset(
+            replica
+            for each in self._rounds.values()
+            if each.begun is not None and each.committed is None and self._outbox.now_s - each.begun.sent_s >= half_s
+            for replica in self._missing(each)
         )
-        return frozenset(replica for state in waited_for for replica in state.missing(self._ranks, self._rules))
 
     def late_voters(self) -> frozenset[int]:
         """Return the replicas whose vote this rank has awaited, since its own, for at least ``round_timeout_s / 2``."""
-        waited = (
-            state
-            for state in self._rounds.values()
-            if state.committed is None and self._outbox.now_s - state.voted_s >= self._rules.round_timeout_s / 2
+        half_s = self._rules.round_timeout_s / 2
+        return frozenset(
+            replica
+            for each in self._rounds.values()
+            if each.committed is None and self._outbox.now_s - each.voted_s >= half_s
+            for replica in self._without_vote(each)
         )
-        return frozenset(replica for state in waited for replica in state.without_vote(self._ranks, self._rules))
 
     # Payloads and timers.
 
     def compute(self, event: Computed) -> None:
         """Vote for a round of which this rank holds the mean."""
-        if state := self._find(event.view_id, event.round):
-            state.mean = event.mean
-            self._voting.cast(RoundVote(state.id, Vote(True, state.sealed_digest(event.digest))), state)
+        if each := self._find(event.view_id, event.round):
+            each.mean = event.mean
+            self._cast(each, Vote(True, each.sealed_digest(event.digest)))
 
-    def end_exchange(self, event: ExchangeEnded) -> str:
-        """Record the end of a round's exchange. Return which payload connection broke, as a message, or ""."""
-        state, broken = self._find(event.view_id, event.round), ""
-        if state is None:
-            return ""
+    def end_exchange(self, event: ExchangeEnded) -> None:
+        """Record the end of a round's exchange."""
+        if (each := self._find(event.view_id, event.round)) is None:
+            return
         if event.link_broken and not self.frozen:
-            broken = f"replica {self._rules.replica} reports: {event.failure}"
-        elif event.failure and state.committed is None:
-            self._voting.cast(RoundVote(state.id, Vote(False, reason=event.failure)), state)
+            self._outbox.queue.append(
+                LinkStalled(event.view_id, f"replica {self._rules.replica} reports: {event.failure}")
+            )
+        elif event.failure and each.committed is None:
+            self._cast(each, Vote(False, reason=event.failure))
         if event.spoiler is not None:
-            self._voting.note_spoilers({event.spoiler}, event.failure)
-        state.exchanging = False
-        state.free()
-        return broken
+            self._note_spoilers({event.spoiler}, event.failure)
+        each.exchanging = False
+        each.free()
 
-    def expire(self, timer: Timer) -> str:
-        """Vote against a round that takes too long. Return which payload connection is stalled, as a message, or ""."""
-        state = self._find(timer.view_id, timer.round)
-        if state is None or state.committed is not None or self.frozen or self._rules.rank in state.votes:
-            return ""
-        missing = state.missing(self._ranks, self._rules)
-        reason = expired_reason(missing, self._rules)
-        self._voting.cast(RoundVote(state.id, Vote(False, reason=reason)), state)
-        # a new connection sends at once, while TCP may wait for minutes before it retries
-        if not missing and state.exchanging:
-            return f"a payload connection of replica {self._rules.replica} is stalled: {reason}"
-        return ""
-
-    def overdue(self, timer: Timer) -> tuple[frozenset[int], str] | None:
-        """Return the replicas whose vote is overdue, and the reason to exclude them, or None if there are none.
+    def expire(self, timer: Timer) -> None:
+        """Vote against a round that takes too long, or exclude the replicas whose vote is overdue.
 
         A replica's vote is overdue if it has not arrived a round timeout after this rank's own vote. All have
         contributed by then, and a rank that has no mean within that time of its contribution votes against the round.
         Such replicas are excluded even if the others can't continue without them.
         """
-        state = self._find(timer.view_id, timer.round)
-        if state is None or state.committed is not None or self.frozen or self._rules.rank not in state.votes:
-            return None
-        late = self._voting.await_votes(state)
-        # if the others can't continue without them, the view change shows whether they have committed the round
-        state.disputed = state.disputed or not enough_without(self.view, late, self._policies.quorum)
-        return (late, missing_votes_reason(state.id, late, self._rules.round_timeout_s)) if late else None
+        each = self._find(timer.view_id, timer.round)
+        if each is None or each.committed is not None or self.frozen:
+            return
+        limit_s = self._rules.round_timeout_s
+        if self._rules.rank in each.votes:
+            assert self.view is not None
+            late = self._await_votes(each)
+            # if the others can't continue without them, the view change shows whether they have committed the round
+            each.disputed = each.disputed or not enough_without(self.view, late, self._policies.quorum)
+            if late:
+                have = "have" if len(late) > 1 else "has"
+                why = f"{names_of(late)} {have} not voted on {each.id} within {limit_s:g} s"
+                self._fail(why, behind=late, anyway=True)
+            return
+        missing = self._missing(each)
+        awaited = f"received no contribution from {names_of(missing)}" if missing else "did not receive all payloads"
+        reason = f"replica {self._rules.replica} {awaited} within {limit_s:g} s"
+        self._cast(each, Vote(False, reason=reason))
+        # a new connection sends at once, while TCP may wait for minutes before it retries
+        if not missing and each.exchanging:
+            why = f"a payload connection of replica {self._rules.replica} is stalled: {reason}"
+            self._outbox.queue.append(LinkStalled(timer.view_id, why))
 
-    def look(self, timer: Timer) -> tuple[frozenset[int], frozenset[int], str] | None:
-        """Return the late replicas that still send something, the silent ones, and the reason; None if none is late."""
-        state, late_s = self._find(timer.view_id, timer.round), self._rules.late_s
-        if state is None or late_s is None or state.committed is not None or self.frozen:
-            return None
-        absent, silent, unheard = self._voting.look_at(state, late_s)
-        if not absent and not silent:
-            return None
-        return (absent | silent) - unheard, unheard, late_reason(state.id, absent, silent, late_s)
+    def look(self, timer: Timer) -> None:
+        """Look which replicas keep a round waiting, and exclude those that have done so for too long."""
+        each, late_s = self._find(timer.view_id, timer.round), self._rules.late_s
+        if each is None or late_s is None or each.committed is not None or self.frozen:
+            return
+        absent, silent, unheard = self._look(each, late_s)
+        waited_for = [(absent, f"no contribution to {each.id}"), (silent, f"no vote on {each.id} and nothing else")]
+        why = "; ".join(
+            f"{names_of(late)} {'are' if len(late) > 1 else 'is'} late: {what} arrived within {late_s:g} s"
+            for late, what in waited_for
+            if late
+        )
+        if why:
+            self._fail(why, behind=(absent | silent) - unheard, unheard=unheard)
 
-    # A round.
+    def _look(self, each: Round, late_s: float) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
+        """Set the timer for the next look, and return the replicas that keep the round waiting for too long.
 
-    def _find(self, view_id: int, round_id: RoundId | None) -> RoundState | None:
+        Returns:
+            Replicas that have not contributed, replicas that neither vote nor send anything else, and those of both
+            that send nothing at all. A replica that has not contributed and begins to be silent is not named before it
+            is known which of the two it is: the link to it may be the cause, and not the replica.
+        """
+        self._report(SetTimer(self._timer("look", each), late_s / Lateness.LOOKS))
+        absent = frozenset(self._missing(each))
+        seen: dict[int, object] = {}
+        heard: dict[int, object] = {}
+        for rank in self._ranks:
+            replica, spoken = self._rules.replica_of(rank), self._message_counts.get(rank, 0)
+            if replica in absent:
+                seen[replica] = "no contribution"
+            elif rank not in each.votes:
+                seen[replica] = (seen.get(replica), rank, spoken)
+            heard[replica] = (heard.get(replica), spoken)
+        seen.pop(self._rules.replica, None)  # the other replicas judge the ranks of this one
+        late, unheard = each.lateness.look(seen), each.silence.look(heard)
+        late -= absent & each.silence.doubtful
+        return late & absent, late - absent, late & (unheard | (late - absent))
+
+    def _await_votes(self, each: Round) -> frozenset[int]:
+        """Look for missing votes on a round, and set the timer for the next look. Return the replicas that are late."""
+        timer = self._timer("expire", each)
+        self._report(CancelTimer(timer))
+        self._report(SetTimer(timer, self._rules.round_timeout_s / Lateness.LOOKS))
+        return each.vote_lateness.look(dict.fromkeys(self._without_vote(each)))
+
+    # From headers to an outcome.
+
+    def _judge(self, each: Round) -> None:
+        """Decide whose contributions are summed, once all headers have been received."""
+        if self.frozen or each.begun is None or each.verdict is not None or len(each.headers) < len(self._ranks):
+            return
+        assert self.view is not None
+        rules, members, size = self._rules, self.view.members, self._rules.ranks_per_replica
+        verdict = judge_headers(
+            each.headers,
+            each.begun.contribution,
+            members=members,
+            ranks_per_replica=size,
+            min_contributors=rules.min_contributors,
+        )
+        if each.taking_over:
+            each.donor = donor_for(rules.rank, each.headers, members=members, ranks_per_replica=size)
+            if each.donor is None:  # this rank's state is the majority's
+                self._has_state_of.add(each.id.fragment)
+        if rules.replica in verdict.diverged:
+            each.fault = verdict.divergence(each.id, self._header_of(each, verdict.donor).digest)
+        self._give_verdict(each, verdict)
+        if verdict.void:
+            donor = verdict.donor if verdict.donor >= 0 else None
+            self._cast(each, Vote(False, reason=verdict.reason), verdict.diverged, donor)
+        premature, each.premature = each.premature, {}
+        for sender, vote in premature.items():
+            self._count(each, sender, vote)
+        self._note_spoilers(verdict.refused, verdict.reason)
+
+    def _note_spoilers(self, spoilers: Collection[int], reason: str) -> None:
+        """Record that replicas have spoilt a round for ``reason``, and have those excluded that did so too often."""
+        if too_often := self.spoilers.note(spoilers) - {self._rules.replica}:
+            has = "have" if len(too_often) > 1 else "has"
+            why = f"{names_of(too_often)} {has} spoilt at least {MOST_SPOILT} recent rounds: {reason}"
+            self._fail(why, behind=too_often)
+
+    def _give_verdict(self, each: Round, verdict: Verdict) -> None:
+        """Pass the verdict to the round's exchange, if that is still running."""
+        each.verdict = verdict
+        if each.exchanging:
+            assert self.view is not None
+            headers = {member: self._header_of(each, member) for member in verdict.contributors}
+            weights = bounded_weights(
+                {member: header.weight for member, header in headers.items()},
+                {member: header.base_weight for member, header in headers.items()},
+            )
+            self._report(GiveVerdict(self.view.id, each.id, verdict, weights))
+
+    def _cast(self, each: Round, vote: Vote, diverged: tuple[int, ...] = (), donor: int | None = None) -> None:
+        """Send a vote, unless this rank has voted or may not; void rounds get votes, too, for the others."""
+        if self.frozen or each.begun is None or self._rules.rank in each.votes:
+            return
+        assert self.view is not None
+        message = RoundVote(self.view.id, each.key, vote, diverged, donor)
+        self._broadcast(message)
+        if each.committed is not None:
+            each.votes[self._rules.rank] = vote
+            return
+        self._count(each, self._rules.rank, message)
+        if each.committed is None:
+            each.voted_s = self._outbox.now_s
+            self._await_votes(each)
+
+    def _count(self, each: Round, sender: int, message: RoundVote) -> None:
+        """Count a vote. The vote that decides the round ends it, and one that leaves it in doubt ends the view."""
+        if self.frozen or each.committed is not None or sender in each.votes:
+            return
+        if self._rules.replica in message.diverged and each.begun is not None and each.verdict is None:
+            each.premature.setdefault(sender, message)  # the missing headers will show whether this rank has diverged
+            return
+        each.votes[sender] = vote = message.vote
+        mine = each.votes.get(self._rules.rank)
+        agrees = vote.ok and sender != self._rules.rank and (mine is None or mine.digest == vote.digest)
+        if agrees and len(each.votes) < len(self._ranks):
+            return  # nothing follows before all have voted
+        tallied = tally(self._ranks, each.votes, me=self._rules.rank, groups=self._positions)
+        if tallied.committed is False and mine is None:
+            # a replica named as diverged must wait for the headers with this vote as well
+            self._cast(each, Vote(False, reason=tallied.reason), message.diverged, message.donor)
+        if tallied.committed is not None and each.committed is None:
+            self._decide(each, tallied.committed, tallied.reason)
+        if tallied.disputed and not each.disputed:
+            each.disputed = True
+            self._fail(f"{each.id} is disputed: {tallied.reason}")
+
+    def _decide(self, each: Round, committed: bool, reason: str, failure: TransportError | None = None) -> None:
+        """Commit the round, or declare it void for ``reason``; ``failure`` is what this rank gets in that case."""
+        each.committed, each.reason = committed, reason
+        self._stop_timers(each)
+        fragment, outer_step = each.key
+        if committed:
+            recent = {key: d for key, d in self._commits.items() if key[0] != fragment or key[1] >= outer_step - 1}
+            self._commits = {**recent, each.key: each.votes[self._rules.rank].digest}
+            # all members have contributed to this round, so none asks about earlier ones
+            self._void = frozenset(key for key in self._void if key[0] != fragment or key[1] > outer_step)
+        else:
+            newest = sorted(key for key in self._void | {each.key} if key[0] == fragment)[-_MOST_VOID:]
+            self._void = frozenset(key for key in self._void if key[0] != fragment).union(newest)
+        if each.begun is not None:
+            self._conclude(each, failure)
+
+    def _conclude(self, each: Round, instead: TransportError | None = None) -> None:
+        """Report the outcome of a round."""
+        failure = each.failure(instead)
+        if failure is not None:
+            self._report(Void(each.id, failure))
+        else:
+            assert self.view is not None
+            assert each.mean is not None
+            assert each.plan is not None
+            assert each.verdict is not None
+            me = self.view.members.index(self._rules.replica)
+            heard_s = [each.heard_s[self._here(member)] for member in each.mean.contributors]
+            average = Average(
+                **vars(each.mean),
+                round=each.id,
+                view=self.view,
+                sent_bytes=each.plan.sent_bytes(me),
+                received_bytes=each.plan.received_bytes(me),
+                wait_s=0.0,
+                note="; ".join(filter(None, [each.verdict.reason, *self._refused])),
+                donor=each.donor,
+                held="" if each.donor is None else self._header_of(each, each.donor).digest,
+                late_s=tuple(round(heard - min(each.heard_s.values()), 3) for heard in heard_s),
+            )
+            self._refused = []
+            self._report(Commit(average))
+        each.concluded = True
+        each.free()
+
+    # The table of rounds.
+
+    def _find(self, view_id: int, round_id: RoundId | None) -> Round | None:
         """Return a round of this view, or None if it belongs to another view."""
         assert round_id is not None
-        return self._rounds.get(round_id) if view_id == self.view.id else None
+        return self._rounds.get(round_id) if self.view is not None and view_id == self.view.id else None
 
-    def _state(self, round_id: RoundId) -> RoundState:
-        return self._rounds.setdefault(round_id, RoundState(round_id))
+    def _round(self, round_id: RoundId) -> Round:
+        return self._rounds.setdefault(round_id, Round(round_id))
 
-    def _uplinks_before(self, round_id: RoundId) -> tuple[Uplink, ...]:
+    def _here(self, member: int) -> int:
+        """Return the rank of a member at this rank's position, with which payloads are exchanged."""
+        return member * self._rules.ranks_per_replica + self._rules.position
+
+    def _header_of(self, each: Round, member: int) -> Header:
+        return each.headers[self._here(member)]
+
+    def _missing(self, each: Round) -> tuple[int, ...]:
+        """Return the replicas with a rank whose header has not been received."""
+        return tuple(sorted({self._rules.replica_of(rank) for rank in self._ranks if rank not in each.headers}))
+
+    def _without_vote(self, each: Round) -> frozenset[int]:
+        """Return the other replicas with a rank whose vote has not been received."""
+        waited_for = frozenset(self._rules.replica_of(rank) for rank in self._ranks if rank not in each.votes)
+        return waited_for - {self._rules.replica}
+
+    def _uplinks_before(self, fragment: int, outer_step: int) -> tuple[Uplink, ...]:
         """Return the members' uplinks according to the fragment's last round; () if this view has not committed it.
 
         A fragment's round is decided on every rank before the rank begins the next one. So all members of the view,
         which have the same votes, plan the next one alike.
         """
-        last = self._rounds.get(RoundId(round_id.fragment, round_id.outer_step - 1))
+        assert self.view is not None
+        last = self._rounds.get(RoundId(fragment, outer_step - 1))
         if last is None or not last.committed:
             return ()
-        return tuple(header.uplink for header in last.headers_here(self.view.members, self._rules).values())
+        return tuple(self._header_of(last, member).uplink for member in self.view.members)
 
-    def _forget_before(self, begun: RoundId) -> None:
+    def _forget_before(self, fragment: int, outer_step: int) -> None:
         """Discard earlier rounds of the fragment that have ended, as this rank begins a new one."""
-        fragment, outer_step = begun.fragment, begun.outer_step
         self._rounds = {
-            each: old
-            for each, old in self._rounds.items()
-            if each.fragment != fragment
-            or each.outer_step >= outer_step - 1
+            round_id: old
+            for round_id, old in self._rounds.items()
+            if round_id.fragment != fragment
+            or round_id.outer_step >= outer_step - 1
             or (old.was_begun and (not old.concluded or old.exchanging))
         }
         for sender, early in self._early.items():
             self._early[sender] = {e for e in early if e.fragment != fragment or e.outer_step > outer_step}
 
-    def _refusal(self, sender: int, round_id: RoundId) -> str:
-        """Return why a header is refused, as a message that names its sender, or ""."""
-        name = f"a contribution of replica {self._rules.replica_of(sender)} to {round_id} was refused"
-        state = self._rounds.get(round_id)
-        if state is not None:  # the exchange may still be waiting for this header
-            return f"{name}: it had contributed already" if sender in state.headers else ""
-        over = round_id.outer_step + 1 < self._last.get(round_id.fragment, 0)
-        return f"{name}: that round ended long ago" if over else ""
+    def _timer(self, kind: Literal["expire", "look"], each: Round) -> Timer:
+        assert self.view is not None
+        return Timer(kind, self.view.id, each.id)
+
+    def _stop_timers(self, each: Round) -> None:
+        if each.begun is not None:
+            self._report(CancelTimer(self._timer("expire", each)))
+            self._report(CancelTimer(self._timer("look", each)))
+
+    def _report(self, action: object) -> None:
+        self._outbox.actions.append(action)  # type: ignore[arg-type]  # one of the actions
+
+    def _fail(
+        self,
+        why: str,
+        behind: frozenset[int] = frozenset(),
+        unheard: frozenset[int] = frozenset(),
+        *,
+        anyway: bool = False,
+    ) -> None:
+        assert self.view is not None
+        self._outbox.queue.append(RoundsFailed(self.view.id, why, behind, unheard, anyway))
+
+    def _broadcast(self, message: WireMessage) -> None:
+        """Send a message to all other ranks of the view."""
+        self._outbox.send((rank for rank in self._ranks if rank != self._rules.rank), message)
+
+    def validate(self) -> None:
+        """Assert what holds between two events, for tests."""
+        assert self.view is not None or not self._rounds, "rounds without a view"
+        assert not self._void & self._commits.keys(), "a round is committed and void"
+        if self.failure is not None:
+            assert not self._waiting, "a contribution waits for ever"
+            return
+        assert self.view is None or self.frozen or not self._waiting, "contributions wait though a view is active"
+        for each in self._rounds.values():
+            mine = each.votes.get(self._rules.rank)
+            assert not each.committed or (mine is not None and mine.ok), "committed without this rank's vote"
+            assert each.committed is not None or not each.concluded, "an undecided round has an outcome"
+            assert each.concluded or each.committed is None or each.begun is None, "a decided round has no outcome"
+            assert each.verdict is None or each.was_begun, "a round is judged before it was begun"
+            assert each.mean is None or each.begun is not None, "a mean is kept after its round"

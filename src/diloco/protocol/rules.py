@@ -7,22 +7,9 @@ from dataclasses import dataclass
 
 from diloco.algorithm import RoundId
 from diloco.errors import ReplicaLostError
-from diloco.membership import NextView, Policy, names_of
+from diloco.membership import NextView, Policy
 
-__all__ = [
-    "MOST_SPOILT",
-    "Policies",
-    "Rules",
-    "disputed_reason",
-    "exclusion_reason",
-    "expired_reason",
-    "late_reason",
-    "missing_votes_reason",
-    "spoilt_reason",
-    "stop_error",
-]
-
-MOST_SPOILT = 3  # a member that has spoilt this many recent rounds is to be excluded
+__all__ = ["Policies", "Rules", "exclusion_reason", "stop_error"]
 
 
 @dataclass(frozen=True)
@@ -80,59 +67,6 @@ class Policies:
         Rounds of gradients always do: no step can be completed without gradients.
         """
         return self.raise_on_loss or round_id.fragment < 0
-
-
-def late_reason(round_id: RoundId, absent: frozenset[int], silent: frozenset[int], late_s: float) -> str:
-    """Return the reason to exclude late replicas.
-
-    >>> late_reason(RoundId(0, 3), frozenset({1}), frozenset({2}), 5.0)
-    'replica 1 is late: no contribution to fragment 0, outer step 3 arrived within 5 s; replica 2 is late: no vote on \
-fragment 0, outer step 3 and nothing else arrived within 5 s'
-    """
-    waited_for = [(absent, f"no contribution to {round_id}"), (silent, f"no vote on {round_id} and nothing else")]
-    return "; ".join(
-        f"{names_of(late)} {'are' if len(late) > 1 else 'is'} late: {what} arrived within {late_s:g} s"
-        for late, what in waited_for
-        if late
-    )
-
-
-def missing_votes_reason(round_id: RoundId, owing: frozenset[int], timeout_s: float) -> str:
-    """Return the reason to exclude replicas that answer but do not vote.
-
-    >>> missing_votes_reason(RoundId(0, 3), frozenset({1, 2}), 600.0)
-    'replicas 1, 2 have not voted on fragment 0, outer step 3 within 600 s'
-    """
-    return f"{names_of(owing)} {'have' if len(owing) > 1 else 'has'} not voted on {round_id} within {timeout_s:g} s"
-
-
-def spoilt_reason(spoilers: frozenset[int], reason: str) -> str:
-    """Return the reason to exclude replicas with unusable contributions; ``reason`` is that of the last round.
-
-    >>> spoilt_reason(frozenset({2}), "the contribution of replica 2 was refused: has the weight nan")
-    'replica 2 has spoilt at least 3 recent rounds: the contribution of replica 2 was refused: has the weight nan'
-    """
-    has = "have" if len(spoilers) > 1 else "has"
-    return f"{names_of(spoilers)} {has} spoilt at least {MOST_SPOILT} recent rounds: {reason}"
-
-
-def disputed_reason(round_id: RoundId, reason: str) -> str:
-    """Return the reason to end a view because some members may have committed a round and others may not.
-
-    >>> disputed_reason(RoundId(0, 3), "rank 2 holds a different average than rank 0")
-    'fragment 0, outer step 3 is disputed: rank 2 holds a different average than rank 0'
-    """
-    return f"{round_id} is disputed: {reason}"
-
-
-def expired_reason(missing: Sequence[int], rules: Rules) -> str:
-    """Return the reason to vote against a round that took too long; ``missing``: replicas without a contribution.
-
-    >>> expired_reason((1, 2), Rules(0, 0, 1, None, 5.0, 1 << 19))
-    'replica 0 received no contribution from replicas 1, 2 within 5 s'
-    """
-    awaited = f"received no contribution from {names_of(missing)}" if missing else "did not receive all payloads"
-    return f"replica {rules.replica} {awaited} within {rules.round_timeout_s:g} s"
 
 
 def stop_error(following: NextView, lost: Sequence[int], why: str, policies: Policies) -> ReplicaLostError | None:

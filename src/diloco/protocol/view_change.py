@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Unpack
 
-from diloco.membership import Change, News, NextView, Report, View, believed
+from diloco import membership
+from diloco.membership import News, NextView, Report, View, believed
 from diloco.protocol.actions import CancelTimer, SetTimer, Timer
-from diloco.protocol.contributions import Contributions
 from diloco.protocol.events import Outbox
-from diloco.protocol.messages import ChangeReport, change_message
 from diloco.protocol.roster import Roster
+from diloco.protocol.rounds import Rounds
 from diloco.protocol.rules import Policies, Rules
+from diloco.protocol.wire import Change
 
 __all__ = ["ViewChange"]
 
@@ -29,16 +30,14 @@ class ViewChange:
     whose report already held as much is not waited for. `stop_waiting` ends the waiting, as a member may never answer.
     """
 
-    def __init__(
-        self, rules: Rules, policies: Policies, roster: Roster, contributions: Contributions, outbox: Outbox
-    ) -> None:
-        self.known: Change | None = None  # what is known; None while no change is in progress
+    def __init__(self, rules: Rules, policies: Policies, roster: Roster, rounds: Rounds, outbox: Outbox) -> None:
+        self.known: membership.Change | None = None  # what is known; None while no change is in progress
         # the last view that this rank declared itself ready for, and that others may have adopted; or None
         self.agreed: View | None = None
         self._rules = rules
         self._policies = policies
         self._roster = roster
-        self._contributions = contributions
+        self._rounds = rounds
         self._outbox = outbox
         self._received: dict[int, Report] = {}  # rank -> its last report, as received
         self._unsettled: set[int] = set()  # ranks whose last report is not yet believed as a whole
@@ -63,20 +62,19 @@ class ViewChange:
         Returns:
             What to adopt now, or None.
         """
-        rounds = self._contributions.rounds
-        if self._contributions.failure is not None or rounds is None:
+        if self._rounds.failure is not None or self._rounds.view is None:
             return None
         change = self._begin(why)
         if change.extend(**news):
             self._news_s = self._outbox.now_s
         return self._settle(change)
 
-    def absorb(self, received: ChangeReport) -> NextView | None:
+    def absorb(self, received: Change) -> NextView | None:
         """Merge another rank's report. Return what to adopt now, or None.
 
         A rank's own steps and rounds never change during a change, so those of its first report stand.
         """
-        if self._contributions.failure is not None or self._contributions.rounds is None:
+        if self._rounds.failure is not None or self._rounds.view is None:
             return None
         change = self._begin(received.why)
         self._awaited.discard(received.report.rank)
@@ -98,10 +96,6 @@ class ViewChange:
         self._send(self.known)
         return True
 
-    def blame(self) -> frozenset[int]:
-        """Return the replicas that keep the change from ending, which has taken too long."""
-        return frozenset() if self.known is None else self.known.blame()
-
     def end(self) -> None:
         """Reset, as the change has ended."""
         if self.known is not None:
@@ -112,26 +106,24 @@ class ViewChange:
         self._awaited.clear()
         self._stopped_waiting = False
 
-    def _begin(self, why: str) -> Change:
+    def _begin(self, why: str) -> membership.Change:
         if self.known is not None:
             return self.known
-        rounds = self._contributions.rounds
-        assert rounds is not None
-        unsteady = self._roster.unsteady(rounds.view, self._outbox.now_s)
-        mine = replace(rounds.freeze(), step=self._contributions.step, unsteady=unsteady)
-        size = self._rules.ranks_per_replica
+        view, size = self._rounds.view, self._rules.ranks_per_replica
+        assert view is not None
+        unsteady = self._roster.unsteady(view, self._outbox.now_s)
+        mine = replace(self._rounds.freeze(), step=self._rounds.step, unsteady=unsteady)
         self._began_s = self._news_s = self._outbox.now_s
-        self.known = Change(mine, rounds.view, size, self._policies.quorum, why)
-        self._outbox.actions.append(SetTimer(Timer("settle", rounds.view.id), self._rules.settle_s / 2))
+        self.known = membership.Change(mine, view, size, self._policies.quorum, why)
+        self._outbox.actions.append(SetTimer(Timer("settle", view.id), self._rules.settle_s / 2))
         return self.known
 
-    def _evaluate(self, change: Change) -> None:
+    def _evaluate(self, change: membership.Change) -> None:
         """Merge the received reports, as far as this rank believes them by now.
 
         What is known only grows, so a report that was believed as a whole is not evaluated again.
         """
-        rounds, rules = self._contributions.rounds, self._rules
-        assert rounds is not None
+        rounds, rules = self._rounds, self._rules
 
         def is_heard(replica: int) -> bool:
             known = replica in change.view.members or replica in change.mine.joining
@@ -143,7 +135,7 @@ class ViewChange:
             for rank in sorted(self._unsettled):
                 report = self._received[rank]
                 accepted[rank] = believed(
-                    report, before, sender=rules.replica_of(rank), me=rules.replica, hears=is_heard
+                    report, before, change.view, sender=rules.replica_of(rank), me=rules.replica, hears=is_heard
                 )
             change.absorb(
                 *accepted.values(),
@@ -154,7 +146,7 @@ class ViewChange:
             mine = {late for one, late in change.mine.behind if one == rules.replica}
             late = {late for _, late in change.mine.behind} - mine - {rules.replica}
             if late:
-                spoilt = {each for each in late if self._contributions.spoilers.may_be(each)}
+                spoilt = {each for each in late if rounds.spoilers.may_be(each)}
                 late &= rounds.late_contributors() | rounds.late_voters() | spoilt
             pairs = {(rules.replica, each) for each in change.mine.joining if not self._is_connected(each)}
             unheard = {each for _, each in pairs - change.mine.unheard} - {rules.replica}
@@ -168,7 +160,7 @@ class ViewChange:
             for rank in self._rules.ranks((replica,))
         )
 
-    def _settle(self, change: Change) -> NextView | None:
+    def _settle(self, change: membership.Change) -> NextView | None:
         """Return what to adopt once all staying members are ready, or once this left-out rank hears none of them."""
         self._evaluate(change)
         self._send(change)
@@ -180,7 +172,7 @@ class ViewChange:
             return None  # a replica whose process turns out to have ended is no side that could be larger
         return following
 
-    def _send(self, change: Change) -> None:
+    def _send(self, change: membership.Change) -> None:
         """Send this rank's report to all ranks that may be running, if it is new and no answers are awaited."""
         mine, rules = change.mine, self._rules
         if mine == self._sent:
@@ -197,4 +189,4 @@ class ViewChange:
             self.agreed = mine.agreed.following.view
         others = filter(answers, rules.ranks(change.staying))
         self._awaited = {each for each in others if each not in self._received or not self._received[each].covers(mine)}
-        self._outbox.send(change.audience, change_message(mine, change.why))
+        self._outbox.send(change.audience, Change(mine, change.why))

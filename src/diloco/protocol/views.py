@@ -1,48 +1,71 @@
-"""The sequence of views: adopting the next one, what happens to the rounds, and hanging up on lost members."""
+"""The sequence of views: why one ends, who joins and leaves, adopting the next one, and hanging up on lost members."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Unpack
 
 from diloco.errors import ReplicaLostError, TransportError
-from diloco.membership import News, NextView, Rounds, View, byzantine_quorum, could_follow
-from diloco.protocol.actions import Adopt, CloseLinks, HangUp, OpenLinks
-from diloco.protocol.contributions import Contributions
-from diloco.protocol.events import Outbox, Submitted, ViewBegan
-from diloco.protocol.messages import ChangeReport, Leaving, adopted_message
+from diloco.membership import (
+    News,
+    NextView,
+    Report,
+    RoundKeys,
+    View,
+    byzantine_quorum,
+    could_follow,
+    enough_without,
+    names_of,
+)
+from diloco.protocol.actions import Adopt, CloseLinks, HangUp, OpenLinks, SetTimer, Timer
+from diloco.protocol.events import LinkStalled, Outbox, RoundsFailed, Submitted, ViewBegan
 from diloco.protocol.roster import Roster
+from diloco.protocol.rounds import Rounds
 from diloco.protocol.rules import Policies, Rules, exclusion_reason, stop_error
+from diloco.protocol.suspicion import Loss
 from diloco.protocol.view_change import ViewChange
+from diloco.protocol.wire import Adopted, Change, Excluded, Leaving, Refused
 
-__all__ = ["ViewManager"]
+__all__ = ["Views"]
+
+_RENEW_S = 1.0
+_MOST_AT_ONCE = 32  # replicas that join by one change: what must be known of them grows with the square of their number
+_TRY_AGAIN = Refused("a view change is in progress")
 
 
-class ViewManager:
+class Views:
     """The current view, and the change to the next one."""
 
-    def __init__(self, rules: Rules, policies: Policies, roster: Roster, outbox: Outbox) -> None:
+    def __init__(self, rules: Rules, policies: Policies, roster: Roster, rounds: Rounds, outbox: Outbox) -> None:
         self.view = View(-1, (rules.replica,))  # the current view; a joiner is not in it yet
-        self.contributions = Contributions(rules, policies, roster.message_counts, outbox)
-        self.change = ViewChange(rules, policies, roster, self.contributions, outbox)
-        self.first: View | None = None  # the view in which this rank began with all others; None: it joined
+        self.change = ViewChange(rules, policies, roster, rounds, outbox)
         # what ended the previous view, or stopped this rank; None before the first change
         self.adopted_last: NextView | None = None
+        self.closed_to_joiners = ""  # why no replica can join at present; "" if any can
+        self._first: View | None = None  # the view in which this rank began with all others; None: it joined
         self._rules = rules
         self._policies = policies
         self._roster = roster
+        self._rounds = rounds
         self._outbox = outbox
         self._parted: set[int] = set()  # replicas that report that they continue, or stop, without this one
+        # replica -> each of its ranks that asked to join -> the ranks that it is connected to
+        self._asked: dict[int, dict[int, frozenset[int]]] = {}
+        # the same for the replicas that join by the current change
+        self._admitted: dict[int, dict[int, frozenset[int]]] = {}
+        self._ended_early: set[int] = set()  # replicas that ended before this rank was a member
+        self._broken_link = ""  # why the view is to be replaced by one of the same members
 
     @property
     def failure(self) -> TransportError | None:
         """Why this rank takes part in no more rounds, or None."""
-        return self.contributions.failure
+        return self._rounds.failure
 
     @property
     def is_member(self) -> bool:
         """Whether this rank is a member of the view, or was when it stopped."""
-        return self.contributions.rounds is not None
+        return self._rounds.view is not None
 
     @property
     def last_view(self) -> View | None:
@@ -55,6 +78,11 @@ class ViewManager:
         agreed = self.change.agreed
         return agreed if agreed is not None and agreed.id > self.view.id else None
 
+    @property
+    def joining(self) -> frozenset[int]:
+        """The replicas that become members by the current change, if there is one."""
+        return frozenset() if self.change.known is None else self.change.known.mine.joining
+
     def others(self) -> list[int]:
         """Return all other ranks of the view."""
         return [rank for rank in self._rules.ranks(self.view.members) if rank != self._rules.rank]
@@ -65,7 +93,7 @@ class ViewManager:
         """Start in ``view``, or only observe it until `enter` if this rank is not a ``member``."""
         self.view = view
         if member:
-            self.first = view
+            self._first = view
             self._open((), frozenset())
         self._outbox.queue.append(ViewBegan())
 
@@ -79,8 +107,8 @@ class ViewManager:
         """
         assert following.view is not None
         self.view = following.view
-        self.contributions.joined = following.from_step > 1  # at step 1 all replicas have the initial state
-        self.contributions.from_step, self.contributions.step = following.from_step, following.from_step - 1
+        self._rounds.joined = following.from_step > 1  # at step 1 all replicas have the initial state
+        self._rounds.from_step, self._rounds.step = following.from_step, following.from_step - 1
         self._roster.set_connections(connections)
         self._open((), following.void)
         self._outbox.queue.append(ViewBegan(following))
@@ -88,8 +116,8 @@ class ViewManager:
     def leave(self, step: int) -> None:
         """Leave for good after inner step ``step``, with all ranks of this replica; rounds in flight end here."""
         if self.failure is None:
-            commits = self.contributions.rounds.freeze().commits if self.contributions.rounds is not None else {}
-            self._outbox.send(self.others(), Leaving(step, commits).to_message(self.view.id))
+            commits = self._rounds.freeze().commits if self.is_member else {}
+            self._outbox.send(self.others(), Leaving(max(0, self.view.id), step, commits))
             # the others hang up once they have received it
             me = self._rules.replica
             self.close(TransportError(f"replica {me} left after step {step} and takes part in no more rounds."))
@@ -97,7 +125,7 @@ class ViewManager:
     def close(self, failure: TransportError) -> None:
         """Take part in no more rounds. Those in flight end with ``failure``."""
         self.change.end()
-        self.contributions.close(failure)
+        self._rounds.close(failure)
         self._outbox.actions.append(CloseLinks(self.view))
 
     def stop(self, why: str) -> None:
@@ -114,29 +142,113 @@ class ViewManager:
             if self._rules.replica_of(rank) != self._rules.replica:
                 self._hang_up(rank)
 
-    # The end of the current view, and messages of members about it.
+    # The reasons to end the current view.
 
     def end(self, why: str, **news: Unpack[News]) -> None:
         """End the current view for the reason ``why``; ignored if this rank takes no part in it."""
         self._follow(self.change.extend(why, **news))
 
-    def receive_change(self, received: ChangeReport) -> None:
-        """Process a member's report that the current view ends."""
-        self._follow(self.change.absorb(received))
+    def lose(self, rank: int, loss: Loss) -> None:
+        """Handle the loss of the connection to a rank."""
+        replica = self._rules.replica_of(rank)
+        of_mine = f"rank {rank} of " if replica == self._rules.replica else ""
+        self.drop(rank, f"{of_mine}replica {replica} is lost: {loss.text}", gone=loss.kind == "gone")
+
+    def drop(self, rank: int, words: str, *, gone: bool = False) -> None:
+        """Declare a rank lost for the reason in ``words``; ``gone``: its process is known to have ended."""
+        replica = self._rules.replica_of(rank)
+        self._asked.pop(replica, None)
+        if not self.is_member and replica != self._rules.replica:
+            if gone:
+                self._ended_early.add(replica)
+            return
+        if replica not in self.joining.union(self.view.members) or self.failure is not None:
+            return
+        if replica == self._rules.replica:
+            self.stop(f"{words}.")
+        else:
+            lost = frozenset({replica})
+            # report all current losses together: one of them alone may look like another replica's fault
+            unheard = lost | self._roster.unreached(self.view)
+            self.end(words, unheard=unheard, gone=lost if gone else frozenset())
+
+    def handle_failed(self, failed: RoundsFailed) -> None:
+        """End the view, as rounds could not take place in it."""
+        if failed.view_id != self.view.id:
+            return
+        enough = enough_without(self.view, failed.behind, self._policies.quorum)
+        if failed.anyway or failed.unheard or enough:
+            self.end(failed.reason, behind=failed.behind, unheard=failed.unheard)
+
+    def drop_unlinked(self, view_id: int, replicas: Sequence[int], reason: str) -> None:
+        """Exclude replicas to which no payload connections could be opened."""
+        if view_id == self.view.id:
+            words = f"replica {replicas[0]} has no payload connection to replica {self._rules.replica}: {reason}"
+            self.end(words, unheard=frozenset(replicas))
+
+    def renew_soon(self, stalled: LinkStalled) -> None:
+        """Schedule a new view of the same members, since a payload connection has broken."""
+        if not self._broken_link and self.change.known is None and self.failure is None:
+            self._broken_link = stalled.reason
+            self._outbox.actions.append(SetTimer(Timer("renew", self.view.id), _RENEW_S))
+
+    def renew(self, view_id: int) -> None:
+        """Install a new view, unless the one with the broken payload connection has ended."""
+        if view_id == self.view.id and self.change.known is None:
+            self.end(self._broken_link)
+
+    def settle(self, view_id: int) -> None:
+        """Push a long view change to its end: stop waiting for answers first, then exclude the replicas that obstruct
+        it."""
+        change, timer = self.change, Timer("settle", view_id)
+        if view_id != self.view.id:
+            return
+        if (wait_s := change.patience_s()) > 0:
+            self._outbox.actions.append(SetTimer(timer, wait_s))
+        elif change.stop_waiting():
+            self._outbox.actions.append(SetTimer(timer, self._rules.settle_s / 2))
+        elif change.known is not None and (blamed := change.known.blame()):
+            self._outbox.actions.append(SetTimer(timer, self._rules.settle_s))
+            why = f"{names_of(blamed)} did not agree on the next view within {self._rules.settle_s:g} s"
+            self.end(why, unheard=blamed)
+
+    # Messages about the current view.
+
+    def receive_change(self, sender: int, received: Change) -> None:
+        """Process a member's report on the end of a view."""
+        last, step = self.adopted_last, received.report.step
+        if last is not None and received.view == last.previous.id:
+            self._outbox.send([sender], Adopted(last))  # the sender is still in the view that has ended here
+        elif received.view == self.view.id and step > self._rounds.greatest_step:
+            words = f"replica {self._rules.replica_of(sender)} reports step {step}"
+            self.drop(sender, f"{words}, but no member can be past step {self._rounds.greatest_step}")
+        elif received.view == self.view.id:
+            self._follow(self.change.absorb(received))
+
+    def receive_leaving(self, sender: int, leaving: Leaving) -> None:
+        """Process a member's announcement that it leaves."""
+        replica = self._rules.replica_of(sender)
+        if replica == self._rules.replica:
+            # and announce it, in case this rank's connections end before the other rank's message arrives
+            self.leave(leaving.step)
+        else:
+            words = f"replica {replica} left after step {leaving.step}"
+            left, commits = frozenset({(replica, leaving.step)}), frozenset(leaving.commits.items())
+            self.end(words, left=left, left_commits=commits)
 
     def receive_adopted(self, sender: int, following: NextView) -> None:
         """Process a member's message that it has adopted what follows the current view.
 
         That the others continue or stop without this rank needs as many reports as in `receive_parting`.
         """
-        change, rounds = self.change.known, self.contributions.rounds
-        if change is None or rounds is None:
+        change = self.change.known
+        if change is None or not self.is_member:
             return
         if following.view is not None and self._rules.replica in following.view.members:
-            near = following.from_step - 1 <= self.contributions.greatest_step
-            if near and could_follow(following, change.mine):
+            near = following.from_step - 1 <= self._rounds.greatest_step
+            if near and could_follow(following, self.view, change.mine):
                 self._adopt(following)
-        elif self._has_support(sender):
+        elif following.previous == self.view and self._has_support(sender):
             self._adopt(following)
 
     def receive_parting(self, sender: int, reason: str) -> None:
@@ -154,12 +266,63 @@ class ViewManager:
 
     def send_excluded(self, rank: int) -> None:
         """Tell a rank of an ended view that it is excluded: it was lost while it began, and could not be told then."""
-        reason = self.contributions.reason
-        self._outbox.send([rank], {"kind": "excluded", "view": self.view.id, "reason": reason})
+        self._outbox.send([rank], Excluded(self.view.id, self._rounds.reason))
 
     def exclude(self, reason: str) -> None:
         """Stop, as the others continue or stop without this replica."""
         self.stop(exclusion_reason(self._rules.replica, reason, self._policies))
+
+    # Joining.
+
+    def receive_join(self, rank: int, connected: frozenset[int]) -> None:
+        """Process a rank's request to join. Its replica joins once all of its ranks have asked.
+
+        Args:
+            rank: the rank that asks.
+            connected: the ranks to which it is connected. If a member is missing, the rank is asked to try again.
+        """
+        replica, joining, members = self._rules.replica_of(rank), self.joining, self.view.members
+        if self._roster.is_connected(rank):
+            if self.view is not self._first:
+                return  # it has joined already, by the request to another member
+            self._roster.mark_replaced(rank)  # restarted before this view began
+        if self.closed_to_joiners or self.failure is not None or not self.is_member:
+            why = self.closed_to_joiners or str(self.failure or "this replica is still joining")
+            self._outbox.send([rank], Refused(why, for_good=self.failure is not None))
+        elif (
+            (not self.change.accepts_joiners and replica not in joining.union(members))
+            or len(joining - {replica}) >= _MOST_AT_ONCE
+            or not connected.issuperset(self._rules.ranks(each for each in members if each != replica))
+        ):
+            self._outbox.send([rank], _TRY_AGAIN)
+        else:
+            self._ended_early.discard(replica)
+            asked = self._asked.setdefault(replica, {})
+            asked[rank] = connected
+            if len(asked) < self._rules.ranks_per_replica:
+                pass
+            elif replica in members:  # it is back before its loss was noticed: lose it first
+                self.end(f"replica {replica} was restarted", gone=frozenset({replica}))
+            else:
+                self._admit([replica])
+
+    def _admit(self, replicas: Collection[int]) -> None:
+        """Let replicas join, and report which of the joining ones are not connected to each other."""
+        if not replicas:
+            return
+        self._admitted.update((each, self._asked.pop(each)) for each in replicas)
+        pairs = itertools.combinations(sorted(self.joining.union(replicas)), 2)
+        apart = frozenset(pair for pair in pairs if not {*pair}.isdisjoint(replicas) and not self._are_connected(*pair))
+        words = f"{names_of(replicas)} {'ask' if len(replicas) > 1 else 'asks'} to join"
+        self.end(words, joining=frozenset(replicas), apart=apart)
+
+    def _are_connected(self, one: int, other: int) -> bool:
+        """Return whether all ranks of two joining replicas are connected, as one of each pair reports."""
+        reach = {**self._admitted.get(one, {}), **self._admitted.get(other, {})}
+        pairs = itertools.product(self._rules.ranks((one,)), self._rules.ranks((other,)))
+        return all(there in reach.get(here, ()) or here in reach.get(there, ()) for here, there in pairs)
+
+    # The next view.
 
     def _follow(self, following: NextView | None) -> None:
         """Adopt ``following``, if it is known by now."""
@@ -167,9 +330,8 @@ class ViewManager:
             self._adopt(following)
 
     def _adopt(self, following: NextView) -> None:
-        change, rounds = self.change.known, self.contributions.rounds
+        change, rounds = self.change.known, self._rounds
         assert change is not None
-        assert rounds is not None
         me, members = self._rules.replica, following.previous.members
         if following.view is not None and me not in following.view.members:
             self.exclude(following.reason)
@@ -183,8 +345,8 @@ class ViewManager:
             staying = {me, *heard}
         lost = [member for member in members if member not in staying]
         self.adopted_last, failure = following, stop_error(following, lost, change.why, self._policies)
-        self.contributions.failure = failure
-        self.contributions.reason = reason = change.why if failure else f"{change.why}; {following.reason}"
+        rounds.failure = failure
+        rounds.reason = reason = change.why if failure else f"{change.why}; {following.reason}"
         carried = rounds.end(following, reason, failure)
         self._outbox.actions.append(CloseLinks(following.previous))
         self._disconnect(lost, following)
@@ -192,31 +354,64 @@ class ViewManager:
         if following.view is not None:
             self.view, joined = following.view, self._rules.ranks(following.joined)
             # they were lost after the view was agreed on, so they may not know of it
-            self._outbox.send(
-                self._rules.ranks(m for m in staying if m not in change.staying), adopted_message(following)
-            )
-        welcome = adopted_message(following) | {"kind": "welcome"}
-        self._outbox.actions.append(Adopt(following, reason, joined, welcome))
+            late = self._rules.ranks(m for m in staying if m not in change.staying)
+            self._outbox.send(late, Adopted(following))
+        self._outbox.actions.append(Adopt(following, reason, joined))
         if following.joined:
-            self.contributions.from_step = following.from_step
+            rounds.from_step = following.from_step
         self._open(carried, following.void)
         self._outbox.queue.append(ViewBegan(following, change.mine))
 
-    def _open(self, carried: Sequence[Submitted], void: Rounds) -> None:
+    def _open(self, carried: Sequence[Submitted], void: RoundKeys) -> None:
         """Open the current view with the rounds that are carried over; ``void`` ones are not."""
         self._roster.set_members(self.view)
         self._parted.clear()
         if self.failure is None:
             self._outbox.actions.append(OpenLinks(self.view))
-        self.contributions.open(self.view, carried, void)
+        self._rounds.open(self.view, carried, void)
+
+    def on_view_began(self, began: ViewBegan) -> None:
+        """Handle members that can't be reached and replicas that ask to join, as a view has begun."""
+        self._broken_link = ""
+        self._admitted.clear()
+        following, mine, view = began.following, began.mine, self.view
+        unheard = self._roster.unreached(view)
+        if following is None or mine is None:
+            if unheard:
+                gone = unheard & (self._ended_early | self._roster.replaced(unheard))
+                how = "joins" if following else "begins with"
+                words = f"replica {self._rules.replica} can't reach every member that it {how}: {names_of(unheard)}"
+                self.end(words, unheard=unheard, gone=gone)
+            return
+        if view is following.view:
+            self._lose_unreachable(mine, unheard)
+        complete = [replica for replica, asked in self._asked.items() if len(asked) == self._rules.ranks_per_replica]
+        waiting = [each for each in dict.fromkeys((*complete, *mine.joining)) if each not in self.view.members]
+        # they may not be connected to those that have just joined
+        again = [each for each in waiting if following.joined or each in mine.joining]
+        for replica in again:
+            self._asked.pop(replica, None)
+            self._outbox.send(self._rules.ranks((replica,)), _TRY_AGAIN)
+        self._admit([each for each in waiting if each not in again][:_MOST_AT_ONCE])
+
+    def _lose_unreachable(self, mine: Report, unheard: frozenset[int]) -> None:
+        """Lose members that were lost before this view was agreed on; they have no connection whose end would be
+        noticed."""
+        me, members = self._rules.replica, frozenset(self.view.members)
+        left = frozenset(each for each in mine.left if each[0] in members)
+        gone = mine.gone & members
+        unheard |= frozenset(other for one, other in mine.unheard if one == me) & members
+        if gone | unheard:
+            words = f"replica {me} can't reach every member of the next view: {names_of(gone | unheard)}"
+            commits = mine.left_commits if left else frozenset()
+            self.end(words, unheard=unheard, gone=gone, left=left, left_commits=commits)
 
     def _disconnect(self, lost: Sequence[int], following: NextView) -> None:
-        excluded = {"kind": "excluded", "view": following.previous.id, "reason": self.contributions.reason}
         left = dict(following.left)
         for rank in self._rules.ranks(lost):
             if self._roster.is_connected(rank):
                 if following.view is not None and self._rules.replica_of(rank) not in left:  # a replica that left knows
-                    self._outbox.send([rank], excluded)
+                    self._outbox.send([rank], Excluded(following.previous.id, self._rounds.reason))
                 self._hang_up(rank)
             self._roster.remove(rank)
 
@@ -224,3 +419,13 @@ class ViewManager:
         if rank in self._roster.connections:
             self._roster.disconnect(rank)
             self._outbox.actions.append(HangUp(rank))
+
+    def validate(self) -> None:
+        """Assert what holds between two events, for tests."""
+        me, change = self._rules.replica, self.change.known
+        assert not self.is_member or me in self.view.members, "a member of a view that it is not in"
+        assert change is None or change.view == self.view, "a change of another view"
+        assert change is None or self._rounds.frozen, "rounds go on during a view change"
+        if self.is_member and self.failure is None:
+            assert self._rounds.view == self.view, "rounds of another view"
+            assert change is not None or not self._rounds.frozen, "rounds are frozen for ever"

@@ -134,7 +134,7 @@ def _run(path: Path, base: Mapping[str, Any], point: Mapping[str, Any]) -> Run:
     words = "_".join(f"{key.rpartition('.')[2]}={value}" for key, value in varied.items())
     settings = parse_toml(text, Configuration, where=str(path))
     try:
-        plan = plan_run(CommandLine(file=None, print_config=False, values={}, defaults=settings))
+        plan = plan_run(CommandLine(defaults=settings))
     except ConfigurationError as error:
         raise ConfigurationError(f"{path}, {words}: {error}") from error
     return Run(re.sub(r"[^A-Za-z0-9._=+-]+", "-", words), text, varied, plan)

@@ -22,8 +22,8 @@ from diloco.algorithm import (
 )
 from diloco.errors import RoundVoidError, TransportError, ViewChangedError
 from diloco.events import Event, Note
+from diloco.membership import LEAST_FRAGMENT
 from diloco.model import LanguageModel
-from diloco.protocol import LEAST_FRAGMENT
 from diloco.transport import Pending, ReplicaGroup, Transport
 
 __all__ = ["GradientAverager", "average_gradients"]

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-from diloco.data import Assignment
+from diloco.data import Assignment, Shares
 from diloco.errors import RendezvousError, ReplicaLostError, TransportError
 from diloco.events import Event
-from diloco.membership import LastViews, NextView, View, enough_without
-from diloco.protocol import Fields
+from diloco.membership import LastViews, NextView, Ranks, View, enough_without
+from diloco.protocol import WireMessage, decode, encode
 from diloco.transport import (
     Connected,
     InProcessTransport,
@@ -31,7 +31,7 @@ from diloco.transport import (
 )
 from diloco.waiting import waiting_for
 
-__all__ = ["Fleet", "PeerFleet", "TorchFleet"]
+__all__ = ["Fleet", "PeerFleet", "TorchFleet", "WelcomeNote"]
 
 Answer = TypeVar("Answer")
 
@@ -131,6 +131,14 @@ class Fleet:
         self.hub.load_state_dict(state)
 
 
+class WelcomeNote(WireMessage):
+    """What a member tells a replica that joins."""
+
+    gathers: Ranks = ()  # the members of the lost view, if too few of them have come back so far
+    begun: bool = False  # whether training has begun
+    shares: Shares | None = None  # who draws which data, in a run whose replicas join and leave
+
+
 class PeerFleet(Fleet):
     """One rank of a replica and its connection to the other replicas.
 
@@ -172,7 +180,7 @@ class PeerFleet(Fleet):
         self.connected = connected
         self.transport = connected.transport
         self._endpoint = connected.transport
-        self.transport.on_change = self._follow
+        self.transport.on_change = lambda following: encode(self._follow(following))
         self.joining = connected.joining
 
     def _ask(self, question: Callable[[], Answer]) -> Answer:
@@ -286,7 +294,7 @@ class PeerFleet(Fleet):
         step = int(self._ask(lambda: join(self.connected, timeout_s)))
         if self._talks:
             try:
-                self._read_welcome(self.transport.welcome_note)
+                self._read_welcome(decode(self.transport.welcome_note or encode(WelcomeNote()), WelcomeNote))
             except ValueError as error:
                 raise RendezvousError(
                     f"The welcome note from the members can't be read: {error}. This replica does not take part."
@@ -294,15 +302,12 @@ class PeerFleet(Fleet):
         self.joining = False
         return step
 
-    def _read_welcome(self, note: Mapping[str, Any]) -> None:
+    def _read_welcome(self, note: WelcomeNote) -> None:
         """Process the welcome note, which `_follow` of a member returned when this replica joined.
 
         The note is empty if the run had just started.
-
-        Raises:
-            ValueError: if a field is missing or malformed.
         """
-        if members := set(Fields(note).ranks("gathers") if note else ()):
+        if members := set(note.gathers):
             self._lost_view, self.gathering = View(self.transport.view.id, tuple(sorted(members))), True
 
     def rejoin(self, patience_s: float) -> None:
@@ -372,14 +377,14 @@ class PeerFleet(Fleet):
         except Exception:  # errors of the DHT have no common base class
             logging.getLogger(__name__).debug("announcing that the run has ended failed", exc_info=True)
 
-    def _follow(self, following: NextView) -> Mapping[str, Any]:
+    def _follow(self, following: NextView) -> WelcomeNote:
         """Record an adopted view, in the control thread, and return the welcome note for the replicas that join it."""
         with self._changed:
             lacks = self.gathering and following.view is not None and not self._enough(following.view)
             if following.view is not None:
                 self._news.append(dataclasses.replace(following, reason=self.transport.reason))
             self._changed.notify_all()
-            return {"gathers": list(self._lost_view.members) if lacks and self._lost_view else []}
+            return WelcomeNote(self._lost_view.members if lacks and self._lost_view else ())
 
 
 class TorchFleet(PeerFleet):
@@ -440,7 +445,7 @@ class TorchFleet(PeerFleet):
         return ", ".join(f"{rank} at {entry.address}" for rank, entry in sorted(entries.items()))
 
     def finish(self) -> None:
-        self._ask(lambda: self.transport.meet("finished", 0) and None)
+        self._ask(lambda: self.transport.finish())
         self.close()
 
     def close(self) -> None:

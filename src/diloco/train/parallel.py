@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from diloco.algorithm import layer_container
 from diloco.errors import ConfigurationError
-from diloco.model import LanguageModel, LossChunks, LossParts
+from diloco.model import LanguageModel, LossChunks, LossParts, is_even
 from diloco.train.settings import TrainSettings
 from diloco.transport import ReplicaGroup
 
@@ -53,10 +53,10 @@ def prepare_blocks(
     backend: str = "inductor",
     whole_graphs: bool = True,
 ) -> None:
-    """Set up recomputation and compilation for each block of ``model``, for passes that compute gradients.
+    """Set up recomputation and compilation for each block of ``model``, for training and evaluation.
 
     Blocks are compiled one by one: they are alike, so the code compiled for the first serves all, and the code that
-    gathers and drops their parameters stays outside. Evaluation and generation have varying shapes and run uncompiled.
+    gathers and drops their parameters stays outside. Generation has varying shapes and runs uncompiled.
 
     Args:
         model: a model with a list of blocks. It may call them with keyword arguments.
@@ -67,10 +67,14 @@ def prepare_blocks(
         whole_graphs: whether a break in a block's graph, which costs speed, is an error.
     """
     run = {"none": _whole, "full": _recomputed, "selective": _partly_recomputed}[checkpointing]
-    trained = torch.compile(run, backend=backend, dynamic=False, fullgraph=whole_graphs) if compiled else run
+    trained, evaluated = run, _whole
+    if compiled:
+        trained, evaluated = (
+            torch.compile(each, backend=backend, dynamic=False, fullgraph=whole_graphs) for each in (run, _whole)
+        )
     for block in blocks_of(model):
         if trained is not _whole:
-            block.forward = partial(_with_gradients, trained, block)  # on the instance: parameter names stay
+            block.forward = partial(_run_block, trained, evaluated, block)  # on the instance: parameter names stay
 
 
 def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
@@ -83,8 +87,11 @@ def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
     return [module for module in numbered if next(module.parameters(), None) is not None]
 
 
-def _with_gradients(trained: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return (trained if torch.is_grad_enabled() else _whole)(block, *args, **kwargs)
+def _run_block(
+    trained: Callable[..., Any], evaluated: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    run = trained if torch.is_grad_enabled() else evaluated if is_even() else _whole
+    return run(block, *args, **kwargs)
 
 
 def _whole(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

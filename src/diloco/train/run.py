@@ -292,6 +292,7 @@ class _Run:
                     batch_size=settings.train.batch_size * 8,
                     sequences=settings.evaluation.sequences,
                     document_masks=settings.data.document_masks,
+                    precision=settings.train.precision,
                 )
                 for model in models
             ]

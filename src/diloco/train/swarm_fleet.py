@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+import msgspec
+
 from diloco.data import Assignment, Shares, as_message, read_message
 from diloco.events import Event, StateFetched
 from diloco.membership import LastViews, NextView
-from diloco.protocol import Fields
-from diloco.train.fleet import PeerFleet
+from diloco.train.fleet import PeerFleet, WelcomeNote
 from diloco.train.session_state import Held
 from diloco.transport import Connected, PeerStreams, SwarmPlace, Wire, connect_swarm, same_port
 from diloco.waiting import waiting_for
@@ -101,10 +102,11 @@ class SwarmFleet(PeerFleet):
             self._assignments, self._taken = self.shares.of_member(self.transport.replica), ()
         return step
 
-    def _read_welcome(self, note: Mapping[str, Any]) -> None:
+    def _read_welcome(self, note: WelcomeNote) -> None:
         super()._read_welcome(note)
-        self.begun = Fields(note).flag("begun")
-        self.shares = read_message(note.get("shares"), Shares)
+        if note.shares is None:
+            raise ValueError("it does not say who draws which data")
+        self.begun, self.shares = note.begun, note.shares
 
     def wait_for_start(self, stopped: Callable[[], bool]) -> None:
         self.transport.close_to_joiners("")
@@ -241,7 +243,7 @@ class SwarmFleet(PeerFleet):
             self.shares = Shares(continued.chain[-1:])  # earlier assignments no longer matter
             self._assignments = self.shares.of_member(self.transport.replica)
 
-    def _follow(self, following: NextView) -> Mapping[str, Any]:
+    def _follow(self, following: NextView) -> WelcomeNote:
         """Also reassign the data, and add the assignment to the welcome note."""
         with self._changed:
             if following.view is not None:
@@ -255,7 +257,7 @@ class SwarmFleet(PeerFleet):
                 )
                 self._note_members(len(members))
                 self._assignments = self.shares.of_member(self.transport.replica)
-            return {**super()._follow(following), "shares": as_message(self.shares), "begun": self.begun}
+            return msgspec.structs.replace(super()._follow(following), shares=self.shares, begun=self.begun)
 
     def _note_members(self, members: int) -> None:
         self.begun = self.begun or members >= self._start_replicas

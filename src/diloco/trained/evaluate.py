@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -12,11 +13,12 @@ from torch import nn
 from diloco.data import PackedTokens, TokenArray, Tokenizer, heldout_batches
 from diloco.devices import to_device
 from diloco.errors import DataError
-from diloco.model import ENDS, NOT_COUNTED, LanguageModel, documents_of
+from diloco.model import ENDS, NOT_COUNTED, LanguageModel, documents_of, even_batches
 from diloco.units import perplexity
 
 __all__ = ["Evaluation", "evaluate", "mean_evaluation"]
 
+Precision = Literal["float32", "bfloat16", "float16"]
 LOGITS_BYTES = 1 << 30  # limit for the float32 logits of one forward pass, unless one sequence needs more
 
 
@@ -49,6 +51,7 @@ def evaluate(
     batch_size: int,
     sequences: int = 0,
     document_masks: bool = False,
+    precision: Precision = "float32",
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Evaluation:
     """Evaluate ``model`` on held-out ``tokens``; afterwards its mode is restored.
@@ -59,6 +62,7 @@ def evaluate(
         batch_size: sequences per forward pass; fewer if their logits would take more than `LOGITS_BYTES`.
         sequences: how many sequences to use, always the same ones, spread evenly; 0: all.
         document_masks: mask the documents of a sequence from each other.
+        precision: the autocast type of the forward pass, as in training.
         progress: called after each batch with the number of tokens predicted so far.
 
     Raises:
@@ -68,19 +72,17 @@ def evaluate(
     end = tokenizer.eos_id if document_masks else None
     end = ENDS if getattr(tokens, "marks_ends", False) else end
     device, was_training = next(model.parameters()).device, model.training
-    nats, count, num_bytes = 0.0, 0, 0
+    nats, count, num_bytes, dtype = 0.0, 0, 0, getattr(torch, precision)
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), even_batches(), torch.autocast(device.type, dtype, enabled=precision != "float32"):
             for inputs, targets in heldout_batches(
                 tokens, sequence_length, max(1, min(batch_size, fitting)), sequences
             ):
-                shown, wanted = to_device(inputs, device), to_device(targets, device)
-                logits = model(shown, documents=documents_of(shown, wanted, end)).float()
-                wanted = torch.where(wanted < 0, NOT_COUNTED, wanted).flatten()
-                loss = nn.functional.cross_entropy(
-                    logits.flatten(0, 1), wanted, ignore_index=NOT_COUNTED, reduction="sum"
-                )
+                rows, following = to_device(inputs, device), to_device(targets, device)
+                logits = model(rows, documents=documents_of(rows, following, end)).flatten(0, 1).float()
+                following = torch.where(following < 0, NOT_COUNTED, following).flatten()
+                loss = nn.functional.cross_entropy(logits, following, ignore_index=NOT_COUNTED, reduction="sum")
                 counted = targets[targets >= 0]
                 nats += float(loss)
                 count += counted.numel()

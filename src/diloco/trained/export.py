@@ -70,8 +70,19 @@ def export_huggingface(
     with _as_checkpoint_error(folder), without_progress_bars(), written as partial:
         made.save_pretrained(partial)
         tokenizer.save(partial)
-        _complete_tokenizer_config(partial / "tokenizer_config.json", longest)
-        _write_json(partial / ORIGIN_FILE, _origin(trained, dtype))
+        stored = json.loads((partial / "tokenizer_config.json").read_text("utf-8"))
+        added = {"bos_token": stored["eos_token"], "model_max_length": longest, "clean_up_tokenization_spaces": False}
+        _write_json(partial / "tokenizer_config.json", added | stored)
+        origin = {
+            "diloco": metadata.version("diloco"),
+            "run": trained.run.name,
+            "checkpoint": trained.path.name,
+            "step": trained.step,
+            "weights": trained.weights,
+            "dtype": dtype,
+            "sequence_length": trained.sequence_length,
+        }
+        _write_json(partial / ORIGIN_FILE, origin)
         for path in partial.iterdir():
             with open(path, "rb+") as file:
                 os.fsync(file.fileno())
@@ -147,29 +158,6 @@ def _describe(made: PreTrainedModel, tokenizer: Tokenizer, longest: int | None) 
         generation.eos_token_id = end
         generation.bos_token_id = config.bos_token_id
         generation.pad_token_id = end
-
-
-def _complete_tokenizer_config(path: Path, max_length: int) -> None:
-    config = json.loads(path.read_text("utf-8"))
-    added = {
-        "bos_token": config["eos_token"],
-        "model_max_length": max_length,
-        "clean_up_tokenization_spaces": False,
-    }
-    _write_json(path, added | config)
-
-
-def _origin(trained: Trained, dtype: Dtype) -> dict[str, Any]:
-    """Return what identifies the weights to a later reader of the folder."""
-    return {
-        "diloco": metadata.version("diloco"),
-        "run": trained.run.name,
-        "checkpoint": trained.path.name,
-        "step": trained.step,
-        "weights": trained.weights,
-        "dtype": dtype,
-        "sequence_length": trained.sequence_length,
-    }
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -16,27 +16,17 @@ from diloco.model import LanguageModel
 __all__ = ["Sampling", "TextStream", "generate"]
 
 
-def _check(holds: bool, message: str) -> None:
-    if not holds:
-        raise ConfigurationError(message)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How a token is drawn from the model's logits.
-
-    Args:
-        temperature: divides the logits; 0 always takes the likeliest token.
-        top_k: draw only from this many likeliest tokens; None: from all.
-        top_p: draw only from the smallest set of likeliest tokens whose total probability reaches this value, after
-            ``top_k``; None: from all.
 
     Raises:
         ConfigurationError: a value is out of range.
     """
 
-    temperature: float = 0.8
-    top_k: int | None = 50
+    temperature: float = 0.8  # divides the logits; 0 always takes the likeliest token
+    top_k: int | None = 50  # draw only from this many likeliest tokens; None: from all
+    # draw only from the smallest set of likeliest tokens, after ``top_k``, of at least this probability; None: from all
     top_p: float | None = None
 
     def __post_init__(self) -> None:
@@ -45,7 +35,8 @@ class Sampling:
             ("top_k", self.top_k is None or self.top_k >= 1, "at least 1, or None"),
             ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1, or None"),
         ):
-            _check(holds, f"{name} must be {works}, got {getattr(self, name)}.")
+            if not holds:
+                raise ConfigurationError(f"{name} must be {works}, got {getattr(self, name)}.")
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> int:
         """Return the next token.
@@ -59,8 +50,7 @@ class Sampling:
         """
         if not bool(logits.isfinite().all()):
             raise NonFiniteError(
-                "The model returned logits that are not finite: its parameters are damaged or its training diverged. "
-                "No further token was generated."
+                "The model returned logits that are not finite: its parameters are damaged or its training diverged."
             )
         if self.temperature == 0:
             return int(logits.argmax())
@@ -115,17 +105,16 @@ def generate(
     longest, vocabulary = model.max_sequence_length, model.vocab_size
     window = longest if window is None else window
     device = next(model.parameters()).device
-    _check(max_new_tokens >= 0, f"max_new_tokens must be at least 0, got {max_new_tokens}.")
-    _check(
-        1 <= window <= longest, f"window must be between 1 and the model's max_sequence_length={longest}, got {window}."
-    )
-    _check(len(prompt_tokens) >= 1, "The prompt is empty. Give at least one token, such as the end-of-document token.")
-    for token in (*prompt_tokens, *stop_tokens):
-        _check(0 <= token < vocabulary, f"The token {token} is not in the model's vocabulary, 0 to {vocabulary - 1}.")
-    _check(
-        generator.device.type == device.type,
-        f'The generator is on {generator.device}, but the model is on {device}. Use torch.Generator("{device.type}").',
-    )
+    foreign = next((token for token in (*prompt_tokens, *stop_tokens) if not 0 <= token < vocabulary), None)
+    for holds, message in (
+        (max_new_tokens >= 0, f"max_new_tokens must be at least 0, got {max_new_tokens}"),
+        (1 <= window <= longest, f"window must be from 1 to the model's max_sequence_length={longest}, got {window}"),
+        (len(prompt_tokens) >= 1, "The prompt is empty. Give at least one token, such as the end-of-document token"),
+        (foreign is None, f"The token {foreign} is not in the model's vocabulary, 0 to {vocabulary - 1}"),
+        (generator.device.type == device.type, f"The generator is on {generator.device}, but the model is on {device}"),
+    ):
+        if not holds:
+            raise ConfigurationError(f"{message}.")
 
     def tokens() -> Iterator[int]:
         text, unread, cache, was_training = list(prompt_tokens), window, model.new_cache(), model.training

@@ -21,16 +21,15 @@ from diloco.data import ChatTokenizer, Tokenizer, has_template, load_tokenizer
 from diloco.devices import choose_device
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model import (
-    DecoderSettings,
     LanguageModel,
     ModelSettings,
     Transformer,
     build_language_model,
+    build_model,
     is_huggingface_folder,
     native_settings,
     native_weights,
     stored_tensors,
-    why_not_native,
 )
 from diloco.plugins import confirm, same_code
 
@@ -174,11 +173,11 @@ def _no_own_code(path: Path, source: str) -> ConfigurationError:
 
 
 def _checkpoint_of_step(run: Path, step: int) -> Checkpoint:
-    found = {checkpoint.step: checkpoint for checkpoint in list_checkpoints(run / "checkpoints")}
-    if step not in found:
-        there = ", ".join(map(str, found)) or "none"
-        raise CheckpointError(f"{run} has no checkpoint of step {step}. Its steps are: {there}. Nothing was loaded.")
-    return found[step]
+    checkpoints = {checkpoint.step: checkpoint for checkpoint in list_checkpoints(run / "checkpoints")}
+    if step not in checkpoints:
+        there = ", ".join(map(str, checkpoints)) or "none"
+        raise CheckpointError(f"{run} has no checkpoint of step {step}. Its steps are: {there}.")
+    return checkpoints[step]
 
 
 def _local(checkpoint: Checkpoint, replica: int, model: LanguageModel) -> Mapping[str, Tensor]:
@@ -188,30 +187,25 @@ def _local(checkpoint: Checkpoint, replica: int, model: LanguageModel) -> Mappin
     if beside.is_dir():
         checkpoint = open_checkpoint(beside)
     if part not in checkpoint.parts:
-        there = sorted(name for name in checkpoint.parts if re.fullmatch(r"replica-\d+", name))
-        raise CheckpointError(
-            f"{checkpoint.path} does not contain {part}. It contains: "
-            f"{', '.join([*there, 'global parameters'])}. Nothing was loaded."
-        )
+        replicas = sorted(name for name in checkpoint.parts if re.fullmatch(r"replica-\d+", name))
+        there = ", ".join([*replicas, "global parameters"])
+        raise CheckpointError(f"{checkpoint.path} does not contain {part}. It contains: {there}.")
     state = saved_once(model)
     checkpoint.load_into(f"{part}-values", {f"model/{name}": value for name, value in state.items()})
     return state
 
 
 def _load_huggingface(folder: Path, device: torch.device) -> Trained:
-    foreign = why_not_native(folder)
-    settings = (
-        ModelSettings(source=f"hf:{folder}", arguments={"weights": "stored"})
-        if foreign
-        else ModelSettings(arguments=native_settings(folder).arguments())
-    )
-    model = build_language_model(settings, seed=0, device=device)
-    if not foreign:
+    model: LanguageModel
+    try:
+        model = build_model(native_settings(folder), seed=0, device=device)
+    except ConfigurationError:  # the native decoder can't express it
+        settings = ModelSettings(source=f"hf:{folder}", arguments={"weights": "stored"})
+        model = build_language_model(settings, seed=0, device=device)
+    else:
         load_parameters(model, native_weights(folder))
     length, weights = _USUAL_LENGTH, "as stored"
-    with suppress(
-        OSError, ValueError, KeyError, TypeError
-    ):  # folders from elsewhere have no such file, or a different one
+    with suppress(OSError, ValueError, KeyError, TypeError):  # folders from elsewhere have no such file, or another
         origin = json.loads((folder / ORIGIN_FILE).read_text("utf-8"))
         length, weights = int(origin["sequence_length"]), str(origin["weights"])
     length = min(length, model.max_sequence_length)
@@ -232,8 +226,16 @@ def read_weights(path: Path, model: ModelSettings | None = None) -> Mapping[str,
         if model is not None and model.source is not None:
             return dict(stored_tensors(path))
         there = native_settings(path)
-        if model is not None:
-            _check_same(model.decoder, there, path)
+        own = there if model is None else model.decoder
+        free = ("max_sequence_length", "z_loss")  # they don't change what the weights mean
+        names = [each.name for each in dataclasses.fields(there) if each.name not in free]
+        if odd := [name for name in names if getattr(own, name) != getattr(there, name)]:
+            mine = ", ".join(f"model.arguments.{name}={getattr(own, name)!r}" for name in odd)
+            theirs = ", ".join(f"{name} {getattr(there, name)!r}" for name in odd)
+            raise ConfigurationError(
+                f"{mine} can't be combined with train.init_from={path}: the model there has {theirs}. Leave out the "
+                "former."
+            )
         return native_weights(path)
     if path.suffix != ".safetensors":
         checkpoint = open_checkpoint(path)
@@ -245,17 +247,6 @@ def read_weights(path: Path, model: ModelSettings | None = None) -> Mapping[str,
         raise CheckpointError(f"{path} can't be read as safetensors: {error}.") from error
 
 
-def _check_same(model: DecoderSettings, there: DecoderSettings, path: Path) -> None:
-    free = {"max_sequence_length", "z_loss"}  # they don't change what the weights mean
-    names = [each.name for each in dataclasses.fields(model) if each.name not in free]
-    if odd := [name for name in names if getattr(model, name) != getattr(there, name)]:
-        given = ", ".join(f"model.arguments.{name}={getattr(model, name)!r}" for name in odd)
-        held = ", ".join(f"{name} {getattr(there, name)!r}" for name in odd)
-        raise ConfigurationError(
-            f"{given} can't be combined with train.init_from={path}: the model there has {held}. Leave out the former."
-        )
-
-
 def load_parameters(model: LanguageModel, values: Mapping[str, Tensor]) -> None:
     """Set all trainable parameters of ``model``, and whatever other state ``values`` contain.
 
@@ -264,7 +255,7 @@ def load_parameters(model: LanguageModel, values: Mapping[str, Tensor]) -> None:
     Raises:
         CheckpointError: names or shapes differ, or a parameter is not finite; the message names them.
     """
-    parameters = trainable_parameters(model)
+    parameters, state = trainable_parameters(model), model_state(model)
     if isinstance(model, Transformer) and "embedding.weight" in values:
         raise CheckpointError(
             "The initial weights have the names of version 0.5. Export them with that version (diloco export --to hf), "
@@ -272,15 +263,12 @@ def load_parameters(model: LanguageModel, values: Mapping[str, Tensor]) -> None:
         )
     if hasattr(model, "wrapped") and not any(name.startswith("wrapped.") for name in values):
         values = {f"wrapped.{name}": value for name, value in values.items()}
-    state = model_state(model)
     if odd := sorted((parameters.keys() - values.keys()) | (values.keys() - state.keys())):
         raise CheckpointError(f"The initial weights and the model have different parameters: {', '.join(odd[:5])}.")
     for name, value in values.items():
-        if state[name].shape != value.shape:
-            raise CheckpointError(
-                f"{name} has the shape {tuple(state[name].shape)} in the model, but {tuple(value.shape)} in the "
-                "initial weights."
-            )
+        here, there = tuple(state[name].shape), tuple(value.shape)
+        if here != there:
+            raise CheckpointError(f"{name} has the shape {here} in the model, but {there} in the initial weights.")
         if name in parameters and not bool(value.isfinite().all()):
             raise CheckpointError(
                 f"{name} holds values that are not finite in the initial weights, so they are damaged. Use another "

@@ -11,29 +11,31 @@ import asyncio
 import itertools
 import sys
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
-from typing import Any
+from typing import Any, Union
 
 from diloco.errors import TransportError
 from diloco.protocol import (
+    Beat,
     ConnectionEnded,
     ConnectionMade,
     Entry,
     Event,
-    Fields,
+    GivenUp,
     Loss,
     Lost,
     Pulse,
+    Refused,
+    Replaced,
     Timing,
+    WireMessage,
     silent_ones,
 )
 from diloco.transport.address import Address
-from diloco.transport.connections.control_connection import ControlConnection, say_who
+from diloco.transport.connections.control_connection import ControlConnection, Who, say_who
 from diloco.transport.connections.control_thread import ControlThread
-from diloco.transport.connections.handshakes import PendingHellos, send_hello
+from diloco.transport.connections.handshakes import Greeting, Hello, PendingHellos, send_hello
 from diloco.transport.connections.limits import ConnectionLimit
 from diloco.transport.connections.streams import (
-    UNKNOWN_PEER_BLOB_BYTES,
-    UNKNOWN_PEER_BYTES,
     Stream,
     Streams,
     drain_on_reset,
@@ -43,11 +45,9 @@ from diloco.transport.connections.streams import (
 
 __all__ = ["ConnectionManager", "Service"]
 
-Message = Mapping[str, Any]
-Service = Callable[[dict[str, Any], bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Service = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Serves a connection whose first message asked for the service. The connection is closed when the service returns."""
 
-_BEAT: Message = {"kind": "beat"}
 FIRST_MESSAGE_S = 10.0
 MOST_OPEN, MOST_OPEN_OF_ONE = 512, 256
 """Limits on connections that are not control connections: they request a service or have sent nothing yet."""
@@ -73,7 +73,7 @@ class ConnectionManager(ControlThread):
         self.timing = timing
         self.streams = streams
         self.address = Address("", 0)  # where this process listens
-        self.services: dict[str, Service] = {"who": say_who}  # kind of the first message -> service
+        self.services: dict[type[WireMessage], Service] = {Who: say_who}  # type of the first message -> service
         self.arrived = asyncio.Event()  # set when a connection is made and when its first message arrives
         self.most_ranks = sys.maxsize  # only lower ranks may connect
         self.entries: Mapping[int, Entry] = {}  # known ranks; a peer with another proven identity can't claim them
@@ -104,11 +104,11 @@ class ConnectionManager(ControlThread):
         """Return the open connection to ``rank``, or None."""
         return self._connections.get(rank)
 
-    def send(self, rank: int, message: Message, blob: bytes = b"") -> None:
+    def send(self, rank: int, message: WireMessage) -> None:
         """Send a message. Without an open connection it is dropped; a receiver that reads too little is lost."""
         if (connection := self._connections.get(rank)) is None:
             return
-        connection.writer.write(pack(message, blob))
+        connection.writer.write(pack(message))
         most_bytes = MOST_UNSENT_BYTES if connection.trusted else MOST_UNSENT_TO_UNKNOWN_PEER_BYTES
         if connection.writer.transport.get_write_buffer_size() > most_bytes:
             self.loop.call_soon(self._drop, connection, f"{connection.address} does not read its messages")
@@ -150,7 +150,7 @@ class ConnectionManager(ControlThread):
             if not isinstance(error, EOFError) or rank not in self._connections:
                 raise
             return  # the connection that it opened stays instead
-        self.send(rank, _BEAT)  # confirms to the other end that the connection is open on this side
+        self.send(rank, Beat())  # confirms to the other end that the connection is open on this side
 
     def hang_up(self, rank: int) -> None:
         """End the connection to ``rank`` without reporting a loss."""
@@ -164,7 +164,7 @@ class ConnectionManager(ControlThread):
         """Drop ranks that have been silent for too long. All connections end before the first loss is reported."""
         silent = [self._connections[rank] for rank in ranks]
         for connection in silent:
-            connection.writer.write(pack({"kind": "given-up"}))  # in case the other process only stalled
+            connection.writer.write(pack(GivenUp()))  # in case the other process only stalled
             self.hang_up(connection.rank)
             self._on_event(ConnectionEnded(connection.rank))
         for connection in silent:
@@ -190,11 +190,11 @@ class ConnectionManager(ControlThread):
             async with asyncio.timeout(FIRST_MESSAGE_S):
                 if not await self.streams.admit(reader, writer):
                     return
-                message, blob = await read_frame(reader, UNKNOWN_PEER_BYTES, UNKNOWN_PEER_BLOB_BYTES)
-            if message["kind"] == "hello":
+                message, _ = await read_frame(reader, Union[(Hello, *self.services)])  # of a list of types
+            if isinstance(message, Hello):
                 await self._greet(message, reader, writer)
-            elif service := self.services.get(message["kind"]):
-                await service(message, blob, reader, writer)
+            else:
+                await self.services[type(message)](message, reader, writer)
         except (OSError, EOFError, TransportError, ValueError, asyncio.CancelledError):
             pass  # an unknown peer, one that left, or the end of this process; asyncio would print a traceback
         finally:
@@ -202,21 +202,20 @@ class ConnectionManager(ControlThread):
             if not any(connection.writer is writer for connection in self._connections.values()):
                 writer.close()
 
-    async def _greet(self, message: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _greet(self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer a peer that introduces itself as a rank, and register its connection unless the claim is refused."""
-        hello = Fields(message)
-        rank, address = hello.rank("rank"), self.streams.address(hello.printable("address", 300))
+        rank, address = hello.rank, self.streams.address(hello.address)
         identity = self.streams.identity(writer)
         known = self.entries.get(rank)
         taken = identity and known is not None and known.address != identity
         if identity not in ("", str(address)) or rank == self.rank or rank >= self.most_ranks or taken:
             return
         crossed = await self._pending_hellos.before(rank)
-        if (before := self._connections.get(rank)) is not None and before.crossed == message.get("hello"):
+        if (before := self._connections.get(rank)) is not None and before.crossed == hello.hello:
             return  # it said so before it answered this process's own hello, and the connection is registered
         if before is not None and not identity and await before.answers(self.timing.heartbeat_s):
             reason = f"rank {rank} is connected from {before.address}, which still answers"
-            writer.write(pack({"kind": "refused", "reason": reason}))
+            writer.write(pack(Refused(reason)))
             return
         if identity and rank not in self._members:
             out = self._unknown_peers.enter(rank, (identity,))
@@ -225,7 +224,7 @@ class ConnectionManager(ControlThread):
             if out is not None:
                 self._drop(self._connections[out], "too many connected peers are not members")
         self.streams.tune(writer, self.timing.silence_s)
-        writer.write(pack({"kind": "hello", "rank": self.rank, "crossed": crossed}))
+        writer.write(pack(Greeting(self.rank, crossed)))
         self._register(rank, address, (reader, writer), opened=False)
 
     def _drop(self, connection: ControlConnection, why: str) -> None:
@@ -241,7 +240,7 @@ class ConnectionManager(ControlThread):
     def _register(self, rank: int, address: Address, stream: Stream, *, opened: bool, crossed: str = "") -> None:
         reader, writer = stream
         if before := self._connections.get(rank):
-            before.writer.write(pack({"kind": "replaced"}))
+            before.writer.write(pack(Replaced()))
             self.hang_up(rank)
         drain_on_reset(writer.transport)
         number, trusted = next(self._numbers), opened or rank in self._members
@@ -265,7 +264,7 @@ class ConnectionManager(ControlThread):
             self._on_event(Lost(connection.rank, loss))
 
     async def _beat(self) -> None:
-        beat = pack(_BEAT)
+        beat = pack(Beat())
         self.pulse.begin(self.loop.time())
         while True:
             await asyncio.sleep(self.timing.heartbeat_s)

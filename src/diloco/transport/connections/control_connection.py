@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 from diloco.errors import TransportError
-from diloco.protocol import Loss, MessageError, Received
+from diloco.protocol import GivenUp, Loss, Message, MessageError, Received, WireMessage, decode
 from diloco.transport.address import Address
 from diloco.transport.connections.backoff import Backoff
 from diloco.transport.connections.limits import TokenBucket
 from diloco.transport.connections.streams import (
-    MAX_BLOB_BYTES,
-    MAX_JSON_BYTES,
-    UNKNOWN_PEER_BLOB_BYTES,
+    MAX_MESSAGE_BYTES,
     UNKNOWN_PEER_BYTES,
     Stream,
     pack,
@@ -24,10 +21,11 @@ from diloco.transport.connections.streams import (
     within,
 )
 
-__all__ = ["ControlConnection", "Ending", "say_who"]
+__all__ = ["ControlConnection", "Ending", "Who", "say_who"]
 
 _INQUIRIES = 6  # within about a second
 _BETWEEN_INQUIRIES_S = 0.05, 0.4
+_MESSAGE_BYTES = 512  # counted for each message, besides its size: the time that it takes
 _PACES = {False: (64e3, 256_000), True: (8e6, 32_000_000)}
 """Rate (bytes per second) and burst (bytes) accepted from unknown peers and from members; normal use is far below."""
 
@@ -71,29 +69,27 @@ class ControlConnection:
         """
         while True:
             try:
-                received = await self._next(reader)
-            except (OSError, EOFError, TransportError) as error:
-                return Ending(str(error) or type(error).__name__)
-            if self.num_messages == 1:
-                began.set()
-            if received.message["kind"] == "given-up":
-                return Ending(was_dropped=True)
-            try:
-                deliver(received)
+                message = decode(await self._next(reader), Message)
+                if self.num_messages == 1:
+                    began.set()
+                if isinstance(message, GivenUp):
+                    return Ending(was_dropped=True)
+                deliver(Received(self.rank, message))
             except MessageError as error:
                 return Ending(f"it sent an invalid message: {error}")
+            except (OSError, EOFError, TransportError) as error:
+                return Ending(str(error) or type(error).__name__)
 
-    async def _next(self, reader: asyncio.StreamReader) -> Received:
+    async def _next(self, reader: asyncio.StreamReader) -> bytes:
         """Read the next message; raises the errors of `read_frame`."""
         clock = asyncio.get_running_loop()
         head = await read_head(reader)
-        most = (MAX_JSON_BYTES, MAX_BLOB_BYTES) if self.trusted else (UNKNOWN_PEER_BYTES, UNKNOWN_PEER_BLOB_BYTES)
-        message, blob, num_bytes = await read_body(reader, head, *most)
+        data, _ = await read_body(reader, head, MAX_MESSAGE_BYTES if self.trusted else UNKNOWN_PEER_BYTES)
         self.heard_s = clock.time()
-        if wait_s := self._paces[self.trusted].take(clock.time(), num_bytes):
+        if wait_s := self._paces[self.trusted].take(clock.time(), _MESSAGE_BYTES + len(data)):
             await asyncio.sleep(wait_s)
         self.num_messages += 1
-        return Received(self.rank, message, blob, num_bytes)
+        return data
 
     async def answers(self, heartbeat_s: float) -> bool:
         """Return whether a message arrives within two heartbeats of the last one.
@@ -137,9 +133,11 @@ class ControlConnection:
         return Loss("cut", f"{ended}, though a process still listens there")
 
 
-async def say_who(
-    message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
+class Who(WireMessage):
+    """The question whether a diloco process listens here, and its answer."""
+
+
+async def say_who(message: Who, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Confirm to a peer that a diloco process listens here."""
-    writer.write(pack({"kind": "who"}))
+    writer.write(pack(Who()))
     await writer.drain()

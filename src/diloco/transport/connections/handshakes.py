@@ -6,14 +6,34 @@ import asyncio
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Annotated
+
+from msgspec import Meta
 
 from diloco.errors import TransportError
-from diloco.protocol import Fields
+from diloco.membership import Rank
+from diloco.protocol import Refused, WireMessage
 from diloco.transport.address import Address
-from diloco.transport.connections.streams import UNKNOWN_PEER_BYTES, Stream, pack, read_frame
-from diloco.units import visible
+from diloco.transport.connections.streams import Stream, pack, read_frame
 
-__all__ = ["PendingHellos", "send_hello"]
+__all__ = ["Greeting", "Hello", "PendingHellos", "send_hello"]
+
+_Name = Annotated[str, Meta(max_length=64)]
+
+
+class Hello(WireMessage):
+    """The sender opens the connection between two ranks."""
+
+    rank: Rank
+    address: Annotated[str, Meta(max_length=300)]  # where it listens
+    hello: _Name = ""  # the name of this hello
+
+
+class Greeting(WireMessage):
+    """The answer to a hello."""
+
+    rank: Rank
+    crossed: _Name = ""  # the name of the hello of the answering rank that it crossed, or ""
 
 
 class PendingHellos:
@@ -58,16 +78,13 @@ async def send_hello(stream: Stream, me: int, mine: Address, name: str, rank: in
         TransportError: The other side refuses, or is not ``rank``.
     """
     reader, writer = stream
-    writer.write(pack({"kind": "hello", "rank": me, "address": str(mine), "hello": name}))
-    try:
-        answer, _ = await read_frame(reader, UNKNOWN_PEER_BYTES, 0)
-        if answer["kind"] == "refused":
-            raise TransportError(f"{address} refuses: {Fields(answer).words('reason')}")
-    except ValueError as error:
-        raise TransportError(f"{address} sent an invalid answer: {error}") from error
-    if answer["kind"] != "hello" or answer.get("rank") != rank:
+    writer.write(pack(Hello(me, str(mine), name)))
+    answer, _ = await read_frame(reader, Greeting | Refused)
+    if isinstance(answer, Refused):
+        raise TransportError(f"{address} refuses: {answer.reason}")
+    if answer.rank != rank:
         raise TransportError(
-            f"{address} should be rank {rank}, but answered {visible(str(answer))}. Another diloco run may be using "
+            f"{address} should be rank {rank}, but answered as rank {answer.rank}. Another diloco run may be using "
             "that port."
         )
-    return str(answer.get("crossed", ""))
+    return str(answer.crossed)

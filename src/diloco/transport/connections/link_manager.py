@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any
+from typing import Annotated
+
+from msgspec import Meta
 
 from diloco.errors import TransportError
-from diloco.protocol import Fields
+from diloco.membership import Rank
+from diloco.protocol import Refused, WireMessage
 from diloco.transport.address import Address
 from diloco.transport.connections.backoff import Backoff
 from diloco.transport.connections.connection_manager import ConnectionManager
@@ -30,6 +33,18 @@ _RETRY_MORE_S, _RETRY_MORE_AT_MOST_S = 1.0, 30.0  # the same for each other one,
 _PLAIN = Route("TCP")
 
 
+class LinkAsked(WireMessage, tag="link"):
+    """The sender opens a payload connection of a link."""
+
+    key: Annotated[str, Meta(max_length=200)]  # names the link
+    rank: Rank  # of the sender
+    connection: Annotated[int, Meta(ge=0, lt=MOST_CONNECTIONS)]
+
+
+class Linked(WireMessage):
+    """The connection is part of the link."""
+
+
 class LinkManager:
     """The payload links of one rank.
 
@@ -45,7 +60,7 @@ class LinkManager:
         self._patience_s = patience_s
         self._links: dict[str, OpenedLink] = {}
         self._changed = asyncio.Condition()
-        connections.services["link"] = self._serve
+        connections.services[LinkAsked] = self._serve
 
     def open_link(self, request: LinkRequest) -> ReliableLink:
         """Open a link over TCP, as `OpenLink` describes."""
@@ -125,11 +140,10 @@ class LinkManager:
         try:
             async with asyncio.timeout(request.timeout_s):
                 reader, writer = await self.open_connection(opened)
-                me = {"rank": self._connections.rank, "connection": index}
-                writer.write(pack({"kind": "link", "key": request.key, **me}))
-                answer, _ = await read_frame(reader)
-                if answer["kind"] == "refused":
-                    self._end(opened, Fields(answer).words("reason"))
+                writer.write(pack(LinkAsked(request.key, self._connections.rank, index)))
+                answer, _ = await read_frame(reader, Linked | Refused)
+                if isinstance(answer, Refused):
+                    self._end(opened, answer.reason)
                     return
             await self._use(opened, index, reader, writer)
         except (OSError, EOFError, TimeoutError, TransportError, ValueError) as error:
@@ -140,22 +154,15 @@ class LinkManager:
             if writer is not None:
                 writer.close()
 
-    async def _serve(
-        self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        fields, identity = Fields(message), self._connections.streams.identity(writer)
-        key, rank, index = (
-            fields.text("key"),
-            fields.rank("rank"),
-            fields.integer("connection", 0, MOST_CONNECTIONS - 1),
-        )
+    async def _serve(self, asked: LinkAsked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        identity, key, rank, index = self._connections.streams.identity(writer), asked.key, asked.rank, asked.connection
         if identity and identity != str(self.address_of(rank)):
             return
         async with self._changed:
             try:
                 await within(self._patience_s, self._changed.wait_for(lambda: key in self._links))
             except TimeoutError:
-                writer.write(pack({"kind": "refused", "reason": "the other side does not know this link"}))
+                writer.write(pack(Refused("the other side does not know this link")))
                 await writer.drain()
                 return
         opened = self._links[key]
@@ -163,7 +170,7 @@ class LinkManager:
         if request.rank != rank or opened.dials or opened.link.ended:
             return
         self._connections.vouch(writer)
-        writer.write(pack({"kind": "link"}))
+        writer.write(pack(Linked()))
         await self._use(opened, index, reader, writer)
 
     async def _use(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from diloco.transport.connections.reliable_link import ReliableLink
 from diloco.transport.connections.streams import Stream
@@ -35,7 +36,7 @@ class Route:
     name: str  # for display
     single: bool = False  # whether a second connection would be useless
     dials: bool | None = None  # whether this end opens the connections; None: the lower rank does
-    offer: object = None  # direct streams that the other end offers
+    offer: Any = None  # direct streams that the other end offers
     first: list[Stream] = field(default_factory=list)  # a connection that is already open
 
 

@@ -1,13 +1,13 @@
 """The interface between control connections and a network, and the format of control messages.
 
-A control message is a small JSON object and a blob, both preceded by their sizes. Nothing is pickled.
+A control message is a small object in MessagePack (`diloco.protocol`) and a blob, both preceded by their sizes.
 
 ::
 
-    4 bytes  b"DLC1"      protocol and its version
-    4 bytes  JSON size    big-endian; at most `MAX_JSON_BYTES`, from an unknown peer `UNKNOWN_PEER_BYTES`
-    8 bytes  blob size    big-endian; at most `MAX_BLOB_BYTES`, from an unknown peer `UNKNOWN_PEER_BLOB_BYTES`
-    json, blob
+    4 bytes  b"DLC2"       protocol and its version
+    4 bytes  message size  big-endian; at most `MAX_MESSAGE_BYTES`, from an unknown peer `UNKNOWN_PEER_BYTES`
+    8 bytes  blob size     big-endian; at most `MAX_BLOB_BYTES`; where none is expected, 0
+    message, blob
 
 Sizes are checked before anything is allocated.
 """
@@ -16,23 +16,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import struct
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 from diloco.errors import TransportError
-from diloco.protocol import Entry, json_object, room_bytes
+from diloco.protocol import Entry, MessageError, decode, encode
 from diloco.transport.address import Address
 from diloco.transport.secret import TurnedAwayError
-from diloco.units import visible
 
 __all__ = [
     "ASKS",
     "MAX_BLOB_BYTES",
-    "MAX_JSON_BYTES",
+    "MAX_MESSAGE_BYTES",
     "PROTOCOL",
-    "UNKNOWN_PEER_BLOB_BYTES",
     "UNKNOWN_PEER_BYTES",
     "Accept",
     "Stream",
@@ -167,46 +164,44 @@ class _DrainOnReset(asyncio.Protocol):
         return bytes(unread)
 
 
-PROTOCOL = b"DLC1"
+PROTOCOL = b"DLC2"
 ASKS = b"DLC?"  # first bytes from a listening side that asks for a secret, instead of `PROTOCOL`
-MAX_JSON_BYTES = 1 << 20
+MAX_MESSAGE_BYTES = 1 << 20
 MAX_BLOB_BYTES = 1 << 20
-UNKNOWN_PEER_BYTES = 1 << 14  # of JSON, from a peer that is not a member, and for what any peer sends about itself
-UNKNOWN_PEER_BLOB_BYTES = 1 << 12
+UNKNOWN_PEER_BYTES = 1 << 14  # of a message, from a peer that is not a member, and for what any peer sends about itself
 
-_MOST_KIND = 64
 _HEAD = struct.Struct(">4sIQ")
 
 
-def pack(message: Mapping[str, Any], blob: bytes | memoryview = b"") -> bytes:
+def pack(message: object, blob: bytes | memoryview = b"") -> bytes:
     """Encode a message and its blob.
 
     Raises:
         TransportError: The message is larger than readers accept. Nothing was sent.
 
-    >>> head = pack({"kind": "beat"})[:16]
-    >>> unpack_head(head)
-    (15, 0)
+    >>> from diloco.protocol import Beat
+    >>> unpack_head(pack(Beat())[:16])
+    (11, 0)
     """
-    text = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
-    if len(text) > MAX_JSON_BYTES or len(blob) > MAX_BLOB_BYTES:
+    data = encode(message)
+    if len(data) > MAX_MESSAGE_BYTES or len(blob) > MAX_BLOB_BYTES:
         raise TransportError(
-            f"a control message of {len(text)} + {len(blob)} bytes exceeds the limit of "
-            f"{MAX_JSON_BYTES} + {MAX_BLOB_BYTES} bytes. Nothing was sent."
+            f"a control message of {len(data)} + {len(blob)} bytes exceeds the limit of "
+            f"{MAX_MESSAGE_BYTES} + {MAX_BLOB_BYTES} bytes. Nothing was sent."
         )
-    return b"".join((_HEAD.pack(PROTOCOL, len(text), len(blob)), text, blob))
+    return b"".join((_HEAD.pack(PROTOCOL, len(data), len(blob)), data, blob))
 
 
 def unpack_head(
-    head: bytes, most_json_bytes: int = MAX_JSON_BYTES, most_blob_bytes: int = MAX_BLOB_BYTES
+    head: bytes, most_bytes: int = MAX_MESSAGE_BYTES, most_blob_bytes: int = MAX_BLOB_BYTES
 ) -> tuple[int, int]:
-    """Return the sizes of the JSON text and the blob that follow a header.
+    """Return the sizes of the message and the blob that follow a header.
 
     Raises:
         TransportError: The sender uses another protocol, or announces more than the limits.
         TurnedAwayError: The other side asks for a secret.
     """
-    protocol, json_bytes, blob_bytes = _HEAD.unpack(head)
+    protocol, num_bytes, blob_bytes = _HEAD.unpack(head)
     if protocol == ASKS:
         raise TurnedAwayError("the other side asks for a secret (network.secret_file), but this one has none")
     if protocol != PROTOCOL:
@@ -214,29 +209,33 @@ def unpack_head(
             f"data that begins with {protocol!r} arrived instead of {PROTOCOL!r}, so the sender does not use this "
             "version of diloco's protocol. The connection was closed."
         )
-    if json_bytes > most_json_bytes or blob_bytes > most_blob_bytes:
+    if num_bytes > most_bytes or blob_bytes > most_blob_bytes:
         raise TransportError(
-            f"a message of {json_bytes} + {blob_bytes} bytes was announced, more than the limit of {most_json_bytes} + "
+            f"a message of {num_bytes} + {blob_bytes} bytes was announced, more than the limit of {most_bytes} + "
             f"{most_blob_bytes} bytes. The connection was closed."
         )
-    return json_bytes, blob_bytes
+    return num_bytes, blob_bytes
 
 
 async def read_frame(
-    reader: asyncio.StreamReader, most_json_bytes: int = UNKNOWN_PEER_BYTES, most_blob_bytes: int = 0
-) -> tuple[dict[str, Any], bytes]:
+    reader: asyncio.StreamReader, expected: Any, most_bytes: int = UNKNOWN_PEER_BYTES, most_blob_bytes: int = 0
+) -> tuple[Any, bytes]:
     """Read the next message and its blob.
 
     Args:
-        most_json_bytes, most_blob_bytes: Limits on the sizes, checked when they are announced. Only a caller that
-            expects more raises them.
+        expected: A type of messages, or several as a union.
+        most_bytes, most_blob_bytes: Limits on the sizes, checked when they are announced. Only a caller that expects
+            more raises them.
 
     Raises:
         TransportError: The message is malformed or too large.
         asyncio.IncompleteReadError, OSError: The connection ended.
     """
-    message, blob, _ = await read_body(reader, await read_head(reader), most_json_bytes, most_blob_bytes)
-    return message, blob
+    data, blob = await read_body(reader, await read_head(reader), most_bytes, most_blob_bytes)
+    try:
+        return decode(data, expected), blob
+    except MessageError as error:
+        raise TransportError(f"an unreadable message arrived ({error}). The connection was closed.") from error
 
 
 async def read_head(reader: asyncio.StreamReader) -> bytes:
@@ -245,17 +244,9 @@ async def read_head(reader: asyncio.StreamReader) -> bytes:
 
 
 async def read_body(
-    reader: asyncio.StreamReader, head: bytes, most_json_bytes: int, most_blob_bytes: int
-) -> tuple[dict[str, Any], bytes, int]:
-    """Read the rest of a message. Return it, its blob, and the memory that both use. Errors are as in `read_frame`."""
-    json_bytes, blob_bytes = unpack_head(head, most_json_bytes, most_blob_bytes)
-    text = await reader.readexactly(json_bytes)
-    blob = await reader.readexactly(blob_bytes) if blob_bytes else b""
-    try:
-        message = json_object(text)
-    except ValueError as error:
-        words = visible(str(error))
-        raise TransportError(f"an unreadable message arrived ({words}). The connection was closed.") from error
-    if not isinstance(message.get("kind"), str) or len(message["kind"]) > _MOST_KIND:
-        raise TransportError(f"a message without a valid kind arrived: {text[:80]!r}. The connection was closed.")
-    return message, blob, room_bytes(text) + len(blob)
+    reader: asyncio.StreamReader, head: bytes, most_bytes: int, most_blob_bytes: int = 0
+) -> tuple[bytes, bytes]:
+    """Read the rest of a message: itself and its blob. Errors are as in `read_frame`."""
+    num_bytes, blob_bytes = unpack_head(head, most_bytes, most_blob_bytes)
+    data = await reader.readexactly(num_bytes)
+    return data, await reader.readexactly(blob_bytes) if blob_bytes else b""

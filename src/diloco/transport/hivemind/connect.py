@@ -71,9 +71,7 @@ def connect_swarm(place: SwarmPlace, wire: Wire, *, held_step: int = -1) -> Swar
     streams = PeerStreams(identity, place.node, place.admission)
     rules, policies = wire.rules_and_policies(number, 0, 1, others=1)
     timing = Timing(wire.heartbeat_s, wire.silence_s)
-    transport = PeerTransport(
-        rules, policies, timing, streams, together=False, state_bytes_per_s=wire.state_bytes_per_s
-    )
+    transport = PeerTransport(rules, policies, timing, streams, together=False)
     try:
         _start(transport, place, wire.rendezvous_timeout_s)
         return _connect(transport, streams, place, wire, held_step)

@@ -17,17 +17,20 @@ import tempfile
 from collections.abc import MutableMapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from msgspec import Meta
 
 from diloco.errors import TransportError
+from diloco.membership import Digest
 from diloco.private_files import create_private
-from diloco.protocol import Fields
+from diloco.protocol import WireMessage
 from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.streams import Accept, Stream
 from diloco.transport.connections.tcp_streams import dial, stop_listening
 from diloco.units import visible
 
-__all__ = ["DirectStreams", "hosts_in"]
+__all__ = ["DirectOffer", "DirectStreams", "hosts_in"]
 
 _PROOF_BYTES = 32
 _PROOF_S = 10.0
@@ -36,6 +39,14 @@ _MOST_PLACES = 16
 _REACH_S = 10.0
 _HOST = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/")
 _VALID = datetime(2020, 1, 1), datetime(2120, 1, 1)
+
+
+class DirectOffer(WireMessage):
+    """What a peer needs to open streams to another one."""
+
+    places: Annotated[tuple[Annotated[str, Meta(max_length=300)], ...], Meta(max_length=_MOST_PLACES)]
+    certificate: Digest  # of the certificate that the other one shows
+    key: Annotated[bytes, Meta(max_length=64)]  # proves to it who opens the stream
 
 
 class DirectStreams:
@@ -82,27 +93,25 @@ class DirectStreams:
                 ) from error
             self.port = self._servers[0].sockets[0].getsockname()[1]
 
-    def offer(self, peer_id: str, hosts: Sequence[str]) -> dict[str, Any]:
+    def offer(self, peer_id: str, hosts: Sequence[str]) -> DirectOffer | None:
         """Return what ``peer_id`` needs to open streams to this peer at ``hosts``; no other peer may receive it."""
         if not self.port or not hosts:
-            return {}
+            return None
         key = self._keys.setdefault(peer_id, secrets.token_bytes(_PROOF_BYTES))
-        places = [str(Address(host, self.port)) for host in hosts[:_MOST_PLACES]]
-        return {"places": places, "certificate": _digest(self._certificate), "key": key.hex()}
+        places = tuple(str(Address(host, self.port)) for host in hosts[:_MOST_PLACES])
+        return DirectOffer(places, _digest(self._certificate), key)
 
-    async def open(self, offer: object) -> Stream:
+    async def open(self, offer: DirectOffer) -> Stream:
         """Open a stream to the peer that made an offer, at the first of its addresses that answers.
 
         Raises:
             OSError: if no address can be reached, the offer is invalid, or another program listens there.
         """
         try:
-            fields = Fields({"offer": offer}).message("offer")
-            key, certificate = bytes.fromhex(Fields(fields).text("key")), Fields(fields).printable("certificate")
-            places = [parse_address(each) for each in Fields(fields).list_of_texts("places", _MOST_PLACES)]
+            places = [parse_address(each) for each in offer.places]
         except ValueError as error:
             raise OSError(f"its offer of direct streams is invalid ({visible(str(error))})") from error
-        dialing = [asyncio.ensure_future(_dial(each, certificate)) for each in places]
+        dialing = [asyncio.ensure_future(_dial(each, offer.certificate)) for each in places]
         why: BaseException | None = None
         try:
             for each in asyncio.as_completed(dialing, timeout=_REACH_S):
@@ -111,7 +120,7 @@ class DirectStreams:
                 except (OSError, EOFError, TimeoutError) as error:
                     why = error
                     continue
-                writer.write(_proof(key, self._me))
+                writer.write(_proof(offer.key, self._me))
                 _close_others(dialing, writer)
                 return reader, writer
         except BaseException:

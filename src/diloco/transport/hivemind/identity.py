@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from diloco.errors import ConfigurationError
-from diloco.membership import Candidate, View
+from diloco.membership import GREATEST, MOST_RANK, Candidate, Count, View
 from diloco.private_files import create_private, make_private_folder, read_private
-from diloco.protocol import Fields, json_object, view_message, view_of
+from diloco.protocol import decode, encode
 from diloco.transport.hivemind.engine import load_engine
 from diloco.transport.hivemind.peer_config import Admission
 
@@ -34,6 +36,7 @@ __all__ = [
 
 MAX_RECORD_BYTES = 8192
 _MAX_ADDRESSES = 16
+_Name = Annotated[str, Meta(max_length=64)]
 _NO_BYTES = b"\xc4\x00"  # empty bytes in MessagePack
 _SHA2_256 = bytes((0x12, 32))  # the prefix of a SHA2-256 multihash: its code and its size
 
@@ -86,6 +89,25 @@ def number_of(peer_id: str) -> int:
     return int.from_bytes(hashlib.sha256(peer_id.encode()).digest()[:4], "big") >> 4
 
 
+class StoredRecord(msgspec.Struct, frozen=True, array_like=True):
+    """What is stored of a `PeerRecord`; its fields are described there."""
+
+    number: Annotated[int, Meta(ge=-1, le=MOST_RANK)]
+    swarm: _Name = ""
+    held_step: Annotated[int, Meta(ge=-1, le=GREATEST)] = -1
+    addresses: Annotated[tuple[Annotated[str, Meta(max_length=1 << 10)], ...], Meta(max_length=_MAX_ADDRESSES)] = ()
+    finished: bool = False
+    beat: Count = 0
+    was: _Name = ""
+    last: View | None = None
+    agreed: View | None = None
+    vote: View | None = None
+
+    def __post_init__(self) -> None:
+        if not self.swarm.isprintable() or not self.was.isprintable():
+            raise ValueError("the name of a swarm must be printable")
+
+
 @dataclass(frozen=True)
 class PeerRecord:
     """The record of one peer of a run."""
@@ -110,36 +132,19 @@ class PeerRecord:
 
     def to_bytes(self, admission: Admission) -> bytes:
         """Return the record as stored, with a proof that its author knows the secret of the run."""
-        addresses = list(self.addresses)[:_MAX_ADDRESSES]
-        fields = {"number": self.number, "swarm": self.swarm, "held_step": self.held_step, "addresses": addresses}
-        fields |= {"finished": self.finished, "beat": self.beat, "was": self.was}
-        fields |= {name: view_message(getattr(self, name)) for name in ("last", "agreed", "vote")}
-        content = json.dumps(fields, sort_keys=True)
-        return json.dumps(fields | {"proof": admission.of_record(self.peer_id, content)}).encode()
+        values = {name: getattr(self, name) for name in StoredRecord.__struct_fields__}
+        content = encode(StoredRecord(**values | {"addresses": self.addresses[:_MAX_ADDRESSES]}))
+        return encode((content, admission.of_record(self.peer_id, content)))
 
     @classmethod
     def from_bytes(cls, peer_id: str, data: bytes, admission: Admission) -> PeerRecord:
         """Parse a stored record; raise `ValueError` if it is invalid."""
         if len(data) > MAX_RECORD_BYTES:
             raise ValueError("it is too large")
-        message = json_object(data)
-        fields = Fields(message)
-        content = json.dumps({name: value for name, value in message.items() if name != "proof"}, sort_keys=True)
-        proof = admission.of_record(peer_id, content)
-        return cls(
-            peer_id,
-            fields.rank("number", -1),
-            fields.printable("swarm"),
-            fields.integer("held_step", -1),
-            fields.list_of_texts("addresses", _MAX_ADDRESSES),
-            fields.flag("finished"),
-            fields.integer("beat"),
-            fields.printable("was"),
-            view_of(fields, "last"),
-            view_of(fields, "agreed"),
-            view_of(fields, "vote"),
-            proven=hmac.compare_digest(fields.text("proof").encode(), proof.encode()),
-        )
+        content, proof = decode(data, tuple[bytes, str])
+        stored = decode(content, StoredRecord)
+        proven = hmac.compare_digest(proof.encode(), admission.of_record(peer_id, content).encode())
+        return cls(peer_id, **msgspec.structs.asdict(stored), proven=proven)
 
 
 def owner_of(subkey: bytes) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from diloco.algorithm import check_whole
 from diloco.errors import ConfigurationError, RendezvousError
-from diloco.protocol import MOST_RANK
+from diloco.membership import MOST_RANK
 from diloco.transport.hivemind.connect import connect_swarm
 from diloco.transport.hivemind.identity import load_identity
 from diloco.transport.hivemind.node import Node

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from diloco.errors import TransportError
-from diloco.protocol import json_object
+from diloco.protocol import MessageError, Store, WireMessage, decode, encode
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.link_manager import LinkManager
 from diloco.transport.connections.opened_link import LinkRequest, OpenedLink, Route
 from diloco.transport.connections.reliable_link import ReliableLink
 from diloco.transport.connections.streams import Stream
-from diloco.transport.hivemind.direct_streams import hosts_in
+from diloco.transport.hivemind.direct_streams import DirectOffer, hosts_in
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.peers.background import Mailbox
-from diloco.units import visible
 
 __all__ = ["PayloadRoutes"]
 
 _FORGET_S = 600.0  # how long a peer that could not be reached directly is not tried again
+
+
+class Wanted(WireMessage):
+    """Whether the sender wants direct streams, and what the receiver needs to open them; None: it does not listen."""
+
+    wanted: bool
+    offer: DirectOffer | None
+
+
+class Reached(WireMessage):
+    """Whether the sender has opened a stream to the receiver."""
+
+    reached: bool
 
 
 class PayloadRoutes(LinkManager):
@@ -55,21 +65,21 @@ class PayloadRoutes(LinkManager):
         """Open a link as described by `OpenLink`."""
         mode, me = self._streams.place.direct, self._connections.entries[self._connections.rank]
         peer = str(self.address_of(request.rank))  # the peer's entry may still be in transit
-        offer = {} if mode == "never" else self._streams.direct.offer(peer, hosts_in(me.places))
-        self._tell(request, "direct", {"wanted": mode != "never", "offer": offer})
-        theirs = self._told(request, "direct")
+        offer = None if mode == "never" else self._streams.direct.offer(peer, hosts_in(me.places))
+        self._tell(request, "direct", Wanted(mode != "never", offer))
+        theirs = self._told(request, "direct", Wanted)
         why = "one of the two peers does not use direct streams"
-        if mode != "never" and theirs.get("wanted") is True:
+        if mode != "never" and theirs.wanted:
             why = "neither can be reached directly"
             for turn, tries in (("first", request.first), ("second", not request.first)):
-                if not (theirs.get("offer") if tries else offer):
+                if not (theirs.offer if tries else offer):
                     continue  # both ends know that a peer without an offer does not listen
                 if tries:
-                    route, why = self._try(peer, theirs.get("offer"))
-                    self._tell(request, turn, {"reached": route is not None})
+                    route, why = self._try(peer, theirs.offer)
+                    self._tell(request, turn, Reached(route is not None))
                     if route is not None:
                         return self.open_over(route, request)
-                elif self._told(request, turn).get("reached") is True:
+                elif self._told(request, turn, Reached).reached:
                     return self.open_over(Route("direct streams", dials=False), request)
         if mode == "only":
             raise TransportError(
@@ -79,7 +89,7 @@ class PayloadRoutes(LinkManager):
             )
         return self.open_over(Route(f"libp2p ({why})", single=True), request)
 
-    def _try(self, peer: str, offer: object) -> tuple[Route | None, str]:
+    def _try(self, peer: str, offer: DirectOffer) -> tuple[Route | None, str]:
         """Return a route to a peer that has made an offer and "", or None and the reason."""
         until_s, why = self._unreachable.get(peer, (0.0, ""))
         if time.monotonic() < until_s:
@@ -99,17 +109,16 @@ class PayloadRoutes(LinkManager):
             return route.first.pop()
         return await (super().open_connection(opened) if route.offer is None else self._open_directly(route.offer))
 
-    async def _open_directly(self, offer: object) -> Stream:
+    async def _open_directly(self, offer: DirectOffer) -> Stream:
         return self._connections.keep(await self._streams.direct.open(offer))
 
-    def _tell(self, request: LinkRequest, topic: str, content: Mapping[str, Any]) -> None:
-        connections, message = self._connections, {"kind": "store", "key": f"{request.key}/{topic}"}
-        connections.post(connections.send, request.rank, message, json.dumps(content).encode())
+    def _tell(self, request: LinkRequest, topic: str, content: WireMessage) -> None:
+        connections, message = self._connections, Store(f"{request.key}/{topic}", encode(content))
+        connections.post(connections.send, request.rank, message)
 
-    def _told(self, request: LinkRequest, topic: str) -> dict[str, Any]:
+    def _told(self, request: LinkRequest, topic: str, expected: Any) -> Any:
         data = self._mailbox.take(f"{request.key}/{topic}@{request.rank}", request.timeout_s)
         try:
-            return json_object(data)
-        except ValueError as error:
-            words = visible(str(error))
-            raise TransportError(f"replica {request.rank} sent an unreadable message about streams: {words}") from error
+            return decode(data, expected)
+        except MessageError as error:
+            raise TransportError(f"replica {request.rank} sent an unreadable message about streams: {error}") from error

@@ -46,9 +46,9 @@ class Admission:
         """Return whether ``given`` is the proof of ``prover`` to ``verifier``."""
         return is_proof(given, f"stream {self.run}", self.secret, prover, verifier)
 
-    def of_record(self, peer: str, content: str) -> str:
+    def of_record(self, peer: str, content: bytes) -> str:
         """Return the proof that ``peer`` adds to ``content``, its record in the DHT; making it takes the secret."""
-        return proof(f"record {self.run}", self.secret, peer, content).hex()
+        return proof(f"record {self.run}", self.secret, peer, content.hex()).hex()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,19 +12,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from diloco.errors import RendezvousError, TransportError
-from diloco.protocol import GREATEST, MOST_RANK
-from diloco.transport.connections.streams import MAX_JSON_BYTES, UNKNOWN_PEER_BYTES, within
+from diloco.membership import GREATEST, MOST_RANK
+from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, UNKNOWN_PEER_BYTES, within
 from diloco.transport.hivemind.identity import PeerRecord, load_identity
 from diloco.transport.hivemind.peer_config import Admission, NodePlace
 from diloco.transport.hivemind.peer_streams import PeerStreams
-from diloco.transport.hivemind.swarm import ask_peer
+from diloco.transport.hivemind.swarm import StatusAnswer, StatusAsked, ask_peer
 from diloco.units import visible
 
 __all__ = ["PeerReport", "StatusClient", "absences", "open_status_client", "status_of"]
 
 _ANSWER_S = 10.0
 _MOST_ANSWERS_BYTES = 64 << 20  # of all peers together; anyone may store a record in the DHT and be asked
+_MOST_CONTAINERS = 1 << 14  # lists and objects in an answer, which take many times more memory than characters
 _MOST_FIELDS, _MOST_CHARACTERS, _MOST_MEMBERS = 64, 64, 4_096
 _MOST_FORWARDERS = 3  # peers that are asked about another one, one after the other; they may never answer
 _NUMBERS = ("replica", "step", "view", "next_event", "sent_bytes", "received_bytes", "uptime_s", "pace",
@@ -53,7 +56,7 @@ class StatusClient:
     def __init__(self, streams: PeerStreams, admission: Admission) -> None:
         self._streams = streams
         self._admission = admission
-        self._most_bytes = MAX_JSON_BYTES  # of one answer
+        self._most_bytes = MAX_MESSAGE_BYTES  # of one answer
 
     async def ask(self, since: Mapping[str, int] | None = None) -> list[PeerReport]:
         """Ask every peer of the run that was there within the last half hour, and return their reports.
@@ -66,12 +69,12 @@ class StatusClient:
         for record in records:
             self._streams.know(record.peer_id, record.addresses)
         asked = {each.peer_id: _question(each.peer_id, since) for each in records}
-        self._most_bytes = max(UNKNOWN_PEER_BYTES, min(MAX_JSON_BYTES, _MOST_ANSWERS_BYTES // max(1, len(records))))
+        self._most_bytes = max(UNKNOWN_PEER_BYTES, min(MAX_MESSAGE_BYTES, _MOST_ANSWERS_BYTES // max(1, len(records))))
         seen = await asyncio.gather(*(self._asked(each, asked[each.peer_id]) for each in records))
         there = [each.peer_id for each in seen if each.status]
         return list(await asyncio.gather(*(self._asked_through(there, each, asked[each.peer_id]) for each in seen)))
 
-    async def _asked(self, record: PeerRecord, question: Mapping[str, Any]) -> PeerReport:
+    async def _asked(self, record: PeerRecord, question: StatusAsked) -> PeerReport:
         report = PeerReport(record.peer_id, record.number, finished=record.finished)
         relayed = bool(record.addresses) and all("/p2p-circuit" in each for each in record.addresses)
         try:
@@ -79,29 +82,37 @@ class StatusClient:
         except (OSError, TimeoutError, RendezvousError, TransportError) as error:
             return replace(report, problem=str(error) or f"no answer within {_ANSWER_S:g} s")
 
-    async def _asked_through(self, others: Sequence[str], seen: PeerReport, question: Mapping[str, Any]) -> PeerReport:
+    async def _asked_through(self, others: Sequence[str], seen: PeerReport, question: StatusAsked) -> PeerReport:
         """Ask other members to forward the question to a peer that did not answer; it may be connected to them only."""
         some = random.sample(others, min(_MOST_FORWARDERS, len(others)))
         for other in some if seen.problem else ():
             with contextlib.suppress(OSError, TimeoutError, RendezvousError, TransportError):
-                return await self._answered(seen, other, {**question, "of": seen.peer_id}, f"through {other}")
+                return await self._answered(seen, other, StatusAsked(question.since, seen.peer_id), f"through {other}")
         return seen
 
-    async def _answered(self, report: PeerReport, peer: str, question: Mapping[str, Any], route: str) -> PeerReport:
+    async def _answered(self, report: PeerReport, peer: str, question: StatusAsked, route: str) -> PeerReport:
         """Return ``report`` completed by the answer of ``peer``."""
         asked_s = time.monotonic()
-        answer = await within(_ANSWER_S, ask_peer(self._streams, peer, question, self._most_bytes))
+        answer = await within(_ANSWER_S, ask_peer(self._streams, peer, question, StatusAnswer, self._most_bytes))
         took_s = time.monotonic() - asked_s
-        status = {name: value for name, value in status_of(answer).items() if name != "events" or "since" in question}
+        status = status_of(answer.text)
+        if question.since is None:
+            status.pop("events", None)
         return replace(report, status=status, problem="", route=route, round_trip_s=took_s)
 
 
-def status_of(answer: Mapping[str, Any]) -> dict[str, Any]:
+def status_of(text: bytes) -> dict[str, Any]:
     """Return the valid fields of a peer's answer, shortened, and with unprintable characters escaped.
 
-    >>> status_of({"kind": "status", "state": "\\x1b[2Jtraining", "step": 3, "sent_bytes": "x", "view": {"deep": []}})
+    >>> status_of(b'{"state": "\\u001b[2Jtraining", "step": 3, "sent_bytes": "x", "view": {"deep": []}}')
     {'state': '\\\\x1b[2Jtraining', 'step': 3}
     """
+    if text.count(b"[") + text.count(b"{") > _MOST_CONTAINERS:
+        return {}
+    try:
+        answer = msgspec.json.decode(text, type=dict[str, Any])
+    except (ValueError, RecursionError):
+        return {}
     fields = [(visible(name, _MOST_CHARACTERS), value) for name, value in answer.items()][:_MOST_FIELDS]
     shown = {name: visible(value, _MOST_CHARACTERS) if isinstance(value, str) else value for name, value in fields}
     return {name: value for name, value in shown.items() if _fits(name, value)}
@@ -120,8 +131,8 @@ def _fits(name: str, value: object) -> bool:
     return value is None or number or (name not in _NUMBERS and isinstance(value, str | bool))
 
 
-def _question(peer_id: str, since: Mapping[str, int] | None) -> dict[str, Any]:
-    return {"kind": "status"} if since is None else {"kind": "status", "since": since.get(peer_id, 0)}
+def _question(peer_id: str, since: Mapping[str, int] | None) -> StatusAsked:
+    return StatusAsked(None if since is None else since.get(peer_id, 0))
 
 
 def absences(reports: Sequence[PeerReport]) -> list[str]:

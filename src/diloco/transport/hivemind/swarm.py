@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from diloco.errors import RendezvousError, TransportError
-from diloco.protocol import Entry, Fields, Registry, difference, entries_message, entries_of
+from diloco.membership import Count, Rank, Ranks
+from diloco.protocol import Entries, Entry, Introduce, Refused, Registry, WireMessage, difference
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.streams import MAX_JSON_BYTES, UNKNOWN_PEER_BYTES, Streams, pack, read_frame, within
+from diloco.transport.connections.streams import (
+    MAX_MESSAGE_BYTES,
+    UNKNOWN_PEER_BYTES,
+    Streams,
+    pack,
+    read_frame,
+    within,
+)
 from diloco.transport.hivemind.peer_streams import PeerAddress, PeerStreams
 from diloco.transport.hivemind.status import PeerStatus
 from diloco.transport.peers.transport import PeerTransport
 from diloco.units import visible
 
-__all__ = ["MemberDialer", "NotNowError", "SwarmService", "SwarmTable", "ask_peer"]
+__all__ = ["MemberDialer", "NotNowError", "StatusAnswer", "StatusAsked", "SwarmService", "SwarmTable", "ask_peer"]
 
 _ANSWER_S = 10.0
 
@@ -26,43 +37,58 @@ class NotNowError(OSError):
     """A reachable peer can't answer a question now, for example because it is starting or joining itself."""
 
 
-@dataclass(frozen=True)
-class SwarmTable:
+class SwarmTable(WireMessage, tag="table", dict=True):
     """The members of a swarm, as one of them sees it."""
 
-    swarm: str  # the swarm's name, chosen by its founder
-    entries: Mapping[int, Entry]  # rank -> entry, for the members and the peers that are about to join
-    members: tuple[int, ...]  # the ranks of the view
-    step: int  # inner steps that the member has begun to synchronise
-    founded_step: int = 0  # step of the checkpoint that the swarm was founded from; 0 for none
+    swarm: Annotated[str, Meta(max_length=64)]  # the swarm's name, chosen by its founder
+    known: Entries  # of the members and of the peers that are about to join
+    members: Ranks  # the ranks of the view
+    step: Count  # inner steps that the member has begun to synchronise
+    founded_step: Count = 0  # step of the checkpoint that the swarm was founded from; 0 for none
+
+    def __post_init__(self) -> None:
+        if not self.swarm.isprintable() or not self.members or not self.entries.keys() >= {*self.members}:
+            raise ValueError("it has no members, or members without entries")
+
+    @functools.cached_property
+    def entries(self) -> Mapping[int, Entry]:
+        """Rank -> entry."""
+        return {each.rank: each for each in self.known.whole()}
 
     @property
     def first(self) -> Entry:
         """The entry of the first member, which all joiners ask so that they learn of each other."""
         return self.entries[min(self.members)]
 
-    def to_message(self) -> dict[str, Any]:
-        """Return the table as JSON."""
-        return {
-            "kind": "table",
-            "swarm": self.swarm,
-            "entries": entries_message(self.entries.values()),
-            "members": list(self.members),
-            "step": self.step,
-            "founded_step": self.founded_step,
-        }
 
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> SwarmTable:
-        """Parse a table from JSON; raise `ValueError` if it is invalid."""
-        fields = Fields(message)
-        entries = entries_of(fields, "entries")
-        members = tuple(sorted(set(fields.ranks("members"))))
-        step, founded_step = fields.integer("step"), fields.integer("founded_step")
-        table = cls(fields.printable("swarm"), {each.rank: each for each in entries}, members, step, founded_step)
-        if not members or any(rank not in table.entries for rank in members):
-            raise ValueError("it has no members, or members without entries")
-        return table
+class TableAsked(WireMessage):
+    """A peer asks for the table of members."""
+
+    entry: Entry
+
+
+class CallBackAsked(WireMessage):
+    """A peer asks to have member ``to`` connect to it."""
+
+    to: Rank
+    entry: Entry
+
+
+class Introduced(WireMessage):
+    """The member was asked to connect."""
+
+
+class StatusAsked(WireMessage):
+    """An observer asks for the status of a peer."""
+
+    since: Count | None = None  # the number of the first event to report; None: none
+    of: Annotated[str, Meta(max_length=200)] | None = None  # another peer, which the asked one is to ask
+
+
+class StatusAnswer(WireMessage):
+    """The status of a peer as JSON, as it holds the records of events."""
+
+    text: Annotated[bytes, Meta(max_length=1 << 20)]
 
 
 class MemberDialer:
@@ -92,13 +118,13 @@ class MemberDialer:
             OSError: if the peer can't be reached or can't answer now.
         """
         mine = self._registry.entries[self._rank]
-        question = {"kind": "table", "entry": mine.to_message()}
+        question = TableAsked(mine)
         try:
-            table = SwarmTable.from_message(await ask_peer(self._streams, peer_id, question))
+            table = await ask_peer(self._streams, peer_id, question, SwarmTable)
             if table.first.address not in (peer_id, mine.address):
                 self._streams.know(table.first.address, table.first.places)
                 try:
-                    table = SwarmTable.from_message(await ask_peer(self._streams, table.first.address, question))
+                    table = await ask_peer(self._streams, table.first.address, question, SwarmTable)
                 except RendezvousError:
                     pass  # the peer that was asked first does not refuse
                 except OSError as error:  # the swarm exists, because the peer that was asked first is a member
@@ -110,7 +136,7 @@ class MemberDialer:
         for rank, entry in table.entries.items():
             if rank != self._rank:
                 self._registry.note(entry, keep={self._rank, *table.members, *self._connections.connected})
-        return table
+        return table  # type: ignore[no-any-return]  # what was asked for
 
     async def dial(self, table: SwarmTable) -> None:
         """Connect to all members, and as far as possible to the peers that are about to join.
@@ -139,12 +165,12 @@ class MemberDialer:
 
     async def _called_back(self, table: SwarmTable, rank: int) -> bool:
         """Ask the other members to have member ``rank`` open the connection, and return whether it did."""
-        question = {"kind": "introduce", "to": rank, "entry": self._registry.entries[self._rank].to_message()}
+        question = CallBackAsked(rank, self._registry.entries[self._rank])
         for other in table.members:
             if other == rank:
                 continue
             try:
-                await ask_peer(self._streams, table.entries[other].address, question)
+                await ask_peer(self._streams, table.entries[other].address, question, Introduced)
             except OSError:
                 continue
             with contextlib.suppress(TimeoutError):
@@ -178,8 +204,8 @@ class SwarmService:
         self._founded_step = founded_step
         self._status = status
         services = self._connections.services
-        services["table"], services["introduce"] = self._answer_table, self._introduce
-        services["status"] = self._answer_status
+        services[TableAsked], services[CallBackAsked] = self._answer_table, self._introduce
+        services[StatusAsked] = self._answer_status
 
     @property
     def _members(self) -> tuple[int, ...]:
@@ -192,7 +218,7 @@ class SwarmService:
         members, entries = self._members, self._registry.entries
         ranks = sorted({*members, *self._connections.connected} & entries.keys())
         step = self._transport.step
-        return SwarmTable(self._swarm, {rank: entries[rank] for rank in ranks}, members, step, self._founded_step)
+        return SwarmTable(self._swarm, Entries.of(entries[rank] for rank in ranks), members, step, self._founded_step)
 
     def _refusal(self, entry: Entry) -> str:
         """Return why a peer can't take part, or "" if it can."""
@@ -202,49 +228,48 @@ class SwarmService:
         return difference(self._registry.entries[self._transport.replica], entry)
 
     async def _answer_table(
-        self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, asked: TableAsked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        entry = Entry.from_message(Fields(message).message("entry"))
+        entry = asked.entry
         if entry.address != self._streams.identity(writer):
             return
         if closed := self._transport.closed_to_joiners or ("" if self._members else "it is joining itself"):
-            answer: dict[str, Any] = {"kind": "refused", "reason": closed, "for_good": False}
+            answer: WireMessage = Refused(closed)
         elif why := self._refusal(entry):
-            answer = {"kind": "refused", "reason": why, "for_good": True}
+            answer = Refused(why, for_good=True)
         else:
             self._registry.note(entry, keep={*self._members, self._transport.replica, *self._connections.connected})
-            answer = self._table().to_message()
+            answer = self._table()
         await _say(answer, reader, writer)
 
     async def _introduce(
-        self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, asked: CallBackAsked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Have a member connect to the asking peer, which can't connect to that member."""
-        entry, to = Entry.from_message(Fields(message).message("entry")), Fields(message).rank("to")
-        if entry.address == self._streams.identity(writer) and to in self._members:
-            self._connections.send(to, {"kind": "introduce", "entry": entry.to_message()})
-            await _say({"kind": "introduced"}, reader, writer)
+        if asked.entry.address == self._streams.identity(writer) and asked.to in self._members:
+            self._connections.send(asked.to, Introduce(asked.entry))
+            await _say(Introduced(), reader, writer)
 
     async def _answer_status(
-        self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, asked: StatusAsked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Answer with the status of this peer, or forward the question to a member that the asking peer can't reach."""
-        other, since, others = message.get("of"), message.get("since"), {*self._members} - {self._transport.replica}
+        other, since, others = asked.of, asked.since, {*self._members} - {self._transport.replica}
+        answer: WireMessage
         if other is None:
             codec = self._registry.entries[self._transport.replica].facts.get("codec", "")
-            events_since = since if isinstance(since, int) else None
-            answer: Mapping[str, Any] = self._status.message(self._transport, self._swarm, codec, events_since)
+            status = self._status.message(self._transport, self._swarm, codec, since)
+            answer = StatusAnswer(json.dumps(status).encode())
         elif any(rank in others and entry.address == other for rank, entry in self._registry.entries.items()):
-            answer = await ask_peer(self._streams, str(other), {"kind": "status", "since": since})
+            answer = await ask_peer(self._streams, other, StatusAsked(since), StatusAnswer)
         else:
-            reason = f"{visible(str(other), 80)} is not another member of this swarm"
-            answer = {"kind": "refused", "reason": reason, "for_good": False}
+            answer = Refused(f"{visible(other, 80)} is not another member of this swarm")
         await _say(answer, reader, writer)
 
 
 async def ask_peer(
-    streams: Streams, peer_id: str, question: Mapping[str, Any], most_bytes: int = MAX_JSON_BYTES
-) -> dict[str, Any]:
+    streams: Streams, peer_id: str, question: WireMessage, expected: Any, most_bytes: int = MAX_MESSAGE_BYTES
+) -> Any:
     """Ask a peer and return its answer, of at most ``most_bytes``.
 
     Raises:
@@ -255,22 +280,21 @@ async def ask_peer(
     reader, writer = await streams.open(PeerAddress(peer_id))
     try:
         writer.write(pack(question))
-        if {*question} == {"kind"}:
+        if question == StatusAsked():
             most_bytes = UNKNOWN_PEER_BYTES
-        answer, _ = await within(_ANSWER_S, read_frame(reader, most_bytes, 0))
+        answer, _ = await within(_ANSWER_S, read_frame(reader, expected | Refused, most_bytes))
     except (EOFError, TimeoutError) as error:
         raise NotNowError(f"{peer_id} does not answer") from error
     finally:
         writer.close()
-    if answer["kind"] == "refused":
-        for_good, reason = Fields(answer).flag("for_good"), Fields(answer).words("reason")
-        if for_good:
-            raise RendezvousError(f"{peer_id} refuses: {reason}.")
-        raise NotNowError(f"{peer_id} can't answer yet: {reason}")
+    if isinstance(answer, Refused):
+        if answer.for_good:
+            raise RendezvousError(f"{peer_id} refuses: {answer.reason}.")
+        raise NotNowError(f"{peer_id} can't answer yet: {answer.reason}")
     return answer
 
 
-async def _say(answer: Mapping[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _say(answer: WireMessage, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Send an answer, and wait until the asking peer closes the stream.
 
     When one side closes a stream, the daemon drops what the other side has not read yet.

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, get_args
 from diloco.algorithm import check_choice, check_whole
 from diloco.errors import ConfigurationError, RendezvousError, nearest
 from diloco.membership import Policy
-from diloco.protocol import Entry, Policies, Rules
+from diloco.protocol import Entry, Policies, Rules, Welcome
 from diloco.transport.connections.backoff import Backoff
 from diloco.transport.peers.transport import PeerTransport
 
@@ -72,10 +72,13 @@ def join(connected: Connected, timeout_s: float) -> int:
     why, backoff = f"no answer within {timeout_s:g} s", Backoff(*_AGAIN_S, seed=entry.address)
     while True:
         answer = transport.ask_to_join(entry, min(_ANSWER_S, deadline_s - time.monotonic()))
-        if answer is not None and answer[0]["kind"] == "welcome":
-            break
-        why = f"the members refuse: {answer[0]['reason']}" if answer else why
-        final = answer is not None and answer[0]["for_good"] and not connected.swarm  # another member may let it in
+        final = False
+        if answer is not None:
+            said, _ = answer
+            if isinstance(said, Welcome):
+                break
+            why = f"the members refuse: {said.reason}"
+            final = said.for_good and not connected.swarm  # another member may let it in
         if time.monotonic() > deadline_s or final:
             raise RendezvousError(f"replica {transport.replica} can't join the run: {why}. It stops here.")
         time.sleep(backoff.next_s())  # the members are not ready for it yet
@@ -103,8 +106,6 @@ class Wire:
     split: Split = "stop"  # what the smaller side of a partitioned network does
     raise_on_loss: bool = True  # see `Policies`
     compress: bool = True  # whether payloads are compressed without loss on slow paths
-    # rate limit for all replicas together that fetch state from this rank; None: unlimited
-    state_bytes_per_s: float | None = None
     facts: Mapping[str, str] = field(default_factory=dict)  # what must be equal on all ranks: name -> displayed value
 
     def __post_init__(self) -> None:

@@ -8,23 +8,24 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 from diloco.algorithm import RoundId
 from diloco.errors import ConfigurationError, RendezvousError, RoundVoidError, TransportError
 from diloco.membership import NextView, View
 from diloco.protocol import (
     Entry,
-    Fields,
+    FactsMessage,
     Machine,
+    Meet,
     MessageError,
     Policies,
     Registry,
     Rules,
+    Store,
     Timing,
+    Welcome,
     actions,
     events,
-    facts_message,
 )
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
@@ -38,7 +39,7 @@ from diloco.waiting import waiting_for
 
 __all__ = ["ProtocolRunner"]
 
-_MOST_KEY = 200
+_STOP_TOGETHER_S = 5.0  # how long a rank that is to stop waits for others that are
 _IDLE_PART = 5  # fraction of a silence; well before the other end of a link stops waiting for this one
 
 
@@ -61,7 +62,7 @@ class ProtocolRunner:
         self._guard_s = 3 * rules.round_timeout_s + 3 * timing.silence_s
         self.reason = ""  # why the current view replaced the one before
         # called in the control thread with each next view; its result is sent to the ranks that join with that view
-        self.on_change: Callable[[NextView], Mapping[str, Any] | None] = lambda following: None
+        self.on_change: Callable[[NextView], bytes | None] = lambda following: None
         self.mailbox = Mailbox()  # receives the addresses of payload links
         self._machine = Machine(rules, policies)
         self._changed = threading.Condition()  # its lock guards the machine; notified after each event
@@ -122,14 +123,12 @@ class ProtocolRunner:
         def unready() -> list[int]:
             return sorted({self.rules.replica_of(rank) for rank in agreement.awaited(present())})
 
-        self._post(events.Announce(facts_message(entry)))
+        self._post(events.Announce(FactsMessage(entry)))
         with waiting_for(lambda: f"{len(unready())} of the replicas to create DiLoCo", timeout_s), self._changed:
-            self._wait_for(
-                lambda: agreement.mine == entry and (agreement.refusal(present()) or not unready()), timeout_s
-            )
-            refusal, missing = agreement.refusal(present()), unready()
-        if refusal:
-            raise ConfigurationError(f"{refusal}. All replicas must pass the same arguments to DiLoCo.")
+            self._wait_for(lambda: agreement.mine == entry and (agreement.refusal() or not unready()), timeout_s)
+            why, missing = agreement.refusal(), unready()
+        if why:
+            raise ConfigurationError(f"{why}. All replicas must pass the same arguments to DiLoCo.")
         if missing:
             raise RendezvousError(
                 f"replica {self.rules.replica} has waited {timeout_s:g} s for {_named(missing)}, which "
@@ -139,18 +138,25 @@ class ProtocolRunner:
 
     def ask_to_stop(self) -> None:
         """Ask all ranks to agree soon on the step that `stop_step` returns."""
-        self._post(events.Announce({"kind": "meet", "name": "stop"}))
+        self._post(events.Announce(Meet("stop", 0)))
         self._wait_for(lambda: self._machine.barriers.stopping, self.timing.silence_s)
 
     def stop_step(self) -> int | None:
-        """Return the inner step after which all ranks stop, or None if no rank has asked to stop."""
-        if not self._machine.barriers.stopping:
+        """Return the inner step after which this rank stops, or None if it does not.
+
+        All stop after the same step if more members ask for it than could lie. One that is alone leaves.
+        """
+        machine = self._machine
+        if not machine.barriers.stopping:
             return None
-        return max(self._met("stop").values()) + 1
+        if not machine.stop_is_agreed():
+            with contextlib.suppress(TimeoutError), self._changed:
+                self._wait_for(machine.stop_is_agreed, min(_STOP_TOGETHER_S, self.timing.silence_s))
+        return max(self._met("stop").values()) + 1 if machine.stop_is_agreed() else machine.rounds.step
 
     def meet(self, name: str, value: int) -> dict[int, int]:
         """Submit ``value`` to the barrier ``name`` and wait until all connected ranks have. Each name is used once."""
-        self._post(events.Announce({"kind": "meet", "name": name, "value": value}))
+        self._post(events.Announce(Meet(name, value)))
         return self._met(name)
 
     def _met(self, name: str, *, unless: Callable[[], bool] = lambda: False) -> dict[int, int]:
@@ -164,8 +170,8 @@ class ProtocolRunner:
     def _on_event(self, event: events.Event) -> None:
         """Process an event of a control connection."""
         match event:
-            case events.Received(sender, message, blob) if message["kind"] == "store":
-                self.mailbox.put(f"{Fields(message).printable('key', _MOST_KEY)}@{sender}", blob, sender)
+            case events.Received(sender, Store(key, value)):
+                self.mailbox.put(f"{key}@{sender}", value, sender)
             case events.Lost(rank):
                 self.mailbox.forget_sender(rank)
                 self._handle(event)
@@ -249,12 +255,12 @@ class ProtocolRunner:
                 self._contributed.resolve(average.round, average)
             case actions.Void(round_id, failure):
                 self._contributed.resolve(round_id, failure)
-            case actions.Adopt(following, reason, joined, welcome):
+            case actions.Adopt(following, reason, joined):
                 self.view, self.reason = following.view or self.view, reason
                 self.connections.trust(self.rules.ranks(self.view.members))
-                note = self.on_change(following)
+                note = self.on_change(following) or b""
                 for rank in joined:
-                    self.connections.send(rank, {**welcome, "note": note})
+                    self.connections.send(rank, Welcome(following, note))
             case actions.Register(entry):
                 self.registry.note(entry, keep={*self.rules.ranks(self.view.members), *self.connections.connected})
             case actions.Introduce(entry):

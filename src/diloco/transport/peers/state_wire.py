@@ -1,53 +1,39 @@
-"""The wire format of a state: its skeleton, and the bytes of its tensors, cut into blocks. Nothing is pickled.
+"""The wire format of a state: its skeleton, and the bytes of its tensors. Nothing is pickled.
 
 ::
 
     skeleton  see `diloco.state_tree`; contains only dictionaries, tensors, numbers, strings and null
     tensors   {name: ["torch.float32", [1000]], ...}           dtype and shape of each
     bytes     of all tensors, in alphabetical order of their names, little-endian, without gaps
-    blocks    XXH3 (64 bits) of each block of the bytes; the block size follows from the number of bytes
-    digest    XXH3 (64 bits) of skeleton, tensors and blocks; identifies the snapshot
-
-Every block can be checked by itself, and all blocks together are what the digest identifies.
+    digest    SHA-256 of skeleton, tensors and bytes; identifies the snapshot
 """
 
 from __future__ import annotations
 
 import bisect
+import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from diloco.algorithm import largest_magnitude
 from diloco.errors import CheckpointError, TransportError
 from diloco.state_tree import JSON, flatten, unflatten
 
-__all__ = ["Description", "TensorBytes", "block_bytes", "describe", "not_finite"]
+__all__ = ["Description", "TensorBytes", "describe", "not_finite"]
 
 MAX_DEPTH = 8
 MAX_ENTRIES = 4096
 MAX_NAME_CHARACTERS = 1000
 MAX_STATE_BYTES = 1 << 40
 
-_LEAST_BLOCK_BYTES = 1 << 16
-_USUAL_BLOCK_BYTES = 1 << 22
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8)}
-
-
-def block_bytes(size_bytes: int) -> int:
-    """Return the block size for a state of this size: small enough to share out, large enough to list all checksums.
-
-    >>> block_bytes(1_000_000), block_bytes(80_000_000), block_bytes(10**12)
-    (65536, 2502656, 61038592)
-    """
-    wanted = max(min(size_bytes // 32, _USUAL_BLOCK_BYTES), -(-size_bytes >> 14), _LEAST_BLOCK_BYTES)
-    return -(-wanted // 4096) * 4096
 
 
 class TensorBytes:
@@ -79,14 +65,10 @@ class TensorBytes:
             piece[:] = data[written : written + len(piece)]
             written += len(piece)
 
-    def checksums(self) -> Iterator[str]:
-        """Yield the checksum of each block."""
-        step = block_bytes(self.size_bytes)
-        for start in range(0, self.size_bytes, step):
-            checksum = xxhash.xxh3_64()
-            for piece in self._pieces(start, min(step, self.size_bytes - start)):
-                checksum.update(piece)
-            yield checksum.hexdigest()
+    def add_to(self, digest: hashlib._Hash) -> None:
+        """Let a digest cover all bytes."""
+        for part in self._parts:
+            digest.update(part)
 
     def _pieces(self, offset: int, size_bytes: int) -> Iterator[memoryview]:
         end = offset + size_bytes
@@ -107,8 +89,7 @@ class Description:
     skeleton: JSON  # see `diloco.state_tree.flatten`
     tensors: Mapping[str, list[Any]]  # name -> dtype and shape, in alphabetical order
     size_bytes: int  # of all tensors
-    blocks: tuple[str, ...]  # XXH3 of each block, 16 hexadecimal digits
-    digest: str  # identifies all of this
+    digest: str  # SHA-256 of everything, in hexadecimal
 
     def to_message(self) -> dict[str, Any]:
         """Return the description as JSON."""
@@ -116,7 +97,6 @@ class Description:
             "skeleton": self.skeleton,
             "tensors": self.tensors,
             "bytes": self.size_bytes,
-            "blocks": list(self.blocks),
             "snapshot": self.digest,
         }
 
@@ -131,21 +111,26 @@ class Description:
         Raises:
             TransportError: The message is invalid.
         """
-        skeleton, blocks = message.get("skeleton"), message.get("blocks")
+        skeleton = message.get("skeleton")
         tensors: Any = message.get("tensors")
         size_bytes = _checked_size_bytes(skeleton, tensors, MAX_STATE_BYTES if limit_bytes is None else limit_bytes)
         if message.get("bytes") != size_bytes:
             raise TransportError(
                 f"it announces {str(message.get('bytes'))[:40]} bytes, but its tensors have {size_bytes}"
             )
-        count = -(-size_bytes // block_bytes(size_bytes))
-        if not isinstance(blocks, list) or len(blocks) != count or not all(_is_checksum(each) for each in blocks):
-            raise TransportError(f"it does not give the checksums of the {count} blocks of {size_bytes} bytes")
-        digest = _digest(skeleton, tensors, blocks)
-        if message.get("snapshot") != digest:
-            named = str(message.get("snapshot"))[:40]
-            raise TransportError(f"it names its snapshot {named!r}, but content and checksums give {digest!r}")
-        return cls(skeleton, dict(sorted(tensors.items())), size_bytes, tuple(blocks), digest)
+        digest = message.get("snapshot")
+        if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{64}", digest):
+            raise TransportError(f"it names its snapshot {str(digest)[:40]!r} instead of giving its digest")
+        return cls(skeleton, dict(sorted(tensors.items())), size_bytes, digest)
+
+    @property
+    def key(self) -> str:
+        """A text that is equal for equal descriptions."""
+        return json.dumps([self.digest, self.skeleton, self.tensors], sort_keys=True)
+
+    def begin_digest(self) -> hashlib._Hash:
+        """Return a digest of the skeleton and the tensors, to which the bytes are to be added."""
+        return hashlib.sha256(json.dumps([self.skeleton, self.tensors], sort_keys=True).encode())
 
     @property
     def finished_rounds(self) -> int | None:
@@ -185,8 +170,10 @@ def describe(state: Mapping[str, Any]) -> tuple[Description, TensorBytes]:
     except (CheckpointError, TransportError) as error:
         raise TransportError(f"its state can't be sent: {error}") from error
     values = TensorBytes(list(held.values()))
-    blocks = tuple(values.checksums())
-    return Description(skeleton, tensors, size_bytes, blocks, _digest(skeleton, tensors, blocks)), values
+    description = Description(skeleton, tensors, size_bytes, "")
+    digest = description.begin_digest()
+    values.add_to(digest)
+    return replace(description, digest=digest.hexdigest()), values
 
 
 def not_finite(state: Mapping[str, Any], path: str = "") -> list[str]:
@@ -263,15 +250,6 @@ def _tensor_names(skeleton: Any) -> list[str]:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
-
-
-def _digest(skeleton: JSON, tensors: Mapping[str, Any], blocks: Sequence[str]) -> str:
-    text = json.dumps([skeleton, tensors, list(blocks)], sort_keys=True, separators=(",", ":"))
-    return xxhash.xxh3_64_hexdigest(text.encode())
-
-
-def _is_checksum(value: Any) -> bool:
-    return isinstance(value, str) and len(value) == 16 and value.isascii()
 
 
 def _is_plain(value: Any) -> bool:

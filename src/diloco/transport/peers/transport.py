@@ -15,13 +15,15 @@ from diloco.protocol import (
     Answer,
     Average,
     Entry,
+    Join,
+    Meet,
     Policies,
     Registry,
     Rules,
+    Speed,
     Timing,
+    Welcome,
     events,
-    next_view,
-    speed_message,
 )
 from diloco.transport.address import Address
 from diloco.transport.base import Fetching, Pending, SnapshotSource, Transport
@@ -31,7 +33,7 @@ from diloco.transport.peers.background import in_thread
 from diloco.transport.peers.payload_links import HostCopies
 from diloco.transport.peers.pending import PeerPending
 from diloco.transport.peers.runner import ProtocolRunner
-from diloco.transport.peers.state_transfer import StateTransfer
+from diloco.transport.peers.state import StateTransfer
 
 __all__ = ["PeerTransport"]
 
@@ -48,7 +50,6 @@ class PeerTransport(ProtocolRunner, Transport):
     Args:
         rules, policies, timing, streams: See `ProtocolRunner`.
         together: Whether all ranks stop when one has to.
-        state_bytes_per_s: Rate limit for all ranks together that fetch state from this one; None: unlimited.
     """
 
     def __init__(
@@ -59,19 +60,18 @@ class PeerTransport(ProtocolRunner, Transport):
         streams: Streams,
         *,
         together: bool = True,
-        state_bytes_per_s: float | None = None,
     ) -> None:
         super().__init__(rules, replace(policies, together=together), timing, streams)
         self.replica = rules.replica
         self.run_is_over = False  # whether others have finished the run while this rank was not a member
-        self.welcome_note: Mapping[str, Any] = {}  # the result of a member's `on_change` when this rank joined
+        self.welcome_note = b""  # the result of a member's `on_change` when this rank joined
         # payload bytes of the last committed contribution, and the seconds until its round was decided; or None
         self.last_transfer: tuple[int, float] | None = None
         self.on_report: Callable[[Event], None] | None = None  # shows events to those who watch the run
         # fragment -> digest of the state behind this rank's last contribution
         self.digests: Mapping[int, str] = self._contributed.digests
         self._copies = HostCopies()
-        self._state = StateTransfer(rules, self.connections, state_bytes_per_s)
+        self._state = StateTransfer(rules, self.connections)
 
     @property
     def address(self) -> Address:
@@ -81,11 +81,11 @@ class PeerTransport(ProtocolRunner, Transport):
     @property
     def step(self) -> int:
         """The number of inner steps that this rank has begun to synchronise; see `tick`."""
-        return self._machine.views.contributions.step
+        return self._machine.rounds.step
 
     @step.setter
     def step(self, step: int) -> None:
-        self._machine.views.contributions.step = step
+        self._machine.rounds.step = step
 
     @property
     def failure(self) -> TransportError | None:
@@ -137,8 +137,7 @@ class PeerTransport(ProtocolRunner, Transport):
     def missing(self, round_id: RoundId) -> tuple[int, ...]:
         """Return the replicas that have not contributed to a round."""
         with self._changed:
-            rounds = self._machine.views.contributions.rounds
-            return rounds.missing(round_id) if rounds is not None else ()
+            return self._machine.rounds.missing(round_id)
 
     def count(self, pending: PeerPending, outcome: Average | TransportError) -> None:
         """Count the bytes of a round whose outcome is being returned."""
@@ -197,15 +196,15 @@ class PeerTransport(ProtocolRunner, Transport):
     @property
     def closed_to_joiners(self) -> str:
         """The reason for which replicas can't join at present; "" if they can."""
-        return self._machine.ends.closed_to_joiners
+        return self._machine.views.closed_to_joiners
 
     def close_to_joiners(self, reason: str) -> None:
         """Refuse joiners for ``reason``; "" admits them again."""
-        self._machine.ends.closed_to_joiners = reason
+        self._machine.views.closed_to_joiners = reason
 
     def announce_speed(self, steps_per_s: float) -> None:
         """Report to the other members how many inner steps per second this replica takes."""
-        self._post(events.Announce(speed_message(steps_per_s)))
+        self._post(events.Announce(Speed(steps_per_s)))
 
     def speeds(self) -> Mapping[int, float]:
         """Return the inner steps per second that other members have reported, by replica."""
@@ -213,7 +212,7 @@ class PeerTransport(ProtocolRunner, Transport):
 
     def finish(self) -> None:
         """Wait for the others after this rank's last step, or leave if they take more steps."""
-        self._post(events.Announce({"kind": "meet", "name": "finished", "value": self.step}))
+        self._post(events.Announce(Meet("finished", self.step)))
         self._met("finished", unless=self._others_continue)
         if self._others_continue():
             self.leave()
@@ -265,7 +264,7 @@ class PeerTransport(ProtocolRunner, Transport):
 
     def ask_to_join(self, entry: Entry, timeout_s: float) -> Answer | None:
         """Ask all connected ranks for admission, and wait for an answer."""
-        self._post(events.Announce({"kind": "join", **entry.to_message()}))
+        self._post(events.Announce(Join(entry)))
         self._wait_for(lambda: self._machine.answers, timeout_s)
         with self._changed:
             return self._machine.take_answer()
@@ -273,12 +272,12 @@ class PeerTransport(ProtocolRunner, Transport):
     def enter(self, welcome: Answer) -> None:
         """Enter the view of a welcome message."""
         message, connections = welcome
-        following = next_view(message, self.view)
+        assert isinstance(message, Welcome)
+        following = message.following
         assert following.view is not None
-        self.view, self.welcome_note = following.view, message["note"]
+        self.view, self.welcome_note = following.view, message.note
         self.connections.post(self.connections.trust, self.rules.ranks(self.view.members))
         self._call(events.Enter(following, connections))
 
     def _others_continue(self) -> bool:
-        rounds = self._machine.views.contributions.rounds
-        return rounds is not None and rounds.others_have_contributed()
+        return self._machine.rounds.others_have_contributed()

@@ -9,10 +9,12 @@ import asyncio
 import socket
 import statistics
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from diloco.errors import TransportError
-from diloco.protocol import Fields
+from diloco.protocol import WireMessage
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.streams import pack, read_frame, within
@@ -42,6 +44,21 @@ class Finding:
     advice: str = ""  # what to do about it, or ""
 
 
+class Probe(WireMessage):
+    """The request to answer, or to take or give so many bytes."""
+
+    ask: Literal["ping", "take", "give"]
+    bytes: Annotated[int, Meta(ge=0, le=MOST_BYTES)] = 0
+
+
+class Probed(WireMessage):
+    """The answer to a probe."""
+
+
+class ProbeData(WireMessage):
+    """Bytes that follow."""
+
+
 def serve_probes(connections: ConnectionManager) -> None:
     """Answer probes at ``connections``.
 
@@ -49,25 +66,21 @@ def serve_probes(connections: ConnectionManager) -> None:
     """
     busy = asyncio.Lock()
 
-    async def answer(
-        message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def answer(asked: Probe, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
-            num_bytes = Fields({"bytes": 0} | message).integer("bytes", 0, MOST_BYTES)
-            ask = Fields(message).text("ask")
-            if ask == "ping":
-                writer.write(pack({"kind": "probe"}))
-            elif ask == "take":
+            if asked.ask == "ping":
+                writer.write(pack(Probed()))
+            elif asked.ask == "take":
                 async with busy:
-                    await _take(reader, num_bytes)
-                    writer.write(pack({"kind": "probe"}))
-            elif ask == "give":
+                    await _take(reader, asked.bytes)
+                    writer.write(pack(Probed()))
+            else:
                 async with busy:
-                    await _give(writer, num_bytes)
+                    await _give(writer, asked.bytes)
             await writer.drain()
-            message, _ = await read_frame(reader)
+            asked, _ = await read_frame(reader, Probe)
 
-    connections.services["probe"] = answer
+    connections.services[Probe] = answer
 
 
 async def examine(address: Address, num_bytes: int, timeout_s: float, secret: str = "") -> Finding:
@@ -122,18 +135,18 @@ async def _measure(
     loop, trips = asyncio.get_running_loop(), []
     for _ in range(_PINGS):
         started_s = loop.time()
-        writer.write(pack({"kind": "probe", "ask": "ping"}))
-        await within(timeout_s, read_frame(reader))
+        writer.write(pack(Probe("ping")))
+        await within(timeout_s, read_frame(reader, Probed))
         trips.append(loop.time() - started_s)
     latency_s = statistics.median(trips)
 
     async def send() -> None:
-        writer.write(pack({"kind": "probe", "ask": "take", "bytes": num_bytes}))
+        writer.write(pack(Probe("take", num_bytes)))
         await _give(writer, num_bytes)
-        await read_frame(reader)
+        await read_frame(reader, Probed)
 
     async def receive() -> None:
-        writer.write(pack({"kind": "probe", "ask": "give", "bytes": num_bytes}))
+        writer.write(pack(Probe("give", num_bytes)))
         await _take(reader, num_bytes)
 
     rates = []
@@ -148,11 +161,11 @@ async def _measure(
 async def _give(writer: asyncio.StreamWriter, num_bytes: int) -> None:
     chunk = bytes(_CHUNK_BYTES)
     for start in range(0, num_bytes, _CHUNK_BYTES):
-        writer.write(pack({"kind": "chunk"}, chunk[: num_bytes - start]))
+        writer.write(pack(ProbeData(), chunk[: num_bytes - start]))
         await writer.drain()
 
 
 async def _take(reader: asyncio.StreamReader, num_bytes: int) -> None:
     while num_bytes > 0:
-        _, chunk = await read_frame(reader, most_blob_bytes=_CHUNK_BYTES)
+        _, chunk = await read_frame(reader, ProbeData, most_blob_bytes=_CHUNK_BYTES)
         num_bytes -= len(chunk)

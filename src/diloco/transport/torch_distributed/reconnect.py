@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
+
+from msgspec import Meta
 
 from diloco.errors import RendezvousError, RunFinishedError, TransportError
-from diloco.membership import BootstrapElection, Candidate, View
-from diloco.protocol import Entry, Fields, Registry, entries_message, entries_of, view_message, view_of
+from diloco.membership import GREATEST, BootstrapElection, Candidate, Count, Rank, Ranks, View
+from diloco.protocol import Entries, Entry, Refused, Registry, WireMessage
 from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.backoff import Backoff
 from diloco.transport.connections.opened_link import OpenLink
@@ -28,6 +29,37 @@ _LOOK_AGAIN_S = 0.5, 2.0  # pauses between two questions to all known ranks
 _CLOSED = "it is rejoining itself"
 
 
+class Look(WireMessage):
+    """A rank that has lost its view asks for the others."""
+
+    entry: Entry
+
+
+class Looking(WireMessage):
+    """The asked rank has lost its view, too; the fields are those of a `Candidate`."""
+
+    number: Rank
+    held_step: Annotated[int, Meta(ge=-1, le=GREATEST)]
+    last: View | None
+    agreed: View | None
+    vote: View | None
+
+
+class Members(WireMessage):
+    """The members of the asked rank's view."""
+
+    entries: Entries
+    members: Ranks
+    step: Count
+
+
+class Over(WireMessage):
+    """The run has ended."""
+
+
+_Answer = Looking | Members | Refused
+
+
 def serve_candidates(transport: PeerTransport, registry: Registry, election: BootstrapElection) -> None:
     """Answer ranks that have lost their view.
 
@@ -39,32 +71,25 @@ def serve_candidates(transport: PeerTransport, registry: Registry, election: Boo
         election: what this rank reports while it is searching.
     """
 
-    async def answer(
-        message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        entry = Entry.from_message(Fields(message).message("entry"))
+    async def answer(asked: Look, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        reply: WireMessage
         if transport.last_view is None or transport.failure is not None:
             me = election.me
-            reply: dict[str, Any] = {"kind": "looking", "number": me.number, "held_step": me.held_step}
-            reply |= {name: view_message(getattr(me, name)) for name in ("last", "agreed", "vote")}
+            reply = Looking(me.number, me.held_step, me.last, me.agreed, me.vote)
         else:
             try:
-                registry.register(entry)
-                entries = entries_message(registry.entries.values())
-                reply = {"kind": "members", "entries": entries, "members": list(transport.view.members)}
-                reply["step"] = transport.step
+                registry.register(asked.entry)
+                reply = Members(Entries.of(registry.entries.values()), transport.view.members, transport.step)
             except RendezvousError as error:
-                reply = {"kind": "refused", "reason": str(error)}
+                reply = Refused(str(error))
         writer.write(pack(reply))
         await writer.drain()
 
-    async def note_end_of_run(
-        message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def note_end_of_run(asked: Over, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         transport.run_is_over = True
 
-    transport.connections.services["look"] = answer
-    transport.connections.services["over"] = note_end_of_run
+    transport.connections.services[Look] = answer
+    transport.connections.services[Over] = note_end_of_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +110,7 @@ class TorchConnected(Connected):
         async def tell(address: Address) -> None:
             with contextlib.suppress(OSError, TimeoutError):
                 _, writer = await within(_OVER_S, transport.connections.streams.open(address))
-                writer.write(pack({"kind": "over"}))
+                writer.write(pack(Over()))
                 await within(_OVER_S, writer.drain())
                 writer.close()
 
@@ -155,16 +180,16 @@ class Reconnection:
         while True:
             asked_s = clock.time()
             answers = await self._answers()
-            self._looking = [_candidate_of(each) for each in answers if each["kind"] == "looking"]
-            running = [each for each in answers if each["kind"] == "members"]
+            self._looking = [_candidate_of(each) for each in answers if isinstance(each, Looking)]
+            running = [each for each in answers if isinstance(each, Members)]
             for answer in running:
                 if members := await self._connected_members(answer):
-                    return View(-1, members), Fields(answer).integer("step")
+                    return View(-1, members), answer.step
             if self._transport.run_is_over and not running:
                 raise RunFinishedError("the others have finished the run, and no member is left to join.")
             if not running and (view := self._election.founds(self._looking, asked_s - began_s)):
                 return view, None
-            if refused := next((Fields(each).words("reason") for each in answers if each["kind"] == "refused"), ""):
+            if refused := next((each.reason for each in answers if isinstance(each, Refused)), ""):
                 raise RendezvousError(refused)
             if clock.time() - began_s > self._patience_s:
                 raise RendezvousError(
@@ -176,10 +201,10 @@ class Reconnection:
     async def connect_to_members(self) -> None:
         """Ask for the current members and connect to all of them."""
         for answer in await self._answers():
-            if answer["kind"] == "members" and await self._connected_members(answer):
+            if isinstance(answer, Members) and await self._connected_members(answer):
                 return
 
-    async def _answers(self) -> list[dict[str, Any]]:
+    async def _answers(self) -> list[_Answer]:
         entries = self._registry.entries
         places = dict.fromkeys(str(entry.address) for rank, entry in entries.items() if rank != self._entry.rank)
         if self._elsewhere is not None and str(self._elsewhere) != self._entry.address:
@@ -187,33 +212,23 @@ class Reconnection:
         answers = await asyncio.gather(*(self._ask(parse_address(place)) for place in places))
         return [each for each in answers if each is not None]
 
-    async def _ask(self, address: Address) -> dict[str, Any] | None:
-        asked = {"kind": "look", "entry": self._entry.to_message()}
+    async def _ask(self, address: Address) -> _Answer | None:
         try:
-            answer = await within(_ANSWER_S, question(self._connections.streams, address, asked))
-            if answer["kind"] == "looking":
-                _candidate_of(answer)
-            elif answer["kind"] == "members":
-                Fields(answer).integer("step")
-            elif answer["kind"] == "refused":
-                Fields(answer).words("reason")
-            else:
-                return None
-            return answer
+            asking = question(self._connections.streams, address, Look(self._entry), _Answer)
+            return await within(_ANSWER_S, asking)
         except (OSError, EOFError, TimeoutError, TransportError, ValueError):
             return None  # the rank has ended or can't be reached, or another program listens there
 
-    async def _connected_members(self, answer: Mapping[str, Any]) -> tuple[int, ...]:
+    async def _connected_members(self, answer: Members) -> tuple[int, ...]:
         """Connect to the members that an answer names and return them; () if one of them can't be reached."""
         size = self._transport.rules.ranks_per_replica
         try:
-            fields = Fields(answer)
-            told = entries_of(fields, "entries")
+            told = answer.entries.whole()
             entries = {entry.rank: entry for entry in told if entry.rank < self._registry.num_ranks}
-            members = tuple(sorted(set(fields.ranks("members"))))
+            members = tuple(sorted(set(answer.members)))
             ranks = [rank for member in members for rank in range(member * size, (member + 1) * size)]
             places = {rank: parse_address(entries[rank].address) for rank in ranks if rank != self._entry.rank}
-        except (KeyError, ValueError, TypeError):
+        except (KeyError, ValueError):
             return ()
         self._registry.entries.update(entries | {self._entry.rank: self._entry})
         try:
@@ -225,7 +240,5 @@ class Reconnection:
         return tuple(member for member in members if member != self._election.number)
 
 
-def _candidate_of(answer: Mapping[str, Any]) -> Candidate:
-    fields = Fields(answer)
-    views = (view_of(fields, name) for name in ("last", "agreed", "vote"))
-    return Candidate(fields.rank("number"), fields.integer("held_step", -1), *views)
+def _candidate_of(answer: Looking) -> Candidate:
+    return Candidate(answer.number, answer.held_step, answer.last, answer.agreed, answer.vote)

@@ -10,16 +10,20 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from diloco.errors import RendezvousError, TransportError
-from diloco.protocol import Entry, Fields, Registry, entries_message, entries_of
+from diloco.membership import Ranks, Words
+from diloco.protocol import Entries, Entry, Refused, Registry, WireMessage
 from diloco.transport.address import Address
 from diloco.transport.connections.backoff import Backoff
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.streams import MAX_JSON_BYTES, Streams, pack, read_frame, within
+from diloco.transport.connections.control_connection import Who
+from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, Streams, pack, read_frame, within
 from diloco.transport.peers.connected import Table
 from diloco.transport.secret import TurnedAwayError
 from diloco.units import visible
@@ -34,6 +38,29 @@ _MOST_UNANSWERED = 3  # unanswered greetings after which the program at the addr
 TELL_EVERY_S = 1.5  # how often waiting ranks are sent the missing ranks; less than the delay before they print them
 
 
+class Register(WireMessage):
+    """A rank registers."""
+
+    entry: Entry
+    patience_s: Annotated[float, Meta(ge=0.0, le=_LONGEST_S)]
+    tell: bool = False  # whether it is to be told, while it waits, which ranks are missing
+
+
+class Missing(WireMessage):
+    """Some ranks are still missing."""
+
+    missing: Ranks
+    refused: Annotated[tuple[Words, ...], Meta(max_length=1)]  # why the last one was refused that did not fit
+    final: bool  # whether the receiver has waited for as long as it wanted to
+
+
+class RankTable(WireMessage, tag="table"):
+    """The entries of all ranks."""
+
+    entries: Entries
+    running: bool  # whether the run had begun before the receiver asked
+
+
 def serve(connections: ConnectionManager, registry: Registry, host: int | None = None) -> None:
     """Answer ranks that register at ``connections``, with the table of all ranks as soon as it is complete.
 
@@ -44,13 +71,11 @@ def serve(connections: ConnectionManager, registry: Registry, host: int | None =
             refused. None: no rank does.
     """
     begun = asyncio.Event()
-    waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+    waiting: dict[int, asyncio.Future[WireMessage]] = {}
     refusals: list[str] = []  # why ranks were refused; the last one is what the others learn
 
-    async def register(
-        message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        entry, patience_s = Entry.from_message(message), Fields(message).number("patience_s", 0.0, _LONGEST_S)
+    async def register(asked: Register, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        entry, patience_s = asked.entry, asked.patience_s
         if host not in (None, entry.rank):
             await asyncio.wait_for(begun.wait(), patience_s)
         was_running = registry.running
@@ -59,15 +84,15 @@ def serve(connections: ConnectionManager, registry: Registry, host: int | None =
             begun.set()
         except RendezvousError as error:
             refusals[:] = [str(error)]
-            writer.write(pack({"kind": "refused", "reason": str(error)}))
+            writer.write(pack(Refused(str(error))))
             await writer.drain()
             return
         if not was_running and not registry.complete:
-            future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+            future: asyncio.Future[WireMessage] = asyncio.get_running_loop().create_future()
             waiting[entry.rank] = future
             leaving = asyncio.ensure_future(reader.read(1))
             leaving.add_done_callback(lambda _: future.done() or future.cancel())
-            telling = asyncio.ensure_future(_tell_missing(registry, refusals, writer)) if message.get("tell") else None
+            telling = asyncio.ensure_future(_tell_missing(registry, refusals, writer)) if asked.tell else None
             await asyncio.wait([future], timeout=patience_s)
             waiting.pop(entry.rank, None)
             leaving.cancel()
@@ -77,8 +102,8 @@ def serve(connections: ConnectionManager, registry: Registry, host: int | None =
                 registry.withdraw(entry.rank)
             if future.cancelled():
                 return
-            missing = [rank for rank in registry.missing if rank != entry.rank]
-            answer = {"kind": "incomplete", "missing": missing, "refused": refusals}
+            missing = tuple(rank for rank in registry.missing if rank != entry.rank)
+            answer: WireMessage = Missing(missing, tuple(refusals), final=True)
             if future.done():
                 answer = future.result()
         else:
@@ -91,14 +116,14 @@ def serve(connections: ConnectionManager, registry: Registry, host: int | None =
             writer.write(pack(answer))
             await writer.drain()
 
-    connections.services["register"] = register
+    connections.services[Register] = register
 
 
 async def _tell_missing(registry: Registry, refusals: Sequence[str], writer: asyncio.StreamWriter) -> None:
     """Send a waiting rank the missing ranks from time to time."""
     while True:
         await asyncio.sleep(TELL_EVERY_S)
-        writer.write(pack({"kind": "waiting", "missing": list(registry.missing), "refused": list(refusals)}))
+        writer.write(pack(Missing(registry.missing, tuple(refusals), final=False)))
 
 
 def ask(
@@ -134,15 +159,14 @@ async def _ask(
             await greet(streams, address, min(left_s, answer_s))
             left_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
             answer = await within(left_s, _register(streams, address, entry, min(0.9 * left_s, _LONGEST_S), missing))
-            if answer["kind"] == "refused":
-                raise RendezvousError(Fields(answer).words("reason"))
-            if answer["kind"] == "incomplete":
+            if isinstance(answer, Refused):
+                raise RendezvousError(answer.reason)
+            if isinstance(answer, Missing):
                 raise RendezvousError(
                     f"rank {entry.rank} waited {timeout_s:g} s at {address} for {_ranks(answer)}{_refused(answer)}. "
                     "Start the missing ranks, or choose a longer network.round_timeout, of which this is half."
                 )
-            entries = entries_of(Fields(answer), "entries")
-            return Table({each.rank: each for each in entries}, Fields(answer).flag("running"))
+            return Table({each.rank: each for each in answer.entries.whole()}, answer.running)
         except TurnedAwayError as error:
             raise RendezvousError(
                 f"rank {entry.rank} can't take part in the run at {address}: {error}. All replicas need the same "
@@ -192,15 +216,15 @@ async def greet(streams: Streams, address: Address, timeout_s: float) -> None:
         TimeoutError: if it does not answer.
         OSError, EOFError: if nothing listens there, or the connection is closed.
     """
-    await within(timeout_s, question(streams, address, {"kind": "who"}))
+    await within(timeout_s, question(streams, address, Who(), Who))
 
 
-async def question(streams: Streams, address: Address, message: Mapping[str, Any]) -> dict[str, Any]:
+async def question(streams: Streams, address: Address, message: WireMessage, expected: Any) -> Any:
     """Send ``message`` to ``address`` over a new connection and return the answer; raise the errors of `greet`."""
     reader, writer = await streams.open(address)
     try:
         writer.write(pack(message))
-        answer, _ = await read_frame(reader, MAX_JSON_BYTES)
+        answer, _ = await read_frame(reader, expected, MAX_MESSAGE_BYTES)
         return answer
     finally:
         writer.close()
@@ -208,35 +232,35 @@ async def question(streams: Streams, address: Address, message: Mapping[str, Any
 
 async def _register(
     streams: Streams, address: Address, entry: Entry, patience_s: float, missing: list[str]
-) -> dict[str, Any]:
+) -> RankTable | Missing | Refused:
     """Register and return the answer; while waiting, set ``missing`` to a text that names the missing ranks."""
     reader, writer = await streams.open(address)
     try:
-        writer.write(pack({"kind": "register", "patience_s": patience_s, "tell": True, **entry.to_message()}))
+        writer.write(pack(Register(entry, patience_s, tell=True)))
         await writer.drain()
         while True:
-            answer, _ = await read_frame(reader, MAX_JSON_BYTES)
-            if answer["kind"] != "waiting":
-                return answer
+            answer, _ = await read_frame(reader, RankTable | Missing | Refused, MAX_MESSAGE_BYTES)
+            if not isinstance(answer, Missing) or answer.final:
+                return answer  # type: ignore[no-any-return]  # one of these types
             missing[:] = [f"{_ranks(answer)} at the rendezvous {address}{_refused(answer)}"]
     finally:
         writer.close()
 
 
-def _ranks(answer: dict[str, Any]) -> str:
+def _ranks(answer: Missing) -> str:
     """Return the missing ranks as text."""
-    return f"rank {', '.join(map(str, Fields(answer).ranks('missing')))}"
+    return f"rank {', '.join(map(str, answer.missing))}"
 
 
-def _refused(answer: dict[str, Any]) -> str:
+def _refused(answer: Missing) -> str:
     """Return why the last rank was refused that came, as a text in brackets; "" if none was."""
-    reasons = Fields(answer).list_of_texts("refused", 1) if "refused" in answer else ()
-    return "".join(f" (one was refused: {visible(reason.removesuffix('.'), _MOST_REASON)})" for reason in reasons)
+    return "".join(
+        f" (one was refused: {visible(each.removesuffix('.'), _MOST_REASON)})" for each in answer.refused[:1]
+    )
 
 
-def _table(registry: Registry, running: bool) -> dict[str, Any]:
-    entries = [registry.entries[rank] for rank in sorted(registry.entries)]
-    return {"kind": "table", "entries": entries_message(entries), "running": running}
+def _table(registry: Registry, running: bool) -> RankTable:
+    return RankTable(Entries.of(registry.entries[rank] for rank in sorted(registry.entries)), running)
 
 
 def share_text(master: Address, mine: str | None, timeout_s: float, key: str) -> str:

@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm import check_buffers, collect_buffers, restore_buffers_
-from diloco.errors import ConfigurationError
-from diloco.outer import DiLoCo
+from diloco.algorithm import collect_buffers, restore_buffers_
 
 VALUES: dict[str, Tensor] = {
     "float32_values": torch.tensor([[1.5, -0.1], [1e-30, 3e38]]),
@@ -74,11 +72,3 @@ def test_those_that_are_not_persistent_are_left_alone() -> None:
     restore_buffers_(model, torch.tensor([5.0, 6.0]), None)
     assert model.get_buffer("x").tolist() == [5, 6]
     assert model.get_buffer("table").tolist() == [1, 1, 1]
-
-
-def test_a_complex_one_is_refused_by_name_before_anything_starts() -> None:
-    model = Holder({"x": torch.ones(2), "phase": torch.ones(2, dtype=torch.complex64)})
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    for refuse in (lambda model: check_buffers(model, {}), lambda model: DiLoCo(model, inner)):
-        with pytest.raises(ConfigurationError, match=r"'phase' is torch.complex64"):
-            refuse(model)

@@ -1,19 +1,47 @@
-"""Every branch of the verdict on a round, and the mean: a float64 reference, equal bits in any order of arrival."""
+"""The verdict on a round, its mean by any rule, clipped or not, and the weights of contributions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from diloco.algorithm import CODECS, LARGEST_MEAN, Contribution, Verdict, judge, make_codec, weighted_mean
+from diloco import (
+    AlphaMerge,
+    ConfigurationError,
+    ContractError,
+    DiLoCo,
+    InProcessTransport,
+    Nesterov,
+    SendersMean,
+)
+from diloco.algorithm import (
+    CODECS,
+    LARGEST_MEAN,
+    Contribution,
+    Send,
+    SyncSchedule,
+    Verdict,
+    contribution_weight,
+    judge,
+    make_codec,
+    scale_factors,
+    vector_norm,
+    weighted_mean,
+)
 from diloco.errors import CodecError
+from diloco.events import RoundCommitted
+from diloco.testing import check_average_rule
 from tests.algorithm.contributions import SIZE, contribution
+from tests.replicas import Swarm, Vectors, quadratic
 
 
 def decide(given: Sequence[Contribution], *, num_replicas: int = 3, least: int = 3, **absent: str) -> Verdict:
@@ -238,3 +266,212 @@ class TestMean:
         ).buffers
         assert mean is not None
         torch.testing.assert_close(mean, torch.tensor([-inf, 4.0, nan, 3e38, 0.1, 3.0]), rtol=0, atol=0, equal_nan=True)
+
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+NORMS = st.dictionaries(st.integers(0, 30), st.floats(0, 1e30), min_size=1, max_size=12)
+
+
+def folded(squares: list[float]) -> float:
+    """Compute the sum by its definition, in Python's float64."""
+    while len(squares) > 1:
+        half = (len(squares) + 1) // 2
+        upper = squares[half:]
+        squares = [a + b for a, b in zip(squares, upper, strict=False)] + squares[len(upper) : half]
+    return squares[0]
+
+
+@given(st.lists(FLOATS, min_size=1, max_size=70))
+def test_norm_has_the_bits_of_a_plain_loop_in_the_same_order(values: list[float]) -> None:
+    expected = math.sqrt(folded([x * x for x in values]))
+    assert vector_norm(torch.tensor(values, dtype=torch.float32)) == expected
+
+
+@pytest.mark.parametrize("numel", [0, 1, 1000, 65_537, (1 << 20) - 1, (1 << 20) + 7, 3 * (1 << 20)])
+def test_norm_is_accurate_for_any_layout_and_number_of_threads(numel: int) -> None:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    exact = math.sqrt(math.fsum((values.double() ** 2).tolist()))
+    norm, strided, threads = vector_norm(values), torch.zeros(2 * numel), torch.get_num_threads()
+    assert norm == pytest.approx(exact, rel=1e-14)
+    strided[::2] = values
+    torch.set_num_threads(1)
+    try:
+        assert vector_norm(strided[::2]) == norm
+    finally:
+        torch.set_num_threads(threads)
+
+
+@given(NORMS, st.floats(1e-20, 1e20))
+def test_factors_are_the_bound_over_the_norm(norms: dict[int, float], max_norm: float) -> None:
+    factors = scale_factors(max_norm, norms)
+    assert factors == {
+        m: float(torch.tensor(max_norm / n, dtype=torch.float32)) for m, n in norms.items() if n > max_norm
+    }
+    assert list(factors) == sorted(factors)
+
+
+def contributions(codec: str, scales: list[float], weights: list[float], max_norm: float | None) -> list[Contribution]:
+    values = [scale * torch.randn(700, generator=torch.Generator().manual_seed(m)) for m, scale in enumerate(scales)]
+    pairs = enumerate(zip(values, weights, strict=True))
+    return [contribution(m, each, codec=codec, weight=w, max_norm=max_norm) for m, (each, w) in pairs]
+
+
+@pytest.mark.parametrize("codec", CODECS.names)
+def test_mean_is_that_of_the_naive_formula(codec: str) -> None:
+    """``sum w f v / sum w``: the norms are those of decoded values, the divisor stays the sum of the weights."""
+    given = contributions(codec, [1.0, 1.0, 50.0, 1.0], [1.0, 2.0, 0.5, 1.0], bound := 50.0)
+    decoded = [make_codec(codec).decode(each.payload, 700).double() for each in given]
+    scaled = [each.weight * min(1.0, bound / float(v.norm())) * v for each, v in zip(given, decoded, strict=True)]
+    mean = weighted_mean(given)
+    assert (mean.clipped, mean.weight) == ((2,), 4.5)
+    torch.testing.assert_close(mean.values.double(), sum(scaled) / 4.5, rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=6), st.floats(1e-3, 1e6), st.sampled_from(CODECS.names))
+def test_nobody_moves_the_mean_by_more_than_its_weight_times_the_bound(
+    scales: list[float], bound: float, codec: str
+) -> None:
+    mean = weighted_mean(contributions(codec, scales, [1.0] * len(scales), bound))
+    assert vector_norm(mean.values) <= bound * (1 + 1e-4)
+
+
+def test_converges_although_one_replica_pulls_far_the_other_way() -> None:
+    """Four replicas share a target; the last one moves up to a thousand times as far in the opposite direction."""
+    honest = quadratic(shared=True)
+
+    def gradient(replica: int, step: int, model: Any) -> None:
+        honest(replica, step, model)
+        if replica == 3:
+            for parameter in model.parameters():
+                parameter.grad.mul_(-30.0)
+
+    def distance(max_norm: float | None, steps: int) -> float:
+        outer = Nesterov(learning_rate=0.5, momentum=0.5)
+        swarm = Swarm(4, SyncSchedule(inner_steps=4), outer=outer, merge=AlphaMerge(0.0), max_norm=max_norm)
+        swarm.run(steps, gradient)
+        clipped = {m for event in swarm.events if isinstance(event, RoundCommitted) for m in event.clipped}
+        assert (3 in clipped) == (max_norm is not None)
+        generator = torch.Generator().manual_seed(0)
+        target = torch.cat([torch.randn(p.shape, generator=generator).flatten() for p in swarm.models[0].parameters()])
+        return float((swarm.global_params(0) - target).abs().max())
+
+    assert distance(0.2, steps=300) < 0.15
+    assert distance(None, steps=40) > 100
+
+
+def drawn(count: int, numel: int = 40, *, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=generator) for _ in range(count)]
+
+
+def senders(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    return SendersMean().combine(zip(weights, values, strict=True), [len(values[0])])
+
+
+class Lengthened:
+    """A rule of one's own that needs whole tensors: the mean, as long as the longest contribution."""
+
+    elementwise = False
+
+    def combine(self, contributions: Iterable[tuple[float, Tensor]], tensors: Sequence[int]) -> Tensor:
+        longest, total = torch.zeros(len(tensors)), torch.zeros(sum(tensors))
+        for weight, values in contributions:
+            total += weight * values
+            norms = torch.stack([part.norm() for part in torch.split(values, list(tensors))])
+            longest = torch.maximum(longest, norms)
+        for length, part in zip(longest, torch.split(total, list(tensors)), strict=True):
+            part.mul_(length / part.norm().clamp(min=1e-20))
+        return total
+
+
+def test_the_mean_over_senders_divides_by_the_weights_of_those_who_sent_the_value() -> None:
+    values = [torch.tensor([2.0, 0.0, -1.0, 0.0]), torch.tensor([0.0, 0.0, 3.0, 8.0])]
+    assert senders(values, [3.0, 1.0]).tolist() == [2.0, 0.0, 0.0, 8.0]  # (3 * -1 + 1 * 3) / 4
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    weights=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=7),
+    scale=st.floats(1e-15, 1e15),
+)
+def test_the_mean_over_senders_is_the_mean_where_all_send_everything(
+    seed: int, weights: list[float], scale: float
+) -> None:
+    values = [each * scale for each in drawn(len(weights), seed=seed)]
+    expected = sum(w * each.double() for w, each in zip(weights, values, strict=True)) / sum(weights)
+    torch.testing.assert_close(senders(values, weights).double(), expected, rtol=1e-4, atol=1e-6 * scale)
+
+
+def test_a_broken_rule_is_found_by_the_contract() -> None:
+    class Forgetful(SendersMean):
+        """A broken rule that keeps contributions although the next one overwrites them, and counts its calls."""
+
+        calls = 0
+
+        def combine(self, contributions: Iterable[tuple[float, Tensor]], tensors: Sequence[int]) -> Tensor:
+            Forgetful.calls += 1
+            return torch.stack([values for _, values in contributions]).mean(0) + Forgetful.calls
+
+    check_average_rule(Lengthened())
+    check_average_rule(SendersMean())
+    with pytest.raises(ContractError, match="average Forgetful: equal contributions give different averages"):
+        check_average_rule(Forgetful())
+
+
+@pytest.mark.parametrize("rule", [SendersMean(), Lengthened()])
+def test_replicas_agree_and_go_on_from_a_checkpoint_with_a_round_in_flight(rule: SendersMean | Lengthened) -> None:
+    def make() -> Swarm:
+        return Swarm(3, SyncSchedule(inner_steps=4, overlap_steps=2), average=rule, codec="int8")
+
+    whole, first, second = make(), make(), make()
+    whole.run(12, quadratic())
+    first.run(5, quadratic())
+    second.resume_from(first)
+    second.run(7, quadratic())
+    for m in range(3):
+        assert torch.equal(second.global_params(m), whole.global_params(0))
+    plain = Swarm(3, SyncSchedule(inner_steps=4, overlap_steps=2), codec="int8")
+    plain.run(12, quadratic())
+    assert torch.equal(plain.global_params(0), whole.global_params(0)) == isinstance(rule, SendersMean)
+
+
+def test_replicas_that_average_differently_are_refused() -> None:
+    transport, models = InProcessTransport(2), [Vectors(), Vectors()]
+    inner = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    DiLoCo(models[0], inner[0], transport=transport.endpoint(0), average=SendersMean())
+    words = r"replica 0 has average = SendersMean\(\) and replica 1 has average = weighted mean"
+    with pytest.raises(ConfigurationError, match=words):
+        DiLoCo(models[1], inner[1], transport=transport.endpoint(1))
+
+
+def test_whole_tensors_are_refused_where_ranks_share_them_out() -> None:
+    model = Vectors()
+    for parameter in model.parameters():
+        parameter.to_local = lambda parameter=parameter: parameter  # type: ignore[attr-defined]  # as DTensors have it
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigurationError, match=r"Lengthened\(\) needs whole tensors, but first and 2 more"):
+        DiLoCo(model, inner, average=Lengthened())
+    with pytest.raises(ConfigurationError, match=r"first and 2 more parameters are sharded over ranks.*\(ddp\)"):
+        DiLoCo(model, inner, max_norm=1.0)
+    DiLoCo(model, inner, average=SendersMean())
+
+
+@given(st.floats(1e-9, 1e9), st.integers(1, 10_000), st.integers(1, 10_000))
+def test_the_weight_is_the_plain_formula(base: float, trained: int, scheduled: int) -> None:
+    expected = Fraction(base) * trained / scheduled
+    assert contribution_weight(base, float(trained), scheduled) == pytest.approx(float(expected), rel=1e-15)
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.data())
+def test_windows_are_the_steps_between_two_sends(inner_steps: int, num_fragments: int, data: Any) -> None:
+    num_fragments = min(inner_steps, num_fragments)
+    offsets = tuple(data.draw(st.integers(0, inner_steps - 1)) for _ in range(num_fragments))
+    schedule = SyncSchedule(inner_steps=inner_steps, num_fragments=num_fragments, offsets=offsets)
+    last = dict.fromkeys(range(num_fragments), 0)
+    for step in range(1, 5 * inner_steps):
+        for action in schedule.actions(step):
+            if isinstance(action, Send):
+                assert schedule.window_steps(action.fragment, action.outer_step) == step - last[action.fragment]
+                last[action.fragment] = step

@@ -1,67 +1,23 @@
-"""The headers that ranks send before their payloads, and the verdict that every rank derives from them."""
+"""The verdict on a round, which every rank derives alike from the headers of all ranks. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
-from diloco.algorithm import UNKNOWN_UPLINK, Contribution, RoundId, Uplink, Verdict, judge
+from diloco.algorithm import Contribution, Uplink, Verdict, judge
 from diloco.errors import CodecError
 from diloco.membership import byzantine_quorum
-from diloco.protocol.fields import MOST_DIGEST, Fields
+from diloco.protocol.wire import Header
 
-__all__ = ["Header", "donor_for", "header_of", "judge_headers"]
+__all__ = ["donor_for", "header_of", "judge_headers"]
 
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
-_MOST_VALUES = 1 << 48
 
 
-@dataclass(frozen=True)
-class Header:
-    """A contribution without its payload."""
-
-    round: RoundId
-    numel: int  # the number of values in the payload
-    weight: float  # the weight in the mean
-    base_weight: float  # the weight of a full window of the sender
-    digest: str  # digest of the sender's global parameters and outer state of the fragment
-    buffers: int | None  # number of floating-point buffer values sent with the payload, or None
-    integers: int | None  # number of integer buffer values sent with the payload, or None
-    withdrawn: str  # why the sender withdraws the contribution, or ""
-    # whether the sender is still adopting the fragment's state from a donor; its digest then does not count
-    taking_over: bool
-    uplink: Uplink = UNKNOWN_UPLINK  # for the plan of the fragment's next round
-
-    def to_message(self, view_id: int) -> dict[str, Any]:
-        """Convert to JSON; weights are sent as strings, since they may be NaN or infinite."""
-        weights = {"weight": repr(self.weight), "base_weight": repr(self.base_weight)}
-        fields = dict(vars(self)) | {"round": [self.round.fragment, self.round.outer_step]} | weights
-        uplink = fields.pop("uplink")
-        fields |= {"uplink_bits_per_s": uplink.bits_per_s, "uplink_full": uplink.full}
-        return {"kind": "header", "view": view_id, **fields}
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> Header:
-        """Convert from JSON; `ValueError` names a malformed field."""
-        fields = Fields(message)
-        return cls(
-            RoundId(*fields.round("round")),
-            fields.integer("numel"),
-            fields.number_in_text("weight"),
-            fields.number_in_text("base_weight"),
-            fields.text("digest", MOST_DIGEST),
-            fields.optional_integer("buffers", _MOST_VALUES),
-            fields.optional_integer("integers", _MOST_VALUES),
-            fields.words("withdrawn"),
-            fields.flag("taking_over"),
-            Uplink(fields.integer("uplink_bits_per_s"), fields.flag("uplink_full")),
-        )
-
-
-def header_of(contribution: Contribution) -> Header:
+def header_of(contribution: Contribution, view_id: int, uplink: Uplink, *, taking_over: bool) -> Header:
     """Return the header of a contribution. The sender checks the payload, and withdraws an invalid one."""
     withdrawn = contribution.withdrawn
     if not withdrawn:
@@ -71,7 +27,8 @@ def header_of(contribution: Contribution) -> Header:
             withdrawn = str(error)
     buffers, integers = contribution.buffers, contribution.integers
     return Header(
-        contribution.round,
+        view_id,
+        (contribution.round.fragment, contribution.round.outer_step),
         contribution.numel,
         contribution.weight,
         contribution.base_weight,
@@ -79,7 +36,9 @@ def header_of(contribution: Contribution) -> Header:
         None if buffers is None else buffers.numel(),
         None if integers is None else integers.numel(),
         withdrawn,
-        taking_over=False,
+        taking_over,
+        uplink.bits_per_s,
+        uplink.full,
     )
 
 
@@ -164,7 +123,7 @@ def _combined(verdicts: Sequence[Verdict], needed: int) -> Verdict:
 
 def _bare(header: Header, member: int, sample: Contribution) -> Contribution:
     return Contribution(
-        round=header.round,
+        round=header.id,
         replica=member,
         codec=sample.codec,
         numel=header.numel,

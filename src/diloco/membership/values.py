@@ -1,0 +1,290 @@
+"""What members agree on: views, votes, and the reports with which they agree. Pure values, sent as they are.
+
+The bounds of a field are part of its type: `msgspec` checks them when a value is received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, TypedDict
+
+from msgspec import Meta
+
+from diloco.errors import ConfigurationError
+from diloco.units import visible
+
+__all__ = [
+    "GREATEST",
+    "LEAST_FRAGMENT",
+    "MOST_RANK",
+    "Agreed",
+    "Commits",
+    "Count",
+    "Digest",
+    "News",
+    "NextView",
+    "Rank",
+    "Ranks",
+    "Report",
+    "RoundKey",
+    "RoundKeys",
+    "View",
+    "Vote",
+    "Words",
+    "believed",
+    "could_follow",
+]
+
+GREATEST = 1 << 53
+"""The upper bound of every step, size and count."""
+
+LEAST_FRAGMENT = -3
+"""The least fragment number. Fragments below 0 are gradients: -1, and less for further attempts after a void round."""
+
+MOST_RANK = (1 << 31) - 1
+"""The greatest number of a rank or a replica."""
+
+_MOST_ROUNDS = 4096  # that one member can have committed recently: two of each fragment
+_MOST_MEMBERS, _MOST_PAIRS = 1 << 12, 1 << 16
+_MOST_WORDS = 500
+
+Count = Annotated[int, Meta(ge=0, le=GREATEST)]
+Rank = Annotated[int, Meta(ge=0, le=MOST_RANK)]
+Ranks = Annotated[tuple[Rank, ...], Meta(max_length=_MOST_MEMBERS)]
+RoundKey = tuple[Annotated[int, Meta(ge=LEAST_FRAGMENT, le=GREATEST)], Count]
+"""A round as (fragment, outer step)."""
+RoundKeys = Annotated[frozenset[RoundKey], Meta(max_length=_MOST_ROUNDS)]
+Digest = Annotated[str, Meta(max_length=256)]
+Words = Annotated[str, Meta(max_length=1 << 16)]
+"""A text for users, which is made printable and cut as soon as it is part of a value."""
+Commits = Annotated[Mapping[RoundKey, Digest], Meta(max_length=_MOST_ROUNDS)]
+"""Rounds with the digests of their averages."""
+_Replicas = Annotated[frozenset[Rank], Meta(max_length=_MOST_MEMBERS)]
+_Pairs = Annotated[frozenset[tuple[Rank, Rank]], Meta(max_length=_MOST_PAIRS)]
+_LeftAt = tuple[Rank, Count]
+_LeftCommits = Annotated[frozenset[tuple[RoundKey, Digest]], Meta(max_length=_MOST_ROUNDS)]
+
+
+@dataclass(frozen=True)
+class View:
+    """The replicas that take part in a round, agreed by all of them before payloads move.
+
+    >>> View.of(3)
+    View(id=0, members=(0, 1, 2))
+    """
+
+    id: Annotated[int, Meta(ge=-1, le=GREATEST)]  # increases by one with every view change
+    members: Ranks  # replica numbers in ascending order, which is also the order of every sum
+    # the members in join order, and by number if they joined together; empty: ordered by number
+    order: Ranks = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.members or list(self.members) != sorted(set(self.members)):
+            raise ConfigurationError(
+                f"a view needs at least one replica, each once, in ascending order; got members {self.members}."
+            )
+        object.__setattr__(self, "order", self.order or self.members)
+        if sorted(self.order) != list(self.members):
+            raise ConfigurationError(
+                f"the join order of a view must name each member once; got order {self.order} for members "
+                f"{self.members}."
+            )
+
+    @classmethod
+    def of(cls, num_replicas: int) -> View:
+        """The first view of ``num_replicas`` replicas, numbered from 0."""
+        return cls(0, tuple(range(num_replicas)))
+
+    def followed_by(self, identity: int, members: Sequence[int], joined: Sequence[int]) -> View:
+        """Return view ``identity`` with ``members``, of which ``joined`` are not in this one.
+
+        >>> View.of(3).followed_by(1, (1, 2), ()).followed_by(2, (0, 1, 2), (0,)).order
+        (1, 2, 0)
+        """
+        return View(identity, tuple(members), (*(each for each in self.order if each in members), *sorted(joined)))
+
+
+@dataclass(frozen=True)
+class Vote:
+    """One member's final vote on a round."""
+
+    ok: bool  # whether the voter holds the average and is ready to apply it
+    digest: Digest = ""  # of the average that the voter holds; "" if not ok
+    reason: Words = ""  # why the voter is against the round; "" if ok
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", visible(self.reason, _MOST_WORDS))
+
+
+@dataclass(frozen=True)
+class NextView:
+    """What all staying members adopt."""
+
+    view: View | None  # None if these survivors may not continue
+    previous: View  # the view that ended
+    # one more than the last inner step that any survivor has begun to synchronise. If replicas joined, rounds sent at
+    # this inner step or later belong to the next view, and earlier undecided rounds are void.
+    from_step: Count
+    commits: Commits
+    reason: Words
+    joined: Ranks = ()  # replicas that were not members before
+    void: RoundKeys = frozenset()  # rounds that are void; `carries_over` decides about undecided ones
+    # members of the old view that left voluntarily, and the inner step after which each left; ascending
+    left: Annotated[tuple[_LeftAt, ...], Meta(max_length=_MOST_MEMBERS)] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", visible(self.reason, _MOST_WORDS))
+        if self.view is not None and self.view.id != self.previous.id + 1:
+            raise ConfigurationError(f"view {self.previous.id} can't be followed by view {self.view.id}.")
+
+    @property
+    def carries_over(self) -> bool:
+        """Whether rounds that are neither committed nor void continue in the next view; else they are void, too."""
+        return self.view is not None and not self.joined
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What a member has declared itself ready for. Others may have adopted it since."""
+
+    known: Count  # how much the member knew then; of two agreements, the one with the greater number was made later
+    following: NextView
+    # the sets of members that were to be ready for it when the member was: if any member has adopted it, all of one set
+    # were. A member adds one only if others are lost after it was ready and before any has adopted the view.
+    quorums: Annotated[frozenset[Ranks], Meta(max_length=32)]
+
+
+@dataclass(frozen=True)
+class Report:
+    """One rank's report on the end of a view."""
+
+    rank: Rank
+    view_id: Count
+    # pairs of replicas of which the first can't hear the second; for two joining replicas, as others report
+    unheard: _Pairs = frozenset()
+    # pairs of replicas of which the first hears the second, and has waited too long for its contribution, or found
+    # that it spoils rounds
+    behind: _Pairs = frozenset()
+    # pairs of replicas of which the first hears the second, but recently received nothing from it for several beats
+    unsteady: _Pairs = frozenset()
+    gone: _Replicas = frozenset()  # replicas whose process is known to have ended
+    joining: _Replicas = frozenset()  # replicas that want to be members of the next view
+    # replicas that have announced their leaving, and the inner step after which they leave; they are in ``gone`` as
+    # well
+    left: Annotated[frozenset[_LeftAt], Meta(max_length=_MOST_MEMBERS)] = frozenset()
+    left_commits: _LeftCommits = frozenset()  # the rounds that the leaving replicas have committed recently
+    step: Count = 0  # the number of inner steps that the rank has begun to synchronise
+    commits: Commits = field(default_factory=dict)  # the rounds that the rank has committed recently
+    void: RoundKeys = frozenset()  # the rounds that the rank has decided void recently
+    # rounds that the rank has voted for and not committed; disputed ones are in ``void`` as well
+    voted: Commits = field(default_factory=dict)
+    ready: bool = False  # whether the rank holds the same report from all that are to stay
+    agreed: Agreed | None = None  # what the rank is ready for, or was before it knew more; None: nothing yet
+
+    @property
+    def known(self) -> tuple[frozenset[object], ...]:
+        """The part of the report in which all ranks must agree."""
+        return self.unheard, self.behind, self.unsteady, self.gone, self.joining, self.left, self.left_commits
+
+    @property
+    def held(self) -> Commits:
+        """The rounds that the rank has voted for, committed or not."""
+        return {**self.voted, **self.commits}
+
+    @property
+    def claims(self) -> Commits:
+        """The last round of each fragment that the rank has committed; all members have decided the earlier ones."""
+        last = {fragment: (fragment, outer_step) for fragment, outer_step in sorted(self.commits)}
+        return {key: self.commits[key] for key in last.values()}
+
+    def covers(self, other: Report) -> bool:
+        """Return whether this report contains everything of ``other`` in which all ranks must agree."""
+        return all(more >= less for more, less in zip(self.known, other.known, strict=True))
+
+
+class News(TypedDict, total=False):
+    """What happened to a view.
+
+    ``unheard`` are replicas that this one can't hear, ``behind`` are replicas that it hears and whose contribution it
+    has awaited for too long, and ``apart`` are pairs of joining replicas without a connection to each other. The other
+    keys are those of a `Report`.
+    """
+
+    unheard: frozenset[int]
+    behind: frozenset[int]
+    apart: frozenset[tuple[int, int]]
+    gone: frozenset[int]
+    joining: frozenset[int]
+    left: frozenset[_LeftAt]
+    left_commits: _LeftCommits
+
+
+def believed(report: Report, mine: Report, view: View, *, sender: int, me: int, hears: Callable[[int], bool]) -> Report:
+    """Return the part of a report that this rank believes.
+
+    Every member speaks for itself: which members it can't hear, whose contribution it awaits, that it leaves. What a
+    report says of other replicas counts only if this rank does not hear them; else it waits for their own reports, or
+    for the end of their connections. So a member that lies can only claim not to hear others; if it accuses two, it is
+    the one to go.
+
+    Args:
+        report: the report as received.
+        mine: what this rank knows already.
+        view: the view that ends.
+        sender: the replica of the report's rank.
+        me: this replica.
+        hears: whether all ranks of a replica are connected and not declared lost.
+
+    >>> lie = Report(2, 0, unheard=frozenset({(0, 1), (2, 1)}), gone=frozenset({0, 1}))
+    >>> what = believed(lie, Report(0, 0), View.of(3), sender=2, me=0, hears={1, 2}.__contains__)
+    >>> sorted(what.unheard), sorted(what.gone)
+    ([(2, 1)], [])
+    """
+
+    agreed = report.agreed
+    if agreed is not None and agreed.known > sum(map(len, report.known)):
+        agreed = None
+    if agreed is not None and not could_follow(agreed.following, view, mine):
+        agreed = None
+    if mine.covers(report):  # the report holds nothing new
+        return report if agreed is report.agreed else replace(report, agreed=agreed)
+
+    def may_report_on(replica: int) -> bool:
+        return replica == sender or (replica != me and not hears(replica))
+
+    unheard = frozenset(
+        pair
+        # any member may report that two joiners don't hear each other: at worst they join one after the other
+        for pair in report.unheard
+        if pair in mine.unheard or may_report_on(pair[0]) or mine.joining.issuperset(pair)
+    )
+    left = frozenset(each for each in report.left if each in mine.left or may_report_on(each[0]))
+    fits = len(mine.left_commits | report.left_commits) <= _MOST_ROUNDS  # all of it is forwarded to all members
+    whole = fits and left and left == report.left
+    ended = mine.gone | {replica for replica, _ in left}
+    return replace(
+        report,
+        unheard=unheard,
+        behind=frozenset(pair for pair in report.behind if pair in mine.behind or may_report_on(pair[0])),
+        unsteady=frozenset(pair for pair in report.unsteady if pair in mine.unsteady or may_report_on(pair[0])),
+        gone=frozenset(each for each in report.gone if each in ended or (each != me and not hears(each))),
+        left=left,
+        left_commits=report.left_commits if whole else report.left_commits & mine.left_commits,
+        agreed=agreed,
+    )
+
+
+def could_follow(following: NextView, view: View, mine: Report) -> bool:
+    """Return whether ``following`` could follow ``view``, as far as this rank knows: it lacks no unaccused member.
+
+    Args:
+        following: what another member reports as agreed or adopted.
+        view: the view that ends.
+        mine: what this rank knows.
+    """
+    if following.view is None or following.previous != view:
+        return False
+    accused = {each for pair in mine.unheard | mine.behind for each in pair} | mine.gone
+    before, after = {*view.members}, {*following.view.members}
+    return before - after <= accused and after <= before | mine.joining

@@ -1,0 +1,219 @@
+"""The global state of a fragment, which all replicas agree on, and how the ranks of one replica decide together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diloco.algorithm import OuterOptimizer, OuterState, digest_state, measured_outer_step, named_parameters
+from diloco.errors import FragmentError
+from diloco.protocol import Average
+
+__all__ = ["GlobalState", "Greatest", "Measures", "greatest_of_ranks"]
+
+_LARGE_BYTES = 1 << 22  # a smaller state is hashed in less time than a thread takes to start
+
+Measures = Mapping[str, Any]
+"""The measures of an outer step by name; see `measured_outer_step`."""
+
+Greatest = Callable[[Sequence[float]], list[float]]
+"""Returns the greatest of all ranks of a replica for each number. All ranks must call it in the same order."""
+
+
+class GlobalState:
+    """The global parameters of a fragment and their outer state, which all replicas agree on.
+
+    Replicas of one process may share it if they take turns in one thread: the first to merge a round takes its outer
+    step. Any thread can copy it (`snapshot`) while the training thread changes it.
+
+    Attributes:
+        values: ``(numel,)`` float32, theta.
+        outer: The state of the outer optimizer.
+        finished_rounds: The number of rounds that are finished, committed or void.
+        version: A number that differs after every change.
+    """
+
+    def __init__(self, values: Tensor, optimizer: OuterOptimizer) -> None:
+        self.values = values
+        self.outer = optimizer.init(values)
+        self.finished_rounds = 0
+        self.version = 0
+        self.users = 0  # replicas of this process that use it
+        self._optimizer = optimizer
+        self._lock = threading.Lock()
+        self._hashing: _Hashing | None = None
+        self._last_mean: Tensor | None = None  # a sample of the last mean
+        # the last outer step: its number, its measures, and the values before it if a replica will need them
+        self._last: tuple[int, Measures, Tensor | None] = (-1, {}, None)
+        self._hash()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Hold off snapshots while the state changes."""
+        with self._lock:
+            if self._hashing is not None:
+                self._hashing.join()
+            self.version += 1
+            try:
+                yield
+            finally:
+                self._hash()
+
+    def digest(self) -> str:
+        """Return the digest of the values and the outer state. That of a large state was computed in a thread."""
+        return digest_state(self.values, self.outer) if self._hashing is None else self._hashing.digest()
+
+    def take_step(self, average: Average, *, telemetry: bool, keep: bool) -> tuple[Measures, Tensor | None]:
+        """Update ``global <- OuterOpt(global, mean)`` (Algorithm 2, line 11), once for all replicas that share it.
+
+        Args:
+            average: The mean pseudo-gradient of a round.
+            telemetry: Whether to measure the step.
+            keep: Whether to return the values before the step, ``(numel,)`` float32; else None.
+
+        Returns:
+            The measures by name, and the values before the step.
+        """
+        outer_step = average.round.outer_step
+        if self.users > 1 and self._last[0] == outer_step:
+            return self._last[1:]
+        with self.changing():
+            before = self.values.clone() if keep else None
+            mean = average.values.to(self.values.device)
+            measures: Measures = {}
+            if telemetry:
+                measures, self._last_mean = measured_outer_step(
+                    self._optimizer, mean, self.outer, self.values, self._last_mean
+                )
+            else:
+                self._optimizer.update(mean, self.outer, self.values)
+            self.finished_rounds = outer_step + 1
+        self._last = outer_step, measures, before if self.users > 1 else None
+        return measures, before
+
+    def count_void(self, outer_step: int) -> None:
+        """Count a round as finished that no replica applied."""
+        if self.finished_rounds <= outer_step:
+            with self.changing():
+                self.finished_rounds = outer_step + 1
+
+    def tensors(self) -> dict[str, Any]:
+        """Return the values and the outer state as nested state, without copying tensors."""
+        return {"global_params": self.values, "outer_step": self.outer.step, "slots": dict(self.outer.slots)}
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return a copy of the state together with its ``finished_rounds``."""
+        with self._lock, _settled(self.values.device):
+            slots = {name: values.clone() for name, values in self.outer.slots.items()}
+            return {
+                **self.tensors(),
+                "global_params": self.values.clone(),
+                "slots": slots,
+                "finished_rounds": self.finished_rounds,
+            }
+
+    def check(self, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], int]:
+        """Return the tensors and the outer step of a state of this fragment.
+
+        Raises:
+            FragmentError: if it belongs to another fragment or outer optimizer.
+        """
+        mine, theirs = self._named(self.values, self.outer.slots), self._named(state["global_params"], state["slots"])
+        shapes = [{name: tuple(values.shape) for name, values in tensors.items()} for tensors in (mine, theirs)]
+        if shapes[0] != shapes[1]:
+            raise FragmentError(
+                f"The state has the shapes {shapes[1]} instead of {shapes[0]}. It must come from the same model, "
+                "fragments and outer optimizer."
+            )
+        return theirs, int(state["outer_step"])
+
+    def load(self, state: Mapping[str, Any], finished_rounds: int, averages: Sequence[Average] = ()) -> None:
+        """Copy a state into this one, and take the outer steps of ``averages``, the rounds that it lacks.
+
+        Raises:
+            FragmentError: if it belongs to another fragment or outer optimizer. Nothing was changed.
+        """
+        theirs, outer_step = self.check(state)
+        with self.changing():
+            for name, values in self._named(self.values, self.outer.slots).items():
+                values.copy_(theirs[name])
+            self.outer.step = outer_step
+            for average in averages:
+                self._optimizer.update(average.values.to(self.values.device), self.outer, self.values)
+            self.finished_rounds = finished_rounds
+            self._last = (-1, {}, None)
+
+    def digest_of(self, state: Mapping[str, Any]) -> str:
+        """Return the digest of a received state that its holder would put into the header of a round."""
+        slots = {name: state["slots"][name] for name in self.outer.slots}
+        return digest_state(state["global_params"], OuterState(int(state["outer_step"]), slots))
+
+    def num_bytes(self) -> int:
+        """Return the number of bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in (self.values, *self.outer.slots.values()))
+
+    @staticmethod
+    def _named(values: Tensor, slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"global_params": values, **slots}
+
+    def _hash(self) -> None:
+        self._hashing = _Hashing(self.values, self.outer) if self.num_bytes() > _LARGE_BYTES else None
+
+
+class _Hashing(threading.Thread):
+    """Computes the digest of a global state, which must not change meanwhile, beside the training."""
+
+    def __init__(self, values: Tensor, outer: OuterState) -> None:
+        super().__init__(name="digest", daemon=True)
+        self._values, self._outer = values, outer
+        # the outer step may still be queued on the training's stream
+        self._changed = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
+        self._digest = ""
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            stream = torch.cuda.Stream(self._values.device) if self._changed else None  # type: ignore[no-untyped-call]  # of torch
+            with torch.cuda.stream(stream) if stream else nullcontext():
+                if stream and self._changed:
+                    stream.wait_event(self._changed)
+                self._digest = digest_state(self._values, self._outer)
+        except BaseException as error:  # raised where the digest is asked for
+            self._error = error
+
+    def digest(self) -> str:
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self._digest
+
+
+@contextmanager
+def _settled(device: torch.device) -> Iterator[None]:
+    """Wait for a GPU at both ends of a ``with`` block: other threads may change its memory on streams of their own."""
+    settle = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
+    settle(device)
+    yield
+    settle(device)
+
+
+def greatest_of_ranks(model: nn.Module) -> Greatest | None:
+    """Return `Greatest` for the ranks that shard the trainable parameters of a model, or None without shards."""
+    parameters = [parameter for parameter in named_parameters(model).values() if parameter.requires_grad]
+    mesh: Any = next((p.device_mesh for p in parameters if hasattr(p, "device_mesh")), None)
+
+    def greatest(values: Sequence[float]) -> list[float]:
+        import torch.distributed as dist
+
+        numbers = torch.tensor(values, dtype=torch.float64, device=mesh.device_type)
+        for dimension in range(mesh.ndim):
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
+        return [float(number) for number in numbers.tolist()]
+
+    return None if mesh is None else greatest

@@ -1,0 +1,268 @@
+"""The messages between ranks: one typed schema, and the only place where received bytes become values.
+
+A message is an object in MessagePack, whose field ``kind`` names its type. The types hold the bounds of every field, so
+what has been decoded is in range. No input raises anything but `MessageError`, and lengths are checked before anything
+is allocated. What depends on the state, such as how far ahead a round can be, the machine checks.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from diloco.algorithm import UNKNOWN_UPLINK, RoundId, Uplink
+from diloco.membership import Commits, Count, Digest, NextView, Rank, Ranks, Report, RoundKey, Vote, Words
+from diloco.protocol.registry import Entry
+from diloco.units import visible
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "Adopted",
+    "Beat",
+    "Change",
+    "Excluded",
+    "FactsMessage",
+    "GivenUp",
+    "Header",
+    "Introduce",
+    "Join",
+    "Leaving",
+    "Meet",
+    "Message",
+    "MessageError",
+    "Refused",
+    "Replaced",
+    "RoundVote",
+    "Speed",
+    "Store",
+    "Welcome",
+    "WireMessage",
+    "decode",
+    "encode",
+]
+
+PROTOCOL_VERSION = 12
+"""The version of the protocol, raised whenever a replica of the previous version would misread this one's messages."""
+
+_MOST_WORDS = 500
+_Values = Annotated[int, Meta(ge=0, le=1 << 48)]
+
+
+class MessageError(ValueError):
+    """A message does not conform to the protocol. Its sender is at fault, unlike for any other error."""
+
+
+class WireMessage(Struct, tag_field="kind", tag=str.lower, forbid_unknown_fields=True):
+    """A message that one process sends to another. Its texts for users are printable."""
+
+    def __post_init__(self) -> None:
+        for name in ("reason", "why", "withdrawn"):
+            if text := getattr(self, name, ""):
+                setattr(self, name, visible(text, _MOST_WORDS))
+
+
+_decoder_of = lru_cache(msgspec.msgpack.Decoder)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode(message: object) -> bytes:
+    """Return a message, or a part of one, as bytes."""
+    return _ENCODER.encode(message)
+
+
+def decode(data: bytes, expected: Any) -> Any:
+    """Return the message in ``data``, whose size the caller has bounded.
+
+    Args:
+        data: as `encode` returns it.
+        expected: a type of messages, or several as a union.
+
+    Raises:
+        MessageError: anything else.
+
+    >>> decode(encode(Excluded(3, "it is\\nlate")), Excluded | Beat)
+    Excluded(view=3, reason='it is\\\\nlate')
+    >>> decode(encode({"kind": "excluded", "view": -1, "reason": ""}), Excluded)
+    Traceback (most recent call last):
+        ...
+    diloco.protocol.wire.MessageError: Expected `int` >= 0 - at `$.view`
+    """
+    try:
+        return _decoder_of(expected).decode(data)
+    except (ValueError, RecursionError) as error:
+        raise MessageError(visible(str(error))) from None
+
+
+# Between any two processes.
+
+
+class Beat(WireMessage):
+    """A heartbeat."""
+
+
+class GivenUp(WireMessage, tag="given-up"):
+    """The sender ends the connection, as it has received nothing for too long."""
+
+
+class Replaced(WireMessage):
+    """Another process has taken the receiver's place."""
+
+
+class FactsMessage(WireMessage, tag="facts"):
+    """The arguments of a rank's training loop."""
+
+    entry: Entry
+    answer: bool = False  # whether the receiver has already sent its own
+
+
+class Join(WireMessage):
+    """The sender asks to become a member."""
+
+    entry: Entry
+    connected: Ranks = ()  # the ranks to which it is connected
+
+
+class Welcome(WireMessage):
+    """The receiver has become a member."""
+
+    following: NextView
+    note: Annotated[bytes, Meta(max_length=1 << 18)] = b""  # from the sender's owner to the receiver's
+
+    def __post_init__(self) -> None:
+        if self.following.view is None:
+            raise ValueError("the welcome names a view without members")
+
+
+class Refused(WireMessage):
+    """The receiver can't become a member, or take part."""
+
+    reason: Words
+    for_good: bool = False  # whether it need not ask again
+
+
+class Store(WireMessage):
+    """A short value for another part of the receiver."""
+
+    key: Annotated[str, Meta(max_length=200)]
+    value: Annotated[bytes, Meta(max_length=1 << 16)]
+
+
+# Of members alone.
+
+
+class Meet(WireMessage):
+    """The sender has reached a barrier, such as the end of a run, or the step at which it stops."""
+
+    name: Annotated[str, Meta(max_length=64)]
+    value: Count
+
+
+class Speed(WireMessage):
+    """How fast the sender trains."""
+
+    steps_per_s: Annotated[float, Meta(gt=0)]
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.steps_per_s):
+            raise ValueError("the number is not finite")
+
+
+class Introduce(WireMessage):
+    """The receiver should open a connection to a rank that can't open one to it."""
+
+    entry: Entry
+
+
+class Excluded(WireMessage):
+    """The sender's view continues, or has ended, without the receiver."""
+
+    view: Count
+    reason: Words
+
+
+class Header(WireMessage):
+    """A contribution without its payload."""
+
+    view: Count
+    round: RoundKey
+    numel: Count  # the number of values in the payload
+    weight: float  # the weight in the mean
+    base_weight: float  # the weight of a full window of the sender
+    digest: Digest  # digest of the sender's global parameters and outer state of the fragment
+    buffers: _Values | None = None  # number of floating-point buffer values sent with the payload, or None
+    integers: _Values | None = None  # number of integer buffer values sent with the payload, or None
+    withdrawn: Words = ""  # why the sender withdraws the contribution, or ""
+    # whether the sender is still adopting the fragment's state from a donor; its digest then does not count
+    taking_over: bool = False
+    # what the sender knows of its uplink, for the plan of the fragment's next round
+    uplink_bits_per_s: Count = UNKNOWN_UPLINK.bits_per_s
+    uplink_full: bool = UNKNOWN_UPLINK.full
+
+    @property
+    def id(self) -> RoundId:
+        """The round."""
+        return RoundId(*self.round)
+
+    @property
+    def uplink(self) -> Uplink:
+        """What the sender knows of its uplink."""
+        return Uplink(self.uplink_bits_per_s, self.uplink_full)
+
+
+class RoundVote(WireMessage, tag="vote"):
+    """A vote on a round."""
+
+    view: Count
+    round: RoundKey
+    vote: Vote
+    diverged: Ranks = ()  # replicas whose state differs from the majority's
+    donor: Rank | None = None  # a replica that has the majority's state
+
+    @property
+    def id(self) -> RoundId:
+        """The round."""
+        return RoundId(*self.round)
+
+
+class Change(WireMessage):
+    """A report on the end of a view, and the reason for the change."""
+
+    report: Report
+    why: Words
+
+    @property
+    def view(self) -> int:
+        """The view that ends."""
+        return self.report.view_id
+
+
+class Adopted(WireMessage):
+    """What followed a view, for a rank that is still in it."""
+
+    following: NextView
+
+    @property
+    def view(self) -> int:
+        """The view that ended."""
+        return self.following.previous.id
+
+
+class Leaving(WireMessage):
+    """The sender's replica leaves after inner step ``step``, and has recently committed ``commits``."""
+
+    view: Count
+    step: Count
+    commits: Commits = {}
+
+
+ViewMessage = Header | RoundVote | Change | Adopted | Leaving
+"""Messages about a view."""
+
+Message = (
+    Beat | GivenUp | Replaced | FactsMessage | Join | Welcome | Refused | Store | Meet | Speed | Introduce | Excluded
+) | ViewMessage
+"""All messages of a control connection."""

@@ -1,0 +1,508 @@
+"""Serving the state of fragments to other ranks, and fetching it from them, over connections of their own.
+
+Votes therefore never queue behind a state, and the donor's training continues. A rank that needs a state asks all
+donors for offers, and takes a snapshot that more of them hold than could be faulty: while there is none, because the
+donors finish a round one after the other, they are asked again. It then fetches the bytes from one of these donors, and
+continues at the next one where the last one stopped. What arrives must match the digest and be finite.
+
+::
+
+    fetcher  Fetch(fragment, after)
+    donor    Offer(...)                              see `state_wire`
+    fetcher  Fetch(fragment, after, snapshot, offset)
+    donor    Chunk(offset, checksum) and bytes, until all bytes are sent
+             Moved()                                 the snapshot no longer exists
+    or       Later(reason), Refused(reason)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+import xxhash
+
+from diloco.errors import TransportError
+from diloco.membership import Count, Digest, Words, byzantine_quorum
+from diloco.protocol import Entry, Refused, Rules, WireMessage
+from diloco.transport.address import Address
+from diloco.transport.base import SnapshotSource
+from diloco.transport.connections.backoff import Backoff
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, Streams, pack, read_frame
+from diloco.transport.peers.state_wire import Description, TensorBytes, describe, not_finite
+
+__all__ = ["StateTransfer"]
+
+T = TypeVar("T")
+
+MAX_CHUNK_BYTES, MAX_FETCHERS = 1 << 18, 4
+_IDLE_S = _STALLED_S = 30.0  # longest pause of a fetcher before its next request, and in reading
+_FRESH_S = 0.5  # age at which a snapshot of a state without versions is outdated
+_HELD_S, _KEPT_S = 10.0, 30.0  # how long a snapshot stays for a fetcher whose connection broke, and unused
+_SLOW_S = 15.0  # a donor that sends nothing for this long, or too little to finish in time, has failed once
+_MOST_FAILURES = 3
+_PAUSES_S = 0.05, 1.0
+_GRACE_S = 1.0  # a choice that is possible waits this long for more offers
+_CANCEL_AGAIN_S = 0.2
+
+
+class Fetch(WireMessage):
+    """The question what a donor holds, or for a snapshot from an offset on."""
+
+    fragment: Count
+    after: Count  # rounds that the state must include
+    snapshot: Digest = ""  # "": which one?
+    offset: Count = 0
+
+
+class Offer(WireMessage):
+    """A `Description` of a snapshot, which checks it."""
+
+    skeleton: Any
+    tensors: Any
+    bytes: Any
+    snapshot: Any
+
+
+class Chunk(WireMessage):
+    """A part of a snapshot, whose bytes follow."""
+
+    offset: Count
+    checksum: Digest
+
+
+class Moved(WireMessage):
+    """The snapshot no longer exists."""
+
+
+class Later(WireMessage):
+    """The donor can't answer now."""
+
+    reason: Words
+
+
+Answer = Offer | Chunk | Moved | Later | Refused
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """A copy of a fragment's state at one moment."""
+
+    version: object  # of the donor's state when it was copied
+    description: Description
+    values: TensorBytes  # the bytes of its tensors, which never change
+    users: int = 0  # connections over which it is being sent
+    held_until_s: float = -math.inf  # reserved until then for a fetcher whose connection broke
+    left_s: float = -math.inf  # when it was last used
+
+
+class StateTransfer:
+    """Serves and fetches the state of one rank."""
+
+    def __init__(self, rules: Rules, connections: ConnectionManager) -> None:
+        self.fetched_bytes = 0  # received in all fetches
+        self._rules = rules
+        self._connections = connections
+        self._source: SnapshotSource | None = None
+        self._version: Callable[[int], object] | None = None
+        self._snapshots: dict[int, Snapshot] = {}  # fragment -> its snapshot, one at a time
+        self._fetchers = 0
+        self._copying = asyncio.Lock()  # one copy at a time, to limit the donor's memory
+        connections.services[Fetch] = self._serve
+
+    def publish(self, source: SnapshotSource, version: Callable[[int], object] | None) -> None:
+        """Serve ``source``; see `Transport.publish`. ``version`` is called in the control thread."""
+        self._source, self._version = source, version
+
+    def fetch(
+        self,
+        fragment: int,
+        donors: Sequence[int],
+        after: int,
+        *,
+        members: Sequence[int],
+        entries: Mapping[int, Entry],
+        expected_bytes: int | None,
+    ) -> Mapping[str, Any]:
+        """Fetch the state of a fragment; see `Transport.fetch`.
+
+        Args:
+            after: Rounds that the state must include. A donor that has finished fewer is asked again.
+
+        Raises:
+            TransportError: No donor provides it in time; the error gives the reason for each donor.
+        """
+        rules, streams = self._rules, self._connections.streams
+        size = rules.ranks_per_replica
+        ranks = {donor: donor * size + rules.rank % size for donor in donors if donor != rules.replica}
+        there = {
+            donor: streams.address(entries[rank].address)
+            for donor, rank in ranks.items()
+            if donor in members and rank in entries
+        }
+        if not there:
+            raise TransportError(
+                f"replica {', '.join(map(str, donors))} was asked for fragment {fragment}, but the view "
+                f"{tuple(members)} has no such other member.",
+                replicas=donors,
+            )
+
+        def count(num_bytes: int) -> None:
+            self.fetched_bytes += num_bytes
+
+        # different fetchers, and different fragments, begin with different donors
+        start = (rules.replica + fragment) % len(there)
+        order = [*sorted(there)[start:], *sorted(there)[:start]]
+        fetch = _Fetch(streams, {donor: there[donor] for donor in order}, fragment, after, expected_bytes, count)
+        return self._connections.call(fetch.run(rules.round_timeout_s))
+
+    # Serving, in the control thread.
+
+    async def _serve(self, asked: Fetch, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer the requests of one connection until it ends."""
+        if self._fetchers >= MAX_FETCHERS:
+            await _write(writer, Later(f"it is serving {self._fetchers} others"))
+            return
+        self._fetchers += 1
+        try:
+            while True:
+                await self._answer(asked, writer)
+                async with asyncio.timeout(_IDLE_S):
+                    asked, _ = await read_frame(reader, Fetch)
+        except asyncio.IncompleteReadError:
+            pass  # the fetcher has what it wants
+        except BaseException:
+            writer.transport.abort()  # the fetcher requests again what it has not received
+            raise
+        finally:
+            self._fetchers -= 1
+
+    async def _answer(self, asked: Fetch, writer: asyncio.StreamWriter) -> None:
+        if not asked.snapshot:
+            await _write(writer, await self._offer(asked.fragment, asked.after))
+            return
+        snapshot = self._snapshots.get(asked.fragment)
+        if snapshot is None or snapshot.description.digest != asked.snapshot:
+            await _write(writer, Moved())
+            return
+        size_bytes = snapshot.values.size_bytes
+        if asked.offset >= size_bytes:
+            raise TransportError(f"byte {asked.offset} of {size_bytes} was requested")
+        snapshot.users += 1
+        try:
+            for start in range(asked.offset, size_bytes, MAX_CHUNK_BYTES):
+                data = snapshot.values.read(start, min(MAX_CHUNK_BYTES, size_bytes - start))
+                await _write(writer, Chunk(start, xxhash.xxh3_64_hexdigest(data)), data)
+        except BaseException:
+            snapshot.held_until_s = asyncio.get_running_loop().time() + _HELD_S
+            raise
+        finally:
+            snapshot.users -= 1
+            self._leave(asked.fragment, snapshot)
+
+    async def _offer(self, fragment: int, after: int) -> WireMessage:
+        try:
+            snapshot = await self._snapshot(fragment)
+        except TransportError as error:
+            return Refused(str(error))
+        except Exception as error:  # of the source
+            return Refused(f"{type(error).__name__}: {error}")
+        if snapshot is None:
+            return Later("it is still sending an earlier state")
+        finished = snapshot.description.finished_rounds
+        if finished is not None and finished < after:
+            return Later(f"it has finished {finished} of {after} rounds")
+        return Offer(**snapshot.description.to_message())
+
+    async def _snapshot(self, fragment: int) -> Snapshot | None:
+        """Return a snapshot of the current state, copied if necessary; None while an earlier one is being sent.
+
+        Raises:
+            TransportError: Nothing is published.
+            Exception: Any error that the source raises.
+        """
+        loop = asyncio.get_running_loop()
+        async with self._copying:
+            source = self._source
+            if source is None:
+                raise TransportError("it has published nothing")
+            version = (source, loop.time() // _FRESH_S if self._version is None else self._version(fragment))
+            before = self._snapshots.get(fragment)
+            if before is not None and before.version == version:
+                return before
+            if before is not None and (before.users or loop.time() < before.held_until_s):
+                return None
+            snapshot = Snapshot(version, *await loop.run_in_executor(None, lambda: describe(source(fragment))))
+            self._snapshots[fragment] = snapshot
+            self._leave(fragment, snapshot)
+            return snapshot
+
+    def _leave(self, fragment: int, snapshot: Snapshot) -> None:
+        """Drop a snapshot that is not used again for a while."""
+        loop = asyncio.get_running_loop()
+        snapshot.left_s = left_s = loop.time()
+
+        def drop() -> None:
+            if self._snapshots.get(fragment) is snapshot and snapshot.left_s == left_s and not snapshot.users:
+                del self._snapshots[fragment]
+
+        loop.call_later(_KEPT_S, drop)
+
+
+async def _write(writer: asyncio.StreamWriter, message: WireMessage, data: bytes = b"") -> None:
+    writer.write(pack(message, data))
+    async with asyncio.timeout(_STALLED_S):
+        await writer.drain()
+
+
+class _Dropped(Exception):
+    """The reason for which a donor is asked no more."""
+
+
+class _Fetch:
+    """One fetch of a fragment's state.
+
+    Args:
+        donors: replica -> its address, in the order in which they are to send.
+        expected_bytes: A larger state is refused; None: `state_wire.MAX_STATE_BYTES`.
+        count: Called with the number of bytes that have arrived.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        donors: Mapping[int, Address],
+        fragment: int,
+        after: int,
+        expected_bytes: int | None,
+        count: Callable[[int], object],
+    ) -> None:
+        self._streams = streams
+        self._donors = dict(donors)  # those that are left
+        self._trouble = dict.fromkeys(donors, "it has not answered")  # what each donor last failed at, or waits for
+        self._failures: Counter[int] = Counter()  # by donor, since it last sent something
+        self._fragment = fragment
+        self._after = after
+        self._expected_bytes = expected_bytes
+        self._count = count
+        self._alone = False  # whether one donor is to send everything, as one of several has sent wrong bytes
+        self._until_s = math.inf  # by the loop's clock
+        self._backoff = Backoff(*_PAUSES_S, seed=f"{os.getpid()} {fragment}")
+
+    async def run(self, timeout_s: float) -> dict[str, Any]:
+        """Return the state.
+
+        Raises:
+            TransportError: No donor provides it in time.
+        """
+        self._until_s = asyncio.get_running_loop().time() + timeout_s
+        try:
+            async with asyncio.timeout_at(self._until_s):
+                while True:
+                    offers = await self._offers()
+                    if (wanted := _choice(offers, len(self._donors))) is not None:
+                        holders = [donor for donor in self._donors if offers.get(donor) == wanted]
+                        if (state := await self._receive(wanted, holders)) is not None:
+                            return state
+                    if not self._donors:
+                        raise self._failed("none provided it")
+                    await asyncio.sleep(self._backoff.next_s())
+        except TimeoutError as error:
+            raise self._failed(f"none provided it within {timeout_s:g} s") from error
+
+    def _failed(self, what: str) -> TransportError:
+        """Return the error, which names every donor."""
+        replicas = sorted(self._trouble)
+        named = f"replicas {', '.join(map(str, replicas))} were" if len(replicas) > 1 else f"replica {replicas[0]} was"
+        reasons = "; ".join(f"replica {donor}: {self._trouble[donor]}" for donor in replicas)
+        return TransportError(
+            f"{named} asked for fragment {self._fragment}, and {what} ({reasons}). Nothing was adopted. Another donor "
+            "may have it.",
+            replicas=replicas,
+        )
+
+    def _drop(self, donor: int, why: str) -> None:
+        self._donors.pop(donor, None)
+        self._trouble[donor] = why
+
+    async def _visit(
+        self, donor: int, act: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[T]]
+    ) -> T | None:
+        """Open a connection to a donor and do something over it. Take note of a failure and return None."""
+        try:
+            async with asyncio.timeout(_SLOW_S):
+                reader, writer = await self._streams.open(self._donors[donor])
+            try:
+                return await act(reader, writer)
+            finally:
+                writer.close()
+        except _Dropped as why:
+            self._drop(donor, str(why))
+        except (OSError, EOFError, TransportError, ValueError) as error:
+            self._failures[donor] += 1
+            silent = f"it sent nothing for {_SLOW_S:g} s" if isinstance(error, TimeoutError) else ""
+            self._trouble[donor] = silent or str(error) or type(error).__name__
+            if self._failures[donor] >= _MOST_FAILURES:
+                self._drop(donor, f"{self._trouble[donor]} (at {self._donors[donor]})")
+        return None
+
+    async def _offers(self) -> dict[int, Description]:
+        """Ask all donors that are left what they hold. Who takes long is not waited for if enough others agree."""
+        offers: dict[int, Description] = {}
+
+        async def ask(donor: int) -> None:
+            if (offer := await self._visit(donor, partial(self._ask, donor))) is not None:
+                offers[donor] = offer
+
+        tasks = pending = {asyncio.create_task(ask(donor)) for donor in self._donors}
+        try:
+            while pending and not _choice(offers, len(self._donors), certain=True):
+                done, pending = await asyncio.wait(pending, timeout=_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+                if not done and _choice(offers, len(self._donors)) is not None:
+                    break
+        finally:
+            while waiting := [task for task in tasks if not task.done()]:
+                for task in waiting:  # repeatedly, as a library may swallow a cancellation
+                    task.cancel()
+                await asyncio.wait(waiting, timeout=_CANCEL_AGAIN_S)
+        for task in tasks:
+            if not task.cancelled():
+                task.result()  # raises an error of ours
+        return {donor: offer for donor, offer in offers.items() if donor in self._donors}
+
+    async def _ask(self, donor: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Description | None:
+        writer.write(pack(Fetch(self._fragment, self._after)))
+        message, _ = await self._read(reader)
+        if not isinstance(message, Offer):
+            self._take_reason(donor, message)
+            return None
+        try:
+            offer = Description.from_message(msgspec.structs.asdict(message), self._expected_bytes)
+        except TransportError as error:
+            raise _Dropped(str(error)) from error
+        finished = self._after if offer.finished_rounds is None else offer.finished_rounds
+        self._trouble[donor] = "it offered its state but has not sent all of it"
+        if finished < self._after:
+            self._trouble[donor] = f"it has finished {finished} of {self._after} rounds"
+            return None
+        return offer
+
+    def _take_reason(self, donor: int, message: Answer) -> None:
+        """Process an answer that holds no state: note its reason, or drop the donor."""
+        if not isinstance(message, Later | Moved):
+            words = message.reason if isinstance(message, Refused) else f"it answered {type(message).__name__}"
+            raise _Dropped(words)
+        self._failures[donor] = 0
+        self._trouble[donor] = message.reason if isinstance(message, Later) else "its state has changed in the meantime"
+
+    async def _read(self, reader: asyncio.StreamReader) -> tuple[Answer, bytes]:
+        async with asyncio.timeout(_SLOW_S):
+            return await read_frame(reader, Answer, MAX_MESSAGE_BYTES, MAX_CHUNK_BYTES)
+
+    async def _receive(self, wanted: Description, holders: Sequence[int]) -> dict[str, Any] | None:
+        """Fetch a snapshot from one donor after the other. Return None if none of them has all of it any more."""
+        try:
+            arrival = _Arrival(wanted)
+        except TransportError as error:
+            raise self._failed(str(error)) from error
+        waiting = deque(holders)
+        while not arrival.complete:
+            if not waiting:
+                return None
+            donor, before = waiting.popleft(), arrival.offset
+            moved = await self._visit(donor, partial(self._continue, donor, arrival))
+            if moved is None and donor in self._donors:
+                waiting.append(donor)
+                if arrival.offset == before:
+                    await asyncio.sleep(self._backoff.next_s())
+            if self._alone and not arrival.complete:
+                arrival = _Arrival(wanted)
+        bad = await asyncio.get_running_loop().run_in_executor(None, not_finite, arrival.state)
+        if arrival.digest == wanted.digest and not bad:
+            return arrival.state
+        self._alone = len(arrival.senders) > 1 and not bad
+        why = f"its {', '.join(bad)} hold NaN or infinity" if bad else f"it does not match the digest {wanted.digest}"
+        for donor in () if self._alone else holders if bad else arrival.senders or holders:
+            self._drop(donor, why)
+        return None
+
+    async def _continue(
+        self, donor: int, arrival: _Arrival, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bool:
+        """Receive what is missing. Return True if the donor no longer has the snapshot."""
+        clock = asyncio.get_running_loop()
+        began_s, began, size = clock.time(), arrival.offset, arrival.wanted.size_bytes
+        writer.write(pack(Fetch(self._fragment, self._after, arrival.wanted.digest, began)))
+        while not arrival.complete:
+            message, data = await self._read(reader)
+            if not isinstance(message, Chunk):
+                self._take_reason(donor, message)
+                return True
+            self._count(len(data))
+            arrival.put(message, data, donor)
+            self._failures[donor] = 0
+            self._backoff.reset()
+            lasted_s = clock.time() - began_s
+            if lasted_s > _SLOW_S and (size - arrival.offset) * lasted_s > (arrival.offset - began) * (
+                self._until_s - clock.time()
+            ):
+                raise TransportError(f"it was too slow: {arrival.offset - began} bytes in {lasted_s:.1f} s")
+        return False
+
+
+class _Arrival:
+    """A state that is arriving.
+
+    Raises:
+        TransportError: There is not enough memory.
+    """
+
+    def __init__(self, wanted: Description) -> None:
+        self.wanted = wanted
+        self.state, self._values = wanted.allocate()
+        self.offset = 0  # all bytes before it have arrived
+        self.senders: set[int] = set()
+        self._digest = wanted.begin_digest()
+
+    @property
+    def complete(self) -> bool:
+        return self.offset == self.wanted.size_bytes
+
+    @property
+    def digest(self) -> str:
+        """The digest of what has arrived."""
+        return self._digest.hexdigest()
+
+    def put(self, chunk: Chunk, data: bytes, sender: int) -> None:
+        """Add a chunk; raise `TransportError` unless it is undamaged and holds the next bytes."""
+        if chunk.offset != self.offset or not 0 < len(data) <= self.wanted.size_bytes - self.offset:
+            raise TransportError(f"{len(data)} bytes at {chunk.offset} arrived where byte {self.offset} was next")
+        if chunk.checksum != xxhash.xxh3_64_hexdigest(data):
+            raise TransportError(f"bytes {self.offset} to {self.offset + len(data)} were damaged in transit")
+        self._values.write(self.offset, data)
+        self._digest.update(data)
+        self.offset += len(data)
+        self.senders.add(sender)
+
+
+def _choice(offers: Mapping[int, Description], donors: int, *, certain: bool = False) -> Description | None:
+    """Return the snapshot that more of the donors offer than could be faulty, or None.
+
+    If there are two such snapshots, it is the one with more finished rounds.
+
+    Args:
+        donors: the number of donors.
+        certain: Whether no answer that is still to come could change the choice.
+    """
+    times = Counter(offer.key for offer in offers.values())
+    least = donors // 2 + 1 if certain else byzantine_quorum(donors)
+    common = [offers[donor] for donor in sorted(offers) if times[offers[donor].key] >= least]
+    return max(common, key=lambda offer: (offer.finished_rounds or 0, times[offer.key]), default=None)
