@@ -37,8 +37,9 @@ _REPLICA = re.compile(r"replica-(\d+)\Z")  # a replica's part of a checkpoint; i
 def save_session(session: Session, folder: Path, keep: int) -> Path:
     """Save the state that the session needs to resume. Call it on all ranks of a replica.
 
-    Part ``replica-M-values`` has the named tensors of replica M, ``replica-M`` what else its ranks have in common, and
-    ``replica-M-own-S`` what only its rank S can use. Another number of ranks can load the first two.
+    Parts ``global`` and ``outer`` have what all replicas agree on, ``replica-M-values`` the named tensors of replica M,
+    ``replica-M`` what else its ranks have in common, and ``replica-M-own-S`` what only its rank S can use. Another
+    number of ranks can load all but the last.
 
     Args:
         folder: the checkpoints folder.
@@ -48,8 +49,9 @@ def save_session(session: Session, folder: Path, keep: int) -> Path:
         CheckpointError: if saving failed. Earlier complete checkpoints are unchanged.
     """
     run = {"totals": vars(session.totals), "transport": session.fleet.state_dict(), "random": process_random()}
-    parts: dict[str, Any] = {"run": run, "global": session.global_params()}
-    if rest := rest_of_state(session.replicas[0].model, session.replicas[0].state.parameters):
+    first = session.replicas[0].state
+    parts: dict[str, Any] = {"run": run, "global": first.global_params(), "outer": first.outer_state()}
+    if rest := rest_of_state(session.replicas[0].model, first.parameters):
         parts[REST] = rest
     own = {}
     for replica in session.replicas:
