@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import tempfile
 from collections.abc import Callable
@@ -39,10 +40,12 @@ from diloco.model import (
     DecoderSettings,
     LanguageModel,
     LossChunks,
+    ModelSettings,
     Transformer,
     attend,
     block_mask,
     boolean_mask,
+    build_language_model,
     build_model,
     document_numbers,
 )
@@ -172,6 +175,30 @@ def documents(sizes: Sizes, device: torch.device) -> str:
         attended = attend(heads[0], heads[1], heads[2], mask, grouped=True)
         results.append([attended.detach(), *torch.autograd.grad(attended.square().sum(), heads)])
     return _below(_largest_error(results[1], results[0]), 1e-3)
+
+
+def packed(sizes: Sizes, device: torch.device) -> str:
+    """Compare the kernels that need no dense mask with the one that does, in a Llama of transformers."""
+    _require_cuda(device)
+    from transformers import LlamaConfig
+
+    length = sizes.check_tokens
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=512
+    )
+    kernels = ["sdpa", "flex_attention", *(["flash_attention_2"] if importlib.util.find_spec("flash_attn") else [])]
+    tokens = torch.randint(40, (4, length), generator=torch.Generator().manual_seed(0)).to(device)
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        for kernel in kernels:
+            settings = ModelSettings(source=f"hf:{folder}", arguments={"attn_implementation": kernel})
+            model = build_language_model(settings, seed=0, device=device)
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model.loss(tokens, tokens.roll(-1, 1), document_numbers(tokens, 7)).loss
+            torch.autograd.backward(loss)
+            results.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    return f"{', '.join(kernels)}: {_below(max(_largest_error(each, results[0]) for each in results[1:]), 3e-2)}"
 
 
 def compiled(sizes: Sizes, device: torch.device) -> str:
@@ -388,6 +415,7 @@ CHECKS: dict[str, Callable[[Sizes, torch.device], str]] = {
     "flash attention is taken": flash,
     "the loss in chunks": chunks,
     "documents by FlexAttention": documents,
+    "documents in models of transformers": packed,
     "compiled blocks": compiled,
     "bad gradients are never applied": masked_step,
     "the float16 scaler": scaler,

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.markdown import table, write_below
 from diloco.algorithm import SyncSchedule, make_codec, plan_exchange
-from diloco.plan import Cluster, Workload, outer_traffic, simulate_cycles
+from diloco.plan import Cluster, Exchange, Workload, simulate_cycles
 from diloco.transport import Link, streams_to_each
 
 HERE = Path(__file__).parent
@@ -82,8 +82,9 @@ def utilization(codec: str, rate: float, inner_steps: int, overlap_steps: int, n
         fragments = min(workload.default_fragments, inner_steps)
         schedule = SyncSchedule(inner_steps=inner_steps, num_fragments=fragments, overlap_steps=overlap_steps)
         cluster = Cluster.of([Link(rate, 0.04)] * number, workload.step_time_s)
-        traffic = outer_traffic(schedule, workload.fragment_sizes(fragments), make_codec(codec), number)
-        run = simulate_cycles(traffic, cluster, cycles=4)
+        sizes = workload.fragment_sizes(fragments)
+        exchange = Exchange(schedule=schedule, fragment_sizes=sizes, codec=make_codec(codec))
+        run = simulate_cycles(exchange.traffic(number), cluster, cycles=4)
         about = {"model": name, "codec": codec, "bandwidth_bits_per_s": rate, "inner_steps": inner_steps}
         rows.append(about | {"replicas": number, "compute_utilization": float(run.compute_utilization)})
     return rows

@@ -12,7 +12,7 @@ import torch
 from diloco.config import Configuration, load_configuration
 from diloco.data import build_corpus
 from diloco.model import build_model
-from diloco.plan import Cluster, outer_traffic, simulate
+from diloco.plan import Cluster, Exchange, simulate
 from diloco.train import (
     Fleet,
     Session,
@@ -77,6 +77,7 @@ def _predict(settings: Configuration) -> dict[str, float]:
     model, replicas = build_model(settings.model.decoder, seed=0, device="meta"), settings.network.replicas
     sizes = [fragment.numel for fragment in make_fragments(settings.sync, model)]
     codec = make_configured_codec(settings.sync)
-    traffic = outer_traffic(make_schedule(settings), sizes, codec, replicas)
+    exchange = Exchange(schedule=make_schedule(settings), fragment_sizes=tuple(sizes), codec=codec)
+    traffic = exchange.traffic(replicas)
     result = simulate(traffic, Cluster.of(make_links(settings), settings.emulate.step_time[0]), steps=STEPS, drain=True)
     return {"compute_utilization": float(result.compute_utilization), "wall_s": float(result.wall_s)}

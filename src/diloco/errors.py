@@ -19,6 +19,7 @@
     ├── DataError                     text, tokens or shards that cannot be read or are too few
     │   └── NoDataError               the named data is missing or empty; also a ConfigurationError
     └── CheckpointError               a checkpoint that is missing, incomplete, damaged or of another kind
+        └── NoCheckpointError             the named folder does not exist; also a ConfigurationError
 
 An error message says what was given, what would work and, if that is not obvious, what happens now.
 """
@@ -130,6 +131,10 @@ class NoDataError(ConfigurationError, DataError):
 
 class CheckpointError(DiLoCoError):
     """A checkpoint is missing, incomplete, damaged, or of another kind than the one asked for."""
+
+
+class NoCheckpointError(ConfigurationError, CheckpointError):
+    """The named checkpoint or run folder does not exist."""
 
 
 def nearest(given: str, known: Iterable[str]) -> str:

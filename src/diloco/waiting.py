@@ -7,11 +7,8 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Literal
-
-from diloco.units import format_bytes
 
 LOGGER = logging.getLogger("diloco.waiting")
 """The logger of the reports. It warns, so that a program that has not configured logging prints them to stderr."""
@@ -68,30 +65,8 @@ def waiting_for(subject: Callable[[], str], limit_s: float = math.inf) -> Iterat
 
 
 @contextmanager
-def fetching(place: str, kind: Literal["models", "datasets"]) -> Iterator[None]:
-    """Report the enclosed block as a download of ``place`` from the Hugging Face hub, with the bytes received so far.
-
-    Args:
-        place: a name on the hub. An existing path is not downloaded, so nothing is reported for it.
-    """
-    if Path(place).expanduser().exists():
+def fetching(place: str) -> Iterator[None]:
+    """Report the enclosed block as a wait for ``place`` of the Hugging Face hub, unless that is an existing path."""
+    here = Path(place).expanduser().exists()
+    with nullcontext() if here else waiting_for(lambda: f"{place} from the Hugging Face hub"):
         yield
-        return
-    from huggingface_hub import constants
-
-    cache = Path(constants.HF_HUB_CACHE, f"{kind}--{place.replace('/', '--')}", "blobs")
-    before_bytes = _size_bytes(cache)
-
-    def subject() -> str:
-        return f"{place} from {constants.ENDPOINT} ({format_bytes(_size_bytes(cache) - before_bytes)} received)"
-
-    with waiting_for(subject):
-        yield
-
-
-def _size_bytes(folder: Path) -> int:
-    size_bytes = 0
-    for file in folder.glob("*"):
-        with suppress(OSError):  # a finished download is renamed meanwhile
-            size_bytes += file.stat().st_size
-    return size_bytes

@@ -87,6 +87,11 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
             "or a checkpoint in one, but it does not exist",
         ),
         (["train", "--resume", "."], "there is no config.toml in it"),
+        (["evaluate", "absent"], "absent does not exist. Use a run folder"),
+        (["generate", "absent"], "absent does not exist. Use a run folder"),
+        (["export", "absent", "--out", "x"], "absent does not exist. Use a run folder"),
+        (["status", "absent"], "absent does not exist. Use a run folder"),
+        (["watch", "absent"], "absent does not exist. Give the folder of a run"),
         (["train", "--fragments", "11", "--inner-steps", "10"], "for a model of 4 layers. Use 1 to 5"),
         (["export", "a", "b"], "too many arguments: b; it is now --out PLACE."),
         (["export", "a"], "diloco: missing argument --out PATH: Folder (hf, adapter) or file"),
@@ -147,7 +152,7 @@ def test_exit_codes(
     call_command(monkeypatch, fail)
     assert main(["presets"]) == code
     assert capsys.readouterr().err == words
-    assert main(["presets", "--debug"]) == code
+    assert main(["--debug", "presets"]) == code
     assert ("Traceback" in capsys.readouterr().err) == isinstance(error, DiLoCoError)
 
 

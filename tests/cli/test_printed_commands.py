@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.cli import COMMANDS, main
+from diloco.cli import COMMANDS, PLACES, main
 from tests.cli.runs import SMALL
 
 ELSEWHERE = re.compile("203[.]0|10[.]0[.]0|hf:|llama|mine|--measure|runs/[abc] |relay|stride")
@@ -22,9 +22,14 @@ LONG = ("diloco train", "diloco train run.toml", "diloco train --algorithm", "di
 
 def of_help() -> list[str]:
     """Return the examples of all help texts that need no other machine and no long training."""
-    texts = [importlib.import_module(f"diloco.cli.{command}") for command in COMMANDS if command != "train"]
+    modules = [f"diloco.cli.{PLACES.get(command, command)}" for command in COMMANDS if command != "train"]
+    values = [value for name in dict.fromkeys(modules) for value in vars(importlib.import_module(name)).values()]
+    texts = dict.fromkeys(value if isinstance(value, str) else value.__doc__ or "" for value in values)
     lines = [
-        line.strip() for text in texts for line in text.DESCRIPTION.splitlines() if re.match(r"  .*diloco \w", line)
+        line.strip()
+        for text in texts
+        for line in text.partition("Examples:")[2].splitlines()
+        if re.match(r"  .*diloco \w", line)
     ]
     lines += ["diloco train --resume runs/streaming-tiny", "diloco train --preset tiny --data notes --print-config"]
     commands = [re.split(r" {3,}", line)[0].replace("00300", "00006").replace("300", "6") for line in lines]

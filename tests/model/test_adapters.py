@@ -188,5 +188,5 @@ def test_targets_that_are_not_there_are_refused_with_those_that_are(llama: Path)
 
 def test_quantised_weights_need_bitsandbytes(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(ConfigurationError, match="bitsandbytes"):
+    with pytest.raises(ConfigurationError, match="pip install bitsandbytes, or use"):
         build_language_model(ModelSettings(source=f"hf:{llama}", lora_rank=2, quantization="nf4"), seed=0)

@@ -1,38 +1,110 @@
-"""The native decoder: its properties, counts, initialisation, and learning."""
+"""The native decoder: against plain NumPy, its initial values, and every way of running it."""
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from diloco.model import DecoderSettings, build_model, cross_entropy_with_z_loss
+from diloco.errors import ConfigurationError
+from diloco.model import (
+    DecoderSettings,
+    KeyValueCache,
+    Transformer,
+    attend,
+    block_mask,
+    boolean_mask,
+    build_model,
+    cross_entropy_with_z_loss,
+    document_numbers,
+)
 from tests.model.decoders import SMALL, build_uneven, every_variant, random_tokens
 
-# --- properties -------------------------------------------------------------------------------------------------------
+END = 9
+
+
+def reference_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
+    normed: np.ndarray = weight * x / np.sqrt((x**2).mean() + epsilon)
+    return normed
+
+
+def reference_rotate(x: np.ndarray, position: int, theta: float) -> np.ndarray:
+    """Rotate pair i of a head, (x[i], x[i + half]), by position * theta^(-2i / head width)."""
+    half, turned = len(x) // 2, np.empty_like(x)
+    for i in range(half):
+        angle = position * theta ** (-2 * i / len(x))
+        turned[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
+        turned[i + half] = x[i] * math.sin(angle) + x[i + half] * math.cos(angle)
+    return turned
+
+
+def reference_logits(model: Transformer, tokens: list[int]) -> np.ndarray:
+    """Compute one sequence, one position and one head at a time, in float64."""
+    s = model.settings
+    w = {name: value.double().numpy() for name, value in model.state_dict().items()}
+    head_width, group = s.width // s.heads, s.heads // (s.kv_heads or s.heads)
+    stream = [w["model.embed_tokens.weight"][token] for token in tokens]
+    for layer in range(s.layers):
+        p = f"model.layers.{layer}."
+        normed = [reference_norm(x, w[p + "input_layernorm.weight"], s.norm_epsilon) for x in stream]
+        heads: dict[str, list[list[np.ndarray]]] = {"q": [], "k": [], "v": []}
+        for kind, rows in heads.items():
+            for position, x in enumerate(normed):
+                row = list((w[f"{p}self_attn.{kind}_proj.weight"] @ x).reshape(-1, head_width))
+                if s.qk_norm and kind != "v":
+                    row = [reference_norm(h, w[f"{p}self_attn.{kind}_norm.weight"], s.norm_epsilon) for h in row]
+                if kind != "v":
+                    row = [reference_rotate(h, position, s.rope_theta) for h in row]
+                rows.append(row)
+        for t in range(len(tokens)):
+            outputs = []
+            for h in range(s.heads):
+                scores = np.array([heads["q"][t][h] @ heads["k"][u][h // group] for u in range(t + 1)])
+                weights = np.exp(scores / math.sqrt(head_width))
+                weights /= weights.sum()
+                outputs.append(sum(weights[u] * heads["v"][u][h // group] for u in range(t + 1)))
+            stream[t] = stream[t] + w[p + "self_attn.o_proj.weight"] @ np.concatenate(outputs)
+        for t, x in enumerate(stream):
+            x = reference_norm(x, w[p + "post_attention_layernorm.weight"], s.norm_epsilon)
+            up = w[p + "mlp.up_proj.weight"] @ x
+            if s.ffn == "swiglu":
+                gate = w[p + "mlp.gate_proj.weight"] @ x
+                hidden = gate / (1 + np.exp(-gate)) * up
+            else:
+                hidden = 0.5 * up * (1 + np.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
+            stream[t] = stream[t] + w[p + "mlp.down_proj.weight"] @ hidden
+    head = w["model.embed_tokens.weight" if s.tie_embeddings else "lm_head.weight"]
+    return np.stack([head @ reference_norm(x, w["model.norm.weight"], s.norm_epsilon) for x in stream])
 
 
 @every_variant
-def test_a_later_token_changes_no_earlier_logits(settings: DecoderSettings) -> None:
-    model, tokens = build_uneven(settings), random_tokens(1, 16)
-    changed = tokens.clone()
-    changed[0, 9] = (changed[0, 9] + 1) % 31
-    before, after = model(tokens), model(changed)
-    assert torch.equal(before[0, :9], after[0, :9])
-    assert (before[0, 9:] != after[0, 9:]).any(dim=1).all()  # and every later token sees it
+def test_logits_equal_a_plain_reference(settings: DecoderSettings) -> None:
+    model, tokens = build_uneven(settings), random_tokens(2, 16)
+    logits = model(tokens).detach().numpy()
+    for row in range(2):
+        expected = reference_logits(model, tokens[row].tolist())
+        np.testing.assert_allclose(logits[row], expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
 
 
-def test_attention_depends_on_distances_only() -> None:
-    """Rotary positions: tokens at positions 7 to 10 give the same logits as at 0 to 3."""
-    model = build_uneven(replace(SMALL, layers=1))
-    decoder, tokens = model.model, random_tokens(1, 4)
-    cosine, sine = decoder.rotary_cosine, decoder.rotary_sine
-    at_0 = model(tokens)
-    decoder.rotary_cosine, decoder.rotary_sine = cosine[7:], sine[7:]
-    torch.testing.assert_close(model(tokens), at_0, rtol=1e-4, atol=1e-4)
-    decoder.rotary_cosine, decoder.rotary_sine = cosine[::2], sine[::2]  # twice as far apart
-    assert (model(tokens) - at_0).abs().max() > 0.01
+@every_variant
+def test_loss_equals_a_plain_reference(settings: DecoderSettings) -> None:
+    model, tokens, targets = build_uneven(settings), random_tokens(2, 9), random_tokens(2, 9, seed=1)
+    cross_entropies, squares = [], []
+    for row in range(2):
+        for logits, target in zip(reference_logits(model, tokens[row].tolist()), targets[row], strict=True):
+            log_partition = math.log(np.exp(logits).sum())
+            cross_entropies.append(log_partition - logits[target])
+            squares.append(log_partition**2)
+    parts = model.loss(tokens, targets)
+    assert parts.cross_entropy.item() == pytest.approx(np.mean(cross_entropies), rel=1e-5)
+    assert parts.loss.item() == pytest.approx(np.mean(cross_entropies) + settings.z_loss * np.mean(squares), rel=1e-5)
+    assert not parts.cross_entropy.requires_grad
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.3])
@@ -62,15 +134,16 @@ def test_flops_are_six_per_weight_and_the_attended_products() -> None:
     assert build_model(SMALL, seed=0).flops_per_token() == build_model(SMALL, seed=0).flops_per_token(16)
 
 
-# --- initialisation ---------------------------------------------------------------------------------------------------
-
-
 def test_the_seed_decides_every_bit_and_the_global_generator_none() -> None:
     state = torch.random.get_rng_state()
     first, again, other = (build_model(SMALL, seed=seed).state_dict() for seed in (3, 3, 4))
     assert torch.equal(state, torch.random.get_rng_state())
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in first if "norm" not in name)
+    shapes = build_model(SMALL, seed=0, device="meta")  # to be filled in shards
+    values = dict(shapes.initial_values(torch.Generator().manual_seed(3)))
+    assert values.keys() == first.keys()
+    assert all(torch.equal(first[name], value) for name, value in values.items())
 
 
 def test_initial_scales() -> None:
@@ -84,3 +157,108 @@ def test_initial_scales() -> None:
         "model.layers.3.mlp.down_proj.weight": 400**-0.5 / 4,
     }.items():
         assert model.get_parameter(name).std().item() == pytest.approx(expected, rel=0.03), name
+
+
+@every_variant
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_stays_near_float32(settings: DecoderSettings, dtype: torch.dtype) -> None:
+    model, tokens, targets = build_model(settings, seed=0), random_tokens(2, 16), random_tokens(2, 16, seed=1)
+    exact = model.loss(tokens, targets)
+    with warnings.catch_warnings(), torch.autocast("cpu", dtype=dtype):
+        warnings.simplefilter("error")
+        assert model(tokens).dtype == dtype
+        parts = model.loss(tokens, targets)
+    assert parts.loss.dtype == parts.cross_entropy.dtype == torch.float32
+    assert parts.cross_entropy.item() == pytest.approx(exact.cross_entropy.item(), abs=0.02)
+    torch.autograd.backward(parts.loss)
+    assert all(
+        p.grad is not None and p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters()
+    )
+
+
+@every_variant
+def test_a_cache_gives_the_logits_of_the_full_forward(settings: DecoderSettings) -> None:
+    model, tokens = build_uneven(settings), random_tokens(3, 16)
+    cache = KeyValueCache(settings)
+    with torch.no_grad():
+        full = model(tokens)
+        # a prompt, one token, several at once, and one at a time up to the last position
+        pieces = [model(piece, cache) for piece in torch.split(tokens, [5, 1, 4, 1, 1, 1, 1, 1, 1], dim=1)]
+    assert cache.length == 16
+    torch.testing.assert_close(torch.cat(pieces, 1), full, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ConfigurationError, match="sequence of 17 tokens"):
+        model(tokens[:, :1], cache)
+
+
+def test_no_graph_breaks() -> None:
+    torch._dynamo.reset()
+    model = build_model(replace(SMALL, layers=1, kv_heads=2, qk_norm=True, z_loss=1e-4), seed=0)
+    tokens, targets = random_tokens(2, 8), random_tokens(2, 8, seed=1)
+    compiled = torch.compile(model.loss, backend="eager", fullgraph=True)
+    with warnings.catch_warnings():
+        # torch's tracer instantiates every autograd function it meets and warns about it
+        warnings.filterwarnings("ignore", message=".*should not be instantiated", category=DeprecationWarning)
+        loss = compiled(tokens, targets).loss
+    torch.testing.assert_close(loss, model.loss(tokens, targets).loss)
+    torch.autograd.backward(loss)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"width": 25}, "heads of width 4.16667"),
+        ({"heads": 8}, "heads of width 3, but rotary positions need an even"),
+        ({"kv_heads": 4}, "must divide model.arguments.heads=6"),
+        ({"rope_theta": 0.0}, r"model\.arguments\.rope_theta must be positive, got 0\.0"),
+    ],
+)
+def test_sizes_that_cannot_work(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        replace(SMALL, **change)
+
+
+@pytest.fixture
+def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Allow FlexAttention's backward pass on the CPU, which torch refuses because it is slow; silence its warning."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *heads: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def model() -> Transformer:
+    return build_model(DecoderSettings(layers=2, width=16, heads=2, ffn_width=32, vocab_size=11, qk_norm=True), seed=0)
+
+
+def test_a_document_has_the_logits_that_it_has_alone() -> None:
+    # rotary positions are relative, so the beginning of a document does not matter
+    documents = [[1, 2, 3, END], [4, END], [5, 6, 7]]
+    packed = torch.tensor([[token for document in documents for token in document]])
+    with torch.no_grad():
+        together = model()(packed, documents=document_numbers(packed, END))[0]
+        alone = torch.cat([model()(torch.tensor([document]))[0] for document in documents])
+    torch.testing.assert_close(together, alone)
+
+
+def test_the_loss_sees_what_the_logits_see() -> None:
+    packed = torch.tensor([[1, 2, END, 3, 4, 5]])
+    inputs, targets = packed[:, :-1], packed[:, 1:]
+    documents = document_numbers(inputs, END)
+    parts = model().loss(inputs, targets, documents)
+    expected = torch.nn.functional.cross_entropy(model()(inputs, documents=documents)[0], targets[0])
+    torch.testing.assert_close(parts.cross_entropy, expected)
+
+
+@pytest.mark.usefixtures("flex_on_cpu")
+def test_flex_attention_attends_as_the_boolean_mask_says() -> None:
+    """The mask for CUDA, with torch's uncompiled reference: values and gradients, grouped heads, uneven blocks."""
+    tokens = torch.randint(10, (2, 150), generator=torch.Generator().manual_seed(0))
+    numbers = document_numbers(tokens, END)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 4, 150, 8), (2, 2, 150, 8), (2, 2, 150, 8))
+    heads = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    found = []
+    for mask in (block_mask(numbers), boolean_mask(numbers)):
+        attended = attend(heads[0], heads[1], heads[2], mask, grouped=True)
+        found.append([attended.detach(), *torch.autograd.grad(attended.square().sum(), heads)])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)

@@ -69,7 +69,7 @@ def test_nearly_all_cells_are_the_published_ones() -> None:
     away = []  # points of the grid between the first bandwidth that suffices and the published one
     for (name, method), row in PUBLISHED.items():
         cluster = Cluster.of([Link()] * 2, MODELS[name].step_time_s)
-        cluster = replace(cluster, bandwidth_bits_per_s=1e9 * GRID[:, None])
+        cluster = replace(cluster, links=replace(cluster.links, bandwidth_bits_per_s=1e9 * GRID[:, None]))
         reached = simulate_cycles(traffic(MODELS[name], method), cluster).compute_utilization
         for target, published in zip(TARGETS, row, strict=True):
             point = int(np.argmin(np.abs(np.log(GRID / published))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.algorithm import Contribution, RoundId, Send, SyncSchedule, make_codec
+from diloco.algorithm import Codec, Contribution, RoundId, Send, SyncSchedule, Uplink, make_codec
 from diloco.errors import ConfigurationError
 from diloco.model import get_preset
-from diloco.plan import Cluster, Overheads, Simulated, Workload, outer_traffic, simulate, simulate_cycles
+from diloco.plan import Cluster, Exchange, Overheads, Simulated, Traffic, Workload, simulate, simulate_cycles
 from diloco.transport import InProcessTransport, Link, Pending, VirtualNetwork
 
 FP4, FLOAT32 = make_codec("fp4"), make_codec("float32")
+
+
+def outer_traffic(
+    schedule: SyncSchedule, sizes: Sequence[int], codec: Codec, replicas: int, uplinks: Sequence[Uplink] = ()
+) -> Traffic:
+    return Exchange(schedule=schedule, fragment_sizes=tuple(sizes), codec=codec).traffic(replicas, uplinks)
 
 
 @st.composite
@@ -189,7 +196,8 @@ def test_overheads_are_no_compute() -> None:
 def test_scenarios_do_not_touch_each_other() -> None:
     schedule = SyncSchedule(inner_steps=8, num_fragments=2, overlap_steps=2)
     traffic, rates = outer_traffic(schedule, [900, 1200], FP4, 3), np.array([1e4, 1e5])
-    every = dataclasses.replace(Cluster.of([Link()] * 3, 0.1), bandwidth_bits_per_s=rates[:, None])
+    every = Cluster.of([Link()] * 3, 0.1)
+    every = dataclasses.replace(every, links=dataclasses.replace(every.links, bandwidth_bits_per_s=rates[:, None]))
     together = simulate(traffic, every, steps=40)
     for index, rate in enumerate(rates):
         one = simulate(traffic, Cluster.of([Link(rate)] * 3, 0.1), steps=40)

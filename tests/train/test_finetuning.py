@@ -152,9 +152,9 @@ REFUSED: tuple[tuple[list[str], str], ...] = (
     ([], "diloco finetune needs a model"),
     (["llama"], "diloco finetune needs conversations"),
     (["run.toml", "--data", "a.jsonl"], "use `diloco train run.toml`"),
-    (["llama", "--data", "a.jsonl", "--full", "--lora-rank", "8"], "--full trains all weights"),
-    (["--resume", "runs/a", "--full"], "--resume runs/a cannot be combined with"),
-    (["llama", "--data", "a.jsonl", "--epochs", "1", "--steps", "5"], "both given"),
+    (["llama", "--data", "a.jsonl", "--full", "--lora-rank", "8"], "--full can't be combined with --lora-rank"),
+    (["--resume", "runs/a", "--full"], "--resume can't be combined with a model"),
+    (["llama", "--data", "a.jsonl", "--epochs", "1", "--steps", "5"], "--epochs can't be combined with --steps"),
 )
 
 

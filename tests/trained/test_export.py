@@ -223,6 +223,11 @@ def test_a_failure_leaves_what_was_there_and_nothing_else(
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+def test_weights_with_the_names_of_version_0_5_are_refused(run: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"the names of version 0\.5\. Export them with that version"):
+        load_parameters(load_trained(run).model, {"embedding.weight": torch.zeros(2, 2)})
+
+
 def test_a_model_without_a_counterpart_says_what_would_work(run: Path, tmp_path: Path) -> None:
     class Mine(Transformer):
         to_huggingface = LanguageModel.to_huggingface

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from diloco.data import ByteTokenizer, Tokenizer, train_bpe
 from diloco.errors import ConfigurationError, NonFiniteError
 from diloco.model import DecoderSettings, Transformer, build_model
-from diloco.trained import Sampling, generate
+from diloco.trained import Sampling, TextStream, generate
 from tests.model.decoders import build_lively
 
 SETTINGS = DecoderSettings(layers=2, width=16, ffn_width=32, heads=4, kv_heads=2, vocab_size=23, max_sequence_length=12)
@@ -192,3 +195,25 @@ def test_arguments_that_cannot_work(changes: dict[str, Any], message: str) -> No
 def test_the_generator_must_be_on_the_models_device() -> None:
     with pytest.raises(ConfigurationError, match="generator is on cpu, but the model is on meta"):
         run(build_model(SETTINGS, seed=0, device="meta"))
+
+
+BPE = train_bpe(["abab cabab ümlaut abc abcd 日本語 ababab"] * 4, 275)
+
+
+@given(
+    tokens=st.lists(st.integers(0, 280), max_size=40) | st.text("abé本\n", max_size=30).map(lambda t: list(t.encode())),
+    tokenizer=st.sampled_from([ByteTokenizer(), BPE]),
+)
+def test_pieces_together_are_the_text(tokens: list[int], tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer)
+    assert "".join(stream.feed(token) for token in tokens) + stream.finish() == tokenizer.decode(tokens)
+
+
+@given(st.text("abé本🙂\n\r", max_size=20))
+def test_every_character_comes_with_its_last_byte(text: str) -> None:
+    stream = TextStream(ByteTokenizer())
+    for letter in text:
+        *before, last = letter.encode()
+        assert [stream.feed(byte) for byte in before] == [""] * len(before)
+        assert stream.feed(last) == letter
+    assert stream.finish() == ""

@@ -16,7 +16,7 @@ from torch import Tensor
 from diloco.checkpoint.disk import HIDDEN_NAME, LATEST, STEP_NAME, check_content, check_size
 from diloco.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from diloco.checkpoint.tensors import OpenFiles, SavedTensor, find_tensors
-from diloco.errors import CheckpointError, nearest
+from diloco.errors import CheckpointError, NoCheckpointError, nearest
 from diloco.state_tree import unflatten
 
 __all__ = ["Checkpoint", "find_checkpoint", "list_checkpoints", "open_checkpoint"]
@@ -178,7 +178,7 @@ def _resolve(path: Path) -> Path:
         return path
     if path.is_dir():
         return _newest(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-    raise CheckpointError(
+    raise NoCheckpointError(
         f"{path} {'is not a folder' if path.exists() else 'does not exist'}. Use a run folder, its checkpoints folder "
         "or a step-XXXXXXXX folder in that. Nothing was loaded."
     )

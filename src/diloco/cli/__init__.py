@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
-import itertools
 import os
 import re
 import sys
@@ -42,6 +41,7 @@ COMMANDS = {
 PLACES = {
     **dict.fromkeys(("evaluate", "generate", "export"), "trained"),
     **dict.fromkeys(("doctor", "relay", "secret"), "network"),
+    **dict.fromkeys(("status", "watch"), "status"),
 }
 
 RENAMED = {
@@ -68,14 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:  # the process runs nothing but this command, so its environment may be changed
         set_wait_policy(os.environ)
+        # torch then takes large tensors in huge pages: the page faults of others cost a round a third of its time
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         make_streams_safe()
     streams = sys.stdout, sys.stderr
     show_visibly()
-    leading = [*itertools.takewhile(lambda word: word == "--debug", words)]
-    words = words[len(leading) :]
-    if words[1:2] == ["--debug"]:
-        leading.append(words.pop(1))
-    DEBUG.set(bool(leading))  # in any other place it may be the value of an option, which only the parser knows
+    DEBUG.set("--debug" in words[:1])  # in any other place the parser of the command finds it
+    words = words[DEBUG.get() :]
     try:
         code = _dispatch(words)
         sys.stdout.flush()  # raise BrokenPipeError here, not at exit, if the reader has closed the pipe

@@ -6,12 +6,11 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from diloco.cli.train import run_line, with_torchrun
 from diloco.config import CommandLine, Configuration, command_text, compose, flatten, parse_flags, preset_values
 from diloco.errors import ConfigurationError
-
-__all__ = ["parse_arguments", "run"]
 
 DESCRIPTION = """Fine-tune a transformers model on conversations, with DiLoCo between replicas.
 
@@ -46,6 +45,11 @@ SHOWN = {
 }
 """The defaults that follow from the data and the model, as the help shows them."""
 
+HELPS = {
+    "file": "Folder of a transformers model.",
+    "data.paths": "Conversations to train on: .jsonl, .json or .parquet files.",
+}
+
 FEW_STEPS = 50  # with fewer steps a model hardly learns, whatever the data
 
 
@@ -78,11 +82,11 @@ def run(arguments: Sequence[str]) -> int:
             length = asked.train.sequence_length
             rows = len(build_chat_corpus(asked.data, length).train) // length
             sequences = asked.train.batch_size * asked.network.replicas
-            steps = max(1, math.ceil(epochs * rows / sequences))
-            inner_steps = compose(_with(line, {"train.steps": steps})).sync.inner_steps
+            steps = line.values["train.steps"] = max(1, math.ceil(epochs * rows / sequences))
+            inner_steps = compose(line).sync.inner_steps
             # whole windows, so that the last round follows the last step
             steps = math.ceil(steps / inner_steps) * inner_steps
-            line = _with(line, {"train.steps": steps, "sync.inner_steps": inner_steps})
+            line.values.update({"train.steps": steps, "sync.inner_steps": inner_steps})
             asked = compose(line)
             if steps < FEW_STEPS:
                 notes.append(
@@ -107,38 +111,20 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[CommandLine, float]:
         ConfigurationError: if there is no model or no data, or for options that exclude each other.
     """
     shown = flatten(Finetuning()) | preset_values("finetune") | SHOWN
-    helps = {
-        "file": "Folder of a transformers model.",
-        "data.paths": "Conversations to train on: .jsonl, .json or .parquet files.",
-    }
-    typed = parse_flags(
-        Finetuning,
-        "finetune",
-        DESCRIPTION,
-        arguments,
-        shown=shown,
-        common=COMMON,
-        metavars={"file": "MODEL"},
-        helps=helps,
-    )
+    about: Any = {"shown": shown, "common": COMMON, "metavars": {"file": "MODEL"}, "helps": HELPS}
+    typed = parse_flags(Finetuning, "finetune", DESCRIPTION, arguments, **about)
     values, folder = dict(typed.values), typed.file
     full, epochs = values.pop("full", False), values.pop("epochs", None)
-    if "checkpoint.resume" in values:
-        if folder is not None or full or epochs is not None:
-            raise ConfigurationError(
-                f"--resume {values['checkpoint.resume']} cannot be combined with a model, --full or --epochs: a "
-                "resumed run keeps its settings. Leave them out."
-            )
+    resumes = "checkpoint.resume" in values
+    for flag, others, both in (
+        ("--full", "--lora-rank", full and "model.lora_rank" in values),
+        ("--epochs", "--steps", epochs is not None and "train.steps" in values),
+        ("--resume", "a model, --full or --epochs", resumes and (folder or full or epochs is not None)),
+    ):
+        if both:
+            raise ConfigurationError(f"{flag} can't be combined with {others}. Leave one of them out.")
+    if resumes:
         return typed, 0.0
-    if full and "model.lora_rank" in values:
-        raise ConfigurationError(
-            f"--full trains all weights and --lora-rank {values['model.lora_rank']} trains adapters instead. Use only "
-            "one of them."
-        )
-    if epochs is not None and "train.steps" in values:
-        raise ConfigurationError(
-            f"--epochs {epochs:g} and --steps {values['train.steps']} were both given; use only one of them."
-        )
     epochs = Finetuning.epochs if epochs is None else epochs
     if not 0 < epochs < 1e6:
         raise ConfigurationError(f"--epochs must be a positive number, got {epochs:g}.")
@@ -155,7 +141,3 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[CommandLine, float]:
         )
     values = {"preset": "finetune"} | ({} if folder is None else {"model.source": f"hf:{folder}"}) | values
     return dataclasses.replace(typed, values=values | ({"model.lora_rank": 0} if full else {})), epochs
-
-
-def _with(line: CommandLine, values: dict[str, object]) -> CommandLine:
-    return dataclasses.replace(line, values=line.values | values)

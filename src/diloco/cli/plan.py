@@ -178,8 +178,8 @@ def _site(options: PlanSettings, settings: Configuration) -> tuple[Site, bool]:
     if options.measure:
         if times or options.parameters is not None:
             raise ConfigurationError("--measure times a step of the model: leave out --step-time and --parameters.")
-        step = measure_step(settings)
-        send_s, merge_s, times = step.send_s_per_value, step.merge_s_per_value, (step.median_s,)
+        step_s, send_s, merge_s = measure_step(settings)
+        times = (step_s,)
         conditions = replace(conditions, send_s_per_value=send_s, merge_s_per_value=merge_s)
     elif not work_is_known:
         conditions = replace(conditions, average_s_per_value=0.0, send_s_per_value=0.0, merge_s_per_value=0.0)

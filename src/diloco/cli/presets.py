@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated
 
-from tyro.conf import FlagCreatePairsOff, arg
+from tyro.conf import FlagCreatePairsOff
 
 from diloco.algorithm import SyncSettings
 from diloco.cli.tables import columns
 from diloco.config import parse_options, preset_values
 from diloco.model import get_preset, preset_names
-
-__all__ = ["run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +23,7 @@ class PresetsOptions:
       diloco train --preset streaming-35m --data texts/ --print-config
     """
 
-    json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    json: FlagCreatePairsOff[bool] = False
     """Print one JSON object with every setting of every preset, by name."""
 
 

@@ -16,8 +16,6 @@ from diloco.config import flatten, parse_options
 from diloco.errors import ConfigurationError
 from diloco.events import json_ready
 
-__all__ = ["run"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
@@ -31,13 +29,13 @@ class SweepOptions:
       diloco sweep study.toml --out studies/first --dry-run
     """
 
-    study: Annotated[Positional[Path], arg(metavar="STUDY", help_behavior_hint="")]
+    study: Positional[Path]
     """TOML file with [base] and [axes]."""
-    out: Annotated[Path, arg(metavar="DIR", help_behavior_hint="")]
+    out: Annotated[Path, arg(metavar="DIR")]
     """Folder for the runs and their results."""
-    jobs: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    jobs: int | None = None
     """Number of runs at a time. Default: one for each visible GPU, or for each core if there is none."""
-    dry_run: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    dry_run: FlagCreatePairsOff[bool] = False
     """List the runs and which of them are done, without running any."""
 
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from diloco.units import visible
 
-__all__ = ["columns", "facts_table"]
-
 MAX_CELL = 10_000  # characters; a cell is one line, so that no text can pose as another
 
 

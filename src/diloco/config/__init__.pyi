@@ -1,5 +1,3 @@
-from .commands import join_command as join_command
-from .commands import resume_command as resume_command
 from .configuration import Configuration as Configuration
 from .configuration import compose as compose
 from .configuration import load_configuration as load_configuration
@@ -15,8 +13,10 @@ from .names import RENAMED as RENAMED
 from .presets import preset_values as preset_values
 from .run_plan import CONFIG_FILE as CONFIG_FILE
 from .run_plan import RunPlan as RunPlan
+from .run_plan import join_command as join_command
 from .run_plan import plan_run as plan_run
 from .run_plan import read_record as read_record
+from .run_plan import resume_command as resume_command
 from .toml import in_toml as in_toml
 from .toml import parse_toml as parse_toml
 from .toml import read_tables as read_tables

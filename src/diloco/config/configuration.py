@@ -17,8 +17,6 @@ from diloco.monitor import MonitorSettings
 from diloco.plugins import is_own, same_code
 from diloco.train import RunSettings
 
-__all__ = ["Configuration", "compose", "layered", "load_configuration", "parse_arguments"]
-
 DESCRIPTION = """Train a language model with DiLoCo or Streaming DiLoCo. Flags override a TOML
 file, which overrides the preset. The defaults shown are those of the preset tiny.
 

@@ -22,14 +22,12 @@ import msgspec
 import tyro
 from tyro.conf import FlagCreatePairsOff, Positional, Suppress, UseCounterAction, arg
 
-from diloco.config.keys import Key, Values, build, keys_of, merge
+from diloco.config.keys import POSITIONAL, Key, Values, build, keys_of, merge
 from diloco.config.names import nearest_flag, replacement
 from diloco.config.toml import MAY_BE_EMPTY, convert, freeze, in_toml, parse_tables
 from diloco.errors import DEBUG, ConfigurationError
 from diloco.terminal import plain
 from diloco.units import Duration, Rate
-
-__all__ = ["CommandLine", "command_text", "parse_flags", "parse_options"]
 
 # TypedDict is called with names that a type checker can't know.
 _make_typed_dict: Any = TypedDict
@@ -247,8 +245,7 @@ def _show_help(
         kind: Any = tuple[str, ...] if key.is_list else str
         if key.is_switch:
             kind = bool if key.is_negatable else UseCounterAction[int]
-        marks = [mark for mark in key.marks if key.is_positional and not hasattr(mark, "metavar")]
-        shape = Annotated[kind, about, *marks]
+        shape = Annotated[kind, about, POSITIONAL] if key.is_positional else Annotated[kind, about]
         target[key.leaf if inside else key.name] = shape if key.default is MISSING else NotRequired[shape]
     for section, contents in sections.items():
         # without a help text, tyro would spend a long time on looking for one

@@ -21,12 +21,10 @@ from diloco.config.names import nearest_key
 from diloco.errors import ConfigurationError
 from diloco.units import Duration, Rate
 
-__all__ = ["Key", "Values", "build", "flatten", "keys_of", "merge"]
-
 Values = dict[str, Any]
 T = TypeVar("T")
 
-_POSITIONAL, _SINGLE, _HIDDEN = (get_args(mark[int])[1] for mark in (Positional, FlagCreatePairsOff, Suppress))
+POSITIONAL, _SINGLE, _HIDDEN = (get_args(mark[int])[1] for mark in (Positional, FlagCreatePairsOff, Suppress))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +35,11 @@ class Key:
     annotation: Any  # type, without the `Annotated` around it
     default: Any  # `dataclasses.MISSING` if it has none
     owner: type  # the dataclass that defines it
-    marks: tuple[Any, ...]  # what `Annotated` adds to the type
+    kind: Any  # type of the values: ``int`` of ``int | None`` and of ``tuple[int, ...]``
+    aliases: tuple[str, ...]  # short flags in addition to ``--train.steps``
+    metavar: str | None  # what the help shows for a value, instead of its type
+    is_positional: bool
+    is_negatable: bool  # a switch with a second flag ``--no-...``
 
     @property
     def section(self) -> str:
@@ -55,42 +57,14 @@ class Key:
         return f"--{self.name.replace('_', '-')}"
 
     @property
-    def aliases(self) -> tuple[str, ...]:
-        """Short flags in addition to `flag`, such as ``--steps``."""
-        return tuple(alias for mark in self.marks for alias in getattr(mark, "aliases", None) or ())
-
-    @property
-    def metavar(self) -> str | None:
-        """What the help shows for a value, instead of its type."""
-        return next((mark.metavar for mark in self.marks if getattr(mark, "metavar", None)), None)
-
-    @property
     def help(self) -> str:
         """The docstring of the field, on one line."""
         return _docstrings(self.owner)[self.leaf]
 
     @property
-    def kind(self) -> Any:
-        """The type of the values: ``int`` of ``int | None`` and of ``tuple[int, ...]``."""
-        kind = self.annotation
-        while get_origin(kind) in (Union, types.UnionType, tuple):
-            kind = next(part for part in get_args(kind) if part not in (type(None), Ellipsis))
-        return kind
-
-    @property
-    def is_positional(self) -> bool:
-        """Whether it is given without a flag."""
-        return _POSITIONAL in self.marks
-
-    @property
     def is_switch(self) -> bool:
         """Whether its flag takes no value."""
         return self.annotation is bool
-
-    @property
-    def is_negatable(self) -> bool:
-        """Whether it is a switch with a second flag ``--no-...``."""
-        return self.is_switch and _SINGLE not in self.marks
 
     @property
     def is_list(self) -> bool:
@@ -101,11 +75,6 @@ class Key:
     def is_table(self) -> bool:
         """Whether it is a table of TOML, whose entries have dotted names of their own."""
         return get_origin(self.annotation) is Mapping
-
-    @property
-    def is_optional(self) -> bool:
-        """Whether it may be None."""
-        return type(None) in get_args(self.annotation)
 
 
 def keys_of(settings_type: Any) -> dict[str, Key]:
@@ -124,7 +93,8 @@ def _collect(settings_type: Any) -> dict[str, Key]:
     nested: dict[str, Key] = {}
     hints = get_type_hints(settings_type, include_extras=True)
     for field in dataclasses.fields(settings_type):
-        annotation, marks = hints[field.name], ()
+        annotation: Any = hints[field.name]
+        marks: tuple[Any, ...] = ()
         while get_origin(annotation) is Annotated:
             annotation, *more = get_args(annotation)
             marks = (*marks, *more)
@@ -135,13 +105,19 @@ def _collect(settings_type: Any) -> dict[str, Key]:
                 name = f"{field.name}.{key.name}"
                 nested[name] = dataclasses.replace(key, name=name)
             continue
-        factory = field.default_factory
+        factory, kind = field.default_factory, annotation
+        while get_origin(kind) in (Union, types.UnionType, tuple):
+            kind = next(part for part in get_args(kind) if part not in (type(None), Ellipsis))
         top[field.name] = Key(
             name=field.name,
             annotation=annotation,
             default=field.default if factory is dataclasses.MISSING else factory(),
             owner=next(each for each in settings_type.__mro__ if field.name in vars(each).get("__annotations__", {})),
-            marks=marks,
+            kind=kind,
+            aliases=tuple(alias for mark in marks for alias in getattr(mark, "aliases", None) or ()),
+            metavar=next((mark.metavar for mark in marks if getattr(mark, "metavar", None)), None),
+            is_positional=POSITIONAL in marks,
+            is_negatable=annotation is bool and _SINGLE not in marks,
         )
     return {**top, **nested}
 

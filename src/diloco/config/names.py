@@ -9,8 +9,6 @@ from pathlib import Path
 
 from diloco.errors import ConfigurationError
 
-__all__ = ["RENAMED", "OldKeyError", "nearest_flag", "nearest_key", "replacement"]
-
 _NAMES = tomllib.loads(Path(__file__).with_name("names.toml").read_text("utf-8"))
 
 RENAMED: dict[str, str] = {

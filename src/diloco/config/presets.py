@@ -13,8 +13,6 @@ from diloco.config.toml import read_tables, typed_values
 from diloco.model import get_preset, parse_source
 from diloco.train import RunSettings
 
-__all__ = ["DEFAULT_PRESET", "FINETUNE", "preset_values"]
-
 DEFAULT_PRESET = "tiny"
 FINETUNE = "finetune"  # has no model of its own
 

@@ -1,32 +1,35 @@
-"""The plan of the run that a command line of `diloco train` asks for: a new run, or a resumed one."""
+"""The plan of the run that a command line of `diloco train` asks for, and the commands that join and resume it.
+
+The commands are made from the resolved settings and not from what was typed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 import os
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from diloco import __version__
-from diloco.config.configuration import Configuration, compose, layered
+from diloco.config.configuration import Configuration, compose, layered, parse_arguments
 from diloco.config.flags import CommandLine, command_text
-from diloco.config.keys import build, flatten, keys_of
+from diloco.config.keys import Values, build, flatten, keys_of
 from diloco.config.names import OldKeyError
-from diloco.config.presets import preset_values
+from diloco.config.presets import FINETUNE, preset_values
 from diloco.config.toml import in_toml, read_toml, to_toml
 from diloco.errors import ConfigurationError
 from diloco.model import parse_source
-from diloco.plugins import KEYS, absolute, confirm, is_own, same_code
+from diloco.plugins import KEYS, absolute, confirm, is_own, own_code, same_code
 from diloco.train import notes, resolve
-
-__all__ = ["CONFIG_FILE", "PROCESS_KEYS", "RunPlan", "absolute_inputs", "model_limits", "plan_run", "read_record"]
 
 CONFIG_FILE = "config.toml"
 
-PROCESS_KEYS = ("network.replica", "network.join", "network.listen", "network.announce")
+_PROCESS_KEYS = ("network.replica", "network.join", "network.listen", "network.announce")
 """Settings that identify one process of a run. They are not written to ``config.toml``."""
 
 _PER_CALL_KEYS = ("out", "train.stop_after", "checkpoint.resume")  # settings of one call of the command
@@ -61,7 +64,7 @@ def plan_run(line: CommandLine) -> RunPlan:
     resume = line.values.get("checkpoint.resume")
     if resume is not None:
         return _plan_resumed(line, resume)
-    asked = absolute_inputs(compose(line))
+    asked = _with_absolute_paths(compose(line))
     if asked.checkpoint.resume is not None:
         raise ConfigurationError(
             f"checkpoint.resume={str(asked.checkpoint.resume)!r} cannot be set in {line.file}: a resumed run takes its "
@@ -72,7 +75,7 @@ def plan_run(line: CommandLine) -> RunPlan:
     return RunPlan(configuration=resolved, record=record, source=None, notes=notes(resolved))
 
 
-def model_limits(settings: Configuration) -> dict[str, int | None]:
+def _limits(settings: Configuration) -> dict[str, int | None]:
     """Return the layers and the longest sequence of the model, as `resolve` takes them.
 
     A model from a source is built for this, without its parameters.
@@ -88,7 +91,7 @@ def model_limits(settings: Configuration) -> dict[str, int | None]:
 
 def _resolved(asked: Configuration) -> Configuration:
     """Return ``asked`` resolved for its model."""
-    resolved = resolve(asked, **model_limits(asked))
+    resolved = resolve(asked, **_limits(asked))
     if resolved.sync.arguments or any(is_own(operator.attrgetter(key)(resolved)) for key in _CODE_KEYS):
         from diloco.train import check_own_code
 
@@ -106,7 +109,7 @@ def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
     source, path = _run_folder(resume)
     saved = flatten(read_record(path))
     confirm(source, saved, line.values)
-    wanted = flatten(absolute_inputs(build(Configuration, layered(saved, line.values))))
+    wanted = flatten(_with_absolute_paths(build(Configuration, layered(saved, line.values))))
     swarm = "hivemind" in (saved["network.transport"], wanted["network.transport"])  # it divides the data otherwise
     fixed = [
         f"{name} from {in_toml(saved[name])} to {in_toml(wanted[name])}"
@@ -170,13 +173,13 @@ def _run_folder(resume: Path) -> tuple[Path, Path]:
 def _record(configuration: Configuration, given: Mapping[str, Any] = {}) -> str:
     """Return the text of ``config.toml``, with which `diloco train config.toml` repeats the run."""
     keys = keys_of(Configuration)
-    left_out = {name: keys[name].default for name in (*PROCESS_KEYS, *_PER_CALL_KEYS)}
+    left_out = {name: keys[name].default for name in (*_PROCESS_KEYS, *_PER_CALL_KEYS)}
     values = flatten(configuration) | left_out
     text = to_toml(build(Configuration, values), beneath=preset_values(configuration.preset, values), given=given)
     return f"# Settings as resolved by diloco {__version__}; `diloco train config.toml` repeats this run.\n\n{text}"
 
 
-def absolute_inputs(configuration: Configuration) -> Configuration:
+def _with_absolute_paths(configuration: Configuration) -> Configuration:
     """Return the configuration with absolute input paths, so that the run can resume in another working directory."""
     values = flatten(dataclasses.replace(configuration, data=configuration.data.absolute()))
     values |= {key: absolute(values[key]) for key in _CODE_KEYS if values[key] is not None}
@@ -190,3 +193,85 @@ def absolute_inputs(configuration: Configuration) -> Configuration:
         elif path.exists():  # else a name on the hub
             values["model.source"] = f"hf:{os.path.abspath(path)}"
     return build(Configuration, values)
+
+
+_PRIVATE = (
+    *("out", "checkpoint", "monitor", "emulate", *_PROCESS_KEYS),
+    *("train.device", "train.global_device", "train.stop_after"),
+    *("network.name", "network.behind_nat", "network.secret_file"),
+)
+"""Keys and sections about one machine and its owner, which a command for another machine does not repeat."""
+
+_FIRST = (
+    *("preset", "algorithm", "train.steps", "train.sequence_length", "optimizer.name", "model.source"),
+    *("data.paths", "data.sources", "data.format", "network.transport", "network.run"),
+)
+"""Keys from which others follow, or without which a run is refused."""
+
+
+def resume_command(configuration: Configuration, folder: Path, join: Sequence[str] = ()) -> str:
+    """Return the command that resumes a stopped run, with the settings that the run's folder does not keep.
+
+    Args:
+        join: addresses of peers that still train. Those that this run was started with may have been reused since.
+    """
+    values, usual = flatten(configuration), flatten(Configuration())
+    swarm = configuration.network.transport == "hivemind"
+    own = [name for name in _PROCESS_KEYS if not (swarm and name == "network.join")]
+    kept = own_code(values) | {name: values[name] for name in own if values[name] != usual[name]}
+    kept |= {"network.join": tuple(join)} if join else {}
+    return command_text("train", flags={"--resume": folder} | _flags(kept))
+
+
+def join_command(configuration: Configuration, folder: Path) -> str:
+    """Return the command with which other peers join the swarm of ``configuration``, without --join and an address.
+
+    It sets the keys in which the run differs from what the other flags give, except those in `_PRIVATE`. Settings that
+    no flags express are read from the record in ``folder``.
+
+    Args:
+        configuration: the resolved settings.
+    """
+    goal = {name: value for name, value in flatten(configuration).items()}
+    private = {name for name in goal if {name, name.partition(".")[0]} & {*_PRIVATE}}
+    usual = flatten(Configuration()) | preset_values(configuration.preset, {"model.source": configuration.model.source})
+    values: Values = {name: goal[name] for name in _FIRST if goal[name] != usual[name]}
+    if configuration.preset != Configuration.preset:
+        values = {"preset": configuration.preset, **values}
+    if configuration.preset == FINETUNE:  # its number of steps follows from data
+        values["train.steps"] = goal["train.steps"]
+    limits = _limits(configuration)
+    with contextlib.suppress(ConfigurationError):  # such as a list that is empty
+        for _ in range(3):  # what was set may change what follows
+            settings = flatten(resolve(_with_absolute_paths(compose(CommandLine(values=values))), **limits))
+            other = {name: value for name, value in goal.items() if value != settings[name] and name not in private}
+            if not other:
+                shown = {name: _from_here(value) for name, value in values.items()}
+                text = command_text("train", flags=_flags(shown))
+                if parse_arguments(shlex.split(text)[2:]).values == shown:
+                    return text
+            values |= other
+    return command_text("train", folder / CONFIG_FILE)
+
+
+def _flags(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values by flag: the short one where there is one, except for switches, whose negation has none."""
+    keys = keys_of(Configuration)
+
+    def flag(name: str) -> str:
+        short = [alias for alias in keys[name].aliases if alias.startswith("--")]
+        return short[0] if short and not keys[name].is_switch else keys[name].flag
+
+    return {flag(name): value for name, value in values.items()}
+
+
+def _from_here(value: Any) -> Any:
+    """Return a path, or paths, below the working directory as relative ones, which other machines have as well."""
+    if isinstance(value, tuple):
+        return tuple(_from_here(item) for item in value)
+    if isinstance(value, Path):
+        return Path(_from_here(str(value)))
+    if not isinstance(value, str):
+        return value
+    kind = "hf:" if value.startswith("hf:") else ""
+    return kind + value.removeprefix(kind).removeprefix(f"{Path.cwd()}/")

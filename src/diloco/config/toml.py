@@ -16,19 +16,6 @@ from diloco.config.names import OldKeyError, nearest_key, replacement
 from diloco.errors import ConfigurationError
 from diloco.units import DURATION, RATE, Duration, Rate, parse, visible
 
-__all__ = [
-    "MAY_BE_EMPTY",
-    "convert",
-    "freeze",
-    "in_toml",
-    "parse_tables",
-    "parse_toml",
-    "read_tables",
-    "read_toml",
-    "to_toml",
-    "typed_values",
-]
-
 MAY_BE_EMPTY = ("prompt", "system", "evaluation.sample_prompts")
 """Settings and options to which an empty text has a meaning."""
 
@@ -122,7 +109,7 @@ def convert(key: Key, value: Any, what: str, *, typed: bool = False) -> Any:
         ConfigurationError: the value has the wrong type.
     """
     is_text = key.kind in (str, Path)
-    if key.is_optional and not is_text and isinstance(value, str) and value.lower() == UNSET:
+    if type(None) in get_args(key.annotation) and not is_text and isinstance(value, str) and value.lower() == UNSET:
         return None
     try:
         if key.name not in MAY_BE_EMPTY and (value == "" or (isinstance(value, list) and "" in value)):

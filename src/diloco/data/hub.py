@@ -68,7 +68,7 @@ def open_data_set(place: str, settings: SourceSettings, column: str | None = Non
         if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():  # written by save_to_disk
             rows = _split_of(datasets.load_from_disk(str(folder)), split)
         else:
-            with fetching(path, "datasets") if "/" in path else nullcontext():  # otherwise a loader of local files
+            with fetching(path) if "/" in path else nullcontext():  # otherwise a loader of local files
                 rows = datasets.load_dataset(
                     str(folder) if folder.exists() else path,
                     config,

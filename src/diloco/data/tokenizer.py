@@ -309,7 +309,7 @@ def load_hub_tokenizer(name: str) -> Tokenizer:
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
         try:
-            with fetching(place, "models"):
+            with fetching(place):
                 file = Path(hf_hub_download(place, "tokenizer.json"))
                 with suppress(EntryNotFoundError):
                     hf_hub_download(place, "tokenizer_config.json")  # read by `load_tokenizer`
@@ -329,7 +329,7 @@ def library_tokenizer(name: str, extra: str, needs: str) -> Any:
     place = name.removeprefix(HUB_PREFIX)
     local = Path(place).expanduser()
     try:
-        with fetching(place, "models"):
+        with fetching(place):
             source = str(local) if local.exists() else place
             library: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         library.backend_tokenizer.to_str()

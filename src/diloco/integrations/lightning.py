@@ -54,9 +54,7 @@ class DiLoCoCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         refuse_unfit(names_of(trainer.strategy), f"A Trainer with {type(trainer.strategy).__name__}")
         if self.diloco is not None or len(trainer.optimizers) != 1:
-            raise ConfigurationError(
-                "A DiLoCoCallback serves one fit() of a module with one optimizer. Create a new one."
-            )
+            raise ConfigurationError("A DiLoCoCallback serves one fit() of a module with one optimizer.")
         transport = self._at_end.enter_context(self.transport()) if callable(self.transport) else self.transport
         self._replica.begin(pl_module, trainer.optimizers[0], transport)
         if self._loaded:

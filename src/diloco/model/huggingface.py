@@ -54,6 +54,7 @@ IMPLEMENTATIONS = {
 }
 """The implementations of attention and experts that a configuration may name -> the installed package that has it."""
 
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names of their number in configurations
 _NAMES_OF_CODE = {"auto_map", "transformers_weights", "fusion_config"}  # of a configuration; never passed on
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 
@@ -139,15 +140,24 @@ class HuggingFaceModel(LanguageModel):
         passes through: the output projection also when tied, of the experts only those chosen, and no embeddings. Width
         is that of all heads. Context is the average number of tokens that a token sees, limited by ``sliding_window``.
         """
-        config = self.wrapped.config
+        config, head = self.wrapped.config, self.wrapped.get_output_embeddings()
         length = self.max_sequence_length if sequence_length is None else sequence_length
         heads = int(getattr(config, "num_attention_heads", 0) or 0)
         head_width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-        window = getattr(config, "sliding_window", None) or length
+        window = min(getattr(config, "sliding_window", None) or length, length)
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * self.num_layers
-        contexts = {"full_attention": _context(length, length), "sliding_attention": _context(length, window)}
-        seen = sum(contexts.get(kind, 0.0) for kind in kinds)
-        return 6.0 * self._matrices_of_a_token() + 12.0 * heads * head_width * seen
+        contexts = {
+            "full_attention": (length + 1) / 2,
+            "sliding_attention": (window * (window + 1) / 2 + (length - window) * window) / length,
+        }
+        experts = next((int(n) for name in _EXPERTS if (n := getattr(config, name, None))), 1)
+        chosen = int(getattr(config, "num_experts_per_tok", None) or experts)
+        tables = {id(module.weight) for module in self.wrapped.modules() if isinstance(module, nn.Embedding)}
+        matrices = 0.0 if head is None else float(head.weight.numel())
+        for name, weight in self.wrapped.named_parameters():
+            if weight.dim() >= 2 and id(weight) not in tables and (head is None or weight is not head.weight):
+                matrices += weight.numel() * (chosen / experts if ".experts." in name else 1.0)
+        return 6.0 * matrices + 12.0 * heads * head_width * sum(contexts.get(kind, 0.0) for kind in kinds)
 
     def definition(self) -> dict[str, Any]:
         config = json.loads(self.wrapped.config.to_json_string(use_diff=False))
@@ -195,20 +205,6 @@ class HuggingFaceModel(LanguageModel):
             mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, torch.finfo(torch.float32).min)
         return {"position_ids": restarted, "attention_mask": mask}
 
-    def _matrices_of_a_token(self) -> float:
-        """Return the number of matrix values by which one token is multiplied."""
-        config, head = self.wrapped.config, self.wrapped.get_output_embeddings()
-        names = ("num_local_experts", "num_experts", "n_routed_experts")
-        experts = next((int(n) for name in names if (n := getattr(config, name, None))), 1)
-        chosen = int(getattr(config, "num_experts_per_tok", None) or experts)
-        projection = None if head is None else head.weight
-        tables = {id(module.weight) for module in self.wrapped.modules() if isinstance(module, nn.Embedding)}
-        total = 0.0 if projection is None else float(projection.numel())
-        for name, weight in self.wrapped.named_parameters():
-            if weight.dim() >= 2 and id(weight) not in tables and weight is not projection:
-                total += weight.numel() * (chosen / experts if ".experts." in name else 1.0)
-        return total
-
 
 class _Cache(TokensSeen):
     """The tokens seen; for architectures that use one, ``past`` is the key-value cache of transformers."""
@@ -218,16 +214,6 @@ class _Cache(TokensSeen):
 
         super().__init__()
         self.past = None if config is None else DynamicCache(config=config)
-
-
-def _context(length: int, window: int) -> float:
-    """Return the average number of tokens, itself included, that a token of a sequence sees with a sliding window.
-
-    >>> _context(4, 4), _context(4, 2)
-    (2.5, 1.75)
-    """
-    short = min(length, window)
-    return (short * (short + 1) / 2 + (length - short) * short) / length
 
 
 def build_huggingface(
@@ -318,7 +304,7 @@ def _find_folder(settings: ModelSettings, *, with_weights: bool) -> Path:
     patterns = ["config.json", "generation_config.json"]
     if with_weights and settings.huggingface.weights != "fresh":
         patterns += ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
-    with _refusals(f"model.source=hf:{place}, which is not a local folder"), fetching(name, "models"):
+    with _refusals(f"model.source=hf:{place}, which is not a local folder"), fetching(name):
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
 
 
@@ -414,8 +400,13 @@ def _load(folder: Path, config: PretrainedConfig, settings: ModelSettings) -> Pr
 
     quantised: dict[str, Any] = {}
     if settings.quantization is not None:
-        import bitsandbytes  # noqa: F401  # transformers imports it later, with a less specific error
-
+        try:
+            import bitsandbytes  # noqa: F401  # transformers imports it later, with a less specific error
+        except Exception as error:  # its native library raises other types
+            raise ConfigurationError(
+                f"model.quantization={settings.quantization!r} needs bitsandbytes, which can't be imported ({error}): "
+                "pip install bitsandbytes, or use --model.arguments.base-dtype bfloat16."
+            ) from error
         configure: Any = BitsAndBytesConfig
         dtype = getattr(torch, settings.huggingface.base_dtype)
         four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}

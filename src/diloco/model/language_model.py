@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -81,15 +81,6 @@ def is_even() -> bool:
     return _even.get()
 
 
-class Cache(Protocol):
-    """The state that a model keeps of the tokens it has seen, for decoding a few tokens at a time."""
-
-    @property
-    def length(self) -> int:
-        """The number of tokens seen."""
-        ...
-
-
 class TokensSeen:
     """A cache for models without one: it stores the tokens, and every step processes all of them again.
 
@@ -103,6 +94,7 @@ class TokensSeen:
 
     @property
     def length(self) -> int:
+        """The number of tokens seen."""
         return 0 if self._tokens is None else self._tokens.shape[1]
 
     def extend(self, tokens: Tensor) -> Tensor:
@@ -180,8 +172,8 @@ class LanguageModel(nn.Module):
         parts = cross_entropy_with_z_loss(logits.flatten(0, 1).float(), targets.flatten(), self.z_loss)
         return LossParts(*parts)
 
-    def new_cache(self) -> Cache:
-        """Return an empty cache for one batch of sequences."""
+    def new_cache(self) -> Any:
+        """Return an empty cache for one batch of sequences; its ``length`` is the number of tokens seen."""
         return TokensSeen()
 
     def flops_per_token(self, sequence_length: int | None = None) -> float:

@@ -1,20 +1,187 @@
-"""The sinks of a run, combined so that an error in one of them affects neither the run nor the other sinks."""
+"""The sinks of a run, combined so that an error in one of them affects neither the run nor the other sinks.
+
+Trackers are sinks that pass the curves of a run to a program that draws them. `TRACKERS` names them all.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import ConfigurationError, nearest
+from diloco import events
+from diloco.errors import ConfigurationError, from_extra, nearest
 from diloco.events import Event, Sink
 from diloco.monitor.console import LiveConsole, PlainConsole
 from diloco.monitor.metrics_file import MetricsFile
 from diloco.monitor.settings import MonitorSettings
-from diloco.monitor.trackers import TRACKERS
 from diloco.plugins import call, is_own, takes
+
+_MEASURES = ("mean_norm", "mean_cosine", "momentum_cosine", "gain", "spread")
+
+
+class Curves:
+    """The curves of a run: names with units, and a value for each event that has one."""
+
+    def __init__(self) -> None:
+        self._tokens = -1  # before the next step; -1: unknown
+        self._tokens_per_step = 0
+        self._round = (-1, -1)  # the last one, which several replicas of a process report
+
+    def take(self, event: events.Event) -> dict[str, float]:
+        """Return name -> value of the curves that ``event`` continues, at its step."""
+        values: dict[str, float | None] = {}
+        match event:
+            case events.RunStarted():
+                self._tokens, self._tokens_per_step = -1, event.tokens_per_step
+            case events.StepFinished():
+                used, tokens = event.model_flops_utilization, event.tokens
+                trained = self._tokens_per_step if tokens is None or self._tokens < 0 else tokens - self._tokens
+                self._tokens = -1 if tokens is None else tokens
+                values = {
+                    "loss/train(nats)": event.loss,
+                    "time/step(s)": event.step_s,
+                    "time/throughput(tokens per s)": trained / max(1e-9, event.step_s),
+                    "time/compute_utilization(%)": 100 * event.compute_utilization,
+                    "time/model_flops_utilization(%)": None if used is None else 100 * used,
+                    "transport/sent(bytes)": event.sent_bytes,
+                    "optimizer/learning_rate": event.learning_rate,
+                    "optimizer/gradient_norm": event.gradient_norm,
+                }
+            case events.RoundCommitted() if (event.fragment, event.outer_step) != self._round:
+                self._round = event.fragment, event.outer_step
+                values = {f"fragment {event.fragment}/{name}": getattr(event, name) for name in _MEASURES}
+                values["transport/wait(s)"] = event.wait_s
+            case events.Evaluated():
+                values = {"loss/heldout(nats)": event.heldout_loss}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class TensorBoardSink:
+    """Writes curves, and samples as text, to ``folder``/tensorboard.
+
+    `RunStarted` must be the first event. A resumed run adds a new file, which makes TensorBoard hide everything after
+    the step that the run resumed from.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        with from_extra("monitor", "monitor.sinks='tensorboard' needs tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
+        self._make_writer = SummaryWriter
+        self._writer: Any = None
+        self._folder = folder / "tensorboard"
+        self._curves = Curves()
+
+    def handle(self, event: events.Event) -> None:
+        """Process ``event``. TensorBoard's own thread writes the file."""
+        values = self._curves.take(event)
+        match event:
+            case events.RunStarted():
+                self._writer = self._make_writer(str(self._folder), purge_step=event.step + 1, flush_secs=10)
+            case events.SampleGenerated():  # as a code block, so that markup in it is shown
+                lines = (event.prompt + event.text).split("\n")
+                self._writer.add_text("sample", "\n".join(f"    {line}" for line in lines), event.step)
+            case events.RunFinished():
+                self._writer.flush()
+            case _:
+                for name, value in values.items():
+                    self._writer.add_scalar(name, value, event.step)
+
+    def close(self) -> None:
+        """End TensorBoard's thread."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WandbSink:
+    """Sends curves, samples, the summary and the settings to Weights & Biases, whose own variables configure it:
+    ``WANDB_MODE``, ``WANDB_PROJECT``, ``WANDB_ENTITY``, ``WANDB_NAME``, ``WANDB_RUN_GROUP``, ``WANDB_TAGS``.
+
+    The x axis is the inner step. A resumed run continues the same W&B run, which the identifier in ``folder``/wandb/id
+    names; W&B already has the steps that it repeats and skips them.
+
+    Args:
+        folder: the run folder; wandb writes its files to the subfolder wandb.
+        config: the settings of the run by section.
+        name: the name of this process's run, unless ``WANDB_NAME`` gives one.
+        group: the group of the run's processes, unless ``WANDB_RUN_GROUP`` gives one.
+
+    Raises:
+        ConfigurationError: if wandb can't be imported, has no API key, or can't reach its server.
+    """
+
+    def __init__(self, folder: Path, *, config: Mapping[str, Any], name: str, group: str | None) -> None:
+        with from_extra("monitor", "monitor.sinks='wandb' needs wandb"):
+            import wandb
+        if wandb.setup().settings.mode in (None, "online") and not wandb.login(prompt=False, verify=False):
+            raise ConfigurationError(
+                "monitor.sinks='wandb' needs an API key: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline."
+            )
+        self._wandb = wandb
+        self._curves = Curves()
+        self._exit_code = 1  # until `RunFinished` arrives
+        begun = (folder / "wandb").exists()
+        try:
+            self._run: Any = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "diloco"),
+                name=os.environ.get("WANDB_NAME", name),
+                group=os.environ.get("WANDB_RUN_GROUP", group),
+                dir=str(folder),
+                id=_run_id(folder),
+                resume="allow",
+                config=events.json_ready(config),
+                allow_val_change=True,  # some settings may change when a run is resumed
+                reinit="create_new",  # leaves a W&B run of the surrounding program alone
+                settings=wandb.Settings(console="off", silent=True, finish_timeout=60.0),
+            )
+        except Exception as error:  # wandb's errors have no common base class
+            if not begun:  # so that the next attempt finds the run folder as it was
+                shutil.rmtree(folder / "wandb", ignore_errors=True)
+            why, _, _ = str(error).partition("\n")
+            raise ConfigurationError(
+                f"W&B can't be reached ({why}). With WANDB_MODE=offline the run is written to {folder / 'wandb'}, for "
+                "`wandb sync`."
+            ) from error
+
+    def handle(self, event: events.Event) -> None:
+        """Pass ``event`` to wandb's own process, which sends it."""
+        values: dict[str, Any] = dict(self._curves.take(event))
+        match event:
+            case events.RunStarted():
+                self._run.config.update({"facts": {**event.facts, **event.details}}, allow_val_change=True)
+            case events.Evaluated():
+                values |= {"loss/heldout(perplexity)": event.perplexity, "loss/heldout(bits/byte)": event.bits_per_byte}
+            case events.SampleGenerated():
+                values["sample"] = self._wandb.Table(
+                    ["step", "prompt", "text"], [[event.step, event.prompt, event.text]]
+                )
+            case events.RunFinished():
+                self._exit_code = 130 if event.summary.get("interrupted") else 0
+                self._run.summary.update(dict(event.summary))
+        if values:
+            self._run.log(values, step=event.step)
+
+    def close(self) -> None:
+        """Finish the W&B run, waiting at most a minute. Unsent data stays in the run folder, for ``wandb sync``."""
+        self._run.finish(exit_code=self._exit_code)
+
+
+def _run_id(folder: Path) -> str:
+    """Return the W&B identifier of the run in ``folder``, creating one if there is none yet."""
+    path = folder / "wandb" / "id"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(secrets.token_hex(6) + "\n", encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()
+
+
+TRACKERS = {"tensorboard": TensorBoardSink, "wandb": WandbSink}
+"""The sinks of ours that ``monitor.sinks`` can name. They get the arguments that `diloco.monitor.sinks` offers."""
 
 
 class Sinks:

@@ -1,9 +1,12 @@
 from .cluster import ACCURACY as ACCURACY
 from .cluster import Cluster as Cluster
 from .cluster import Conditions as Conditions
+from .cluster import Exchange as Exchange
 from .cluster import Overheads as Overheads
+from .cluster import Parcel as Parcel
+from .cluster import Traffic as Traffic
+from .cluster import Workload as Workload
 from .measure import measure_step as measure_step
-from .prediction import Exchange as Exchange
 from .prediction import Prediction as Prediction
 from .prediction import Site as Site
 from .prediction import predict as predict
@@ -12,7 +15,3 @@ from .simulate import Simulated as Simulated
 from .simulate import simulate as simulate
 from .simulate import simulate_cycles as simulate_cycles
 from .tcp import CongestionControl as CongestionControl
-from .traffic import Parcel as Parcel
-from .traffic import Traffic as Traffic
-from .traffic import Workload as Workload
-from .traffic import outer_traffic as outer_traffic

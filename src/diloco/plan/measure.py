@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -20,16 +19,7 @@ _STEPS, _AT_MOST_S = 5, 60.0  # number of inner steps to time, and the time afte
 _ROUNDS = 5
 
 
-@dataclass(frozen=True)
-class MeasuredStep:
-    """The time of an inner step, and the work of a synchronisation."""
-
-    median_s: float
-    send_s_per_value: float  # pseudo-gradient and its encoding in fp4
-    merge_s_per_value: float  # mean of one payload, outer step and merge
-
-
-def measure_step(settings: RunSettings) -> MeasuredStep:
+def measure_step(settings: RunSettings) -> tuple[float, float, float]:
     """Time inner steps of the model of ``settings`` on random tokens, and sends and merges of the whole model.
 
     A step is forward and backward pass, clipping and optimizer. With gradient accumulation, one piece of the batch is
@@ -38,6 +28,10 @@ def measure_step(settings: RunSettings) -> MeasuredStep:
 
     Args:
         settings: resolved settings with a known vocabulary size.
+
+    Returns:
+        The median time of a step, and the times per value of a send (pseudo-gradient and its encoding in fp4) and of a
+        merge (mean of one payload, outer step and merge), in seconds.
 
     Raises:
         ConfigurationError: if the model does not fit on the device.
@@ -75,7 +69,7 @@ def measure_step(settings: RunSettings) -> MeasuredStep:
         ) from error
     send_s, merge_s = _synchronisation_s(model, inner.optimizer, device)
     values = model.num_trained()
-    return MeasuredStep(statistics.median(taken_s[1:]), send_s / values, merge_s / values)
+    return statistics.median(taken_s[1:]), send_s / values, merge_s / values
 
 
 def _synchronisation_s(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[float, float]:

@@ -6,11 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from diloco.algorithm import PLAIN_MEAN, Codec, MeanEncoding, SyncSchedule, make_codec
-from diloco.plan.cluster import Cluster, Conditions, Overheads
+from diloco.algorithm import make_codec
+from diloco.plan.cluster import Cluster, Conditions, Exchange, Overheads
 from diloco.plan.simulate import Simulated, simulate_cycles
-from diloco.plan.traffic import outer_traffic
-from diloco.train import RunSettings, make_configured_codec, make_mean_encoding, make_schedule
 from diloco.transport import Link
 
 INNER_STEPS = (10, 20, 50, 100, 200, 500, 1000)  # the values of H in a table, up to the largest in the papers
@@ -24,39 +22,6 @@ class Site:
     links: tuple[Link, ...]  # one for each replica
     step_time_s: tuple[float, ...]  # compute time of an inner step, one for each replica
     conditions: Conditions = field(default_factory=Conditions)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
-    """What replicas send each other, and when."""
-
-    schedule: SyncSchedule
-    fragment_sizes: tuple[int, ...]  # number of values of each fragment
-    codec: Codec
-    mean: MeanEncoding = PLAIN_MEAN
-    whole: bool = False  # whether every replica needs whole contributions
-    dynamic_steps: bool = False  # whether slow replicas skip steps
-    gradients: bool = False  # whether these are the gradients of data-parallel steps, whose work is not counted
-
-    @classmethod
-    def of(cls, settings: RunSettings, fragment_sizes: Sequence[int]) -> Exchange:
-        """Return the exchange of resolved ``settings`` for a model with these fragments."""
-        if settings.algorithm == "data-parallel":
-            return cls.of_gradients(sum(fragment_sizes), settings.sync.codec or "float32")
-        return cls(
-            schedule=make_schedule(settings),
-            fragment_sizes=tuple(fragment_sizes),
-            codec=make_configured_codec(settings.sync),
-            mean=make_mean_encoding(settings.sync),
-            whole=settings.sync.whole_contributions,
-            dynamic_steps=settings.network.straggler == "dynamic",
-        )
-
-    @classmethod
-    def of_gradients(cls, parameters: int, codec: str = "float32") -> Exchange:
-        """Return the exchange of data-parallel steps, as the trainer takes them: all gradients after the step."""
-        schedule = SyncSchedule(inner_steps=1)
-        return cls(schedule=schedule, fragment_sizes=(parameters,), codec=make_codec(codec), gradients=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,15 +62,7 @@ def predict(exchange: Exchange, site: Site) -> Prediction:
     def simulated(overheads: Overheads, *, uplinks: bool) -> Simulated:
         if exchange.gradients:
             overheads = replace(overheads, average_s_per_value=0.0, send_s_per_value=0.0, merge_s_per_value=0.0)
-        traffic = outer_traffic(
-            schedule,
-            exchange.fragment_sizes,
-            exchange.codec,
-            len(site.links),
-            mean=exchange.mean,
-            whole=exchange.whole,
-            uplinks=[link.uplink for link in site.links] if uplinks else (),
-        )
+        traffic = exchange.traffic(len(site.links), [link.uplink for link in site.links] if uplinks else ())
         dynamic_of = schedule.inner_steps if exchange.dynamic_steps else None
         cluster = Cluster.of(site.links, site.step_time_s, dynamic_of=dynamic_of, overheads=overheads)
         return simulate_cycles(traffic, cluster, cycles=1)

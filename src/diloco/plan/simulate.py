@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from diloco.algorithm import Send
-from diloco.plan.cluster import Cluster, Floats
-from diloco.plan.traffic import Parcel, Traffic
+from diloco.plan.cluster import Cluster, Floats, Parcel, Traffic
 from diloco.transport import RoundTimes, round_times
 
 
@@ -61,10 +60,12 @@ def simulate(
         drain: whether to wait at the end for the rounds in flight, as a finished run does.
 
     >>> from diloco.algorithm import SyncSchedule, make_codec
-    >>> from diloco.plan import Cluster, outer_traffic
+    >>> from diloco.plan import Cluster, Exchange
     >>> from diloco.transport import Link
-    >>> diloco = outer_traffic(SyncSchedule(inner_steps=10), [1_000_000], make_codec("float32"), 2)
-    >>> simulate(diloco, Cluster.of([Link(8e6)] * 2, 1.0), steps=20).compute_utilization   # two rounds of 4 s
+    >>> schedule = SyncSchedule(inner_steps=10)
+    >>> diloco = Exchange(schedule=schedule, fragment_sizes=(1_000_000,), codec=make_codec("float32"))
+    >>> two = Cluster.of([Link(8e6)] * 2, 1.0)
+    >>> simulate(diloco.traffic(2), two, steps=20).compute_utilization  # two rounds of 4 s
     np.float64(0.714...)
     """
     run, before = _Run(traffic, cluster, steps), None
@@ -105,10 +106,10 @@ class _Run:
     """The clocks and links of all scenarios and replicas, ``(..., M)``."""
 
     def __init__(self, traffic: Traffic, cluster: Cluster, steps: int) -> None:
-        self.traffic, self.cluster, self.links = traffic, cluster, cluster.links
+        self.traffic, self.cluster, self.links = traffic, cluster, cluster.used_links
         self.computed_s = cluster.computed_s(steps)
         sizes = [array.shape for parcel in traffic.parcels for array in (parcel.sent_bytes, parcel.received_bytes)]
-        ways = (cluster.bandwidth_bits_per_s.shape, cluster.latency_s.shape, cluster.step_time_s.shape)
+        ways = (self.links.bandwidth_bits_per_s.shape, self.links.latency_s.shape, cluster.step_time_s.shape)
         self.shape = np.broadcast_shapes(*sizes, *ways)
         self.waited_s, self.spent_s = np.zeros(self.shape), np.zeros(self.shape)
         self.up_free_s, self.down_free_s = np.zeros(self.shape), np.zeros(self.shape)

@@ -9,14 +9,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.errors import ConfigurationError
-
-__all__ = ["KEEPING_THEIR_RATE", "CongestionControl", "Tcp"]
-
 Floats = NDArray[np.float64]
 
 CongestionControl = Literal["bbr", "cubic", "reno"]
-CONGESTION_CONTROLS: tuple[CongestionControl, ...] = ("bbr", "cubic", "reno")
 
 SEGMENT_BYTES = 1448
 FIRST_WINDOW_BYTES = 10 * SEGMENT_BYTES
@@ -28,25 +23,13 @@ LARGEST_WINDOW_BYTES = 1 << 22  # the most in flight over one connection: Linux'
 
 @dataclass(frozen=True, kw_only=True)
 class Tcp:
-    """The TCP connections over which a replica sends.
-
-    Raises:
-        ConfigurationError: if the congestion control is unknown, ``loss`` is not in [0, 1), or there is no connection.
-    """
+    """The TCP connections over which a replica sends."""
 
     # bbr keeps its rate across pauses and losses; cubic and reno restart slowly after a pause, and treat a loss as
     # congestion
     congestion_control: CongestionControl = "bbr"
     loss: float = 0.0  # fraction of packets lost for other reasons than a full queue
     connections: int = 4  # number of connections to all other replicas together
-
-    def __post_init__(self) -> None:
-        if self.congestion_control not in CONGESTION_CONTROLS or not 0 <= self.loss < 1 or self.connections < 1:
-            raise ConfigurationError(
-                f"congestion control {self.congestion_control!r} with a loss of {self.loss:.4g} and {self.connections} "
-                f"connections cannot be simulated: use {', '.join(CONGESTION_CONTROLS)}, a loss of at least 0 and "
-                "less than 1, and at least one connection."
-            )
 
     def carried_bits_per_s(self, bandwidth_bits_per_s: Floats, round_trip_s: Floats) -> Floats:
         """Return the throughput of the connections on a link, ``(..., M)``.
@@ -83,6 +66,3 @@ class Tcp:
         slow_bytes = window * (2**trips - 1) / math.log(2)
         lost: Floats = trips * round_trip_s - 8 * slow_bytes / carried_bits_per_s
         return np.maximum(0.0, lost)
-
-
-KEEPING_THEIR_RATE = ("bbr",)  # congestion controls that do not slow down at a lost packet or after a pause

@@ -42,8 +42,6 @@ from diloco.events import json_ready
 from diloco.plugins import code_digest, find, is_own, names_in, own_code
 from diloco.train import start_process
 
-__all__ = ["Run", "places", "read_study", "run_all", "table"]
-
 
 @dataclass(frozen=True)
 class Run:

@@ -19,29 +19,20 @@ _LARGEST, _LEAST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).ti
 
 
 @contextmanager
-def contract(kind: str, value: object) -> Iterator[None]:
-    """Convert every exception in a ``with`` block to a `ContractError` about ``value``, which is a ``kind``."""
+def _naming(what: str, *, always: bool = False) -> Iterator[None]:
+    """Convert every exception in a ``with`` block to a `ContractError` about ``what``.
+
+    Args:
+        always: whether a `ContractError` is to name it, too.
+    """
     try:
         yield
-    except ContractError as broken:
-        raise ContractError(f"{kind} {type(value).__name__}: {broken}") from broken
     except Exception as error:
-        raise ContractError(f"{kind} {type(value).__name__} raised {_sentence(error)}") from error
-
-
-@contextmanager
-def _naming(what: str) -> Iterator[None]:
-    """Convert every exception in a ``with`` block to a `ContractError` that says of which call on which input it is."""
-    try:
-        yield
-    except ContractError:
-        raise
-    except Exception as error:
-        raise ContractError(f"{what} raised {_sentence(error)}") from error
-
-
-def _sentence(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).rstrip('.')}."
+        if isinstance(error, ContractError):
+            if not always:
+                raise
+            raise ContractError(f"{what}: {error}") from error
+        raise ContractError(f"{what} raised {type(error).__name__}: {str(error).rstrip('.')}.") from error
 
 
 def expect(kept: bool, broken: str) -> None:
@@ -70,7 +61,7 @@ def check_codec(make: Callable[[], Codec], *, sizes: Sequence[int] | None = None
         ContractError: if the contract is broken. The message says how.
     """
     codec, other = make(), make()
-    with contract("codec", codec):
+    with _naming(f"codec {type(codec).__name__}", always=True):
         expect(isinstance(codec, Codec), "it is not a diloco.Codec")
         expect(isinstance(getattr(codec, "name", None), str), "its name is not a string")
         block = codec.block_size
@@ -239,7 +230,7 @@ def check_outer_optimizer(outer: OuterOptimizer) -> None:
     Raises:
         ContractError: if the contract is broken. The message says how.
     """
-    with contract("outer optimizer", outer):
+    with _naming(f"outer optimizer {type(outer).__name__}", always=True):
         for method in ("init", "update"):
             expect(callable(getattr(outer, method, None)), f"it has no method {method}")
         start, means = _draw(0), [_draw(seed) * 0.1 for seed in range(1, 5)]
@@ -284,7 +275,7 @@ def check_average_rule(rule: AverageRule | None) -> None:
         given = ((1.0 + 0.5 * number, buffer.copy_(_draw(number)).mul_(scale)) for number in range(count))
         return rule.combine(given, sizes)  # type: ignore[union-attr]  # None is caught below
 
-    with contract("average", rule):
+    with _naming(f"average {type(rule).__name__}", always=True):
         expect(callable(getattr(rule, "combine", None)), "it has no method combine")
         elementwise = getattr(rule, "elementwise", None)
         expect(isinstance(elementwise, bool), f"elementwise is {elementwise!r}; it must be True or False")
@@ -307,7 +298,7 @@ def check_merge_rule(rule: MergeRule) -> None:
     Raises:
         ContractError: if the contract is broken. The message says how.
     """
-    with contract("merge rule", rule):
+    with _naming(f"merge rule {type(rule).__name__}", always=True):
         expect(callable(getattr(rule, "merge", None)), "it has no method merge")
         keeps = getattr(rule, "keeps_sent", None)
         expect(isinstance(keeps, bool), f"keeps_sent is {keeps!r}; it must be True or False")
@@ -342,7 +333,7 @@ def check_inner_optimizer(make: Callable[[nn.Module], torch.optim.Optimizer]) ->
     """
     model = _model()
     optimizer = make(model)
-    with contract("inner optimizer", optimizer):
+    with _naming(f"inner optimizer {type(optimizer).__name__}", always=True):
         expect(isinstance(optimizer, torch.optim.Optimizer), "it is not a torch.optim.Optimizer")
         held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         wanted = [id(parameter) for parameter in model.parameters()]

@@ -105,9 +105,8 @@ class PageServer(ThreadingTCPServer):
         self.content: dict[str, tuple[str, bytes, str]] = {}  # path -> type, compressed content, and its entity tag
         self._open: dict[socket.socket, None] = {}  # connections, the oldest first
         self.show(export_page(b"").encode(), "/", "text/html; charset=utf-8")
-        self._on_used = on_used
-        self._lock = threading.Lock()
         self.show(b"{}")
+        self._on_used, self._lock = on_used, threading.Lock()
 
     def __enter__(self) -> Self:
         threading.Thread(target=self.serve_forever, args=(0.1,), name="diloco-watch", daemon=True).start()
@@ -124,7 +123,7 @@ class PageServer(ThreadingTCPServer):
     def use(self, token: str) -> bool:
         """Return whether a visitor has the right token, which is then replaced."""
         with self._lock:
-            if not _equal(token, self.token):
+            if not hmac.compare_digest(token.encode(), self.token.encode()):
                 return False
             self.token = secrets.token_urlsafe(16)
         self._on_used(self)
@@ -151,10 +150,6 @@ class PageServer(ThreadingTCPServer):
             super().handle_error(request, client_address)
 
 
-def _equal(one: str, other: str) -> bool:
-    return hmac.compare_digest(one.encode(), other.encode())
-
-
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
     server_version, sys_version = "diloco", ""
@@ -166,7 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
         token = parse_qs(query).get("token", [""])[0]
         if server.is_local and re.sub(r":\d*$", "", self.headers.get("Host", "")) not in LOOPBACK:
             self._send(400, b"This host name is not known here.")
-        elif _equal(cookies.get(name, ""), secret):
+        elif hmac.compare_digest(cookies.get(name, "").encode(), secret.encode()):
             if token:  # the address was opened again
                 self._send(303, Location="/")
             else:
@@ -182,10 +177,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, b"There is no such page.")
         elif tag in self.headers.get("If-None-Match", ""):  # a list, perhaps of weakened tags
             self._send(304, ETag=tag)
-        elif "gzip" in self.headers.get("Accept-Encoding", "gzip"):
-            self._send(200, content, Content_Type=kind, Content_Encoding="gzip", ETag=tag)
         else:
-            self._send(200, gzip.decompress(content), Content_Type=kind, ETag=tag)
+            packed = {"Content_Encoding": "gzip"} if "gzip" in self.headers.get("Accept-Encoding", "gzip") else {}
+            body = content if packed else gzip.decompress(content)
+            self._send(200, body, Content_Type=kind, ETag=tag, **packed)
 
     def _send(self, status: int, body: bytes = b"", **headers: str) -> None:
         self.send_response(status)
