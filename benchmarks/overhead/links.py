@@ -17,12 +17,13 @@ import threading
 import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 import torch
 
 from diloco.algorithm import RoundId, make_codec
-from diloco.transport import DirectStreams, PayloadConnection, ReliableLink, RoundMessages, UplinkMeter
+from diloco.transport import ControlConnection, DirectStreams, PeerLink, RoundMessages, Stripe, UplinkMeter, round_tag
 
 HOST, LIMIT_S = "127.0.0.1", 60.0
 LINKS, VALUES = 7, 6_295_552 // 8
@@ -36,7 +37,7 @@ class End:
     """The links of one of the two processes, which run in a separate thread."""
 
     def __init__(self) -> None:
-        self.links: dict[int, ReliableLink] = {}
+        self.links: dict[int, PeerLink] = {}
         self._loop = asyncio.new_event_loop()
         self._kept: list[asyncio.StreamWriter] = []
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -61,7 +62,7 @@ class End:
 
     def move(self, number: int) -> None:
         """Transfer the payloads of one round in both directions."""
-        messages = RoundMessages(RoundId(0, number), self._loop, PIECE_BYTES, self.links)
+        messages = RoundMessages(0, RoundId(0, number), self._loop, PIECE_BYTES, self.links)
         for name, second in (("fp4", False), ("int8", True)):
             for received in self.call(self._exchange(messages, name, second=second)):
                 received.result(LIMIT_S)
@@ -69,6 +70,8 @@ class End:
 
     async def _exchange(self, messages: RoundMessages, name: str, *, second: bool) -> list[Future[None]]:
         codec = make_codec(name)
+        for link in self.links.values():
+            link.note_ready(round_tag(0, messages.round_id))
         receiving: list[Future[None]] = []
         for piece, (start, stop) in enumerate(messages.pieces(0, VALUES, codec)):
             size = codec.payload_bytes(stop - start)
@@ -78,12 +81,13 @@ class End:
         return receiving
 
     async def _use(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link, transport = ReliableLink(self._loop, UplinkMeter()), writer.transport
+        control = cast(ControlConnection, SimpleNamespace(rank=0, token="", opened=True))
+        link, transport = PeerLink(self._loop, control, UplinkMeter()), writer.transport
         assert isinstance(transport, asyncio.Transport)
         transport.pause_reading()
         reader.feed_eof()
         already = await reader.read()
-        connection = PayloadConnection(link, transport, LIMIT_S)
+        connection = Stripe(link, transport, LIMIT_S)
         connection.begin(already)
         link.add(0, connection)
         self._kept.append(writer)

@@ -24,7 +24,7 @@ from diloco.protocol import decode, encode
 __all__ = ["PART", "Cut", "Relays", "Unit", "frame", "part", "relayed", "said_to", "stranger_at", "unframe"]
 
 FRAME = struct.Struct(">4sIQ")
-PART = struct.Struct(">cQIIIIQ")  # kind, number of the message, tag, total, start, size of the body, checksum
+PART = struct.Struct(">cQIIIQ")  # kind, tag of the message, total, start, size of the body, checksum
 LIMIT_S = 30.0
 
 
@@ -40,9 +40,9 @@ def unframe(data: bytes) -> tuple[dict[str, Any], bytes]:
     return decode(data[FRAME.size : FRAME.size + size], dict[str, Any]), data[FRAME.size + size :]
 
 
-def part(body: bytes, *, kind: bytes = b"D", number: int = 1, tag: int = 7, total: int, start: int = 0) -> bytes:
+def part(body: bytes, *, kind: bytes = b"D", tag: int = 7, total: int, start: int = 0) -> bytes:
     """Return the bytes of a part of a payload message."""
-    return PART.pack(kind, number, tag, total, start, len(body), xxhash.xxh3_64_intdigest(body)) + body
+    return PART.pack(kind, tag, total, start, len(body), xxhash.xxh3_64_intdigest(body)) + body
 
 
 class Cut(Exception):
@@ -154,7 +154,7 @@ def _size(data: bytes, *, parts: bool) -> int | None:
     if len(data) < head.size:
         return None
     fields = head.unpack_from(data)
-    size = head.size + (fields[5] if parts else fields[1] + fields[2])
+    size = head.size + (fields[4] if parts else fields[1] + fields[2])
     return size if len(data) >= size else None
 
 

@@ -17,7 +17,7 @@ from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms
 
 pytestmark = HIVEMIND_LEAVES_CONNECTIONS
 
-FIRSTS = itertools.count(step=100)
+FIRSTS = itertools.count(step=30)
 
 
 @pytest.fixture(scope="class")

@@ -2,18 +2,23 @@
 
 Each pair of ranks shares one connection, over which both send a heartbeat every ``heartbeat_s``. A rank is lost when
 its connection ends, or when nothing is received from it for ``silence_s``. Clocks of different machines are never
-compared.
+compared. A handshake keeps one of two connections that two ranks open to each other at the same time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 import sys
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
-from typing import Any, Union
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, Union
+
+from msgspec import Meta
 
 from diloco.errors import TransportError
+from diloco.membership import Rank
 from diloco.protocol import (
     Beat,
     ConnectionEnded,
@@ -33,7 +38,6 @@ from diloco.protocol import (
 from diloco.transport.address import Address
 from diloco.transport.connections.control_connection import ControlConnection, Who, say_who
 from diloco.transport.connections.control_thread import ControlThread
-from diloco.transport.connections.handshakes import Greeting, Hello, PendingHellos, send_hello
 from diloco.transport.connections.limits import ConnectionLimit
 from diloco.transport.connections.streams import (
     Stream,
@@ -43,7 +47,80 @@ from diloco.transport.connections.streams import (
     read_frame,
 )
 
-__all__ = ["ConnectionManager", "Service"]
+__all__ = ["ConnectionManager", "Greeting", "Hello", "PendingHellos", "Service", "send_hello"]
+
+
+_Name = Annotated[str, Meta(max_length=64)]
+
+
+class Hello(WireMessage):
+    """The sender opens the connection between two ranks."""
+
+    rank: Rank
+    address: Annotated[str, Meta(max_length=300)]  # where it listens
+    hello: _Name = ""  # the name of this hello
+
+
+class Greeting(WireMessage):
+    """The answer to a hello."""
+
+    rank: Rank
+    crossed: _Name = ""  # the name of the hello of the answering rank that it crossed, or ""
+
+
+class PendingHellos:
+    """The hellos that this rank has sent and that are still unanswered.
+
+    When the hellos of two ranks cross, the higher rank answers the lower rank's hello at once and includes the name of
+    its own hello. The lower rank holds back its answer until then, and no longer sends it.
+    """
+
+    def __init__(self, me: int) -> None:
+        self._me = me
+        self._pending: dict[int, tuple[str, asyncio.Event]] = {}  # rank -> name of the hello; set when it is settled
+
+    @contextmanager
+    def to(self, rank: int) -> Iterator[str]:
+        """Yield the name of a new hello to ``rank``, which counts as unanswered until the context ends."""
+        mine = secrets.token_hex(8), asyncio.Event()
+        self._pending[rank] = mine
+        try:
+            yield mine[0]
+        finally:
+            mine[1].set()
+            if self._pending.get(rank) is mine:
+                del self._pending[rank]
+
+    async def before(self, rank: int) -> str:
+        """Wait until a hello from ``rank`` may be answered. Return the name of the own hello that it crosses, or ""."""
+        name, over = self._pending.get(rank, ("", None))
+        if over is not None and self._me < rank:
+            await over.wait()
+        return name
+
+
+async def send_hello(stream: Stream, me: int, mine: Address, name: str, rank: int, address: Address) -> str:
+    """Introduce this process, rank ``me`` listening at ``mine``, over a connection to ``rank`` at ``address``.
+
+    Returns:
+        The name of the other rank's hello that this one crossed, or "" if there is none.
+
+    Raises:
+        OSError, EOFError: The connection ended.
+        TransportError: The other side refuses, or is not ``rank``.
+    """
+    reader, writer = stream
+    writer.write(pack(Hello(me, str(mine), name)))
+    answer, _ = await read_frame(reader, Greeting | Refused)
+    if isinstance(answer, Refused):
+        raise TransportError(f"{address} refuses: {answer.reason}")
+    if answer.rank != rank:
+        raise TransportError(
+            f"{address} should be rank {rank}, but answered as rank {answer.rank}. Another diloco run may be using "
+            "that port."
+        )
+    return str(answer.crossed)
+
 
 Service = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Serves a connection whose first message asked for the service. The connection is closed when the service returns."""
@@ -144,7 +221,7 @@ class ConnectionManager(ControlThread):
             self.streams.tune(writer, self.timing.silence_s)
             with self._pending_hellos.to(rank) as hello:
                 crossed = await send_hello((reader, writer), self.rank, self.address, hello, rank, address)
-                self._register(rank, address, (reader, writer), opened=True, crossed=crossed)
+                self._register(rank, address, (reader, writer), hello, opened=True, crossed=crossed)
         except BaseException as error:
             writer.close()
             if not isinstance(error, EOFError) or rank not in self._connections:
@@ -159,6 +236,11 @@ class ConnectionManager(ControlThread):
             if connection.task is not None:
                 connection.task.cancel()
             connection.writer.close()
+
+    def drop(self, rank: int, why: str) -> None:
+        """End the connection to ``rank``, if there is one, and report its loss."""
+        if connection := self._connections.get(rank):
+            self._drop(connection, why)
 
     def drop_silent(self, ranks: Collection[int]) -> None:
         """Drop ranks that have been silent for too long. All connections end before the first loss is reported."""
@@ -225,7 +307,7 @@ class ConnectionManager(ControlThread):
                 self._drop(self._connections[out], "too many connected peers are not members")
         self.streams.tune(writer, self.timing.silence_s)
         writer.write(pack(Greeting(self.rank, crossed)))
-        self._register(rank, address, (reader, writer), opened=False)
+        self._register(rank, address, (reader, writer), hello.hello, opened=False)
 
     def _drop(self, connection: ControlConnection, why: str) -> None:
         """End an open connection and report its rank as lost."""
@@ -237,14 +319,16 @@ class ConnectionManager(ControlThread):
                 Lost(connection.rank, Loss("cut", f"the connection to {connection.address} was ended: {why}"))
             )
 
-    def _register(self, rank: int, address: Address, stream: Stream, *, opened: bool, crossed: str = "") -> None:
+    def _register(
+        self, rank: int, address: Address, stream: Stream, token: str, *, opened: bool, crossed: str = ""
+    ) -> None:
         reader, writer = stream
         if before := self._connections.get(rank):
             before.writer.write(pack(Replaced()))
             self.hang_up(rank)
         drain_on_reset(writer.transport)
         number, trusted = next(self._numbers), opened or rank in self._members
-        connection = ControlConnection(rank, number, address, writer, opened, trusted, self.loop.time(), crossed)
+        connection = ControlConnection(rank, number, address, writer, token, opened, trusted, self.loop.time(), crossed)
         self._connections[rank] = connection
         self._on_event(ConnectionMade(rank, number, str(address)))
         connection.task = self.begin(self._listen_to(connection, reader))

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from diloco.errors import TransportError
 from diloco.protocol import GivenUp, Loss, Message, MessageError, Received, WireMessage, decode
 from diloco.transport.address import Address
-from diloco.transport.connections.backoff import Backoff
-from diloco.transport.connections.limits import TokenBucket
+from diloco.transport.connections.limits import Backoff, TokenBucket
 from diloco.transport.connections.streams import (
     MAX_MESSAGE_BYTES,
     UNKNOWN_PEER_BYTES,
@@ -48,6 +47,7 @@ class ControlConnection:
     number: int  # unique in this process; tells apart successive processes of one rank
     address: Address  # where the other process listens
     writer: asyncio.StreamWriter
+    token: str  # the name of the hello that opened it, which both ends know and nobody else
     opened: bool  # whether this process opened it
     trusted: bool  # whether the other process is a member, or this process opened the connection
     heard_s: float  # when a message was last received, by the loop's clock

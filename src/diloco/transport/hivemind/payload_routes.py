@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any
+import asyncio
+from collections import defaultdict
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 from diloco.errors import TransportError
-from diloco.protocol import MessageError, Store, WireMessage, decode, encode
-from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.link_manager import LinkManager
-from diloco.transport.connections.opened_link import LinkRequest, OpenedLink, Route
-from diloco.transport.connections.reliable_link import ReliableLink
+from diloco.protocol import Store, WireMessage, decode, encode
+from diloco.transport.connections.link import PeerLink, PeerLinks
 from diloco.transport.connections.streams import Stream
 from diloco.transport.hivemind.direct_streams import DirectOffer, hosts_in
 from diloco.transport.hivemind.peer_streams import PeerStreams
-from diloco.transport.peers.background import Mailbox
 
-__all__ = ["PayloadRoutes"]
-
-_FORGET_S = 600.0  # how long a peer that could not be reached directly is not tried again
+__all__ = ["SwarmLinks"]
 
 
 class Wanted(WireMessage):
@@ -34,91 +30,94 @@ class Reached(WireMessage):
     reached: bool
 
 
-class PayloadRoutes(LinkManager):
-    """Opens links, each over a route on which both ends agree.
+_TOPICS: dict[str, type[WireMessage]] = {"direct": Wanted, "first": Reached, "second": Reached}
+
+
+class SwarmLinks(PeerLinks):
+    """Links of which each uses a route on which both ends agree.
 
     Each end sends the other its direct addresses. The end of lower rank tries to connect first, then the other. If
     neither can connect, the link uses libp2p.
-
-    Args:
-        connections: the control connections of this peer.
-        streams: the streams of this peer.
-        mailbox: receives the messages of the other peers.
-        patience_s, compresses: as in `LinkManager`.
     """
 
-    def __init__(
-        self,
-        connections: ConnectionManager,
-        streams: PeerStreams,
-        mailbox: Mailbox,
-        patience_s: float,
-        *,
-        compresses: bool = True,
-    ) -> None:
-        super().__init__(connections, patience_s, compresses=compresses)
-        self._streams = streams
-        self._mailbox = mailbox
-        self._unreachable: dict[str, tuple[float, str]] = {}  # peer -> the time before which it is not tried, and why
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # link -> topic -> what the peer says about it, once it does
+        self._told: WeakKeyDictionary[PeerLink, dict[str, asyncio.Future[Any]]] = WeakKeyDictionary()
+        self._offers: WeakKeyDictionary[PeerLink, DirectOffer] = WeakKeyDictionary()
+        self._first: WeakKeyDictionary[PeerLink, Stream] = WeakKeyDictionary()  # a stream that is already open
 
-    def open_link(self, request: LinkRequest) -> ReliableLink:
-        """Open a link as described by `OpenLink`."""
-        mode, me = self._streams.place.direct, self._connections.entries[self._connections.rank]
-        peer = str(self.address_of(request.rank))  # the peer's entry may still be in transit
+    @property
+    def _streams(self) -> PeerStreams:
+        return cast(PeerStreams, self.connections.streams)
+
+    def receive(self, rank: int, topic: str, content: bytes) -> None:
+        link = self.by_rank.get(rank)
+        if link is None or topic not in _TOPICS:
+            return
+        message = decode(content, _TOPICS[topic])
+        if not (told := self._topics(link)[topic]).done():
+            told.set_result(message)
+
+    def begin_stripes(self, link: PeerLink) -> None:
+        link.keeping.append(self.connections.begin(self._agree(link)))
+
+    async def open_stripe(self, link: PeerLink) -> Stream:
+        if (first := self._first.pop(link, None)) is not None:
+            return first
+        offer = self._offers.get(link)
+        return await (super().open_stripe(link) if offer is None else self._open_directly(offer))
+
+    def _topics(self, link: PeerLink) -> dict[str, asyncio.Future[Any]]:
+        return self._told.setdefault(link, defaultdict(self.connections.loop.create_future))
+
+    async def _agree(self, link: PeerLink) -> None:
+        """Agree on a route with the peer, and open the first stripe if that is up to this end."""
+        try:
+            async with asyncio.timeout(self.connect_timeout_s):
+                await self._choose(link)
+        except TimeoutError:
+            self.connections.drop(link.rank, "it has not agreed on a route for payloads")
+            return
+        except (OSError, TransportError) as error:
+            self.connections.drop(link.rank, str(error))
+            return
+        link.keeping.clear()
+        super().begin_stripes(link)
+
+    async def _choose(self, link: PeerLink) -> None:
+        mode, me = self._streams.place.direct, self.connections.entries[self.connections.rank]
+        peer, first = str(self.address_of(link.rank)), self.connections.rank < link.rank
         offer = None if mode == "never" else self._streams.direct.offer(peer, hosts_in(me.places))
-        self._tell(request, "direct", Wanted(mode != "never", offer))
-        theirs = self._told(request, "direct", Wanted)
+        self._tell(link, "direct", Wanted(mode != "never", offer))
+        theirs: Wanted = await self._topics(link)["direct"]
         why = "one of the two peers does not use direct streams"
         if mode != "never" and theirs.wanted:
             why = "neither can be reached directly"
-            for turn, tries in (("first", request.first), ("second", not request.first)):
-                if not (theirs.offer if tries else offer):
+            for turn, tries in (("first", first), ("second", not first)):
+                there = theirs.offer if tries else offer
+                if there is None:
                     continue  # both ends know that a peer without an offer does not listen
                 if tries:
-                    route, why = self._try(peer, theirs.offer)
-                    self._tell(request, turn, Reached(route is not None))
-                    if route is not None:
-                        return self.open_over(route, request)
-                elif self._told(request, turn, Reached).reached:
-                    return self.open_over(Route("direct streams", dials=False), request)
+                    try:
+                        self._first[link], self._offers[link] = await self._open_directly(there), there
+                    except OSError as error:
+                        why = str(error)
+                    self._tell(link, turn, Reached(link in self._first))
+                reached = link in self._first if tries else (await self._topics(link)[turn]).reached
+                if reached:
+                    link.description, link.dials = "direct streams", tries
+                    return
         if mode == "only":
             raise TransportError(
-                f"there is no direct connection between replica {request.rank} ({peer}) and this one: {why}. "
+                f"there is no direct connection between replica {link.rank} ({peer}) and this one: {why}. "
                 "direct='only' allows no other. Make the port for direct streams of one of the two reachable (LAST of "
                 "network.listen HOST:FIRST-LAST), or use direct='auto'"
             )
-        return self.open_over(Route(f"libp2p ({why})", single=True), request)
-
-    def _try(self, peer: str, offer: DirectOffer) -> tuple[Route | None, str]:
-        """Return a route to a peer that has made an offer and "", or None and the reason."""
-        until_s, why = self._unreachable.get(peer, (0.0, ""))
-        if time.monotonic() < until_s:
-            return None, why
-
-        try:
-            first = self._connections.call(self._open_directly(offer))
-        except OSError as error:
-            if self._streams.place.direct != "only":  # with "only" there is no alternative, so every view tries again
-                self._unreachable[peer] = time.monotonic() + _FORGET_S, str(error)
-            return None, str(error)
-        return Route("direct streams", dials=True, offer=offer, first=[first]), ""
-
-    async def open_connection(self, opened: OpenedLink) -> Stream:
-        route = opened.route
-        if route.first:
-            return route.first.pop()
-        return await (super().open_connection(opened) if route.offer is None else self._open_directly(route.offer))
+        link.description, link.single = f"libp2p ({why})", True
 
     async def _open_directly(self, offer: DirectOffer) -> Stream:
-        return self._connections.keep(await self._streams.direct.open(offer))
+        return self.connections.keep(await self._streams.direct.open(offer))
 
-    def _tell(self, request: LinkRequest, topic: str, content: WireMessage) -> None:
-        connections, message = self._connections, Store(f"{request.key}/{topic}", encode(content))
-        connections.post(connections.send, request.rank, message)
-
-    def _told(self, request: LinkRequest, topic: str, expected: Any) -> Any:
-        data = self._mailbox.take(f"{request.key}/{topic}@{request.rank}", request.timeout_s)
-        try:
-            return decode(data, expected)
-        except MessageError as error:
-            raise TransportError(f"replica {request.rank} sent an unreadable message about streams: {error}") from error
+    def _tell(self, link: PeerLink, topic: str, content: WireMessage) -> None:
+        self.connections.send(link.rank, Store(topic, encode(content)))

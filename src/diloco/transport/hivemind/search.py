@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from diloco.errors import RendezvousError, RunFinishedError
 from diloco.membership import BootstrapElection, Candidates, View
 from diloco.protocol import Entry, Registry
-from diloco.transport.connections.backoff import Backoff
+from diloco.transport.connections.limits import Backoff
 from diloco.transport.hivemind.daemon import plainly
 from diloco.transport.hivemind.identity import PeerRecord
 from diloco.transport.hivemind.peer_config import SwarmPlace

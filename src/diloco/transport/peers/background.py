@@ -1,22 +1,22 @@
-"""Background threads, and a mailbox of the values that they wait for."""
+"""Background threads: of a transport, and copies of payloads from a GPU."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from diloco.errors import TransportError
+import torch
 
-__all__ = ["Mailbox", "Threads", "in_thread"]
+from diloco.algorithm import Contribution
+
+__all__ = ["HostCopies", "Threads", "in_thread"]
 
 T = TypeVar("T")
-
-_MOST_BYTES = 1 << 18
-_VALUE_BYTES = 200  # bookkeeping of a value, in addition to its key and content
 
 
 def in_thread(function: Callable[[], T], name: str) -> Future[T]:
@@ -79,70 +79,45 @@ class Threads:
         return not any(thread.is_alive() for thread in self._running)
 
 
-class Mailbox:
-    """Short values by key, which control messages deliver and other threads wait for.
-
-    Each sender may keep 256 KiB here. Its oldest values beyond that, which belong to past views, are dropped.
-
-    >>> mailbox = Mailbox()
-    >>> for number in range(5):
-    ...     mailbox.put(f"key {number}", bytes(60_000), sender=3)
-    >>> [key for key in range(5) if mailbox.has(f"key {key}")]
-    [1, 2, 3, 4]
-    """
+class HostCopies:
+    """Copies payloads from a GPU to the host, in the order in which they are started. Resources are created lazily."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._values: dict[str, bytes] = {}
-        self._senders: dict[str, int | None] = {}
-        self._closed = ""
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._waiting: ThreadPoolExecutor | None = None
 
-    def put(self, key: str, value: bytes, sender: int | None = None) -> None:
-        """Store a value from the rank ``sender``; None: from this rank itself, which has no limit."""
-        with self._changed:
-            self._values.pop(key, None)
-            self._senders.pop(key, None)
-            self._values[key], self._senders[key] = value, sender
-            theirs = [] if sender is None else [each for each, one in self._senders.items() if one == sender]
-            excess_bytes = sum(_VALUE_BYTES + len(each) + len(self._values[each]) for each in theirs) - _MOST_BYTES
-            for oldest in theirs:
-                if excess_bytes > 0:
-                    excess_bytes -= _VALUE_BYTES + len(oldest) + len(self._values[oldest])
-                    del self._values[oldest], self._senders[oldest]
-            self._changed.notify_all()
+    def start(self, contribution: Contribution) -> tuple[Contribution, torch.cuda.Event]:
+        """Return the contribution with its payload in pinned host memory, filled once the event has occurred."""
+        payload = contribution.payload
+        if payload.device not in self._streams:
+            self._streams[payload.device] = torch.cuda.Stream(payload.device)  # type: ignore[no-untyped-call]  # torch's stub
+        stream = self._streams[payload.device]
+        host = torch.empty(payload.shape, dtype=payload.dtype, device="cpu", pin_memory=True)
+        stream.wait_stream(torch.cuda.current_stream(payload.device))
+        with torch.cuda.stream(stream):
+            host.copy_(payload, non_blocking=True)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's stub
+            copied.record(stream)
+        payload.record_stream(stream)  # its memory is not reused before the copy is done
+        return replace(contribution, payload=host), copied
 
-    def has(self, key: str) -> bool:
-        """Return whether there is a value of ``key``."""
-        return key in self._values
+    def after(
+        self, copied: torch.cuda.Event, act: Callable[[], None], on_error: Callable[[BaseException], object]
+    ) -> None:
+        """Call ``act`` in another thread once the copy is done, or ``on_error`` if it fails."""
+        if self._waiting is None:
+            self._waiting = ThreadPoolExecutor(1, thread_name_prefix="diloco-copies")
 
-    def take(self, key: str, timeout_s: float) -> bytes:
-        """Wait for the value of ``key`` and return it. The value stays.
+        def wait() -> None:
+            try:
+                copied.synchronize()
+                act()
+            except BaseException as error:
+                on_error(error)
 
-        Raises:
-            TransportError: It does not arrive within ``timeout_s``, or the mailbox is closed.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: key in self._values or self._closed, timeout_s)
-            if key not in self._values:
-                raise TransportError(f"{key} did not arrive within {timeout_s:g} s. {self._closed}")
-            return self._values[key]
+        self._waiting.submit(wait)
 
-    def forget(self, prefix: str) -> None:
-        """Drop the values whose keys begin with ``prefix``."""
-        with self._changed:
-            self._keep({key for key in self._values if not key.startswith(prefix)})
-
-    def forget_sender(self, sender: int) -> None:
-        """Drop the values from a rank that is lost."""
-        with self._changed:
-            self._keep({key for key, one in self._senders.items() if one != sender})
-
-    def _keep(self, keys: Collection[str]) -> None:
-        self._values = {key: value for key, value in self._values.items() if key in keys}
-        self._senders = {key: sender for key, sender in self._senders.items() if key in keys}
-
-    def close(self, reason: str) -> None:
-        """End all waiting with an error that contains ``reason``."""
-        with self._changed:
-            self._closed = reason
-            self._changed.notify_all()
+    def close(self) -> None:
+        """Wait for the copies, then end the thread."""
+        if self._waiting is not None:
+            self._waiting.shutdown()

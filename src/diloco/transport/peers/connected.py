@@ -14,7 +14,7 @@ from diloco.algorithm import check_choice, check_whole
 from diloco.errors import ConfigurationError, RendezvousError, nearest
 from diloco.membership import Policy
 from diloco.protocol import Entry, Policies, Rules, Welcome
-from diloco.transport.connections.backoff import Backoff
+from diloco.transport.connections.limits import Backoff
 from diloco.transport.peers.transport import PeerTransport
 
 __all__ = ["Connected", "Table", "Wire", "join"]

@@ -7,7 +7,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 
 from diloco.algorithm import RoundId
 from diloco.errors import ConfigurationError, RendezvousError, RoundVoidError, TransportError
@@ -15,6 +14,7 @@ from diloco.membership import NextView, View
 from diloco.protocol import (
     Entry,
     FactsMessage,
+    Header,
     Machine,
     Meet,
     MessageError,
@@ -29,18 +29,16 @@ from diloco.protocol import (
 )
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.opened_link import OpenLink
+from diloco.transport.connections.link import PeerLinks, round_tag
 from diloco.transport.connections.streams import Streams, within
-from diloco.transport.peers.background import Mailbox, Threads
-from diloco.transport.peers.payload_exchange import PayloadExchange
-from diloco.transport.peers.payload_links import Links, PayloadLinks
+from diloco.transport.peers.background import Threads
+from diloco.transport.peers.exchange import PayloadExchange
 from diloco.transport.peers.pending import Contributed
 from diloco.waiting import waiting_for
 
 __all__ = ["ProtocolRunner"]
 
 _STOP_TOGETHER_S = 5.0  # how long a rank that is to stop waits for others that are
-_IDLE_PART = 5  # fraction of a silence; well before the other end of a link stops waiting for this one
 
 
 class ProtocolRunner:
@@ -52,9 +50,17 @@ class ProtocolRunner:
 
     view: View  # the current view
     registry: Registry
-    open_link: OpenLink
 
-    def __init__(self, rules: Rules, policies: Policies, timing: Timing, streams: Streams) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        policies: Policies,
+        timing: Timing,
+        streams: Streams,
+        links: type[PeerLinks],
+        *,
+        compress: bool,
+    ) -> None:
         self.rules = rules
         self.policies = policies
         self.timing = timing
@@ -63,18 +69,16 @@ class ProtocolRunner:
         self.reason = ""  # why the current view replaced the one before
         # called in the control thread with each next view; its result is sent to the ranks that join with that view
         self.on_change: Callable[[NextView], bytes | None] = lambda following: None
-        self.mailbox = Mailbox()  # receives the addresses of payload links
         self._machine = Machine(rules, policies)
         self._changed = threading.Condition()  # its lock guards the machine; notified after each event
         self._contributed = Contributed()
         self._closed = False
         self._timers: dict[actions.Timer, asyncio.TimerHandle] = {}
         self._exchanges: dict[tuple[int, RoundId], PayloadExchange] = {}
-        self._linked: Future[Links] = Future()
         self.connections = ConnectionManager(rules.rank, self.timing, streams, self._on_event)
         self.connections.on_fault = self._end_waiting
         self._threads = Threads(self._fail)
-        self._links = PayloadLinks(rules, policies, self.connections, self._threads, timing.silence_s / _IDLE_PART)
+        self.links = links(self.connections, timing.silence_s, policies.connect_timeout_s, compresses=compress)
 
     # For any thread.
 
@@ -170,13 +174,16 @@ class ProtocolRunner:
     def _on_event(self, event: events.Event) -> None:
         """Process an event of a control connection."""
         match event:
-            case events.Received(sender, Store(key, value)):
-                self.mailbox.put(f"{key}@{sender}", value, sender)
-            case events.Lost(rank):
-                self.mailbox.forget_sender(rank)
-                self._handle(event)
-            case _:
-                self._handle(event)
+            case events.Received(sender, Store(topic, content)):
+                self.links.receive(sender, topic, content)
+                return
+            case events.Received(sender, Header() as header) if sender in self.links.by_rank:
+                self.links.by_rank[sender].note_ready(round_tag(header.view, header.id))
+            case events.ConnectionMade(rank) if self._is_peer(rank):
+                self.links.connect(rank)
+            case events.ConnectionEnded(rank):
+                self.links.disconnect(rank)
+        self._handle(event)
 
     def _handle(self, event: events.Event) -> None:
         """Let the machine handle an event, and carry out all resulting actions, whatever happens to one of them.
@@ -218,8 +225,7 @@ class ProtocolRunner:
         self._contributed.end(
             lambda each: fault if self.policies.raises(each) else RoundVoidError(f"{each} is void: {fault}")
         )
-        self.mailbox.close(str(fault))
-        self._links.close()
+        self.links.close()
         for exchange in list(self._exchanges.values()):
             if not exchange.verdict.done():
                 exchange.verdict.set_exception(fault)
@@ -229,6 +235,7 @@ class ProtocolRunner:
             case actions.SendMessage(rank, message):
                 self.connections.send(rank, message)
             case actions.HangUp(rank):
+                self.links.disconnect(rank)
                 self.connections.hang_up(rank)
             case actions.SetTimer(timer, delay_s):
                 self._timers[timer] = self.connections.loop.call_later(delay_s, self._fire, timer)
@@ -236,24 +243,23 @@ class ProtocolRunner:
                 if handle := self._timers.pop(timer, None):
                     handle.cancel()
             case actions.OpenLinks(view):
-                self._linked = self._links.open(view, self.open_link)
-                self._linked.add_done_callback(lambda links: self._opened(view, links))
+                self.links.want(self._peers(view))
             case actions.CloseLinks(view):
-                self._links.close()
-                self.mailbox.forget(f"{view.id}/")
+                self._cancel(lambda key: key[0] == view.id)
             case actions.StartExchange(view, contribution):
-                self._links.need()
                 key = view.id, contribution.round
                 self._exchanges[key] = PayloadExchange(action, self.connections.loop, self.rules.piece_bytes)
-                # looked up by its key: links outlive the exchange and keep their callbacks
-                self._linked.add_done_callback(lambda links: self._exchanges[key].begin(links))
+                here = {self.rules.replica_of(rank): self.links.by_rank.get(rank) for rank in self._peers(view)}
+                self._exchanges[key].begin({replica: link for replica, link in here.items() if link is not None})
                 self._threads.start(self._exchange, key, name=f"diloco-{contribution.round.fragment}")
             case actions.GiveVerdict(view_id, round_id):
-                if exchange := self._exchanges.get((view_id, round_id)):  # else the exchange has failed
+                exchange = self._exchanges.get((view_id, round_id))
+                if exchange is not None and not exchange.verdict.done():  # else the exchange has failed
                     exchange.verdict.set_result(action)
             case actions.Commit(average):
                 self._contributed.resolve(average.round, average)
             case actions.Void(round_id, failure):
+                self._cancel(lambda key: key[1] == round_id)
                 self._contributed.resolve(round_id, failure)
             case actions.Adopt(following, reason, joined):
                 self.view, self.reason = following.view or self.view, reason
@@ -277,15 +283,25 @@ class ProtocolRunner:
         self._timers.pop(timer, None)
         self._handle(events.TimerFired(timer))
 
-    def _opened(self, view: View, links: Future[Links]) -> None:
-        error = links.exception()
-        if isinstance(error, TransportError) and error.replicas:  # otherwise the view has ended
-            self._handle(events.LinksFailed(view.id, error.replicas, str(error)))
+    def _peers(self, view: View) -> list[int]:
+        """Return the ranks of the same position in the other replicas of a view."""
+        return [rank for rank in self.rules.ranks(view.members) if self._is_peer(rank)]
+
+    def _is_peer(self, rank: int) -> bool:
+        rules = self.rules
+        return rank % rules.ranks_per_replica == rules.position and rules.replica_of(rank) != rules.replica
+
+    def _cancel(self, ended: Callable[[tuple[int, RoundId]], bool]) -> None:
+        """End the exchanges of rounds that are void, or whose view has ended."""
+        for key in filter(ended, list(self._exchanges)):
+            self._exchanges[key].cancel()
 
     def _exchange(self, key: tuple[int, RoundId]) -> None:
         """Run an exchange in a thread of its own and pass on its events."""
-        for event in self._exchanges[key].run():
+        exchange = self._exchanges[key]
+        for event in exchange.run():
             if isinstance(event, events.ExchangeEnded):
+                self.connections.post(exchange.cancel)  # releases what is left of it
                 del self._exchanges[key]
             self._post(event)
 

@@ -34,8 +34,8 @@ from diloco.membership import Count, Digest, Words, byzantine_quorum
 from diloco.protocol import Entry, Refused, Rules, WireMessage
 from diloco.transport.address import Address
 from diloco.transport.base import SnapshotSource
-from diloco.transport.connections.backoff import Backoff
 from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.limits import Backoff
 from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, Streams, pack, read_frame
 from diloco.transport.peers.state_wire import Description, TensorBytes, describe, not_finite
 

@@ -27,10 +27,9 @@ from diloco.protocol import (
 )
 from diloco.transport.address import Address
 from diloco.transport.base import Fetching, Pending, SnapshotSource, Transport
-from diloco.transport.connections.opened_link import OpenLink
+from diloco.transport.connections.link import PeerLinks
 from diloco.transport.connections.streams import Streams
-from diloco.transport.peers.background import in_thread
-from diloco.transport.peers.payload_links import HostCopies
+from diloco.transport.peers.background import HostCopies, in_thread
 from diloco.transport.peers.pending import PeerPending
 from diloco.transport.peers.runner import ProtocolRunner
 from diloco.transport.peers.state import StateTransfer
@@ -49,7 +48,9 @@ class PeerTransport(ProtocolRunner, Transport):
 
     Args:
         rules, policies, timing, streams: See `ProtocolRunner`.
+        links: The class of the payload links, which the network may choose.
         together: Whether all ranks stop when one has to.
+        compress: Whether to compress payloads on slow paths.
     """
 
     def __init__(
@@ -58,10 +59,12 @@ class PeerTransport(ProtocolRunner, Transport):
         policies: Policies,
         timing: Timing,
         streams: Streams,
+        links: type[PeerLinks] = PeerLinks,
         *,
         together: bool = True,
+        compress: bool = True,
     ) -> None:
-        super().__init__(rules, replace(policies, together=together), timing, streams)
+        super().__init__(rules, replace(policies, together=together), timing, streams, links, compress=compress)
         self.replica = rules.replica
         self.run_is_over = False  # whether others have finished the run while this rank was not a member
         self.welcome_note = b""  # the result of a member's `on_change` when this rank joined
@@ -106,12 +109,13 @@ class PeerTransport(ProtocolRunner, Transport):
     @property
     def uplink(self) -> Uplink:
         """What is known about the bandwidth with which this rank sends."""
-        return self._links.uplink
+        return self.links.uplink
 
     @property
     def link_descriptions(self) -> Mapping[int, str]:
         """The description of the link to each replica."""
-        return self._links.descriptions
+        links, size = self.links.by_rank, self.rules.ranks_per_replica
+        return {rank // size: link.description for rank, link in list(links.items()) if link.stripes}
 
     def known_entries(self) -> tuple[Entry, ...]:
         """Return the entries of all other ranks that are or were members, or have asked to join."""
@@ -244,21 +248,20 @@ class PeerTransport(ProtocolRunner, Transport):
         with contextlib.suppress(TimeoutError, TransportError):  # an internal error has ended the connections
             self._call(events.Close(left), _ENDING_S)
         self._contributed.close(left)  # contributions that have not reached the machine
-        self.mailbox.close("the transport was closed")
         self.connections.close()
         self._threads.join(_ENDING_S)
         self._copies.close()
 
     # Becoming a member, for `connect` and `join`.
 
-    def begin(self, view: View, registry: Registry, open_link: OpenLink, *, member: bool, closed: str = "") -> None:
+    def begin(self, view: View, registry: Registry, *, member: bool, closed: str = "") -> None:
         """Start in ``view``, or observe it if this rank is not a member yet. Control connections must be open.
 
         Args:
             registry: The entries of all ranks; updated from now on.
             closed: Why replicas can't join at first; "" if they can.
         """
-        self.view, self.registry, self.open_link = view, registry, open_link
+        self.view, self.registry = view, registry
         self.connections.post(self.connections.trust, self.rules.ranks(view.members))
         self._call(events.Begin(view, member, closed))
 

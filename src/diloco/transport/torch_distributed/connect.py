@@ -1,30 +1,37 @@
-"""Connecting ranks over TCP, given an address that all of them know: rendezvous, control connections, payload links."""
+"""Connecting ranks over TCP, given an address that all know: replicas of the command, or a loop of your own."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from diloco.algorithm import check_replica
-from diloco.errors import RendezvousError, TransportError
+import torch.distributed as dist
+
+from diloco.algorithm import check_choice, check_replica
+from diloco.errors import ConfigurationError, RendezvousError, TransportError
 from diloco.membership import BootstrapElection, LastViews, View
 from diloco.protocol import Entry, Registry, Timing
 from diloco.transport.address import Address, local_host_towards, parse_address, parse_ports
+from diloco.transport.base import Transport
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.link_manager import LinkManager
-from diloco.transport.connections.opened_link import OpenLink
 from diloco.transport.connections.tcp_streams import TcpStreams
+from diloco.transport.leader import LeaderTransport
 from diloco.transport.peers.connected import Connected, Wire
 from diloco.transport.peers.transport import PeerTransport
+from diloco.transport.replica_group import ReplicaGroup
 from diloco.transport.secret import TurnedAwayError, check_secret
 from diloco.transport.torch_distributed.doctor import serve_probes
-from diloco.transport.torch_distributed.full_mesh import connect_to_all
 from diloco.transport.torch_distributed.reconnect import Reconnection, TorchConnected, serve_candidates
-from diloco.transport.torch_distributed.rendezvous import ask, cause, greet, serve, share_text
+from diloco.transport.torch_distributed.rendezvous import ask, cause, connect_to_all, greet, serve, share_text
 
-__all__ = ["Place", "TcpWire", "connect", "connect_again"]
+__all__ = ["Place", "TcpWire", "connect", "connect_again", "connect_replica"]
+
 
 PORT_TIMEOUT_S = 5.0  # how long the owner of the rendezvous port may take to answer as a diloco or release the port
 _LISTEN_AGAIN_S = 0.2
@@ -127,7 +134,8 @@ def connect_again(
         registry = Registry(len(entries), place.ranks_per_replica, entries)
         election = _election(place, wire, before.step, views)
         search = Reconnection(transport, entry, election, registry, place.rendezvous, patience_s)
-        return search.connect(_open_link(transport, registry, wire))
+        transport.connections.entries = registry.entries
+        return search.connect()
     except BaseException:
         transport.close()
         raise
@@ -153,7 +161,7 @@ def _open(place: Place, wire: TcpWire, listening: socket.socket | None = None) -
     )
     timing = Timing(wire.heartbeat_s, wire.silence_s)
     streams = TcpStreams(listening, wire.secret)
-    transport = PeerTransport(rules, policies, timing, streams, together=not wire.comes_back)
+    transport = PeerTransport(rules, policies, timing, streams, together=not wire.comes_back, compress=wire.compress)
     serve_probes(transport.connections)
     return transport
 
@@ -183,7 +191,7 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
     entry = Entry(place.rank, str(connections.address), wire.facts, held_step, _payload_places(transport, wire))
     table = ask(connections, meeting, entry, wire.rendezvous_timeout_s)
     registry = Registry(len(table.entries), size, list(table.entries.values()))
-    open_link = _open_link(transport, registry, wire)
+    transport.connections.entries = registry.entries
     # ranks that begin together are reachable now or lost, while those of a running training may be starting
     patience_s = wire.rendezvous_timeout_s if table.running else min(wire.silence_s, wire.rendezvous_timeout_s)
     siblings = range(place.replica * size, (place.replica + 1) * size)
@@ -201,14 +209,9 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
     election = _election(place, wire, held_step, None)
     serve(connections, registry)
     serve_candidates(transport, registry, election)
-    transport.begin(view, registry, open_link, member=not table.running)
+    transport.begin(view, registry, member=not table.running)
     search = Reconnection(transport, entry, election, registry, meeting, wire.rendezvous_timeout_s)
     return TorchConnected(transport=transport, table=table, joining=table.running, reconnection=search)
-
-
-def _open_link(transport: PeerTransport, registry: Registry, wire: TcpWire) -> OpenLink:
-    transport.connections.entries = registry.entries
-    return LinkManager(transport.connections, wire.silence_s, compresses=wire.compress).open_link
 
 
 def _payload_places(transport: PeerTransport, wire: TcpWire) -> tuple[str, ...]:
@@ -266,3 +269,97 @@ def _my_host(place: Place) -> str:
         raise RendezvousError(
             f"there is no route to the rendezvous {towards.host!r}: {error}. Use a name that resolves, or an address."
         ) from error
+
+
+@contextmanager
+def connect_replica(
+    *,
+    replica: int,
+    num_replicas: int,
+    rendezvous: str,
+    ranks: Literal["alone", "whole", "sharded"] = "alone",
+    on_failure: Literal["stop", "continue"] = "stop",
+    facts: Mapping[str, str] | None = None,
+    **wire: Any,
+) -> Iterator[Transport]:
+    """Connect to the other replicas, which do the same in processes of their own, and yield the transport.
+
+    The end of the ``with`` block waits until all replicas have reached it. Replicas that take more steps are notified
+    that this one left, and treat it as lost. After an error the connections end at once.
+
+    Args:
+        replica: number m of this replica, counted from 0.
+        num_replicas: number of replicas M.
+        rendezvous: ``HOST:PORT`` of a machine that all replicas can reach; replica 0 listens there.
+        ranks: ``alone``: this process is a whole replica, and torch.distributed may be used for anything else.
+            Otherwise all ranks of torch.distributed form the replica, and all of them must call this function.
+            ``whole``: each rank holds the whole model (DistributedDataParallel), and the first rank communicates for
+            all. ``sharded``: each rank holds shards of the model (FSDP2) and communicates for its shards.
+        on_failure: what happens when a replica is lost. ``stop``: every later round raises `ReplicaLostError` on the
+            others. ``continue``: the others continue in a smaller view.
+        facts: what must be the same on all replicas, name -> value; a difference raises before training starts.
+        wire: any field of `TcpWire`, such as ``streams=2`` or ``round_timeout_s=60``.
+
+    Raises:
+        ConfigurationError: if an argument can't work; at the call, before any connection.
+        RendezvousError: if the replicas do not find each other in time, are incompatible, or already train.
+            (`diloco.transport.torch_distributed.connect.connect` can join a running training.)
+
+    >>> with connect_replica(replica=0, num_replicas=1, rendezvous="127.0.0.1:0") as transport:
+    ...     transport.view
+    View(id=0, members=(0,))
+    """
+    check_choice("ranks", ranks, ("alone", "whole", "sharded"))
+    check_choice("on_failure", on_failure, ("stop", "continue"))
+    check_replica(replica, num_replicas)
+    settings = TcpWire.of(wire, continue_without_lost=on_failure == "continue", facts=facts or {})
+    group = ReplicaGroup(_process_group(), replica=replica) if ranks != "alone" else ReplicaGroup(replica=replica)
+    position, size = (group.position, group.size) if ranks == "sharded" else (0, 1)
+    place = Place(
+        replica=replica,
+        num_replicas=num_replicas,
+        position=position,
+        ranks_per_replica=size,
+        rendezvous=parse_address(rendezvous, key="the rendezvous"),
+    )
+    opened: list[PeerTransport] = []
+
+    def begin() -> None:
+        connected = connect(place, settings)
+        opened.append(connected.transport)
+        if connected.joining:
+            raise connected.already_running()
+
+    def end() -> None:
+        opened[0].finish()
+
+    led = ranks == "whole" and group.size > 1
+    try:
+        if led:
+            group.done_by_leader(begin)
+            yield LeaderTransport(group, opened[0] if opened else None)
+            group.done_by_leader(end)
+        else:
+            begin()
+            yield opened[0]
+            end()
+    finally:
+        for transport in opened:
+            transport.close()
+
+
+def _process_group() -> dist.ProcessGroup | None:
+    """Return a group of all ranks of torch.distributed that supports CPU tensors; None for a lone rank."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > 1 and not dist.is_initialized():
+        raise ConfigurationError(
+            f"A launcher has started {launched} processes (WORLD_SIZE), but torch.distributed is not initialised, so "
+            "each process would act as a whole replica. Call init_process_group first, or create "
+            "TrainingArguments(...) or Accelerator(), which call it."
+        )
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    backend = "cpu:gloo,cuda:nccl" if "nccl" in dist.get_backend() else "gloo"
+    group = dist.new_group(backend=backend)
+    assert isinstance(group, dist.ProcessGroup), "every rank is in it"
+    return group

@@ -13,8 +13,7 @@ from diloco.errors import RendezvousError, RunFinishedError, TransportError
 from diloco.membership import GREATEST, BootstrapElection, Candidate, Count, Rank, Ranks, View
 from diloco.protocol import Entries, Entry, Refused, Registry, WireMessage
 from diloco.transport.address import Address, parse_address
-from diloco.transport.connections.backoff import Backoff
-from diloco.transport.connections.opened_link import OpenLink
+from diloco.transport.connections.limits import Backoff
 from diloco.transport.connections.streams import pack, within
 from diloco.transport.peers.connected import Connected, Table
 from diloco.transport.peers.transport import PeerTransport
@@ -150,7 +149,7 @@ class Reconnection:
         self._looking: list[Candidate] = []
         self._registry = registry
 
-    def connect(self, open_link: OpenLink) -> Connected:
+    def connect(self) -> Connected:
         """Find the members and connect to all of them, or found a view for other searching ranks to join.
 
         Raises:
@@ -164,7 +163,7 @@ class Reconnection:
         founds = step is None
         if founds:
             transport.step = self._election.held_step  # joining ranks receive it
-        transport.begin(view, registry, open_link, member=founds, closed=_CLOSED)
+        transport.begin(view, registry, member=founds, closed=_CLOSED)
         table = Table(dict(registry.entries), not founds, step or 0)
         return TorchConnected(transport=transport, table=table, joining=not founds, reconnection=self)
 

@@ -1,25 +1,36 @@
 """The exchange of one round's payloads, summed as they arrive: the same mean on every replica, bit for bit.
 
 Payloads travel in pieces that are cut at block boundaries, so that each can be decoded and added on its own. Every
-value is summed in ascending order of replicas, regardless of the order of arrival.
+value is summed in ascending order of replicas, regardless of the order of arrival. In a reduce-scatter, each owner then
+encodes the mean of its slice, and all replicas decode it alike.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from diloco.algorithm import (
+    LARGEST_MEAN,
+    Codec,
+    Contribution,
+    Exchange,
     Mean,
+    RoundId,
     check_mean,
     combined,
     digest_tensors,
     divisor,
+    encode_mean,
+    largest_magnitude,
     mean_of_buffers,
     sampled_ranges,
     scale_factors,
@@ -29,11 +40,202 @@ from diloco.algorithm import (
 )
 from diloco.errors import CodecError, TransportError
 from diloco.protocol import Computed, Event, ExchangeEnded, GiveVerdict, StartExchange
-from diloco.transport.peers.mean_exchange import MeanExchange
-from diloco.transport.peers.payload_links import Links
-from diloco.transport.peers.round_messages import RoundMessages
+from diloco.transport.connections.link import PeerLink, round_tag
 
-__all__ = ["PayloadExchange"]
+__all__ = ["MeanExchange", "PayloadExchange", "RoundMessages"]
+
+
+_LEAST_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 18
+"""A payload is cut into at least this many pieces, so that summing starts early, unless they would be smaller than this
+size. Each piece has a fixed cost: a message, an acknowledgement and a validation. Links cut pieces further into parts
+as needed."""
+
+
+@dataclass(eq=False)
+class RoundMessages:
+    """Sends and receives the pieces of one round."""
+
+    view_id: int
+    round_id: RoundId
+    loop: asyncio.AbstractEventLoop  # links are used in its thread
+    piece_bytes: int  # approximate upper limit on the size of a piece
+    links: Mapping[int, PeerLink] = field(default_factory=dict)  # by replica
+    _sends: list[Future[None]] = field(default_factory=list)
+
+    def pieces(self, start: int, stop: int, codec: Codec) -> Iterator[tuple[int, int]]:
+        """Cut a range of values into the ranges of its pieces, at block boundaries.
+
+        The result is the same on every replica, regardless of its number of connections.
+        """
+        even = math.ceil(codec.payload_bytes(stop - start) / _LEAST_PIECES)
+        size = min(self.piece_bytes, max(_LEAST_PIECE_BYTES, even))
+        step = max(1, size // codec.payload_bytes(codec.block_size)) * codec.block_size
+        return ((low, min(low + step, stop)) for low in range(start, stop, step))
+
+    def send(self, members: Iterable[int], payload: Tensor, piece: int, *, second: bool = False) -> None:
+        """Start sending a contiguous CPU tensor, which must not change until `finish`, to each of ``members``.
+
+        Args:
+            second: Whether the piece belongs to the second half of a reduce-scatter.
+
+        Raises:
+            TransportError: The transport was closed.
+        """
+        self._sends += self._begin(PeerLink.send, members, payload, piece, second)
+
+    def receive(self, member: int, buffer: Tensor, piece: int, *, second: bool = False) -> Future[None]:
+        """Start receiving a piece from ``member`` into ``buffer``. Otherwise as `send`."""
+        return self._begin(PeerLink.receive, (member,), buffer, piece, second)[0]
+
+    def _begin(
+        self,
+        act: Callable[[PeerLink, int, memoryview, Future[None]], None],
+        members: Iterable[int],
+        values: Tensor,
+        piece: int,
+        second: bool,
+    ) -> list[Future[None]]:
+        """Let the links of ``members`` send or receive, in the loop's thread: at once if this is that thread.
+
+        A tag is that of the round, 1 bit for the half, and 16 bits for the piece.
+        """
+        tag = round_tag(self.view_id, self.round_id) << 17 | int(second) << 16 | piece
+        data = values.detach().view(-1).numpy().data.cast("B") if values.numel() else memoryview(bytearray())
+        works = {member: Future[None]() for member in members}
+
+        def begin() -> None:
+            for member, work in works.items():
+                try:
+                    act(self.links[member], tag, data, work)
+                except Exception as error:  # the thread of the exchange waits for this
+                    work.set_exception(error)
+
+        if asyncio._get_running_loop() is self.loop:
+            begin()
+        else:
+            try:
+                self.loop.call_soon_threadsafe(begin)
+            except RuntimeError as error:  # the loop is closed
+                raise TransportError("a payload connection ended: the transport was closed") from error
+        return list(works.values())
+
+    def close(self) -> None:
+        """Send and await nothing more, in the loop's thread; who waits is released."""
+        for link in self.links.values():
+            link.close_round(round_tag(self.view_id, self.round_id))
+
+    def wait(self, member: int, received: Future[None]) -> None:
+        """Wait until a message from ``member`` has arrived.
+
+        Raises:
+            TransportError: The link ended; the error names the replica.
+            CancelledError: The round was cancelled.
+        """
+        try:
+            received.result()
+        except TransportError as error:
+            raise TransportError(f"payloads of replica {member} can't arrive: {error}", replicas=[member]) from error
+
+    def finish(self) -> None:
+        """Wait until everything has been sent, so that its memory can be reused.
+
+        Raises:
+            TransportError: A link ended.
+        """
+        for sent in self._sends:
+            sent.result()
+
+
+@dataclass(frozen=True)
+class _MeanPiece:
+    """A piece of the mean, of values ``start`` to ``stop``, that its owner ``member`` sends."""
+
+    member: int
+    start: int
+    stop: int
+    buffer: Tensor
+    work: Future[None]
+
+
+class MeanExchange:
+    """The exchange of means in one reduce-scatter.
+
+    Args:
+        plan: The owner of each slice, and the encoding of its mean.
+        values: ``(numel,)`` float32; filled with the decoded mean, which is the same on all replicas.
+
+    Raises:
+        TransportError: A link has ended.
+    """
+
+    def __init__(
+        self,
+        contribution: Contribution,
+        plan: Exchange,
+        members: Sequence[int],
+        messages: RoundMessages,
+        values: Tensor,
+    ) -> None:
+        self._shards = dict(zip(members, plan.shards, strict=True))
+        self.owned = self._shards[contribution.replica]  # the slice whose mean this rank sends
+        self._unsent = deque(enumerate(messages.pieces(*self.owned, plan.mean.codec)))
+        self._codec = plan.mean.codec
+        self._messages = messages
+        self._values = values
+        self._incoming = [
+            self._expect(member, start, stop, piece)
+            for member in messages.links
+            for piece, (start, stop) in enumerate(messages.pieces(*self._shards[member], self._codec))
+        ]
+
+    def send(self, stop: int) -> None:
+        """Send the pieces of this rank's slice that end at ``stop`` or before it. Up to there ``values`` is the mean.
+
+        So the others receive means while this rank still waits for the last contributions.
+
+        Raises:
+            TransportError: A link ended; the error names the replica.
+        """
+        while self._unsent and self._unsent[0][1][1] <= stop:
+            piece, (start, end) = self._unsent.popleft()
+            payload = encode_mean(self._values[start:end], self._codec)
+            self._messages.send(self._messages.links, payload, piece, second=True)
+
+    def receive(self) -> None:
+        """Send what is left of this rank's slice, and receive the means of the others' slices.
+
+        Raises:
+            TransportError: A link ended; the error names the replica.
+            CodecError: A replica, which the error names, sent an invalid payload, or a mean that is not finite or too
+                large.
+        """
+        self.send(self.owned[1])
+        for piece in self._incoming:
+            self._messages.wait(piece.member, piece.work)
+            values = self._values[piece.start : piece.stop]
+            if not self._codec.exact:  # else it was received in place
+                self._decode(piece, values)
+            if not largest_magnitude(values) <= LARGEST_MEAN:
+                words = f"replica {piece.member} sent a part of the mean that is not finite or too large"
+                raise CodecError(words, replica=piece.member)
+
+    def _decode(self, piece: _MeanPiece, values: Tensor) -> None:
+        try:
+            self._codec.validate(piece.buffer, len(values))
+        except CodecError as error:
+            words = f"the mean of replica {piece.member} was refused: {error}"
+            raise CodecError(words, replica=piece.member) from error
+        self._codec.decode(piece.buffer, len(values), out=values)
+
+    def _expect(self, member: int, start: int, stop: int, piece: int) -> _MeanPiece:
+        """Start receiving a piece of a mean. An exact one is received in place."""
+        if self._codec.exact:
+            buffer = self._values[start:stop].view(torch.uint8)
+        else:
+            num_bytes = self._codec.payload_bytes(stop - start)
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        return _MeanPiece(member, start, stop, buffer, self._messages.receive(member, buffer, piece, second=True))
+
 
 _EXTRAS = (1 << 16) - 1  # piece number of the model buffers
 
@@ -53,7 +255,7 @@ class PayloadExchange:
         self.verdict: Future[GiveVerdict] = Future()  # which contributions to sum
         self._begun: Future[None] = Future()  # resolved once the payloads are being sent
         self._view_id = started.view.id
-        self._messages = RoundMessages(started.contribution.round, loop, piece_bytes)
+        self._messages = RoundMessages(started.view.id, started.contribution.round, loop, piece_bytes)
         everything = ((0, self.contribution.numel),) * len(self.members)
         # the slice of values that each member sums
         self._summed = everything if self.plan.pattern == "all-gather" else self.plan.shards
@@ -66,17 +268,20 @@ class PayloadExchange:
         self._means: MeanExchange | None = None  # of a reduce-scatter only
         self.values = torch.zeros(0, dtype=torch.float32, device="cpu")
 
-    def begin(self, links: Future[Links]) -> None:
+    def begin(self, links: Mapping[int, PeerLink]) -> None:
         """Start receiving, and send this rank's payload. `run` reports a failure.
 
         Runs in the thread of the links, which saves one thread switch for each message.
 
         Args:
-            links: Resolved; replica -> its link, for all other members.
+            links: replica -> its link, for all other members that are connected.
         """
         codec = self.contribution.codec
         try:
-            messages, self._messages.links = self._messages, links.result()
+            for member in self.members:
+                if member != self.contribution.replica and member not in links:
+                    raise TransportError(f"replica {member} is not connected", replicas=[member])
+            messages, self._messages.links = self._messages, links
             self.values = torch.empty(self.contribution.numel, dtype=torch.float32, device="cpu")
             pieces = enumerate(messages.pieces(*self._summed[self.me], codec))
             sizes = {piece: codec.payload_bytes(b - a) for piece, (a, b) in pieces}
@@ -101,12 +306,12 @@ class PayloadExchange:
         try:
             self._begun.result()
             given = self.verdict.result()
-            if given.verdict.void:
-                self.drain()
-            else:
+            if not given.verdict.void:
                 mean = self.reduce(given.weights, given.verdict.contributors)
                 yield Computed(self._view_id, round_id, mean, digest_of(mean))
-            self._messages.finish()
+                self._messages.finish()
+            yield ExchangeEnded(self._view_id, round_id)
+        except CancelledError:
             yield ExchangeEnded(self._view_id, round_id)
         except TransportError as error:
             yield ExchangeEnded(self._view_id, round_id, str(error), link_broken=True)
@@ -114,6 +319,12 @@ class PayloadExchange:
             words = (str(error) or type(error).__name__).splitlines()[0]
             spoiler = error.replica if isinstance(error, CodecError) else None
             yield ExchangeEnded(self._view_id, round_id, words, spoiler=spoiler)
+
+    def cancel(self) -> None:
+        """Stop, as the round is void or has ended. Runs in the thread of the links."""
+        self._messages.close()
+        if not self.verdict.done():
+            self.verdict.cancel()
 
     def _send(self) -> None:
         messages, codec, numel = self._messages, self.contribution.codec, self.contribution.numel
@@ -140,15 +351,10 @@ class PayloadExchange:
             CodecError: A replica, which the error names, sent an invalid payload, or the mean is not finite.
         """
         total = sum(weights[member] for member in contributors)
-        try:
-            factors, moments = self._reduce_mine(weights, contributors, total)
-            if self._means is not None:
-                self._means.receive()
-            buffers, integers = self._reduce_extras(weights, contributors) if len(self._extras) else (None, None)
-        except CodecError:  # the round is void; the others wait for their payloads, and the links must be left clean
-            self.drain()
-            self._messages.finish()
-            raise
+        factors, moments = self._reduce_mine(weights, contributors, total)
+        if self._means is not None:
+            self._means.receive()
+        buffers, integers = self._reduce_extras(weights, contributors) if len(self._extras) else (None, None)
         return Mean(
             values=self.values,
             contributors=tuple(contributors),
@@ -193,14 +399,6 @@ class PayloadExchange:
             terms = spread_terms(codec, payloads, b - a, within)
             squares, of_sum = squares + terms[0], of_sum + terms[1]
         return factors, (squares, of_sum)
-
-    def drain(self) -> None:
-        """Receive what the others send for a void round, so that the links are clean for the next one."""
-        for member, pieces in self._incoming.items():
-            for _, received in pieces.values():
-                self._messages.wait(member, received)
-        if self._means is not None:
-            self._means.drain()
 
     def _scale_factors(self, contributors: Sequence[int]) -> dict[int, float]:
         """Return the clipping factors of contributions that are too large. Waits for all contributions."""

@@ -1,4 +1,18 @@
-"""One connection of a payload link, which carries parts of messages in both directions."""
+"""One stripe of a payload link, which carries parts of messages in both directions, and the format of a part.
+
+::
+
+    1 byte   kind: b"D" for a part, b"Z" for a compressed part, b"A" for an acknowledgement
+    8 bytes  tag of the message
+    4 bytes  size of the message, 4 bytes offset of the part in it
+    4 bytes  size of the data that follows
+    8 bytes  XXH3 of that data
+
+All numbers are big-endian. Fields that a kind does not use are zero. Sizes are checked before anything is allocated.
+
+Codecs use a fixed number of bits per value, but not all codes are equally frequent. The entropy coder of Zstandard, at
+its fastest level that has one, saves 10 to 15 % of fp4 and 5 % of int8. Each part is compressed by itself.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +22,167 @@ import math
 import socket
 import struct
 import sys
-from typing import TYPE_CHECKING, cast
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import xxhash
+import zstandard
 
 from diloco.errors import TransportError
 from diloco.transport.connections.pace import NEAR_S, TcpCounters, tcp_counters
-from diloco.transport.connections.parts import HEAD, MOST_PART_BYTES, Head, Part
 
 if TYPE_CHECKING:
-    from diloco.transport.connections.reliable_link import ReliableLink
+    from diloco.transport.connections.link import PeerLink
 
-__all__ = ["PayloadConnection"]
+__all__ = [
+    "HEAD",
+    "LEAST_PART_BYTES",
+    "MOST_PART_BYTES",
+    "Head",
+    "Incoming",
+    "Outgoing",
+    "Part",
+    "Stripe",
+    "compress",
+    "part_bytes",
+]
+
+MAX_MESSAGE_BYTES, MOST_PART_BYTES = 1 << 30, 1 << 18
+"""Larger messages and parts are refused."""
+
+HEAD = struct.Struct(">cQIIIQ")
+
+LEAST_PART_BYTES = 12 << 10  # less than TCP's initial window, which it sends at once after a pause
+
+_LEVEL = 1
+_WORTH = 0.98  # a compressed part is sent only if it is at most this share of the part
+
+
+class Head(NamedTuple):
+    """The header of a part; an acknowledgement is a header without a body."""
+
+    kind: bytes
+    tag: int
+    total: int = 0
+    start: int = 0
+    size: int = 0
+    checksum: int = 0
+
+    @property
+    def valid(self) -> bool:
+        """Whether this is the header of a part that lies within its message, neither being too large."""
+        fits = self.start + self.size <= self.total <= MAX_MESSAGE_BYTES and self.size <= MOST_PART_BYTES
+        return self.kind in (b"D", b"Z") and fits and (self.size > 0 or self.total == 0)
+
+    def content(self, data: memoryview) -> memoryview | bytes:
+        """Return the content of the part of which ``data`` arrived.
+
+        Raises:
+            TransportError: ``data`` does not decompress to 1 byte or more that lie within the message.
+
+        >>> zeros = memoryview(bytes(1000))
+        >>> part = Part(Outgoing(7, zeros, Future()), 0, zeros, compress(zeros))
+        >>> part.head.kind, part.head.content(memoryview(part.body)) == bytes(1000)
+        (b'Z', True)
+        """
+        if self.kind == b"D":
+            return data
+        most_bytes = min(self.total - self.start, MOST_PART_BYTES)
+        try:
+            size = zstandard.frame_content_size(data)
+            if not 0 < size <= most_bytes:
+                told = f"{size} bytes" if size >= 0 else "unknown size"
+                raise TransportError(f"a compressed part of {told} arrived where 1 to {most_bytes} bytes are possible")
+            return zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise TransportError(f"a compressed part is damaged: {error}") from error
+
+
+@dataclass(eq=False)
+class Outgoing:
+    """A message to send."""
+
+    tag: int
+    data: memoryview
+    sent: Future[None]  # resolved when the other side has the message
+    missing: int = 0  # bytes that are not acknowledged yet
+    cut: int = 0  # bytes that have been cut into parts
+
+
+@dataclass(eq=False)
+class Incoming:
+    """A message that this rank waits for."""
+
+    buffer: memoryview  # where it is stored
+    received: Future[None]  # resolved when the buffer is filled
+    missing: int  # bytes that have not arrived yet
+    parts: dict[int, int] = field(default_factory=dict)  # start -> end of the parts that have arrived
+
+    def put(self, start: int, content: memoryview | bytes) -> None:
+        """Store a part that has not arrived yet.
+
+        Raises:
+            TransportError: The part is shorter than any sender makes one, or the parts are no tiling of the message,
+                which then has to be sent again.
+        """
+        end = start + len(content)
+        if len(content) < LEAST_PART_BYTES and end < len(self.buffer):  # tiny parts cost more than their data
+            raise TransportError(f"a part of {len(content)} bytes arrived; only the last one may be that small")
+        self.buffer[start:end] = content
+        self.parts[start] = end
+        self.missing -= len(content)
+        if self.missing <= 0 and not self._tiled:
+            self.parts.clear()
+            self.missing = len(self.buffer)
+            raise TransportError(f"the parts of a message of {len(self.buffer)} bytes overlap")
+
+    @property
+    def _tiled(self) -> bool:
+        """Whether each part begins where the one before ends, so that every byte has arrived once."""
+        starts = sorted(self.parts)
+        ends = [self.parts[start] for start in starts]
+        return starts == [0, *ends[:-1]] and ends[-1] == len(self.buffer)
+
+
+@dataclass(eq=False)
+class Part:
+    """A range of a message that one connection carries."""
+
+    message: Outgoing
+    start: int
+    data: memoryview
+    body: memoryview | bytes  # what is sent: `data`, or `data` compressed
+    acknowledged: bool = False
+
+    @property
+    def head(self) -> Head:
+        """The header that precedes the body."""
+        message, checksum = self.message, xxhash.xxh3_64_intdigest(self.body)
+        kind = b"D" if self.body is self.data else b"Z"
+        return Head(kind, message.tag, len(message.data), self.start, len(self.body), checksum)
+
+
+def compress(data: memoryview) -> memoryview | bytes:
+    """Return ``data`` compressed, or ``data`` itself if that saves less than 2 %."""
+    found = zstandard.ZstdCompressor(level=_LEVEL).compress(data)
+    return found if len(found) <= _WORTH * len(data) else data
+
+
+def part_bytes(waiting_bytes: int, connections: int) -> int:
+    """Return the size of the next part: smaller as less is left, so that all connections finish at about the same time.
+
+    Args:
+        waiting_bytes: Bytes that no connection has taken yet.
+
+    >>> part_bytes(1 << 30, 4), part_bytes(3_200_000, 16), part_bytes(50_000, 16)
+    (262144, 100000, 12288)
+    >>> part_bytes(50_000, 1)  # a single connection need not finish together with others
+    262144
+    """
+    share = waiting_bytes // (2 * connections) if connections > 1 else MOST_PART_BYTES
+    return max(LEAST_PART_BYTES, min(MOST_PART_BYTES, share))
+
 
 _LEAST_UNSENT_BYTES, _UNSENT_S = 1 << 14, 0.02
 """The unsent data that the kernel may buffer for one connection: as much as it sends in so many seconds, and at least
@@ -33,7 +196,7 @@ _MOST_WOKEN_BYTES = 1 << 15  # less than any kernel's receive buffer, so that th
 _RECORD_BYTES = 1 << 14  # longest TLS record; it can't be decrypted before all of it has arrived
 
 
-class PayloadConnection(asyncio.BufferedProtocol):
+class Stripe(asyncio.BufferedProtocol):
     """Takes over an open connection between two ranks that have introduced themselves.
 
     Args:
@@ -47,18 +210,17 @@ class PayloadConnection(asyncio.BufferedProtocol):
     """
 
     def __init__(
-        self, link: ReliableLink, transport: asyncio.Transport, silence_s: float, *, compresses: bool = True
+        self, link: PeerLink, transport: asyncio.Transport, silence_s: float, *, compresses: bool = True
     ) -> None:
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.transport = transport
         self._link = link
-        self._parts: dict[tuple[int, int], Part] = {}  # unacknowledged parts by message number and start
+        self._parts: dict[tuple[int, int], Part] = {}  # unacknowledged parts by tag and start
         self.full = False  # whether the transport has paused writing
         self._compresses = compresses
         self._buffer = memoryview(b"")  # receive buffer
         self._begun = self._filled = 0  # start and end of the unprocessed data in it
         self._whole_bytes = HEAD.size  # size of the next item that can be processed
-        self.waits = False  # whether reading is paused until the link has room for the next part
         self._limits = (0.0, 0.0)
         self.near = False  # whether round trips are so short that nothing of this kind is worth while
         self._woken_bytes = 1  # bytes that must arrive before the kernel reports them
@@ -73,8 +235,9 @@ class PayloadConnection(asyncio.BufferedProtocol):
         self._buffer = memoryview(bytearray(max(_BUFFER_BYTES, self._filled)))
         self._buffer[: self._filled] = already
         self.transport.set_protocol(self)
-        self.waits = True
-        self.resume_reading()
+        self.buffer_updated(0)
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def end(self, why: str = "it ended") -> None:
         """Close the connection. The link sends its unacknowledged parts again over others."""
@@ -94,17 +257,9 @@ class PayloadConnection(asyncio.BufferedProtocol):
         compressed = self._compresses and not self.near and self._link.pace.seen_bits_per_s < _SLOW_BITS_PER_S
         if (part := self._link.take(compressed=compressed)) is None:
             return False
-        self._parts[part.message.number, part.start] = part
+        self._parts[part.message.tag, part.start] = part
         self.transport.write(b"".join((HEAD.pack(*part.head), part.body)))
         return True
-
-    def resume_reading(self) -> None:
-        """Try again to process the part for which the link had no room."""
-        if self.waits:
-            self.waits = False
-            self.buffer_updated(0)
-            if not self.waits and not self.transport.is_closing():
-                self.transport.resume_reading()
 
     def counters(self) -> TcpCounters:
         """Return the TCP counters of this connection."""
@@ -170,7 +325,7 @@ class PayloadConnection(asyncio.BufferedProtocol):
         taken: list[bytes] = []
         why = ""
         try:
-            while not (self.waits or self.ended.done()) and self._filled - self._begun >= self._whole_bytes:
+            while not self.ended.done() and self._filled - self._begun >= self._whole_bytes:
                 self._take_next(taken)
         except TransportError as error:
             why = str(error)
@@ -192,27 +347,21 @@ class PayloadConnection(asyncio.BufferedProtocol):
     def _take_next(self, taken: list[bytes]) -> None:
         head, begun = Head._make(HEAD.unpack_from(self._buffer, self._begun)), self._begun + HEAD.size
         if head.kind == b"A":
-            if (part := self._parts.pop((head.number, head.start), None)) is None:
-                raise TransportError(
-                    f"part {head.start} of message {head.number} was acknowledged, but had not been sent"
-                )
+            if (part := self._parts.pop((head.tag, head.start), None)) is None:
+                raise TransportError(f"part {head.start} of a message was acknowledged, but had not been sent")
             self._link.acknowledge(part)
         elif not head.valid:
             raise TransportError(
                 f"an invalid part of kind {head.kind!r} arrived: {head.size} bytes at {head.start} of {head.total}"
             )
-        elif not self._link.has_room(head):
-            self.waits = True
-            self.transport.pause_reading()
-            return
         elif self._filled - begun < head.size:
             self._whole_bytes = HEAD.size + head.size
             return
         else:
             data = self._buffer[begun : begun + head.size]
             if xxhash.xxh3_64_intdigest(data) != head.checksum:
-                raise TransportError(f"message {head.number} was damaged in transit")
+                raise TransportError("a part was damaged in transit")
             self._link.arrived(head, data)
-            taken.append(HEAD.pack(*Head(b"A", head.number, start=head.start)))
+            taken.append(HEAD.pack(*Head(b"A", head.tag, start=head.start)))
             begun += head.size
         self._begun, self._whole_bytes = begun, HEAD.size

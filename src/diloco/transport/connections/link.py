@@ -1,0 +1,465 @@
+"""The payload link to one connected peer: messages over any number of stripes, which live as long as the peer does.
+
+Messages are cut into parts, and each free stripe takes the next part. A stripe that loss slows down delays only the
+parts that it carries; the parts of one that breaks are sent again over others, or over the next one. Every part carries
+a checksum and is acknowledged. The sender keeps a message until all its parts are acknowledged.
+
+A message belongs to a round of a view, as its tag says. It stays with its sender until the receiver is known to have
+begun that round (by the header of its contribution), and has room for it. What arrives for any other round is
+acknowledged and dropped, so a round is cancelled by its tag alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections import deque
+from collections.abc import Collection
+from concurrent.futures import Future
+from typing import Annotated
+
+from msgspec import Meta
+
+from diloco.algorithm import RoundId, Uplink
+from diloco.errors import TransportError
+from diloco.membership import Rank
+from diloco.protocol import Refused, WireMessage
+from diloco.transport.address import Address
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.control_connection import ControlConnection
+from diloco.transport.connections.limits import Backoff
+from diloco.transport.connections.pace import Pace, TcpCounters, UplinkMeter, streams_to_each
+from diloco.transport.connections.streams import Stream, pack, read_frame
+from diloco.transport.connections.stripe import (
+    LEAST_PART_BYTES,
+    Head,
+    Incoming,
+    Outgoing,
+    Part,
+    Stripe,
+    compress,
+    part_bytes,
+)
+
+__all__ = ["PeerLink", "PeerLinks", "round_tag"]
+
+_MOST_STRIPES = 64  # of one link
+_MOST_READY = 4096  # rounds of which a peer has said that it has begun them
+_TAG_BITS = 17  # of a message within its round
+_RETRY_S, _RETRY_PART = 0.2, 4  # pauses before the first stripe is dialled again; at most the patience / 4
+_RETRY_MORE_S, _RETRY_MORE_AT_MOST_S = 1.0, 30.0  # the same for each other one
+
+
+def round_tag(view_id: int, round_id: RoundId) -> int:
+    """Return the number of a round of a view, 47 bits: no two that are near each other in time share one."""
+    return view_id % (1 << 24) << 23 | (round_id.fragment + 1) % (1 << 16) << 7 | round_id.outer_step % (1 << 7)
+
+
+class PeerLink:
+    """Payload messages to and from one peer. Everything runs in the loop's thread.
+
+    Args:
+        connection: The control connection to the peer.
+        meter: Measures the uplink, which all links of this rank share.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, connection: ControlConnection, meter: UplinkMeter) -> None:
+        self.rank, self.token = connection.rank, connection.token
+        self.dials = connection.opened  # whether this end opens the stripes
+        self.single = False  # whether a second stripe would be useless
+        self.description = "TCP"  # what carries the link, for display
+        self.stripes: dict[int, Stripe] = {}  # open stripes by number
+        self.waiting_bytes = 0  # bytes that no stripe has taken yet
+        self.pace = Pace()
+        self.uses = 0  # number of stripes made so far
+        self.why = "the other side did not connect"  # why a stripe last ended or could not be made
+        self.keeping: list[asyncio.Task[None]] = []  # one for each stripe that this end opens
+        self.started = False  # whether stripes are wanted
+        self._loop = loop
+        self._meter = meter
+        self._began_s = 0.0  # when the current transfer began
+        self._transfer_bytes = self._missing_bytes = 0  # its size so far, and how much of it is not acknowledged
+        self._counted = TcpCounters()  # by TCP until then
+        self._ready: dict[int, None] = {}  # rounds that the peer has begun, the oldest first
+        self._held: dict[int, list[Outgoing]] = {}  # round -> messages that wait until the peer begins it
+        self._unsent: deque[Outgoing] = deque()  # messages that are not completely cut into parts
+        self._to_resend: deque[Part] = deque()  # unacknowledged parts of stripes that broke
+        self._in_flight: set[Outgoing] = set()
+        self._incoming: dict[int, Incoming] = {}  # by tag, the messages that this rank waits for
+        self._wake_scheduled = False  # whether `wake` is about to run
+        self._error: TransportError | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the link has ended."""
+        return self._error is not None
+
+    def end(self, why: str) -> None:
+        """End the link for good: current and later operations fail with ``why``. Later calls have no effect."""
+        if self._error is not None:
+            return
+        if self._in_flight:
+            self._meter.end(self._loop.time(), 0)
+        self._error = error = TransportError(f"a payload connection ended: {why}")
+        for message in (*self._in_flight, *(each for held in self._held.values() for each in held)):
+            message.sent.set_exception(error)
+        for incoming in self._incoming.values():
+            incoming.received.set_exception(error)
+        for messages in (self._incoming, self._held, self._in_flight, self._unsent, self._to_resend):
+            messages.clear()
+        for stripe in list(self.stripes.values()):
+            stripe.end()
+        for task in self.keeping:
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    def add(self, number: int, stripe: Stripe) -> None:
+        """Use a stripe, which replaces the one with the same number."""
+        if before := self.stripes.get(number):
+            before.end()
+        self.stripes[number] = stripe
+        self.uses += 1
+        self.wake()
+
+    def drop(self, stripe: Stripe, unfinished: list[Part], why: str) -> None:
+        """Remove a stripe that has ended, and schedule its unacknowledged parts to be sent again."""
+        self.stripes = {number: each for number, each in self.stripes.items() if each is not stripe}
+        self.why = why
+        again = [part for part in unfinished if not part.acknowledged and part.message in self._in_flight]
+        self.waiting_bytes += sum(len(part.data) for part in again)
+        self._to_resend.extend(again)
+        self.wake()
+
+    # Rounds.
+
+    def note_ready(self, round_tag: int) -> None:
+        """Send what belongs to a round, as the peer has begun it."""
+        self._ready[round_tag] = None
+        if len(self._ready) > _MOST_READY:
+            del self._ready[next(iter(self._ready))]
+        for message in self._held.pop(round_tag, ()):
+            self._start(message)
+
+    def close_round(self, round_tag: int) -> None:
+        """Send and await nothing more of a round, which has ended here. Who waits for a message is released."""
+        self._ready.pop(round_tag, None)
+        for message in self._held.pop(round_tag, ()):
+            message.sent.set_result(None)
+        for tag in [tag for tag in self._incoming if tag >> _TAG_BITS == round_tag]:
+            self._incoming.pop(tag).received.cancel()
+        cancelled = {message for message in self._in_flight if message.tag >> _TAG_BITS == round_tag}
+        if not cancelled:
+            return
+        self._in_flight -= cancelled
+        self._unsent = deque(message for message in self._unsent if message not in cancelled)
+        self._to_resend = deque(part for part in self._to_resend if part.message not in cancelled)
+        self.waiting_bytes = sum(len(each.data) - each.cut for each in self._unsent)
+        self.waiting_bytes += sum(len(part.data) for part in self._to_resend)
+        for message in cancelled:
+            self._missing_bytes -= message.missing
+            message.sent.set_result(None)
+        if not self._in_flight:
+            self._meter.end(self._loop.time(), 0)  # of what was sent, nobody knows how much has arrived
+
+    # Sending.
+
+    def send(self, tag: int, data: memoryview, sent: Future[None]) -> None:
+        """Send ``data``, which must not change until ``sent`` is resolved: the peer has it then, or wants it no more.
+
+        If the link ends before, ``sent`` fails with a `TransportError`.
+        """
+        if self._error is not None:
+            sent.set_exception(self._error)
+            return
+        message, of_round = Outgoing(tag, data, sent, missing=len(data)), tag >> _TAG_BITS
+        if of_round in self._ready:
+            self._start(message)
+        else:
+            self._held.setdefault(of_round, []).append(message)
+
+    def _start(self, message: Outgoing) -> None:
+        if not self._in_flight:
+            self._began_s, self._counted = self._loop.time(), self._counters()
+            self._transfer_bytes = self._missing_bytes = 0
+            self._meter.begin(self._began_s)
+        self._in_flight.add(message)
+        self._unsent.append(message)
+        self.waiting_bytes += len(message.data)
+        self._transfer_bytes += len(message.data)
+        self._missing_bytes += len(message.data)
+        if not self._wake_scheduled:  # waits for further messages of this iteration, which allow larger parts
+            self._wake_scheduled = True
+            self._loop.call_soon(self.wake)
+
+    def wake(self) -> None:
+        """Give each free stripe one part at a time, in turns, as long as there are any."""
+        if self._wake_scheduled:
+            self._wake_scheduled = False
+            number = max(1, min(len(self.stripes), self._missing_bytes // LEAST_PART_BYTES))  # that are needed
+            for stripe in self.stripes.values():
+                stripe.limit(self.pace.bits_per_s / number, self.pace.seen_bits_per_s / number)
+        free = list(self.stripes.values())
+        while free and (self._unsent or self._to_resend):
+            free = [each for each in free if each.write_next()]
+
+    def take(self, *, compressed: bool = False) -> Part | None:
+        """Return the next part for a free stripe, or None.
+
+        Args:
+            compressed: Whether to compress the part.
+        """
+        if self._to_resend:
+            part = self._to_resend.popleft()
+        elif self._unsent:
+            message = self._unsent[0]
+            size = part_bytes(self.waiting_bytes, len(self.stripes))
+            data = message.data[message.cut : message.cut + size]
+            part = Part(message, message.cut, data, compress(data) if compressed else data)
+            message.cut += len(data)
+            if message.cut == len(message.data):
+                self._unsent.popleft()
+        else:
+            return None
+        self.waiting_bytes -= len(part.data)
+        return part
+
+    def acknowledge(self, part: Part) -> None:
+        """Record that the peer has received a part."""
+        message = part.message
+        if part.acknowledged or message not in self._in_flight or self._error is not None:
+            return
+        part.acknowledged = True
+        message.missing -= len(part.data)
+        self._missing_bytes -= len(part.data)
+        if message.missing == 0:
+            self._in_flight.remove(message)
+            message.sent.set_result(None)
+            if not self._in_flight:
+                self._end_transfer()
+
+    def _end_transfer(self) -> None:
+        """Take note of a transfer of which everything has been acknowledged."""
+        now_s, now, before = self._loop.time(), self._counters(), self._counted
+        self._meter.end(now_s, self._transfer_bytes)
+        self.pace.note(
+            self._transfer_bytes,
+            now_s - self._began_s,
+            sent=now.sent - before.sent,
+            resent=now.resent - before.resent,
+            round_trip_s=now.round_trip_s,
+        )
+
+    def _counters(self) -> TcpCounters:
+        """Return what TCP has counted for all stripes together."""
+        if not self.stripes:
+            return TcpCounters()
+        sent, resent, trips_s = zip(*(each.counters() for each in self.stripes.values()), strict=True)
+        return TcpCounters(sum(sent), sum(resent), min(filter(None, trips_s), default=0.0))
+
+    # Receiving.
+
+    def receive(self, tag: int, buffer: memoryview, received: Future[None]) -> None:
+        """Fill ``buffer`` with the message ``tag``, then resolve ``received``.
+
+        If the link ends before, or the message has another size, ``received`` fails with a `TransportError`. It is
+        cancelled if its round is closed before.
+        """
+        if self._error is not None:
+            received.set_exception(self._error)
+        else:
+            self._incoming[tag] = Incoming(buffer, received, len(buffer))
+
+    def arrived(self, head: Head, data: memoryview) -> None:
+        """Store a part that is awaited and has not arrived before.
+
+        Raises:
+            TransportError: The part can't be decompressed, or does not fit to the others; see `Incoming.put`.
+        """
+        message = self._incoming.get(head.tag)
+        if message is None or head.start in message.parts:
+            return
+        expected = len(message.buffer)
+        if head.total != expected:
+            del self._incoming[head.tag]
+            words = f"a message of {head.total} bytes arrived where {expected} bytes were expected"
+            message.received.set_exception(TransportError(words))
+            return
+        message.put(head.start, head.content(data))
+        if message.missing <= 0:
+            del self._incoming[head.tag]
+            message.received.set_result(None)
+
+
+class LinkAsked(WireMessage, tag="link"):
+    """The sender opens a stripe."""
+
+    token: Annotated[str, Meta(min_length=1, max_length=64)]  # of the control connection
+    rank: Rank  # of the sender
+    number: Annotated[int, Meta(ge=0, lt=_MOST_STRIPES)]  # of the stripe
+
+
+class Linked(WireMessage):
+    """The connection is a stripe."""
+
+
+class PeerLinks:
+    """The links of one rank to its connected peers. Everything runs in the control thread.
+
+    Args:
+        patience_s: How long a link may have no stripe before the peer counts as lost.
+        connect_timeout_s: How long the first stripe may take.
+        compresses: Whether to compress payloads on slow paths; see `Stripe`.
+    """
+
+    def __init__(
+        self, connections: ConnectionManager, patience_s: float, connect_timeout_s: float, *, compresses: bool = True
+    ) -> None:
+        self.by_rank: dict[int, PeerLink] = {}
+        self.connections = connections
+        self._patience_s = patience_s
+        self.connect_timeout_s = connect_timeout_s
+        self._compresses = compresses
+        self._meter = UplinkMeter()
+        self._wanted: frozenset[int] = frozenset()  # ranks to which there are to be stripes
+        connections.services[LinkAsked] = self._serve
+
+    @property
+    def uplink(self) -> Uplink:
+        """What is known about the bandwidth with which this rank sends. For any thread."""
+        return self._meter.uplink(full=any(math.isfinite(link.pace.bits_per_s) for link in list(self.by_rank.values())))
+
+    def connect(self, rank: int) -> None:
+        """Begin the link to a rank, as a control connection to it has been made."""
+        self.disconnect(rank)
+        connection = self.connections.get(rank)
+        assert connection is not None, "it has just been made"
+        self.by_rank[rank] = PeerLink(self.connections.loop, connection, self._meter)
+        if rank in self._wanted:
+            self._start(self.by_rank[rank])
+
+    def disconnect(self, rank: int) -> None:
+        """End the link to a rank, as its control connection has ended."""
+        if link := self.by_rank.pop(rank, None):
+            link.end("the control connection has ended")
+
+    def want(self, ranks: Collection[int]) -> None:
+        """Keep stripes to these ranks from now on, as they are members."""
+        self._wanted = frozenset(ranks)
+        number = streams_to_each(len(ranks))
+        for rank in self._wanted & self.by_rank.keys():
+            link = self.by_rank[rank]
+            if not link.started:
+                self._start(link)
+            for task in link.keeping[number:]:
+                task.cancel()
+            del link.keeping[number:]
+
+    def receive(self, rank: int, topic: str, content: bytes) -> None:
+        """Process what a peer says about the route of its stripes."""
+
+    def close(self) -> None:
+        """End all links."""
+        for rank in list(self.by_rank):
+            self.disconnect(rank)
+
+    def address_of(self, rank: int) -> Address:
+        """Return the payload address of a connected rank; raise `OSError` for any other."""
+        connected, entry = self.connections.get(rank), self.connections.entries.get(rank)
+        if connected is None:
+            raise OSError(f"rank {rank} is not connected")
+        if entry is None or str(connected.address) != entry.address:
+            return connected.address
+        return self.connections.streams.payload_address(entry)
+
+    async def open_stripe(self, link: PeerLink) -> Stream:
+        """Open a connection for one more stripe."""
+        return await self.connections.open(self.address_of(link.rank))
+
+    def begin_stripes(self, link: PeerLink) -> None:
+        """Open the stripes of a link, whichever end does it."""
+        if link.dials:
+            self._keep_at_least(link, 1)
+
+    def _start(self, link: PeerLink) -> None:
+        link.started = True
+        self.begin_stripes(link)
+        self._watch(link, self.connect_timeout_s)
+
+    def _watch(self, link: PeerLink, patience_s: float) -> None:
+        """Lose the peer unless a stripe is made within ``patience_s``; do nothing while there is one."""
+        if not link.ended and not link.stripes:
+            self.connections.loop.call_later(patience_s, self._lose, link, link.uses, patience_s)
+
+    def _lose(self, link: PeerLink, uses: int, patience_s: float) -> None:
+        if not link.ended and not link.stripes and link.uses == uses and link.rank in self._wanted:
+            what = "reopened" if uses else "opened"
+            self.connections.drop(link.rank, f"no payload connection could be {what} in {patience_s:g} s: {link.why}")
+
+    def _keep_at_least(self, link: PeerLink, number: int) -> None:
+        """Maintain at least ``number`` stripes from now on."""
+        for index in range(len(link.keeping), number):
+            link.keeping.append(self.connections.begin(self._keep(link, index)))
+
+    async def _keep(self, link: PeerLink, index: int) -> None:
+        """Maintain one stripe: dial it, and dial it again when it ends."""
+        clock = self.connections.loop
+        times = (_RETRY_S, self._patience_s / _RETRY_PART) if index == 0 else (_RETRY_MORE_S, _RETRY_MORE_AT_MOST_S)
+        backoff = Backoff(*times, seed=f"{self.connections.rank} {link.rank} {index}")
+        while not link.ended:
+            began_s = clock.time()
+            await self._dial(link, index)
+            if clock.time() - began_s > backoff.upper_s:  # it was open for a while
+                backoff.reset()
+            await asyncio.sleep(backoff.next_s())
+
+    async def _dial(self, link: PeerLink, index: int) -> None:
+        writer: asyncio.StreamWriter | None = None
+        try:
+            async with asyncio.timeout(self.connect_timeout_s):
+                reader, writer = await self.open_stripe(link)
+                writer.write(pack(LinkAsked(link.token, self.connections.rank, index)))
+                answer, _ = await read_frame(reader, Linked | Refused)
+            if isinstance(answer, Refused):
+                raise TransportError(answer.reason)
+            await self._use(link, index, reader, writer)
+        except (OSError, EOFError, TimeoutError, TransportError, ValueError) as error:
+            link.why = str(error) or type(error).__name__
+        finally:
+            if writer is not None:
+                writer.close()
+
+    async def _serve(self, asked: LinkAsked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        identity, link = self.connections.streams.identity(writer), self.by_rank.get(asked.rank)
+        if link is not None and identity and identity != str(self.address_of(asked.rank)):
+            return
+        if link is None or link.token != asked.token or asked.rank not in self._wanted or link.dials:
+            with contextlib.suppress(OSError):
+                writer.write(pack(Refused("the other side does not expect this connection yet")))
+                await writer.drain()
+            return
+        self.connections.vouch(writer)
+        writer.write(pack(Linked()))
+        await self._use(link, asked.number, reader, writer)
+
+    async def _use(
+        self, link: PeerLink, index: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Let a connection carry messages until it ends."""
+        transport = writer.transport
+        assert isinstance(transport, asyncio.Transport)
+        transport.pause_reading()
+        reader.feed_eof()  # so that `read` returns what has already arrived without waiting for more
+        already = await reader.read()
+        stripe = Stripe(link, transport, self._patience_s, compresses=self._compresses)
+        try:
+            if link.ended:
+                return
+            stripe.begin(already)
+            link.add(index, stripe)
+            if link.dials and not stripe.near and not link.single:
+                self._keep_at_least(link, streams_to_each(len(self._wanted)))
+            await stripe.ended
+        finally:
+            stripe.end()
+            self._watch(link, self._patience_s)
