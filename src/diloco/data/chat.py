@@ -39,12 +39,7 @@ _NOTES = {
 
 
 def build_chat_corpus(settings: DataSettings, sequence_length: int) -> Corpus:
-    """Read, split and tokenise the conversations that ``settings`` name, in rows of ``sequence_length`` tokens.
-
-    Raises:
-        DataError: the conversations cannot be read, or do not suffice for both splits.
-        ConfigurationError: ``data.tokenizer`` does not name the tokenizer of a model.
-    """
+    """Read, split and tokenise the conversations that ``settings`` name, in rows of ``sequence_length`` tokens."""
     if settings.tokenizer == "bytes" or settings.bpe_vocab_size is not None:
         raise ConfigurationError(
             f"data.format='chat' needs the tokenizer of a model, not {settings.tokenizer!r}. Give a model folder as "
@@ -78,11 +73,7 @@ def build_chat_corpus(settings: DataSettings, sequence_length: int) -> Corpus:
 def heldout_rows(
     settings: DataSettings, tokenizer: ChatTokenizer, sequence_length: int, paths: Sequence[Path] = ()
 ) -> PackedRows:
-    """Return the rows that `build_chat_corpus` holds out, or all conversations of ``paths``.
-
-    Raises:
-        DataError: the conversations can't be read, or there are none to evaluate on.
-    """
+    """Return the rows that `build_chat_corpus` holds out, or all conversations of ``paths``."""
     examples = _Reader(tokenizer, sequence_length).examples(read_records(paths or settings.paths), settings)
     chosen = [example for example, heldout in examples if paths or heldout]
     if not chosen:
@@ -103,11 +94,7 @@ class _Reader:
         return [name for name in _NOTES if self.counts[name]]
 
     def examples(self, rows: Iterable[Row], settings: DataSettings) -> Iterator[tuple[Example, bool]]:
-        """Yield what is learned from each record, and whether it is held out.
-
-        Raises:
-            RowError: a record can't be used, and ``settings.skip_bad`` is False.
-        """
+        """Yield what is learned from each record, and whether it is held out."""
 
         def read(place: str, record: Any) -> tuple[Example | str, bool]:
             return self._example(place, record), is_heldout(_text_of(record), settings.heldout_fraction)

@@ -61,13 +61,7 @@ class Corpus:
 
 
 def build_corpus(settings: DataSettings) -> Corpus:
-    """Read, split and tokenise the text that ``settings`` name, all in memory. Folders of tokens are memory-mapped.
-
-    Raises:
-        DataError: the text cannot be read, or does not suffice for both splits.
-        ConfigurationError: the settings contradict each other or a token folder, or a package they need is not
-            installed.
-    """
+    """Read, split and tokenise the text that ``settings`` name, all in memory. Folders of tokens are memory-mapped."""
     sources = settings.parsed_sources()
     opened = [_open(about, settings) for about in sources]
     folders = [each for part in opened if isinstance(part, list) for each in part]
@@ -83,13 +77,7 @@ def build_corpus(settings: DataSettings) -> Corpus:
 
 
 def open_stream(settings: DataSettings) -> Corpus:
-    """Open the sources that ``settings`` name, and read the held-out documents from their beginning.
-
-    Raises:
-        DataError: the sources cannot be read, or no document is held out.
-        ConfigurationError: a source can't be streamed, or the settings can't work or need a package that is not
-            installed.
-    """
+    """Open the sources that ``settings`` name, and read the held-out documents from their beginning."""
     parsed = settings.parsed_sources()
     for about in parsed:
         if token_folders(about):

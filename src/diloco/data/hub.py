@@ -22,12 +22,6 @@ class ArrowRow(dict[str, Any]):
 def _parsed(text: str) -> tuple[str, str | None, str | None]:
     """Return path, config and split of ``hf:NAME[/CONFIG][:SPLIT]``; a missing config or split is None.
 
-    NAME is ORGANISATION/NAME, one word such as a loader of ``datasets`` (json, parquet, text, csv, arrow), or an
-    existing path.
-
-    Raises:
-        ConfigurationError: the text has another form.
-
     >>> _parsed("hf:allenai/c4/en:validation"), _parsed("hf:imdb:train[:10%]")
     (('allenai/c4', 'en', 'validation'), ('imdb', None, 'train[:10%]'))
     """
@@ -43,17 +37,8 @@ def _parsed(text: str) -> tuple[str, str | None, str | None]:
     return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None, split or None
 
 
-def open_data_set(place: str, settings: SourceSettings, column: str | None = None) -> Any:
-    """Open a data set as a ``datasets.IterableDataset``; nothing is read yet.
-
-    Args:
-        place: ``hf:NAME[/CONFIG][:SPLIT]``.
-        column: the only column to read; None: all.
-
-    Raises:
-        DataError: it does not exist or lacks the column.
-        ConfigurationError: ``datasets`` is not installed.
-    """
+def open_data_set(place: str, settings: SourceSettings, column: str) -> Any:
+    """Open one column of ``hf:NAME[/CONFIG][:SPLIT]`` as a ``datasets.IterableDataset``; nothing is read yet."""
     path, config, split = _parsed(place)
     for key, named, given in (("split", split, settings.split), ("config", config, settings.config)):
         if named and given and named != given:
@@ -77,7 +62,7 @@ def open_data_set(place: str, settings: SourceSettings, column: str | None = Non
                     streaming=settings.streaming,
                     trust_remote_code=False,
                 )
-        if column is not None and (known := rows.column_names) is not None:  # unknown for some streams
+        if (known := rows.column_names) is not None:  # unknown for some streams
             if column not in known:
                 raise DataError(f"{place} has no field {column!r} (data.sources); {nearest(column, known)}")
             rows = rows.select_columns([column])
@@ -97,14 +82,7 @@ def parquet_rows(path: Path) -> Iterator[tuple[str, ArrowRow]]:
 
 
 def rows_of(data_set: Any, place: str, *, first: int = 0, size: int = 100) -> Iterator[tuple[str, ArrowRow]]:
-    """Yield the rows of a data set with their places. Its ``state_dict`` is exact after each ``size`` of them.
-
-    Args:
-        first: the number of the next row, for the places.
-
-    Raises:
-        DataError: the rows can't be read.
-    """
+    """Yield the rows of a data set, the next one being number ``first``. Its state is exact after each ``size``."""
     row = first
     with _as_data_error(place):
         batches = data_set.iter(size)

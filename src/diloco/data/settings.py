@@ -140,9 +140,6 @@ class DataSettings:
     def parsed_sources(self) -> tuple[SourceSettings, ...]:
         """Return the sources that ``paths`` or ``sources`` name, validated.
 
-        Raises:
-            ConfigurationError: ``paths`` and ``sources`` were both given, or a table is malformed.
-
         >>> tables = {"web": {"data": "web/", "weight": 2}, "code": {"data": ["a/", "b/"]}}
         >>> [(each.name, each.data, each.weight) for each in DataSettings(sources=tables).parsed_sources()]
         [('web', ('web/',), 2.0), ('code', ('a/', 'b/'), 1.0)]
@@ -156,10 +153,7 @@ class DataSettings:
         if not self.sources:
             return (replace(common, data=tuple(map(str, self.paths))),)
         if self.paths:
-            raise ConfigurationError(
-                f"data.paths={[str(path) for path in self.paths]} and data.sources were both given. List all data in "
-                "one of them."
-            )
+            raise ConfigurationError("data.paths and data.sources were both given. List all data in one of them.")
         return tuple(_parse_source(name, table, common) for name, table in self.sources.items())
 
     def absolute(self) -> DataSettings:

@@ -85,13 +85,9 @@ Row = tuple[str, Any]
 
 
 def usable(rows: Iterable[Row], use: Callable[[str, Any], T], instead: T, *, skip_bad: bool) -> Iterator[T]:
-    """Yield ``use(place, content)`` of each row.
+    """Yield ``use(place, content)`` of each row; raise `RowError` for one that can't be used.
 
-    Args:
-        skip_bad: yield ``instead`` for a row that can't be used; how many and which ones is logged when reading ends.
-
-    Raises:
-        RowError: a row can't be used, and ``skip_bad`` is False.
+    With ``skip_bad``, yield ``instead`` for such a row, and log how many and which ones when reading ends.
     """
     bad: list[str] = []  # the first few
     count = bad_count = 0

@@ -217,12 +217,7 @@ def _token_bytes(tokenizer: tokenizers.Tokenizer, source: str) -> list[bytes]:
 
 
 def make_tokenizer(settings: DataSettings, documents: Iterable[str] = ()) -> Tokenizer:
-    """Return the tokenizer that ``settings.tokenizer`` names; train a BPE on ``documents``, the training documents.
-
-    Raises:
-        ConfigurationError: it is not ``"bytes"``, ``"bpe"``, an existing path or an ``hf:`` name.
-        DataError: as `train_bpe`, `load_tokenizer` and `load_hub_tokenizer`.
-    """
+    """Return the tokenizer that ``settings.tokenizer`` names; train a BPE on ``documents``, the training documents."""
     if settings.bpe_vocab_size is not None:
         return train_bpe(islice(documents, settings.bpe_documents), settings.bpe_vocab_size)
     if settings.tokenizer == "bytes":
@@ -242,10 +237,7 @@ def make_tokenizer(settings: DataSettings, documents: Iterable[str] = ()) -> Tok
 def train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE with ``vocab_size`` ids: the end-of-document token, 256 bytes, and merges.
 
-    The same documents give the same tokenizer.
-
-    Raises:
-        DataError: the documents have too few repeated pairs for that many merges.
+    The same documents give the same tokenizer. Too few repeated pairs for that many merges raise `DataError`.
     """
     from tokenizers import Tokenizer as LibraryTokenizer
     from tokenizers import decoders, models, pre_tokenizers, trainers
