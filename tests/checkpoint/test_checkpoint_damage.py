@@ -87,8 +87,8 @@ def forge(place: Path, change: Callable[[dict[str, Any]], object]) -> None:
     members = json.loads(path.read_bytes())
     del members["digest"]
     change(members)
-    body = json.dumps(members, indent=2).encode().removesuffix(b"\n}")
-    path.write_bytes(body + f',\n  "digest": "{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode())
+    members["digest"] = xxhash.xxh3_128_hexdigest(json.dumps(members, indent=2).encode())
+    path.write_text(json.dumps(members, indent=2))
 
 
 def test_an_unknown_format_version_is_refused(damaged: Path) -> None:

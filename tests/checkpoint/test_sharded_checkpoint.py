@@ -64,7 +64,7 @@ def test_stopping_and_going_on_as_many_is_never_stopping(tmp_path: Path) -> None
         assert continued == {name: ran[name] for name in continued}
     checkpoint = open_checkpoint(tmp_path)
     own = [f"replica-0-own-{position}" for position in (0, 1)]
-    assert {*checkpoint.parts} == {"replica-0", "replica-0-values", *own, "global"}
+    assert {*checkpoint.parts} == {"replica-0", "replica-0-values", *own, "global", "outer"}
     shards = [f"replica-0-values-rank-{position}.safetensors" for position in (0, 1)]
     assert {*shards} < checkpoint.parts["replica-0-values"].keys()
     saved = ranks[0]["ran"]["loaded"]
@@ -129,4 +129,4 @@ def test_where_all_ranks_hold_everything_their_number_may_change_in_flight(tmp_p
             assert rank["losses"] == pytest.approx(expected["losses"], abs=1e-3)
             assert unequal(rank["values"], after[0]["values"]) == []
             assert largest_difference(rank["values"], expected["values"], "global/") < 1e-2
-    assert [*open_checkpoint(tmp_path).parts] == ["replica-0", "replica-0-values", "global", "replica-0-own-0"]
+    assert [*open_checkpoint(tmp_path).parts] == ["replica-0", "replica-0-values", "global", "outer", "replica-0-own-0"]

@@ -113,7 +113,9 @@ class Rank:
 
     def values(self) -> dict[str, Tensor]:
         """Return all values with the shape of a parameter as whole tensors: weights, inner, global and outer state."""
-        return {name: whole(value).clone() for name, value in self.state.values().items()}
+        agreed = {f"global/{name}": value for name, value in self.state.global_params().items()}
+        agreed |= {f"outer/{name}": value for name, value in self.state.outer_state().items()}
+        return {name: whole(value).clone() for name, value in (self.state.values() | agreed).items()}
 
 
 def whole(value: Tensor) -> Tensor:
@@ -143,6 +145,7 @@ def save(rank: Rank, folder: Path, keep: int = 5) -> Path:
             "replica-0": rank.state.common(),
             "replica-0-values": rank.state.values(),
             "global": rank.state.global_params(),
+            "outer": rank.state.outer_state(),
         },
         own={"replica-0-own": rank.state.own()} if rank.group.position < rank.parallel.num_shards else {},
         about={"ranks": rank.group.size},

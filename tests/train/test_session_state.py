@@ -196,3 +196,19 @@ def test_processes_go_on_as_more_and_as_fewer(tmp_path: Path) -> None:
     assert [checkpoint.step for checkpoint in left] == [9, 9]
     sent, sent_by_new = (checkpoint.load("run")["transport"]["traffic"][0] for checkpoint in left)
     assert 0 < sent_by_new < sent
+
+
+def test_a_run_moves_between_one_process_and_several(tmp_path: Path) -> None:
+    """With rounds in flight at every move; each replica keeps its moments and its random numbers."""
+    data = write_text(tmp_path)
+    whole = train(data, tmp_path / "whole", "--codec fp4")
+    out = tmp_path / "run"
+    for number, (place, stop) in enumerate((("torch", 5), ("in-process", 9), ("torch", 12))):
+        begin = f"--resume {out}" if number else f"{SMALL} {data} --codec fp4 --out {out}"
+        arguments = f"{begin} --transport {place} --stop-after {stop}"
+        with Processes() as processes:
+            processes.start(2 if place == "torch" else 1, rank, arguments, free_port() if place == "torch" else 0)
+            assert set(processes.results(timeout_s=300).values()) == {0}
+    summary = json.loads((out / "summary.json").read_text())
+    for key in ("global_params_digest", "heldout_loss", "sent_bytes_per_replica", "rounds_committed", "rounds_void"):
+        assert summary[key] == whole[key], key

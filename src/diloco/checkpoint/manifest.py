@@ -1,7 +1,6 @@
 """``manifest.json``, the list of a checkpoint's content. It is written last: a folder without it is not a checkpoint.
 
-Its last member is the xxh3_128 digest of every byte before that member, so that damage to the manifest itself is
-detected too.
+Its member ``digest`` is the xxh3_128 digest of the others as JSON, so that damage to the manifest is found too.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ FORMAT_VERSION = 2  # incremented if a reader of the previous version can't read
 MANIFEST_NAME = "manifest.json"
 
 _PART_NAME = re.compile(r"(?!manifest\Z)[a-z0-9][a-z0-9_-]*\Z")  # lower case, as some file systems ignore case
-_DIGEST_MEMBER = re.compile(rb',\n  "digest": "([0-9a-f]{32})"\n}\n\Z')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +72,19 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """
     members = {"format_version": FORMAT_VERSION, **asdict(manifest)}
     try:
-        text = json.dumps(members, indent=2, allow_nan=False).encode()
+        content = _sealed(members)
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"The metadata of a checkpoint can't be saved as JSON ({error}). Use only text, finite numbers, lists and "
             "dictionaries. Nothing was saved."
         ) from error
-    body = text.removesuffix(b"\n}")
-    member = f',\n  "digest": "{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'
-    write_file(folder / MANIFEST_NAME, [body, member.encode()])
+    write_file(folder / MANIFEST_NAME, [content])
+
+
+def _sealed(members: Mapping[str, Any]) -> bytes:
+    """Return ``members`` as JSON, with their digest."""
+    digest = xxhash.xxh3_128_hexdigest(json.dumps(members, indent=2, allow_nan=False).encode())
+    return json.dumps({**members, "digest": digest}, indent=2).encode()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -109,10 +111,9 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} has format version {found!r}, but diloco {version('diloco')} reads only version {FORMAT_VERSION}. "
             "The version of diloco that saved it can resume and evaluate it, and export it for use with this one."
         )
-    member = _DIGEST_MEMBER.search(raw)
-    if member is None or xxhash.xxh3_128_hexdigest(raw[: member.start()]) != member[1].decode():
-        raise CheckpointError(f"{path} is damaged: its content does not match the digest at its end.")
     try:
+        if raw != _sealed({name: value for name, value in members.items() if name != "digest"}):
+            raise CheckpointError("it is damaged: its content does not match its digest.")
         return _parse(members)
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is malformed: {error!r}.") from error

@@ -49,10 +49,8 @@ class Configuration(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.preset == FINETUNE:
-            if self.model.source is None:
-                raise ConfigurationError("preset='finetune' needs model.source, the model to start from.")
-        else:  # the dataclass is frozen, so object.__setattr__ replaces an alias by the listed name
+        # The dataclass is frozen, so object.__setattr__ replaces an alias by the listed name.
+        if self.preset != FINETUNE:
             object.__setattr__(self, "preset", get_preset(self.preset).name)
 
 

@@ -76,7 +76,11 @@ def parse_flags(
     own, known = keys_of(CommandLine), keys_of(settings_type)
     if words := _help_words(arguments):
         everything = not {"-h", "--help"} & {*words}
-        names = list(known) if everything else common or [name for name, key in known.items() if _is_short(key)]
+        names = (
+            list(known)
+            if everything
+            else common or [name for name, key in known.items() if key.aliases or not key.section]
+        )
         keys = [own["file"], *(known[name] for name in names), own["print_config"]]
         keys += [] if everything else [own["help_all"]]
         words = ["--help"] if "--help-all" in words else words
@@ -105,10 +109,6 @@ def parse_options(kind: Any, command: str, arguments: Sequence[str]) -> Any:
             name = _metavar(key) if key.is_positional else f"{key.flag} {_metavar(key)}"
             raise ConfigurationError(f"missing argument {name}: {key.help} See `diloco {command} --help`.")
     return build(kind, values)
-
-
-def _is_short(key: Key) -> bool:
-    return bool(key.aliases) or not key.section
 
 
 def _help_words(arguments: Sequence[str]) -> list[str]:

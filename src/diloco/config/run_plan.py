@@ -110,11 +110,12 @@ def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
     saved = flatten(read_record(path))
     confirm(source, saved, line.values)
     wanted = flatten(_with_absolute_paths(build(Configuration, layered(saved, line.values))))
+    swarm = "hivemind" in (saved["network.transport"], wanted["network.transport"])  # it divides the data otherwise
     fixed = [
         f"{name} from {in_toml(saved[name])} to {in_toml(wanted[name])}"
         for name in line.values
         if not same_code(wanted[name], saved[name])
-        and (name == "network.transport" or not {name, name.partition(".")[0]} & {*_CHANGEABLE})
+        and ((swarm and name == "network.transport") or not {name, name.partition(".")[0]} & {*_CHANGEABLE})
     ]
     if fixed:
         raise ConfigurationError(
@@ -231,7 +232,7 @@ def join_command(configuration: Configuration, folder: Path) -> str:
     Args:
         configuration: the resolved settings.
     """
-    goal = {name: value for name, value in flatten(configuration).items()}
+    goal = flatten(configuration)
     private = {name for name in goal if {name, name.partition(".")[0]} & {*_PRIVATE}}
     usual = flatten(Configuration()) | preset_values(configuration.preset, {"model.source": configuration.model.source})
     values: Values = {name: goal[name] for name in _FIRST if goal[name] != usual[name]}

@@ -19,7 +19,7 @@ from .fleet import Fleet as Fleet
 from .fleet import TorchFleet as TorchFleet
 from .inner import InnerLoop as InnerLoop
 from .inner import inner_learning_rate as inner_learning_rate
-from .inner_optimizer import make_inner_optimizer as make_inner_optimizer
+from .inner import make_inner_optimizer as make_inner_optimizer
 from .joining import OVER as OVER
 from .joining import follow_views as follow_views
 from .parallel import ParallelModel as ParallelModel
@@ -40,12 +40,12 @@ from .resolve import LAYERS_PER_FRAGMENT as LAYERS_PER_FRAGMENT
 from .resolve import make_schedule as make_schedule
 from .resolve import notes as notes
 from .resolve import resolve as resolve
-from .resuming import Held as Held
-from .resuming import checkpoint_home as checkpoint_home
-from .resuming import held_step as held_step
 from .run import run_training as run_training
 from .session import DynamicSteps as DynamicSteps
 from .session import Session as Session
+from .session_state import Held as Held
+from .session_state import checkpoint_home as checkpoint_home
+from .session_state import held_step as held_step
 from .session_state import load_session as load_session
 from .session_state import save_session as save_session
 from .settings import OptimizerSettings as OptimizerSettings

@@ -27,7 +27,7 @@ from diloco.errors import CheckpointError, ConfigurationError, ContractError, Fr
 from diloco.model import LanguageModel, build_language_model, with_vocabulary
 from diloco.plugins import is_own
 from diloco.testing import check_average_rule, check_codec, check_merge_rule, check_outer_optimizer
-from diloco.train.inner_optimizer import check_inner_arguments
+from diloco.train.inner import check_inner_arguments
 from diloco.train.resolve import make_schedule
 from diloco.train.settings import RunSettings
 from diloco.transport import InProcessTransport, Link, VirtualNetwork

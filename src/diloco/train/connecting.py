@@ -18,7 +18,7 @@ from diloco.protocol import MAX_NAME
 from diloco.train.description import diff
 from diloco.train.fleet import TorchFleet
 from diloco.train.processes import Role
-from diloco.train.resuming import held_checkpoint
+from diloco.train.session_state import held_checkpoint
 from diloco.train.settings import RunSettings
 from diloco.train.swarm_fleet import SwarmFleet
 from diloco.transport import (

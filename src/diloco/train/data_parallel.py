@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from diloco.algorithm import (
     Codec,
@@ -23,7 +24,6 @@ from diloco.errors import RoundVoidError, TransportError, ViewChangedError
 from diloco.events import Event, Note
 from diloco.membership import LEAST_FRAGMENT
 from diloco.model import LanguageModel
-from diloco.protocol import Average
 from diloco.transport import Pending, ReplicaGroup, Transport
 
 __all__ = ["GradientAverager", "average_gradients"]
@@ -56,10 +56,9 @@ class GradientAverager:
         Args:
             weight: the weight of these gradients in the mean. 0: no token of the batch has a target that counts.
         """
-        self._fill_absent()
         numel = sum(local_shard(parameter).numel() for parameter in self.parameters)
         values = torch.empty(numel, dtype=torch.float32, device=self.parameters[0].device)
-        flatten([parameter.grad for parameter in self.parameters if parameter.grad is not None], values)
+        flatten(self._gradients(), values)
         # checked before encoding, as a saturating codec would hide it; the ranks of a replica withdraw together
         finite = self.group.all(math.isfinite(largest_magnitude(values)))
         self._contribution = Contribution(
@@ -82,7 +81,7 @@ class GradientAverager:
         self._pending = self.transport.average(self._contribution)
 
     def finish(self) -> RoundVoidError | None:
-        """Replace the gradients by the mean.
+        """Replace the gradients by the mean, in the next view if the current one ends.
 
         Returns:
             The error of a round that is void on all replicas, after which `begin_again` may be called; None if the
@@ -91,32 +90,27 @@ class GradientAverager:
         Raises:
             TransportError: if the other replicas are lost.
         """
-        try:
-            average = self._wait()
-        except RoundVoidError as error:
-            return error
-        self._fill_absent()
-        unflatten_(average.values, [parameter.grad for parameter in self.parameters if parameter.grad is not None])
-        return None
+        assert self._pending is not None, "begin comes first"
+        assert self._contribution is not None
+        while True:
+            try:
+                unflatten_(self._pending.wait().values, self._gradients())
+            except ViewChangedError:
+                self._pending = self.transport.average(self._contribution)
+            except RoundVoidError as error:
+                return error
+            else:
+                return None
 
     def forget(self) -> None:
         """Release the contribution and the average, each as large as the model."""
         self._pending = self._contribution = None
 
-    def _fill_absent(self) -> None:
+    def _gradients(self) -> list[Tensor]:
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-
-    def _wait(self) -> Average:
-        """Return the mean, repeating the round in the next view if the current one ends."""
-        while True:
-            assert self._pending is not None, "begin comes first"
-            assert self._contribution is not None
-            try:
-                return self._pending.wait()
-            except ViewChangedError:
-                self._pending = self.transport.average(self._contribution)
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
 
 def average_gradients(

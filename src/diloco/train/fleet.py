@@ -28,7 +28,6 @@ from diloco.transport import (
     VirtualNetwork,
     connect_again,
     join,
-    streams_to_each,
 )
 from diloco.waiting import waiting_for
 
@@ -439,23 +438,11 @@ class TorchFleet(PeerFleet):
         return self._ask(lambda: {"replica": f"{self.transport.rules.replica}, in its own process"})
 
     def details(self) -> dict[str, str]:
-        return self._ask(self._details)
+        return {"control addresses": self._ask(self._addresses)}
 
-    def _details(self) -> dict[str, str]:
-        rules, policies = self.transport.rules, self.transport.policies
+    def _addresses(self) -> str:
         entries = self.connected.table.entries
-        streams = streams_to_each(self._place.num_replicas - 1)
-        others = "continue in a smaller view" if policies.continue_without_lost else "save and stop"
-        if self.rejoins:
-            others += ", and the lost replica rejoins them by itself"
-        return {
-            "control addresses": ", ".join(f"{rank} at {entry.address}" for rank, entry in sorted(entries.items())),
-            "payload links": f"{streams} TCP connections to each replica, pieces of {rules.piece_bytes:,} bytes",
-            "lost replicas": (
-                f"noticed when their process ends, or after {self.transport.timing.silence_s:g} s of silence; the "
-                f"others {others}"
-            ),
-        }
+        return ", ".join(f"{rank} at {entry.address}" for rank, entry in sorted(entries.items()))
 
     def finish(self) -> None:
         self._ask(lambda: self.transport.finish())

@@ -16,9 +16,8 @@ from diloco.events import Event, Note, ViewChanged
 from diloco.train.description import diff
 from diloco.train.fleet import PeerFleet
 from diloco.train.replica import Replica
-from diloco.train.resuming import checkpoint_home
 from diloco.train.session import Session
-from diloco.train.session_state import load_session
+from diloco.train.session_state import checkpoint_home, load_session
 from diloco.train.stopping import StopAsked, StopRequest
 from diloco.waiting import waiting_for
 

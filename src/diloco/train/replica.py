@@ -21,8 +21,7 @@ from diloco.outer import DiLoCo
 from diloco.train.components import outer_arguments
 from diloco.train.data_parallel import GradientAverager
 from diloco.train.fleet import Fleet
-from diloco.train.inner import InnerLoop, inner_learning_rate
-from diloco.train.inner_optimizer import make_inner_optimizer
+from diloco.train.inner import InnerLoop, inner_learning_rate, make_inner_optimizer
 from diloco.train.parallel import Strategy, parallelise, prepare_model
 from diloco.train.replica_state import ReplicaState
 from diloco.train.settings import RunSettings

@@ -1,7 +1,8 @@
-"""The state that a rank of a replica saves, in three kinds.
+"""The state that a rank of a replica saves, in four kinds.
 
-- values with the shape of a parameter, which are sharded over the ranks like the parameter: ``model/NAME``,
-  ``inner/SLOT/NAME``, ``global/NAME``, ``outer/SLOT/NAME`` and ``residual/NAME`` (of error feedback)
+- what all replicas agree on: the global parameters, ``NAME``, and the outer state, ``SLOT/NAME``
+- values of this replica with the shape of a parameter, which are sharded over the ranks like the parameter:
+  ``model/NAME``, ``inner/SLOT/NAME`` and ``residual/NAME`` (of error feedback)
 - state that is the same on all ranks: steps, learning rates, the gradient scaler, counters
 - state that only this rank can use: rounds in flight, which were encoded shard by shard
 """
@@ -49,7 +50,11 @@ class ReplicaState:
             for slot, value in slots.items():
                 if _is_shaped_as(value, parameter):
                     values[f"inner/{slot}/{self.names[id(parameter)]}"] = value
-        return values | self._outer_values()
+        for fragment in self.diloco.fragments if self.diloco else ():
+            if fragment.residual is not None:
+                for name, piece in fragment.layout.named(fragment.residual).items():
+                    values[f"residual/{name}"] = self._laid_out(piece, name)
+        return values
 
     def global_params(self) -> dict[str, Tensor]:
         """Return the global parameters by name, or the model's parameters without an outer loop, without copying.
@@ -60,6 +65,15 @@ class ReplicaState:
             return {name: parameter.detach() for name, parameter in self.parameters.items()}
         named = self.diloco.named_global_params()
         return {name: self._laid_out(values, name) for name, values in named.items()}
+
+    def outer_state(self) -> dict[str, Tensor]:
+        """Return the state of the outer optimizer by slot and name, without copying; empty without an outer loop."""
+        return {
+            f"{slot}/{name}": self._laid_out(piece, name)
+            for fragment in (self.diloco.fragments if self.diloco else ())
+            for slot, vector in fragment.state.outer.slots.items()
+            for name, piece in fragment.layout.named(vector).items()
+        }
 
     def common(self) -> dict[str, Any]:
         """Return the state that is the same on all ranks, as a nested state."""
@@ -89,7 +103,7 @@ class ReplicaState:
         *,
         same_replicas: bool = True,
     ) -> tuple[RoundId, ...]:
-        """Restore the three kinds of state, on any number of ranks. If a `DiLoCo` was saved, this state must have one.
+        """Restore all kinds of state, on any number of ranks. If a `DiLoCo` was saved, this state must have one.
 
         Args:
             part: the part of the checkpoint that has the result of `values`.
@@ -104,16 +118,18 @@ class ReplicaState:
         Raises:
             CheckpointError: if the state belongs to another model, optimizer or algorithm.
         """
-        saved = checkpoint.tensors(part)
-        slots = self._make_slots(saved)
-        values = self.values()
-        values |= {name: value for name, (_, _, value) in slots.items()}
-        if odd := sorted(values.keys() ^ saved.keys()):
-            raise CheckpointError(
-                f"{checkpoint.path} belongs to another model, optimizer or algorithm: only one of the checkpoint and "
-                f"this run has {', '.join(odd[:5])}. Nothing was loaded."
-            )
-        checkpoint.load_into(part, values)
+        slots = self._make_slots(checkpoint.tensors(part))
+        parts = {part: self.values() | {name: value for name, (_, _, value) in slots.items()}}
+        if self.diloco is not None:
+            parts |= {"global": self.global_params(), "outer": self.outer_state()}
+        for name, values in parts.items():
+            if odd := sorted(values.keys() ^ checkpoint.tensors(name).keys()):
+                raise CheckpointError(
+                    f"{checkpoint.path} belongs to another model, optimizer or algorithm: only one of the checkpoint "
+                    f"and this run has {', '.join(odd[:5])}. Nothing was loaded."
+                )
+        for name, values in parts.items():
+            checkpoint.load_into(name, values)
         self._load_inner(slots, common["inner"])
         return () if self.diloco is None else self._load_diloco(self.diloco, common["diloco"], own, same_replicas)
 
@@ -128,19 +144,6 @@ class ReplicaState:
         mesh = self.inner.parallel.group.mesh(local.device)
         shape, stride = parameter.shape, parameter.stride()
         return DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
-
-    def _outer_values(self) -> dict[str, Tensor]:
-        if self.diloco is None:
-            return {}
-        values = {f"global/{name}": value for name, value in self.global_params().items()}
-        for fragment in self.diloco.fragments:
-            flat = {f"outer/{slot}": vector for slot, vector in fragment.state.outer.slots.items()}
-            if fragment.residual is not None:
-                flat["residual"] = fragment.residual
-            for kind, vector in flat.items():
-                for name, piece in fragment.layout.named(vector).items():
-                    values[f"{kind}/{name}"] = self._laid_out(piece, name)
-        return values
 
     def _common_of(self, diloco: DiLoCo) -> dict[str, Any]:
         state = diloco.state_dict()

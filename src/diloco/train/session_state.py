@@ -7,10 +7,13 @@ The number of replicas may change between saving and loading:
 - A new replica starts with the global parameters and outer state, and a fresh inner optimizer.
 - A replica that no longer exists loses only its work since its fragments were last sent.
 - The data continues where it was: no sequence is drawn twice, and the current replicas draw the remaining ones.
+
+If each replica is a process, the run folder of replica 0 contains the run folders of the others.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,22 +22,24 @@ from typing import Any
 import torch
 
 from diloco.algorithm import RoundId
-from diloco.checkpoint import Checkpoint, open_checkpoint, save_checkpoint
+from diloco.checkpoint import Checkpoint, list_checkpoints, open_checkpoint, save_checkpoint
 from diloco.data import Cursor
 from diloco.errors import CheckpointError
 from diloco.train.replica import Replica, load_process_random, process_random
-from diloco.train.resuming import base_home, replicas_in
 from diloco.train.session import Session, Totals
 from diloco.trained import REST, rest_of_state
 
-__all__ = ["load_session", "save_session"]
+__all__ = ["Held", "checkpoint_home", "held_checkpoint", "held_step", "load_session", "save_session"]
+
+_REPLICA = re.compile(r"replica-(\d+)\Z")  # a replica's part of a checkpoint; its shards have longer names
 
 
 def save_session(session: Session, folder: Path, keep: int) -> Path:
     """Save the state that the session needs to resume. Call it on all ranks of a replica.
 
-    Part ``replica-M-values`` has the named tensors of replica M, ``replica-M`` what else its ranks have in common, and
-    ``replica-M-own-S`` what only its rank S can use. Another number of ranks can load the first two.
+    Parts ``global`` and ``outer`` have what all replicas agree on, ``replica-M-values`` the named tensors of replica M,
+    ``replica-M`` what else its ranks have in common, and ``replica-M-own-S`` what only its rank S can use. Another
+    number of ranks can load all but the last.
 
     Args:
         folder: the checkpoints folder.
@@ -44,8 +49,9 @@ def save_session(session: Session, folder: Path, keep: int) -> Path:
         CheckpointError: if saving failed. Earlier complete checkpoints are unchanged.
     """
     run = {"totals": vars(session.totals), "transport": session.fleet.state_dict(), "random": process_random()}
-    parts: dict[str, Any] = {"run": run, "global": session.global_params()}
-    if rest := rest_of_state(session.replicas[0].model, session.replicas[0].state.parameters):
+    first = session.replicas[0].state
+    parts: dict[str, Any] = {"run": run, "global": first.global_params(), "outer": first.outer_state()}
+    if rest := rest_of_state(session.replicas[0].model, first.parameters):
         parts[REST] = rest
     own = {}
     for replica in session.replicas:
@@ -108,7 +114,7 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
     void: tuple[RoundId, ...] = ()
     for replica in session.replicas:
         source = saved.source(replica.number)
-        state = checkpoint.load(f"replica-{source}")
+        state = saved.of(source).load(f"replica-{source}")
         void = _load_replica(session, replica, saved, state["common"])
         if saved.differ:
             replica.sampler.resume_from(saved.cursor_of, saved.number)
@@ -129,7 +135,7 @@ class _SavedReplicas:
     """The replicas that saved a checkpoint."""
 
     checkpoint: Checkpoint  # the replica's own, or that of replica 0 for a new replica
-    base: Path | None  # run folder of replica 0, which contains the others; None: the checkpoint holds all replicas
+    base: Path | None  # run folder of replica 0, which contains the others; None: in a swarm each has only its own
     number: int  # number of replicas that saved it
     now: int  # number of replicas that resume
 
@@ -139,29 +145,30 @@ class _SavedReplicas:
         return self.number != self.now
 
     def source(self, replica: int) -> int:
-        """Return the number of the saved replica from whose state a replica starts."""
-        return replica if f"replica-{replica}" in self.checkpoint.parts else 0
+        """Return the number of the saved replica from whose state a replica starts: its own, or 0 if it is new."""
+        return replica if self.base is None or replica < self.number else 0
 
-    def cursor_of(self, replica: int) -> Cursor:
-        """Return the data position of a saved replica.
+    def of(self, replica: int) -> Checkpoint:
+        """Return the checkpoint that has the state of a saved replica.
 
         Raises:
-            CheckpointError: if its checkpoint can't be read.
+            CheckpointError: if it can't be opened.
         """
-        part, checkpoint = f"replica-{replica}", self.checkpoint
-        if part not in checkpoint.parts:
-            assert self.base is not None, "a checkpoint of a single process holds all replicas"
-            home = self.base / part if replica else self.base
-            place = home / "checkpoints" / checkpoint.path.name
-            try:
-                checkpoint = open_checkpoint(place)
-            except CheckpointError as error:
-                raise CheckpointError(
-                    f"The checkpoint of replica {replica}, {place}, is needed to divide the unread data among "
-                    f"{self.now} replicas instead of {self.number}, but it can't be opened: {error} Copy the folders "
-                    "of all replicas into that of replica 0, or use the same number of replicas."
-                ) from error
-        cursor: Cursor = checkpoint.load(part)["sampler"]
+        part = f"replica-{replica}"
+        if part in self.checkpoint.parts or self.base is None:
+            return self.checkpoint
+        place = (self.base / part if replica else self.base) / "checkpoints" / self.checkpoint.path.name
+        try:
+            return open_checkpoint(place)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"The checkpoint of replica {replica}, {place}, is needed for {self.now} replicas to go on here, but "
+                f"it can't be opened: {error} Copy the folders of all replicas into that of replica 0."
+            ) from error
+
+    def cursor_of(self, replica: int) -> Cursor:
+        """Return the data position of a saved replica."""
+        cursor: Cursor = self.of(replica).load(f"replica-{replica}")["sampler"]
         return cursor
 
     def changes(self) -> tuple[str, ...]:
@@ -182,7 +189,7 @@ class _SavedReplicas:
 def _saved_replicas(session: Session, checkpoint: Checkpoint, home: Path) -> _SavedReplicas:
     now, mine = session.settings.network.replicas, session.replicas[0].number
     if not session.fleet.elastic:
-        base = None if session.fleet.in_one_process else base_home(home, mine)
+        base = checkpoint.path.parent.parent if session.fleet.in_one_process else base_home(home, mine)
         return _SavedReplicas(checkpoint, base, checkpoint.fact("num_replicas", int), now)
     if mine not in (theirs := replicas_in(checkpoint)):  # in a swarm, each replica resumes only from its own
         held = f"the state of replica {', '.join(map(str, theirs))}" if theirs else "no replica's state"
@@ -193,24 +200,28 @@ def _saved_replicas(session: Session, checkpoint: Checkpoint, home: Path) -> _Sa
 
 def _fleet_state(session: Session, saved: _SavedReplicas, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the state for the fleet. New replicas have sent nothing, and their clock starts at that of replica 0."""
+    mine, numbers = session.replicas[0].number, range(min(saved.now, saved.number))
+    together = "network" in state  # saved by one process for all replicas
     if not session.fleet.in_one_process:
-        mine = session.replicas[0].number
+        if together:
+            state = {"traffic": state["traffic"][saved.source(mine)], "step": session.totals.steps}
         return state if saved.source(mine) == mine or not state else {**state, "traffic": [0, 0]}
-    if not saved.differ:
+    traffic = state["traffic"] if together else [saved.of(m).load("run")["transport"]["traffic"] for m in numbers]
+    if together and not saved.differ:
         return state
-    kept = min(saved.now, len(state["traffic"]))
-    network = state["network"]
+    new = saved.now - len(numbers)
+    network = state.get("network")
     if network is not None:
-        network = {name: [*values[:kept], *([values[0]] * (saved.now - kept))] for name, values in network.items()}
-    traffic = [*state["traffic"][:kept], *([[0, 0]] * (saved.now - kept))]
-    return {"traffic": traffic, "network": network, "decided": []}
+        network = {name: [*values[: len(numbers)], *[values[0]] * new] for name, values in network.items()}
+    return {"traffic": [*traffic[: len(numbers)], *[[0, 0]] * new], "network": network, "decided": []}
 
 
 def _load_replica(
     session: Session, replica: Replica, saved: _SavedReplicas, common: Mapping[str, Any]
 ) -> tuple[RoundId, ...]:
     """Load this rank's share of what a replica's ranks saved and return the rounds in flight that are now void."""
-    checkpoint, source = saved.checkpoint, saved.source(replica.number)
+    source = saved.source(replica.number)
+    checkpoint = saved.of(source)
     if common["diloco"] is not None:
         session.begin_diloco(replica)
     own, shards, name = None, _num_shards(session), f"replica-{source}-own"
@@ -224,3 +235,69 @@ def _load_replica(
 def _num_shards(session: Session) -> int:
     """Return S if the ranks of a replica shard the parameters, 1 if each holds all of them."""
     return session.fleet.group.size if session.settings.train.parallelism == "fsdp" else 1
+
+
+@dataclass(frozen=True)
+class Held:
+    """Facts about a peer's newest checkpoint that are needed before it is loaded."""
+
+    step: int = -1  # inner steps done; -1: there is no checkpoint
+    replica: int | None = None  # the replica that saved it
+    swarm: str = ""  # the swarm of which the replica was a member then; "" if unknown
+
+
+def held_checkpoint(resume: Path | None) -> Held:
+    """Return the facts about the checkpoint that ``--resume`` names.
+
+    A checkpoint that does not exist is no error here: a replica that ended before its first checkpoint can still join
+    others.
+
+    Raises:
+        CheckpointError: if the state of an existing checkpoint can't be read.
+    """
+    if resume is None:
+        return Held()
+    try:
+        checkpoint = open_checkpoint(resume)
+    except CheckpointError:  # reported when it is loaded
+        return Held()
+    replicas = replicas_in(checkpoint)
+    swarm = str(checkpoint.load("run")["transport"].get("swarm", ""))
+    return Held(checkpoint.step, replicas[0] if len(replicas) == 1 else None, swarm)
+
+
+def replicas_in(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """Return the replicas whose state a checkpoint holds."""
+    return tuple(int(found[1]) for found in map(_REPLICA.match, checkpoint.parts) if found)
+
+
+def held_step(folder: Path, resume: Path) -> int:
+    """Return the step from which the run in ``folder`` could resume: that of ``resume``, or else the newest.
+
+    Return -1 if there is no such checkpoint.
+    """
+    found = list_checkpoints(folder / "checkpoints")
+    if resume.name.startswith("step-"):
+        found = [checkpoint for checkpoint in found if checkpoint.path.name == resume.name]
+    return found[-1].step if found else -1
+
+
+def checkpoint_home(home: Path, replica: int, resume: Path) -> Path:
+    """Return the run folder with the checkpoints of a replica: its own, or that of replica 0 if it is new or was saved
+    there, by one process for all replicas.
+
+    Args:
+        home: the replica's own run folder, which is inside that of replica 0.
+        resume: the run folder or checkpoint to resume from, as for `held_step`.
+    """
+    base = base_home(home, replica)
+    if base == home or held_step(base, resume) < 0:
+        return home
+    newest = list_checkpoints(base / "checkpoints")[-1]
+    there = replica >= newest.fact("num_replicas", int) or f"replica-{replica}" in newest.parts
+    return base if there else home
+
+
+def base_home(home: Path, replica: int) -> Path:
+    """Return the run folder of replica 0."""
+    return home.parent if replica else home

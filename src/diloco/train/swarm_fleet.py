@@ -14,7 +14,7 @@ from diloco.data import Assignment, Shares, as_message, read_message
 from diloco.events import Event, StateFetched
 from diloco.membership import LastViews, NextView
 from diloco.train.fleet import PeerFleet, WelcomeNote
-from diloco.train.resuming import Held
+from diloco.train.session_state import Held
 from diloco.transport import Connected, PeerStreams, SwarmPlace, Wire, connect_swarm, same_port
 from diloco.waiting import waiting_for
 
