@@ -39,7 +39,7 @@ class Configuration(RunSettings):
     """The settings of a run, its preset, and the settings of its monitoring."""
 
     preset: str = DEFAULT_PRESET
-    """Preset of model and training; `diloco presets` lists all. finetune: that of `diloco finetune`."""
+    """Preset of model and training; `diloco presets` lists all."""
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
 
     @property
