@@ -279,7 +279,7 @@ def no_rate(params): return torch.optim.SGD(params)
         ({"sync__arguments__outer": {"x": 1}}, r"has no parameter 'x'"),
         (
             {"sync__codec": "wrong.py:Nothing"},
-            r"sync\.codec=.*wrong\.py:Nothing can't be used: Nothing is no Codec of diloco",
+            r"sync\.codec=.*wrong\.py:Nothing can't be used: .* which is no Codec of diloco",
         ),
         (
             {"sync__codec": "wrong.py:Halves"},

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import operator
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -65,8 +65,7 @@ class Key:
         return _docstrings(self.owner)[self.leaf]
 
 
-@functools.cache
-def keys_of(settings_type: Any) -> dict[str, Key]:
+def _keys(settings_type: Any) -> dict[str, Key]:
     """Return all keys of a settings dataclass by name: top-level keys first, then section by section.
 
     >>> from diloco.train.settings import RunSettings
@@ -106,6 +105,9 @@ def keys_of(settings_type: Any) -> dict[str, Key]:
             is_table=get_origin(annotation) is Mapping,
         )
     return {**top, **nested}
+
+
+keys_of: Callable[[Any], dict[str, Key]] = functools.cache(_keys)
 
 
 @functools.cache

@@ -39,7 +39,7 @@ from diloco.config import (
 from diloco.cores import usable_cores
 from diloco.errors import ConfigurationError
 from diloco.events import json_ready
-from diloco.plugins import code_digest, find, is_own, names_in, own_code
+from diloco.plugins import code_digest, find, is_own, own_code
 from diloco.train import start_process
 
 
@@ -54,9 +54,10 @@ class Run:
 
     def folder(self) -> str:
         """Return the name of its folder, with a digest of every setting, the files that they name, and this version."""
-        settings = json_ready(flatten(self.plan.configuration))
-        own = ((key, name) for key, names in self._own_code() for name in names if is_own(name))
+        settings = flatten(self.plan.configuration)
+        own = ((key, name) for key, names in own_code(settings).items() for name in names if is_own(name))
         code = [code_digest(find(key, name, object)) for key, name in own]
+        settings = json_ready(settings)
         about = json.dumps([diloco.__version__, settings, [*_files(settings)], code], sort_keys=True)
         return f"{self.name[:100]}-{xxhash.xxh3_64_hexdigest(about.encode())}"
 
@@ -72,16 +73,13 @@ class Run:
         """Return the arguments with which the run resumes in ``home``, or begins if there is no checkpoint of it."""
         saved = (home / "checkpoints" / "latest").exists()
         if saved and self._is_in(home):  # a folder alone does not choose whose code runs
-            own = [word for key, names in self._own_code() for word in (f"--{key}", *names)]
-            return ["train", "--resume", str(home), *own]
+            own = own_code(flatten(self.plan.configuration)).items()
+            return ["train", "--resume", str(home), *(word for key, names in own for word in (f"--{key}", *names))]
         if home.exists():
             with lock_folder(home):  # keep it if somebody continued it with other settings
                 home.rename(f"{home}.{time.time_ns()}") if saved else shutil.rmtree(home)
         write_whole(Path(f"{home}.toml"), self.text)
         return ["train", f"{home}.toml", "--out", str(home)]
-
-    def _own_code(self) -> list[tuple[str, tuple[str, ...]]]:
-        return [(key, names_in(value)) for key, value in own_code(flatten(self.plan.configuration)).items()]
 
     def _is_in(self, home: Path) -> bool:
         """Return whether a folder was made with these settings; somebody may have continued it with others."""
