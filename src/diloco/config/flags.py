@@ -227,10 +227,9 @@ def _show_help(
         text, default = helps.get(key.name, key.help), shown.get(key.name)
         silent = default in (None, (), {}, "", MISSING) or "efault:" in text
         silent = silent or (default is False and not key.is_negatable)
-        short = [alias for alias in key.aliases if alias.startswith("--")]
         about = arg(
-            name=short[0].removeprefix("--") if short and not inside else None,
-            aliases=key.aliases if inside or not short else None,
+            name=key.short.removeprefix("--") if key.short and not inside else None,
+            aliases=key.aliases if inside or not key.short else None,
             help=text,
             help_behavior_hint=None if key.default is MISSING else "" if silent else f"(default: {_show(default)})",
             metavar=None if key.is_switch else metavars.get(key.name, _metavar(key)),

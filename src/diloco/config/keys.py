@@ -60,6 +60,11 @@ class Key:
         return f"--{self.name.replace('_', '-')}"
 
     @property
+    def short(self) -> str | None:
+        """``"--batch-size"`` also for ``train.batch_size``; None if it has no flag without its section."""
+        return next((alias for alias in self.aliases if alias.startswith("--")), None)
+
+    @property
     def help(self) -> str:
         """The docstring of the field, on one line."""
         return _docstrings(self.owner)[self.leaf]
