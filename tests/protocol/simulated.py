@@ -27,12 +27,15 @@ class Stranger:
     def suffer(self, what: str, number: int) -> None: ...
 
 
+def policies_of(quorum: Policy | None = None, *, survive: bool = True) -> Policies:
+    return Policies(quorum or Policy(), continue_without_lost=survive, raise_on_loss=False, connect_timeout_s=1.0)
+
+
 def simulated(
     replicas: int, limits: Limits | None = None, *, size: int = 1, strangers: int = 0, quorum: Policy | None = None
 ) -> Network:
     """Return a network of replicas that have done nothing yet."""
-    network = Network(range(replicas * size + strangers), limits or Limits())
-    policies = Policies(quorum or Policy(), continue_without_lost=True, raise_on_loss=False, connect_timeout_s=1.0)
+    network, policies = Network(range(replicas * size + strangers), limits or Limits()), policies_of(quorum)
     for rank in network.ranks:
         member = rank < replicas * size
         network.nodes[rank] = Rank(network, rank, replicas, size, policies) if member else Stranger()
@@ -52,12 +55,7 @@ def simulate(
     ready: bool = True,
 ) -> list[Rank]:
     """Return the ranks that have not ended once nothing more happens; ``ready``: all begin before anything happens."""
-    policies = Policies(
-        quorum or Policy(),
-        continue_without_lost=survive,
-        raise_on_loss=False,
-        connect_timeout_s=1.0,
-    )
+    policies = policies_of(quorum, survive=survive)
     network = Network(range(replicas * size), limits)
 
     def make(rank: int, *, joining: bool = True) -> Rank:

@@ -46,32 +46,11 @@ SOON_S = 1.0
 class Rank:
     """A rank that sends a fragment in each of its steps, and the next round of a fragment once the last is decided.
 
-    Args:
-        joining: whether it joins a run in progress.
-        ready: whether it begins at once; else beginning is the first thing that it does.
-        gradients: whether one of the three kinds of rounds is that of gradients.
-        garbage: messages that it may receive from any rank.
-        founded: the view of its own that it founds; None: it is one of ``replicas`` that begin, or joins.
-        step: the inner steps that it has begun earlier.
-
-    Attributes:
-        digest: the digest of its state.
-        now_s: its clock, which advances only when a test moves it or a view change takes long.
-        left: why it stopped by itself; "" if it did not.
-        timers: the timers that are set, with their delays.
-        first_step: the first step in which it takes part.
-        averages: step -> the average of its committed round.
-        errors: step -> why its round was void.
-        changes: the views that it adopted.
-        shards: view, round and position among the ranks of a replica -> the parts of the sum that its plan gives to
-            each replica.
-        sent: the messages that it sent.
-        lie: maps a receiver and a message to the messages sent instead; the identity unless a test replaces it.
-        finds_unusable: the replica whose values, as this rank finds, spoil every mean that contains them; or None.
+    It joins a run in progress (``joining``), founds a view (``founded``), or begins with the others: at once, or as the
+    first thing that it does (not ``ready``). ``garbage`` are messages that it may receive from any rank.
     """
 
-    STEPS = 5
-    """The number of its inner steps."""
+    STEPS = 5  # the number of its inner steps
 
     def __init__(
         self,
@@ -89,17 +68,19 @@ class Rank:
         step: int = 0,
     ) -> None:
         self.network, self.rank, self.replica, self.policies = network, rank, rank // size, policies
-        self.now_s = 0.0
-        self.digest = "d"
-        self.left = ""
+        self.now_s = 0.0  # its clock, which advances only when a test moves it or a view change takes long
+        self.digest = "d"  # of its state
+        self.left = ""  # why it stopped by itself
         self.timers: list[tuple[float, actions.Timer]] = []
-        self.averages: dict[int, Average] = {}
-        self.errors: dict[int, TransportError] = {}
+        self.averages: dict[int, Average] = {}  # by step
+        self.errors: dict[int, TransportError] = {}  # step -> why its round was void
         self.changes: list[NextView] = []
+        # view, round and position in a replica -> the parts of the sum that its plan gives to each replica
         self.shards: dict[tuple[View, RoundId, int], tuple[tuple[int, int], ...]] = {}
         self.sent: list[Any] = []
+        # maps a receiver and a message to the messages sent instead; the identity unless a test replaces it
         self.lie: Callable[[int, Any], Iterable[WireMessage | bytes]] = lambda receiver, message: (message,)
-        self.finds_unusable: int | None = None
+        self.finds_unusable: int | None = None  # the replica whose values spoil every mean, as this rank finds
         self.gradients, self._garbage = gradients, garbage
         self._known: dict[int, int] = {}  # connections that the machine knows
         self._todo: deque[events.Event] = deque()

@@ -12,14 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from diloco.membership import NextView, Policy, Report, View, Vote
+from diloco.membership import NextView, Report, View, Vote
 from diloco.protocol import (
     Beat,
     Change,
     Excluded,
     Header,
     Meet,
-    Policies,
     Refused,
     Replaced,
     RoundVote,
@@ -29,6 +28,7 @@ from diloco.protocol import (
     encode,
 )
 from tests.membership.network import Limits, Network
+from tests.protocol.simulated import policies_of
 from tests.protocol.simulated_rank import TIMEOUT_S, Rank
 
 Forgery = Callable[[int, Any], Iterable[Any]]
@@ -37,7 +37,7 @@ Forgery = Callable[[int, Any], Iterable[Any]]
 HONEST = (0, 1, 2)
 LIAR = 3
 MAX_MEMORY_BYTES = 64 << 20
-POLICIES = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, connect_timeout_s=1.0)
+POLICIES = policies_of()
 
 
 class Member(Rank):

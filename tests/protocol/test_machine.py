@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco.algorithm import Contribution, RoundId
 from diloco.errors import TransportError
-from diloco.membership import NextView, Policy, Report, View, Vote
+from diloco.membership import NextView, Report, View, Vote
 from diloco.protocol import (
     Adopted,
     Beat,
@@ -31,7 +32,6 @@ from diloco.protocol import (
     Meet,
     Message,
     MessageError,
-    Policies,
     Refused,
     Replaced,
     RoundVote,
@@ -43,6 +43,8 @@ from diloco.protocol import (
     encode,
     events,
 )
+from tests.protocol.simulated import policies_of
+from tests.protocol.simulated_rank import CODEC, NUMEL, PAYLOAD
 
 VIEW = View(3, (0, 1))
 ENTRY = Entry(5, "host:5")
@@ -58,7 +60,7 @@ class Rank:
     """Rank 0 of replicas of two ranks each, connected to ranks 1 to 5; its actions are not carried out."""
 
     def __init__(self) -> None:
-        policies = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, connect_timeout_s=1.0)
+        policies = policies_of()
         self.machine = Machine(Rules(0, 0, 2, None, 10.0, 1 << 19), policies)
         for rank in range(1, 6):
             self.handle(events.ConnectionMade(rank, 10 + rank, f"host:{rank}"))
@@ -209,7 +211,7 @@ def test_a_rank_that_fails_stops_its_own_replica_and_no_other(member: Rank) -> N
 @pytest.mark.parametrize("second", ["gone", "cut"])
 def test_nobody_stops_before_it_is_known_what_has_become_of_all_whose_connections_ended(second: str) -> None:
     """Two of three end at once: the third is no smaller side, unless one of them may be continuing."""
-    policies = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, connect_timeout_s=1.0)
+    policies = policies_of()
     machine = Machine(Rules(0, 0, 1, None, 10.0, 1 << 19), policies)
     for rank in (1, 2):
         machine.handle(events.ConnectionMade(rank, 10 + rank, f"host:{rank}"), 0.0)
@@ -228,7 +230,7 @@ def test_nobody_stops_before_it_is_known_what_has_become_of_all_whose_connection
 
 
 def test_one_of_three_stops_alone_and_two_stop_all() -> None:
-    policies = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, connect_timeout_s=1.0)
+    policies = policies_of()
     machine = Machine(Rules(0, 0, 1, None, 10.0, 1 << 19), policies)
     for rank in (1, 2):
         machine.handle(events.ConnectionMade(rank, 10 + rank, f"host:{rank}"), 0.0)
@@ -271,6 +273,14 @@ def test_who_is_far_ahead_or_speaks_for_another_is_lost(member: Rank, message: A
     assert {type(each) for each in sent} == {Change}
     assert "rank 2" in sent[0].why or "replica 1" in sent[0].why
     assert (0, 1) in sent[0].report.unheard
+
+
+def test_rounds_may_count_from_a_checkpoint_and_steps_from_zero(member: Rank) -> None:
+    """A loop that restores `DiLoCo` alone: its rounds go on, and the steps that its transport counts begin anew."""
+    given = Contribution(round=RoundId(0, 5000), replica=0, codec=CODEC, numel=NUMEL, payload=PAYLOAD, digest="d")
+    member.handle(events.Submitted(given, 1, 0.0))
+    assert not member.hear(2, Header(3, (1, 5001), NUMEL, 1.0, 1.0, "d"))
+    assert member.machine.rounds.missing(RoundId(1, 5001)) == (0, 1), "its other rank has not contributed"
 
 
 NEXT = NextView(View(4, (0, 1)), VIEW, 1, {}, "because")

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.membership import BootstrapElection, LastViews, Policy, View
-from diloco.protocol import Beat, Policies, events
+from diloco.protocol import Beat, events
 from tests.membership.network import LIMITS, NUMBERS, Limits, Network, explore
-from tests.protocol.simulated import check_agreement, rank, simulated
+from tests.protocol.simulated import check_agreement, policies_of, rank, simulated
 from tests.protocol.simulated_rank import Rank
 
 
@@ -101,7 +101,7 @@ def test_once_the_network_is_whole_all_who_live_are_in_one_view_again(
     network.alive -= candidates  # their transports are closed
     explore(network, [])
     steps = {number: rank(network, number).step for number in candidates}
-    policies = Policies(quorum, continue_without_lost=True, raise_on_loss=False, connect_timeout_s=1.0)
+    policies = policies_of(quorum)
 
     def rejoin(number: int, founded: View | None) -> None:
         network.make = lambda each: Rank(

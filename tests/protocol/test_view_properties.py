@@ -9,10 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from diloco.membership import Policy
-from diloco.protocol import Policies
 from tests.membership.network import LIMITS, NUMBERS, Limits, Network, explore
 from tests.protocol.histories import bridge, outcome
-from tests.protocol.simulated import check_agreement, simulate, simulated
+from tests.protocol.simulated import check_agreement, policies_of, simulate, simulated
 from tests.protocol.simulated_rank import Rank
 
 
@@ -170,7 +169,7 @@ def test_who_is_started_again_becomes_a_member_or_is_told_why_not(
 def test_a_replica_that_has_lost_one_of_its_own_ranks_stops_and_says_so() -> None:
     """Also if no other replica is left that could report it."""
     network = Network(range(2), Limits(ends=1))
-    policies = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, connect_timeout_s=1.0)
+    policies = policies_of()
     for rank in range(2):
         network.nodes[rank] = Rank(network, rank, 1, 2, policies)
     network.happen("ends", 0, 0, 0)

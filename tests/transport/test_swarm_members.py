@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,19 @@ def test_a_peer_to_which_nobody_can_open_a_connection_is_a_full_member(swarms: S
     steps = {each.replica: each.step for each in transports}
     expected = {m: ("", f"of peer {m}", [0, 1, 2], steps[m]) for m in range(3)}
     assert told == expected, "an observer gets the status of the hidden peer, too"
+
+
+def test_peers_of_programs_with_one_seed_find_each_other(swarms: Swarms) -> None:
+    """Hivemind draws a peer's place in the DHT from `random`; with the same place, peers hid each other's records."""
+    known: list[PeerTransport] = []
+    for number in range(3):
+        random.seed(0)
+        peer = swarms.peer(number, known[:1])
+        assert peer.joining == bool(known)
+        if peer.joining:
+            join(peer, LIMIT_S)
+        known.append(peer.transport)
+    wait_for_members(known[0], 3)
 
 
 def test_only_those_on_the_list_who_have_the_secret_may_come(swarms: Swarms, keys: Path) -> None:

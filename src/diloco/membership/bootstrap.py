@@ -39,14 +39,11 @@ class Candidate:
 
 
 class Candidates:
-    """The other replicas that are searching, as far as their beats show.
+    """The other replicas that are searching: those whose beat has changed within ``silence_s``.
 
     The announcement of a replica that has ended may stay visible for half an hour. A searching replica therefore
     announces itself repeatedly, each time with another beat. Changes of the beat are timed here, so no clocks of two
     machines are compared.
-
-    Args:
-        silence_s: a replica whose beat has not changed for this long counts as ended.
 
     >>> candidates = Candidates(silence_s=30.0)
     >>> [sorted(candidates.record({"Qm": 7}, now_s)) for now_s in (0.0, 29.0, 31.0)]

@@ -1,32 +1,24 @@
 """The agreement of a view's members on the next view, and on the outcome of the rounds in flight.
 
-Each member freezes: it casts no vote and decides no round of the old view any more. It then sends all others a report:
-which members it can't hear, which rounds it has committed and which it has decided void. Every member joins the reports
-that it receives, so members that hear each other end up knowing the same. Which members stay and what they adopt is a
-pure function of that knowledge (`diloco.membership.next_view`). A member that holds the same report from every staying
-member declares itself *ready* for what follows. Once all of them are ready, each adopts it. So every member of the next
-view hears every other one, in both directions.
+Each member freezes: it casts no vote and decides no round of the old view any more. It reports to all others which
+members it can't hear, and which rounds it has committed, voted for, or decided void. Members join the reports that they
+receive, so those that hear each other end up knowing the same; who stays and what follows is a pure function of that
+(`diloco.membership.next_view`). A member that holds the same report from every staying member is *ready*; once all are,
+each adopts what follows. So every member of the next view hears every other one, in both directions.
 
-The last round of each fragment that any staying member has committed is committed, and a round that any of them has
-decided void is void. A member commits a round only if all have voted for it. So a claimed commit, also one of a leaving
-member, counts if all staying members report that they voted for the round. (A member that votes one way and reports
-another can make two others decide a round differently; the digests of the fragment's next round show that.)
-Any other round continues in the next view among its members. If replicas join, it is void instead, as these know
-nothing of it.
+A commit that a member claims, also a leaving one, counts if all staying members report that they voted for the round;
+a round that one of them has decided void is void. (A member that votes one way and reports another can make two others
+decide a round differently; the digests of the fragment's next round show that.) Any other round continues in the next
+view, or is void if replicas join, as these know nothing of it.
 
-A member may be lost after all were ready and before all have adopted. Some members may have adopted the agreed view by
-then, so the others adopt it as well, and the view after it leaves out the lost member. For this, a ready member reports
-what it is ready for, and of several such views the one that was agreed last stands. (This is Paxos with the amount of
-knowledge as the ballot: any two sets that may continue have a member in common, and its knowledge only grows. It may
-be a single one, so an agreement stands unless a member that was to be ready for it denies it.) A member that has
-finished the change and receives a report about the old view answers with the `NextView` that it adopted.
+A member may be lost after all were ready and before all have adopted. The others then adopt the agreed view as well,
+and the view after it leaves out the lost member. For this, a ready member reports what it is ready for, and of several
+such views the one that was agreed last stands. This is Paxos with the amount of knowledge as the ballot: any two sets
+that may continue share a member, and its knowledge only grows.
 
-Of n members, up to f may be Byzantine, with n > 2 f (`byzantine_quorum`). A view is adopted when all staying members
-are ready for the very same one. An earlier agreement stands if more than f members report it, or all that were to be
-ready for it and report now, as they would if any member had adopted it (`diloco.membership.next_view`). A late member
-is excluded if more than f members report it as late. Members speak only for themselves (`believed`).
-
-The module is pure: reports go in, reports and decisions come out. It sends nothing and reads no clock.
+Of n members, up to f may lie, with n > 2 f (`byzantine_quorum`). Members speak only for themselves (`believed`); an
+earlier agreement stands if more than f members report it, or all that were to be ready for it and report now, and a
+late member is excluded if more than f members report it as late. The module sends nothing and reads no clock.
 """
 
 from __future__ import annotations
@@ -43,14 +35,9 @@ __all__ = ["Change"]
 
 
 class Change:
-    """One rank's part in a view change.
+    """One rank's part in the change from ``view`` to the next one.
 
-    Args:
-        mine: this rank's report at the moment when it froze. Later events are added with `extend`.
-        view: the view that ends.
-        ranks_per_replica: S; rank r belongs to replica r // S.
-        policy: decides which survivors may continue.
-        why: the reason for the change.
+    ``mine`` is its report when it froze; `extend` adds later events.
     """
 
     def __init__(self, mine: Report, view: View, ranks_per_replica: int, policy: Policy, why: str) -> None:
@@ -86,12 +73,9 @@ class Change:
         return tuple(rank for rank in self._ranks(there) if rank != self.mine.rank)
 
     def absorb(self, *reports: Report, in_part: Collection[int] = ()) -> bool:
-        """Merge reports of other ranks. Return True if `mine` changed and must be sent to all again.
+        """Merge what this rank believes of others' reports. Return True if `mine` changed and must be sent again.
 
-        Args:
-            reports: the parts of the reports that this rank believes.
-            in_part: ranks whose report is only partly believed. Their knowledge differs from `mine`, so they can't be
-                ready with this rank.
+        The ranks ``in_part`` are believed only partly. They know something else, so they can't be ready with this rank.
         """
         before, whole = self.mine, [report for report in reports if report.rank not in in_part]
         for report in reports:
@@ -103,11 +87,7 @@ class Change:
         return self._advance(before)
 
     def extend(self, **news: Unpack[News]) -> bool:
-        """Add what this rank has observed. Return True if `mine` changed and must be sent to all again.
-
-        A replica that wanted to join and is lost again neither joins nor counts as a loss of the old view. A replica
-        that has left is also gone. That a gone replica can't be heard is no news.
-        """
+        """Add what this rank has observed. Return True if `mine` changed and must be sent to all again."""
         before, more = self.mine, dict[str, Any](news)
         for name in ("unheard", "behind"):
             more[name] = frozenset((self._replica, other) for other in more.get(name, ()) if other not in before.gone)
@@ -118,8 +98,7 @@ class Change:
     def outcome(self) -> NextView | None:
         """Return what to adopt, or None while it is not decided.
 
-        A next view is decided once all staying members are ready for it. That the survivors may not continue is decided
-        as soon as they all know the same.
+        That the survivors may not continue is decided as soon as they all know the same.
         """
         if self.mine.ready and not self._all(self._unready, lambda report: report.ready):
             return None

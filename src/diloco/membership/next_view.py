@@ -22,12 +22,6 @@ def staying_members(view: View, mine: Report, me: int, policy: Policy) -> tuple[
     They are a largest set of members that all hear each other, without the late ones if the others are enough to
     continue. If two members don't hear each other, the one to go is a member from which more than f members
     (`byzantine_quorum`) have recently received nothing for a while, else the one that joined later.
-
-    Args:
-        view: the view that ends.
-        mine: all that this rank knows.
-        me: this rank's replica.
-        policy: decides which survivors may continue.
     """
     there = frozenset(view.members) - mine.gone
     if policy.split == "go-on" and me in there:
@@ -45,14 +39,7 @@ def staying_members(view: View, mine: Report, me: int, policy: Policy) -> tuple[
 
 
 def next_view(view: View, reports: Sequence[Report], staying: Sequence[int], policy: Policy) -> NextView:
-    """Return what follows ``view``.
-
-    Args:
-        view: the view that ends.
-        reports: the reports of all staying ranks; they are equal in `Report.known`.
-        staying: the result of `staying_members`.
-        policy: decides which survivors may continue.
-    """
+    """Return what follows ``view``; the ``reports`` of all ``staying`` ranks are equal in `Report.known`."""
     known, lost = reports[0], frozenset(view.members).difference(staying)
     claims = dict(sorted(known.left_commits))
     for report in reports:
@@ -85,16 +72,8 @@ def next_view(view: View, reports: Sequence[Report], staying: Sequence[int], pol
 def largest_set(members: Sequence[int], unheard: Iterable[tuple[int, int]]) -> tuple[int, ...]:
     """Return a largest set of ``members`` that all hear each other, as far as a bounded search finds it (`_Largest`).
 
-    Of several largest sets, it is the one that holds the earliest members. So a single broken pair costs one member,
-    and a member that can't hear two others is the one to go. If the members are in join order, a replica whose link
-    flaps counts as a late one.
-
-    Args:
-        members: the candidates in order of preference, each once.
-        unheard: pairs of which one can't hear the other, in either order. Pairs with non-members are ignored.
-
-    Returns:
-        The set, in ascending order.
+    ``members`` are in order of preference: of several largest sets, it is the one that holds the earliest. So a single
+    broken pair costs one member, and a member that can't hear two others is the one to go.
 
     >>> largest_set(range(4), [(3, 0), (3, 1)])
     (0, 1, 2)

@@ -51,20 +51,13 @@ def decide(
     policy: Policy,
     left: Collection[int] = (),
 ) -> Decision:
-    """Decide which members the next view has.
+    """Decide which members follow ``view``, of which some are ``lost``: they can't be reached, or have left.
 
-    If every lost replica is known to have ended (``gone``), the survivors are all there are, and they continue. Under
+    If all of these are known to have ended (``gone``), the survivors are all there are, and they continue. Under
     ``split="stop"``, a side that merely can't reach some members continues only with more than half of the view, or
     with half of it and the lowest-numbered member. So a network partition never makes two histories. Replicas that have
-    ended stay in the count, as they may have continued with the silent ones before they ended.
-
-    Args:
-        view: the view that ends.
-        lost: members that can't be reached, or have left.
-        gone: the lost members that are known to have ended.
-        joining: replicas that want to be members from the next view on.
-        policy: the conditions to continue.
-        left: the lost members that announced their leaving; they count as ended.
+    ended stay in the count, as they may have continued with the silent ones before they ended. Those that ``left``
+    announced it, and count as ended.
 
     >>> decide(View.of(3), lost={2}, gone=(), joining=(), policy=Policy())
     Decision(members=(0, 1), reason='replica 2 is lost; replicas 0, 1 continue')
@@ -145,19 +138,13 @@ class Tally:
 def tally(
     voters: Collection[int], votes: Mapping[int, Vote], *, me: int, groups: Mapping[int, int] | None = None
 ) -> Tally:
-    """Return what the votes received so far mean for the member ``me``.
+    """Return what the ``votes`` received so far, by voter, mean for the voter ``me``.
 
     A member commits a round once every member has voted for the average that the member itself holds. A member that has
     not voted for the round therefore knows that no other member can commit it, and may declare it void. A member that
-    has voted for it and receives a vote against it can't know what that voter sent to the others. The view change
-    settles the outcome: its reports say which members have committed the round.
-
-    Args:
-        voters: the ranks whose votes count.
-        votes: the votes received so far, by voter.
-        me: the voter for which the votes are counted.
-        groups: voter -> the group within which digests must be equal (ranks at the same position of their replicas hold
-            the same shard). None: all voters form one group.
+    has voted for it and receives a vote against it can't know what that voter sent to the others, so the view change
+    settles the outcome. Digests must be equal within each of the ``groups``: ranks at the same position of their
+    replicas hold the same shard.
 
     >>> tally([0, 1, 2], {0: Vote(True, "a"), 1: Vote(True, "a")}, me=0)
     Tally(committed=None, reason='', disputed=False)

@@ -143,6 +143,7 @@ class Rounds:
         self._has_state_of: set[int] = set()  # fragments whose state this rank shares with the majority
         self._sent_at: dict[int, int] = {}  # fragment -> inner step of the last contribution to it
         self._longest_window_steps = 0
+        self._newest = 0  # the greatest outer step of a round that this rank has begun
 
     @property
     def greatest_step(self) -> int:
@@ -208,6 +209,7 @@ class Rounds:
         each = self._round(contribution.round)
         self._forget_before(fragment, outer_step)
         self._last[fragment] = max(self._last.get(fragment, 0), outer_step)
+        self._newest = max(self._newest, outer_step)
         each.begun = submitted
         each.taking_over = self.joined and fragment >= 0 and fragment not in self._has_state_of
         if each.key in self._void and each.committed is None:  # others decided so before this view began
@@ -291,7 +293,7 @@ class Rounds:
 
     def refuses(self, sender: int, message: Header | RoundVote) -> str:
         """Return why a member can't refer to a round, or "": it is too far ahead, or one of too many."""
-        if message.round[1] > self.greatest_step:
+        if message.round[1] > max(self.greatest_step, self._newest + _LEAST_LEAD_STEPS):
             return f"{message.id}, which no member can have begun"
         each = self._rounds.get(message.id)
         if each is not None and each.was_begun:

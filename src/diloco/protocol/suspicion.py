@@ -74,12 +74,7 @@ def silent_ones(quiet_s: Mapping[K, float], timing: Timing, members: Collection[
 
     A process that is cut off from the others, or stood still, hears nothing from most of them. It waits until they are
     silent as well, up to twice `Timing.silence_s`, and so accuses none of them to another one, which its messages may
-    still reach. A few members that are quiet, or any number of other processes, delay nothing.
-
-    Args:
-        quiet_s: key -> for how long nothing has been received from it, for members and others.
-        timing: how soon a loss is noticed.
-        members: the members of the view; keys that are not in ``quiet_s`` are ignored.
+    still reach. A few ``members`` that are quiet, or any number of other processes, delay nothing.
 
     >>> silent_ones({1: 16.0, 2: 0.5}, Timing(), {1, 2}), silent_ones({1: 16.0, 2: 14.0}, Timing(), {1, 2})
     ([1], [])
@@ -110,11 +105,7 @@ class Lateness:
         self._seen: dict[int, tuple[object, int]] = {}
 
     def look(self, seen: Mapping[int, object]) -> frozenset[int]:
-        """Look once, and return the replicas that are late.
-
-        Args:
-            seen: awaited replica -> a value that changes whenever the replica shows progress.
-        """
+        """Return the late ones of the awaited replicas. Each is mapped to a value that changes with its progress."""
         before = self._seen
         self._seen = {
             replica: (now, before[replica][1] + 1 if replica in before and before[replica][0] == now else 0)
@@ -147,11 +138,7 @@ class Spoilers:
         self._rounds = {each: self._rounds.get(each, deque(maxlen=_RECENT_ROUNDS)) for each in members}
 
     def note(self, spoilers: Collection[int]) -> frozenset[int]:
-        """Record that a round, or its payloads, were judged, and which members have spoilt it.
-
-        Returns:
-            The members whose number of recent spoilt rounds has just reached a multiple of `MOST_SPOILT`.
-        """
+        """Record who has spoilt a round. Return those whose recent spoilt rounds just became a multiple of three."""
         for member, rounds in self._rounds.items():
             rounds.append(member in spoilers)
         return frozenset(each for each in spoilers if self._spoilt(each) and self._spoilt(each) % MOST_SPOILT == 0)

@@ -19,7 +19,6 @@ from msgspec import Meta
 from diloco.errors import ConfigurationError
 from diloco.membership import GREATEST, MOST_RANK, Candidate, Count, View
 from diloco.private_files import create_private, make_private_folder, read_private
-from diloco.protocol import decode, encode
 from diloco.transport.hivemind.engine import load_engine
 from diloco.transport.hivemind.peer_config import Admission
 
@@ -133,17 +132,21 @@ class PeerRecord:
     def to_bytes(self, admission: Admission) -> bytes:
         """Return the record as stored, with a proof that its author knows the secret of the run."""
         values = {name: getattr(self, name) for name in StoredRecord.__struct_fields__}
-        content = encode(StoredRecord(**values | {"addresses": self.addresses[:_MAX_ADDRESSES]}))
-        return encode((content, admission.of_record(self.peer_id, content)))
+        content = msgspec.json.encode(StoredRecord(**values | {"addresses": self.addresses[:_MAX_ADDRESSES]}))
+        # JSON, as Hivemind finds its signature in a stored record only if that is a line of text
+        return msgspec.json.encode((content.decode(), admission.of_record(self.peer_id, content)))
 
     @classmethod
     def from_bytes(cls, peer_id: str, data: bytes, admission: Admission) -> PeerRecord:
         """Parse a stored record; raise `ValueError` if it is invalid."""
         if len(data) > MAX_RECORD_BYTES:
             raise ValueError("it is too large")
-        content, proof = decode(data, tuple[bytes, str])
-        stored = decode(content, StoredRecord)
-        proven = hmac.compare_digest(proof.encode(), admission.of_record(peer_id, content).encode())
+        try:
+            content, proof = msgspec.json.decode(data, type=tuple[str, str])
+            stored = msgspec.json.decode(content, type=StoredRecord)
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
+        proven = hmac.compare_digest(proof.encode(), admission.of_record(peer_id, content.encode()).encode())
         return cls(peer_id, **msgspec.structs.asdict(stored), proven=proven)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -85,6 +86,8 @@ class Node:
             engine.clock.enter(await _clocks_ahead_s(p2p, [_peer_of(address) for address in entrance]))
             dht = await engine.DHTNode.create(
                 p2p=p2p,
+                # Hivemind draws it from `random`, which programs of one run often seed alike
+                node_id=engine.DHTID.generate(source=str(p2p.peer_id).encode()),
                 initial_peers=entrance or None,
                 client_mode=not place.listen,
                 cache_size=10_000,
@@ -193,7 +196,7 @@ async def _clocks_ahead_s(p2p: Any, peers: Sequence[str]) -> list[float]:
     engine = load_engine()
     client = await engine.DHTProtocol.create(
         p2p,
-        engine.DHTID.generate(),
+        engine.DHTID.generate(source=os.urandom(32)),
         bucket_size=1,
         depth_modulo=1,
         num_replicas=1,
