@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 from collections.abc import Iterator
@@ -115,6 +116,11 @@ def damage_manifest(folder: Path, **members: object) -> None:
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | members))
 
 
+def make_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -123,6 +129,9 @@ def damage_manifest(folder: Path, **members: object) -> None:
         (lambda path: damage_manifest(path, format_version=9), "version 9, but diloco"),
         (lambda path: damage_manifest(path, train=None), "cannot be read"),
         (lambda path: damage_manifest(path, dtype="float64"), "cannot be read"),
+        (lambda path: damage_manifest(path, vocab_size=float("inf")), "cannot be read"),
+        (lambda path: damage_manifest(path, made=3), "cannot be read"),
+        (lambda path: make_fifo(path / "manifest.json"), "holds no text"),
     ],
 )
 def test_what_is_not_whole_is_refused(mine: Path, damage, words: str) -> None:  # type: ignore[no-untyped-def]

@@ -174,7 +174,7 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
     import torch
 
     from diloco.devices import choose_device
-    from diloco.train import checkpoint_home, connect_rank, held_step
+    from diloco.train import connect_rank, held_step
 
     settings, folder = plan.configuration, _folder_of_rank(plan, role)
     if quiet and not role.is_first:
@@ -188,7 +188,7 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
         home = own.parent if role.position else own
         resume, step = settings.checkpoint.resume, -1
         if resume is not None:
-            step = held_step(checkpoint_home(home, role.replica, resume), resume)
+            step = held_step(home, role.replica, resume)
         fleet = connect_rank(settings, role, facts, step, choose_device(settings.train.device))
         try:
             with fleet.group.all_or_none():
