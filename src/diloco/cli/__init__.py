@@ -120,7 +120,7 @@ def _dispatch(words: Sequence[str]) -> int:
     if not words:
         print(_help(), end="", file=sys.stderr)
         return MISUSED
-    command, rest = words[0], words[1:]
+    command, *rest = words
     if command in ("-h", "--help"):
         print(_help(), end="")
         return DONE

@@ -106,9 +106,6 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[CommandLine, float]:
     """Return the command line of `diloco train` for the arguments of `diloco finetune`, and the number of epochs.
 
     The file of the line is the folder of the model.
-
-    Raises:
-        ConfigurationError: if there is no model or no data, or for options that exclude each other.
     """
     shown = flatten(Finetuning()) | preset_values("finetune") | SHOWN
     about: Any = {"shown": shown, "common": COMMON, "metavars": {"file": "MODEL"}, "helps": HELPS}

@@ -57,17 +57,17 @@ def run(arguments: Sequence[str]) -> int:
     started_s = time.monotonic()
 
     def speed(size_bytes: int) -> str:
-        return f"{size_bytes / 1e6 / max(1e-9, time.monotonic() - started_s):.1f} MB"
+        return f"{size_bytes / 1e6 / max(1e-9, time.monotonic() - started_s):.1f} MB/s"
 
     with VisibleConsole(stderr=True).status("reading") as status:  # shown only on a terminal
 
         def show_progress(documents: int, size_bytes: int) -> None:
-            status.update(f"{documents:,} documents, {format_bytes(size_bytes)}, {speed(size_bytes)}/s")
+            status.update(f"{documents:,} documents, {format_bytes(size_bytes)}, {speed(size_bytes)}")
 
         folder = tokenize(settings.data, settings.out, shard_tokens=settings.shard_tokens, progress=show_progress)
     for name, split in folder.splits.items():
         size = f"{split.documents:,} documents, {format_bytes(split.num_bytes)}, {len(split):,} tokens"
         print(f"{name:8} {size} in {len(split.pieces)} files")
     text = speed(sum(split.num_bytes for split in folder.splits.values()))
-    print(f"{settings.out}: {folder.vocab_size:,} ids, {time.monotonic() - started_s:.1f} s, {text} of text/s")
+    print(f"{settings.out}: {folder.vocab_size:,} ids, {time.monotonic() - started_s:.1f} s, {text}")
     return 0

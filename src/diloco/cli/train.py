@@ -57,22 +57,21 @@ def with_torchrun(line: CommandLine) -> CommandLine:
 
 
 def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = ()) -> int:
-    """Train with the settings of a command line.
-
-    Args:
-        typed: the command and its arguments, with which the processes of other ranks are started.
-        notes: sentences for the user, printed before those that follow from the settings.
-    """
+    """Train with the settings of a command line; the processes of other ranks are started as ``typed``."""
     plan = plan_run(line)
-    plan = dataclasses.replace(plan, notes=(*notes, *plan.notes))
+    plan, settings = dataclasses.replace(plan, notes=(*notes, *plan.notes)), plan.configuration
     if line.print_config:
+        from diloco.data import corpus_vocabulary_size
+        from diloco.train import describe, identity, outline
+
         for note in plan.notes:
             _say(f"note: {note}")
-        print(plan.record)
-        print("\n".join(f"# {name}: {fact}" for name, fact in _facts(plan.configuration).items()))
+        model = outline(settings, settings.model.vocab_size or corpus_vocabulary_size(settings.data))
+        facts = describe(settings, model) | identity(settings, model)
+        print(plan.record, *(f"# {name}: {fact}" for name, fact in facts.items()), sep="\n")
         return DONE
     torchrun = read_torchrun(os.environ)
-    role = role_of(plan.configuration.network, torchrun)
+    role = role_of(settings.network, torchrun)
     if role.kind == "rank":
         code = _train_rank(plan, role, quiet="monitor.console" not in line.values)
         launched = POSITION in os.environ
@@ -80,7 +79,7 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
             from diloco.train import IN_VAIN
 
             return IN_VAIN  # a failure of another kind is an exception; after this one no restart would help
-        folder = plan.configuration.out or plan.source
+        folder = settings.out or plan.source
         if torchrun is not None or launched or folder is None:  # the launcher of this process prints how to resume
             return code
     else:
@@ -88,13 +87,21 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
             if role.kind == "peer":
                 return _train_peer(plan, folder)
             if role.kind == "launcher":
-                code = _launch_ranks(plan, folder, typed, has_out="out" in line.values, lock=lock)
+                from diloco.train import launch
+
+                out = [] if "out" in line.values or plan.source is not None else ["--out", str(folder)]
+                talking_ranks = settings.network.replica_size if settings.train.parallelism == "fsdp" else 1
+
+                def words(replica: int, position: int, address: object) -> list[str]:
+                    return [*typed, "--replica", str(replica), "--join", str(address), *out]
+
+                code = launch(settings.network, words, _say, talking_ranks=talking_ranks, lock=lock)
             else:
                 if plan.source is not None:
                     _continue_record(plan, plan.source, folder)
-                code = _train(plan, plan.configuration, folder)
+                code = _train(plan, settings, folder)
     if code == INTERRUPTED:
-        _say(f"stopped; the state is saved. To resume: {resume_command(plan.configuration, folder)}")
+        _say(f"stopped; the state is saved. To resume: {resume_command(settings, folder)}")
     return code
 
 
@@ -102,21 +109,8 @@ def _say(words: str) -> None:
     print(f"diloco: {words}", file=sys.stderr, flush=True)
 
 
-def _facts(configuration: Configuration) -> dict[str, str]:
-    """Return what follows from the settings, using a model without allocated parameters."""
-    from diloco.data import corpus_vocabulary_size
-    from diloco.train import describe, identity, outline
-
-    vocab_size = configuration.model.vocab_size or corpus_vocabulary_size(configuration.data)
-    model = outline(configuration, vocab_size)
-    return describe(configuration, model) | identity(configuration, model)
-
-
 def _train_peer(plan: RunPlan, folder: Path) -> int:
-    """Train as a peer of the swarm in the settings, until its run ends or a signal asks this replica to leave.
-
-    It prints the commands with which others join and, if it is stopped, with which it resumes.
-    """
+    """Train as a peer of a swarm, and print how others join and, if it is stopped, how it resumes."""
     from diloco.train import connect_peer
 
     settings = plan.configuration
@@ -146,31 +140,8 @@ def _train_peer(plan: RunPlan, folder: Path) -> int:
     return code
 
 
-def _launch_ranks(plan: RunPlan, folder: Path, typed: Sequence[str], *, has_out: bool, lock: int) -> int:
-    """Start every rank on this machine with the arguments of this command, and wait for them."""
-    from diloco.train import launch
-
-    settings = plan.configuration
-    out = [] if has_out or plan.source is not None else ["--out", str(folder)]
-    talking_ranks = settings.network.replica_size if settings.train.parallelism == "fsdp" else 1
-    return launch(
-        settings.network,
-        lambda replica, position, address: [*typed, "--replica", str(replica), "--join", str(address), *out],
-        _say,
-        talking_ranks=talking_ranks,
-        lock=lock,
-    )
-
-
 def _train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
-    """Train as one of several ranks.
-
-    Args:
-        quiet: show progress only on rank 0.
-
-    Raises:
-        ConfigurationError: if another process is using the folder of the rank, or it holds files of another run.
-    """
+    """Train as one of several ranks; ``quiet``: only rank 0 shows its progress."""
     import torch
 
     from diloco.devices import choose_device
@@ -272,12 +243,6 @@ def _claimed_folder(plan: RunPlan) -> Iterator[tuple[Path, int]]:
     """Create and lock the folder of a single-process run, of a peer, or of all processes that a launcher starts.
 
     The folder of a new run that did not start is cleared and removed, so that the next attempt can use it.
-
-    Yields:
-        The folder and its lock.
-
-    Raises:
-        ConfigurationError: if another run is using the folder, or the folder given as --out is not empty.
     """
     source = plan.source
     folder = plan.configuration.out or source or _claim_numbered(plan)
@@ -295,11 +260,7 @@ def _claimed_folder(plan: RunPlan) -> Iterator[tuple[Path, int]]:
 
 
 def _folder_of_rank(plan: RunPlan, role: Role) -> Path:
-    """Return the run's folder for rank 0, or a folder inside it for any other rank, without creating it.
-
-    Raises:
-        ConfigurationError: if the ranks have no way to agree on a common folder.
-    """
+    """Return the run's folder for rank 0, or a folder inside it for any other rank, without creating it."""
     from diloco.transport import share_text
 
     settings, torchrun = plan.configuration, role.torchrun

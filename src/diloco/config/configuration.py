@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +123,7 @@ def layered(values: Values, *layers: Mapping[str, Any]) -> Values:
 
 
 def _model_of_checkpoint(path: Path, asked: Values) -> Values:
-    """Return the ``model.*`` keys of a checkpoint if its model came from a source and the user chose no other.
-
-    Raises:
-        ConfigurationError: that source is code which the user has not named.
-    """
+    """Return the ``model.*`` keys of a checkpoint if its model came from a source and the user chose no other."""
     if path.suffix == ".safetensors" or (path / "config.json").is_file():
         return {}
     from diloco.checkpoint import open_checkpoint
@@ -143,8 +139,7 @@ def _model_of_checkpoint(path: Path, asked: Values) -> Values:
     from diloco.trained import model_settings
 
     section = model_settings(checkpoint, named)
-    values = {f"model.{each.name}": getattr(section, each.name) for each in fields(section)}
-    return {name: value for name, value in values.items() if value not in (None, {}, 0)}
+    return {f"model.{name}": value for name, value in vars(section).items() if value not in (None, {}, 0)}
 
 
 def _model_of_folder(folder: Path) -> Values:
