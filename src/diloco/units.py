@@ -112,13 +112,10 @@ def format_duration(seconds: float) -> str:
     if 0 < seconds < 9.95:
         return f"{seconds:.1f}s"
     whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86_400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86_400}d{whole % 86_400 // 3600:02d}h"
+    for large, unit, small, rest in ((86_400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= large:
+            return f"{whole // large}{unit}{whole % large // small:02d}{rest}"
+    return f"{whole}s"
 
 
 def format_rate(bits_per_s: float) -> str:

@@ -1,15 +1,15 @@
 from .configuration import Configuration as Configuration
 from .configuration import compose as compose
 from .configuration import parse_arguments as parse_arguments
+from .configuration import preset_values as preset_values
 from .flags import CommandLine as CommandLine
 from .flags import command_text as command_text
 from .flags import parse_flags as parse_flags
 from .flags import parse_options as parse_options
+from .keys import RENAMED as RENAMED
 from .keys import build as build
 from .keys import flatten as flatten
 from .keys import keys_of as keys_of
-from .names import RENAMED as RENAMED
-from .presets import preset_values as preset_values
 from .run_plan import CONFIG_FILE as CONFIG_FILE
 from .run_plan import RunPlan as RunPlan
 from .run_plan import join_command as join_command

@@ -22,8 +22,7 @@ import msgspec
 import tyro
 from tyro.conf import FlagCreatePairsOff, Positional, Suppress, UseCounterAction, arg
 
-from diloco.config.keys import POSITIONAL, Key, Values, build, keys_of, merge
-from diloco.config.names import nearest_flag, replacement
+from diloco.config.keys import POSITIONAL, Key, Values, build, keys_of, merge, nearest_flag, replacement
 from diloco.config.toml import MAY_BE_EMPTY, convert, freeze, in_toml, parse_tables
 from diloco.errors import DEBUG, ConfigurationError
 from diloco.terminal import plain
@@ -60,8 +59,7 @@ def parse_flags(
 ) -> CommandLine:
     """Parse a command line that has a flag for every key of ``settings_type``.
 
-    The result holds only what was typed, so that defaults, presets, a TOML file and flags can be layered, and a resumed
-    run knows which settings to change.
+    The result holds only what was typed, since it is one of several layers, and a resumed run changes only that.
 
     Args:
         shown: the values that the help shows as defaults.

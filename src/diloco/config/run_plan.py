@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import operator
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from diloco import __version__
-from diloco.config.configuration import Configuration, compose, layered, parse_arguments
+from diloco.config.configuration import FINETUNE, Configuration, compose, layered, parse_arguments, preset_values
 from diloco.config.flags import CommandLine, command_text
-from diloco.config.keys import Values, build, flatten, keys_of
-from diloco.config.names import OldKeyError
-from diloco.config.presets import FINETUNE, preset_values
+from diloco.config.keys import OldKeyError, Values, build, flatten, keys_of
 from diloco.config.toml import in_toml, read_toml, to_toml
 from diloco.errors import ConfigurationError
 from diloco.model import parse_source
@@ -251,10 +250,7 @@ def _flags(values: Mapping[str, Any]) -> dict[str, Any]:
 def _from_here(value: Any) -> Any:
     """Return a path, or paths, below the working directory as relative ones, which other machines have as well."""
     if isinstance(value, tuple):
-        return tuple(_from_here(item) for item in value)
-    if isinstance(value, Path):
-        return Path(_from_here(str(value)))
-    if not isinstance(value, str):
+        return tuple(map(_from_here, value))
+    if not isinstance(value, str | Path):
         return value
-    kind = "hf:" if value.startswith("hf:") else ""
-    return kind + value.removeprefix(kind).removeprefix(f"{Path.cwd()}/")
+    return type(value)(re.sub(rf"^(hf:)?{re.escape(str(Path.cwd()))}/", r"\1", str(value)))

@@ -11,8 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from diloco.config.keys import Key, Values, flatten, keys_of
-from diloco.config.names import OldKeyError, nearest_key, replacement
+from diloco.config.keys import Key, OldKeyError, Values, flatten, keys_of, nearest_key, replacement
 from diloco.errors import ConfigurationError
 from diloco.units import DURATION, RATE, Duration, Rate, parse, visible
 
@@ -67,29 +66,25 @@ def parse_tables(text: str, where: str) -> dict[str, Any]:
         raise ConfigurationError(f"{where} is not valid TOML: {visible(str(error))}.") from error
 
 
-def typed_values(tables: Mapping[str, Any], settings_type: type, where: str) -> Values:
-    """Return the values of nested tables, converted to the types of ``settings_type``, as `read_toml` does."""
+def typed_values(tables: Mapping[str, Any], settings_type: type, where: str, section: str = "") -> Values:
+    """Return the values of the nested tables of a section, converted to the types of ``settings_type``."""
     known = keys_of(settings_type)
     sections = {key.section for key in known.values()}
     values: Values = {}
-
-    def read(table: Mapping[str, Any], prefix: str) -> None:
-        for word, value in table.items():
-            name = f"{prefix}{word}"
-            if name in known:
-                values[name] = convert(known[name], value, f"{where}: {name} = {in_toml(value)}")
-            elif name in sections and isinstance(value, dict):
-                read(value, f"{name}.")
-            elif name in sections:
-                shown = f"{name} = {in_toml(value)}"
-                raise ConfigurationError(f"{where}: {shown} is not valid; {name} is a section, written [{name}].")
-            else:
-                for old in (name, *(f"{name}.{leaf}" for leaf in (value if isinstance(value, dict) else ()))):
-                    if hint := replacement(old):
-                        raise OldKeyError(f"{where}: key {old!r}; {hint}")
-                raise ConfigurationError(f"{where}: unknown key {name!r}; {nearest_key(name, known)}")
-
-    read(tables, "")
+    for word, value in tables.items():
+        name = f"{section}.{word}" if section else word
+        shown = f"{where}: {name} = {in_toml(value)}"
+        if name in known:
+            values[name] = convert(known[name], value, shown)
+        elif name in sections and isinstance(value, dict):
+            values |= typed_values(value, settings_type, where, name)
+        elif name in sections:
+            raise ConfigurationError(f"{shown} is not valid; {name} is a section, written [{name}].")
+        else:
+            for old in (name, *(f"{name}.{leaf}" for leaf in (value if isinstance(value, dict) else ()))):
+                if hint := replacement(old):
+                    raise OldKeyError(f"{where}: key {old!r}; {hint}")
+            raise ConfigurationError(f"{where}: unknown key {name!r}; {nearest_key(name, known)}")
     return values
 
 

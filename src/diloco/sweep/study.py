@@ -196,23 +196,20 @@ def run_all(
             for process in [process for process in running if process.poll() is not None]:
                 run, home, place = running.pop(process)
                 free.append(place)
-                yield run, _error(run, home, process.returncode)
+                problem = ""
+                if home.name != run.folder():
+                    home.rename(f"{home}.{time.time_ns()}")
+                    problem = "a file that its settings name was changed while it ran"
+                elif process.returncode:
+                    *_, last = ["no output", *Path(f"{home}.log").read_text("utf-8", "replace").strip().splitlines()]
+                    problem = f"exit code {process.returncode}: {last.removeprefix('diloco: ')[:300]}"
+                yield run, problem
             time.sleep(0.05)
     finally:
         for process in running:
             process.send_signal(signal.SIGINT)
         for process in running:
             process.wait()
-
-
-def _error(run: Run, home: Path, code: int) -> str:
-    if home.name != run.folder():
-        home.rename(f"{home}.{time.time_ns()}")
-        return "a file that its settings name was changed while it ran"
-    if code == 0:
-        return ""
-    *_, last = ["no output", *Path(f"{home}.log").read_text("utf-8", "replace").strip().splitlines()]
-    return f"exit code {code}: {last.removeprefix('diloco: ')[:300]}"
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,11 @@ def _naming(what: str, *, always: bool = False) -> Iterator[None]:
         raise ContractError(f"{what}: {error}") from error
     except Exception as error:
         raise ContractError(f"{what} raised {type(error).__name__}: {str(error).rstrip('.')}.") from error
+
+
+def _call(what: str, function: Callable[..., Any], *arguments: object) -> Any:
+    with _naming(what):
+        return function(*arguments)
 
 
 def expect(kept: bool, broken: str) -> None:
@@ -64,40 +70,35 @@ def check_codec(make: Callable[[], Codec], *, sizes: Sequence[int] | None = None
         for size in dict.fromkeys([0, 1, 2, 3, *(sizes or (block - 1, block, block + 1, 3 * block + 7, 257))]):
             values = spread_values(size)
             payload = _check_payload(codec, values)
-            with _naming(f"encode of {_described(values)}, by another instance,"):
-                expect(torch.equal(other.encode(values), payload), f"two instances encode {size} values differently")
+            again = _call(f"encode of {_described(values)}, by another instance,", other.encode, values)
+            expect(torch.equal(again, payload), f"two instances encode {size} values differently")
         _check_random_bytes(codec, 2 * block + 3)
         _check_refusals(codec, block + 1)
 
 
-def _check_payload(codec: Codec, values: Tensor, weight: float = 0.3) -> Tensor:
+def _check_payload(codec: Codec, values: Tensor) -> Tensor:
     """Check encoding, decoding, accumulating and cutting of ``values``; return the payload."""
     name, numel = _described(values), values.numel()
     before = values.detach().clone()
-    with _naming(f"encode of {name}"):
-        payload = codec.encode(values)
-        expected = (codec.payload_bytes(numel),)
+    payload: Tensor = _call(f"encode of {name}", codec.encode, values)
+    expected = (codec.payload_bytes(numel),)
     expect(tuple(payload.shape) == expected, f"{name}: the payload is {tuple(payload.shape)}, not {expected}")
     expect(same_bits(values.detach(), before), f"{name}: encode changed them")
     again = codec.encode(values)
     expect(torch.equal(again, payload), f"{name}: encoding them again gives different bytes")
     again.fill_(255)
     expect(same_bits(values.detach(), before), f"{name}: the payload shares their memory")
-    with _naming(f"validate of the payload of {name}"):
-        codec.validate(payload, numel)
-    with _naming(f"decode of {name}"):
-        decoded = codec.decode(payload, numel)
+    _call(f"validate of the payload of {name}", codec.validate, payload, numel)
+    decoded = _call(f"decode of {name}", codec.decode, payload, numel)
     expect(bool(decoded.isfinite().all()), f"{name}: the decoded values are not finite")
     expect(not decoded.requires_grad, f"{name}: the decoded values require gradients")
     out = torch.full_like(decoded, math.nan)
     expect(codec.decode(payload, numel, out) is out, f"{name}: decode does not return `out`")
     expect(same_bits(out, decoded), f"{name}: decode to `out` leaves values unwritten or gives different ones")
-    with _naming(f"accumulate of {name}"):
-        _check_sum(codec, payload, decoded, weight, name)
+    _call(f"accumulate of {name}", _check_sum, codec, payload, decoded, name)
     message = torch.cat([payload.new_zeros(3), payload])[3:]  # unaligned, as in a larger message
-    with _naming(f"the payload of {name} at an odd address"):
-        unaligned = codec.decode(message, numel)
-        expect(same_bits(unaligned, decoded), f"{name}: the payload at an odd address decodes to different values")
+    unaligned = _call(f"the payload of {name} at an odd address", codec.decode, message, numel)
+    expect(same_bits(unaligned, decoded), f"{name}: the payload at an odd address decodes to different values")
     for start, stop in _ranges(codec, numel):
         with _naming(f"cut({start}, {stop}) of {name}"):
             part, length = codec.cut(message, numel, start, stop), stop - start
@@ -106,7 +107,7 @@ def _check_payload(codec: Codec, values: Tensor, weight: float = 0.3) -> Tensor:
             codec.validate(part, length)
             alike = same_bits(codec.decode(part, length), decoded[start:stop])
             expect(alike, f"{name}: cut({start}, {stop}) decodes to different values")
-            _check_sum(codec, part, decoded[start:stop], weight, name)
+            _check_sum(codec, part, decoded[start:stop], name)
     return payload
 
 
@@ -128,7 +129,7 @@ def _normal(shape: int | torch.Size, generator: torch.Generator) -> Tensor:
     return torch.randn(shape, dtype=torch.float32, device="cpu", generator=generator)
 
 
-def _check_sum(codec: Codec, payload: Tensor, decoded: Tensor, weight: float, name: str) -> None:
+def _check_sum(codec: Codec, payload: Tensor, decoded: Tensor, name: str, weight: float = 0.3) -> None:
     """Check ``out += weight * decoded``, where each product must be rounded before the addition."""
     out = spread_values(len(decoded), seed=1).abs_().clamp_(1e-3, 1e30)  # no zeros: their sign may be left unchanged
     expected = out + decoded * weight
@@ -177,8 +178,7 @@ def _check_refusals(codec: Codec, numel: int) -> None:
     def must_refuse(what: str, method: Callable[..., object], *arguments: object) -> None:
         expect(_refuses(what, method, *arguments), f"{what}; it must raise CodecError")
 
-    with _naming(f"encode of {_described(ones)}"):
-        good = codec.encode(ones)
+    good = _call(f"encode of {_described(ones)}", codec.encode, ones)
     for what, payload in {
         "a payload that is too short": good[:-1],
         "a payload that is too long": torch.cat([good, good[:1]]),
