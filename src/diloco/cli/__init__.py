@@ -44,12 +44,7 @@ PLACES = {
     **dict.fromkeys(("status", "watch"), "status"),
 }
 
-RENAMED = {
-    "inspect": "status RUN",
-    "peers": "status --run NAME --join ADDRESS",
-    "dht": "relay",
-    "simulate": "plan",
-}
+RENAMED = {"inspect": "status RUN", "peers": "status --run NAME --join ADDRESS", "dht": "relay", "simulate": "plan"}
 """Old commands, with the new ones."""
 
 DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
@@ -128,13 +123,11 @@ def _dispatch(words: Sequence[str]) -> int:
         print(f"diloco {__version__}")
         return DONE
     if command in RENAMED:
-        print(f"diloco: `diloco {command}` is now `diloco {RENAMED[command]}`.", file=sys.stderr)
-        return MISUSED
+        raise ConfigurationError(f"`diloco {command}` is now `diloco {RENAMED[command]}`.")
     if command not in COMMANDS:
         kind = "option" if command.startswith("-") else "command"
         hint = nearest(command, ["--help", "--version", "--debug"] if kind == "option" else COMMANDS)
-        print(f"diloco: unknown {kind} {command!r}; {hint}", file=sys.stderr)
-        return MISUSED
+        raise ConfigurationError(f"unknown {kind} {command!r}; {hint}")
     from diloco.waiting import log_to_stderr
 
     log_to_stderr()

@@ -83,11 +83,8 @@ def _keys(settings_type: Any) -> dict[str, Key]:
     nested: dict[str, Key] = {}
     hints = get_type_hints(settings_type, include_extras=True)
     for field in dataclasses.fields(settings_type):
-        annotation: Any = hints[field.name]
-        marks: tuple[Any, ...] = ()
-        while get_origin(annotation) is Annotated:
-            annotation, *more = get_args(annotation)
-            marks = (*marks, *more)
+        hint: Any = hints[field.name]
+        annotation, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         if _HIDDEN in marks:
             continue
         if dataclasses.is_dataclass(annotation):
