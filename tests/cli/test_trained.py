@@ -12,9 +12,9 @@ from tests.cli.runs import read_json, refused
 
 
 @pytest.mark.parametrize("command", ["evaluate", "generate", "status", "export"])
-def test_a_missing_checkpoint_ends_with_1(command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_missing_checkpoint_ends_with_2(command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     more = ["--out", str(tmp_path / "out")] if command == "export" else []
-    assert "absent does not exist" in refused([command, str(tmp_path / "absent"), *more], capsys, code=1)
+    assert "absent does not exist" in refused([command, str(tmp_path / "absent"), *more], capsys)
 
 
 def test_evaluate_gives_the_numbers_of_the_end_of_the_run(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,10 +92,11 @@ def test_status_says_what_a_checkpoint_holds(files: Path, capsys: pytest.Capture
     assert record["step"] == 6
     assert record["about"]["num_replicas"] == 2
     assert [fragment["outer_step"] for fragment in record["about"]["fragments"]] == [1, 0]
-    assert {"run", "global", "replica-0", "replica-1"} == record["parts"].keys()
+    assert {"run", "global", "replica-0", "replica-1"} <= record["parts"].keys()
     assert main(["status", str(files / "run")]) == 0
     shown = capsys.readouterr().out
     assert "algorithm" in shown
     assert "replica-1.safetensors" in shown
+    assert max(map(len, shown.splitlines())) < 400, "it is read in a terminal"
     assert record["about"]["global_params_digest"] in shown
     assert "fragment 1, outer step 0" in shown  # sent after step 6, so in flight

@@ -120,6 +120,7 @@ def _contents(record: dict[str, Any]) -> str:
     about, parts = record["about"], record["parts"]
     fragments: list[dict[str, Any]] = about.pop("fragments", [])
     definition, in_flight = about.pop("definition", None), about.pop("rounds_in_flight", [])
+    about.pop("identity", None)  # all that replicas compare, which only --json shows
     facts = {
         "checkpoint": record["path"],
         "step": f"{record['step']:,}",
