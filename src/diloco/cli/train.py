@@ -99,7 +99,7 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
             else:
                 if plan.source is not None:
                     _continue_record(plan, plan.source, folder)
-                code = _train(plan, settings, folder)
+                code = _train(plan, folder)
     if code == INTERRUPTED:
         _say(f"stopped; the state is saved. To resume: {resume_command(settings, folder)}")
     return code
@@ -128,7 +128,7 @@ def _train_peer(plan: RunPlan, folder: Path) -> int:
         _say(f"others join with\n  {join}{secret} {addresses}" if addresses else "no other peer can join here")
         return fleet
 
-    code = _train(plan, settings, folder, notes, meet)
+    code = _train(dataclasses.replace(plan, notes=notes), folder, meet)
     if code == INTERRUPTED:
         resume, others = resume_command(settings, folder), fleets[-1].left_at if fleets else ()
         if others:
@@ -175,7 +175,8 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
         if plan.source is not None and (folder / CONFIG_FILE).exists():
             _continue_record(plan, folder, folder)
         try:
-            return _train(plan, settings, folder, plan.notes if role.is_first else (), meet, role)
+            plan = dataclasses.replace(plan, configuration=settings, notes=plan.notes if role.is_first else ())
+            return _train(plan, folder, meet, role)
         finally:
             if not occupied and not (folder / CONFIG_FILE).exists():
                 _clear(folder, of_rank=True)
@@ -195,25 +196,20 @@ class _Watched:
 
 def _train(
     plan: RunPlan,
-    settings: Configuration,
     folder: Path,
-    notes: Sequence[str] | None = None,
     meet: Callable[[Mapping[str, str], Path], SwarmFleet | TorchFleet] | None = None,
     role: Role | None = None,
 ) -> int:
     """Train in ``folder``, and return the exit code: a run whose rounds were all void has failed.
 
-    For a tracker, a process with all replicas is a single run; any other process is one run of a group.
-
-    Args:
-        notes: sentences for the user. Default: those of the plan.
-        role: the rank that this process is. None: it holds all replicas, or is a peer of a swarm.
+    For a tracker, a process with all replicas is a single run; any other process is one run of a group. Without a
+    role, it holds all replicas, or is a peer of a swarm.
     """
     from diloco.monitor import make_sinks
     from diloco.train import OVER, run_training
 
-    monitor, home, group = settings.monitor, folder.resolve(), None
-    name = home.name
+    settings, home, group = plan.configuration, folder.resolve(), None
+    monitor, name = settings.monitor, home.name
     if role is not None:
         home = home.parent if role.position else home
         group = (home.parent if role.replica else home).name
@@ -225,8 +221,7 @@ def _train(
     config: dict[str, Any] = dataclasses.asdict(settings)
     sinks = make_sinks(monitor, folder, is_terminal=sys.stdout.isatty(), config=config, name=name, group=group)
     with closing(_Watched(sinks)) as sink:
-        told = plan.notes if notes is None else notes
-        summary = run_training(settings, folder=folder, sink=sink, config_toml=plan.record, notes=told, meet=meet)
+        summary = run_training(settings, folder=folder, sink=sink, config_toml=plan.record, notes=plan.notes, meet=meet)
     in_vain = summary.get("rounds_void") and not summary.get("rounds_committed")
     if in_vain and (role is None or role.is_first):
         _say(

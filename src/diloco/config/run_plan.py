@@ -51,7 +51,7 @@ class RunPlan:
     configuration: Configuration  # resolved, with absolute paths
     record: str  # text of ``config.toml``, without the settings of this process and this call
     source: Path | None  # run folder to resume from; None for a new run
-    notes: tuple[str, ...]  # sentences for the user
+    notes: Sequence[str]  # sentences for the user
 
 
 def plan_run(line: CommandLine) -> RunPlan:
