@@ -24,7 +24,7 @@ NOW = [page for page in PAGES if page.name != "log.md"]  # the log tells what wa
 BENCHMARKS = [path for path in (ROOT / "benchmarks").rglob("*.py") if path.parent.name != "same_bits"]  # with old names
 OTHERS = [path for folder in ("launch", "examples") for path in sorted((ROOT / folder).rglob("*")) if path.is_file()]
 MODULES = [
-    path for path in SOURCE.rglob("*.py") if path.name not in ("renamed.py", "names.py", "toml.py", "units.py")
+    path for path in SOURCE.rglob("*.py") if path.name not in ("keys.py", "toml.py", "units.py")
 ]  # examples of mistakes
 KEYS = keys_of(Configuration)
 TABLES = tuple(f"{name}." for name, key in KEYS.items() if key.is_table)
