@@ -105,7 +105,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, dict[str, Any], tuple[int, ...]]:
     """Return the resolved settings, facts about the model, and the number of values in each fragment."""
-    from diloco.plan import Workload
+    from diloco.plan import fragment_sizes
     from diloco.train import bytes_per_frozen, bytes_per_trained, make_fragments, outline, resolve
 
     network = asked.network
@@ -119,7 +119,7 @@ def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, 
         total, facts = round(parse(options.parameters, "--parameters", COUNT)), {}
         settings = resolve(asked)
         number = settings.sync.num_fragments or 1
-        sizes = Workload(parameters=total, layers=number).fragment_sizes(number)
+        sizes = fragment_sizes(total, number, number)
     else:
         here = tuple(path for path in asked.data.paths if path.expanduser().exists())
         size = asked.model.vocab_size or corpus_vocabulary_size(replace(asked.data, paths=here))
@@ -182,7 +182,7 @@ def _site(options: PlanSettings, settings: Configuration) -> tuple[Site, bool]:
         times = (step_s,)
         conditions = replace(conditions, send_s_per_value=send_s, merge_s_per_value=merge_s)
     elif not work_is_known:
-        conditions = replace(conditions, average_s_per_value=0.0, send_s_per_value=0.0, merge_s_per_value=0.0)
+        conditions = conditions.scaled(0.0)
 
     def per_replica(values: tuple[float, ...], flag: str, example: str) -> tuple[float, ...]:
         if len(values) not in (1, replicas) or (flag != "--latency" and not all(values)):
