@@ -34,17 +34,17 @@ class DoctorOptions:
       diloco doctor --listen 10.0.0.1:29400
     """
 
-    peers: Positional[Annotated[tuple[str, ...], arg(metavar="HOST:PORT...", help_behavior_hint="")]] = ()
+    peers: Positional[Annotated[tuple[str, ...], arg(metavar="HOST:PORT...")]] = ()
     """Control addresses of replicas (each prints its own when it starts) or of machines that run `doctor --listen`."""
-    listen: Annotated[str | None, arg(metavar="HOST:PORT", help_behavior_hint="")] = None
+    listen: Annotated[str | None, arg(metavar="HOST:PORT")] = None
     """Answer probes at this HOST:PORT until interrupted, on a machine where no replica is running yet."""
     size: Annotated[str, arg(metavar="SIZE")] = "10MB"
     """How much to transfer in each direction, 100kB to 64MB."""
-    timeout: Annotated[Duration, arg(metavar="TIME", help_behavior_hint="")] = 10.0
+    timeout: Duration = 10.0
     """How long each step of the check may take. Default: 10s."""
-    secret_file: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
+    secret_file: Path | None = None
     """The run's secret (network.secret_file), if it has one; both ends need it."""
-    json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    json: FlagCreatePairsOff[bool] = False
     """Print the findings as JSON."""
 
 
@@ -120,11 +120,11 @@ class RelayOptions:
 
     listen: Annotated[str, arg(metavar="HOST:PORT")] = "0.0.0.0:0"
     """Address to listen at; port 0 is any free one."""
-    announce: Annotated[tuple[str, ...], arg(metavar="HOST:PORT...", help_behavior_hint="")] = ()
+    announce: Annotated[tuple[str, ...], arg(metavar="HOST:PORT...")] = ()
     """Addresses to announce to other peers instead of --listen."""
-    join: Annotated[tuple[str, ...], arg(metavar="TEXT...", help_behavior_hint="")] = ()
+    join: tuple[str, ...] = ()
     """Addresses of peers that are already running, if there are any."""
-    identity: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
+    identity: Path | None = None
     """Private key file, created if missing; it fixes the node's identity. Default: dht.key in your data folder."""
 
 
@@ -162,7 +162,7 @@ class SecretOptions:
       diloco secret run.secret
     """
 
-    file: Annotated[Positional[Path], arg(metavar="FILE", help_behavior_hint="")]
+    file: Positional[Path]
     """The file to create. An existing one is left as it is."""
 
 

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 class SwarmOptions:
     """The options of the commands that query the peers of a swarm."""
 
-    run: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
+    run: str | None = None
     """With --join: name of the swarm's run."""
-    join: Annotated[tuple[str, ...], arg(metavar="TEXT...", help_behavior_hint="")] = ()
+    join: tuple[str, ...] = ()
     """Addresses of one or more peers of the swarm, as the peers print them."""
-    secret_file: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
+    secret_file: Path | None = None
     """The swarm's secret, if it has one."""
 
     def __post_init__(self) -> None:
@@ -73,11 +73,11 @@ class StatusOptions(SwarmOptions):
       diloco status --run my-run --join /ip4/203.0.113.7/tcp/31330/p2p/QmXoyp... --every 5s
     """
 
-    folder: Annotated[Positional[Path | None], arg(metavar="[RUN]", help_behavior_hint="")] = None
+    folder: Annotated[Positional[Path | None], arg(metavar="[RUN]")] = None
     """A run folder (its latest checkpoint) or a checkpoint."""
-    every: Annotated[Duration | None, arg(metavar="TIME", help_behavior_hint="")] = None
+    every: Duration | None = None
     """Keep the table of a swarm up to date, with this time between two queries. `diloco watch` shows more."""
-    json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    json: FlagCreatePairsOff[bool] = False
     """Print everything as JSON: the checkpoint's manifest, or the peers' reports."""
 
 
@@ -237,28 +237,27 @@ class WatchOptions(SwarmOptions):
       diloco watch runs/streaming-tiny --out page.html
     """
 
-    folders: Annotated[Positional[tuple[Path, ...]], arg(metavar="[RUN ...]", help_behavior_hint="")] = ()
+    folders: Annotated[Positional[tuple[Path, ...]], arg(metavar="[RUN ...]")] = ()
     """Folders of running or finished runs."""
-    out: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
+    out: Path | None = None
     """Write the page to this self-contained file and exit."""
-    host: Annotated[str, arg(metavar="TEXT")] = "127.0.0.1"
+    host: str = "127.0.0.1"
     """Address to listen at. The printed address holds a token, which opens the page in one browser."""
-    port: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    port: int | None = None
     """Port to listen at. Default: 8500, or the next free one."""
-    every: Annotated[Duration, arg(metavar="TIME", help_behavior_hint="")] = 2.0
+    every: Duration = 2.0
     """Time between two reads of the folders and two queries to the peers. Default: 2s."""
 
 
 def run_watch(arguments: Sequence[str]) -> int:
     """Serve the page until interrupted, or write it to a file; return 0."""
-    from diloco.watch import FollowedFolder, FollowedSwarm, export_page, page_data, plotly_script
+    from diloco.watch import FollowedFolder, FollowedSwarm, export_page, page_data
 
     options = parse_options(WatchOptions, "watch", arguments)
     if not options.folders and options.run is None:
         raise ConfigurationError("nothing to watch: give the folder of a run, or --run and --join of a swarm.")
     if not options.every:
         raise ConfigurationError("--every must be above 0s.")
-    plotly_script()  # raises now if plotly is missing
     runs: list[FollowedFolder | FollowedSwarm] = [FollowedFolder(folder) for folder in options.folders]
     if options.run:
         runs.append(FollowedSwarm(options.run, options.join))

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 class TrainedOptions:
     """Which trained model to load."""
 
-    path: Annotated[Positional[Path], arg(metavar="RUN", help_behavior_hint="")]
+    path: Annotated[Positional[Path], arg(metavar="RUN")]
     """Run folder (its latest checkpoint), checkpoint, or transformers folder (Llama, Qwen3, Arcee, Apertus)."""
-    model: Annotated[str | None, arg(metavar="MODULE:FUNCTION", help_behavior_hint="")] = None
+    model: Annotated[str | None, arg(metavar="MODULE:FUNCTION")] = None
     """For a run with a model of your own: the function that builds it, as in training."""
-    checkpoint: Annotated[int | None, arg(metavar="STEP", help_behavior_hint="")] = None
+    checkpoint: Annotated[int | None, arg(metavar="STEP")] = None
     """Inner step of the checkpoint to load. Default: the latest."""
-    replica: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    replica: int | None = None
     """Use the local parameters of this replica. Default: the global parameters."""
 
     def load(self, device: str = "cpu", *, dequantize: bool = False) -> Trained:
@@ -53,11 +53,11 @@ class TrainedOptions:
 class AppliedOptions(TrainedOptions):
     """Which trained model to load, and how to apply it to text."""
 
-    context: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    context: int | None = None
     """Maximum context of the model in tokens. Default: as in training."""
-    device: Annotated[str, arg(metavar="TEXT")] = "auto"
+    device: str = "auto"
     """cpu, cuda, cuda:N, mps, or auto."""
-    json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    json: FlagCreatePairsOff[bool] = False
     """Print one JSON object at the end."""
 
     def __post_init__(self) -> None:
@@ -79,11 +79,11 @@ class EvaluateOptions(AppliedOptions):
       diloco evaluate runs/streaming-tiny --data notes/ --sequences 0
     """
 
-    data: Annotated[tuple[Path, ...], arg(metavar="PATH...", help_behavior_hint="")] = ()
+    data: tuple[Path, ...] = ()
     """Files or folders whose whole text is evaluated. Default: the text that the run held out."""
-    text_field: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
+    text_field: str | None = None
     """Field of records that holds the text. Default: as in the run."""
-    sequences: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    sequences: int | None = None
     """Number of sequences to evaluate, spread evenly over the text; 0: all. Default: as in the run."""
 
     def __post_init__(self) -> None:
@@ -166,19 +166,19 @@ class GenerateOptions(AppliedOptions):
       diloco generate runs/streaming-tiny --prompt "$(cat beginning.txt)" --json
     """
 
-    prompt: Annotated[str, arg(metavar="TEXT", help_behavior_hint="")] = ""
+    prompt: str = ""
     """Text to continue. Default: none, so that the text is a new document."""
-    chat: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    chat: FlagCreatePairsOff[bool] = False
     """Apply the chat template and print the answer. Without a prompt, chat: each line of input is a question."""
-    system: Annotated[str, arg(metavar="TEXT", help_behavior_hint="")] = ""
+    system: str = ""
     """--chat: system message at the beginning of the conversation."""
     tokens: int = 200
     """Maximum number of tokens; an end-of-document token ends the text early."""
     temperature: float = 0.8
     """Divides the logits: below 1 favours likely tokens, above 1 makes the text more random, 0 takes the likeliest."""
-    top_k: Annotated[int | None, arg(metavar="INT")] = 50
+    top_k: int | None = 50
     """Draw only from this many likeliest tokens. None: from all."""
-    top_p: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
+    top_p: float | None = None
     """After --top-k: draw only from the fewest likeliest tokens with this total probability. Default: from all."""
     seed: int = 0
     """Random seed; the same seed gives the same text."""
@@ -272,15 +272,15 @@ class ExportOptions(TrainedOptions):
       diloco export runs/streaming-llama --out merged --merge
     """
 
-    out: Annotated[Path, arg(metavar="PATH", help_behavior_hint="")]
+    out: Path
     """Folder (hf, adapter) or file (safetensors) to write."""
     to: Literal["hf", "safetensors", "adapter"] = "hf"
     """hf: a transformers folder; safetensors: parameters by their names in diloco; adapter: an adapter for peft."""
-    merge: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    merge: FlagCreatePairsOff[bool] = False
     """hf: merge the adapters of the run into the base model and write a whole model."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type of the weights."""
-    overwrite: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    overwrite: FlagCreatePairsOff[bool] = False
     """Replace an earlier export."""
 
 
