@@ -86,10 +86,6 @@ class Grid:
         keys = sorted(self.cells, key=lambda key: (self.cells[key].step, *key), reverse=True)
         return [self.cells[key] for key in keys[:MAX_RECENT]]
 
-    def of_fragment(self, fragment: int) -> list[Round]:
-        """Return the rounds of a fragment that are kept, the newest first."""
-        return [self.cells[key] for key in sorted(self.cells, reverse=True) if key[0] == fragment]
-
     def participation(self) -> tuple[Counter[int], Counter[int]]:
         """Return replica -> in how many recent means it is, and how many it has missed since the last of them."""
         counted, missed = Counter[int](), Counter[int]()
