@@ -141,7 +141,7 @@ def _record(
     """Return what ``--json`` prints."""
     from diloco.plan import ACCURACY, Exchange, predict, table
 
-    site, work_is_known = _site(options, settings)
+    site = _site(options, settings)
     exchange = Exchange.of(settings, sizes)
     own, baseline = predict(exchange, site), predict(Exchange.of_gradients(sum(sizes)), site)
     start, steps = settings.train.data_parallel_steps, settings.train.steps
@@ -151,7 +151,7 @@ def _record(
     return {
         "model": model,
         "site": asdict(site),
-        "work_is_known": work_is_known,
+        "work_is_known": site.conditions.send_s_per_value > 0,
         "algorithm": settings.algorithm,
         "prediction": asdict(own),
         "data_parallel": asdict(baseline),
@@ -166,22 +166,21 @@ def _record(
     }
 
 
-def _site(options: PlanSettings, settings: Configuration) -> tuple[Site, bool]:
-    """Return the machines and links, and whether the work of sends and merges is known."""
+def _site(options: PlanSettings, settings: Configuration) -> Site:
+    """Return the machines and links."""
     from diloco.plan import Conditions, Site, measure_step
     from diloco.transport import Link
 
     emulated, replicas, times = settings.emulate, settings.network.replicas, options.step_time
     loss = round(parse(options.loss, "--loss", PERCENTAGE) / 100, 12)
     conditions = Conditions(congestion_control=options.congestion_control, loss=loss)
-    work_is_known = options.measure or settings.train.device in ("auto", "cpu")
     if options.measure:
         if times or options.parameters is not None:
             raise ConfigurationError("--measure times a step of the model: leave out --step-time and --parameters.")
         step_s, send_s, merge_s = measure_step(settings)
         times = (step_s,)
         conditions = replace(conditions, send_s_per_value=send_s, merge_s_per_value=merge_s)
-    elif not work_is_known:
+    elif settings.train.device not in ("auto", "cpu"):  # the work there is not known
         conditions = conditions.scaled(0.0)
 
     def per_replica(values: tuple[float, ...], flag: str, example: str) -> tuple[float, ...]:
@@ -196,7 +195,7 @@ def _site(options: PlanSettings, settings: Configuration) -> tuple[Site, bool]:
     rates = per_replica(options.bandwidth or emulated.bandwidth, "--bandwidth", "500Mbit")
     latencies = per_replica(options.latency or emulated.latency or (0.0,), "--latency", "80ms")
     times = per_replica(times or emulated.step_time, "--step-time", "250ms, or --measure")
-    return Site(links=tuple(map(Link, rates, latencies)), step_time_s=times, conditions=conditions), work_is_known
+    return Site(links=tuple(map(Link, rates, latencies)), step_time_s=times, conditions=conditions)
 
 
 def _report(record: dict[str, Any]) -> str:
@@ -238,20 +237,18 @@ def _report(record: dict[str, Any]) -> str:
     names = [f"H = {row['inner_steps']}, {row['codec']}" for row in (own, *record["table"])]
     names = [f"{name} (as above)" if name == names[0] else name for name in names[1:]]
     others = ["other H and codecs, else the same", "utilisation", "at p90", "sent per step", "longest wait"]
-    rows = zip([*names, "data-parallel, float32"], [*record["table"], data_parallel], strict=True)
+    rows = []
+    for name, row in zip([*names, "data-parallel, float32"], [*record["table"], data_parallel], strict=True):
+        shares = (f"{row[share]:.1%}" for share in ("compute_utilization", "p90_utilization"))
+        rows.append([name, *shares, format_bytes(row["sent_bytes_per_step"]), format_duration(row["longest_wait_s"])])
     return "\n\n".join(
         [
             facts_table(facts, indent=""),
             columns(heads, _fragment_rows(fragments)),
-            columns(others, [_row(*row) for row in rows]),
+            columns(others, rows),
             "A smaller H synchronises more often. The loss is not predicted.",
         ]
     )
-
-
-def _row(name: str, row: dict[str, Any]) -> list[str]:
-    shares = (f"{row[share]:.1%}" for share in ("compute_utilization", "p90_utilization"))
-    return [name, *shares, format_bytes(row["sent_bytes_per_step"]), format_duration(row["longest_wait_s"])]
 
 
 def _fragment_rows(fragments: Sequence[dict[str, Any]]) -> list[list[str]]:

@@ -122,14 +122,17 @@ class WandbSink(_Tracker):
             )
         self._wandb = wandb
         self._exit_code = 1  # until `RunFinished` arrives
-        begun = (folder / "wandb").exists()
+        begun, path = (folder / "wandb").exists(), folder / "wandb" / "id"
+        identifier = path.read_text("utf-8").strip() if path.exists() else secrets.token_hex(6)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{identifier}\n", "utf-8")
             self._run: Any = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "diloco"),
                 name=os.environ.get("WANDB_NAME", name),
                 group=os.environ.get("WANDB_RUN_GROUP", group),
                 dir=str(folder),
-                id=_run_id(folder),
+                id=identifier,
                 resume="allow",
                 config=events.json_ready(config),
                 allow_val_change=True,  # some settings may change when a run is resumed
@@ -166,15 +169,6 @@ class WandbSink(_Tracker):
     def close(self) -> None:
         """Finish the W&B run, waiting at most a minute. Unsent data stays in the run folder, for ``wandb sync``."""
         self._run.finish(exit_code=self._exit_code)
-
-
-def _run_id(folder: Path) -> str:
-    """Return the W&B identifier of the run in ``folder``, creating one if there is none yet."""
-    path = folder / "wandb" / "id"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(secrets.token_hex(6) + "\n", encoding="utf-8")
-    return path.read_text(encoding="utf-8").strip()
 
 
 class Sinks:

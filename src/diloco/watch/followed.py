@@ -168,16 +168,14 @@ class FollowedFolder:
         return self.run.behind_bytes > 0
 
     def _find_replicas(self) -> None:
-        others = sorted(
-            (int(number), path)
-            for path in self._folder.glob("replica-*")
-            if (number := path.name.removeprefix("replica-")).isdecimal() and os.path.exists(path / _METRICS)
-        )
-        first = "replica 0" if others else ""
+        others = {path.name.removeprefix("replica-"): path for path in self._folder.glob("replica-*")}
+        others = {number: path for number, path in others.items() if os.path.exists(path / _METRICS)}
+        first = "replica 0" if any(map(str.isdecimal, others)) else ""
         if self._tails and first not in self._tails:  # there was only one process until now, or there is only one now
             self._forget()
-        for name, path in ((first, self._folder), *((f"replica {number}", path) for number, path in others)):
-            self._tails.setdefault(name, Tail(path / _METRICS))
+        self._tails.setdefault(first, Tail(self._folder / _METRICS))
+        for number in sorted(filter(str.isdecimal, others), key=int):
+            self._tails.setdefault(f"replica {int(number)}", Tail(others[number] / _METRICS))
 
 
 def _settings(path: Path) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from diloco import __version__
 from diloco.membership import names_of
 from diloco.transport import PeerReport
 from diloco.units import format_bytes, format_duration, visible
@@ -152,7 +151,7 @@ MAX_LINES = 8  # processes of a run whose curves are drawn; the table of peers h
 
 def page_data(runs: Sequence[RunHistory], now_s: float, **more: float) -> bytes:
     """Return the content of the page at ``now_s``, in seconds since 1970, as JSON; ``more`` is added to it."""
-    return msgspec.json.encode({"version": __version__, "runs": [_shown(run, now_s) for run in runs], **more})
+    return msgspec.json.encode({"runs": [_shown(run, now_s) for run in runs], **more})
 
 
 def _shown(run: RunHistory, now_s: float) -> msgspec.Raw:
@@ -204,7 +203,7 @@ def _header(run: RunHistory, *, is_silent: bool) -> dict[str, Any]:
     lows = [row[4] for each in run.evaluated for row in each.evaluations.rows() if row[4] is not None]
     total, per_step = (started.total_steps, started.data_parallel_bytes_per_step) if started else (None, None)
     return {
-        "state": _state(process, is_silent=is_silent),
+        "state": "silent" if is_silent and not (process.interrupted or process.finished) else _state(process),
         "fetched": process.fetched,
         "step": step if process.reported else None,
         "total_steps": total,
@@ -229,12 +228,10 @@ def _number(value: Any) -> float | None:
     return value if type(value) in (int, float) and abs(value) < 2**53 else None
 
 
-def _state(process: ProcessHistory, *, is_silent: bool = False) -> str:
+def _state(process: ProcessHistory) -> str:
     if process.interrupted or process.finished:
         return "interrupted" if process.interrupted else "finished"
-    if is_silent or not process.reported:
-        return "silent" if is_silent else "not started"
-    return "joining" if process.fetched else "running"
+    return "not started" if not process.reported else "joining" if process.fetched else "running"
 
 
 def _member_rows(run: RunHistory, now_s: float) -> list[dict[str, Any]]:
