@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from diloco.algorithm import Codec, Contribution, RoundId, Send, SyncSchedule, Uplink, make_codec
 from diloco.errors import ConfigurationError
 from diloco.model import get_preset
-from diloco.plan import IDEAL, Exchange, Parcel, Simulated, Site, fragment_sizes, simulate, simulate_cycles
+from diloco.plan import IDEAL, Exchange, Parcel, Simulated, Site, fragment_sizes, simulate
 from diloco.transport import InProcessTransport, Link, Pending, VirtualNetwork
 
 FP4, FLOAT32 = make_codec("fp4"), make_codec("float32")
+TWO_CYCLES: Any = {"steps": 50, "measure_from": 30}  # of 10 steps, in the steady state
 
 
 def parcels_of(
@@ -182,7 +183,8 @@ def test_what_is_sent_is_received_and_is_what_the_schedule_says(
 def test_one_fragment_without_overlap_is_diloco_by_hand() -> None:
     """A round of 4 MB at 8 Mbit/s takes 4 s, and 2 x 0.25 s of latency for payload and vote, after every 10 steps."""
     schedule = SyncSchedule(inner_steps=10)
-    result = simulate_cycles(schedule, parcels_of(schedule, [1_000_000], FLOAT32, 2), site([Link(8e6, 0.25)] * 2, 1.0))
+    parcels = parcels_of(schedule, [1_000_000], FLOAT32, 2)
+    result = simulate(schedule, parcels, site([Link(8e6, 0.25)] * 2, 1.0), **TWO_CYCLES)
     assert result.compute_utilization == pytest.approx(10 / 14.5)
     assert [each.waited_s.tolist() for each in result.merged] == [[pytest.approx(4.5)] * 2] * 2
     assert result.wall_s == pytest.approx(29.0)
@@ -192,7 +194,7 @@ def test_one_fragment_without_overlap_is_diloco_by_hand() -> None:
 def test_overheads_are_no_compute() -> None:
     schedule = SyncSchedule(inner_steps=10)
     place = site([Link()] * 2, 1.0, send_s_per_value=1e-4, merge_s_per_value=2e-4)
-    result = simulate_cycles(schedule, parcels_of(schedule, [1000], FLOAT32, 2), place)
+    result = simulate(schedule, parcels_of(schedule, [1000], FLOAT32, 2), place, **TWO_CYCLES)
     assert result.spent_s / len(result.merged) == pytest.approx(np.full(2, 0.1 + 0.2))
     assert result.compute_utilization == pytest.approx(10 / 10.3)
 
@@ -200,7 +202,7 @@ def test_overheads_are_no_compute() -> None:
 def test_slow_replicas_that_skip_steps_keep_nobody_waiting() -> None:
     schedule, place = SyncSchedule(inner_steps=10), site([Link()] * 2, 1.0, 2.0)
     parcels = parcels_of(schedule, [1], FLOAT32, 2)
-    waiting, skipping = (simulate_cycles(schedule, parcels, place, dynamic=dynamic) for dynamic in (False, True))
+    waiting, skipping = (simulate(schedule, parcels, place, **TWO_CYCLES, dynamic=dynamic) for dynamic in (False, True))
     assert waiting.compute_utilization == pytest.approx((0.5 + 1) / 2)
     assert skipping.compute_utilization == pytest.approx(1)
     assert skipping.wall_s == pytest.approx(waiting.wall_s / 2)

@@ -7,7 +7,6 @@ from .prediction import predict as predict
 from .prediction import table as table
 from .simulate import Simulated as Simulated
 from .simulate import simulate as simulate
-from .simulate import simulate_cycles as simulate_cycles
 from .site import ACCURACY as ACCURACY
 from .site import IDEAL as IDEAL
 from .site import Conditions as Conditions

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from diloco.algorithm import make_codec
 from diloco.plan.exchange import Exchange, Parcel
-from diloco.plan.simulate import Simulated, simulate_cycles
+from diloco.plan.simulate import Simulated, simulate
 from diloco.plan.site import IDEAL, Conditions, Site
 
 INNER_STEPS = (10, 20, 50, 100, 200, 500, 1000)  # the values of H in a table, up to the largest in the papers
@@ -54,7 +54,9 @@ def predict(exchange: Exchange, site: Site) -> Prediction:
         place = replace(site, conditions=conditions.scaled(0.0) if exchange.gradients else conditions)
         uplinks = [link.uplink for link in site.links] if conditions.measures_uplinks else ()
         parcels = exchange.parcels(len(site.links), uplinks)
-        return parcels, simulate_cycles(schedule, parcels, place, cycles=1, dynamic=exchange.dynamic_steps)
+        begin, dynamic = 3 * schedule.inner_steps, exchange.dynamic_steps  # every fragment has had two rounds
+        steps = begin + schedule.inner_steps
+        return parcels, simulate(schedule, parcels, place, steps=steps, measure_from=begin, dynamic=dynamic)
 
     parcels, typical = simulated(site.conditions)
     (_, p90), (_, ideal) = simulated(site.conditions.at_p90()), simulated(IDEAL)

@@ -101,15 +101,6 @@ def simulate(
     )
 
 
-def simulate_cycles(
-    schedule: SyncSchedule, parcels: Sequence[Parcel], site: Site, *, cycles: int = 2, dynamic: bool = False
-) -> Simulated:
-    """Simulate the steady state: ``cycles`` times H steps, after every fragment has had two rounds."""
-    begin = 3 * schedule.inner_steps
-    steps = begin + cycles * schedule.inner_steps
-    return simulate(schedule, parcels, site, steps=steps, measure_from=begin, dynamic=dynamic)
-
-
 def _computed_s(step_time_s: Sequence[float], steps: int, cycle: int | None) -> Floats:
     """Return the compute time of the first 0, 1, ..., ``steps`` steps of each replica, ``(steps + 1, M)``.
 
