@@ -256,6 +256,8 @@ class ProtocolRunner:
                 exchange = self._exchanges.get((view_id, round_id))
                 if exchange is not None and not exchange.verdict.done():  # else the exchange has failed
                     exchange.verdict.set_result(action)
+                    if action.verdict.void:  # at once: nothing more of it is sent
+                        exchange.cancel()
             case actions.Commit(average):
                 self._contributed.resolve(average.round, average)
             case actions.Void(round_id, failure):
