@@ -1,7 +1,8 @@
-"""Files and folders that are their owner's alone, whatever the umask: secrets, private keys, folders of runs."""
+"""Files and folders that are their owner's alone, whatever the umask, and reading of files that others made."""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import sys
@@ -9,9 +10,21 @@ from pathlib import Path
 
 from diloco.errors import ConfigurationError
 
-__all__ = ["create_private", "make_private_folder", "read_private"]
+__all__ = ["create_private", "make_private_folder", "read_private", "read_regular"]
 
 MAX_BYTES = 1 << 16
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the content of a file in a folder from elsewhere, where a FIFO would never end. A link is followed.
+
+    Raises:
+        OSError: It can't be read, or is not a regular file.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        return file.read()
 
 
 def read_private(path: Path, what: str) -> bytes:

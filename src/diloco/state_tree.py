@@ -9,14 +9,15 @@ Devices, strides and shared memory are not preserved.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
 
-from diloco.errors import CheckpointError
+from diloco.errors import CheckpointError, DiLoCoError
 
-__all__ = ["DTYPE_NAMES", "JSON", "flatten", "unflatten"]
+__all__ = ["DTYPE_NAMES", "JSON", "UNREADABLE", "flatten", "readable_state", "unflatten"]
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 
@@ -38,6 +39,9 @@ DTYPE_NAMES = {
     torch.float64: "F64",
 }
 """The supported dtypes and their names in the safetensors format."""
+
+UNREADABLE = (LookupError, TypeError, ValueError, AttributeError)
+"""What a state raises that lacks values, or holds others than its reader expects."""
 
 _KEYS = (str, int, float, bool, type(None))
 
@@ -78,6 +82,19 @@ def unflatten(skeleton: JSON, tensors: Mapping[str, torch.Tensor]) -> Any:
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"The saved state is malformed: {error!r}. Nothing was loaded.") from error
     return tree
+
+
+@contextmanager
+def readable_state(what: str) -> Iterator[None]:
+    """Turn `UNREADABLE` into a `CheckpointError`, except for errors that this package raises on purpose."""
+    try:
+        yield
+    except DiLoCoError:
+        raise
+    except UNREADABLE as error:
+        raise CheckpointError(
+            f"{what} is not what this version saves ({type(error).__name__}: {error}). Load one that it has saved."
+        ) from error
 
 
 # Not closures: a function that refers to itself would keep the tensors until Python collects garbage.

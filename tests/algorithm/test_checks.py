@@ -69,7 +69,6 @@ def layers() -> nn.Module:
         (InProcessTransport, {"num_replicas": 1.5}),
         (InProcessTransport, {"num_replicas": 2, "min_contributors": 3}),
         (InProcessTransport, {"num_replicas": 1, "round_timeout_s": NAN}),
-        (Wire, {"streams": 1.5}),
         (Wire, {"silence_s": NAN}),
         (Wire, {"round_timeout_s": 0}),
         (Wire, {"heartbeat_s": 10.0}),

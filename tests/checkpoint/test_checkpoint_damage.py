@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -56,7 +57,7 @@ def test_one_flipped_bit_anywhere_is_found_and_named(name: str, damaged: Path) -
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("change", ["cut", "longer", "empty", "missing", "folder", "link"])
+@pytest.mark.parametrize("change", ["cut", "longer", "empty", "missing", "folder", "link", "FIFO"])
 def test_cut_missing_and_linked_files_are_named(name: str, change: str, damaged: Path) -> None:
     path = damaged / "step-00000002" / name
     content = path.read_bytes()
@@ -65,6 +66,8 @@ def test_cut_missing_and_linked_files_are_named(name: str, change: str, damaged:
         path.write_bytes({"cut": content[:-1], "longer": content + b" ", "empty": b""}[change])
     elif change == "folder":
         path.mkdir()
+    elif change == "FIFO":
+        os.mkfifo(path)
     elif change == "link":
         outside = damaged / "outside"
         outside.write_bytes(content)
@@ -76,7 +79,7 @@ def test_cut_missing_and_linked_files_are_named(name: str, change: str, damaged:
     with pytest.raises(CheckpointError, match=f"{where}.*{name.split('.')[0]}.*Nothing was loaded") as caught:
         open_checkpoint(damaged)
     assert name in str(caught.value)
-    if change in ("folder", "link") and name != "manifest.json":
+    if change in ("folder", "link", "FIFO") and name != "manifest.json":
         assert "may point outside the checkpoint's folder" in str(caught.value)
     assert [checkpoint.path.name for checkpoint in list_checkpoints(damaged)] == ["step-00000001"]
 
@@ -91,11 +94,20 @@ def forge(place: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(members, indent=2))
 
 
-def test_an_unknown_format_version_is_refused(damaged: Path) -> None:
-    forge(damaged / "step-00000002", lambda members: members.update(format_version=1))
+def test_a_fifo_instead_of_latest_is_refused(damaged: Path) -> None:
+    (damaged / "latest").unlink()
+    os.mkfifo(damaged / "latest")
+    with pytest.raises(CheckpointError, match=r"not a regular file.*latest.*Nothing was loaded"):
+        open_checkpoint(damaged)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_another_format_version_is_refused(version: int, damaged: Path) -> None:
+    """Version 2 had no part of the outer state of its own."""
+    forge(damaged / "step-00000002", lambda members: members.update(format_version=version))
     with pytest.raises(
         CheckpointError,
-        match=r"manifest\.json has format version 1, but .* The version .* that saved it can resume",
+        match=rf"manifest\.json has format version {version}, but .* The version .* that saved it can resume",
     ):
         open_checkpoint(damaged)
 

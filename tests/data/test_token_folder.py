@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from diloco.data import (
     tokenize,
 )
 from diloco.errors import ConfigurationError, DataError
+from tests.command_lines import load_configuration
 from tests.data.streams import numbered
 from tests.runs import train
 
@@ -105,7 +107,6 @@ def test_folders_with_weights_and_one_after_the_other(folder: Path, text: Path, 
     assert mixed.heldout[:].tolist() == [*one.heldout[:].tolist(), *two.heldout[:].tolist()]
     toml = tmp_path / "run.toml"
     toml.write_text(f'[data.sources]\na = {{ data = "{folder}", weight = 3 }}\nb = {{ data = "{other}" }}\n')
-    from diloco.config import load_configuration
 
     assert load_configuration([str(toml)]).data.parsed_sources()[0].weight == 3
 
@@ -113,6 +114,11 @@ def test_folders_with_weights_and_one_after_the_other(folder: Path, text: Path, 
 def damage_manifest(folder: Path, **members: object) -> None:
     manifest = folder / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | members))
+
+
+def make_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +129,9 @@ def damage_manifest(folder: Path, **members: object) -> None:
         (lambda path: damage_manifest(path, format_version=9), "version 9, but diloco"),
         (lambda path: damage_manifest(path, train=None), "cannot be read"),
         (lambda path: damage_manifest(path, dtype="float64"), "cannot be read"),
+        (lambda path: damage_manifest(path, vocab_size=float("inf")), "cannot be read"),
+        (lambda path: damage_manifest(path, made=3), "cannot be read"),
+        (lambda path: make_fifo(path / "manifest.json"), "holds no text"),
     ],
 )
 def test_what_is_not_whole_is_refused(mine: Path, damage, words: str) -> None:  # type: ignore[no-untyped-def]

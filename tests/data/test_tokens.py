@@ -114,6 +114,9 @@ def test_a_tokenizer_whose_bytes_cannot_be_counted_is_refused() -> None:
     words = LibraryTokenizer(models.WordLevel({"a": 0, "</s>": 1, "?": 2}, unk_token="?"))
     with pytest.raises(DataError, match=r"does not spell every text exactly"):
         Tokenizer(words.to_str(), eos="</s>")
+    words = LibraryTokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="?"))
+    with pytest.raises(DataError, match=r"can't encode every text: .*Missing"):
+        Tokenizer(words.to_str(), eos="</s>")
 
 
 def llama(*, prepend: bool = True, fallback: bool = True) -> LibraryTokenizer:

@@ -126,6 +126,23 @@ def test_what_is_no_state_is_not_loaded(state: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.pop("steps"),
+        lambda state: state.update(about=None),
+        lambda state: state["fragments"].pop(),
+        lambda state: state["fragments"][0].update(slots=None),
+        lambda state: state["fragments"][0].pop("void"),
+    ],
+)
+def test_a_state_that_lacks_something_is_refused(change: Callable[[dict[str, Any]], Any]) -> None:
+    state = made().state_dict()
+    change(state)
+    with pytest.raises(CheckpointError, match="not what this version saves"):
+        made().load_state_dict(state)
+
+
+@pytest.mark.parametrize(
     "act",
     [
         lambda swarm: swarm.replicas[0].change_transport(InProcessTransport(2).endpoint(0)),

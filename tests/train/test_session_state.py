@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,12 @@ import torch
 
 from diloco.checkpoint import list_checkpoints, open_checkpoint
 from diloco.cli import main
-from diloco.config import load_configuration
 from diloco.data import DataSettings, Sampler, build_corpus
 from diloco.errors import CheckpointError
 from diloco.events import Note, RoundCommitted
 from diloco.model import with_vocabulary
-from diloco.train import Fleet, Session, load_session, make_transport, resolve, save_session
+from diloco.train import Fleet, Session, held_step, load_session, make_transport, resolve, save_session
+from tests.command_lines import load_configuration
 from tests.data.streams import numbered as numbered_texts
 from tests.processes import Processes, free_port
 from tests.runs import SMALL, Listener, train, write_text
@@ -203,12 +204,18 @@ def test_a_run_moves_between_one_process_and_several(tmp_path: Path) -> None:
     data = write_text(tmp_path)
     whole = train(data, tmp_path / "whole", "--codec fp4")
     out = tmp_path / "run"
-    for number, (place, stop) in enumerate((("torch", 5), ("in-process", 9), ("torch", 12))):
+    for number, (place, stop) in enumerate((("torch", 5), ("in-process", 9), ("torch", 12), ("torch", 12))):
+        if number == 3:  # replica 1 was killed before it saved, and goes on from what one process saved for both
+            shutil.rmtree(out / "replica-1" / "checkpoints" / "step-00000012")
+            assert [held_step(home, m, out) for m, home in enumerate((out, out / "replica-1"))] == [12, 9]
         begin = f"--resume {out}" if number else f"{SMALL} {data} --codec fp4 --out {out}"
         arguments = f"{begin} --transport {place} --stop-after {stop}"
         with Processes() as processes:
             processes.start(2 if place == "torch" else 1, rank, arguments, free_port() if place == "torch" else 0)
             assert set(processes.results(timeout_s=300).values()) == {0}
-    summary = json.loads((out / "summary.json").read_text())
+        summary = json.loads((out / "summary.json").read_text())
+        if place == "torch":
+            random_numbers = [open_checkpoint(each).load("run")["random"] for each in (out, out / "replica-1")]
+            assert random_numbers[0] != random_numbers[1], "each process has its own"
     for key in ("global_params_digest", "heldout_loss", "sent_bytes_per_replica", "rounds_committed", "rounds_void"):
         assert summary[key] == whole[key], key

@@ -19,6 +19,7 @@ import xxhash
 
 from diloco.checkpoint.disk import FileFacts, write_file
 from diloco.errors import CheckpointError
+from diloco.private_files import read_regular
 
 __all__ = [
     "FORMAT_VERSION",
@@ -30,7 +31,7 @@ __all__ = [
     "write_manifest",
 ]
 
-FORMAT_VERSION = 2  # incremented if a reader of the previous version can't read new checkpoints
+FORMAT_VERSION = 3  # incremented if a reader of the previous version can't read new checkpoints
 
 MANIFEST_NAME = "manifest.json"
 
@@ -96,7 +97,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_NAME
     try:
-        raw = path.read_bytes()
+        raw = read_regular(path)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {MANIFEST_NAME}, so it is not a complete checkpoint.") from None
     except OSError as error:

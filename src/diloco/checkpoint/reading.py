@@ -17,7 +17,8 @@ from diloco.checkpoint.disk import HIDDEN_NAME, LATEST, STEP_NAME, check_content
 from diloco.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from diloco.checkpoint.tensors import OpenFiles, SavedTensor, find_tensors
 from diloco.errors import CheckpointError, NoCheckpointError, nearest
-from diloco.state_tree import unflatten
+from diloco.private_files import read_regular
+from diloco.state_tree import UNREADABLE, unflatten
 
 __all__ = ["Checkpoint", "find_checkpoint", "list_checkpoints", "open_checkpoint"]
 
@@ -96,7 +97,7 @@ class Checkpoint(Manifest):
             raise CheckpointError(f"{self.path} has no part {part!r}; {nearest(part, self.parts)} Nothing was loaded.")
         try:
             yield
-        except (CheckpointError, SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (CheckpointError, SafetensorError, OSError, *UNREADABLE, RuntimeError) as error:
             raise _refused(self.path, f"Part {part!r} of {self.path} can't be read: {error}") from error
 
 
@@ -111,7 +112,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: if there is no checkpoint, or it is incomplete, damaged, a pickle, or has an unknown format
             version.
     """
-    place = _resolve(path)
+    try:
+        place = _resolve(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error}. Nothing was loaded.") from error
     try:
         return _open_complete(place)
     except CheckpointError as error:
@@ -189,7 +193,7 @@ def _newest(folder: Path) -> Path:
     if latest.is_dir():  # a symlink that the user made
         return latest
     if latest.exists():
-        name = latest.read_bytes().decode(errors="replace").strip()
+        name = read_regular(latest).decode(errors="replace").strip()
         if STEP_NAME.match(name):
             return _stand_in(folder / name)
         raise _refused(latest, f"{latest} contains {name!r:.100}, which is not the name of a checkpoint.")

@@ -150,7 +150,8 @@ class SavedTensor:
                 for origin in (first, offsets)
             )
             file = opened[path]
-            target[here].copy_(file.get_slice(self.name)[there] if there else file.get_tensor(self.name))
+            with torch.device("cpu"):  # a slice would be on the caller's default device
+                target[here].copy_(file.get_slice(self.name)[there] if there else file.get_tensor(self.name))
             copied += math.prod(end - begin for begin, end in zip(begins, ends, strict=True))
         if copied != target.numel():
             raise CheckpointError(f"The checkpoint is incomplete: it lacks values of {self.name}.")

@@ -32,6 +32,7 @@ from diloco.data.stream import Source
 from diloco.data.text import split_lazily
 from diloco.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
 from diloco.errors import ConfigurationError, DataError
+from diloco.private_files import read_regular
 
 __all__ = ["SPLITS", "TokenFolder", "token_folders", "tokenize"]
 
@@ -51,16 +52,16 @@ class TokenFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            manifest = json.loads((path / _MANIFEST).read_bytes())
+            manifest = json.loads(read_regular(path / _MANIFEST))
             if manifest["format_version"] not in _READABLE:
                 raise ValueError(
                     f"version {manifest['format_version']}, but diloco {version('diloco')} reads {_READABLE}"
                 )
             self._dtype = np.dtype(_DTYPES[manifest["dtype"]])
             self.vocab_size, self._eos_id = int(manifest["vocab_size"]), int(manifest["eos_id"])
-            self.made: Mapping[str, Any] = manifest["made"]  # how the folder was made
+            self.made: Mapping[str, Any] = dict(manifest["made"])  # how the folder was made
             self.splits = {name: self._split(name, manifest[name]) for name in SPLITS}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
             raise DataError(
                 f"The token folder {path} cannot be read ({type(error).__name__}: {error}). Copy it again, or "
                 "make it again with `diloco tokenize`."
@@ -103,8 +104,7 @@ def token_folders(source: SourceSettings) -> list[TokenFolder]:
 
 def _is_token_folder(path: Path) -> bool:
     try:
-        with (path / _MANIFEST).open("rb") as file:
-            return f'"format": "{_FORMAT}"'.encode() in file.read(200)
+        return f'"format": "{_FORMAT}"'.encode() in read_regular(path / _MANIFEST)[:200]
     except OSError:
         return False
 

@@ -24,6 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from diloco.data.settings import HUB_PREFIX, DataSettings
 from diloco.errors import ConfigurationError, DataError, from_extra, nearest
+from diloco.private_files import read_regular
 from diloco.waiting import fetching
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Tokenizer:
         self._eos = eos
         self._source = source
         self._num_bytes = np.array([len(token) for token in self._token_bytes], dtype=np.int64)
-        spelled, probe = self.as_bytes(self._tokenizer.encode(_PROBE, add_special_tokens=False).ids), _PROBE.encode()
+        spelled, probe = self.as_bytes(self._encoded([_PROBE])[0].ids), _PROBE.encode()
         if spelled not in (probe, b" " + probe):
             raise DataError(
                 f"{source} does not spell every text exactly: {_PROBE!r} became {spelled.decode(errors='replace')!r}, "
@@ -106,8 +107,7 @@ class Tokenizer:
         pieces = [np.zeros(0, dtype=self.dtype)]
         for begin in range(0, len(documents), 1024):  # limits how many of the library's bulky results exist at once
             texts = documents[begin : begin + 1024]
-            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            for text, encoding in zip(texts, encodings, strict=True):
+            for text, encoding in zip(texts, self._encoded(texts), strict=True):
                 if self.eos_id in encoding.ids:  # it may be a piece of a Unigram model
                     raise DataError(
                         f"{self._source} encodes part of a text as the end-of-document token {self._eos!r}. The text "
@@ -116,6 +116,12 @@ class Tokenizer:
                     )
                 pieces.append(np.array([*encoding.ids, self.eos_id], dtype=self.dtype))
         return np.concatenate(pieces)
+
+    def _encoded(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
+        try:
+            return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises nothing more specific
+            raise DataError(f"{self._source} can't encode every text: {error}. Use a byte-level BPE.") from error
 
     def decode(self, ids: ArrayLike) -> str:
         """Return the text of ``ids``, an array of any shape.
@@ -345,7 +351,7 @@ def _unreadable(name: str, error: Exception) -> DataError:
 def _json_object(path: Path) -> tuple[str, dict[str, Any]]:
     """Return the text of a file, and the JSON object that it holds."""
     try:
-        content = path.read_text("utf-8-sig")
+        content = read_regular(path).decode("utf-8-sig")
         value = json.loads(content)
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read as JSON: {error}.") from error

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from diloco.errors import CheckpointError, ConfigurationError, from_extra
 from diloco.model.settings import DecoderSettings
+from diloco.private_files import read_regular
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -126,9 +127,10 @@ def native_settings(folder: Path) -> DecoderSettings:
         values = {ours: getattr(config, theirs) for ours, theirs in _SAME.items()}
         theta = float(config.rope_parameters["rope_theta"])
         settings = DecoderSettings(**values, ffn=kinds[0][0], qk_norm=kinds[0][1], rope_theta=theta)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        there = config.to_dict()
+    except Exception as error:  # many types without a common base
         raise CheckpointError(f"{folder / CONFIG_NAME} can't be read: {error}.") from error
-    there, equal = config.to_dict(), _configuration(settings).to_dict()
+    equal = _configuration(settings).to_dict()
     names = [name for name in equal if name not in (*transformers.PretrainedConfig().to_dict(), *_WITHOUT_EFFECT)]
     odd = [f"{name}={there.get(name)!r}" for name in names if there.get(name) != equal[name]]
     odd += ["quantization_config"] if there.get("quantization_config") else []
@@ -267,10 +269,10 @@ def _digest(folder: Path, version: tuple[tuple[int, int, int], ...]) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, or raise `CheckpointError`."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_regular(path))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} can't be read: {error}.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} does not contain a JSON object.")

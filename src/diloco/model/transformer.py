@@ -296,7 +296,7 @@ class RMSNorm(nn.Module):
 
 def _uninitialised(kind: Callable[..., Module], *sizes: int, **arguments: Any) -> Module:
     """Return a module whose values `Transformer.initialise` sets, not the global generator."""
-    device = torch.empty(0).device  # of the `with` statement around the construction, such as meta
+    device = torch.get_default_device()  # of the `with` statement around the construction, such as meta
     module: Module = nn.utils.skip_init(kind, *sizes, **arguments, dtype=torch.float32, device=device)  # type: ignore[no-untyped-call]  # torch's
     return module
 

@@ -61,6 +61,7 @@ from diloco.outer.model_watch import ModelWatch
 from diloco.outer.recovery import StateRecovery
 from diloco.outer.reports import Reports
 from diloco.outer.state import greatest_of_ranks
+from diloco.state_tree import readable_state
 from diloco.transport import InProcessTransport, Transport
 
 __all__ = ["DiLoCo"]
@@ -452,15 +453,18 @@ class DiLoCo:
         self._require_nothing_in_flight("loading a state")
         if not isinstance(state, Mapping) or "about" not in state:
             raise CheckpointError("This is no state of DiLoCo. Load what DiLoCo.state_dict() returned.")
-        check_saved_facts(state["about"], saved_facts(vars(self)))
         self.recovery.change_transport(self.transport)  # what is being fetched does not belong to the loaded state
-        self.steps = int(state["steps"])
-        saved_fragments = sorted(enumerate(state["fragments"]), key=lambda pair: self._sent_at(*pair))
-        for index, saved in saved_fragments:  # contributions are submitted in the order in which they were sent
-            self.fragments[index].load_state_dict(saved, self.transport, resubmit=resubmit)
+        with readable_state("The state"):
+            check_saved_facts(state["about"], saved_facts(vars(self)))
+            self.steps = int(state["steps"])
+            pairs = zip(self.fragments, state["fragments"], strict=True)
+            # contributions are submitted in the order in which they were sent
+            for fragment, saved in sorted(pairs, key=lambda pair: self._sent_at(pair[0].index, pair[1])):
+                fragment.load_state_dict(saved, self.transport, resubmit=resubmit)
+            lacking = ", ".join(str(index) for index, saved in enumerate(state["fragments"]) if saved["fetching"])
         self._agreed_buffers, _ = collect_buffers(self.model)
         self._model_watch.begin()
-        if lacking := ", ".join(str(index) for index, saved in enumerate(state["fragments"]) if saved["fetching"]):
+        if lacking:
             text = f"The state of fragment {lacking} was being fetched when this was saved. It is fetched again."
             self._on_event(Note(step=self.steps, text=text))
 

@@ -43,7 +43,6 @@ from .run import run_training as run_training
 from .session import DynamicSteps as DynamicSteps
 from .session import Session as Session
 from .session_state import Held as Held
-from .session_state import checkpoint_home as checkpoint_home
 from .session_state import held_step as held_step
 from .session_state import load_session as load_session
 from .session_state import save_session as save_session

@@ -13,11 +13,12 @@ import torch
 from diloco.checkpoint import Checkpoint, open_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError, RunFinishedError, TransportError
 from diloco.events import Event, Note, ViewChanged
+from diloco.state_tree import readable_state
 from diloco.train.description import diff
 from diloco.train.fleet import PeerFleet
 from diloco.train.replica import Replica
 from diloco.train.session import Session
-from diloco.train.session_state import checkpoint_home, load_session
+from diloco.train.session_state import load_session, newest_checkpoints
 from diloco.train.stopping import StopAsked, StopRequest
 from diloco.waiting import waiting_for
 
@@ -219,12 +220,14 @@ def find_beginning(session: Session, fleet: PeerFleet | None, home: Path, emit: 
     if path is None:
         return None
     if fleet is not None and not fleet.elastic:
-        step = _newest_of_all(fleet)
-        path = checkpoint_home(home, session.replicas[0].number, path) / "checkpoints" / f"step-{step:08d}"
+        name = f"step-{_newest_of_all(fleet):08d}"
+        found = newest_checkpoints(home, session.replicas[0].number, name)
+        path = found[0].path if found else home / "checkpoints" / name
     with session.fleet.group.all_or_none():  # a rank may not see the file
         checkpoint = open_checkpoint(path)
         _check_same_run(session, checkpoint)
-    notes = load_session(session, checkpoint, home)
+    with readable_state(str(checkpoint.path)):
+        notes = load_session(session, checkpoint, home)
     before, now = checkpoint.about.get("threads"), torch.get_num_threads()
     if before not in (None, now) and not session.fleet.elastic:  # only these runs repeat their bits
         notes += (

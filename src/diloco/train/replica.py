@@ -81,10 +81,11 @@ def _generators() -> Sequence[torch.Generator]:
     return torch.default_generator, *cuda
 
 
-def seed_process(seed: int) -> None:
-    """Seed the generators of Python and NumPy, which all replicas of this process share."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+def seed_process(seed: int, replica: int) -> None:
+    """Seed the generators of Python and NumPy, which all replicas of this process share, by the first of them."""
+    python, numpy_ = np.random.SeedSequence(seed, spawn_key=(replica,)).spawn(2)
+    random.seed(int(python.generate_state(1, np.uint64)[0]))
+    np.random.seed(numpy_.generate_state(4))
 
 
 def process_random() -> dict[str, Any]:

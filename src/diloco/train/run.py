@@ -78,7 +78,6 @@ def run_training(
         DiLoCoError: if the run fails; the subclass says why. Complete checkpoints remain.
     """
     choose_threads()
-    seed_process(settings.seed)
     device = use_device(settings.train.device)
     corpus = _read_corpus(settings)
     settings = dataclasses.replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
@@ -92,6 +91,7 @@ def run_training(
     mine = identity(settings, weightless, corpus.fingerprint, base)
     peers = meet(mine, folder) if meet else None
     fleet: Fleet = peers or Fleet(make_transport(settings))
+    seed_process(settings.seed, fleet.local[0])
     session: Session | None = None
 
     def emit(event: Event) -> None:

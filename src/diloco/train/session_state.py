@@ -25,11 +25,12 @@ from diloco.algorithm import RoundId
 from diloco.checkpoint import Checkpoint, list_checkpoints, open_checkpoint, save_checkpoint
 from diloco.data import Cursor
 from diloco.errors import CheckpointError
+from diloco.state_tree import readable_state
 from diloco.train.replica import Replica, load_process_random, process_random
 from diloco.train.session import Session, Totals
 from diloco.trained import REST, rest_of_state
 
-__all__ = ["Held", "checkpoint_home", "held_checkpoint", "held_step", "load_session", "save_session"]
+__all__ = ["Held", "held_checkpoint", "held_step", "load_session", "newest_checkpoints", "save_session"]
 
 _REPLICA = re.compile(r"replica-(\d+)\Z")  # a replica's part of a checkpoint; its shards have longer names
 
@@ -102,7 +103,8 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
     """
     run = checkpoint.load("run")
     session.totals = Totals(**run["totals"])
-    load_process_random(run["random"])
+    if replicas_in(checkpoint)[:1] == session.fleet.local[:1]:  # a checkpoint of all replicas has those of the first
+        load_process_random(run["random"])
     session.part_models()
     saved = _saved_replicas(session, checkpoint, home)
     if saved.differ and session.settings.algorithm == "none":
@@ -262,7 +264,8 @@ def held_checkpoint(resume: Path | None) -> Held:
     except CheckpointError:  # reported when it is loaded
         return Held()
     replicas = replicas_in(checkpoint)
-    swarm = str(checkpoint.load("run")["transport"].get("swarm", ""))
+    with readable_state(str(checkpoint.path)):
+        swarm = str(checkpoint.load("run")["transport"].get("swarm", ""))
     return Held(checkpoint.step, replicas[0] if len(replicas) == 1 else None, swarm)
 
 
@@ -271,31 +274,28 @@ def replicas_in(checkpoint: Checkpoint) -> tuple[int, ...]:
     return tuple(int(found[1]) for found in map(_REPLICA.match, checkpoint.parts) if found)
 
 
-def held_step(folder: Path, resume: Path) -> int:
-    """Return the step from which the run in ``folder`` could resume: that of ``resume``, or else the newest.
-
-    Return -1 if there is no such checkpoint.
-    """
-    found = list_checkpoints(folder / "checkpoints")
-    if resume.name.startswith("step-"):
-        found = [checkpoint for checkpoint in found if checkpoint.path.name == resume.name]
-    return found[-1].step if found else -1
+def held_step(home: Path, replica: int, resume: Path) -> int:
+    """Return the step from which a replica could resume: that of ``resume``, or else the newest; -1 for none."""
+    name = resume.name if resume.name.startswith("step-") else ""
+    return max((checkpoint.step for checkpoint in newest_checkpoints(home, replica, name)), default=-1)
 
 
-def checkpoint_home(home: Path, replica: int, resume: Path) -> Path:
-    """Return the run folder with the checkpoints of a replica: its own, or that of replica 0 if it is new or was saved
-    there, by one process for all replicas.
+def newest_checkpoints(home: Path, replica: int, name: str) -> list[Checkpoint]:
+    """Return the newest checkpoints from which a replica in a process of its own can resume, at most two.
+
+    One is in the run folder of replica 0, if the replica is new or was saved there, by one process for all replicas.
+    The other is in the replica's own.
 
     Args:
         home: the replica's own run folder, which is inside that of replica 0.
-        resume: the run folder or checkpoint to resume from, as for `held_step`.
+        name: the name of the checkpoint; "": any.
     """
-    base = base_home(home, replica)
-    if base == home or held_step(base, resume) < 0:
-        return home
-    newest = list_checkpoints(base / "checkpoints")[-1]
-    there = replica >= newest.fact("num_replicas", int) or f"replica-{replica}" in newest.parts
-    return base if there else home
+    own, shared = list_checkpoints(home / "checkpoints"), []
+    if replica and (there := list_checkpoints(base_home(home, replica) / "checkpoints")):
+        is_new = replica >= there[-1].fact("num_replicas", int)
+        shared = [checkpoint for checkpoint in there if is_new or f"replica-{replica}" in checkpoint.parts]
+    named = ([each for each in found if name in ("", each.path.name)] for found in (shared, own))
+    return [checkpoint for found in named for checkpoint in found[-1:]]
 
 
 def base_home(home: Path, replica: int) -> Path:

@@ -102,10 +102,10 @@ class StatusClient:
 
 
 def status_of(text: bytes) -> dict[str, Any]:
-    """Return the valid fields of a peer's answer, shortened, and with unprintable characters escaped.
+    r"""Return the valid fields of a peer's answer, shortened, and with unprintable characters escaped.
 
-    >>> status_of(b'{"state": "\\u001b[2Jtraining", "step": 3, "sent_bytes": "x", "view": {"deep": []}}')
-    {'state': '\\\\x1b[2Jtraining', 'step': 3}
+    >>> status_of(rb'{"state": "\u001b[2Jtraining", "step": 3, "sent_bytes": "x", "view": {"deep": []}}')
+    {'state': '\\x1b[2Jtraining', 'step': 3}
     """
     if text.count(b"[") + text.count(b"{") > _MOST_CONTAINERS:
         return {}
