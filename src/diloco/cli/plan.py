@@ -138,7 +138,6 @@ def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, 
 def _record(
     options: PlanSettings, settings: Configuration, model: dict[str, Any], sizes: Sequence[int]
 ) -> dict[str, Any]:
-    """Return what ``--json`` prints."""
     from diloco.plan import ACCURACY, Exchange, predict, table
 
     site = _site(options, settings)
@@ -167,7 +166,6 @@ def _record(
 
 
 def _site(options: PlanSettings, settings: Configuration) -> Site:
-    """Return the machines and links."""
     from diloco.plan import Conditions, Site, measure_step
     from diloco.transport import Link
 
@@ -199,7 +197,6 @@ def _site(options: PlanSettings, settings: Configuration) -> Site:
 
 
 def _report(record: dict[str, Any]) -> str:
-    """Return the plan as text."""
     own, model, site = record["prediction"], record["model"], record["site"]
     conditions, start, data_parallel = site["conditions"], record["data_parallel_steps"], record["data_parallel"]
 

@@ -108,7 +108,6 @@ def run_status(arguments: Sequence[str]) -> int:
 
 
 def _checkpoint(folder: Path, *, as_json: bool) -> str:
-    """Return what the manifest of a checkpoint says."""
     from diloco.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(folder)
@@ -199,7 +198,6 @@ def _row(peer: PeerReport, absent: str) -> list[str]:
 
 
 def _remarks(reports: Sequence[PeerReport], run: str | None) -> Iterator[str]:
-    """Explain why peers do not answer, why digests differ, or why there are no peers."""
     from diloco.transport import absences
 
     for each, absent in zip(reports, absences(reports), strict=True):

@@ -37,11 +37,7 @@ _STYLES = {
 
 
 class _Console:
-    """What both consoles print: the facts of a run, a line per notable event, samples and the summary.
-
-    Args:
-        verbose: whether to print details, too.
-    """
+    """What both consoles print: the facts of a run (if verbose, all), notable events, samples and the summary."""
 
     encoding = "utf-8"
 
@@ -223,7 +219,6 @@ class LiveConsole(_Console):
 
 
 def _done(step: int, progress: RunProgress) -> str:
-    """Return the step of the total, aligned to the right."""
     total = str(progress.total_steps)
     return f"{step}/{total}".rjust(2 * len(total) + 1)
 
@@ -243,7 +238,6 @@ def _table(rows: Mapping[str, str]) -> str:
 
 
 def _title(event: events.RunStarted) -> str:
-    """Return the first line of a run's output."""
     tokens = "" if event.names else f" of {event.tokens_per_step:,} tokens"  # the replicas of a swarm come and go
     replicas = "a swarm" if event.names else counted(event.num_replicas)
     size = f"{format_count(event.parameters)} parameters, {event.total_steps} steps{tokens}"
@@ -251,7 +245,6 @@ def _title(event: events.RunStarted) -> str:
 
 
 def _summary(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the rows of a finished run's summary, skipping values that are missing or None."""
     known: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     sent, baseline = known.get("sent_bytes_per_replica"), known.get("data_parallel_bytes_per_replica", 0)
     start, steps = known.get("shared_start_steps", 0), known.get("steps", 0)

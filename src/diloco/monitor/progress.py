@@ -164,7 +164,6 @@ def counted(replicas: int) -> str:
 
 
 def _change(event: events.ViewChanged) -> str:
-    """Say in one sentence who came and went."""
     left = tuple(each for each in event.left if each not in event.lost)
     # the first clause of the reason, without what is in parentheses, perhaps nested, and without addresses
     reason = before = event.reason

@@ -240,7 +240,6 @@ def make_sinks(
 
 
 def _make_sink(text: str, folder: Path, offered: Mapping[str, Any]) -> Sink:
-    """Make the sink that ``monitor.sinks`` names; it gets those of the offered arguments that it takes."""
     if is_own(text):
         sink: Sink = call("monitor.sinks", text, folder, kind=Sink, arguments={}, offered=offered)
         return sink

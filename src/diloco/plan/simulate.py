@@ -102,11 +102,7 @@ def simulate(
 
 
 def _computed_s(step_time_s: Sequence[float], steps: int, cycle: int | None) -> Floats:
-    """Return the compute time of the first 0, 1, ..., ``steps`` steps of each replica, ``(steps + 1, M)``.
-
-    Args:
-        cycle: H, if slow replicas skip steps.
-    """
+    """Return the compute time of the first 0, 1, ..., ``steps`` steps, ``(steps + 1, M)``; ``cycle``: H, if dynamic."""
     times_s = np.array(step_time_s)
     if cycle is None:
         computed_s: Floats = np.arange(steps + 1)[:, None] * times_s

@@ -70,7 +70,6 @@ def parse(value: object) -> Record | None:
 
 
 def _is_bounded(name: str, value: Any) -> bool:
-    """Return whether a value is neither longer nor greater than the page can show."""
     match value:
         case int():
             return 0 <= value <= _MAX_INT
@@ -132,9 +131,8 @@ class FollowedFolder:
     """
 
     def __init__(self, folder: Path) -> None:
-        if not os.path.isdir(folder):
-            what = "is not a folder" if os.path.exists(folder) else "does not exist"
-            raise ConfigurationError(f"{folder} {what}. Give the folder of a run.")
+        if not os.path.exists(folder):
+            raise ConfigurationError(f"{folder} does not exist. Give the folder of a run.")
         if not any(os.path.exists(folder / name) for name in (_METRICS, "config.toml")):
             raise ConfigurationError(f"{folder} has neither {_METRICS} nor config.toml: it is not the folder of a run.")
         self._folder = folder

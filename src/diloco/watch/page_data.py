@@ -194,7 +194,6 @@ def _run(run: RunHistory, now_s: float) -> dict[str, Any]:
 
 
 def _header(run: RunHistory, *, is_silent: bool) -> dict[str, Any]:
-    """Return the figures at the top of the page."""
     process, step = run.first, run.step
     started, last, rows = process.started, process.last, process.steps.rows()
     summary = process.finished.summary if process.finished else {}
