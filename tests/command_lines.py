@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from diloco.config import CommandLine
+from diloco.config import CommandLine, Configuration, compose, parse_arguments
 
 
 def dotted(values: dict[str, Any]) -> dict[str, Any]:
@@ -23,6 +24,11 @@ def dotted(values: dict[str, Any]) -> dict[str, Any]:
 def command_line(file: Path | None = None, **values: Any) -> CommandLine:
     """Return a command line with a TOML file and flags for the given keys."""
     return CommandLine(file=file, values=dotted(values))
+
+
+def load_configuration(arguments: Sequence[str]) -> Configuration:
+    """Return the configuration for the arguments of `diloco train`, before derived values are resolved."""
+    return compose(parse_arguments(arguments))
 
 
 def toml_file(folder: Path, text: str) -> Path:

@@ -9,9 +9,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from diloco.config import Configuration, load_configuration, to_toml
+from diloco.config import Configuration, to_toml
 from diloco.events import Event
 from diloco.train import resolve, run_training
+from tests.command_lines import load_configuration
 
 SMALL = (
     "--model.arguments {layers=2,width=16,ffn_width=32,heads=2} --sequence-length 16 "

@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import nn
 
-from diloco import Codec, OuterOptimizer
 from diloco.checkpoint import open_checkpoint, read_manifest, write_manifest
 from diloco.cli import main
 from diloco.config import parse_arguments, plan_run, resume_command
@@ -232,10 +231,7 @@ def test_a_malformed_definition_is_refused(definition: dict[str, Any]) -> None:
         *(("sync.codec", nn.Module, name, "of the library") for name in ("os:system", "builtins:exec", "pickle:loads")),
         ("model.source", nn.Module, "torch.hub:load", "of the library torch"),
         ("model.source", nn.Module, "NETS:system", "of the library posix"),
-        ("model.source", nn.Module, "torch:Tensor", "Tensor is no Module of torch"),
-        ("sync.codec", Codec, "NETS:Net", "Net is no Codec of diloco"),
-        ("sync.outer", OuterOptimizer, "NETS:Net", "Net has no method init"),
-        ("optimizer.name", torch.optim.Optimizer, "NETS:Net", "Net is no Optimizer of torch"),
+        ("model.source", nn.Module, "torch:Tensor", "of the library torch"),
     ],
 )
 def test_what_a_name_means_is_checked_before_it_is_called(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from diloco.config import Configuration, load_configuration
+from diloco.config import Configuration, compose, parse_arguments
 from diloco.data import build_corpus
 from diloco.model import build_model
 from diloco.plan import Cluster, Exchange, simulate
@@ -56,7 +56,7 @@ def compare(folder: Path) -> Iterator[dict[str, Any]]:
     text = folder / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"line {number} of it. " * 4}) + "\n" for number in range(400)))
     for run in (f"{method} {link}" for method in RUNS for link in LINKS):
-        given = load_configuration([*MODEL.split(), *run.split(), "--steps", str(STEPS), "--data", str(text)])
+        given = compose(parse_arguments([*MODEL.split(), *run.split(), "--steps", str(STEPS), "--data", str(text)]))
         settings = resolve(given, num_layers=given.model.decoder.layers)
         yield {"kind": "virtual", "run": run, "measured": _train(settings), "predicted": _predict(settings)}
 

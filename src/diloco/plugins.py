@@ -69,19 +69,15 @@ def same_code(one: object, other: object) -> bool:
     return name == named and (Path(place).name == Path(elsewhere).name if files else place == elsewhere)
 
 
-def own_code(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the settings in `KEYS` that name user code.
+def own_code(values: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return those of the settings in `KEYS` that name user code, each with all its names.
 
     >>> own_code({"sync.codec": "fp4", "sync.merge": "share.py:Share", "monitor.sinks": ("my.sinks:Sink",)})
-    {'sync.merge': 'share.py:Share', 'monitor.sinks': ('my.sinks:Sink',)}
+    {'sync.merge': ('share.py:Share',), 'monitor.sinks': ('my.sinks:Sink',)}
     """
-    present = {key: values[key] for key in KEYS if key in values}
-    return {key: value for key, value in present.items() if any(map(is_own, names_in(value)))}
-
-
-def names_in(value: Any) -> tuple[Any, ...]:
-    """Return the value of a setting in `KEYS`, or its values if it has several, as a tuple."""
-    return value if isinstance(value, tuple) else (value,)
+    names = {key: values[key] for key in KEYS if key in values}
+    names = {key: value if isinstance(value, tuple) else (value,) for key, value in names.items()}
+    return {key: value for key, value in names.items() if any(map(is_own, value))}
 
 
 def confirm(where: object, stored: Mapping[str, Any], typed: Mapping[str, Any]) -> None:
@@ -96,11 +92,11 @@ def confirm(where: object, stored: Mapping[str, Any], typed: Mapping[str, Any]) 
         ConfigurationError: a name is missing in ``typed``, or is another; the message has the options to add.
     """
     options, others = [], []
-    for key, value in own_code(stored).items():
-        if key in typed and (isinstance(value, tuple) or same_code(value, typed[key])):
+    for key, names in own_code(stored).items():
+        if key in typed and (isinstance(typed[key], tuple) or same_code(names[0], typed[key])):
             continue
         option = "--model" if key == "model.source" else f"--{key}"
-        options.append(f"{option} {shlex.join(map(str, names_in(value)))}")
+        options.append(f"{option} {shlex.join(names)}")
         others += [f" {option} {typed[key]} is other code."] if key in typed else []
     if options:
         raise ConfigurationError(
@@ -113,19 +109,18 @@ def find(key: str, text: str, kind: type) -> Callable[..., Any]:
     """Return the class or function that ``text``, the value of setting ``key``, names. It is not called.
 
     Args:
-        kind: what it must be a subclass of, or return. A class fits a protocol if it has its methods.
+        kind: what it must return. Of a library, only its subclasses are accepted.
 
     Raises:
-        ConfigurationError: the module can't be imported, has no callable of this name, or has one of another kind, such
-            as a function of a library.
+        ConfigurationError: the module can't be imported, has no callable of this name, or has one of a library, such as
+            ``os:system``, which would run whatever the arguments in a TOML file say.
     """
     assert key in KEYS, key
-    if not is_own(text):
-        raise ConfigurationError(f"{key}={text} does not name your own code. Use module:name or FILE.py:name.")
     place, name = split(text)
-    _refuse_library(key, text, place, sys.stdlib_module_names)
+    is_file = place.endswith(".py")
+    _refuse(key, text, "" if is_file else place, sys.stdlib_module_names)
     try:
-        module = _load_file(place) if place.endswith(".py") else _load_module(place)
+        module = _load_file(place) if is_file else _load_module(place)
     except Exception as error:
         raise ConfigurationError(
             f"{place} of {key}={text} can't be imported: {type(error).__name__}: {error}. Use an installed module, "
@@ -137,17 +132,11 @@ def find(key: str, text: str, kind: type) -> Callable[..., Any]:
         raise ConfigurationError(
             f"{place} of {key}={text} has no function or class {name!r}; {nearest(name, callables)}"
         )
-    if not inspect.isclass(function):
-        inner = inspect.unwrap(function)  # a function is of the library that defines it, whoever imports it
-        origin = inner.__module__ if inspect.isfunction(inner) or inspect.isbuiltin(inner) else None
+    if kind not in getattr(function, "__mro__", ()):
+        inner = inspect.unwrap(function)  # it is of the library that defines it, whoever imports it
+        defined = inspect.isfunction(inner) or inspect.isbuiltin(inner) or inspect.isclass(inner)
         required = {re.split(r"[^\w.-]", each)[0] for each in metadata.requires("diloco") or ()}
-        _refuse_library(key, text, origin or place, required | sys.stdlib_module_names)
-    # calling a class of one's own may give something other than its instance, so that only the result tells
-    elif (lack := _lack(function, kind)) and not (
-        function.__module__ == module.__name__
-        and (type(function).__call__ is not type.__call__ or "__new__" in vars(function))
-    ):
-        raise ConfigurationError(f"{key}={text} can't be used: {function.__name__} {lack}.")
+        _refuse(key, text, (defined and inner.__module__) or module.__name__, required | sys.stdlib_module_names)
     return function  # type: ignore[no-any-return]  # callable, as checked above
 
 
@@ -159,11 +148,11 @@ def call(
     arguments: Mapping[str, Any],
     offered: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Call the class or function that ``text`` names, after checking what it is.
+    """Call the class or function that ``text`` names, and check what it returns.
 
     Args:
         key: the setting that names it, such as ``sync.codec``; ``text`` is its value.
-        kind: what it must return, as for `find`.
+        kind: what it must return. An object fits a protocol if it has its methods.
         arguments: keyword arguments, all of which it must take.
         offered: further keyword arguments, passed if it takes them and ``arguments`` does not contain them.
 
@@ -179,25 +168,22 @@ def call(
         raise ConfigurationError(
             f"{text} raised {type(error).__name__}: {error} (diloco --debug shows where)."
         ) from error
-    if lack := "is a class and not its instance" if inspect.isclass(result) else _lack(result, kind):
+    lack = ""
+    if inspect.isclass(result):
+        lack = "is a class and not its instance"
+    elif getattr(kind, "_is_protocol", False):
+        methods = (name for name, each in vars(kind).items() if inspect.isfunction(each) and not name.startswith("_"))
+        lack = next((f"has no method {name}" for name in methods if not callable(getattr(result, name, None))), "")
+    elif not isinstance(result, kind):
+        lack = f"is no {kind.__name__} of {kind.__module__.partition('.')[0]}"
+    if lack:
         raise ConfigurationError(f"{key}={text} can't be used: it returned a {type(result).__name__}, which {lack}.")
     return result
 
 
-def _lack(value: Any, kind: type) -> str:
-    """Return what a class or an object lacks of ``kind``, a class or protocol, as the end of a sentence."""
-    if not getattr(kind, "_is_protocol", False):
-        fits = issubclass(value, kind) if inspect.isclass(value) else isinstance(value, kind)
-        return "" if fits else f"is no {kind.__name__} of {kind.__module__.partition('.')[0]}"
-    methods = (name for name, each in vars(kind).items() if inspect.isfunction(each) and not name.startswith("_"))
-    lacking = [name for name in methods if not callable(getattr(value, name, None))]
-    return f"has no method {lacking[0]}" if lacking else ""
-
-
-def _refuse_library(key: str, text: str, module: str, libraries: Collection[str]) -> None:
-    """Refuse what a library has, such as ``os:system``, which would run whatever the arguments in a TOML file say."""
+def _refuse(key: str, text: str, module: str, libraries: Collection[str]) -> None:
     root = module.partition(".")[0]
-    if root in libraries and not module.endswith(".py"):
+    if root in libraries:
         raise ConfigurationError(
             f"{key}={text} names something of the library {root}, which is not your own code. Name your own class or "
             "function as module:name or FILE.py:name."
@@ -242,11 +228,7 @@ def code_digest(value: object) -> str:
     file = getattr(sys.modules.get(module), "__file__", None)
     if module.partition(".")[0] in ("diloco", "builtins", "__main__") or file is None:
         return ""
-    try:
-        text = Path(file).read_bytes()
-    except OSError:
-        return ""
-    return hashlib.sha256(text.replace(b"\r\n", b"\n")).hexdigest()[:16]
+    return hashlib.sha256(Path(file).read_bytes().replace(b"\r\n", b"\n")).hexdigest()[:16]
 
 
 def _load_module(name: str) -> Any:
@@ -261,8 +243,6 @@ def _load_module(name: str) -> Any:
 def _load_file(path: str) -> Any:
     """Execute a file as a module, once for each content, since a class can be registered only once."""
     file = Path(path).expanduser().resolve()
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist")
     text = file.read_bytes()
     content = hashlib.sha256(str(file).encode() + b"\0" + text).hexdigest()
     name = f"diloco_own_{file.stem}_{content[:16]}"

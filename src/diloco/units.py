@@ -179,7 +179,7 @@ class Quantity(NamedTuple):
 
 DURATION = Quantity(
     {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86_400.0},
-    "a number with us, ms, s, min, h or d, such as 80ms",
+    "a number with us, ms, s, min, h or d, such as '80ms'",
 )
 """Seconds."""
 RATE = Quantity(
@@ -188,7 +188,7 @@ RATE = Quantity(
         for scale, size in (("", 1.0), ("k", 1e3), ("m", 1e6), ("g", 1e9), ("t", 1e12))
         for unit in ("bit", "bit/s", "bps", "bits/s")
     },
-    "a number with kbit, Mbit, Gbit or Tbit, such as 500Mbit",
+    "a number with kbit, Mbit, Gbit or Tbit, such as '500Mbit'",
 )
 """Bits per second."""
 BYTES = Quantity(

@@ -57,7 +57,7 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         (["relay", "--listen", "31330"], "--listen must be HOST:PORT, such as 203.0.113.7:31330, got '31330'"),
         (
             ["doctor", "a:1", "--timeout", "5"],
-            "--timeout 5 is not valid; expected a number with a unit, such as '15s'.",
+            "--timeout 5 is not valid; expected a number with us, ms, s, min, h or d, such as '80ms'.",
         ),
         (["doctor", "a:1", "--timeout", "0s"], "--timeout must be above 0s."),
         ([], "usage: diloco"),

@@ -38,7 +38,7 @@ def run_folder(tmp_path: Path) -> Path:
         ("absent", "absent does not exist"),
         ("{folder}/..", "neither metrics.jsonl nor config.toml"),
         ("{folder} --every 0s", "--every must be above 0s"),
-        ("{folder} --every soon", "--every soon is not valid; expected a number with a unit"),
+        ("{folder} --every soon", "--every soon is not valid; expected a number with us, ms, s, min, h or d"),
         ("{folder} --host 203.0.113.7", "can't listen at 203.0.113.7"),
         ("{folder} --port {taken}", "Choose another --port"),
         ("{folder} --out {folder}/absent/page.html", "can't be written"),

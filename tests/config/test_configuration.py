@@ -7,20 +7,11 @@ from typing import Any
 
 import pytest
 
-from diloco.config import (
-    Configuration,
-    compose,
-    flatten,
-    keys_of,
-    load_configuration,
-    parse_arguments,
-    plan_run,
-    preset_values,
-)
+from diloco.config import Configuration, compose, flatten, keys_of, parse_arguments, plan_run, preset_values
 from diloco.errors import ConfigurationError
 from diloco.model import get_preset, preset_names
 from diloco.train import resolve
-from tests.command_lines import command_line, toml_file
+from tests.command_lines import command_line, load_configuration, toml_file
 
 
 def test_the_order_is_preset_then_file_then_flags(tmp_path: Path) -> None:

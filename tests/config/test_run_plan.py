@@ -8,17 +8,9 @@ from typing import Any
 
 import pytest
 
-from diloco.config import (
-    command_text,
-    compose,
-    flatten,
-    join_command,
-    load_configuration,
-    parse_arguments,
-    plan_run,
-    resume_command,
-)
+from diloco.config import command_text, compose, flatten, join_command, parse_arguments, plan_run, resume_command
 from diloco.errors import ConfigurationError
+from tests.command_lines import load_configuration
 
 PEER = "--network.behind-nat --out x --device cpu --secret-file s \
     --join /ip4/1/p2p/Qm --network.listen 0.0.0.0:7-8 --network.announce h:7 --monitor.console quiet \
@@ -158,7 +150,7 @@ def test_a_flag_like_no_other_has_no_suggestion() -> None:
         ("--optimizer.arguments..a 3", "there is no flag --optimizer.arguments..a"),
         ("--optimizer.arguments.betas [0.8,0.9", "[0.8,0.9 is not valid TOML"),
         ("--optimizer.arguments.x {a=1", "{a=1 is not valid TOML"),
-        ("--optimizer.arguments $'{a=1}\nb=2'", "expected a table"),
+        ("--optimizer.arguments $'{a=1}\nb=2'", "is not valid TOML"),
         ("--tyro-foo", "there is no flag --tyro-foo"),
         ("--tyro-print-completion", "there is no flag --tyro-print-completion"),
         ("--help=1", "there is no flag --help"),

@@ -18,7 +18,6 @@ from diloco.config import (
     compose,
     flatten,
     keys_of,
-    load_configuration,
     parse_arguments,
     parse_toml,
     plan_run,
@@ -29,7 +28,7 @@ from diloco.errors import ConfigurationError
 from diloco.model import preset_names
 from diloco.train import resolve
 from diloco.units import Duration, Rate
-from tests.command_lines import command_line, toml_file
+from tests.command_lines import command_line, load_configuration, toml_file
 
 WRONG_FILES = [
     ("[train]\nstesp = 5", ["run.toml", "unknown key 'train.stesp'", "did you mean 'train.steps'?"]),
@@ -43,10 +42,10 @@ WRONG_FILES = [
     ("[train]\ncompile = 1", ["train.compile = 1", "expected true or false"]),
     ('[optimizer]\nlearning_rate = "big"', ["optimizer.learning_rate", "expected a number"]),
     ("[train]\ninit_from = 3", ["train.init_from = 3", "expected a path in quotes"]),
-    ('[data]\npaths = "a.txt"', ["data.paths", "expected a list of paths in quotes"]),
-    ("[data]\npaths = [1]", ["data.paths = [1]", "expected a list of paths in quotes"]),
-    ("[network]\nsilence = 15", ["network.silence = 15 is not valid", "expected a number with a unit, such as '15s'"]),
-    ('[emulate]\nbandwidth = ["100MB"]', ["emulate.bandwidth", "numbers with a unit, such as '100Mbit'"]),
+    ('[data]\npaths = "a.txt"', ["data.paths", "expected a list, each item a path in quotes"]),
+    ("[data]\npaths = [1]", ["data.paths = [1]", "expected a path in quotes"]),
+    ("[network]\nsilence = 15", ["network.silence = 15 is not valid", "expected a number with us, ms, s,"]),
+    ('[emulate]\nbandwidth = ["100MB"]', ["emulate.bandwidth", "such as '500Mbit'"]),
     ("[sync.arguments]\nouter = 3", ["sync.arguments.outer must be a table"]),
     ("[sync.arguments.codecs]\na = 3", ["no table 'codecs'; did you mean 'codec'?"]),
     ('algorithm = "stream"', ["algorithm", "expected one of streaming, diloco, data-parallel, none"]),
@@ -56,7 +55,7 @@ WRONG_FILES = [
         "[optimizer.arguments]\nwhen = 2020-01-01",
         ["optimizer.arguments", "a number, a string, a list or a table"],
     ),
-    ('[data]\npaths = ["a\\u0000b"]', ["data.paths", "a path without null characters"]),
+    ('[data]\npaths = ["a\\u0000b"]', ["data.paths", "without null characters"]),
     ("[train\nx", ["run.toml", "not valid TOML", "line 1"]),
     ("steps = " + "[" * 3000, ["run.toml", "not valid TOML"]),
     ("steps = " + "9" * 5000, ["run.toml", "not valid TOML"]),

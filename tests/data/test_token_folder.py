@@ -24,6 +24,7 @@ from diloco.data import (
     tokenize,
 )
 from diloco.errors import ConfigurationError, DataError
+from tests.command_lines import load_configuration
 from tests.data.streams import numbered
 from tests.runs import train
 
@@ -106,7 +107,6 @@ def test_folders_with_weights_and_one_after_the_other(folder: Path, text: Path, 
     assert mixed.heldout[:].tolist() == [*one.heldout[:].tolist(), *two.heldout[:].tolist()]
     toml = tmp_path / "run.toml"
     toml.write_text(f'[data.sources]\na = {{ data = "{folder}", weight = 3 }}\nb = {{ data = "{other}" }}\n')
-    from diloco.config import load_configuration
 
     assert load_configuration([str(toml)]).data.parsed_sources()[0].weight == 3
 

@@ -252,7 +252,9 @@ class Rank:
     def _send(self, rank: int, message: WireMessage) -> None:
         self.sent.append(message)
         for told in self.lie(rank, message):
-            self.network.send(self.rank, rank, told if isinstance(told, bytes) else encode(told))
+            data = told if isinstance(told, bytes) else encode(told)
+            assert len(data) <= 1 << 20, "no connection carries it"
+            self.network.send(self.rank, rank, data)
 
     def _open_links(self, view: View) -> None:
         """Open payload connections, which succeeds if control connections are open."""

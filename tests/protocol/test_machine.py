@@ -87,9 +87,11 @@ def member(rank: Rank) -> Rank:
 def test_before_there_are_views_what_is_about_them_waits_and_nothing_else_does(rank: Rank) -> None:
     assert not rank.hear(2, LATE)
     assert rank.machine.views.failure is None
-    rank.hear(2, MEET)
-    assert rank.machine.barriers.values("finished") == {2: 7}
+    for sender in (2, 4):
+        rank.hear(sender, MEET)
+    assert not rank.machine.barriers.values("finished")
     rank.handle(events.Begin(VIEW, member=True))
+    assert rank.machine.barriers.values("finished") == {2: 7}
     assert "the others continued without replica 0: late" in str(rank.machine.views.failure)
 
 
@@ -238,6 +240,16 @@ def test_one_of_three_stops_alone_and_two_stop_all() -> None:
     for rank, stops in ((1, False), (2, True)):
         machine.handle(events.Received(rank, Meet("stop", 5)), 0.0)
         assert machine.barriers.stopping == stops
+
+
+def test_who_is_no_member_stops_nobody_also_if_it_asked_before_there_were_views() -> None:
+    machine = Machine(Rules(0, 0, 1, None, 10.0, 1 << 19), policies_of())
+    for rank, step in ((1, 1 << 53), (7, 0), (8, 0), (9, 0)):
+        machine.handle(events.ConnectionMade(rank, 10 + rank, f"host:{rank}"), 0.0)
+        machine.handle(events.Received(rank, Meet("stop", step)), 0.0)
+    machine.handle(events.Begin(View.of(3), member=True), 0.0)
+    assert not machine.barriers.stopping
+    assert not machine.barriers.values("stop"), "also of the member that names a step that nobody can have reached"
 
 
 def test_facts_of_a_stranger_refuse_nobody(rank: Rank) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from diloco.algorithm import trains_at
-from diloco.config import load_configuration
 from diloco.data import build_corpus
 from diloco.events import Event, RoundCommitted, RoundSent
 from diloco.membership import View
 from diloco.train import DynamicSteps, Fleet, RunSettings, Session, make_transport, resolve
+from tests.command_lines import load_configuration
 from tests.runs import SMALL
 
 

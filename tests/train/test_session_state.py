@@ -16,12 +16,12 @@ import torch
 
 from diloco.checkpoint import list_checkpoints, open_checkpoint
 from diloco.cli import main
-from diloco.config import load_configuration
 from diloco.data import DataSettings, Sampler, build_corpus
 from diloco.errors import CheckpointError
 from diloco.events import Note, RoundCommitted
 from diloco.model import with_vocabulary
 from diloco.train import Fleet, Session, held_step, load_session, make_transport, resolve, save_session
+from tests.command_lines import load_configuration
 from tests.data.streams import numbered as numbered_texts
 from tests.processes import Processes, free_port
 from tests.runs import SMALL, Listener, train, write_text

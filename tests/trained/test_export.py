@@ -11,10 +11,10 @@ import torch
 
 from diloco.checkpoint import open_checkpoint, save_checkpoint
 from diloco.cli import main
-from diloco.config import load_configuration
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model import LanguageModel, Transformer
 from diloco.trained import Trained, export_huggingface, export_safetensors, load_parameters, load_trained, read_weights
+from tests.command_lines import load_configuration
 from tests.lazy import Lazy
 from tests.runs import train, write_text
 

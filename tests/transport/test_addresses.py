@@ -37,7 +37,7 @@ def test_addresses(text: str, host: str, port: int) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", ":", "host", "host:", ":29400", "[]:29400", "::1:29400", "fe80::1", "host:65536", "host:-1", "host:2 9",
-     "host:٣", "host:²", "host:http", "http://host", "[::1]", "a:b:1"],
+     "host:٣", "host:²", "host:http", "http://host", "[::1]", "a:b:1", "\x1b[2J:1"],
 )  # fmt: skip
 def test_what_is_no_address_is_refused_under_the_name_it_was_given_as(text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"--join must be HOST:PORT, such as .*, got"):

@@ -156,6 +156,20 @@ def test_the_next_donor_goes_on_where_one_stopped_unless_its_bytes_were_wrong(
     assert (first.fetched_bytes > SIZE + lost[0]) == lies
 
 
+def test_bytes_that_are_not_finite_are_the_fault_of_who_sent_them(wires: Wires, relays: Relays) -> None:
+    first, sources = meet(wires, state(), state())
+    liar = wires.transports[1].address.port
+
+    def lie(unit: Unit) -> bytes:
+        if not chunks(unit, liar):
+            return unit.data
+        message, blob = unframe(unit.data)
+        return frame(*with_checksum(message, b"\xff" * len(blob)))
+
+    relays.hook = lie
+    assert same_values(first.fetch(0, [1, 2]), {**sources[1].held, "fragment": 0})
+
+
 def test_the_majority_of_the_foremost_is_taken(wires: Wires) -> None:
     """A liar that claims more rounds is not believed beside two, and one that is behind is not chosen."""
     first, sources = meet(wires, state(7, finished=1 << 50), state(3, finished=5), state(3, finished=5))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import threading
 import tracemalloc
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import zstandard
@@ -115,6 +119,25 @@ def test_a_void_round_costs_no_more_than_was_sent_of_it_and_an_early_payload_wai
             each.wait()
     check_round(transports, 2)
     assert sent[0] < 2.2 * of_one, "two good rounds, and at most a tenth of each direction's payload of the void one"
+
+
+def test_what_nobody_acknowledges_is_freed_two_rounds_later_and_lifts_the_pace(wires: Wires, relays: Relays) -> None:
+    transports = wires.meet(2)
+    relays.hook = lambda unit: b"" if unit.kind == "link" and unit.number and unit.data[:1] == b"A" else unit.data
+    numbers = np.ones(NUMEL, dtype=np.float32)
+    freed, payload = weakref.ref(numbers), torch.from_numpy(numbers).view(torch.uint8)
+    (link,) = transports[0].links.by_rank.values()
+    link.pace.bits_per_s = 1e6
+    pending = transports[0].average(replace(contribution(0), payload=payload)), transports[1].average(contribution(1))
+    del numbers, payload
+    for each in pending:
+        each.wait()
+    del pending, each
+    for outer_step in (1, 2, 3):
+        check_round(transports, outer_step)
+    gc.collect()
+    assert freed() is None
+    assert link.pace.bits_per_s == math.inf
 
 
 def compressed(content: bytes, **options: Any) -> bytes:

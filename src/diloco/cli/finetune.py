@@ -72,34 +72,34 @@ def run(arguments: Sequence[str]) -> int:
             f"there is no folder {str(folder)!r} with a transformers model. A model of the Hugging Face hub is given "
             "as --model hf:NAME --tokenizer hf:NAME instead."
         )
+    typed = ["finetune", *arguments]
+    if "checkpoint.resume" in line.values:
+        return run_line(line, typed)
     notes: list[str] = []
-    if "checkpoint.resume" not in line.values:
-        line = with_torchrun(line)
-        asked = compose(line)
-        if "train.steps" not in line.values:
-            from diloco.data import build_chat_corpus
+    line = with_torchrun(line)
+    asked = compose(line)
+    if "train.steps" not in line.values:
+        from diloco.data import build_chat_corpus
 
-            length = asked.train.sequence_length
-            rows = len(build_chat_corpus(asked.data, length).train) // length
-            sequences = asked.train.batch_size * asked.network.replicas
-            steps = line.values["train.steps"] = max(1, math.ceil(epochs * rows / sequences))
-            inner_steps = compose(line).sync.inner_steps
-            # whole windows, so that the last round follows the last step
-            steps = math.ceil(steps / inner_steps) * inner_steps
-            line.values.update({"train.steps": steps, "sync.inner_steps": inner_steps})
-            asked = compose(line)
-            if steps < FEW_STEPS:
-                notes.append(
-                    f"{rows} rows, {sequences} per step and read {epochs:g} times, give only {steps} steps. For more "
-                    "steps, use a smaller --batch-size, shorter rows (--sequence-length) or more --epochs."
-                )
-        if asked.sync.outer == "sgd" and "sync.outer" not in line.values:
+        length = asked.train.sequence_length
+        rows = len(build_chat_corpus(asked.data, length).train) // length
+        sequences = asked.train.batch_size * asked.network.replicas
+        steps = line.values["train.steps"] = max(1, math.ceil(epochs * rows / sequences))
+        inner_steps = compose(line).sync.inner_steps
+        steps = math.ceil(steps / inner_steps) * inner_steps  # so that the last round follows the last step
+        line.values.update({"train.steps": steps, "sync.inner_steps": inner_steps})
+        asked = compose(line)
+        if steps < FEW_STEPS:
             notes.append(
-                f"The run has only {asked.train.steps // asked.sync.inner_steps} rounds, so the outer optimizer has no "
-                "momentum and a learning rate of 1: after each round the replicas continue from the mean of their "
-                "parameters."
+                f"{rows} rows, {sequences} per step and read {epochs:g} times, give only {steps} steps. For more "
+                "steps, use a smaller --batch-size, shorter rows (--sequence-length) or more --epochs."
             )
-    return run_line(line, ["finetune", *arguments], notes=notes)
+    if asked.sync.outer == "sgd" and "sync.outer" not in line.values:
+        notes.append(
+            f"The run has only {asked.train.steps // asked.sync.inner_steps} rounds, so the outer optimizer has no "
+            "momentum and a learning rate of 1: each round ends in the mean of the replicas' parameters."
+        )
+    return run_line(line, typed, notes=notes)
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[CommandLine, float]:
@@ -133,11 +133,10 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[CommandLine, float]:
             f"{folder} is a settings file, but diloco finetune needs the folder of a model. For settings, use "
             f"`{command_text('train', folder)}`."
         )
-    missing = "a model" if folder is None and "model.source" not in values else "conversations"
-    if missing == "a model" or "data.paths" not in values:
+    if "data.paths" not in values or (folder is None and "model.source" not in values):
         raise ConfigurationError(
-            f"diloco finetune needs {missing}: diloco finetune FOLDER --data chat.jsonl, where FOLDER holds a "
-            "transformers model."
+            "diloco finetune needs a model and conversations: diloco finetune FOLDER --data chat.jsonl, where FOLDER "
+            "holds a transformers model."
         )
     values = {"preset": "finetune"} | ({} if folder is None else {"model.source": f"hf:{folder}"}) | values
     return dataclasses.replace(typed, values=values | ({"model.lora_rank": 0} if full else {})), epochs

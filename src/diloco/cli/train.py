@@ -5,36 +5,33 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.checkpoint import lock_folder
+from diloco.checkpoint import LOCK_FILE, lock_folder, write_whole
 from diloco.cli import DONE, FAILED, INTERRUPTED
-from diloco.cli.run_folder import (
-    claimed_folder,
-    clear_folder,
-    continue_record,
-    folder_of_rank,
-    has_other_files,
-    not_empty_error,
-)
 from diloco.config import (
     CONFIG_FILE,
     CommandLine,
     Configuration,
     RunPlan,
+    command_text,
     join_command,
     parse_arguments,
     plan_run,
     read_toml,
     resume_command,
 )
+from diloco.errors import ConfigurationError
 from diloco.events import Event, RoundVoid
 from diloco.plugins import is_own
-from diloco.train import POSITION, Role, TrainSettings, read_torchrun, role_of
+from diloco.private_files import make_private_folder
+from diloco.train import POSITION, Role, read_torchrun, role_of
 
 if TYPE_CHECKING:
     from diloco.monitor import Sinks
@@ -87,14 +84,14 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
         if torchrun is not None or launched or folder is None:  # the launcher of this process prints how to resume
             return code
     else:
-        with claimed_folder(plan) as (folder, lock):
+        with _claimed_folder(plan) as (folder, lock):
             if role.kind == "peer":
                 return _train_peer(plan, folder)
             if role.kind == "launcher":
                 code = _launch_ranks(plan, folder, typed, has_out="out" in line.values, lock=lock)
             else:
                 if plan.source is not None:
-                    continue_record(plan, plan.source, folder)
+                    _continue_record(plan, plan.source, folder)
                 code = _train(plan, plan.configuration, folder)
     if code == INTERRUPTED:
         _say(f"stopped; the state is saved. To resume: {resume_command(plan.configuration, folder)}")
@@ -124,7 +121,7 @@ def _train_peer(plan: RunPlan, folder: Path) -> int:
 
     settings = plan.configuration
     if plan.source is not None and (folder / CONFIG_FILE).exists():
-        continue_record(plan, plan.source, folder)
+        _continue_record(plan, plan.source, folder)
     notes, fleets = list(plan.notes), []
     join = join_command(settings, folder)
 
@@ -141,14 +138,11 @@ def _train_peer(plan: RunPlan, folder: Path) -> int:
     if code == INTERRUPTED:
         resume, others = resume_command(settings, folder), fleets[-1].left_at if fleets else ()
         if others:
-            _say(
-                "stopped; the state is saved. To resume while others train: "
-                f"{resume_command(settings, folder, others)}\n"
-                "diloco: if all have stopped, the one that stopped last resumes first, and the others join it. To "
-                f"resume: {resume}"
+            resume = (
+                f"while others train: {resume_command(settings, folder, others)}\ndiloco: if all have stopped, the one "
+                f"that stopped last resumes first, and the others join it. To resume: {resume}"
             )
-        else:
-            _say(f"stopped; the state is saved. To resume: {resume}")
+        _say(f"stopped; the state is saved. To resume{' ' if others else ': '}{resume}")
     return code
 
 
@@ -177,13 +171,18 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
     Raises:
         ConfigurationError: if another process is using the folder of the rank, or it holds files of another run.
     """
+    import torch
+
     from diloco.devices import choose_device
     from diloco.train import connect_rank, held_step
 
-    settings, folder = plan.configuration, folder_of_rank(plan, role)
+    settings, folder = plan.configuration, _folder_of_rank(plan, role)
     if quiet and not role.is_first:
         settings = dataclasses.replace(settings, monitor=dataclasses.replace(settings.monitor, console="quiet"))
-    settings = dataclasses.replace(settings, train=_on_own_device(settings.train, role))
+    if settings.train.device in ("auto", "cuda") and torch.cuda.is_available():  # its processes take turns
+        local = role.torchrun.local_rank if role.torchrun else role.local_rank
+        device = f"cuda:{local % torch.cuda.device_count()}"
+        settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, device=device))
 
     def meet(facts: Mapping[str, str], own: Path) -> TorchFleet:
         home = own.parent if role.position else own
@@ -194,31 +193,21 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
         try:
             with fleet.group.all_or_none():
                 if occupied and not fleet.joining:
-                    raise not_empty_error(folder)
+                    raise _not_empty(folder)
         except BaseException:
             fleet.close()
             raise
         return fleet
 
     with lock_folder(folder):
-        occupied = plan.source is None and has_other_files(folder)
+        occupied = plan.source is None and bool(_files(folder, of_rank=True))
         if plan.source is not None and (folder / CONFIG_FILE).exists():
-            continue_record(plan, folder, folder)
+            _continue_record(plan, folder, folder)
         try:
             return _train(plan, settings, folder, plan.notes if role.is_first else (), meet, role)
         finally:
             if not occupied and not (folder / CONFIG_FILE).exists():
-                clear_folder(folder, of_rank=True)
-
-
-def _on_own_device(settings: TrainSettings, role: Role) -> TrainSettings:
-    """Assign the CUDA devices of this machine to its processes in turn."""
-    import torch
-
-    if settings.device not in ("auto", "cuda") or not torch.cuda.is_available():
-        return settings
-    local = role.torchrun.local_rank if role.torchrun else role.local_rank
-    return dataclasses.replace(settings, device=f"cuda:{local % torch.cuda.device_count()}")
+                _clear(folder, of_rank=True)
 
 
 class _Watched:
@@ -276,3 +265,102 @@ def _train(
         )
     interrupted = summary["interrupted"] and not (role is None and summary["interrupted"] == OVER)
     return INTERRUPTED if interrupted else FAILED if in_vain else DONE
+
+
+@contextmanager
+def _claimed_folder(plan: RunPlan) -> Iterator[tuple[Path, int]]:
+    """Create and lock the folder of a single-process run, of a peer, or of all processes that a launcher starts.
+
+    The folder of a new run that did not start is cleared and removed, so that the next attempt can use it.
+
+    Yields:
+        The folder and its lock.
+
+    Raises:
+        ConfigurationError: if another run is using the folder, or the folder given as --out is not empty.
+    """
+    source = plan.source
+    folder = plan.configuration.out or source or _claim_numbered(plan)
+    resumes = source is not None and folder.resolve() == source.resolve()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigurationError(f"--out {folder} is not a folder. Choose another --out.")
+    with lock_folder(folder) as lock:
+        if not resumes and _files(folder, of_rank=False):
+            raise _not_empty(folder)
+        try:
+            yield folder, lock
+        finally:
+            if source is None and not (folder / CONFIG_FILE).exists():
+                _clear(folder, of_rank=False)
+
+
+def _folder_of_rank(plan: RunPlan, role: Role) -> Path:
+    """Return the run's folder for rank 0, or a folder inside it for any other rank, without creating it.
+
+    Raises:
+        ConfigurationError: if the ranks have no way to agree on a common folder.
+    """
+    from diloco.transport import share_text
+
+    settings, torchrun = plan.configuration, role.torchrun
+    base = settings.out or plan.source
+    if base is None and torchrun is not None and role.rendezvous is None:
+        claimed = str(_claim_numbered(plan)) if role.is_first else None
+        timeout_s = settings.network.start_timeout_s
+        base = Path(share_text(torchrun.master, claimed, timeout_s, f"folder (attempt {torchrun.attempt})"))
+    if base is None:
+        raise ConfigurationError(
+            f"--replica {role.replica} needs --out, with the same folder for all replicas, such as --out runs/my-run."
+        )
+    home = base / f"replica-{role.replica}" if role.replica else base
+    return home / f"rank-{role.position}" if role.position else home
+
+
+def _clear(folder: Path, *, of_rank: bool) -> None:
+    """Remove the files of a run that never started, so that the next attempt finds the folder empty."""
+    for entry in _files(folder, of_rank=of_rank):
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink()
+
+
+def _files(folder: Path, *, of_rank: bool) -> list[Path]:
+    """Return what is in the folder except its lock and, in the folder of a rank, the folders of other ranks."""
+    others = ("replica-", "rank-") if of_rank else ()
+    entries = (entry for entry in folder.iterdir() if entry.name != LOCK_FILE)
+    return [entry for entry in entries if not (entry.is_dir() and entry.name.startswith(others))]
+
+
+def _not_empty(folder: Path) -> ConfigurationError:
+    resume = command_text("train", flags={"--resume": folder})
+    return ConfigurationError(
+        f"--out {folder} is not empty. To continue the run there, use `{resume}`; or choose another --out."
+    )
+
+
+def _claim_numbered(plan: RunPlan) -> Path:
+    """Create and return ``runs/NAME`` or ``runs/NAME-N`` with the lowest free N; concurrent runs never share one."""
+    settings = plan.configuration
+    folder = first = Path("runs") / (settings.network.run or f"{settings.algorithm}-{settings.model_label}")
+    try:
+        make_private_folder(first.parent)
+        for number in count(2):
+            with suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+                break
+            folder = first.with_name(f"{first.name}-{number}")
+    except OSError as error:
+        raise ConfigurationError(
+            f"{folder} can't be created: {error.strerror}. Choose another place as --out."
+        ) from error
+    return folder
+
+
+def _continue_record(plan: RunPlan, source: Path, folder: Path) -> None:
+    """Rewrite ``config.toml`` when a run resumes with changes or in a folder other than ``source``."""
+    from diloco.data import load_tokenizer
+
+    if folder != source:
+        load_tokenizer(source).save(folder)
+    write_whole(folder / CONFIG_FILE, plan.record)

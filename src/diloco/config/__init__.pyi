@@ -1,6 +1,5 @@
 from .configuration import Configuration as Configuration
 from .configuration import compose as compose
-from .configuration import load_configuration as load_configuration
 from .configuration import parse_arguments as parse_arguments
 from .flags import CommandLine as CommandLine
 from .flags import command_text as command_text

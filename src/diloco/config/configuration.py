@@ -39,7 +39,7 @@ class Configuration(RunSettings):
     """The settings of a run, its preset, and the settings of its monitoring."""
 
     preset: str = DEFAULT_PRESET
-    """Preset of model and training; `diloco presets` lists all. finetune: that of `diloco finetune`."""
+    """Preset of model and training; `diloco presets` lists all."""
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
 
     @property
@@ -54,23 +54,15 @@ class Configuration(RunSettings):
             object.__setattr__(self, "preset", get_preset(self.preset).name)
 
 
-def load_configuration(arguments: Sequence[str]) -> Configuration:
-    """Return the configuration for the arguments of `diloco train`, before derived values are resolved.
+def parse_arguments(arguments: Sequence[str]) -> CommandLine:
+    """Parse the arguments of `diloco train`, an optional TOML file and flags in any order, without applying defaults.
 
-    Args:
-        arguments: an optional TOML file and flags, in any order.
+    >>> compose(parse_arguments(["--replicas", "2", "--inner-steps", "25"])).sync.inner_steps
+    25
 
     Raises:
-        ConfigurationError: for an unknown flag, key or preset, or a value of the wrong type or out of range.
-
-    >>> load_configuration(["--replicas", "2", "--inner-steps", "25"]).sync.inner_steps
-    25
+        ConfigurationError: for an unknown flag, or a value of the wrong type.
     """
-    return compose(parse_arguments(arguments))
-
-
-def parse_arguments(arguments: Sequence[str]) -> CommandLine:
-    """Parse the arguments of `diloco train` without applying defaults."""
     shown = flatten(Configuration()) | preset_values(DEFAULT_PRESET)
     return parse_flags(Configuration, "train", DESCRIPTION, arguments, shown=shown)
 
@@ -83,7 +75,8 @@ def compose(line: CommandLine) -> Configuration:
     and names no preset or model uses the model of the checkpoint.
 
     Raises:
-        ConfigurationError: as in `load_configuration`, and for a size of the native decoder together with a source.
+        ConfigurationError: for an unknown key or preset, a value of the wrong type or out of range, or a size of the
+            native decoder together with a source.
     """
     swallowed = [path for path in line.values.get("data.paths", ()) if path.suffix == ".toml"]
     if line.file is None and swallowed:

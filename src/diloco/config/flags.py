@@ -76,12 +76,8 @@ def parse_flags(
     own, known = keys_of(CommandLine), keys_of(settings_type)
     if words := _help_words(arguments):
         everything = not {"-h", "--help"} & {*words}
-        names = (
-            list(known)
-            if everything
-            else common or [name for name, key in known.items() if key.aliases or not key.section]
-        )
-        keys = [own["file"], *(known[name] for name in names), own["print_config"]]
+        usual = common or [name for name, key in known.items() if key.aliases or not key.section]
+        keys = [own["file"], *(known[name] for name in (known if everything else usual)), own["print_config"]]
         keys += [] if everything else [own["help_all"]]
         words = ["--help"] if "--help-all" in words else words
         _show_help(keys, command, description, words, shown, metavars, helps, in_sections=everything)
@@ -197,15 +193,13 @@ def _value(key: Key, flag: str, texts: list[str], following: Iterable[str]) -> A
 
 def _toml_value(flag: str, word: str) -> Any:
     """Return the value of a table or of one of its entries: a value of TOML, or else a text."""
-    try:
-        values = parse_tables(f"value = {word}", f"{flag} {word}")
-        return freeze(values["value"]) if len(values) == 1 else word
-    except msgspec.ValidationError:
-        return word  # such as a date
-    except ConfigurationError as error:
-        if word[:1] in ("[", "{"):
-            raise ConfigurationError(f"{error} A text that begins so has quotes.") from None
-        return word
+    with contextlib.suppress(msgspec.ValidationError, ConfigurationError):  # a date, or no TOML
+        values = parse_tables(f"value = {word}", flag)
+        if len(values) == 1:
+            return freeze(values["value"])
+    if word.startswith(("[", "{")):
+        raise ConfigurationError(f"{flag} {word} is not valid TOML. A text that begins so has quotes.")
+    return word
 
 
 def _negation(flag: str) -> str:
@@ -231,13 +225,11 @@ def _show_help(
         inside = in_sections and key.section
         target = sections.setdefault(key.section, {}) if inside else fields
         text, default = helps.get(key.name, key.help), shown.get(key.name)
-        silent = (
-            default in (None, (), {}, "", MISSING) or "efault:" in text or (default is False and not key.is_negatable)
-        )
-        short = [alias for alias in key.aliases if alias.startswith("--")]
+        silent = default in (None, (), {}, "", MISSING) or "efault:" in text
+        silent = silent or (default is False and not key.is_negatable)
         about = arg(
-            name=short[0].removeprefix("--") if short and not inside else None,
-            aliases=key.aliases if inside or not short else None,
+            name=key.short.removeprefix("--") if key.short and not inside else None,
+            aliases=key.aliases if inside or not key.short else None,
             help=text,
             help_behavior_hint=None if key.default is MISSING else "" if silent else f"(default: {_show(default)})",
             metavar=None if key.is_switch else metavars.get(key.name, _metavar(key)),
@@ -255,14 +247,12 @@ def _show_help(
 
 
 def _show(value: Any) -> str:
-    """Return a default as it would be typed. Text is quoted only if surrounding spaces would be lost otherwise."""
+    """Return a default as it would be typed."""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, Mapping):
-        return in_toml(value)
     if isinstance(value, tuple):
         return " ".join(map(_show, value))
-    return repr(value) if isinstance(value, str) and value != value.strip() else str(value)
+    return in_toml(value) if isinstance(value, Mapping) else str(value)
 
 
 def _metavar(key: Key) -> str:

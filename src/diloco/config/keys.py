@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import operator
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -39,7 +39,10 @@ class Key:
     aliases: tuple[str, ...]  # short flags in addition to ``--train.steps``
     metavar: str | None  # what the help shows for a value, instead of its type
     is_positional: bool
+    is_switch: bool  # its flag takes no value
     is_negatable: bool  # a switch with a second flag ``--no-...``
+    is_list: bool  # its flag takes several words
+    is_table: bool  # a table of TOML, whose entries have dotted names of their own
 
     @property
     def section(self) -> str:
@@ -57,38 +60,23 @@ class Key:
         return f"--{self.name.replace('_', '-')}"
 
     @property
+    def short(self) -> str | None:
+        """``"--batch-size"`` also for ``train.batch_size``; None if it has no flag without its section."""
+        return next((alias for alias in self.aliases if alias.startswith("--")), None)
+
+    @property
     def help(self) -> str:
         """The docstring of the field, on one line."""
         return _docstrings(self.owner)[self.leaf]
 
-    @property
-    def is_switch(self) -> bool:
-        """Whether its flag takes no value."""
-        return self.annotation is bool
 
-    @property
-    def is_list(self) -> bool:
-        """Whether its flag takes several words."""
-        return get_origin(self.annotation) is tuple
-
-    @property
-    def is_table(self) -> bool:
-        """Whether it is a table of TOML, whose entries have dotted names of their own."""
-        return get_origin(self.annotation) is Mapping
-
-
-def keys_of(settings_type: Any) -> dict[str, Key]:
+def _keys(settings_type: Any) -> dict[str, Key]:
     """Return all keys of a settings dataclass by name: top-level keys first, then section by section.
 
     >>> from diloco.train.settings import RunSettings
     >>> keys_of(RunSettings)["train.stop_after"].aliases
     ('--stop-after',)
     """
-    return _collect(settings_type)
-
-
-@functools.cache
-def _collect(settings_type: Any) -> dict[str, Key]:
     top: dict[str, Key] = {}
     nested: dict[str, Key] = {}
     hints = get_type_hints(settings_type, include_extras=True)
@@ -101,9 +89,8 @@ def _collect(settings_type: Any) -> dict[str, Key]:
         if _HIDDEN in marks:
             continue
         if dataclasses.is_dataclass(annotation):
-            for key in keys_of(annotation).values():
-                name = f"{field.name}.{key.name}"
-                nested[name] = dataclasses.replace(key, name=name)
+            keys = {f"{field.name}.{name}": key for name, key in keys_of(annotation).items()}
+            nested |= {name: dataclasses.replace(key, name=name) for name, key in keys.items()}
             continue
         factory, kind = field.default_factory, annotation
         while get_origin(kind) in (Union, types.UnionType, tuple):
@@ -117,9 +104,15 @@ def _collect(settings_type: Any) -> dict[str, Key]:
             aliases=tuple(alias for mark in marks for alias in getattr(mark, "aliases", None) or ()),
             metavar=next((mark.metavar for mark in marks if getattr(mark, "metavar", None)), None),
             is_positional=POSITIONAL in marks,
+            is_switch=annotation is bool,
             is_negatable=annotation is bool and _SINGLE not in marks,
+            is_list=get_origin(annotation) is tuple,
+            is_table=get_origin(annotation) is Mapping,
         )
     return {**top, **nested}
+
+
+keys_of: Callable[[Any], dict[str, Key]] = functools.cache(_keys)
 
 
 @functools.cache
@@ -135,10 +128,12 @@ def _docstrings(owner: type) -> dict[str, str]:
 
 def flatten(settings: Any) -> Values:
     """Return every key of a settings dataclass with its value; durations and rates are such that they print a unit."""
-    values = {name: operator.attrgetter(name)(settings) for name in keys_of(type(settings))}
+    values: Values = {}
     for name, key in keys_of(type(settings)).items():
-        if key.kind in (Duration, Rate) and values[name] is not None:
-            values[name] = tuple(map(key.kind, values[name])) if key.is_list else key.kind(values[name])
+        value = operator.attrgetter(name)(settings)
+        if key.kind in (Duration, Rate) and value is not None:
+            value = tuple(map(key.kind, value)) if key.is_list else key.kind(value)
+        values[name] = value
     return values
 
 
@@ -149,22 +144,19 @@ def build(settings_type: type[T], values: Mapping[str, Any]) -> T:
         ConfigurationError: for an unknown key, and from the settings' own checks.
     """
 
-    def nested(kind: Any, values: Mapping[str, Any], prefix: str) -> Any:
-        hints = get_type_hints(kind)
-        arguments: dict[str, Any] = {}
-        for name, value in values.items():
-            field, _, rest = name.partition(".")
-            if field not in hints or bool(rest) != dataclasses.is_dataclass(hints[field]):
-                hint = nearest_key(f"{prefix}{name}", keys_of(settings_type))
-                raise ConfigurationError(f"there is no setting '{prefix}{name}'; {hint}")
-            if rest:
-                arguments.setdefault(field, {})[rest] = value
-            else:
-                arguments[field] = value
-        sections = {name: hints[name] for name in arguments if dataclasses.is_dataclass(hints[name])}
-        return kind(**arguments | {name: nested(each, arguments[name], f"{name}.") for name, each in sections.items()})
-
-    return nested(settings_type, values, "")  # type: ignore[no-any-return]  # of the class that it gets
+    known = keys_of(settings_type)
+    arguments: dict[str, Any] = {}
+    sections: dict[str, Values] = {}
+    for name, value in values.items():
+        if name not in known:
+            raise ConfigurationError(f"there is no setting {name!r}; {nearest_key(name, known)}")
+        section, _, leaf = name.partition(".")
+        if leaf:
+            sections.setdefault(section, {})[leaf] = value
+        else:
+            arguments[name] = value
+    hints = get_type_hints(settings_type)
+    return settings_type(**arguments, **{name: build(hints[name], values) for name, values in sections.items()})
 
 
 def merge(below: Any, above: Any) -> Any:

@@ -36,7 +36,7 @@ def preset_values(name: str, asked: Mapping[str, Any] = {}) -> Values:
     """
     preset = None if name == FINETUNE else get_preset(name)
     name = name if preset is None else preset.name
-    tables = read_tables(Path(__file__).with_name("presets.toml"), "the presets")
+    tables = read_tables(Path(__file__).with_name("presets.toml"))
     values: Values = {"preset": name} | typed_values(tables[name], RunSettings, name)
     if preset is None:
         return values | _finetune_values(asked)

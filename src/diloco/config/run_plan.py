@@ -71,26 +71,21 @@ def plan_run(line: CommandLine) -> RunPlan:
             f"settings from its own folder. Use `{command_text('train', flags={'--resume': asked.checkpoint.resume})}`."
         )
     resolved = _resolved(asked)
-    record = _record(resolved, flatten(asked))
-    return RunPlan(configuration=resolved, record=record, source=None, notes=notes(resolved))
+    return RunPlan(configuration=resolved, record=_record(resolved, asked), source=None, notes=notes(resolved))
 
 
 def _limits(settings: Configuration) -> dict[str, int | None]:
-    """Return the layers and the longest sequence of the model, as `resolve` takes them.
-
-    A model from a source is built for this, without its parameters.
-    """
+    """Return the layers and the longest sequence of the model, as `resolve` takes them."""
     if settings.model.source is None:
         model = settings.model.decoder
         return {"num_layers": model.layers, "max_sequence_length": model.max_sequence_length}
     from diloco.train import outline
 
-    built = outline(settings, 1024)  # any vocabulary size will do: layers and positions don't depend on it
+    built = outline(settings, 1024)  # without parameters; layers and positions don't depend on the vocabulary
     return {"num_layers": built.num_layers, "max_sequence_length": built.max_sequence_length}
 
 
 def _resolved(asked: Configuration) -> Configuration:
-    """Return ``asked`` resolved for its model."""
     resolved = resolve(asked, **_limits(asked))
     if resolved.sync.arguments or any(is_own(operator.attrgetter(key)(resolved)) for key in _CODE_KEYS):
         from diloco.train import check_own_code
@@ -127,16 +122,13 @@ def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
         raise ConfigurationError(f"--steps {after} is too few for a run planned for {before}: give {before} or more.")
     stretched = (
         f"train.steps changes from {before} to {after}: the learning-rate schedule now extends over {after} steps, and "
-        f"the result differs from that of a run with {after} steps from the start.",
+        f"the result differs from that of a run with {after} steps from the start."
     )
     # The checkpoint holds the parameters that the run started from; only the record keeps their name.
     resolved = _resolved(build(Configuration, wanted | {"train.init_from": None}))
-    return RunPlan(
-        configuration=resolved,
-        record=_record(build(Configuration, flatten(resolved) | {"train.init_from": saved["train.init_from"]})),
-        source=source,
-        notes=(stretched if after > before else ()) + notes(resolved),
-    )
+    record = _record(build(Configuration, flatten(resolved) | {"train.init_from": saved["train.init_from"]}))
+    told = (*([stretched] if after > before else []), *notes(resolved))
+    return RunPlan(configuration=resolved, record=record, source=source, notes=told)
 
 
 def read_record(path: Path) -> Configuration:
@@ -170,11 +162,10 @@ def _run_folder(resume: Path) -> tuple[Path, Path]:
     )
 
 
-def _record(configuration: Configuration, given: Mapping[str, Any] = {}) -> str:
+def _record(configuration: Configuration, asked: Configuration | None = None) -> str:
     """Return the text of ``config.toml``, with which `diloco train config.toml` repeats the run."""
-    keys = keys_of(Configuration)
-    left_out = {name: keys[name].default for name in (*_PROCESS_KEYS, *_PER_CALL_KEYS)}
-    values = flatten(configuration) | left_out
+    left_out = {name: keys_of(Configuration)[name].default for name in (*_PROCESS_KEYS, *_PER_CALL_KEYS)}
+    values, given = flatten(configuration) | left_out, {} if asked is None else flatten(asked)
     text = to_toml(build(Configuration, values), beneath=preset_values(configuration.preset, values), given=given)
     return f"# Settings as resolved by diloco {__version__}; `diloco train config.toml` repeats this run.\n\n{text}"
 
@@ -224,13 +215,10 @@ def resume_command(configuration: Configuration, folder: Path, join: Sequence[st
 
 
 def join_command(configuration: Configuration, folder: Path) -> str:
-    """Return the command with which other peers join the swarm of ``configuration``, without --join and an address.
+    """Return the command with which other peers join a swarm with these resolved settings, without --join ADDRESS.
 
     It sets the keys in which the run differs from what the other flags give, except those in `_PRIVATE`. Settings that
     no flags express are read from the record in ``folder``.
-
-    Args:
-        configuration: the resolved settings.
     """
     goal = flatten(configuration)
     private = {name for name in goal if {name, name.partition(".")[0]} & {*_PRIVATE}}
@@ -256,13 +244,8 @@ def join_command(configuration: Configuration, folder: Path) -> str:
 
 def _flags(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values by flag: the short one where there is one, except for switches, whose negation has none."""
-    keys = keys_of(Configuration)
-
-    def flag(name: str) -> str:
-        short = [alias for alias in keys[name].aliases if alias.startswith("--")]
-        return short[0] if short and not keys[name].is_switch else keys[name].flag
-
-    return {flag(name): value for name, value in values.items()}
+    keys = {name: keys_of(Configuration)[name] for name in values}
+    return {key.flag if key.is_switch else key.short or key.flag: values[name] for name, key in keys.items()}
 
 
 def _from_here(value: Any) -> Any:

@@ -28,14 +28,11 @@ def read_toml(path: Path, settings_type: type) -> Values:
     Raises:
         ConfigurationError: if the file can't be read or is not TOML, a key is unknown, or a value has the wrong type.
     """
-    return typed_values(read_tables(path, "the configuration file"), settings_type, str(path))
+    return typed_values(read_tables(path), settings_type, str(path))
 
 
-def read_tables(path: Path, called: str) -> dict[str, Any]:
+def read_tables(path: Path) -> dict[str, Any]:
     """Return the contents of a TOML file without conversion.
-
-    Args:
-        called: what error messages call the file.
 
     Raises:
         ConfigurationError: if the file can't be read or is not TOML.
@@ -43,9 +40,9 @@ def read_tables(path: Path, called: str) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8-sig")  # editors of Windows write a byte order mark
     except OSError as error:
-        raise ConfigurationError(f"{called} {path} cannot be read: {error.strerror}.") from error
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
-        raise ConfigurationError(f"{called} {path} cannot be read: {error}. Convert it to UTF-8.") from error
+        raise ConfigurationError(f"{path} cannot be read: {error}. Convert it to UTF-8.") from error
     return parse_tables(text, str(path))
 
 
@@ -80,22 +77,31 @@ def typed_values(tables: Mapping[str, Any], settings_type: type, where: str) -> 
         for word, value in table.items():
             name = f"{prefix}{word}"
             if name in known:
-                values[name] = convert(known[name], value, f"{where}: {name} = {_show(value)}")
+                values[name] = convert(known[name], value, f"{where}: {name} = {in_toml(value)}")
             elif name in sections and isinstance(value, dict):
                 read(value, f"{name}.")
             elif name in sections:
-                raise ConfigurationError(
-                    f"{where}: {name} = {_show(value)} is not valid; {name} is a section, written [{name}]."
-                )
+                shown = f"{name} = {in_toml(value)}"
+                raise ConfigurationError(f"{where}: {shown} is not valid; {name} is a section, written [{name}].")
             else:
-                old = [name, *(f"{name}.{leaf}" for leaf in (value if isinstance(value, dict) else ()))]
-                for each in old:
-                    if hint := replacement(each):
-                        raise OldKeyError(f"{where}: key {each!r}; {hint}")
+                for old in (name, *(f"{name}.{leaf}" for leaf in (value if isinstance(value, dict) else ()))):
+                    if hint := replacement(old):
+                        raise OldKeyError(f"{where}: key {old!r}; {hint}")
                 raise ConfigurationError(f"{where}: unknown key {name!r}; {nearest_key(name, known)}")
 
     read(tables, "")
     return values
+
+
+_EXPECTED = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    Path: "a path in quotes",
+    Duration: DURATION.expected,
+    Rate: RATE.expected,
+}
 
 
 def convert(key: Key, value: Any, what: str, *, typed: bool = False) -> Any:
@@ -116,21 +122,25 @@ def convert(key: Key, value: Any, what: str, *, typed: bool = False) -> Any:
             raise msgspec.ValidationError("a value that is not empty")
         return freeze(msgspec.convert(value, key.annotation, strict=is_text or not typed, dec_hook=_decode))
     except msgspec.ValidationError as error:
-        words = str(error).partition(" - at ")[0]
-        works = _expected(key) if words.startswith(("Expected", "Invalid", "unit")) else words
+        works = str(error).partition(" - at ")[0]
+        if works.startswith(("Expected", "Invalid")):
+            choices = ", ".join(get_args(key.kind)) if get_origin(key.kind) is Literal else ""
+            works = f"one of {choices}" if choices else _EXPECTED.get(key.kind, "a table")
+            works = f"a list, each item {works}" if key.is_list else works
         raise ConfigurationError(f"{what} is not valid; expected {works}.") from None
 
 
 def _decode(kind: type, value: Any) -> Any:
     """Convert a value of TOML to a type that msgspec does not know."""
-    if kind is Path and isinstance(value, str):
-        if "\0" in value:
-            raise msgspec.ValidationError("a path without null characters")
+    if kind is Path:
+        if not isinstance(value, str) or "\0" in value:
+            raise msgspec.ValidationError("a path in quotes, without null characters")
         return Path(value)
+    quantity = DURATION if kind is Duration else RATE
     try:
-        return kind(parse(str(value), "", DURATION if kind is Duration else RATE))
+        return kind(parse(str(value), "", quantity))
     except ConfigurationError:
-        raise msgspec.ValidationError("unit") from None
+        raise msgspec.ValidationError(quantity.expected) from None
 
 
 def freeze(value: Any) -> Any:
@@ -142,32 +152,6 @@ def freeze(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str | Path):
         return value
     raise msgspec.ValidationError("true or false, a number, a string, a list or a table")
-
-
-_WORDS = {
-    bool: ("true or false", "true or false"),
-    int: ("a whole number", "whole numbers"),
-    float: ("a number", "numbers"),
-    str: ("a string", "strings"),
-    Path: ("a path in quotes", "paths in quotes"),
-    Duration: ("a number with a unit, such as '15s'", "numbers with a unit, such as '15s'"),
-    Rate: ("a number with a unit, such as '100Mbit'", "numbers with a unit, such as '100Mbit'"),
-}
-
-
-def _expected(key: Key) -> str:
-    if key.is_list:
-        return f"a list of {_WORDS[key.kind][1]}"
-    if get_origin(key.kind) is Literal:
-        return f"one of {', '.join(get_args(key.kind))}"
-    return "a table" if key.is_table else _WORDS[key.kind][0]
-
-
-def _show(value: Any) -> str:
-    try:
-        return in_toml(value)
-    except ConfigurationError:
-        return str(value)
 
 
 def to_toml(settings: Any, *, beneath: Mapping[str, Any] = {}, given: Mapping[str, Any] = {}) -> str:
@@ -194,15 +178,11 @@ def to_toml(settings: Any, *, beneath: Mapping[str, Any] = {}, given: Mapping[st
 
 def in_toml(value: Any) -> str:
     """Return a value as it is written in a TOML file; "none" for None."""
-    if value is None:
-        return UNSET
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if type(value) in (int, float):
-        return repr(value)
-    if isinstance(value, float):  # a duration or a rate
-        return f'"{value}"'
-    if isinstance(value, str | Path):
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(in_toml, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_key(name)} = {in_toml(item)}' for name, item in value.items())}}}"
+    if isinstance(value, str | Path) or (isinstance(value, float) and type(value) is not float):  # durations and rates
         text = str(value)
         if (visible_text := text.encode("utf-8", "backslashreplace").decode()) != text:
             raise ConfigurationError(
@@ -212,14 +192,7 @@ def in_toml(value: Any) -> str:
         # A JSON string is a TOML basic string, but does not escape all that is not shown.
         quoted = json.dumps(text, ensure_ascii=False)
         return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in quoted)
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(in_toml(item) for item in value)}]"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_key(name)} = {in_toml(item)}' for name, item in value.items())}}}"
-    raise ConfigurationError(
-        f"{value!r} of type {type(value).__name__} cannot be written to a TOML file, which holds only booleans, "
-        "numbers, strings, paths, lists and tables."
-    )
+    return UNSET if value is None else str(value).lower()
 
 
 def _key(word: object) -> str:

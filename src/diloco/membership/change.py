@@ -25,13 +25,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 from diloco.membership.next_view import next_view, staying_members
 from diloco.membership.quorum import Policy, names_of
-from diloco.membership.values import Agreed, News, NextView, Report, View
+from diloco.membership.values import MOST_MEMBERS, MOST_PAIRS, MOST_ROUNDS, Agreed, News, NextView, Report, View
 
 __all__ = ["Change"]
+
+T = TypeVar("T")
 
 
 class Change:
@@ -119,18 +121,18 @@ class Change:
         mine, members = self.mine, self._members
         if mine.covers(other):  # true of most reports once all have been received
             return
-        left = mine.left | frozenset(each for each in other.left if each[0] in members)
-        joining = mine.joining | (other.joining - members)
+        left = _grown(mine.left, (each for each in other.left if each[0] in members), MOST_MEMBERS)
+        joining = _grown(mine.joining, other.joining - members, MOST_MEMBERS)
         known = members | joining
         self.mine = replace(
             mine,
-            unheard=mine.unheard | frozenset(pair for pair in other.unheard if known.issuperset(pair)),
+            unheard=_grown(mine.unheard, (each for each in other.unheard if known.issuperset(each)), MOST_PAIRS),
             behind=mine.behind | frozenset(pair for pair in other.behind if members.issuperset(pair)),
             unsteady=mine.unsteady | frozenset(pair for pair in other.unsteady if members.issuperset(pair)),
             gone=mine.gone | (other.gone & known) | frozenset(replica for replica, _ in left),
             joining=joining,
             left=left,
-            left_commits=mine.left_commits | other.left_commits,
+            left_commits=_grown(mine.left_commits, other.left_commits, MOST_ROUNDS),
         )
 
     def _advance(self, before: Report) -> bool:
@@ -189,3 +191,9 @@ class Change:
     def _ranks(self, members: Iterable[int]) -> list[int]:
         size = self._ranks_per_replica
         return [rank for member in members for rank in range(member * size, (member + 1) * size)]
+
+
+def _grown(known: frozenset[T], more: Iterable[T], most: int) -> frozenset[T]:
+    """Return both together, or ``known`` alone if that is more than a report may hold, as no honest members say."""
+    both = known.union(more)
+    return both if len(both) <= most else known

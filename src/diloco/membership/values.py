@@ -45,25 +45,25 @@ LEAST_FRAGMENT = -3
 MOST_RANK = (1 << 31) - 1
 """The greatest number of a rank or a replica."""
 
-_MOST_ROUNDS = 4096  # that one member can have committed recently: two of each fragment
-_MOST_MEMBERS, _MOST_PAIRS = 1 << 12, 1 << 16
+MOST_ROUNDS = 4096  # that one member can have committed recently: two of each fragment
+MOST_MEMBERS, MOST_PAIRS = 1 << 12, 1 << 15
 _MOST_WORDS = 500
 
 Count = Annotated[int, Meta(ge=0, le=GREATEST)]
 Rank = Annotated[int, Meta(ge=0, le=MOST_RANK)]
-Ranks = Annotated[tuple[Rank, ...], Meta(max_length=_MOST_MEMBERS)]
+Ranks = Annotated[tuple[Rank, ...], Meta(max_length=MOST_MEMBERS)]
 RoundKey = tuple[Annotated[int, Meta(ge=LEAST_FRAGMENT, le=GREATEST)], Count]
 """A round as (fragment, outer step)."""
-RoundKeys = Annotated[frozenset[RoundKey], Meta(max_length=_MOST_ROUNDS)]
-Digest = Annotated[str, Meta(max_length=256)]
+RoundKeys = Annotated[frozenset[RoundKey], Meta(max_length=MOST_ROUNDS)]
+Digest = Annotated[str, Meta(max_length=64)]  # with the bounds above, a report fits into a message of 1 MiB
 Words = Annotated[str, Meta(max_length=1 << 16)]
 """A text for users, which is made printable and cut as soon as it is part of a value."""
-Commits = Annotated[Mapping[RoundKey, Digest], Meta(max_length=_MOST_ROUNDS)]
+Commits = Annotated[Mapping[RoundKey, Digest], Meta(max_length=MOST_ROUNDS)]
 """Rounds with the digests of their averages."""
-_Replicas = Annotated[frozenset[Rank], Meta(max_length=_MOST_MEMBERS)]
-_Pairs = Annotated[frozenset[tuple[Rank, Rank]], Meta(max_length=_MOST_PAIRS)]
+_Replicas = Annotated[frozenset[Rank], Meta(max_length=MOST_MEMBERS)]
+_Pairs = Annotated[frozenset[tuple[Rank, Rank]], Meta(max_length=MOST_PAIRS)]
 _LeftAt = tuple[Rank, Count]
-_LeftCommits = Annotated[frozenset[tuple[RoundKey, Digest]], Meta(max_length=_MOST_ROUNDS)]
+_LeftCommits = Annotated[frozenset[tuple[RoundKey, Digest]], Meta(max_length=MOST_ROUNDS)]
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class NextView:
     joined: Ranks = ()  # replicas that were not members before
     void: RoundKeys = frozenset()  # rounds that are void; `carries_over` decides about undecided ones
     # members of the old view that left voluntarily, and the inner step after which each left; ascending
-    left: Annotated[tuple[_LeftAt, ...], Meta(max_length=_MOST_MEMBERS)] = ()
+    left: Annotated[tuple[_LeftAt, ...], Meta(max_length=MOST_MEMBERS)] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reason", visible(self.reason, _MOST_WORDS))
@@ -172,7 +172,7 @@ class Report:
     joining: _Replicas = frozenset()  # replicas that want to be members of the next view
     # replicas that have announced their leaving, and the inner step after which they leave; they are in ``gone`` as
     # well
-    left: Annotated[frozenset[_LeftAt], Meta(max_length=_MOST_MEMBERS)] = frozenset()
+    left: Annotated[frozenset[_LeftAt], Meta(max_length=MOST_MEMBERS)] = frozenset()
     left_commits: _LeftCommits = frozenset()  # the rounds that the leaving replicas have committed recently
     step: Count = 0  # the number of inner steps that the rank has begun to synchronise
     commits: Commits = field(default_factory=dict)  # the rounds that the rank has committed recently
@@ -260,8 +260,7 @@ def believed(report: Report, mine: Report, view: View, *, sender: int, me: int, 
         if pair in mine.unheard or may_report_on(pair[0]) or mine.joining.issuperset(pair)
     )
     left = frozenset(each for each in report.left if each in mine.left or may_report_on(each[0]))
-    fits = len(mine.left_commits | report.left_commits) <= _MOST_ROUNDS  # all of it is forwarded to all members
-    whole = fits and left and left == report.left
+    whole = left and left == report.left
     ended = mine.gone | {replica for replica, _ in left}
     return replace(
         report,

@@ -107,7 +107,7 @@ class Machine:
 
     def stop_is_agreed(self) -> bool:
         """Return whether all ranks stop: more members have asked for it than could lie, or a loss would end the run."""
-        asked = {self.rules.replica_of(rank) for rank in self.barriers.values("stop")}
+        asked = {self.rules.replica_of(rank) for rank in self.barriers.values("stop")} & {*self.views.view.members}
         if not self.policies.continue_without_lost:
             return bool(asked)
         return len(asked) >= byzantine_quorum(len(self.views.view.members))
@@ -216,8 +216,6 @@ class Machine:
         match message:
             case Beat():
                 pass
-            case Meet():
-                self._receive_meet(sender, message)
             case Welcome() | Refused():
                 if sender in self._asked and (isinstance(message, Welcome) or self._can_refuse(sender)):
                     self.answers[sender] = message, dict(self.roster.connections)
@@ -232,17 +230,19 @@ class Machine:
                     raise MessageError("the sender exceeded the hold-back limit before this rank was ready")
 
     def _receive_meet(self, sender: int, message: Meet) -> None:
-        if message.name == "stop" and self._began and message.value > self.rounds.greatest_step:
+        if message.name == "stop" and message.value > self.rounds.greatest_step:
             raise MessageError(f"no member can be past step {self.rounds.greatest_step}, got {message.value}")
         self.barriers.receive(sender, message.name, message.value)
         of_mine = self.rules.replica_of(sender) == self.rules.replica
-        if message.name == "stop" and (of_mine or (self._began and self.stop_is_agreed())):
+        if message.name == "stop" and (of_mine or self.stop_is_agreed()):
             self._stop()
 
     def _process(self, sender: int, message: Message, connection: int | None) -> None:
         """Process a message that needs a view."""
         views = self.views
         match message:
+            case Meet():
+                self._receive_meet(sender, message)
             case Speed():
                 self.speeds = {**self.speeds, self.rules.replica_of(sender): message.steps_per_s}
             case IntroduceMessage():

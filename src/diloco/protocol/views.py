@@ -49,6 +49,7 @@ class Views:
         self._roster = roster
         self._rounds = rounds
         self._outbox = outbox
+        self._leaving: set[int] = set()  # ranks that have announced that they leave this view
         self._parted: set[int] = set()  # replicas that report that they continue, or stop, without this one
         # replica -> each of its ranks that asked to join -> the ranks that it is connected to
         self._asked: dict[int, dict[int, frozenset[int]]] = {}
@@ -231,7 +232,8 @@ class Views:
         if replica == self._rules.replica:
             # and announce it, in case this rank's connections end before the other rank's message arrives
             self.leave(leaving.step)
-        else:
+        elif sender not in self._leaving:
+            self._leaving.add(sender)
             words = f"replica {replica} left after step {leaving.step}"
             left, commits = frozenset({(replica, leaving.step)}), frozenset(leaving.commits.items())
             self.end(words, left=left, left_commits=commits)
@@ -366,6 +368,7 @@ class Views:
         """Open the current view with the rounds that are carried over; ``void`` ones are not."""
         self._roster.set_members(self.view)
         self._parted.clear()
+        self._leaving.clear()
         if self.failure is None:
             self._outbox.actions.append(OpenLinks(self.view))
         self._rounds.open(self.view, carried, void)

@@ -39,7 +39,7 @@ from diloco.config import (
 from diloco.cores import usable_cores
 from diloco.errors import ConfigurationError
 from diloco.events import json_ready
-from diloco.plugins import code_digest, find, is_own, names_in, own_code
+from diloco.plugins import code_digest, find, is_own, own_code
 from diloco.train import start_process
 
 
@@ -54,10 +54,10 @@ class Run:
 
     def folder(self) -> str:
         """Return the name of its folder, with a digest of every setting, the files that they name, and this version."""
-        settings = json_ready(flatten(self.plan.configuration))
-        code = [
-            code_digest(find(key, name, object)) for key, names in self._own_code() for name in names if is_own(name)
-        ]
+        settings = flatten(self.plan.configuration)
+        own = ((key, name) for key, names in own_code(settings).items() for name in names if is_own(name))
+        code = [code_digest(find(key, name, object)) for key, name in own]
+        settings = json_ready(settings)
         about = json.dumps([diloco.__version__, settings, [*_files(settings)], code], sort_keys=True)
         return f"{self.name[:100]}-{xxhash.xxh3_64_hexdigest(about.encode())}"
 
@@ -73,23 +73,13 @@ class Run:
         """Return the arguments with which the run resumes in ``home``, or begins if there is no checkpoint of it."""
         saved = (home / "checkpoints" / "latest").exists()
         if saved and self._is_in(home):  # a folder alone does not choose whose code runs
-            return [
-                "train",
-                "--resume",
-                str(home),
-                *(w for key, names in self._own_code() for w in (f"--{key}", *names)),
-            ]
+            own = own_code(flatten(self.plan.configuration)).items()
+            return ["train", "--resume", str(home), *(word for key, names in own for word in (f"--{key}", *names))]
         if home.exists():
-            with lock_folder(home):
-                if saved:  # of somebody who continued it with other settings
-                    home.rename(f"{home}.{time.time_ns()}")
-                else:
-                    shutil.rmtree(home)
+            with lock_folder(home):  # keep it if somebody continued it with other settings
+                home.rename(f"{home}.{time.time_ns()}") if saved else shutil.rmtree(home)
         write_whole(Path(f"{home}.toml"), self.text)
         return ["train", f"{home}.toml", "--out", str(home)]
-
-    def _own_code(self) -> list[tuple[str, tuple[str, ...]]]:
-        return [(key, names_in(value)) for key, value in own_code(flatten(self.plan.configuration)).items()]
 
     def _is_in(self, home: Path) -> bool:
         """Return whether a folder was made with these settings; somebody may have continued it with others."""
@@ -102,7 +92,7 @@ def read_study(path: Path) -> list[Run]:
     Raises:
         ConfigurationError: if the file can't be read, or a key or value is not valid for a run.
     """
-    tables = read_tables(path, "the study")
+    tables = read_tables(path)
     if tables.keys() - {"base", "axes"} or not tables.get("axes"):
         raise ConfigurationError(
             f"{path} must have a table [axes], with a list of values for each key that is varied, and may have [base], "
@@ -116,6 +106,7 @@ def read_study(path: Path) -> list[Run]:
 
 
 def _run(path: Path, base: Mapping[str, Any], point: Mapping[str, Any]) -> Run:
+    """Return the run at one point of the axes."""
     varied: dict[str, Any] = {}
     for names, value in point.items():
         keys = [name.strip() for name in names.split(",")]
@@ -157,9 +148,9 @@ def _files(value: Any) -> Iterator[str]:
         for each in (place, place.rpartition(":")[0]):  # without the split of a data set or the name in a file
             pattern = glob.escape(each) if os.path.exists(each) else each
             if os.path.isabs(each) and (paths := {*glob.glob(pattern), *glob.glob(f"{pattern}/**", recursive=True)}):
-                stated = ((path, os.stat(path)) for path in sorted(paths) if os.path.isfile(path))
-                yield from (_digest(path, at.st_size, at.st_mtime_ns, at.st_ino) for path, at in stated)
-                return
+                for path in filter(os.path.isfile, sorted(paths)):
+                    at = os.stat(path)
+                    yield _digest(path, at.st_size, at.st_mtime_ns, at.st_ino)
 
 
 @cache  # by what changes with the content, since the runs of a study share their data

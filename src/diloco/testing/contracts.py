@@ -20,18 +20,14 @@ _LARGEST, _LEAST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).ti
 
 @contextmanager
 def _naming(what: str, *, always: bool = False) -> Iterator[None]:
-    """Convert every exception in a ``with`` block to a `ContractError` about ``what``.
-
-    Args:
-        always: whether a `ContractError` is to name it, too.
-    """
+    """Convert the exceptions in a ``with`` block to a `ContractError` about ``what``, always or if they are none."""
     try:
         yield
+    except ContractError as error:
+        if not always:
+            raise
+        raise ContractError(f"{what}: {error}") from error
     except Exception as error:
-        if isinstance(error, ContractError):
-            if not always:
-                raise
-            raise ContractError(f"{what}: {error}") from error
         raise ContractError(f"{what} raised {type(error).__name__}: {str(error).rstrip('.')}.") from error
 
 
@@ -47,18 +43,15 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def check_codec(make: Callable[[], Codec], *, sizes: Sequence[int] | None = None) -> None:
-    """Raise unless the codecs that ``make`` returns keep the contract of `Codec`. Takes some hundredths of a second.
+    """Raise `ContractError` unless the codecs that ``make`` returns keep the contract of `Codec`.
 
     The codec must encode equal values to equal bytes in every instance, in exactly `payload_bytes`. Every payload that
     it accepts must decode to finite values. It must accumulate exactly what it decodes, cut payloads between blocks,
-    and refuse tensors that do not fit. The quantisation error is not tested.
+    and refuse tensors that do not fit. The quantisation error is not tested. Takes some hundredths of a second.
 
     Args:
         make: Returns a new codec on each call.
         sizes: The numbers of values to test, in addition to 0 to 3. Default: around one and several blocks.
-
-    Raises:
-        ContractError: if the contract is broken. The message says how.
     """
     codec, other = make(), make()
     with _naming(f"codec {type(codec).__name__}", always=True):
@@ -108,10 +101,8 @@ def _check_payload(codec: Codec, values: Tensor, weight: float = 0.3) -> Tensor:
     for start, stop in _ranges(codec, numel):
         with _naming(f"cut({start}, {stop}) of {name}"):
             part, length = codec.cut(message, numel, start, stop), stop - start
-            expect(
-                torch.equal(part, codec.encode(values[start:stop])),
-                f"{name}: cut({start}, {stop}) differs from the payload of these values",
-            )
+            alike = torch.equal(part, codec.encode(values[start:stop]))
+            expect(alike, f"{name}: cut({start}, {stop}) differs from the payload of these values")
             codec.validate(part, length)
             alike = same_bits(codec.decode(part, length), decoded[start:stop])
             expect(alike, f"{name}: cut({start}, {stop}) decodes to different values")
@@ -181,54 +172,46 @@ def _refuses(what: str, method: Callable[..., object], *arguments: object) -> bo
 
 
 def _check_refusals(codec: Codec, numel: int) -> None:
-    ones = torch.ones(numel, dtype=torch.float32, device="cpu")
+    ones, size = torch.ones(numel, dtype=torch.float32, device="cpu"), codec.block_size
+
+    def must_refuse(what: str, method: Callable[..., object], *arguments: object) -> None:
+        expect(_refuses(what, method, *arguments), f"{what}; it must raise CodecError")
+
     with _naming(f"encode of {_described(ones)}"):
         good = codec.encode(ones)
-    for what, payload in (
-        ("a payload that is too short", good[:-1]),
-        ("a payload that is too long", torch.cat([good, good[:1]])),
-        ("no payload", good[:0]),
-        ("a payload of int8", good.view(torch.int8)),
-        ("a payload of two dimensions", good.unsqueeze(0)),
-        ("a strided payload", good.repeat_interleave(2)[::2]),
-    ):
+    for what, payload in {
+        "a payload that is too short": good[:-1],
+        "a payload that is too long": torch.cat([good, good[:1]]),
+        "no payload": good[:0],
+        "a payload of int8": good.view(torch.int8),
+        "a payload of two dimensions": good.unsqueeze(0),
+        "a strided payload": good.repeat_interleave(2)[::2],
+    }.items():
         out = torch.full_like(ones, 7.0)
-        _must_refuse(f"validate accepts {what}", codec.validate, payload, numel)
-        _must_refuse(f"cut accepts {what}", codec.cut, payload, numel, 0, numel)
-        _must_refuse(f"decode accepts {what}", codec.decode, payload, numel, out)
-        _must_refuse(f"accumulate accepts {what}", codec.accumulate, payload, out)
+        must_refuse(f"validate accepts {what}", codec.validate, payload, numel)
+        must_refuse(f"cut accepts {what}", codec.cut, payload, numel, 0, numel)
+        must_refuse(f"decode accepts {what}", codec.decode, payload, numel, out)
+        must_refuse(f"accumulate accepts {what}", codec.accumulate, payload, out)
         expect(bool((out == 7).all()), f"{what} was refused only after values had been written")
-    for what, values in (
-        ("float64 values", ones.new_zeros(3, dtype=torch.float64)),
-        ("a matrix", ones.new_zeros(2, 3)),
-        ("strided values", ones.new_zeros(6)[::2]),
-    ):
-        _must_refuse(f"encode accepts {what}", codec.encode, values)
-    for what, out in (
-        ("too long", ones.new_zeros(numel + 1)),
-        ("of float64", ones.to(torch.float64)),
-        ("strided", ones.new_zeros(2 * numel)[::2]),
-        ("on another device", ones.to("meta")),
-    ):
-        _must_refuse(f"decode writes to an `out` that is {what}", codec.decode, good, numel, out)
-    size = codec.block_size
-    bounds = [(-size, size), (size, 0), (0, numel + size), *([(1, size), (0, size - 1)] if size > 1 else [])]
-    for start, stop in bounds:
-        _must_refuse(f"cut accepts {start} to {stop}", codec.cut, good, numel, start, stop)
-
-
-def _must_refuse(what: str, method: Callable[..., object], *arguments: object) -> None:
-    expect(_refuses(what, method, *arguments), f"{what}; it must raise CodecError")
+    must_refuse("encode accepts float64 values", codec.encode, ones.new_zeros(3, dtype=torch.float64))
+    must_refuse("encode accepts a matrix", codec.encode, ones.new_zeros(2, 3))
+    must_refuse("encode accepts strided values", codec.encode, ones.new_zeros(6)[::2])
+    for what, out in {
+        "too long": ones.new_zeros(numel + 1),
+        "of float64": ones.to(torch.float64),
+        "strided": ones.new_zeros(2 * numel)[::2],
+        "on another device": ones.to("meta"),
+    }.items():
+        must_refuse(f"decode writes to an `out` that is {what}", codec.decode, good, numel, out)
+    for start, stop in ((-size, size), (size, 0), (0, numel + size), *([(1, size), (0, size - 1)] if size > 1 else [])):
+        must_refuse(f"cut accepts {start} to {stop}", codec.cut, good, numel, start, stop)
 
 
 def check_outer_optimizer(outer: OuterOptimizer) -> None:
-    """Raise unless ``outer`` keeps the contract of `OuterOptimizer`.
+    """Raise `ContractError` unless ``outer`` keeps the contract of `OuterOptimizer`.
 
     Its state must consist of a step and float32 vectors as long as the parameters, so that it can be copied, sent and
     loaded. ``update`` must change only that state and the parameters, in place, and depend on nothing else.
-
-    Raises:
-        ContractError: if the contract is broken. The message says how.
     """
     with _naming(f"outer optimizer {type(outer).__name__}", always=True):
         for method in ("init", "update"):
@@ -253,20 +236,18 @@ def check_outer_optimizer(outer: OuterOptimizer) -> None:
         expect(not torch.equal(values, start), f"the parameters have not moved in {len(means)} updates")
         for mean in means[2:]:
             outer.update(mean, resumed, other)
-        alike = torch.equal(other, values) and all(
-            torch.equal(resumed.slots[slot], state.slots[slot]) for slot in names
+        alike = [torch.equal(resumed.slots[slot], state.slots[slot]) for slot in names]
+        expect(
+            torch.equal(other, values) and all(alike),
+            "it continues differently from a copy of its state, so part of its state is elsewhere",
         )
-        expect(alike, "it continues differently from a copy of its state, so part of its state is elsewhere")
 
 
 def check_average_rule(rule: AverageRule | None) -> None:
-    """Raise unless ``rule`` keeps the contract of `AverageRule`.
+    """Raise `ContractError` unless ``rule`` keeps the contract of `AverageRule`.
 
     It must return equal bits each time, for any number and weights of contributions, of which each overwrites the one
     before.
-
-    Raises:
-        ContractError: if the contract is broken. The message says how.
     """
     sizes = [_SIZE - 7, 0, 7]
 
@@ -281,22 +262,15 @@ def check_average_rule(rule: AverageRule | None) -> None:
         expect(isinstance(elementwise, bool), f"elementwise is {elementwise!r}; it must be True or False")
         for count, scale in ((1, 1.0), (4, 1.0), (4, 0.0), (4, 1e-12)):
             found = average(count, scale)
-            shape = (tuple(found.shape), found.dtype) if isinstance(found, Tensor) else type(found).__name__
-            expect(
-                shape == ((_SIZE,), torch.float32),
-                f"combine returned {shape}, not a float32 vector as long as the values",
-            )
+            _expect_vector("combine returned", found, "values")
             expect(bool(found.isfinite().all()), f"the average of {count} contributions is not finite")
             expect(torch.equal(found, average(count, scale)), "equal contributions give different averages")
 
 
 def check_merge_rule(rule: MergeRule) -> None:
-    """Raise unless ``rule`` keeps the contract of `MergeRule`.
+    """Raise `ContractError` unless ``rule`` keeps the contract of `MergeRule`.
 
     It must change only the local parameters, and nothing if the local, global and sent parameters are equal.
-
-    Raises:
-        ContractError: if the contract is broken. The message says how.
     """
     with _naming(f"merge rule {type(rule).__name__}", always=True):
         expect(callable(getattr(rule, "merge", None)), "it has no method merge")
@@ -318,18 +292,17 @@ def check_merge_rule(rule: MergeRule) -> None:
             expect(torch.equal(local, merged[0]), "it claims to be elementwise but merges parts differently")
         local = _draw(0)
         rule.merge(local, _draw(0), _draw(0) if keeps else None)
-        close = bool((local - _draw(0)).abs().max() <= 1e-6)
-        expect(close, "parameters move although the local, global and sent ones are equal")
+        expect(
+            bool((local - _draw(0)).abs().max() <= 1e-6),
+            "parameters move although the local, global and sent ones are equal",
+        )
 
 
 def check_inner_optimizer(make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
-    """Raise unless the optimizer that ``make`` returns for a model trains it and continues from a checkpoint.
+    """Raise `ContractError` unless the optimizer that ``make`` returns trains a model and resumes from a checkpoint.
 
     It must hold every trainable parameter exactly once, reduce the loss, and give equal bits after ``load_state_dict``
     of its ``state_dict`` as without.
-
-    Raises:
-        ContractError: if the contract is broken. The message says how.
     """
     model = _model()
     optimizer = make(model)
@@ -353,10 +326,13 @@ def check_inner_optimizer(make: Callable[[nn.Module], torch.optim.Optimizer]) ->
 
 def _slots(state: OuterState) -> set[str]:
     for slot, values in state.slots.items():
-        shape = (tuple(values.shape), values.dtype) if isinstance(values, Tensor) else (type(values).__name__,)
-        fits = shape == ((_SIZE,), torch.float32)
-        expect(fits, f"slot {slot!r} is {shape}, not a float32 vector as long as the parameters")
+        _expect_vector(f"slot {slot!r} is", values, "parameters")
     return set(state.slots)
+
+
+def _expect_vector(what: str, value: object, wanted: str) -> None:
+    shape = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value).__name__
+    expect(shape == ((_SIZE,), torch.float32), f"{what} {shape}, not a float32 vector as long as the {wanted}")
 
 
 def _draw(seed: int) -> Tensor:
@@ -364,7 +340,6 @@ def _draw(seed: int) -> Tensor:
 
 
 def _model() -> nn.Module:
-    """Return a model with an embedding, hidden matrices, a norm and a head, with fixed weights."""
     with torch.device("cpu"):
         model = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.LayerNorm(8))
         model.append(nn.Linear(8, 12, bias=False)).float()

@@ -45,7 +45,14 @@ def parse_address(text: str, *, key: str = "the address") -> Address:
     host, colon, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
     bare = host.removeprefix("[").removesuffix("]")
     bracketed = host.startswith("[") and host.endswith("]")
-    if not colon or not bare or not _is_number(port) or int(port) > 65535 or (":" in bare and not bracketed):
+    if (
+        not colon
+        or not bare
+        or not bare.isprintable()
+        or not _is_number(port)
+        or int(port) > 65535
+        or (":" in bare and not bracketed)
+    ):
         raise ConfigurationError(f"{key} must be HOST:PORT, such as 10.0.0.1:29400 or [fe80::1]:29400, got {text!r}.")
     return Address(bare, int(port))
 

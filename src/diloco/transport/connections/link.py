@@ -144,13 +144,20 @@ class PeerLink:
     def close_round(self, round_tag: int) -> None:
         """Send and await nothing more of a round, which has ended here. Who waits for a message is released."""
         self._ready.pop(round_tag, None)
-        for message in self._held.pop(round_tag, ()):
-            message.sent.set_result(None)
         for tag in [tag for tag in self._incoming if tag >> _TAG_BITS == round_tag]:
             self._incoming.pop(tag).received.cancel()
+        self.stop_sending(round_tag)
+
+    def stop_sending(self, round_tag: int) -> None:
+        """Count what belongs to a round as sent, as it is not wanted any more, even if it is never acknowledged."""
+        for message in self._held.pop(round_tag, ()):
+            message.sent.set_result(None)
         cancelled = {message for message in self._in_flight if message.tag >> _TAG_BITS == round_tag}
         if not cancelled:
             return
+        self.pace.lift()
+        for stripe in self.stripes.values():
+            stripe.forget(cancelled)
         self._in_flight -= cancelled
         self._unsent = deque(message for message in self._unsent if message not in cancelled)
         self._to_resend = deque(part for part in self._to_resend if part.message not in cancelled)

@@ -22,6 +22,7 @@ _OVERFLOW = 0.05  # share of the segments that are sent again if a queue overflo
 _FADING = 0.95  # of the highest rate, per full transfer: the path may have become slower
 _SEARCH, _GROWTH, _RETREAT = 1.25, 1.05, 0.9
 """Factors of the pace after a full transfer without an overflow (at first, and later), and after one with it."""
+_LEAST_BITS_PER_S = 1e6  # a transfer that is slower than this has stood still, which says nothing about the path
 _FUTILE = 32  # full transfers without a pace after one that did not lower the loss
 
 
@@ -102,6 +103,11 @@ class Pace:
             self.bits_per_s, self._futile = math.inf, _FUTILE
         else:
             self.bits_per_s, self._growth = _RETREAT * self.bits_per_s, _GROWTH
+        self.bits_per_s = max(_LEAST_BITS_PER_S, self.bits_per_s)
+
+    def lift(self) -> None:
+        """End the pace, as a transfer was given up: too low a pace would never let one end that could raise it."""
+        self.bits_per_s = math.inf
 
 
 class UplinkMeter:

@@ -22,6 +22,7 @@ import math
 import socket
 import struct
 import sys
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -215,7 +216,8 @@ class Stripe(asyncio.BufferedProtocol):
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.transport = transport
         self._link = link
-        self._parts: dict[tuple[int, int], Part] = {}  # unacknowledged parts by tag and start
+        # unacknowledged parts by tag and start; None: of a message that is no longer to be sent
+        self._parts: dict[tuple[int, int], Part | None] = {}
         self.full = False  # whether the transport has paused writing
         self._compresses = compresses
         self._buffer = memoryview(b"")  # receive buffer
@@ -243,7 +245,7 @@ class Stripe(asyncio.BufferedProtocol):
         """Close the connection. The link sends its unacknowledged parts again over others."""
         if not self.ended.done():
             self.ended.set_result(why)
-            self._link.drop(self, list(self._parts.values()), why)
+            self._link.drop(self, list(filter(None, self._parts.values())), why)
         if self.full:
             with contextlib.suppress(AttributeError):  # raised by Python 3.11.2 for a TLS connection that has ended
                 self.transport.abort()
@@ -260,6 +262,10 @@ class Stripe(asyncio.BufferedProtocol):
         self._parts[part.message.tag, part.start] = part
         self.transport.write(b"".join((HEAD.pack(*part.head), part.body)))
         return True
+
+    def forget(self, messages: Collection[Outgoing]) -> None:
+        """Release what was sent of these messages, as the other side may never acknowledge it."""
+        self._parts |= {key: None for key, part in self._parts.items() if part and part.message in messages}
 
     def counters(self) -> TcpCounters:
         """Return the TCP counters of this connection."""
@@ -347,9 +353,10 @@ class Stripe(asyncio.BufferedProtocol):
     def _take_next(self, taken: list[bytes]) -> None:
         head, begun = Head._make(HEAD.unpack_from(self._buffer, self._begun)), self._begun + HEAD.size
         if head.kind == b"A":
-            if (part := self._parts.pop((head.tag, head.start), None)) is None:
+            if (head.tag, head.start) not in self._parts:
                 raise TransportError(f"part {head.start} of a message was acknowledged, but had not been sent")
-            self._link.acknowledge(part)
+            if part := self._parts.pop((head.tag, head.start)):
+                self._link.acknowledge(part)
         elif not head.valid:
             raise TransportError(
                 f"an invalid part of kind {head.kind!r} arrived: {head.size} bytes at {head.start} of {head.total}"

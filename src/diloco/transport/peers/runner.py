@@ -178,7 +178,10 @@ class ProtocolRunner:
                 self.links.receive(sender, topic, content)
                 return
             case events.Received(sender, Header() as header) if sender in self.links.by_rank:
-                self.links.by_rank[sender].note_ready(round_tag(header.view, header.id))
+                link, fragment, outer_step = self.links.by_rank[sender], *header.round
+                link.note_ready(round_tag(header.view, header.id))
+                # it has decided the rounds before; it need not have acknowledged the one just before yet
+                link.stop_sending(round_tag(header.view, RoundId(fragment, outer_step - 2)))
             case events.ConnectionMade(rank) if self._is_peer(rank):
                 self.links.connect(rank)
             case events.ConnectionEnded(rank):

@@ -426,13 +426,14 @@ class _Fetch:
             if self._alone and not arrival.complete:
                 arrival = _Arrival(wanted)
         bad = await asyncio.get_running_loop().run_in_executor(None, not_finite, arrival.state)
-        if arrival.digest == wanted.digest and not bad:
-            return arrival.state
-        self._alone = len(arrival.senders) > 1 and not bad
-        why = f"its {', '.join(bad)} hold NaN or infinity" if bad else f"it does not match the digest {wanted.digest}"
-        for donor in () if self._alone else holders if bad else arrival.senders or holders:
-            self._drop(donor, why)
-        return None
+        if arrival.digest != wanted.digest:  # by the fault of a sender, not of all that hold the snapshot
+            self._alone = len(arrival.senders) > 1
+            for donor in () if self._alone else arrival.senders or holders:
+                self._drop(donor, f"it does not match the digest {wanted.digest}")
+            return None
+        for donor in holders if bad else ():
+            self._drop(donor, f"its {', '.join(bad)} hold NaN or infinity")
+        return None if bad else arrival.state
 
     async def _continue(
         self, donor: int, arrival: _Arrival, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
