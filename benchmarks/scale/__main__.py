@@ -8,23 +8,24 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import table, write_below
 from diloco.algorithm import SyncSchedule, make_codec, plan_exchange
-from diloco.plan import Cluster, Exchange, Workload, simulate_cycles
+from diloco.plan import IDEAL, Exchange, Site, fragment_sizes, simulate
 from diloco.transport import Link, streams_to_each
 
 HERE = Path(__file__).parent
 MARKER = "<!-- what follows is written by python -m benchmarks.scale -->"
 
-MODELS = {
-    "1B": Workload(parameters=10**9, layers=24, step_time_s=0.1),
-    "10B": Workload(parameters=10**10, layers=48, step_time_s=0.8),
-    "100B": Workload(parameters=10**11, layers=108, step_time_s=4.9),
-    "400B": Workload(parameters=4 * 10**11, layers=126, step_time_s=26.9),
+MODELS = {  # name -> number of parameters, layers, and compute time of an inner step in seconds
+    "1B": (10**9, 24, 0.1),
+    "10B": (10**10, 48, 0.8),
+    "100B": (10**11, 108, 4.9),
+    "400B": (4 * 10**11, 126, 26.9),
 }
 REPLICAS = (2, 4, 8, 16, 32, 64, 125, 250, 500, 1000)
 FRAGMENT = 10**11 // 36
@@ -78,15 +79,15 @@ def utilization(codec: str, rate: float, inner_steps: int, overlap_steps: int, n
     """Return a row for each model and number of replicas on equal links with a round trip of 80 ms, without losses."""
     rows = []
     for name, number in itertools.product(names, REPLICAS):
-        workload = MODELS[name]
-        fragments = min(workload.default_fragments, inner_steps)
+        parameters, layers, step_s = MODELS[name]
+        fragments = min(math.ceil(layers / 3), inner_steps)
         schedule = SyncSchedule(inner_steps=inner_steps, num_fragments=fragments, overlap_steps=overlap_steps)
-        cluster = Cluster.of([Link(rate, 0.04)] * number, workload.step_time_s)
-        sizes = workload.fragment_sizes(fragments)
+        site = Site(links=(Link(rate, 0.04),) * number, step_time_s=(step_s,) * number, conditions=IDEAL)
+        sizes = fragment_sizes(parameters, layers, fragments)
         exchange = Exchange(schedule=schedule, fragment_sizes=sizes, codec=make_codec(codec))
-        run = simulate_cycles(exchange.traffic(number), cluster, cycles=4)
+        run = simulate(schedule, exchange.parcels(number), site, steps=7 * inner_steps, measure_from=3 * inner_steps)
         about = {"model": name, "codec": codec, "bandwidth_bits_per_s": rate, "inner_steps": inner_steps}
-        rows.append(about | {"replicas": number, "compute_utilization": float(run.compute_utilization)})
+        rows.append(about | {"replicas": number, "compute_utilization": run.compute_utilization})
     return rows
 
 

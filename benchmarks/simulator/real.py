@@ -13,7 +13,7 @@ from benchmarks.wan.plan import LINKS, METHODS, Work
 from benchmarks.wan.planned import congestion_control
 from benchmarks.wan.report import baseline_s, step_s
 from diloco.algorithm import MeanEncoding, SyncSchedule, make_codec
-from diloco.plan import Conditions, Exchange, Prediction, Site, Workload, predict
+from diloco.plan import Conditions, Exchange, Prediction, Site, fragment_sizes, predict
 from diloco.transport import Link
 
 __all__ = ["compare"]
@@ -71,7 +71,7 @@ def _predict(row: Mapping[str, Any], bare_s: float) -> Prediction:
     )
     exchange = Exchange(
         schedule=schedule,
-        fragment_sizes=Workload(parameters=work.values, layers=work.layers).fragment_sizes(work.num_fragments),
+        fragment_sizes=fragment_sizes(work.values, work.layers, work.num_fragments),
         codec=make_codec(options["codec"]),
         mean=MeanEncoding.of(options.get("mean_codec", "auto")),
     )

@@ -12,7 +12,7 @@ import torch
 from diloco.config import Configuration, compose, parse_arguments
 from diloco.data import build_corpus
 from diloco.model import build_model
-from diloco.plan import Cluster, Exchange, simulate
+from diloco.plan import IDEAL, Exchange, Site, simulate
 from diloco.train import (
     Fleet,
     Session,
@@ -78,6 +78,7 @@ def _predict(settings: Configuration) -> dict[str, float]:
     sizes = [fragment.numel for fragment in make_fragments(settings.sync, model)]
     codec = make_configured_codec(settings.sync)
     exchange = Exchange(schedule=make_schedule(settings), fragment_sizes=tuple(sizes), codec=codec)
-    traffic = exchange.traffic(replicas)
-    result = simulate(traffic, Cluster.of(make_links(settings), settings.emulate.step_time[0]), steps=STEPS, drain=True)
-    return {"compute_utilization": float(result.compute_utilization), "wall_s": float(result.wall_s)}
+    times_s = settings.emulate.step_time[:1] * replicas
+    site = Site(links=tuple(make_links(settings)), step_time_s=times_s, conditions=IDEAL)
+    result = simulate(exchange.schedule, exchange.parcels(replicas), site, steps=STEPS, drain=True)
+    return {"compute_utilization": result.compute_utilization, "wall_s": result.wall_s}

@@ -1,26 +1,5 @@
 """The errors that this package raises on purpose.
 
-::
-
-    DiLoCoError
-    ├── ConfigurationError            a setting or an argument that cannot work; nothing was started (exit code 2)
-    │   ├── FragmentError             the fragments do not cover the trainable parameters exactly once
-    │   └── ContractError             a codec, optimizer, rule or plugin violates its contract
-    ├── CodecError                    a payload that cannot be decoded, or values that a codec cannot encode
-    ├── NonFiniteError                NaN or infinity in a gradient, pseudo-gradient or loss; nothing was sent
-    ├── TransportError                a failure between replicas; names the round and the replicas if known
-    │   ├── RoundVoidError            the round is void for every replica of its view; no replica applied it
-    │   │   └── ViewChangedError      the round is void because the view changed before it was decided
-    │   ├── RoundTimeoutError         an average did not arrive in the time allowed
-    │   ├── DivergedError             this replica's global parameters or outer state differ from the majority's
-    │   ├── RendezvousError           the replicas did not find each other; nothing was started
-    │   │   └── RunFinishedError          the other replicas have finished the run
-    │   └── ReplicaLostError          a replica is lost, and this one can't or may not continue without it
-    ├── DataError                     text, tokens or shards that cannot be read or are too few
-    │   └── NoDataError               the named data is missing or empty; also a ConfigurationError
-    └── CheckpointError               a checkpoint that is missing, incomplete, damaged or of another kind
-        └── NoCheckpointError             the named folder does not exist; also a ConfigurationError
-
 An error message says what was given, what would work and, if that is not obvious, what happens now.
 """
 

@@ -14,18 +14,11 @@ LOGGER = logging.getLogger("diloco.waiting")
 """The logger of the reports. It warns, so that a program that has not configured logging prints them to stderr."""
 
 FIRST_REPORT_S = 2.0  # waits shorter than this are not reported
-
 _MAX_PAUSE_S = 30.0  # longest pause between two reports
 
 
 def report_wait(subject: Callable[[], str], limit_s: float, ended: Callable[[float], bool]) -> None:
-    """Report a wait until it has ended: first after 2 s, then at intervals that double up to 30 s.
-
-    Args:
-        subject: returns what the process is currently waiting for; called in the thread of this function.
-        limit_s: the time after which the wait gives up; infinity: never, or unknown.
-        ended: blocks for at most the given number of seconds, and returns whether the wait has ended.
-    """
+    """Report a wait at intervals that double, until ``ended(the longest time to block in seconds)``."""
     until = f"; gives up after {limit_s:g} s" if math.isfinite(limit_s) else ""
     waited_s, pause_s = 0.0, FIRST_REPORT_S
     while not ended(pause_s):
@@ -51,11 +44,15 @@ def log_to_stderr() -> None:
 
 @contextmanager
 def waiting_for(subject: Callable[[], str], limit_s: float = math.inf) -> Iterator[None]:
-    """Report the enclosed block as a wait, from a thread that runs `report_wait`."""
+    """Report the enclosed block as a wait from another thread: first after 2 s, then at intervals of up to 30 s.
+
+    Args:
+        subject: returns what the process is currently waiting for; called in the other thread.
+        limit_s: the time after which the wait gives up; infinity: never, or unknown.
+    """
     ended = threading.Event()
-    thread = threading.Thread(
-        target=report_wait, args=(subject, limit_s, ended.wait), name="diloco-waiting", daemon=True
-    )
+    about = subject, limit_s, ended.wait
+    thread = threading.Thread(target=report_wait, args=about, name="diloco-waiting", daemon=True)
     thread.start()
     try:
         yield

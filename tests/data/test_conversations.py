@@ -198,6 +198,7 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"question": "a"}, "has the fields 'question'. A conversation needs 'messages'"),
     ({"prompt": "a", "completion": []}, "completion must be text or a list of messages"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
+    (said({"role": "\ud800", "content": "q"}, "a"), "surrogate"),
 )
 
 
@@ -211,6 +212,12 @@ def test_what_cannot_be_followed_is_refused_by_its_line_or_left_out(
     assert rows_of(tokenizers(TEMPLATE), data, skip_bad=True) == [BOTH]
     assert "1 of 2 rows can't be used and are left out" in caplog.text
     assert "a.jsonl:2" in caplog.text
+
+
+def test_a_system_text_stands_before_a_system_message_without_one(tokenizers: Any, tmp_path: Path) -> None:
+    empty = {"role": "system", "tool_calls": [{"name": "f"}]}
+    data = write_records(tmp_path / "a.jsonl", [said(empty, "q", "a", system="brief")])
+    assert rows_of(tokenizers(TEMPLATE), data)[0].startswith("<system:brief><system:")
 
 
 UNUSED = (

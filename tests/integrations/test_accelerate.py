@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -86,14 +87,15 @@ def test_micro_batches_are_no_steps_and_skipped_steps_are_not_trained() -> None:
     loop.diloco.close()
 
 
-def test_steps_are_those_of_the_optimizer_where_a_loop_accumulates_by_itself() -> None:
-    loop = Loop(1, schedule=SyncSchedule(inner_steps=3))
-    for number in range(12):
+@pytest.mark.parametrize(("micro_batches", "overlap"), [(12, 0), (26, 3)])
+def test_steps_are_those_of_the_optimizer_where_a_loop_accumulates_by_itself(micro_batches: int, overlap: int) -> None:
+    loop = Loop(1, schedule=SyncSchedule(inner_steps=3, overlap_steps=overlap))
+    for number in range(micro_batches):
         loop.accelerator.backward(loop.model(torch.ones(1, 2)).sum())
         if number % 4 == 3:
             loop.optimizer.step()
             loop.optimizer.zero_grad()
         loop.diloco.step()
-    assert (loop.diloco.steps, loop.diloco.rounds_committed) == (3, 1)
+    assert (loop.diloco.steps, loop.diloco.rounds_committed) == (micro_batches // 4, 1)
     assert loop.diloco.figures()["diloco/rounds"] == 1
     loop.diloco.close()

@@ -17,16 +17,23 @@ from hypothesis import strategies as st
 from diloco.algorithm import Codec, Contribution, RoundId, Send, SyncSchedule, Uplink, make_codec
 from diloco.errors import ConfigurationError
 from diloco.model import get_preset
-from diloco.plan import Cluster, Exchange, Overheads, Simulated, Traffic, Workload, simulate, simulate_cycles
+from diloco.plan import IDEAL, Exchange, Parcel, Simulated, Site, fragment_sizes, simulate
 from diloco.transport import InProcessTransport, Link, Pending, VirtualNetwork
 
 FP4, FLOAT32 = make_codec("fp4"), make_codec("float32")
+TWO_CYCLES: Any = {"steps": 50, "measure_from": 30}  # of 10 steps, in the steady state
 
 
-def outer_traffic(
+def parcels_of(
     schedule: SyncSchedule, sizes: Sequence[int], codec: Codec, replicas: int, uplinks: Sequence[Uplink] = ()
-) -> Traffic:
-    return Exchange(schedule=schedule, fragment_sizes=tuple(sizes), codec=codec).traffic(replicas, uplinks)
+) -> tuple[Parcel, ...]:
+    return Exchange(schedule=schedule, fragment_sizes=tuple(sizes), codec=codec).parcels(replicas, uplinks)
+
+
+def site(links: Sequence[Link], *times_s: float, **how: float) -> Site:
+    """Return replicas with these links and step times, or one for all, and no overheads but those given."""
+    times_s = times_s if len(times_s) == len(links) else times_s * len(links)
+    return Site(links=tuple(links), step_time_s=times_s, conditions=dataclasses.replace(IDEAL, **how))
 
 
 @st.composite
@@ -48,16 +55,14 @@ sizes = st.lists(st.integers(1, 3000), min_size=4, max_size=4)
 one_link = st.tuples(st.floats(1e3, 1e7), st.floats(0, 1))
 
 
-def run_in_process(
-    schedule: SyncSchedule, fragment_sizes: list[int], network: VirtualNetwork, steps: int, codec: str
-) -> None:
+def run_in_process(schedule: SyncSchedule, numels: list[int], network: VirtualNetwork, steps: int, codec: str) -> None:
     """Drive a transport as `DiLoCo` does, without a model."""
     num_replicas, encoder = len(network.links), make_codec(codec)
     hub = InProcessTransport(num_replicas, network=network, round_timeout_s=math.inf)
     pending: list[dict[int, Pending]] = [{} for _ in range(num_replicas)]
 
     def send(replica: int, action: Send) -> None:
-        numel = fragment_sizes[action.fragment]
+        numel = numels[action.fragment]
         given = Contribution(
             round=RoundId(action.fragment, action.outer_step),
             replica=replica,
@@ -95,15 +100,15 @@ def run_in_process(
     st.integers(1, 40),
 )
 def test_it_is_the_virtual_clock(
-    schedule: SyncSchedule, fragment_sizes: list[int], ways: list[Link], times: list[float], codec: str, steps: int
+    schedule: SyncSchedule, numels: list[int], ways: list[Link], times: list[float], codec: str, steps: int
 ) -> None:
     """For any schedule and unequal links and speeds, with a wait at the end for the rounds in flight."""
     network = VirtualNetwork(ways, times[: len(ways)])
-    fragment_sizes = fragment_sizes[: schedule.num_fragments]
-    run_in_process(schedule, fragment_sizes, network, steps, codec)
+    numels = numels[: schedule.num_fragments]
+    run_in_process(schedule, numels, network, steps, codec)
     uplinks = [way.uplink for way in ways]
-    traffic = outer_traffic(schedule, fragment_sizes, make_codec(codec), len(ways), uplinks=uplinks)
-    result = simulate(traffic, Cluster.of(ways, times[: len(ways)]), steps=steps, drain=True)
+    parcels = parcels_of(schedule, numels, make_codec(codec), len(ways), uplinks=uplinks)
+    result = simulate(schedule, parcels, site(ways, *times[: len(ways)]), steps=steps, drain=True)
     assert result.waited_s == pytest.approx(np.array(network.wait_s), rel=1e-9, abs=1e-9)
     assert result.compute_s + result.waited_s == pytest.approx(np.array(network.now_s), rel=1e-9)
     mean = sum(map(network.compute_utilization, range(len(ways)))) / len(ways)
@@ -113,18 +118,18 @@ def test_it_is_the_virtual_clock(
 def test_all_wait_less_for_a_slow_uplink_that_is_known() -> None:
     """Among 20, 100 and 100 Mbit/s: (M - 1) / M * (n + m) bytes at 20 Mbit/s, or n bytes with nothing to sum."""
     ways = [Link(20e6), Link(100e6), Link(100e6)]
-    waited_s = []
+    schedule, waited_s = SyncSchedule(inner_steps=10), []
     for known in ([], [way.uplink for way in ways]):
-        traffic = outer_traffic(SyncSchedule(inner_steps=10), [768_000], FLOAT32, 3, uplinks=known)
-        result = simulate(traffic, Cluster.of(ways, 0.1), steps=10)
+        parcels = parcels_of(schedule, [768_000], FLOAT32, 3, uplinks=known)
+        result = simulate(schedule, parcels, site(ways, 0.1), steps=10)
         waited_s.append(result.waited_s.tolist())
     assert waited_s == [pytest.approx([2 / 3 * 2 * 8 * 3.072e6 / 20e6] * 3), pytest.approx([8 * 3.072e6 / 20e6] * 3)]
 
 
-def over(schedule: SyncSchedule, fragment_sizes: list[int], bandwidth: float, latency: float, **more: Any) -> Simulated:
+def over(schedule: SyncSchedule, numels: list[int], bandwidth: float, latency: float, **more: Any) -> Simulated:
     """Simulate three identical replicas, with 50 steps of 0.1 s."""
-    traffic = outer_traffic(schedule, fragment_sizes[: schedule.num_fragments], more.pop("codec", FP4), 3)
-    return simulate(traffic, Cluster.of([Link(bandwidth, latency)] * 3, 0.1, **more), steps=50)
+    parcels = parcels_of(schedule, numels[: schedule.num_fragments], more.pop("codec", FP4), 3)
+    return simulate(schedule, parcels, site([Link(bandwidth, latency)] * 3, 0.1, **more), steps=50)
 
 
 @settings(max_examples=50, deadline=None)
@@ -138,8 +143,8 @@ def test_a_worse_link_or_a_larger_payload_never_helps(
         over(schedule, fragments, bandwidth / slower, latency),
         over(schedule, fragments, bandwidth, latency + more_s),
         over(schedule, fragments, bandwidth, latency, codec=FLOAT32),
-        over(schedule, fragments, bandwidth, latency, overheads=Overheads(queue_trips=more_s)),
-        over(schedule, fragments, bandwidth, latency, overheads=Overheads(average_s_per_value=1e-6 * more_s)),
+        over(schedule, fragments, bandwidth, latency, queue_trips=more_s),
+        over(schedule, fragments, bandwidth, latency, average_s_per_value=1e-6 * more_s),
     ):
         assert worse.compute_utilization <= good + 1e-9
 
@@ -167,18 +172,19 @@ def test_an_infinite_link_costs_nothing(schedule: SyncSchedule, fragments: list[
 def test_what_is_sent_is_received_and_is_what_the_schedule_says(
     schedule: SyncSchedule, fragments: list[int], way: tuple[float, float], num_replicas: int
 ) -> None:
-    traffic = outer_traffic(schedule, fragments[: schedule.num_fragments], FP4, num_replicas)
-    result = simulate(traffic, Cluster.of([Link(*way)] * num_replicas, 0.1), steps=50)
-    assert result.sent_bytes.sum() == result.received_bytes.sum()
+    parcels = parcels_of(schedule, fragments[: schedule.num_fragments], FP4, num_replicas)
+    result = simulate(schedule, parcels, site([Link(*way)] * num_replicas, 0.1), steps=50)
+    assert all(parcel.sent_bytes.sum() == parcel.received_bytes.sum() for parcel in parcels)
     rounds = [schedule.rounds_of(fragment, 50) for fragment in range(schedule.num_fragments)]
-    expected = sum(count * parcel.sent_bytes for count, parcel in zip(rounds, traffic.parcels, strict=True))
+    expected = sum(count * parcel.sent_bytes for count, parcel in zip(rounds, parcels, strict=True))
     assert (result.sent_bytes == expected).all()
 
 
 def test_one_fragment_without_overlap_is_diloco_by_hand() -> None:
     """A round of 4 MB at 8 Mbit/s takes 4 s, and 2 x 0.25 s of latency for payload and vote, after every 10 steps."""
-    traffic = outer_traffic(SyncSchedule(inner_steps=10), [1_000_000], FLOAT32, 2)
-    result = simulate_cycles(traffic, Cluster.of([Link(8e6, 0.25)] * 2, 1.0))
+    schedule = SyncSchedule(inner_steps=10)
+    parcels = parcels_of(schedule, [1_000_000], FLOAT32, 2)
+    result = simulate(schedule, parcels, site([Link(8e6, 0.25)] * 2, 1.0), **TWO_CYCLES)
     assert result.compute_utilization == pytest.approx(10 / 14.5)
     assert [each.waited_s.tolist() for each in result.merged] == [[pytest.approx(4.5)] * 2] * 2
     assert result.wall_s == pytest.approx(29.0)
@@ -186,31 +192,17 @@ def test_one_fragment_without_overlap_is_diloco_by_hand() -> None:
 
 
 def test_overheads_are_no_compute() -> None:
-    traffic = outer_traffic(SyncSchedule(inner_steps=10), [1000], FLOAT32, 2)
-    spending = Overheads(send_s_per_value=1e-4, merge_s_per_value=2e-4)
-    result = simulate_cycles(traffic, Cluster.of([Link()] * 2, 1.0, overheads=spending))
+    schedule = SyncSchedule(inner_steps=10)
+    place = site([Link()] * 2, 1.0, send_s_per_value=1e-4, merge_s_per_value=2e-4)
+    result = simulate(schedule, parcels_of(schedule, [1000], FLOAT32, 2), place, **TWO_CYCLES)
     assert result.spent_s / len(result.merged) == pytest.approx(np.full(2, 0.1 + 0.2))
     assert result.compute_utilization == pytest.approx(10 / 10.3)
 
 
-def test_scenarios_do_not_touch_each_other() -> None:
-    schedule = SyncSchedule(inner_steps=8, num_fragments=2, overlap_steps=2)
-    traffic, rates = outer_traffic(schedule, [900, 1200], FP4, 3), np.array([1e4, 1e5])
-    every = Cluster.of([Link()] * 3, 0.1)
-    every = dataclasses.replace(every, links=dataclasses.replace(every.links, bandwidth_bits_per_s=rates[:, None]))
-    together = simulate(traffic, every, steps=40)
-    for index, rate in enumerate(rates):
-        one = simulate(traffic, Cluster.of([Link(rate)] * 3, 0.1), steps=40)
-        assert one.compute_utilization == together.compute_utilization[index]
-        assert (one.waited_s == together.waited_s[index]).all()
-
-
 def test_slow_replicas_that_skip_steps_keep_nobody_waiting() -> None:
-    traffic = outer_traffic(SyncSchedule(inner_steps=10), [1], FLOAT32, 2)
-    waiting, skipping = (
-        simulate_cycles(traffic, Cluster.of([Link()] * 2, [1.0, 2.0], dynamic_of=dynamic_of))
-        for dynamic_of in (None, 10)
-    )
+    schedule, place = SyncSchedule(inner_steps=10), site([Link()] * 2, 1.0, 2.0)
+    parcels = parcels_of(schedule, [1], FLOAT32, 2)
+    waiting, skipping = (simulate(schedule, parcels, place, **TWO_CYCLES, dynamic=dynamic) for dynamic in (False, True))
     assert waiting.compute_utilization == pytest.approx((0.5 + 1) / 2)
     assert skipping.compute_utilization == pytest.approx(1)
     assert skipping.wall_s == pytest.approx(waiting.wall_s / 2)
@@ -219,21 +211,15 @@ def test_slow_replicas_that_skip_steps_keep_nobody_waiting() -> None:
 @pytest.mark.parametrize("preset", ["tiny", "35m", "1b"])
 def test_a_model_that_is_not_there_has_the_payloads_of_its_size(preset: str) -> None:
     model = get_preset(preset)
-    workload = Workload(parameters=model.parameters, layers=model.model.layers)
-    number = workload.default_fragments
+    layers = model.model.layers
+    number = math.ceil(layers / 3)
     schedule = SyncSchedule(inner_steps=number, num_fragments=number)
-    parcels = outer_traffic(schedule, workload.fragment_sizes(number), FP4, 2).parcels
+    parcels = parcels_of(schedule, fragment_sizes(model.parameters, layers, number), FP4, 2)
     assert sum(parcel.numel for parcel in parcels) == model.parameters
     assert [parcel.sent_bytes[0] for parcel in parcels] == [FP4.payload_bytes(parcel.numel) for parcel in parcels]
-
-
-@pytest.mark.parametrize("times", [[1.0], [1.0, 0.0], [1.0, math.nan]])
-def test_clusters_that_are_none_are_refused(times: list[float]) -> None:
-    with pytest.raises(ConfigurationError, match="one link and one step time above 0 s per replica"):
-        Cluster.of([Link()] * 2, times)
 
 
 @pytest.mark.parametrize(("layers", "fragments"), [(0, 1), (101, 1), (4, 0), (4, 5)])
 def test_models_and_fragments_that_are_none_are_refused(layers: int, fragments: int) -> None:
     with pytest.raises(ConfigurationError, match="cannot be split into"):
-        Workload(parameters=100, layers=layers).fragment_sizes(fragments)
+        fragment_sizes(100, layers, fragments)

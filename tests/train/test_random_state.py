@@ -43,10 +43,13 @@ def test_replicas_in_turns_draw_what_each_would_draw_alone() -> None:
 
 
 @pytest.mark.parametrize("draws", [0, 1, 2])
-def test_a_saved_state_goes_on_where_it_was(draws: int) -> None:
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_saved_state_goes_on_where_it_was(draws: int, gpus: int) -> None:
+    """Also without the GPU of the machine on which it was saved."""
     state, other = RandomState(0, 0), RandomState(5, 5)
     drawn(state, draws)
     saved = state.state_dict()
+    saved["torch"] += [torch.zeros(16, dtype=torch.uint8)] * gpus
     expected = drawn(state, times=3)  # the saved state does not change with it
     other.load_state_dict(saved)
     assert drawn(other, times=3) == expected

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from unittest import mock
 
 import pytest
@@ -15,6 +15,7 @@ from diloco.protocol import Entry
 from diloco.train import TorchFleet
 from diloco.transport import PeerTransport, Place, TcpWire, ask, connect
 from tests.transport.nowhere import nobody_at
+from tests.transport.relays import frame, stranger_at
 from tests.transport.swarms import wait_for_members
 from tests.transport.wires import QUICK, at_once, deaf_manager, rendezvous
 
@@ -156,3 +157,12 @@ def test_who_looks_when_the_others_have_finished_hears_that_the_run_is_over(meet
         second.transport.connections.call(asyncio.sleep(0.01))
     with pytest.raises(RunFinishedError, match="the others have finished the run, and no member is left to join"):
         second.rejoin(LIMIT_S)
+
+
+def test_a_search_from_what_is_no_address_is_remembered_by_nobody(meet: Meet) -> None:
+    """Who searches later, and who finishes, would fail at it."""
+    transport = meet(2, ended=True)[0].transport
+    with closing(stranger_at(transport.address)) as stranger:
+        stranger.sendall(frame({"kind": "look", "entry": Entry(2, "nowhere")}))
+        assert stranger.recv(1) == b""
+    assert "nowhere" not in [entry.address for entry in transport.known_entries()]

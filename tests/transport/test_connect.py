@@ -238,11 +238,13 @@ def test_rank_0_listens_once_what_had_the_port_has_ended() -> None:
     connected.transport.close()
 
 
-@pytest.mark.parametrize("patience_s", [-1.0, float("1e9"), "soon", None])
-def test_a_stranger_who_registers_nonsense_harms_nobody(patience_s: object) -> None:
+@pytest.mark.parametrize(
+    ("patience_s", "host"), [(-1.0, "x:1"), (float("1e9"), "x:1"), ("soon", "x:1"), (None, "x:1"), (1.0, "nowhere")]
+)
+def test_a_stranger_who_registers_nonsense_harms_nobody(patience_s: object, host: str) -> None:
     with rendezvous(1) as address:
         with closing(stranger_at(address)) as stranger:
-            stranger.sendall(frame({"kind": "register", "patience_s": patience_s, "entry": Entry(0, "x:1")}))
+            stranger.sendall(frame({"kind": "register", "patience_s": patience_s, "entry": Entry(0, host)}))
             assert stranger.recv(1) == b"", "the connection is closed and nothing is registered"
         connected = connect(place(0, 1, address), wire())
         assert not connected.joining

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -34,17 +35,17 @@ class DoctorOptions:
       diloco doctor --listen 10.0.0.1:29400
     """
 
-    peers: Positional[Annotated[tuple[str, ...], arg(metavar="HOST:PORT...", help_behavior_hint="")]] = ()
+    peers: Positional[Annotated[tuple[str, ...], arg(metavar="HOST:PORT...")]] = ()
     """Control addresses of replicas (each prints its own when it starts) or of machines that run `doctor --listen`."""
-    listen: Annotated[str | None, arg(metavar="HOST:PORT", help_behavior_hint="")] = None
+    listen: Annotated[str | None, arg(metavar="HOST:PORT")] = None
     """Answer probes at this HOST:PORT until interrupted, on a machine where no replica is running yet."""
     size: Annotated[str, arg(metavar="SIZE")] = "10MB"
     """How much to transfer in each direction, 100kB to 64MB."""
-    timeout: Annotated[Duration, arg(metavar="TIME", help_behavior_hint="")] = 10.0
+    timeout: Duration = 10.0
     """How long each step of the check may take. Default: 10s."""
-    secret_file: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
+    secret_file: Path | None = None
     """The run's secret (network.secret_file), if it has one; both ends need it."""
-    json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    json: FlagCreatePairsOff[bool] = False
     """Print the findings as JSON."""
 
 
@@ -62,10 +63,8 @@ def run_doctor(arguments: Sequence[str]) -> int:
     if not options.timeout:
         raise ConfigurationError("--timeout must be above 0s.")
     secret = read_secret(options.secret_file, "--secret-file")
-    return _listen(options.listen, secret) if options.listen else _examine(options, num_bytes, secret)
-
-
-def _examine(options: DoctorOptions, num_bytes: int, secret: str) -> int:
+    if options.listen:
+        return _listen(options.listen, secret)
     from diloco.transport import examine
 
     addresses = [parse_address(peer, key="the peer") for peer in options.peers]
@@ -76,15 +75,15 @@ def _examine(options: DoctorOptions, num_bytes: int, secret: str) -> int:
     else:
         rows = []
         for each in findings:
-            status, latency_s = "ok" if each.ok else "FAILED", each.latency_s
             rates = ["-" if rate is None else format_rate(rate) for rate in (each.up_bits_per_s, each.down_bits_per_s)]
-            latency = "-" if latency_s is None else f"{1000 * latency_s:.1f} ms"
+            latency = "-" if each.latency_s is None else f"{1000 * each.latency_s:.1f} ms"
+            status = "ok" if each.ok else "FAILED"
             rows.append([each.address, ", ".join(each.resolved) or "-", status, latency, *rates])
         print(columns(["peer", "address", "status", "round trip", "to peer", "from peer"], rows))
-    for each in findings:
-        if not each.ok:
-            print(f"diloco: {each.address}: {each.problem}; {each.advice}.", file=sys.stderr)
-    return 0 if all(each.ok for each in findings) else 1
+    problems = [f"{each.address}: {each.problem}; {each.advice}." for each in findings if not each.ok]
+    for words in problems:
+        print(f"diloco: {words}", file=sys.stderr)
+    return 1 if problems else 0
 
 
 def _listen(text: str, secret: str) -> int:
@@ -97,11 +96,8 @@ def _listen(text: str, secret: str) -> int:
         bound = connections.listen(address.host, range(address.port, address.port + 1), address.host)
         serve_probes(connections)
         with StopRequest() as asked:
-            print(
-                f"listening at {bound}. Run `{command_text('doctor', bound)}` on another machine to check its "
-                "connection to this one. Ctrl-C stops.",
-                flush=True,
-            )
+            how = f"Run `{command_text('doctor', bound)}` on another machine to check its connection to this one."
+            print(f"listening at {bound}. {how} Ctrl-C stops.", flush=True)
             while asked.signal is None:
                 time.sleep(_POLL_S)
     finally:
@@ -120,22 +116,19 @@ class RelayOptions:
 
     listen: Annotated[str, arg(metavar="HOST:PORT")] = "0.0.0.0:0"
     """Address to listen at; port 0 is any free one."""
-    announce: Annotated[tuple[str, ...], arg(metavar="HOST:PORT...", help_behavior_hint="")] = ()
+    announce: Annotated[tuple[str, ...], arg(metavar="HOST:PORT...")] = ()
     """Addresses to announce to other peers instead of --listen."""
-    join: Annotated[tuple[str, ...], arg(metavar="TEXT...", help_behavior_hint="")] = ()
+    join: tuple[str, ...] = ()
     """Addresses of peers that are already running, if there are any."""
-    identity: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
+    identity: Path | None = None
     """Private key file, created if missing; it fixes the node's identity. Default: dht.key in your data folder."""
 
 
 def run_relay(arguments: Sequence[str]) -> int:
     """Run the node until it is interrupted; return 0."""
-    asyncio.run(_serve(parse_options(RelayOptions, "relay", arguments)))
-    return 0
-
-
-async def _serve(options: RelayOptions) -> None:
     from diloco.transport import NodePlace, run_peer
+
+    options: RelayOptions = parse_options(RelayOptions, "relay", arguments)
 
     def ready(addresses: tuple[str, ...]) -> None:
         print("diloco: peers of any run can find each other through this node with")
@@ -145,13 +138,17 @@ async def _serve(options: RelayOptions) -> None:
     announced = tuple(multiaddress(address, "--announce") for address in options.announce)
     place = NodePlace(join=options.join, listen=(multiaddress(options.listen, "--listen"),), announce=announced)
     home = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
-    serving = asyncio.ensure_future(run_peer(options.identity or home / "diloco" / "dht.key", place, ready))
-    for ending in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(ending, serving.cancel)
-    try:
-        await serving
-    except asyncio.CancelledError:
-        print("diloco: stopped.", flush=True)
+
+    async def serve() -> None:
+        serving = asyncio.ensure_future(run_peer(options.identity or home / "diloco" / "dht.key", place, ready))
+        for ending in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(ending, serving.cancel)
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+
+    asyncio.run(serve())
+    print("diloco: stopped.", flush=True)
+    return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +159,7 @@ class SecretOptions:
       diloco secret run.secret
     """
 
-    file: Annotated[Positional[Path], arg(metavar="FILE", help_behavior_hint="")]
+    file: Positional[Path]
     """The file to create. An existing one is left as it is."""
 
 

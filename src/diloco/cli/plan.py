@@ -105,7 +105,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, dict[str, Any], tuple[int, ...]]:
     """Return the resolved settings, facts about the model, and the number of values in each fragment."""
-    from diloco.plan import Workload
+    from diloco.plan import fragment_sizes
     from diloco.train import bytes_per_frozen, bytes_per_trained, make_fragments, outline, resolve
 
     network = asked.network
@@ -119,7 +119,7 @@ def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, 
         total, facts = round(parse(options.parameters, "--parameters", COUNT)), {}
         settings = resolve(asked)
         number = settings.sync.num_fragments or 1
-        sizes = Workload(parameters=total, layers=number).fragment_sizes(number)
+        sizes = fragment_sizes(total, number, number)
     else:
         here = tuple(path for path in asked.data.paths if path.expanduser().exists())
         size = asked.model.vocab_size or corpus_vocabulary_size(replace(asked.data, paths=here))
@@ -138,10 +138,9 @@ def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, 
 def _record(
     options: PlanSettings, settings: Configuration, model: dict[str, Any], sizes: Sequence[int]
 ) -> dict[str, Any]:
-    """Return what ``--json`` prints."""
     from diloco.plan import ACCURACY, Exchange, predict, table
 
-    site, work_is_known = _site(options, settings)
+    site = _site(options, settings)
     exchange = Exchange.of(settings, sizes)
     own, baseline = predict(exchange, site), predict(Exchange.of_gradients(sum(sizes)), site)
     start, steps = settings.train.data_parallel_steps, settings.train.steps
@@ -151,7 +150,7 @@ def _record(
     return {
         "model": model,
         "site": asdict(site),
-        "work_is_known": work_is_known,
+        "work_is_known": site.conditions.send_s_per_value > 0,
         "algorithm": settings.algorithm,
         "prediction": asdict(own),
         "data_parallel": asdict(baseline),
@@ -166,23 +165,21 @@ def _record(
     }
 
 
-def _site(options: PlanSettings, settings: Configuration) -> tuple[Site, bool]:
-    """Return the machines and links, and whether the work of sends and merges is known."""
+def _site(options: PlanSettings, settings: Configuration) -> Site:
     from diloco.plan import Conditions, Site, measure_step
     from diloco.transport import Link
 
     emulated, replicas, times = settings.emulate, settings.network.replicas, options.step_time
     loss = round(parse(options.loss, "--loss", PERCENTAGE) / 100, 12)
     conditions = Conditions(congestion_control=options.congestion_control, loss=loss)
-    work_is_known = options.measure or settings.train.device in ("auto", "cpu")
     if options.measure:
         if times or options.parameters is not None:
             raise ConfigurationError("--measure times a step of the model: leave out --step-time and --parameters.")
         step_s, send_s, merge_s = measure_step(settings)
         times = (step_s,)
         conditions = replace(conditions, send_s_per_value=send_s, merge_s_per_value=merge_s)
-    elif not work_is_known:
-        conditions = replace(conditions, average_s_per_value=0.0, send_s_per_value=0.0, merge_s_per_value=0.0)
+    elif settings.train.device not in ("auto", "cpu"):  # the work there is not known
+        conditions = conditions.scaled(0.0)
 
     def per_replica(values: tuple[float, ...], flag: str, example: str) -> tuple[float, ...]:
         if len(values) not in (1, replicas) or (flag != "--latency" and not all(values)):
@@ -196,11 +193,10 @@ def _site(options: PlanSettings, settings: Configuration) -> tuple[Site, bool]:
     rates = per_replica(options.bandwidth or emulated.bandwidth, "--bandwidth", "500Mbit")
     latencies = per_replica(options.latency or emulated.latency or (0.0,), "--latency", "80ms")
     times = per_replica(times or emulated.step_time, "--step-time", "250ms, or --measure")
-    return Site(links=tuple(map(Link, rates, latencies)), step_time_s=times, conditions=conditions), work_is_known
+    return Site(links=tuple(map(Link, rates, latencies)), step_time_s=times, conditions=conditions)
 
 
 def _report(record: dict[str, Any]) -> str:
-    """Return the plan as text."""
     own, model, site = record["prediction"], record["model"], record["site"]
     conditions, start, data_parallel = site["conditions"], record["data_parallel_steps"], record["data_parallel"]
 
@@ -238,20 +234,18 @@ def _report(record: dict[str, Any]) -> str:
     names = [f"H = {row['inner_steps']}, {row['codec']}" for row in (own, *record["table"])]
     names = [f"{name} (as above)" if name == names[0] else name for name in names[1:]]
     others = ["other H and codecs, else the same", "utilisation", "at p90", "sent per step", "longest wait"]
-    rows = zip([*names, "data-parallel, float32"], [*record["table"], data_parallel], strict=True)
+    rows = []
+    for name, row in zip([*names, "data-parallel, float32"], [*record["table"], data_parallel], strict=True):
+        shares = (f"{row[share]:.1%}" for share in ("compute_utilization", "p90_utilization"))
+        rows.append([name, *shares, format_bytes(row["sent_bytes_per_step"]), format_duration(row["longest_wait_s"])])
     return "\n\n".join(
         [
             facts_table(facts, indent=""),
             columns(heads, _fragment_rows(fragments)),
-            columns(others, [_row(*row) for row in rows]),
+            columns(others, rows),
             "A smaller H synchronises more often. The loss is not predicted.",
         ]
     )
-
-
-def _row(name: str, row: dict[str, Any]) -> list[str]:
-    shares = (f"{row[share]:.1%}" for share in ("compute_utilization", "p90_utilization"))
-    return [name, *shares, format_bytes(row["sent_bytes_per_step"]), format_duration(row["longest_wait_s"])]
 
 
 def _fragment_rows(fragments: Sequence[dict[str, Any]]) -> list[list[str]]:

@@ -23,18 +23,18 @@ from diloco.units import Duration, format_bytes, format_rate
 
 if TYPE_CHECKING:
     from diloco.transport import PeerReport, StatusClient
-    from diloco.watch import FollowedFolder, FollowedSwarm, PageServer
+    from diloco.watch import PageServer
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwarmOptions:
     """The options of the commands that query the peers of a swarm."""
 
-    run: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
+    run: str | None = None
     """With --join: name of the swarm's run."""
-    join: Annotated[tuple[str, ...], arg(metavar="TEXT...", help_behavior_hint="")] = ()
+    join: tuple[str, ...] = ()
     """Addresses of one or more peers of the swarm, as the peers print them."""
-    secret_file: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
+    secret_file: Path | None = None
     """The swarm's secret, if it has one."""
 
     def __post_init__(self) -> None:
@@ -73,17 +73,17 @@ class StatusOptions(SwarmOptions):
       diloco status --run my-run --join /ip4/203.0.113.7/tcp/31330/p2p/QmXoyp... --every 5s
     """
 
-    folder: Annotated[Positional[Path | None], arg(metavar="[RUN]", help_behavior_hint="")] = None
+    folder: Annotated[Positional[Path | None], arg(metavar="[RUN]")] = None
     """A run folder (its latest checkpoint) or a checkpoint."""
-    every: Annotated[Duration | None, arg(metavar="TIME", help_behavior_hint="")] = None
+    every: Duration | None = None
     """Keep the table of a swarm up to date, with this time between two queries. `diloco watch` shows more."""
-    json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    json: FlagCreatePairsOff[bool] = False
     """Print everything as JSON: the checkpoint's manifest, or the peers' reports."""
 
 
 def run_status(arguments: Sequence[str]) -> int:
     """Print the status; return 0, or 1 if no peer of the swarm answers."""
-    options = parse_options(StatusOptions, "status", arguments)
+    options: StatusOptions = parse_options(StatusOptions, "status", arguments)
     if bool(options.run) == bool(options.folder):
         raise ConfigurationError("give either the folder of a run or checkpoint, or --run and --join of a swarm.")
     if options.every is not None and (options.folder or options.json or not options.every):
@@ -95,7 +95,12 @@ def run_status(arguments: Sequence[str]) -> int:
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(_show(options, options.every))
         return 0
-    reports = asyncio.run(_query(options))
+
+    async def ask() -> Sequence[PeerReport]:
+        async with options.open_client() as client:
+            return await client.ask()
+
+    reports = asyncio.run(ask())
     print(json.dumps([asdict(each) for each in reports], indent=2) if options.json else _table(reports))
     for words in _remarks(reports, options.run):
         print(f"diloco: {words}", file=sys.stderr)
@@ -103,7 +108,6 @@ def run_status(arguments: Sequence[str]) -> int:
 
 
 def _checkpoint(folder: Path, *, as_json: bool) -> str:
-    """Return what the manifest of a checkpoint says."""
     from diloco.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(folder)
@@ -140,11 +144,6 @@ def _value(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_value(entry)}" for name, entry in value.items() if entry not in (None, {}))
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
-async def _query(options: StatusOptions) -> Sequence[PeerReport]:
-    async with options.open_client() as client:
-        return await client.ask()
 
 
 async def _show(options: StatusOptions, every_s: float) -> None:
@@ -199,7 +198,6 @@ def _row(peer: PeerReport, absent: str) -> list[str]:
 
 
 def _remarks(reports: Sequence[PeerReport], run: str | None) -> Iterator[str]:
-    """Explain why peers do not answer, why digests differ, or why there are no peers."""
     from diloco.transport import absences
 
     for each, absent in zip(reports, absences(reports), strict=True):
@@ -237,68 +235,69 @@ class WatchOptions(SwarmOptions):
       diloco watch runs/streaming-tiny --out page.html
     """
 
-    folders: Annotated[Positional[tuple[Path, ...]], arg(metavar="[RUN ...]", help_behavior_hint="")] = ()
+    folders: Annotated[Positional[tuple[Path, ...]], arg(metavar="[RUN ...]")] = ()
     """Folders of running or finished runs."""
-    out: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
+    out: Path | None = None
     """Write the page to this self-contained file and exit."""
-    host: Annotated[str, arg(metavar="TEXT")] = "127.0.0.1"
+    host: str = "127.0.0.1"
     """Address to listen at. The printed address holds a token, which opens the page in one browser."""
-    port: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    port: int | None = None
     """Port to listen at. Default: 8500, or the next free one."""
-    every: Annotated[Duration, arg(metavar="TIME", help_behavior_hint="")] = 2.0
+    every: Duration = 2.0
     """Time between two reads of the folders and two queries to the peers. Default: 2s."""
 
 
 def run_watch(arguments: Sequence[str]) -> int:
     """Serve the page until interrupted, or write it to a file; return 0."""
-    from diloco.watch import FollowedFolder, FollowedSwarm, export_page, page_data, plotly_script
+    from diloco.watch import FollowedFolder, FollowedSwarm, export_page, page_data
 
-    options = parse_options(WatchOptions, "watch", arguments)
+    options: WatchOptions = parse_options(WatchOptions, "watch", arguments)
     if not options.folders and options.run is None:
         raise ConfigurationError("nothing to watch: give the folder of a run, or --run and --join of a swarm.")
     if not options.every:
         raise ConfigurationError("--every must be above 0s.")
-    plotly_script()  # raises now if plotly is missing
-    runs: list[FollowedFolder | FollowedSwarm] = [FollowedFolder(folder) for folder in options.folders]
-    if options.run:
-        runs.append(FollowedSwarm(options.run, options.join))
+    folders = [FollowedFolder(folder) for folder in options.folders]
+    swarm = FollowedSwarm(options.run, options.join) if options.run else None
+
+    def data(**more: float) -> bytes:
+        return page_data([each.run for each in (*folders, swarm) if each], time.time(), **more)
+
+    async def follow(server: PageServer | None) -> None:
+        """Keep the page up to date; without a server, read everything once."""
+        async with options.open_client() if swarm else contextlib.nullcontext() as client:
+            while True:
+                more = any([each.read() for each in folders])
+                if swarm and client and not more:
+                    try:
+                        swarm.take(await client.ask(swarm.since), time.time())
+                    except Exception as error:  # also one that a peer's answer reveals; the next query may succeed
+                        swarm.run.problems = [f"The swarm could not be queried: {type(error).__name__}: {error}"]
+                if server:
+                    server.show(data())
+                elif not more:
+                    return
+                if not more:
+                    await asyncio.sleep(options.every)
+
     if options.out is not None:
-        asyncio.run(_follow(options, runs, None))
-        page = export_page(page_data([each.run for each in runs], time.time(), made_s=round(time.time())))
+        asyncio.run(follow(None))
         try:
-            options.out.write_text(page, "utf-8")
+            options.out.write_text(export_page(data(made_s=round(time.time()))), "utf-8")
         except OSError as error:
             raise ConfigurationError(f"--out {options.out} can't be written: {error}.") from error
         print(f"diloco: wrote {options.out}, a self-contained page for any browser")
         return 0
-    with _listening(options) as server, contextlib.suppress(KeyboardInterrupt):
-        print(f"diloco: watch at {_address(server)} ({_visibility(options)}; Ctrl-C stops)", flush=True)
-        asyncio.run(_follow(options, runs, server))
+    with _listening(options.host, options.port) as server, contextlib.suppress(KeyboardInterrupt):
+        seen = "from this machine only" if server.is_local else _EXPOSED
+        print(f"diloco: watch at {_address(server)} ({seen}; Ctrl-C stops)", flush=True)
+        asyncio.run(follow(server))
     return 0
 
 
-async def _follow(
-    options: WatchOptions, runs: Sequence[FollowedFolder | FollowedSwarm], server: PageServer | None
-) -> None:
-    """Keep the page up to date; without a server, read everything once."""
-    from diloco.watch import FollowedFolder, FollowedSwarm, page_data
-
-    async with contextlib.AsyncExitStack() as stack:
-        swarm = next((each for each in runs if isinstance(each, FollowedSwarm)), None)
-        client = await stack.enter_async_context(options.open_client()) if swarm else None
-        while True:
-            more = any([each.read() for each in runs if isinstance(each, FollowedFolder)])
-            if swarm and client and not more:
-                try:
-                    swarm.take(await client.ask(swarm.since), time.time())
-                except Exception as error:  # also one that a peer's answer reveals; the next query may succeed
-                    swarm.run.problems = [f"The swarm could not be queried: {type(error).__name__}: {error}"]
-            if server:
-                server.show(page_data([each.run for each in runs], time.time()))
-            elif not more:
-                return
-            if not more:
-                await asyncio.sleep(options.every)
+_EXPOSED = (
+    "the first browser that opens it sees losses, settings, text samples, peers and paths of the runs, but can change "
+    "nothing; the connection is not encrypted"
+)
 
 
 def _address(server: PageServer) -> str:
@@ -307,30 +306,17 @@ def _address(server: PageServer) -> str:
     return f"http://{at}:{server.port}/?token={server.token}"
 
 
-def _visibility(options: WatchOptions) -> str:
-    from diloco.watch import LOOPBACK
-
-    if options.host in LOOPBACK:
-        return "from this machine only"
-    shown = [*(str(folder) for folder in options.folders), *([f"run {options.run!r}"] if options.run else [])]
-    return (
-        "the first browser that opens it sees losses, settings, text samples, peers and paths of "
-        f"{', '.join(shown)}, but can change nothing; the connection is not encrypted"
-    )
-
-
-def _listening(options: WatchOptions) -> PageServer:
-    """Return a server that listens at --host and --port, or at the first free port from 8500 on."""
+def _listening(host: str, port: int | None) -> PageServer:
+    """Return a server that listens at the port, or at the first free one from 8500 on."""
+    from diloco.watch import PageServer
 
     def tell_next(server: PageServer) -> None:
         print(f"diloco: for another browser: {_address(server)}", flush=True)
 
-    from diloco.watch import PageServer
-
-    ports = [*range(8500, 8520), 0] if options.port is None else [options.port]
-    for port in ports:
+    ports = [*range(8500, 8520), 0] if port is None else [port]
+    for each in ports:
         try:
-            return PageServer(options.host, port, on_used=tell_next)
+            return PageServer(host, each, on_used=tell_next)
         except (OSError, OverflowError) as error:
             failure = error
-    raise ConfigurationError(f"can't listen at {options.host}:{ports[0]} ({failure}). Choose another --port or --host.")
+    raise ConfigurationError(f"can't listen at {host}:{ports[0]} ({failure}). Choose another --port or --host.")

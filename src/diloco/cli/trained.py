@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from torch import nn
 
     from diloco.data import ChatTokenizer, Tokenizer
-    from diloco.trained import Evaluation, Trained
+    from diloco.trained import Trained
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedOptions:
     """Which trained model to load."""
 
-    path: Annotated[Positional[Path], arg(metavar="RUN", help_behavior_hint="")]
+    path: Annotated[Positional[Path], arg(metavar="RUN")]
     """Run folder (its latest checkpoint), checkpoint, or transformers folder (Llama, Qwen3, Arcee, Apertus)."""
-    model: Annotated[str | None, arg(metavar="MODULE:FUNCTION", help_behavior_hint="")] = None
+    model: Annotated[str | None, arg(metavar="MODULE:FUNCTION")] = None
     """For a run with a model of your own: the function that builds it, as in training."""
-    checkpoint: Annotated[int | None, arg(metavar="STEP", help_behavior_hint="")] = None
+    checkpoint: Annotated[int | None, arg(metavar="STEP")] = None
     """Inner step of the checkpoint to load. Default: the latest."""
-    replica: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    replica: int | None = None
     """Use the local parameters of this replica. Default: the global parameters."""
 
     def load(self, device: str = "cpu", *, dequantize: bool = False) -> Trained:
@@ -53,11 +53,11 @@ class TrainedOptions:
 class AppliedOptions(TrainedOptions):
     """Which trained model to load, and how to apply it to text."""
 
-    context: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    context: int | None = None
     """Maximum context of the model in tokens. Default: as in training."""
-    device: Annotated[str, arg(metavar="TEXT")] = "auto"
+    device: str = "auto"
     """cpu, cuda, cuda:N, mps, or auto."""
-    json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    json: FlagCreatePairsOff[bool] = False
     """Print one JSON object at the end."""
 
     def __post_init__(self) -> None:
@@ -79,11 +79,11 @@ class EvaluateOptions(AppliedOptions):
       diloco evaluate runs/streaming-tiny --data notes/ --sequences 0
     """
 
-    data: Annotated[tuple[Path, ...], arg(metavar="PATH...", help_behavior_hint="")] = ()
+    data: tuple[Path, ...] = ()
     """Files or folders whose whole text is evaluated. Default: the text that the run held out."""
-    text_field: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
+    text_field: str | None = None
     """Field of records that holds the text. Default: as in the run."""
-    sequences: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    sequences: int | None = None
     """Number of sequences to evaluate, spread evenly over the text; 0: all. Default: as in the run."""
 
     def __post_init__(self) -> None:
@@ -97,10 +97,39 @@ class EvaluateOptions(AppliedOptions):
 
 
 def run_evaluate(arguments: Sequence[str]) -> int:
-    """Evaluate and print."""
-    options = parse_options(EvaluateOptions, "evaluate", arguments)
+    """Evaluate on the text of --data or of the run, and print. The batches are those of training, for equal bits."""
+    from diloco.data import heldout_rows, heldout_tokens, read_texts
+    from diloco.trained import evaluate
+
+    options: EvaluateOptions = parse_options(EvaluateOptions, "evaluate", arguments)
     trained = options.load(options.device)
-    result = _evaluate(trained, options, trained.length(options.context, "--context"))
+    length = trained.length(options.context, "--context")
+    if trained.step is None and not options.data:
+        raise ConfigurationError(f"{options.path} is not a run, so it has no held-out text: give --data PATH.")
+    settings = Configuration() if trained.step is None else read_record(trained.run / CONFIG_FILE)
+    data, tokenizer = settings.data, trained.tokenizer
+    tokens: Any
+    if data.chat:
+        tokenizer = trained.chat_tokenizer()
+        tokens = heldout_rows(data, tokenizer, length, options.data)
+    elif options.data:
+        source = replace(data, text_field=options.text_field or data.text_field)
+        tokens = tokenizer.encode_documents(list(read_texts(source, options.data)))
+    else:
+        tokens = heldout_tokens(data, tokenizer)
+    done = [0]
+    with waiting_for(lambda: f"the evaluation, with {done[-1]:,} tokens predicted,"):
+        result = evaluate(
+            trained.model,
+            tokenizer,
+            tokens,
+            sequence_length=length,
+            batch_size=settings.train.batch_size * 8,
+            sequences=settings.evaluation.sequences if options.sequences is None else options.sequences,
+            document_masks=data.document_masks,
+            precision=settings.train.precision,
+            progress=done.append,
+        )
     if options.json:
         figures = {name: getattr(result, name) for name in ("perplexity", "bits_per_token", "bits_per_byte", "tokens")}
         about = {"step": trained.step, "weights": trained.weights, "checkpoint": str(trained.path)}
@@ -119,39 +148,6 @@ def run_evaluate(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _evaluate(trained: Trained, options: EvaluateOptions, length: int) -> Evaluation:
-    """Evaluate on the text of --data or of the run. The batches are those of training, for results of equal bits."""
-    from diloco.data import heldout_rows, heldout_tokens, read_texts
-    from diloco.trained import evaluate
-
-    if trained.step is None and not options.data:
-        raise ConfigurationError(f"{options.path} is not a run, so it has no held-out text: give --data PATH.")
-    settings = Configuration() if trained.step is None else read_record(trained.run / CONFIG_FILE)
-    data, tokenizer = settings.data, trained.tokenizer
-    tokens: Any
-    if data.chat:
-        tokenizer = trained.chat_tokenizer()
-        tokens = heldout_rows(data, tokenizer, length, options.data)
-    elif options.data:
-        source = replace(data, text_field=options.text_field or data.text_field)
-        tokens = tokenizer.encode_documents(list(read_texts(source, options.data)))
-    else:
-        tokens = heldout_tokens(data, tokenizer)
-    done = [0]
-    with waiting_for(lambda: f"the evaluation, with {done[-1]:,} tokens predicted,"):
-        return evaluate(
-            trained.model,
-            tokenizer,
-            tokens,
-            sequence_length=length,
-            batch_size=settings.train.batch_size * 8,
-            sequences=settings.evaluation.sequences if options.sequences is None else options.sequences,
-            document_masks=data.document_masks,
-            precision=settings.train.precision,
-            progress=done.append,
-        )
-
-
 _LARGEST_SEED = 2**63 - 1  # the largest seed that a torch generator accepts
 
 
@@ -166,19 +162,19 @@ class GenerateOptions(AppliedOptions):
       diloco generate runs/streaming-tiny --prompt "$(cat beginning.txt)" --json
     """
 
-    prompt: Annotated[str, arg(metavar="TEXT", help_behavior_hint="")] = ""
+    prompt: str = ""
     """Text to continue. Default: none, so that the text is a new document."""
-    chat: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    chat: FlagCreatePairsOff[bool] = False
     """Apply the chat template and print the answer. Without a prompt, chat: each line of input is a question."""
-    system: Annotated[str, arg(metavar="TEXT", help_behavior_hint="")] = ""
+    system: str = ""
     """--chat: system message at the beginning of the conversation."""
     tokens: int = 200
     """Maximum number of tokens; an end-of-document token ends the text early."""
     temperature: float = 0.8
     """Divides the logits: below 1 favours likely tokens, above 1 makes the text more random, 0 takes the likeliest."""
-    top_k: Annotated[int | None, arg(metavar="INT")] = 50
+    top_k: int | None = 50
     """Draw only from this many likeliest tokens. None: from all."""
-    top_p: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
+    top_p: float | None = None
     """After --top-k: draw only from the fewest likeliest tokens with this total probability. Default: from all."""
     seed: int = 0
     """Random seed; the same seed gives the same text."""
@@ -231,16 +227,14 @@ def run_generate(arguments: Sequence[str]) -> int:
 
 def _chat(options: GenerateOptions, tokenizer: ChatTokenizer, pieces: Callable[..., Iterator[str]]) -> int:
     """Answer the prompt, or every line of standard input."""
-    prompt = options.prompt
     messages: list[dict[str, str]] = [{"role": "system", "content": options.system}] if options.system else []
-    asks = not prompt and sys.stdin.isatty()
-    questions = iter([prompt] if prompt else sys.stdin)
+    asks = not options.prompt and sys.stdin.isatty()
+    questions = iter([options.prompt]) if options.prompt else (line.rstrip("\n") for line in sys.stdin)
     while True:
-        if asks:
-            print("> ", end="", flush=True)
+        print("> " if asks else "", end="", flush=True)
         if (question := next(questions, None)) is None:
             return 0
-        messages.append({"role": "user", "content": question if prompt else question.rstrip("\n")})
+        messages.append({"role": "user", "content": question})
         answer = _show(pieces(tokenizer, tokenizer.prompt(messages), tokenizer.answer_end, tokenizer.eos_id))
         messages.append({"role": "assistant", "content": answer})
 
@@ -272,52 +266,48 @@ class ExportOptions(TrainedOptions):
       diloco export runs/streaming-llama --out merged --merge
     """
 
-    out: Annotated[Path, arg(metavar="PATH", help_behavior_hint="")]
+    out: Path
     """Folder (hf, adapter) or file (safetensors) to write."""
     to: Literal["hf", "safetensors", "adapter"] = "hf"
     """hf: a transformers folder; safetensors: parameters by their names in diloco; adapter: an adapter for peft."""
-    merge: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    merge: FlagCreatePairsOff[bool] = False
     """hf: merge the adapters of the run into the base model and write a whole model."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type of the weights."""
-    overwrite: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    overwrite: FlagCreatePairsOff[bool] = False
     """Replace an earlier export."""
 
 
 def run_export(arguments: Sequence[str]) -> int:
     """Load the model, write it, and print what was written."""
-    options = parse_options(ExportOptions, "export", arguments)
-    with waiting_for(lambda: f"{options.path} to be loaded and written to {options.out}"):
-        _export(options)
-    return 0
-
-
-def _export(options: ExportOptions) -> None:
     from diloco.trained import export_adapter, export_huggingface, export_safetensors
 
-    trained = options.load(dequantize=options.merge)
-    adapts = bool(trained.model.source_has)
-    if adapts and options.to == "hf" and not options.merge:
-        raise ConfigurationError(
-            f"{options.path} has adapters on top of a base model. Use --merge for a whole model, or --to adapter."
-        )
-    if not adapts and (options.merge or options.to == "adapter"):
-        asked = "--merge" if options.merge else "--to adapter"
-        raise ConfigurationError(f"{options.path} has no adapters, so {asked} has no effect. Leave it out.")
-    if options.merge and options.to != "hf":
-        raise ConfigurationError(f"--merge needs --to hf, not --to {options.to}.")
-    if options.to == "adapter":
-        export_adapter(trained, options.out, overwrite=options.overwrite)
-        print(f"{options.out}: adapter for peft, {format_count(trained.model.num_trained())} parameters")
-        return
-    model: nn.Module = trained.model
-    if options.to == "hf":
-        model = export_huggingface(trained, options.out, dtype=options.dtype, overwrite=options.overwrite)
-    else:
-        export_safetensors(trained, options.out, dtype=options.dtype, overwrite=options.overwrite)
+    options: ExportOptions = parse_options(ExportOptions, "export", arguments)
+    out, dtype, overwrite = options.out, options.dtype, options.overwrite
+    with waiting_for(lambda: f"{options.path} to be loaded and written to {out}"):
+        trained = options.load(dequantize=options.merge)
+        adapts = bool(trained.model.source_has)
+        if adapts and options.to == "hf" and not options.merge:
+            raise ConfigurationError(
+                f"{options.path} has adapters on top of a base model. Use --merge for a whole model, or --to adapter."
+            )
+        if not adapts and (options.merge or options.to == "adapter"):
+            asked = "--merge" if options.merge else "--to adapter"
+            raise ConfigurationError(f"{options.path} has no adapters, so {asked} has no effect. Leave it out.")
+        if options.merge and options.to != "hf":
+            raise ConfigurationError(f"--merge needs --to hf, not --to {options.to}.")
+        if options.to == "adapter":
+            export_adapter(trained, out, overwrite=overwrite)
+            print(f"{out}: adapter for peft, {format_count(trained.model.num_trained())} parameters")
+            return 0
+        model: nn.Module = trained.model
+        if options.to == "hf":
+            model = export_huggingface(trained, out, dtype=dtype, overwrite=overwrite)
+        else:
+            export_safetensors(trained, out, dtype=dtype, overwrite=overwrite)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    files = options.out.iterdir() if options.out.is_dir() else [options.out]
-    size = format_bytes(sum(file.stat().st_size for file in files))
-    print(f"{options.out}: {type(model).__name__}, {format_count(parameters)} parameters, {options.dtype}, {size}")
+    size = format_bytes(sum(file.stat().st_size for file in (out.iterdir() if out.is_dir() else [out])))
+    print(f"{out}: {type(model).__name__}, {format_count(parameters)} parameters, {dtype}, {size}")
     step = "" if trained.step is None else f", step {trained.step}"
     print(f"from {trained.path}{step}, {trained.weights}")
+    return 0

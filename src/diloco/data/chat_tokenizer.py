@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.data.text import warn_once
+from diloco.data.text import checked_text, warn_once
 from diloco.data.tokenizer import Tokenizer, library_tokenizer
 from diloco.errors import ConfigurationError, DataError
 
@@ -244,7 +244,8 @@ class ChatTokenizer(Tokenizer):
                 f"{self._place} has no chat template, which messages need. Give a template (--data.format "
                 "FILE.jinja), the folder of a chat model, or records with prompt and completion."
             )
-        return str(self._applied(messages, more, tokenize=False, add_generation_prompt=answer_next))
+        text = str(self._applied(messages, more, tokenize=False, add_generation_prompt=answer_next))
+        return checked_text(text, self._place, "conversation")  # a role may hold what is no text
 
     def _applied(self, messages: Sequence[Message], more: Mapping[str, Any], **how: Any) -> Any:
         if reserved := sorted(self._reserved.intersection(more)):

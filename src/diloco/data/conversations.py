@@ -235,7 +235,7 @@ class _Reading:
                     raise self.error(f"{name} must be text", content)
                 content = checked_text(content, self.place, name)
                 first = self.messages[0]
-                if first["role"] != "system" or first["content"].strip() != content.strip():
+                if first["role"] != "system" or first.get("content", "").strip() != content.strip():
                     self.messages.insert(0, {"role": "system", "content": content})
                     self.learned.insert(0, False)
 

@@ -76,7 +76,12 @@ def parquet_rows(path: Path) -> Iterator[tuple[str, ArrowRow]]:
     with _as_data_error(str(path)):
         files = glob.escape(str(path))
         data_set = datasets.load_dataset(
-            "parquet", data_files=files, split="train", streaming=True, trust_remote_code=False
+            "parquet",
+            data_files=files,
+            split="train",
+            streaming=True,
+            trust_remote_code=False,
+            batch_size=1024,  # the default, as many rows as the first group has, fails for a file without rows
         )
     yield from rows_of(data_set, str(path))
 

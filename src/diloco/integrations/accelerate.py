@@ -64,12 +64,13 @@ class AcceleratedDiLoCo(DiLoCo):
         """Run the first half of `step`; do nothing while gradients are accumulated."""
         # a loop that accumulates by itself takes no optimizer step, but neither does a scaler that skips one
         stepped = self._watch.taken or self._accelerator.scaler is not None
-        if self._accelerator.sync_gradients and stepped:
+        self._counts = self._accelerator.sync_gradients and stepped
+        if self._counts:
             super().begin(trained * self._watch.trained())
 
     def finish(self) -> None:
         """Run the second half of `step`; do nothing while gradients are accumulated."""
-        if self._accelerator.sync_gradients:
+        if self._counts:
             super().finish()
 
     def close(self) -> None:

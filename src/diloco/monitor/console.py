@@ -37,17 +37,12 @@ _STYLES = {
 
 
 class _Console:
-    """What both consoles print: the facts of a run, a line per notable event, samples and the summary.
-
-    Args:
-        verbose: whether to print details, too.
-    """
+    """What both consoles print: the facts of a run (if verbose, all), notable events, samples and the summary."""
 
     encoding = "utf-8"
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, verbose: bool = False) -> None:
-        self._clock = clock
-        self._progress = RunProgress(verbose=verbose)
+        self._clock, self._progress = clock, RunProgress(verbose=verbose)
 
     def _print(self, text: str, style: str = "") -> None:
         raise NotImplementedError
@@ -96,8 +91,7 @@ class PlainConsole(_Console):
         self._stream = sys.stdout if stream is None else stream
         self.encoding = getattr(self._stream, "encoding", None) or "utf-8"
         self._every_steps = every_steps
-        self._rows = 0
-        self._row_step = -1
+        self._rows, self._row_step = 0, -1  # the number of rows, and the step of the last one
 
     def handle(self, event: events.Event) -> None:
         """Write the lines for ``event``, if there are any."""
@@ -178,7 +172,7 @@ class LiveConsole(_Console):
         self._console = console or VisibleConsole()
         self.encoding = self._console.encoding
         self._refresh_s = refresh_s
-        self._live = Live(_Display(self._progress), console=self._console, auto_refresh=False)
+        self._live = Live(self, console=self._console, auto_refresh=False)
         self._drawn_s = -float("inf")
 
     def handle(self, event: events.Event) -> None:
@@ -200,14 +194,8 @@ class LiveConsole(_Console):
     def _print(self, text: str, style: str = "") -> None:
         self._console.print(Text(self._shown(text), style), soft_wrap=True)
 
-
-class _Display:
-    """The content of the live display: a progress bar and two lines, cut to the width of the terminal."""
-
-    def __init__(self, progress: RunProgress) -> None:
-        self._progress = progress
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw a progress bar and two lines, cut to the width of the terminal."""
         progress, width = self._progress, options.max_width
         total = max(1, progress.total_steps)
         left = _known(format_duration, progress.left_s)
@@ -231,7 +219,6 @@ class _Display:
 
 
 def _done(step: int, progress: RunProgress) -> str:
-    """Return the step of the total, aligned to the right."""
     total = str(progress.total_steps)
     return f"{step}/{total}".rjust(2 * len(total) + 1)
 
@@ -251,7 +238,6 @@ def _table(rows: Mapping[str, str]) -> str:
 
 
 def _title(event: events.RunStarted) -> str:
-    """Return the first line of a run's output."""
     tokens = "" if event.names else f" of {event.tokens_per_step:,} tokens"  # the replicas of a swarm come and go
     replicas = "a swarm" if event.names else counted(event.num_replicas)
     size = f"{format_count(event.parameters)} parameters, {event.total_steps} steps{tokens}"
@@ -259,19 +245,14 @@ def _title(event: events.RunStarted) -> str:
 
 
 def _summary(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the rows of a finished run's summary, skipping values that are missing or None.
-
-    The bytes that one replica sent are compared with ``data_parallel_bytes_per_replica``, which it would have sent in
-    data-parallel training.
-    """
-    sent, baseline = values.get("sent_bytes_per_replica"), values.get("data_parallel_bytes_per_replica") or 0
-    start, steps = values.get("shared_start_steps", 0), values.get("steps", 0)
-    shown: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    known: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    sent, baseline = known.get("sent_bytes_per_replica"), known.get("data_parallel_bytes_per_replica", 0)
+    start, steps = known.get("shared_start_steps", 0), known.get("steps", 0)
     if sent is not None:
-        shown["sent"] = _sent(sent, baseline)
+        known["sent"] = _sent(sent, baseline)
     if 0 < start < steps:
-        later = (sent or 0) - values.get("shared_start_sent_bytes_per_replica", 0)
-        shown["after start"] = _sent(later, baseline * (steps - start) / steps)
+        later = (sent or 0) - known.get("shared_start_sent_bytes_per_replica", 0)
+        known["after start"] = _sent(later, baseline * (steps - start) / steps)
     forms: dict[str, dict[str, Callable[[Any], str]]] = {  # name of a row -> key -> its text
         "held-out loss": {
             "heldout_loss": "{:.4f} nats per token".format,
@@ -294,7 +275,7 @@ def _summary(values: Mapping[str, Any]) -> dict[str, str]:
         "curves": {"out": lambda value: f"diloco watch {shlex.quote(value)}"},
         "TensorBoard": {"out": lambda value: "--sinks tensorboard (pip install 'diloco[monitor]')"},
     }
-    rows = {row: [form(shown[key]) for key, form in keys.items() if key in shown] for row, keys in forms.items()}
+    rows = {row: [form(known[key]) for key, form in keys.items() if key in known] for row, keys in forms.items()}
     return {row: ", ".join(parts) for row, parts in rows.items() if parts}
 
 

@@ -2,15 +2,9 @@
 
 In schema 1, every record has ``schema`` (1), ``event`` (the name of a class in `diloco.events`), ``step`` (inner steps
 finished), ``time_s`` (when it was written, in seconds since 1970 by this machine's clock) and the fields of its event.
-Within one schema, fields may be added but never renamed or removed. The text is ASCII, with other characters as ``\\u``
-escapes, so that the file never ends in half a character and contains no exotic line ends.
-
-- JSON has no NaN. A non-finite float is written as the string ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``, so
-  ``float(record["loss"])`` works in every case.
-- The file is append-only. A run that resumes from step s writes a new ``RunStarted`` with ``step`` = s, which
-  supersedes every earlier record with a greater step; `read_metrics` skips those.
-- A run that is killed while it writes leaves an incomplete line at the end. Readers skip it, and the next run removes
-  it.
+The text is ASCII, so that the file never ends in half a character. The file is append-only. A run that resumes from
+step s writes a new ``RunStarted`` with ``step`` = s, which supersedes every earlier record with a greater step. A run
+that is killed while it writes leaves an incomplete line at the end. Readers skip it, and the next run removes it.
 """
 
 from __future__ import annotations

@@ -63,8 +63,7 @@ class RunProgress:
     def take(self, event: events.Event, now_s: float) -> str:
         """Process ``event``, received at ``now_s``, and return the line that it deserves, with names of replicas.
 
-        These deserve none: what displays show in their own way, such as steps; undisturbed rounds; a round that is void
-        or omits a replica for the same reason as the previous one; and further replicas that report the same outcome.
+        A round deserves none if nothing disturbed it, or the same as before, or if another replica has reported it.
         """
         line = self._take(event, now_s)
 
@@ -165,7 +164,6 @@ def counted(replicas: int) -> str:
 
 
 def _change(event: events.ViewChanged) -> str:
-    """Say in one sentence who came and went."""
     left = tuple(each for each in event.left if each not in event.lost)
     # the first clause of the reason, without what is in parentheses, perhaps nested, and without addresses
     reason = before = event.reason

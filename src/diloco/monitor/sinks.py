@@ -1,6 +1,6 @@
 """The sinks of a run, combined so that an error in one of them affects neither the run nor the other sinks.
 
-Trackers are sinks that pass the curves of a run to a program that draws them. `TRACKERS` names them all.
+Trackers are sinks that pass the curves of a run to a program that draws them.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ from diloco.events import Event, Sink
 from diloco.monitor.console import LiveConsole, PlainConsole
 from diloco.monitor.metrics_file import MetricsFile
 from diloco.monitor.settings import MonitorSettings
-from diloco.plugins import call, is_own, takes
+from diloco.plugins import call, is_own
 
 _MEASURES = ("mean_norm", "mean_cosine", "momentum_cosine", "gain", "spread")
 
 
-class Curves:
+class _Tracker:
     """The curves of a run: names with units, and a value for each event that has one."""
 
-    def __init__(self) -> None:
-        self._tokens = -1  # before the next step; -1: unknown
-        self._tokens_per_step = 0
-        self._round = (-1, -1)  # the last one, which several replicas of a process report
+    _tokens = -1  # before the next step; -1: unknown
+    _tokens_per_step = 0
+    _round = (-1, -1)  # the last one, which several replicas of a process report
 
-    def take(self, event: events.Event) -> dict[str, float]:
+    def _values(self, event: events.Event) -> dict[str, float]:
         """Return name -> value of the curves that ``event`` continues, at its step."""
         values: dict[str, float | None] = {}
         match event:
@@ -62,7 +61,7 @@ class Curves:
         return {name: value for name, value in values.items() if value is not None}
 
 
-class TensorBoardSink:
+class TensorBoardSink(_Tracker):
     """Writes curves, and samples as text, to ``folder``/tensorboard.
 
     `RunStarted` must be the first event. A resumed run adds a new file, which makes TensorBoard hide everything after
@@ -75,11 +74,10 @@ class TensorBoardSink:
         self._make_writer = SummaryWriter
         self._writer: Any = None
         self._folder = folder / "tensorboard"
-        self._curves = Curves()
 
     def handle(self, event: events.Event) -> None:
         """Process ``event``. TensorBoard's own thread writes the file."""
-        values = self._curves.take(event)
+        values = self._values(event)
         match event:
             case events.RunStarted():
                 self._writer = self._make_writer(str(self._folder), purge_step=event.step + 1, flush_secs=10)
@@ -98,7 +96,7 @@ class TensorBoardSink:
             self._writer.close()
 
 
-class WandbSink:
+class WandbSink(_Tracker):
     """Sends curves, samples, the summary and the settings to Weights & Biases, whose own variables configure it:
     ``WANDB_MODE``, ``WANDB_PROJECT``, ``WANDB_ENTITY``, ``WANDB_NAME``, ``WANDB_RUN_GROUP``, ``WANDB_TAGS``.
 
@@ -123,16 +121,18 @@ class WandbSink:
                 "monitor.sinks='wandb' needs an API key: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline."
             )
         self._wandb = wandb
-        self._curves = Curves()
         self._exit_code = 1  # until `RunFinished` arrives
-        begun = (folder / "wandb").exists()
+        begun, path = (folder / "wandb").exists(), folder / "wandb" / "id"
+        identifier = path.read_text("utf-8").strip() if path.exists() else secrets.token_hex(6)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{identifier}\n", "utf-8")
             self._run: Any = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "diloco"),
                 name=os.environ.get("WANDB_NAME", name),
                 group=os.environ.get("WANDB_RUN_GROUP", group),
                 dir=str(folder),
-                id=_run_id(folder),
+                id=identifier,
                 resume="allow",
                 config=events.json_ready(config),
                 allow_val_change=True,  # some settings may change when a run is resumed
@@ -150,7 +150,7 @@ class WandbSink:
 
     def handle(self, event: events.Event) -> None:
         """Pass ``event`` to wandb's own process, which sends it."""
-        values: dict[str, Any] = dict(self._curves.take(event))
+        values: dict[str, Any] = dict(self._values(event))
         match event:
             case events.RunStarted():
                 self._run.config.update({"facts": {**event.facts, **event.details}}, allow_val_change=True)
@@ -171,49 +171,31 @@ class WandbSink:
         self._run.finish(exit_code=self._exit_code)
 
 
-def _run_id(folder: Path) -> str:
-    """Return the W&B identifier of the run in ``folder``, creating one if there is none yet."""
-    path = folder / "wandb" / "id"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(secrets.token_hex(6) + "\n", encoding="utf-8")
-    return path.read_text(encoding="utf-8").strip()
-
-
-TRACKERS = {"tensorboard": TensorBoardSink, "wandb": WandbSink}
-"""The sinks of ours that ``monitor.sinks`` can name. They get the arguments that `diloco.monitor.sinks` offers."""
-
-
 class Sinks:
     """Passes every event to every sink. A sink that raises is dropped with a message, and the others continue.
 
     Args:
-        sinks: name -> sink; messages use the name.
+        sinks: name -> sink; messages use the name. A sink that fails is removed.
     """
 
     def __init__(self, sinks: Mapping[str, Sink]) -> None:
-        self._sinks = dict(sinks)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the sinks that have not failed."""
-        return tuple(self._sinks)
+        self.sinks = dict(sinks)
 
     def handle(self, event: Event) -> None:
         """Pass ``event`` to every sink. Only exceptions that stop the process, such as KeyboardInterrupt, propagate."""
-        for name, sink in list(self._sinks.items()):
+        for name, sink in list(self.sinks.items()):
             try:
                 sink.handle(event)
             except Exception as error:
-                del self._sinks[name]
+                del self.sinks[name]
                 with contextlib.suppress(Exception):  # it has just failed, and would report the same error again
                     sink.close()
                 _print(f"{name} failed at step {event.step} and is no longer written", error, "training continues.")
 
     def close(self) -> None:
         """Close every sink, even if closing one of them fails. A second call does nothing."""
-        while self._sinks:
-            name, sink = self._sinks.popitem()
+        while self.sinks:
+            name, sink = self.sinks.popitem()
             try:
                 sink.close()
             except Exception as error:
@@ -258,17 +240,15 @@ def make_sinks(
 
 
 def _make_sink(text: str, folder: Path, offered: Mapping[str, Any]) -> Sink:
-    """Make the sink that ``monitor.sinks`` names; it gets those of the offered arguments that it takes."""
     if is_own(text):
         sink: Sink = call("monitor.sinks", text, folder, kind=Sink, arguments={}, offered=offered)
         return sink
-    if text not in TRACKERS:
-        raise ConfigurationError(
-            f"monitor.sinks={text!r} is unknown; {nearest(text, TRACKERS)} Your own is MODULE:NAME or FILE.py:NAME."
-        )
-    kind: Any = TRACKERS[text]
-    made: Sink = kind(folder, **{name: value for name, value in offered.items() if takes(kind, name)})
-    return made
+    if text == "tensorboard":
+        return TensorBoardSink(folder)
+    if text == "wandb":
+        return WandbSink(folder, **offered)
+    known = nearest(text, ("tensorboard", "wandb"))
+    raise ConfigurationError(f"monitor.sinks={text!r} is unknown; {known} Your own is MODULE:NAME or FILE.py:NAME.")
 
 
 def _print(what: str, error: Exception, then: str) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from diloco.algorithm import SyncSchedule
 from diloco.devices import use_device
@@ -16,7 +16,7 @@ from diloco.outer import DiLoCo
 from diloco.train import InnerLoop, ParallelModel, RunSettings, inner_learning_rate, make_inner_optimizer, prepare_model
 
 _STEPS, _AT_MOST_S = 5, 60.0  # number of inner steps to time, and the time after which no further one starts
-_ROUNDS = 5
+_ROUNDS = 5  # number of sends and merges
 
 
 def measure_step(settings: RunSettings) -> tuple[float, float, float]:
@@ -53,42 +53,25 @@ def measure_step(settings: RunSettings) -> tuple[float, float, float]:
         )
         began_s = time.perf_counter()
         while len(taken_s) <= _STEPS and (len(taken_s) < 2 or time.perf_counter() - began_s < _AT_MOST_S):
-            started_s = time.perf_counter()
-            # reading the loss here, and the norm in `apply`, waits for the device
-            float(inner.accumulate_gradients(tokens[:, :-1], tokens[:, 1:]))
-            piece_s = time.perf_counter() - started_s
-            inner.unscale()
-            inner.apply(len(taken_s))
-            _settle(device)
-            apply_s = time.perf_counter() - started_s - piece_s
+            piece_s = _timed(lambda: float(inner.accumulate_gradients(tokens[:, :-1], tokens[:, 1:])), device)
+            apply_s = _timed(inner.unscale, device) + _timed(lambda: inner.apply(len(taken_s)), device)
             taken_s.append(train.gradient_accumulation * piece_s + apply_s)
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(
             f"the model with {rows} sequences at once does not fit in the memory of {device}: "
             f"{str(error).splitlines()[0]} Use more gradient accumulation or a smaller model."
         ) from error
-    send_s, merge_s = _synchronisation_s(model, inner.optimizer, device)
+    diloco = DiLoCo(model, inner.optimizer, schedule=SyncSchedule(inner_steps=1), codec="fp4")
+    rounds = [(_timed(diloco.begin, device), _timed(diloco.finish, device)) for _ in range(_ROUNDS)]
+    send_s, merge_s = map(statistics.median, zip(*rounds, strict=True))
     values = model.num_trained()
     return statistics.median(taken_s[1:]), send_s / values, merge_s / values
 
 
-def _synchronisation_s(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[float, float]:
-    """Return the median time of five sends and of five merges of the whole ``model`` by a lone replica, in seconds."""
-    diloco = DiLoCo(model, optimizer, schedule=SyncSchedule(inner_steps=1), codec="fp4")
-    sends_s, merges_s = [], []
-    for _ in range(_ROUNDS):
-        started_s = time.perf_counter()
-        diloco.begin()
-        _settle(device)
-        sent_s = time.perf_counter()
-        diloco.finish()
-        _settle(device)
-        sends_s.append(sent_s - started_s)
-        merges_s.append(time.perf_counter() - sent_s)
-    return statistics.median(sends_s), statistics.median(merges_s)
-
-
-def _settle(device: torch.device) -> None:
-    """Wait until the device is idle."""
+def _timed(action: Callable[[], object], device: torch.device) -> float:
+    """Return how many seconds ``action`` keeps the device busy."""
+    started_s = time.perf_counter()
+    action()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return time.perf_counter() - started_s

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from diloco.algorithm import make_codec
-from diloco.plan.cluster import Cluster, Conditions, Exchange, Overheads
-from diloco.plan.simulate import Simulated, simulate_cycles
-from diloco.transport import Link
+from diloco.plan.exchange import Exchange, Parcel
+from diloco.plan.simulate import Simulated, simulate
+from diloco.plan.site import IDEAL, Conditions, Site
 
 INNER_STEPS = (10, 20, 50, 100, 200, 500, 1000)  # the values of H in a table, up to the largest in the papers
 CODECS = ("float32", "bfloat16", "int8", "fp4")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Site:
-    """The replicas and links of a run."""
-
-    links: tuple[Link, ...]  # one for each replica
-    step_time_s: tuple[float, ...]  # compute time of an inner step, one for each replica
-    conditions: Conditions = field(default_factory=Conditions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,31 +47,29 @@ class Prediction:
 
 
 def predict(exchange: Exchange, site: Site) -> Prediction:
-    """Simulate a cycle of H steps with the typical overheads of ``site``, with those at p90, and without any."""
-    schedule, conditions, others = exchange.schedule, site.conditions, len(site.links) - 1
+    """Simulate a cycle of H steps under the conditions of ``site``, under those at p90, and without overheads."""
+    schedule = exchange.schedule
 
-    def simulated(overheads: Overheads, *, uplinks: bool) -> Simulated:
-        if exchange.gradients:
-            overheads = replace(overheads, average_s_per_value=0.0, send_s_per_value=0.0, merge_s_per_value=0.0)
-        traffic = exchange.traffic(len(site.links), [link.uplink for link in site.links] if uplinks else ())
-        dynamic_of = schedule.inner_steps if exchange.dynamic_steps else None
-        cluster = Cluster.of(site.links, site.step_time_s, dynamic_of=dynamic_of, overheads=overheads)
-        return simulate_cycles(traffic, cluster, cycles=1)
+    def simulated(conditions: Conditions) -> tuple[tuple[Parcel, ...], Simulated]:
+        place = replace(site, conditions=conditions.scaled(0.0) if exchange.gradients else conditions)
+        uplinks = [link.uplink for link in site.links] if conditions.measures_uplinks else ()
+        parcels = exchange.parcels(len(site.links), uplinks)
+        begin, dynamic = 3 * schedule.inner_steps, exchange.dynamic_steps  # every fragment has had two rounds
+        steps = begin + schedule.inner_steps
+        return parcels, simulate(schedule, parcels, place, steps=steps, measure_from=begin, dynamic=dynamic)
 
-    typical = simulated(conditions.overheads(others), uplinks=conditions.measures_uplinks)
-    p90 = simulated(conditions.overheads(others, p90=True), uplinks=conditions.measures_uplinks)
-    ideal = simulated(Overheads(), uplinks=True)
+    parcels, typical = simulated(site.conditions)
+    (_, p90), (_, ideal) = simulated(site.conditions.at_p90()), simulated(IDEAL)
     rounds, slow = ({each.fragment: each for each in run.merged} for run in (typical, p90))
-    utilization = float(typical.compute_utilization)
     return Prediction(
         inner_steps=schedule.inner_steps,
         num_fragments=schedule.num_fragments,
         overlap_steps=schedule.overlap_steps,
         codec=exchange.codec.name,
-        compute_utilization=utilization,
-        p90_utilization=min(float(p90.compute_utilization), utilization),  # guard against round-off
-        ideal_utilization=float(ideal.compute_utilization),
-        step_s=float(typical.wall_s) / typical.steps,
+        compute_utilization=typical.compute_utilization,
+        p90_utilization=min(p90.compute_utilization, typical.compute_utilization),  # guard against round-off
+        ideal_utilization=ideal.compute_utilization,
+        step_s=typical.wall_s / typical.steps,
         sent_bytes_per_step=float(typical.sent_bytes.max()) / typical.steps,
         longest_wait_s=max(float(each.waited_s.max()) for each in typical.merged),
         fragments=tuple(
@@ -94,7 +83,7 @@ def predict(exchange: Exchange, site: Site) -> Prediction:
                 p90_round_s=float(slow[fragment].took_s.max()),
                 waited_s=float(rounds[fragment].waited_s.mean()),
             )
-            for fragment, parcel in enumerate(typical.parcels)
+            for fragment, parcel in enumerate(parcels)
         ),
     )
 

@@ -36,7 +36,6 @@ from .processes import role_of as role_of
 from .processes import start_process as start_process
 from .replica import RandomState as RandomState
 from .replica_state import ReplicaState as ReplicaState
-from .resolve import LAYERS_PER_FRAGMENT as LAYERS_PER_FRAGMENT
 from .resolve import make_schedule as make_schedule
 from .resolve import notes as notes
 from .resolve import resolve as resolve

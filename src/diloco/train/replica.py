@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,7 +39,7 @@ AHEAD = 4  # default number of batches to prefetch if the data is read from file
 
 
 class RandomState:
-    """The random numbers of one replica: torch's generators of the CPU and, once it is initialised, of CUDA.
+    """The random numbers of one replica: torch's generators of the CPU and, once CUDA is initialised, of its GPU.
 
     A model draws (dropout, for example) from generators that belong to the process. A replica installs its own while it
     works, so a run gives the same bits whether or not its replicas share a process.
@@ -63,11 +62,11 @@ class RandomState:
             self._install(before)
 
     def _install(self, states: Sequence[Tensor]) -> None:
-        for generator, state in itertools.zip_longest(_generators(), states):
-            if state is None:  # CUDA has been initialised since
+        for number, generator in enumerate(_generators()):  # a state of a GPU has none on a machine without one
+            if number < len(states):
+                generator.set_state(states[number])
+            else:  # CUDA has been initialised since
                 generator.manual_seed(self._seeds[1])
-            else:
-                generator.set_state(state)
 
     def state_dict(self) -> dict[str, Any]:
         return {"torch": [state.clone() for state in self._states]}
@@ -77,8 +76,9 @@ class RandomState:
 
 
 def _generators() -> Sequence[torch.Generator]:
-    cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]  # torch's
-    return torch.default_generator, *cuda
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
+        return (torch.default_generator,)
+    return torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]
 
 
 def seed_process(seed: int, replica: int) -> None:

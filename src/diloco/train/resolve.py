@@ -16,7 +16,7 @@ from diloco.devices import check_device
 from diloco.errors import ConfigurationError
 from diloco.train.settings import RunSettings
 
-__all__ = ["LAYERS_PER_FRAGMENT", "make_schedule", "notes", "resolve"]
+__all__ = ["make_schedule", "notes", "resolve"]
 
 _GRADIENT_CODECS = ("float32", "float16", "bfloat16")  # the codecs for gradients of data-parallel training
 

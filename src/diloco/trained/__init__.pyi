@@ -1,4 +1,3 @@
-from .evaluate import Evaluation as Evaluation
 from .evaluate import evaluate as evaluate
 from .evaluate import mean_evaluation as mean_evaluation
 from .export import export_adapter as export_adapter

@@ -16,7 +16,7 @@ from diloco.errors import DataError
 from diloco.model import ENDS, NOT_COUNTED, LanguageModel, documents_of, even_batches
 from diloco.units import perplexity
 
-__all__ = ["Evaluation", "evaluate", "mean_evaluation"]
+__all__ = ["evaluate", "mean_evaluation"]
 
 Precision = Literal["float32", "bfloat16", "float16"]
 LOGITS_BYTES = 1 << 30  # limit for the float32 logits of one forward pass, unless one sequence needs more

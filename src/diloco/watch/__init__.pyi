@@ -1,7 +1,5 @@
 from .followed import FollowedFolder as FollowedFolder
 from .followed import FollowedSwarm as FollowedSwarm
 from .page_data import page_data as page_data
-from .server import LOOPBACK as LOOPBACK
 from .server import PageServer as PageServer
 from .server import export_page as export_page
-from .server import plotly_script as plotly_script

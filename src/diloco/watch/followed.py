@@ -70,7 +70,6 @@ def parse(value: object) -> Record | None:
 
 
 def _is_bounded(name: str, value: Any) -> bool:
-    """Return whether a value is neither longer nor greater than the page can show."""
     match value:
         case int():
             return 0 <= value <= _MAX_INT
@@ -132,9 +131,8 @@ class FollowedFolder:
     """
 
     def __init__(self, folder: Path) -> None:
-        if not os.path.isdir(folder):
-            what = "is not a folder" if os.path.exists(folder) else "does not exist"
-            raise ConfigurationError(f"{folder} {what}. Give the folder of a run.")
+        if not os.path.exists(folder):
+            raise ConfigurationError(f"{folder} does not exist. Give the folder of a run.")
         if not any(os.path.exists(folder / name) for name in (_METRICS, "config.toml")):
             raise ConfigurationError(f"{folder} has neither {_METRICS} nor config.toml: it is not the folder of a run.")
         self._folder = folder
@@ -168,16 +166,14 @@ class FollowedFolder:
         return self.run.behind_bytes > 0
 
     def _find_replicas(self) -> None:
-        others = sorted(
-            (int(number), path)
-            for path in self._folder.glob("replica-*")
-            if (number := path.name.removeprefix("replica-")).isdecimal() and os.path.exists(path / _METRICS)
-        )
-        first = "replica 0" if others else ""
+        others = {path.name.removeprefix("replica-"): path for path in self._folder.glob("replica-*")}
+        others = {number: path for number, path in others.items() if os.path.exists(path / _METRICS)}
+        first = "replica 0" if any(map(str.isdecimal, others)) else ""
         if self._tails and first not in self._tails:  # there was only one process until now, or there is only one now
             self._forget()
-        for name, path in ((first, self._folder), *((f"replica {number}", path) for number, path in others)):
-            self._tails.setdefault(name, Tail(path / _METRICS))
+        self._tails.setdefault(first, Tail(self._folder / _METRICS))
+        for number in sorted(filter(str.isdecimal, others), key=int):
+            self._tails.setdefault(f"replica {int(number)}", Tail(others[number] / _METRICS))
 
 
 def _settings(path: Path) -> Iterator[tuple[str, str]]:

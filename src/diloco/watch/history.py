@@ -47,10 +47,9 @@ class Round:
 
     @property
     def size_bytes(self) -> int:
-        """About the memory that it takes."""
+        """About the memory that it takes, or more."""
         numbers = len(self.contributors) + len(self.clipped) + 3 * len(self.late_s) + 3 * len(self.waits_s)
-        digests = sum(200 + 4 * len(digest) for digest, _ in self.sent.values())
-        return 500 + 4 * len(self.why) + 40 * numbers + digests
+        return 500 + 4 * len(self.why) + 40 * numbers + sum(200 + 4 * len(digest) for digest, _ in self.sent.values())
 
     def minority(self) -> list[int]:
         """Return the replicas whose digests differ from the most frequent one; on a tie, the lowest replica's wins."""
@@ -85,10 +84,6 @@ class Grid:
         """Return the newest rounds of all fragments, the newest first."""
         keys = sorted(self.cells, key=lambda key: (self.cells[key].step, *key), reverse=True)
         return [self.cells[key] for key in keys[:MAX_RECENT]]
-
-    def of_fragment(self, fragment: int) -> list[Round]:
-        """Return the rounds of a fragment that are kept, the newest first."""
-        return [self.cells[key] for key in sorted(self.cells, reverse=True) if key[0] == fragment]
 
     def participation(self) -> tuple[Counter[int], Counter[int]]:
         """Return replica -> in how many recent means it is, and how many it has missed since the last of them."""
@@ -157,11 +152,12 @@ class Grid:
                 self.newest[fragment] = known[-1] if members is None else known[-2:][0]
         for key in [key for key in self.cells if abs(key[1] - self.newest.get(key[0], 0)) >= OUTER_STEPS]:
             del self.cells[key]
-        reporters = {key: len(cell.sent.keys() | cell.waits_s.keys()) for key, cell in self.cells.items()}
-        sizes = {key: cell.size_bytes for key, cell in self.cells.items()} if members is not None else {}
-        room = MAX_BYTES
-        for key in sorted(sizes, key=lambda key: (-reporters[key], sizes[key])):
-            room -= sizes[key]
+        room = MAX_BYTES if members is not None else math.inf
+        costs = {
+            key: (-len(cell.sent.keys() | cell.waits_s.keys()), cell.size_bytes) for key, cell in self.cells.items()
+        }
+        for key in sorted(costs, key=costs.__getitem__):
+            room -= costs[key][1]
             if room < 0:
                 del self.cells[key]
 

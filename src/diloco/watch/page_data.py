@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from diloco import __version__
+from diloco.membership import names_of
 from diloco.transport import PeerReport
 from diloco.units import format_bytes, format_duration, visible
 from diloco.watch.history import ProcessHistory, RunHistory, replica_order
@@ -38,14 +38,8 @@ class Alert:
     level: Literal["error", "warning"]  # "error" if the run is harmed, "warning" if it may be
     kind: str  # the kind of the condition
     who: str  # the process, replica or fragment concerned
-    words: str  # the message, without the step
+    words: str  # the rest of the sentence that begins with it
     step: int | None = None  # the inner step concerned, if there is one
-
-
-def find_alerts(run: RunHistory, now_s: float) -> list[Alert]:
-    """Return the alerts at ``now_s``, in seconds since 1970 by the clock of the records; errors first."""
-    alerts = [alert for kind in _ALERTS for alert in kind(run, now_s)]
-    return sorted(alerts, key=lambda alert: alert.level != "error")
 
 
 def _is_recent(run: RunHistory, step: int, time_s: float | None) -> bool:
@@ -67,11 +61,10 @@ def _silent(run: RunHistory, now_s: float) -> Iterator[Alert]:
         process = run.processes[name]
         heard_s = heard.get(name, process.newest_s)
         if heard_s is not None and now_s - heard_s > max(SILENT_S, 10 * (process.step_s or 0.0)):
-            who = name or "the run"
             # a screen reader would read a text that changes every second every second
             over_s = (now_s - heard_s) // 30 * 30
-            words = f"{_capital(who)} has reported nothing for more than {format_duration(over_s)}."
-            yield Alert("error", "silent", who, words, process.step)
+            words = f"has reported nothing for more than {format_duration(over_s)}."
+            yield Alert("error", "silent", name or "the run", words, process.step)
 
 
 def _lost(run: RunHistory, now_s: float) -> Iterator[Alert]:
@@ -80,17 +73,15 @@ def _lost(run: RunHistory, now_s: float) -> Iterator[Alert]:
         gone = sorted({*view.lost} - {*run.expected})
         replaced = len(run.expected) >= len(view.members) - len(view.joined) + len(view.left)
         if view.members and gone and not replaced and _is_recent(run, view.step, time_s):
-            who = f"replica{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}"
-            words = f"{_capital(who)} left without announcing it: {view.reason}."
-            yield Alert("warning", "lost", who, words, view.step)
+            yield Alert("warning", "lost", names_of(gone), f"left without announcing it: {view.reason}.", view.step)
 
 
 def _digests(run: RunHistory, now_s: float) -> Iterator[Alert]:
     for (fragment, outer_step), cell in sorted(run.grid.cells.items()):
         for replica in cell.minority() if outer_step > run.grid.newest[fragment] - _RECENT_ROUNDS else ():
             words = (
-                f"Replica {replica} had a different state of fragment {fragment} than the majority in outer step "
-                f"{outer_step}. Such a round is void, and the replica adopts the state of the majority."
+                f"had a different state of fragment {fragment} than the majority in outer step {outer_step}. Such a "
+                "round is void, and the replica adopts the state of the majority."
             )
             yield Alert("error", "digest", f"replica {replica}", words, cell.step)
 
@@ -99,18 +90,19 @@ def _missed(run: RunHistory, now_s: float) -> Iterator[Alert]:
     _, missed = run.grid.participation()
     for replica in run.expected:
         if missed[replica] >= MISSED_ROUNDS:
-            words = f"The last {missed[replica]} rounds were merged without replica {replica}."
-            yield Alert("warning", "missed", f"replica {replica}", words)
+            yield Alert(
+                "warning", "missed", f"replica {replica}", f"is not in the last {missed[replica]} merged rounds."
+            )
 
 
 def _void(run: RunHistory, now_s: float) -> Iterator[Alert]:
-    grid = run.grid
-    for fragment in sorted(grid.newest):
-        void = [*takewhile(lambda cell: not cell.waits_s, grid.of_fragment(fragment))]
+    for fragment in sorted(run.grid.newest):
+        newest_first = [cell for (of, _), cell in sorted(run.grid.cells.items(), reverse=True) if of == fragment]
+        void = [*takewhile(lambda cell: not cell.waits_s, newest_first)]
         times = sum(cell.times_void for cell in void)
         if times >= VOID_ROUNDS:
             last = next(cell for cell in void if cell.times_void)
-            words = f"The last {times} rounds of fragment {fragment} were void. The reason of the last one: {last.why}"
+            words = f"has had {times} void rounds in a row. The reason of the last one: {last.why}"
             yield Alert("error", "void", f"fragment {fragment}", words, last.step)
 
 
@@ -119,25 +111,25 @@ def _numbers(run: RunHistory, now_s: float) -> Iterator[Alert]:
         who = name or "the run"
         event, time_s = process.diverged or (None, None)
         if event and _is_recent(run, event.step, time_s):
-            words = f"The loss or the gradient norm of {who} was NaN or infinite."
-            yield Alert("error", "not finite", who, words, event.step)
+            yield Alert(
+                "error", "not finite", who, "had a loss or a gradient norm that was NaN or infinite.", event.step
+            )
         before, recent = [*process.norms][:-10], [*process.norms][-10:]
         if len(before) < 20:
             continue
         high, usual = statistics.median(recent), statistics.median(before)
         if high > HIGH_NORM * usual > 0:  # one spike alone is ordinary
-            words = f"The last gradient norms of {who} were {high:.3g}, {high / usual:.1f}x those before."
+            words = f"has gradient norms of {high:.3g}, {high / usual:.1f}x those before."
             yield Alert("warning", "gradient norm", who, words)
 
 
 def _slow(run: RunHistory, now_s: float) -> Iterator[Alert]:
-    processes = run.processes
-    times = {name: step_s for name in _training(run) if (step_s := processes[name].step_s)}
+    times = {name: step_s for name in _training(run) if (step_s := run.processes[name].step_s)}
     for name, step_s in times.items():
         usual_s = statistics.median([each for other, each in times.items() if other != name] or [step_s])
         if step_s > SLOWER * usual_s:
-            took = f"{format_duration(step_s)} per step, {step_s / usual_s:.1f}x the median of the others."
-            yield Alert("warning", "slow", name, f"{_capital(name)} takes {took}")
+            words = f"takes {format_duration(step_s)} per step, {step_s / usual_s:.1f}x the median of the others."
+            yield Alert("warning", "slow", name, words)
 
 
 def _disk(run: RunHistory, now_s: float) -> Iterator[Alert]:
@@ -145,14 +137,10 @@ def _disk(run: RunHistory, now_s: float) -> Iterator[Alert]:
         saved = run.processes[name].checkpoint
         free = saved.free_bytes if saved else None
         if saved and free is not None and free < FREE_CHECKPOINTS * saved.size_bytes:
-            who = name or "the run"
-            sizes = f"{format_bytes(free)} left, and a checkpoint takes {format_bytes(saved.size_bytes)}"
-            level: Literal["error", "warning"] = "error" if free < saved.size_bytes else "warning"
-            yield Alert(level, "disk", who, f"The disk of {who} has {sizes}.", saved.step)
-
-
-def _capital(words: str) -> str:
-    return words[0].upper() + words[1:]
+            words = (
+                f"has {format_bytes(free)} left on its disk, and a checkpoint takes {format_bytes(saved.size_bytes)}."
+            )
+            yield Alert("error" if free < saved.size_bytes else "warning", "disk", name or "the run", words, saved.step)
 
 
 _ALERTS = (_silent, _lost, _digests, _missed, _void, _numbers, _slow, _disk)
@@ -163,7 +151,7 @@ MAX_LINES = 8  # processes of a run whose curves are drawn; the table of peers h
 
 def page_data(runs: Sequence[RunHistory], now_s: float, **more: float) -> bytes:
     """Return the content of the page at ``now_s``, in seconds since 1970, as JSON; ``more`` is added to it."""
-    return msgspec.json.encode({"version": __version__, "runs": [_shown(run, now_s) for run in runs], **more})
+    return msgspec.json.encode({"runs": [_shown(run, now_s) for run in runs], **more})
 
 
 def _shown(run: RunHistory, now_s: float) -> msgspec.Raw:
@@ -178,7 +166,7 @@ def _shown(run: RunHistory, now_s: float) -> msgspec.Raw:
 
 def _run(run: RunHistory, now_s: float) -> dict[str, Any]:
     """Return the content of one run. JSON has null for what is unknown or not finite."""
-    alerts = find_alerts(run, now_s)
+    alerts = sorted((each for kind in _ALERTS for each in kind(run, now_s)), key=lambda alert: alert.level != "error")
     lines = {name: run.processes[name] for name in sorted(run.processes, key=replica_order)[:MAX_LINES]}
     return {
         "name": visible(run.name),
@@ -206,7 +194,6 @@ def _run(run: RunHistory, now_s: float) -> dict[str, Any]:
 
 
 def _header(run: RunHistory, *, is_silent: bool) -> dict[str, Any]:
-    """Return the figures at the top of the page."""
     process, step = run.first, run.step
     started, last, rows = process.started, process.last, process.steps.rows()
     summary = process.finished.summary if process.finished else {}
@@ -215,7 +202,7 @@ def _header(run: RunHistory, *, is_silent: bool) -> dict[str, Any]:
     lows = [row[4] for each in run.evaluated for row in each.evaluations.rows() if row[4] is not None]
     total, per_step = (started.total_steps, started.data_parallel_bytes_per_step) if started else (None, None)
     return {
-        "state": _state(process, is_silent=is_silent),
+        "state": "silent" if is_silent and not (process.interrupted or process.finished) else _state(process),
         "fetched": process.fetched,
         "step": step if process.reported else None,
         "total_steps": total,
@@ -240,12 +227,10 @@ def _number(value: Any) -> float | None:
     return value if type(value) in (int, float) and abs(value) < 2**53 else None
 
 
-def _state(process: ProcessHistory, *, is_silent: bool = False) -> str:
+def _state(process: ProcessHistory) -> str:
     if process.interrupted or process.finished:
         return "interrupted" if process.interrupted else "finished"
-    if is_silent or not process.reported:
-        return "silent" if is_silent else "not started"
-    return "joining" if process.fetched else "running"
+    return "not started" if not process.reported else "joining" if process.fetched else "running"
 
 
 def _member_rows(run: RunHistory, now_s: float) -> list[dict[str, Any]]:

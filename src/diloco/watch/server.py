@@ -40,23 +40,13 @@ HEADERS = {
 }
 
 
-def plotly_script() -> Path:
-    """Return the path of plotly.js in the Python package plotly, which is not imported.
-
-    Raises:
-        ConfigurationError: if plotly is not installed.
-    """
-    package = importlib.util.find_spec("plotly")
-    script = Path(package.origin if package and package.origin else "").parent / "package_data" / "plotly.min.js"
-    if not script.is_file():
-        raise ConfigurationError("`diloco watch` needs plotly. Install it with: pip install 'diloco[watch]'.")
-    return script
-
-
 def export_page(data: bytes) -> str:
     """Return the page with ``data`` in it, a result of `diloco.watch.page_data`, as one HTML file that loads nothing.
 
     Without data, the page asks the server that has sent it.
+
+    Raises:
+        ConfigurationError: if plotly is not installed.
 
     >>> page = export_page(b'{"runs": [{"name": "</script><script>alert(1)</script>"}]}')
     >>> "</script><script>alert" in page
@@ -65,7 +55,11 @@ def export_page(data: bytes) -> str:
     html, style, script = (
         (files("diloco.watch") / "page" / f"watch.{kind}").read_text("utf-8") for kind in ("html", "css", "js")
     )
-    scripts = [script, plotly_script().read_text("utf-8").replace("</script", "<\\/script")]
+    package = importlib.util.find_spec("plotly")  # which is not imported
+    plotly = Path(package.origin if package and package.origin else "").parent / "package_data" / "plotly.min.js"
+    if not plotly.is_file():
+        raise ConfigurationError("`diloco watch` needs plotly. Install it with: pip install 'diloco[watch]'.")
+    scripts = [script, plotly.read_text("utf-8").replace("</script", "<\\/script")]
     hashes = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in scripts]
     policy = POLICY.format(hashes=" ".join(f"'sha256-{each}'" for each in hashes))
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>\n{style}</style>'

@@ -72,6 +72,7 @@ def serve_candidates(transport: PeerTransport, registry: Registry, election: Boo
 
     async def answer(asked: Look, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         reply: WireMessage
+        parse_address(asked.entry.address)  # all others would fail at it
         if transport.last_view is None or transport.failure is not None:
             me = election.me
             reply = Looking(me.number, me.held_step, me.last, me.agreed, me.vote)
@@ -226,7 +227,8 @@ class Reconnection:
             entries = {entry.rank: entry for entry in told if entry.rank < self._registry.num_ranks}
             members = tuple(sorted(set(answer.members)))
             ranks = [rank for member in members for rank in range(member * size, (member + 1) * size)]
-            places = {rank: parse_address(entries[rank].address) for rank in ranks if rank != self._entry.rank}
+            addresses = {rank: parse_address(entry.address) for rank, entry in entries.items()}
+            places = {rank: addresses[rank] for rank in ranks if rank != self._entry.rank}
         except (KeyError, ValueError):
             return ()
         self._registry.entries.update(entries | {self._entry.rank: self._entry})

@@ -78,6 +78,7 @@ def serve(connections: ConnectionManager, registry: Registry, host: int | None =
 
     async def register(asked: Register, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         entry, patience_s = asked.entry, asked.patience_s
+        parse_address(entry.address)  # all others would fail at it
         if host not in (None, entry.rank):
             await asyncio.wait_for(begun.wait(), patience_s)
         was_running = registry.running

@@ -237,7 +237,7 @@ function renderAlerts() {
   const found = runs.flatMap((run) => run.alerts.map((alert) => [run, alert]));
   const items = found.map(([run, alert]) => make("li", { class: alert.level },
     make("strong", {}, alert.level === "error" ? "Error" : "Warning"), runs.length > 1 ? `${run.name}: ` : "",
-    alert.words, known(alert.step) ? ` (step ${whole(alert.step)})` : ""));
+    `${alert.who[0].toUpperCase()}${alert.who.slice(1)} ${alert.words}`, known(alert.step) ? ` (step ${whole(alert.step)})` : ""));
   const key = JSON.stringify(found.map(([run, alert]) => [run.name, alert]));
   if ($("alerts").dataset.key === key) return;  // unchanged alerts must not be announced again
   $("alerts").dataset.key = key;
