@@ -98,10 +98,11 @@ class EvaluateOptions(AppliedOptions):
 
 def run_evaluate(arguments: Sequence[str]) -> int:
     """Evaluate on the text of --data or of the run, and print. The batches are those of training, for equal bits."""
+    options: EvaluateOptions = parse_options(EvaluateOptions, "evaluate", arguments)
+
     from diloco.data import heldout_rows, heldout_tokens, read_texts
     from diloco.trained import evaluate
 
-    options: EvaluateOptions = parse_options(EvaluateOptions, "evaluate", arguments)
     trained = options.load(options.device)
     length = trained.length(options.context, "--context")
     if trained.step is None and not options.data:
