@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -159,7 +160,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (PEERS | {"algorithm": "data-parallel"}, "replicas that join and leave can't average gradients at every step"),
     (PEERS | {"network.min_replicas": 5}, "replicas must be at least network.min_replicas=5, got 4"),
     (PEERS | {"data.streaming": True}, "data.streaming=true can't be used with network.transport='hivemind'"),
-    (PEERS | {"data.sharding": "contiguous"}, "sharding=.* Use 'shuffled'"),
     ({"network.straggler": "dynamic"}, "straggler='dynamic' can't be used with .*Use --transport hivemind"),
     (RANKS | {"emulate.step_time": (0.1,)}, "step_time can't be used with network.transport='torch'.*in-process"),
     (RANKS | {"algorithm": "none"}, "algorithm='none' sends nothing and .* network.transport='torch'"),
@@ -179,6 +179,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_impossible_combinations_are_refused_and_say_what_would_work(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         resolve(build(RunSettings, dotted(values)), num_layers=4)
+
+
+def test_a_swarm_needs_data_that_it_can_divide_again() -> None:
+    settings = build(RunSettings, dotted(PEERS))
+    data = dataclasses.replace(settings.data, sharding="contiguous")  # which only Python code sets
+    with pytest.raises(ConfigurationError, match=r"sharding=.* Use 'shuffled'"):
+        resolve(dataclasses.replace(settings, data=data), num_layers=4)
 
 
 ALLOWED: list[dict[str, Any]] = [
