@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -210,7 +211,8 @@ def _model_of_checkpoint(path: Path, asked: Values) -> Values:
     from diloco.trained import model_settings
 
     section = model_settings(checkpoint, named)
-    return {f"model.{name}": value for name, value in vars(section).items() if value not in (None, {}, 0)}
+    values = {f"model.{each.name}": getattr(section, each.name) for each in dataclasses.fields(section)}
+    return {name: value for name, value in values.items() if value not in (None, {}, 0)}
 
 
 def _model_of_folder(folder: Path) -> Values:
