@@ -28,7 +28,7 @@ QUICK: dict[str, Any] = {"heartbeat_s": 0.2, "silence_s": 5.0, "round_timeout_s"
 @contextmanager
 def deaf_manager(rank: int = -1, secret: str = "") -> Iterator[ConnectionManager]:
     """A connection manager that ignores all messages."""
-    connections = ConnectionManager(rank, Timing(), TcpStreams(secret=secret))
+    connections = ConnectionManager(rank, Timing(), TcpStreams(secret))
     try:
         yield connections
     finally:

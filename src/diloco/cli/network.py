@@ -91,7 +91,7 @@ def _listen(text: str, secret: str) -> int:
     from diloco.transport import ConnectionManager, TcpStreams, serve_probes
 
     address = parse_address(text, key="--listen")
-    connections = ConnectionManager(-1, Timing(), TcpStreams(secret=secret))
+    connections = ConnectionManager(-1, Timing(), TcpStreams(secret))
     try:
         bound = connections.listen(address.host, range(address.port, address.port + 1), address.host)
         serve_probes(connections)

@@ -190,7 +190,7 @@ def launch(
     from diloco.transport import ConnectionManager, TcpStreams, serve
 
     secret = read_secret(settings.secret_file, "network.secret_file")
-    connections = ConnectionManager(-1, Timing(), TcpStreams(secret=secret))
+    connections = ConnectionManager(-1, Timing(), TcpStreams(secret))
     try:
         host = settings.listen_host or "127.0.0.1"
         address = connections.listen(host, range(1), host)

@@ -125,7 +125,7 @@ class ControlConnection:
                 return Loss("gone", f"its process at {self.address} has ended")
             except ConnectionResetError:
                 pass  # it was terminating at that moment
-            except (OSError, TimeoutError) as error:
+            except (OSError, EOFError, TransportError) as error:
                 return Loss("cut", f"{ended} and can't be reopened ({error})")
             else:
                 writer.close()

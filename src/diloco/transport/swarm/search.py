@@ -25,6 +25,7 @@ __all__ = ["Announcer", "Search"]
 
 _LOOK_AGAIN_S = 0.5, 2.0  # pauses between two look-ups
 _ANNOUNCE_S = 60.0
+_MOST_PLACES = 16  # of an entry
 _BEATS = 4  # how often a searching peer announces itself within the time after which it would count as gone
 
 
@@ -43,7 +44,7 @@ class Announcer:
         self.swarm = ""  # the swarm that this peer is a member of; "" while it is searching for one
         self.finished = False  # whether this peer has finished all steps of the run
         self._place = place
-        self._node = streams.node
+        self._node, self._streams = streams.node, streams
         self._registry = registry
         self._number = number
         self._facts = facts
@@ -52,8 +53,8 @@ class Announcer:
 
     async def refresh(self) -> None:
         """Update this peer's entry in the registry, as the addresses at which it can be reached may have changed."""
-        places = await self._node.addresses()
-        name = self._place.name
+        addresses, name = await self._node.addresses(), self._place.name
+        places = (*self._streams.places_for_payloads(addresses), *addresses)[:_MOST_PLACES]
         entry = Entry(self._number, self._node.peer_id, self._facts, self._held_step, places, name)
         self._registry.entries[self._number] = entry
 
@@ -66,7 +67,7 @@ class Announcer:
             self._number,
             self.swarm,
             self._held_step,
-            self._registry.entries[self._number].places,
+            tuple(each for each in self._registry.entries[self._number].places if each.startswith("/")),
             self.finished,
             self._beat,
             was="" if self.swarm else self._place.swarm,

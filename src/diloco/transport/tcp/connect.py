@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch.distributed as dist
 
@@ -20,7 +20,7 @@ from diloco.protocol import Entry, Registry, Timing
 from diloco.transport.address import Address, local_host_towards, parse_address, parse_ports
 from diloco.transport.base import Transport
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.tcp_streams import TcpStreams
+from diloco.transport.connections.sockets import Credentials, TcpStreams
 from diloco.transport.leader import LeaderTransport
 from diloco.transport.peers.connected import Connected, Wire
 from diloco.transport.peers.transport import PeerTransport
@@ -66,7 +66,6 @@ class TcpWire(Wire):
 
     host: str = ""  # address of this machine to listen at; "": the one from which the rendezvous is reached
     ports: str = "0"  # ports for control connections: ``0`` for any, ``FIRST`` or ``FIRST-LAST``
-    interface: str = ""  # network interface of the payload connections; "": that of ``host``
     # the shared secret, see `diloco.transport.secret`, whose knowledge ranks prove to each other before any other
     # message; "": no proof is needed
     secret: str = field(default="", repr=False)
@@ -125,11 +124,13 @@ def connect_again(
     Raises:
         TransportError: if this does not succeed in time; nothing stays open.
     """
-    before, transport = lost.transport, _open(place, wire, listening)
+    before = lost.transport
+    credentials = cast(TcpStreams, before.connections.streams).credentials
+    transport = _open(place, wire, listening, credentials)
     try:
         host, transport.run_is_over = before.address.host, before.run_is_over
         transport.connections.listen(host, range(0), host)
-        entry = Entry(place.rank, str(transport.address), wire.facts, before.step, _payload_places(transport, wire))
+        entry = Entry(place.rank, str(transport.address), wire.facts, before.step)
         entries = [entry, *before.known_entries()]
         registry = Registry(len(entries), place.ranks_per_replica, entries)
         election = _election(place, wire, before.step, views)
@@ -155,12 +156,14 @@ def _election(place: Place, wire: TcpWire, held_step: int, views: LastViews | No
     )
 
 
-def _open(place: Place, wire: TcpWire, listening: socket.socket | None = None) -> PeerTransport:
+def _open(
+    place: Place, wire: TcpWire, listening: socket.socket | None = None, credentials: Credentials | None = None
+) -> PeerTransport:
     rules, policies = wire.rules_and_policies(
         place.replica, place.position, place.ranks_per_replica, place.num_replicas - 1
     )
     timing = Timing(wire.heartbeat_s, wire.silence_s)
-    streams = TcpStreams(listening, wire.secret)
+    streams = TcpStreams(wire.secret, listening, credentials)
     transport = PeerTransport(rules, policies, timing, streams, together=not wire.comes_back, compress=wire.compress)
     serve_probes(transport.connections)
     return transport
@@ -188,7 +191,7 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
             f"replica {place.replica} was given no rendezvous. Use HOST:PORT of replica 0, or of any replica of a "
             "running training."
         )
-    entry = Entry(place.rank, str(connections.address), wire.facts, held_step, _payload_places(transport, wire))
+    entry = Entry(place.rank, str(connections.address), wire.facts, held_step)
     table = ask(connections, meeting, entry, wire.rendezvous_timeout_s)
     registry = Registry(len(table.entries), size, list(table.entries.values()))
     transport.connections.entries = registry.entries
@@ -212,14 +215,6 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
     transport.begin(view, registry, member=not table.running)
     search = Reconnection(transport, entry, election, registry, meeting, wire.rendezvous_timeout_s)
     return TorchConnected(transport=transport, table=table, joining=table.running, reconnection=search)
-
-
-def _payload_places(transport: PeerTransport, wire: TcpWire) -> tuple[str, ...]:
-    """Return the addresses at which this rank accepts payload connections, if they differ from that of all others."""
-    streams = transport.connections.streams
-    if not wire.interface or not isinstance(streams, TcpStreams):
-        return ()
-    return (str(transport.connections.call(streams.listen_for_payloads(wire.interface))),)
 
 
 async def _host_rendezvous(connections: ConnectionManager, address: Address, host: str) -> bool:

@@ -17,8 +17,8 @@ from diloco.errors import TransportError
 from diloco.protocol import WireMessage
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.sockets import TcpStreams
 from diloco.transport.connections.streams import pack, read_frame, within
-from diloco.transport.connections.tcp_streams import TcpStreams
 from diloco.transport.secret import TurnedAwayError
 
 __all__ = ["Finding", "examine", "serve_probes"]
@@ -100,7 +100,7 @@ async def examine(address: Address, num_bytes: int, timeout_s: float, secret: st
         return Finding(given, problem=f"the name does not resolve: {error.strerror or error}", advice=advice)
     resolved = tuple(dict.fromkeys(str(place[4][0]) for place in places))
     try:
-        opening = TcpStreams(secret=secret).open(address)
+        opening = TcpStreams(secret).open(address)
         reader, writer = await within(timeout_s, opening)
     except TurnedAwayError as error:
         return Finding(given, resolved, problem=str(error), advice=_SECRETS)
