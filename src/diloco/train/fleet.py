@@ -258,12 +258,14 @@ class PeerFleet(Fleet):
         """Wait until there are enough replicas to start training, or ``stopped`` returns True."""
         return None
 
-    def leave_soon(self) -> None:
-        """Prepare to leave within seconds because the user asked to stop, if the others continue without this replica.
+    def stop_soon(self) -> None:
+        """Act on the user's request to stop as soon as it arrives, in any thread, whatever the training waits for.
 
-        Work that is not shared is kept.
+        Replicas that stop together ask for it here, or one of them would wait for a round of another that has already
+        asked and waits for it.
         """
-        return None
+        if self._talks:
+            self.transport.ask_to_stop()
 
     # Joining and rejoining.
 

@@ -140,7 +140,8 @@ class SwarmFleet(PeerFleet):
 
     # The end. Each replica stops on its own, and the others continue.
 
-    def leave_soon(self) -> None:
+    def stop_soon(self) -> None:
+        """Leave within seconds, so that no round is waited for longer. Work that is not shared is kept."""
         self._leaving = threading.Timer(_ROUND_MAY_TAKE_S, lambda: self.transport.leave_at_once())
         self._leaving.daemon = True
         self._leaving.start()

@@ -73,6 +73,7 @@ class ProtocolRunner:
         self._changed = threading.Condition()  # its lock guards the machine; notified after each event
         self._contributed = Contributed()
         self._closed = False
+        self._asked_to_stop = False
         self._timers: dict[actions.Timer, asyncio.TimerHandle] = {}
         self._exchanges: dict[tuple[int, RoundId], PayloadExchange] = {}
         self.connections = ConnectionManager(rules.rank, self.timing, streams, self._on_event)
@@ -141,9 +142,9 @@ class ProtocolRunner:
             )
 
     def ask_to_stop(self) -> None:
-        """Ask all ranks to agree soon on the step that `stop_step` returns."""
+        """Ask all ranks to agree soon on the step that `stop_step` returns. For any thread; it does not wait."""
+        self._asked_to_stop = True
         self._post(events.Announce(Meet("stop", 0)))
-        self._wait_for(lambda: self._machine.barriers.stopping, self.timing.silence_s)
 
     def stop_step(self) -> int | None:
         """Return the inner step after which this rank stops, or None if it does not.
@@ -151,6 +152,8 @@ class ProtocolRunner:
         All stop after the same step if more members ask for it than could lie. One that is alone leaves.
         """
         machine = self._machine
+        if self._asked_to_stop:
+            self._wait_for(lambda: machine.barriers.stopping, self.timing.silence_s)
         if not machine.barriers.stopping:
             return None
         if not machine.stop_is_agreed():
