@@ -159,8 +159,8 @@ def run_replica(number: int, data: Path, out: Path, port: int) -> dict[str, Any]
             signal.raise_signal(signal.SIGTERM)
         return pending
 
-    words = f"train {SMALL} {data} --replicas 3 --transport torch --join 127.0.0.1:{port} --replica {number} --out {out}"
-    more = "--fragments 1 --overlap-steps 0 --network.on-loss continue --monitor.console quiet"
+    words = f"train {SMALL} {data} --transport torch --join 127.0.0.1:{port} --replica {number} --out {out}"
+    more = "--replicas 3 --fragments 1 --overlap-steps 0 --network.on-loss continue --monitor.console quiet"
     with mock.patch.object(Session, "step", step), mock.patch.object(PeerTransport, "average", contribute):
         assert main(f"{words} {more}".split()) == 130
     summary: dict[str, Any] = json.loads(((out / f"replica-{number}" if number else out) / "summary.json").read_text())
@@ -168,7 +168,7 @@ def run_replica(number: int, data: Path, out: Path, port: int) -> dict[str, Any]
 
 
 def test_replicas_that_are_signalled_at_different_moments_stop_together(tmp_path: Path) -> None:
-    """Regression: the first asked between two steps, waited for the others, who waited for its round, and left alone."""
+    """Regression: the first asked between steps and waited for the others; they waited for its round, and it left alone."""
     data = write_text(tmp_path)
     with Processes() as processes:
         processes.start(3, run_replica, data, tmp_path / "run", free_port())
