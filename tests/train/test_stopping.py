@@ -168,7 +168,7 @@ def run_replica(number: int, data: Path, out: Path, port: int) -> dict[str, Any]
 
 
 def test_replicas_that_are_signalled_at_different_moments_stop_together(tmp_path: Path) -> None:
-    """Regression: the first asked between steps and waited for the others; they waited for its round, and it left alone."""
+    """Regression: the first asked between steps, the others waited for its round, and it left alone."""
     data = write_text(tmp_path)
     with Processes() as processes:
         processes.start(3, run_replica, data, tmp_path / "run", free_port())
