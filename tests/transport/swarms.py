@@ -20,7 +20,7 @@ from diloco.transport import (
     PeerTransport,
     SwarmPlace,
     Wire,
-    connect_swarm,
+    enter_swarm,
     join,
     open_status_client,
 )
@@ -100,7 +100,7 @@ class Swarms:
             join_window_s=join_window_s,
             status=status,
         )
-        connected = connect_swarm(place, Wire(**(QUICK | wire)), held_step=held_step)
+        connected = enter_swarm(place, Wire(**(QUICK | wire)), held_step=held_step)
         self._open.append(connected.transport)
         return connected
 

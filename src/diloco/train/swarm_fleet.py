@@ -15,7 +15,7 @@ from diloco.events import Event, StateFetched
 from diloco.membership import LastViews, NextView
 from diloco.train.fleet import PeerFleet, WelcomeNote
 from diloco.train.session_state import Held
-from diloco.transport import Connected, PeerStreams, SwarmPlace, Wire, connect_swarm, same_port
+from diloco.transport import Connected, PeerStreams, SwarmPlace, Wire, enter_swarm, same_port
 from diloco.waiting import waiting_for
 
 __all__ = ["SwarmFleet"]
@@ -63,7 +63,7 @@ class SwarmFleet(PeerFleet):
         self._leaving: threading.Timer | None = None
         self.begun = False
         self.shares = Shares.of((0,))
-        super().__init__(connect_swarm(self._place, wire, held_step=held.step))
+        super().__init__(enter_swarm(self._place, wire, held_step=held.step))
 
     def _connect(self, connected: Connected) -> None:
         super()._connect(connected)
@@ -89,7 +89,7 @@ class SwarmFleet(PeerFleet):
         )
         self._held = Held(self.transport.step, self.transport.replica, self.connected.swarm)
         self.transport.close()
-        return connect_swarm(self._place, self._wire, held_step=self._held.step)
+        return enter_swarm(self._place, self._wire, held_step=self._held.step)
 
     @property
     def others_have_trained(self) -> bool:
