@@ -159,7 +159,7 @@ def run_replica(number: int, data: Path, out: Path, port: int) -> dict[str, Any]
             signal.raise_signal(signal.SIGTERM)
         return pending
 
-    words = f"train {SMALL} {data} --transport torch --join 127.0.0.1:{port} --replica {number} --out {out}"
+    words = f"train {SMALL} {data} --transport tcp --join 127.0.0.1:{port} --replica {number} --out {out}"
     more = "--replicas 3 --fragments 1 --overlap-steps 0 --network.on-loss continue --monitor.console quiet"
     with mock.patch.object(Session, "step", step), mock.patch.object(PeerTransport, "average", contribute):
         assert main(f"{words} {more}".split()) == 130
