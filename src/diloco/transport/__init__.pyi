@@ -46,7 +46,6 @@ from .links import VirtualNetwork as VirtualNetwork
 from .links import round_times as round_times
 from .links import transfer_times as transfer_times
 from .peers.connected import Connected as Connected
-from .peers.connected import Wire as Wire
 from .peers.connected import join as join
 from .peers.exchange import RoundMessages as RoundMessages
 from .peers.transport import PeerTransport as PeerTransport
@@ -59,7 +58,6 @@ from .settings import EmulateSettings as EmulateSettings
 from .settings import NetworkSettings as NetworkSettings
 from .settings import multiaddress as multiaddress
 from .torch_distributed.connect import Place as Place
-from .torch_distributed.connect import TcpWire as TcpWire
 from .torch_distributed.connect import connect as connect
 from .torch_distributed.connect import connect_again as connect_again
 from .torch_distributed.connect import connect_replica as connect_replica
