@@ -1,4 +1,4 @@
-"""Replicas over torch that have lost each other find each other again, to join, found a view, or end."""
+"""Replicas over TCP that have lost each other find each other again, to join, found a view, or end."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from diloco.transport import (
     PeerStreams,
     PeerTransport,
     SwarmPlace,
-    connect_swarm,
+    enter_swarm,
     join,
     open_status_client,
 )
@@ -100,7 +100,7 @@ class Swarms:
             join_window_s=join_window_s,
             status=status,
         )
-        connected = connect_swarm(place, Rules(**(QUICK | rules)), held_step=held_step)
+        connected = enter_swarm(place, Rules(**(QUICK | rules)), held_step=held_step)
         self._open.append(connected.transport)
         return connected
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco import AlphaMerge, DiLoCo, Nesterov, SyncSchedule, connect_replica
+from diloco import AlphaMerge, DiLoCo, Nesterov, SyncSchedule, connect_tcp
 from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError
 from diloco.protocol import Rules
 from diloco.transport import Connected, InProcessTransport, Place, Transport, connect, join
@@ -20,9 +20,9 @@ from tests.transport.wires import QUICK, Wires, at_once
 MakeEndpoints = Callable[[int], Sequence[Transport]]
 
 
-@pytest.fixture(params=["in process", "torch"])
+@pytest.fixture(params=["in process", "tcp"])
 def make_endpoints(request: pytest.FixtureRequest, wires: Wires) -> MakeEndpoints:
-    """Endpoints of each transport; those of a swarm agree with the same code as torch's."""
+    """Endpoints of each transport; those of a swarm agree with the same code as those over TCP."""
     if request.param == "in process":
         return lambda count: list(map(InProcessTransport(count).endpoint, range(count)))
     return wires.meet
@@ -147,7 +147,7 @@ def test_who_takes_more_steps_is_told_at_once_who_left_and_when(on_failure: str)
     address = f"127.0.0.1:{free_port()}"
 
     def replica(number: int, steps: int) -> DiLoCo:
-        with connect_replica(
+        with connect_tcp(
             replica=number,
             num_replicas=2,
             rendezvous=address,

@@ -1,4 +1,4 @@
-"""Ranks of a torch transport, each with its own threads and connections, in one process."""
+"""Ranks connected over TCP, each with its own threads and connections, in one process."""
 
 from __future__ import annotations
 

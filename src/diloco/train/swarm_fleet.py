@@ -16,7 +16,7 @@ from diloco.membership import LastViews, NextView
 from diloco.protocol import Rules
 from diloco.train.fleet import PeerFleet, WelcomeNote
 from diloco.train.session_state import Held
-from diloco.transport import Connected, PeerStreams, SwarmPlace, connect_swarm, same_port
+from diloco.transport import Connected, PeerStreams, SwarmPlace, enter_swarm, same_port
 from diloco.waiting import waiting_for
 
 __all__ = ["SwarmFleet"]
@@ -64,7 +64,7 @@ class SwarmFleet(PeerFleet):
         self._leaving: threading.Timer | None = None
         self.begun = False
         self.shares = Shares.of((0,))
-        super().__init__(connect_swarm(self._place, rules, held_step=held.step))
+        super().__init__(enter_swarm(self._place, rules, held_step=held.step))
 
     def _connect(self, connected: Connected) -> None:
         super()._connect(connected)
@@ -90,7 +90,7 @@ class SwarmFleet(PeerFleet):
         )
         self._held = Held(self.transport.step, self.transport.replica, self.connected.swarm)
         self.transport.close()
-        return connect_swarm(self._place, self._rules, held_step=self._held.step)
+        return enter_swarm(self._place, self._rules, held_step=self._held.step)
 
     @property
     def others_have_trained(self) -> bool:

@@ -14,11 +14,11 @@ from diloco.errors import RendezvousError, RunFinishedError
 from diloco.membership import BootstrapElection, Candidates, View
 from diloco.protocol import Entry, Registry, Rules
 from diloco.transport.connections.limits import Backoff
-from diloco.transport.hivemind.daemon import plainly
-from diloco.transport.hivemind.identity import PeerRecord
-from diloco.transport.hivemind.peer_config import SwarmPlace
-from diloco.transport.hivemind.peer_streams import PeerStreams
-from diloco.transport.hivemind.swarm import MemberDialer, NotNowError, SwarmTable
+from diloco.transport.swarm.daemon import plainly
+from diloco.transport.swarm.identity import PeerRecord
+from diloco.transport.swarm.peer_config import SwarmPlace
+from diloco.transport.swarm.peer_streams import PeerStreams
+from diloco.transport.swarm.swarm import MemberDialer, NotNowError, SwarmTable
 
 __all__ = ["Announcer", "Search"]
 

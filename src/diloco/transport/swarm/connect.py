@@ -17,18 +17,18 @@ from diloco.errors import ConfigurationError, RendezvousError
 from diloco.membership import MOST_RANK, BootstrapElection
 from diloco.protocol import Registry, Rules
 from diloco.transport.connections.limits import Backoff
-from diloco.transport.hivemind.identity import load_identity, number_of
-from diloco.transport.hivemind.node import Node
-from diloco.transport.hivemind.payload_routes import SwarmLinks
-from diloco.transport.hivemind.peer_config import Admission, NodePlace, SwarmPlace
-from diloco.transport.hivemind.peer_streams import PeerStreams
-from diloco.transport.hivemind.search import Announcer, Search
-from diloco.transport.hivemind.swarm import MemberDialer, SwarmService
 from diloco.transport.peers.connected import Connected, Table, join
 from diloco.transport.peers.transport import PeerTransport
+from diloco.transport.swarm.identity import load_identity, number_of
+from diloco.transport.swarm.node import Node
+from diloco.transport.swarm.payload_routes import SwarmLinks
+from diloco.transport.swarm.peer_config import Admission, NodePlace, SwarmPlace
+from diloco.transport.swarm.peer_streams import PeerStreams
+from diloco.transport.swarm.search import Announcer, Search
+from diloco.transport.swarm.swarm import MemberDialer, SwarmService
 from diloco.waiting import waiting_for
 
-__all__ = ["SwarmConnected", "connect_peer", "connect_swarm", "run_peer"]
+__all__ = ["SwarmConnected", "connect_swarm", "enter_swarm", "run_peer"]
 
 
 _START_AGAIN_S = 0.5, 4.0  # pauses between two attempts to enter the network
@@ -60,7 +60,7 @@ class SwarmConnected(Connected):
         self.transport.connections.call(self.announcer.announce(), _FAREWELL_S)
 
 
-def connect_swarm(place: SwarmPlace, rules: Rules, *, held_step: int = -1) -> SwarmConnected:
+def enter_swarm(place: SwarmPlace, rules: Rules, *, held_step: int = -1) -> SwarmConnected:
     """Find the members of the run and connect to all of them, or found the swarm if there are none.
 
     Args:
@@ -146,7 +146,7 @@ _CHECK_S = 0.1
 
 
 @contextmanager
-def connect_peer(
+def connect_swarm(
     *,
     run: str,
     num_replicas: int,
@@ -162,7 +162,7 @@ def connect_peer(
     """Find the other replicas of ``run``, connect to them over libp2p, and yield the transport.
 
     All replicas begin together, as soon as ``num_replicas`` are connected. No replica can join later, because your
-    training loop can't be moved to the step of the others (``diloco train --transport hivemind`` can do that). A
+    training loop can't be moved to the step of the others (``diloco train --transport swarm`` can do that). A
     replica that is lost later stays lost, and the others continue without it. At the end of the ``with`` block this
     replica leaves, and the others continue.
 
@@ -195,7 +195,7 @@ def connect_peer(
         node=dataclasses.replace(node or NodePlace(), join=tuple(join_at)),
         replica=replica,
     )
-    connected = connect_swarm(place, exchange)
+    connected = enter_swarm(place, exchange)
     transport = connected.transport
     try:
         if connected.joining and connected.table.step > 0:

@@ -11,8 +11,8 @@ from diloco.errors import TransportError
 from diloco.protocol import Store, WireMessage, decode, encode
 from diloco.transport.connections.link import PeerLink, PeerLinks
 from diloco.transport.connections.streams import Stream
-from diloco.transport.hivemind.direct_streams import DirectOffer, hosts_in
-from diloco.transport.hivemind.peer_streams import PeerStreams
+from diloco.transport.swarm.direct_streams import DirectOffer, hosts_in
+from diloco.transport.swarm.peer_streams import PeerStreams
 
 __all__ = ["SwarmLinks"]
 

@@ -26,11 +26,11 @@ from diloco.transport.peers.connected import Connected
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.replica_group import ReplicaGroup
 from diloco.transport.secret import TurnedAwayError, check_secret
-from diloco.transport.torch_distributed.doctor import serve_probes
-from diloco.transport.torch_distributed.reconnect import Reconnection, TorchConnected, serve_candidates
-from diloco.transport.torch_distributed.rendezvous import ask, cause, connect_to_all, greet, serve, share_text
+from diloco.transport.tcp.doctor import serve_probes
+from diloco.transport.tcp.reconnect import Reconnection, TorchConnected, serve_candidates
+from diloco.transport.tcp.rendezvous import ask, cause, connect_to_all, greet, serve, share_text
 
-__all__ = ["Place", "connect", "connect_again", "connect_replica"]
+__all__ = ["Place", "connect", "connect_again", "connect_tcp"]
 
 
 PORT_TIMEOUT_S = 5.0  # how long the owner of the rendezvous port may take to answer as a diloco or release the port
@@ -256,7 +256,7 @@ def _my_host(place: Place) -> str:
 
 
 @contextmanager
-def connect_replica(
+def connect_tcp(
     *,
     replica: int,
     num_replicas: int,
@@ -295,9 +295,9 @@ def connect_replica(
     Raises:
         ConfigurationError: if an argument can't work; at the call, before any connection.
         RendezvousError: if the replicas do not find each other in time, are incompatible, or already train.
-            (`diloco.transport.torch_distributed.connect.connect` can join a running training.)
+            (`diloco.transport.tcp.connect.connect` can join a running training.)
 
-    >>> with connect_replica(replica=0, num_replicas=1, rendezvous="127.0.0.1:0") as transport:
+    >>> with connect_tcp(replica=0, num_replicas=1, rendezvous="127.0.0.1:0") as transport:
     ...     transport.view
     View(id=0, members=(0,))
     """

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from diloco.membership import LastViews
-from diloco.transport.hivemind.status import PeerStatus
 from diloco.transport.secret import check_secret, is_proof, proof
+from diloco.transport.swarm.status import PeerStatus
 
 __all__ = ["Admission", "NodePlace", "SwarmPlace", "same_port"]
 
