@@ -17,7 +17,8 @@ from diloco.algorithm import Codec, Nesterov, RoundId, SyncSchedule, make_codec,
 from diloco.errors import TransportError
 from diloco.events import Event, RoundCommitted, RoundVoid
 from diloco.outer import DiLoCo
-from diloco.transport import Address, Place, TcpWire, Transport, connect, join
+from diloco.protocol import Rules
+from diloco.transport import Address, Place, Transport, connect, join
 from tests.processes import PRELOADED, receive, report
 from tests.replicas import quadratic
 
@@ -49,7 +50,7 @@ class Scenario:
         num_replicas: number of replicas M.
         victim: number of the victim.
         codec: fp4 uses an all-gather; float32 with three replicas uses a reduce-scatter.
-        raises: see `Policies.raise_on_loss`.
+        raises: see `Rules.raise_on_loss`.
         min_replicas: the setting ``min_replicas``.
         rejoins: whether the others train until a process that replaces the victim has joined.
     """
@@ -78,8 +79,8 @@ class Scenario:
         return (self.victim,)
 
     @property
-    def wire(self) -> TcpWire:
-        return TcpWire(
+    def rules(self) -> Rules:
+        return Rules(
             heartbeat_s=0.2,
             silence_s=2.0 if self.fault == "freeze" and not self.rejoins else LIMIT_S,
             round_timeout_s=LIMIT_S,
@@ -189,7 +190,7 @@ def replica(index: int, scenario: Scenario, address: Address) -> None:
     number = index if index < scenario.num_replicas else scenario.victim
     stage, codec, outcome = scenario.stage if index == scenario.victim else "", make_codec(scenario.codec), Outcome()
     arm, settled = holding(codec), False
-    connected = connect(Place(replica=number, num_replicas=scenario.num_replicas, rendezvous=address), scenario.wire)
+    connected = connect(Place(replica=number, num_replicas=scenario.num_replicas, rendezvous=address), scenario.rules)
     transport = connected.transport
     diloco, train = make_replica(transport, codec, outcome.note)
     assert connected.joining == (index >= scenario.num_replicas)

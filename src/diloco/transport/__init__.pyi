@@ -27,7 +27,6 @@ from .links import VirtualNetwork as VirtualNetwork
 from .links import round_times as round_times
 from .links import transfer_times as transfer_times
 from .peers.connected import Connected as Connected
-from .peers.connected import Wire as Wire
 from .peers.connected import join as join
 from .peers.exchange import RoundMessages as RoundMessages
 from .peers.transport import PeerTransport as PeerTransport
@@ -59,7 +58,6 @@ from .swarm.status_client import open_status_client as open_status_client
 from .swarm.status_client import status_of as status_of
 from .swarm.swarm import SwarmTable as SwarmTable
 from .tcp.connect import Place as Place
-from .tcp.connect import TcpWire as TcpWire
 from .tcp.connect import connect as connect
 from .tcp.connect import connect_again as connect_again
 from .tcp.connect import connect_tcp as connect_tcp
