@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.wan.plan import Job
 from diloco import connect_tcp
+from diloco.protocol import Rules
 from diloco.transport import (
     Admission,
     Connected,
@@ -19,7 +20,6 @@ from diloco.transport import (
     PeerTransport,
     SwarmPlace,
     Transport,
-    Wire,
     enter_swarm,
     join,
 )
@@ -96,7 +96,7 @@ class Connector:
             replica=self._replica,
         )
         limit_s = self._job.timeout_s
-        wire = Wire(round_timeout_s=limit_s, rendezvous_timeout_s=limit_s, continue_without_lost=True)
-        connected = enter_swarm(place, wire)
+        rules = Rules(round_timeout_s=limit_s, rendezvous_timeout_s=limit_s, continue_without_lost=True)
+        connected = enter_swarm(place, rules)
         self._open.callback(connected.transport.close)
         return connected

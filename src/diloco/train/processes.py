@@ -186,11 +186,11 @@ def launch(
     Returns:
         One exit code for all ranks, see `exit_code`.
     """
-    from diloco.protocol import Registry, Timing
+    from diloco.protocol import Registry, Rules
     from diloco.transport import ConnectionManager, TcpStreams, serve
 
     secret = read_secret(settings.secret_file, "network.secret_file")
-    connections = ConnectionManager(-1, Timing(), TcpStreams(secret))
+    connections = ConnectionManager(Rules(rank=-1), TcpStreams(secret))
     try:
         host = settings.listen_host or "127.0.0.1"
         address = connections.listen(host, range(1), host)

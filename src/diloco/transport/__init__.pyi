@@ -10,6 +10,7 @@ from .connections.limits import Backoff as Backoff
 from .connections.limits import ConnectionLimit as ConnectionLimit
 from .connections.limits import TokenBucket as TokenBucket
 from .connections.pace import streams_to_each as streams_to_each
+from .connections.sockets import Credentials as Credentials
 from .connections.sockets import TcpStreams as TcpStreams
 from .in_process import InProcessTransport as InProcessTransport
 from .leader import LeaderTransport as LeaderTransport
@@ -22,11 +23,11 @@ from .links import VirtualNetwork as VirtualNetwork
 from .links import round_times as round_times
 from .links import transfer_times as transfer_times
 from .peers.connected import Connected as Connected
-from .peers.connected import Wire as Wire
 from .peers.connected import join as join
 from .peers.transport import PeerTransport as PeerTransport
 from .replica_group import ReplicaGroup as ReplicaGroup
 from .replica_group import open_replica_group as open_replica_group
+from .secret import derive_key as derive_key
 from .secret import new_secret as new_secret
 from .secret import read_secret as read_secret
 from .settings import EmulateSettings as EmulateSettings
@@ -35,9 +36,9 @@ from .settings import multiaddress as multiaddress
 from .swarm.connect import connect_swarm as connect_swarm
 from .swarm.connect import enter_swarm as enter_swarm
 from .swarm.connect import run_peer as run_peer
-from .swarm.direct_streams import DirectStreams as DirectStreams
 from .swarm.identity import PeerRecord as PeerRecord
 from .swarm.identity import load_identity as load_identity
+from .swarm.identity import owner_of as owner_of
 from .swarm.node import Node as Node
 from .swarm.peer_config import Admission as Admission
 from .swarm.peer_config import NodePlace as NodePlace
@@ -52,7 +53,6 @@ from .swarm.status_client import open_status_client as open_status_client
 from .swarm.status_client import status_of as status_of
 from .swarm.swarm import SwarmTable as SwarmTable
 from .tcp.connect import Place as Place
-from .tcp.connect import TcpWire as TcpWire
 from .tcp.connect import connect as connect
 from .tcp.connect import connect_again as connect_again
 from .tcp.connect import connect_tcp as connect_tcp

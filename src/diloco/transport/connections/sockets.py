@@ -58,16 +58,16 @@ class Credentials:
         form, no_password = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         pem = key.private_bytes(serialization.Encoding.PEM, form, no_password)
         shown = _certificate("a process of diloco", key.public_key(), signer, is_authority=False)
-        self._contexts = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.opening, self.listening = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         with tempfile.TemporaryDirectory(prefix="diloco-") as folder:  # readable by this user only
             file = Path(folder) / "key-and-certificate.pem"
             create_private(file, pem + ssl.DER_cert_to_PEM_cert(shown).encode())
-            for context in self._contexts:
+            for context in (self.opening, self.listening):
                 context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
                 context.minimum_version = ssl.TLSVersion.TLSv1_3
                 context.load_verify_locations(cadata=authority)
                 context.load_cert_chain(file)
-        self._contexts[1].num_tickets = 0
+        self.listening.num_tickets = 0
 
     async def secure(self, writer: asyncio.StreamWriter, *, listening: bool) -> bytes:
         """Turn a connection into one of TLS, and return the public key of the other end, as DER.
@@ -81,7 +81,7 @@ class Credentials:
         """
         raw = cast(asyncio.Transport, writer.transport)
         try:
-            await writer.start_tls(self._contexts[listening])
+            await writer.start_tls(self.listening if listening else self.opening)
         except ssl.SSLError as error:
             raw.abort()
             if isinstance(error, ssl.SSLCertVerificationError) or "UNKNOWN_CA" in str(error):

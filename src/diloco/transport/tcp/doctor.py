@@ -27,6 +27,7 @@ MOST_BYTES = 64_000_000  # the most bytes that one probe transfers
 
 _CHUNK_BYTES = 1 << 20
 _PINGS = 10
+_HOLD_S = 60.0  # for one transfer, during which others wait
 _SECRETS = "give both ends the same --secret-file"
 
 
@@ -70,13 +71,13 @@ def serve_probes(connections: ConnectionManager) -> None:
         while True:
             if asked.ask == "ping":
                 writer.write(pack(Probed()))
-            elif asked.ask == "take":
-                async with busy:
-                    await _take(reader, asked.bytes)
-                    writer.write(pack(Probed()))
             else:
-                async with busy:
-                    await _give(writer, asked.bytes)
+                async with busy, asyncio.timeout(_HOLD_S):
+                    if asked.ask == "give":
+                        await _give(writer, asked.bytes)
+                    else:
+                        await _take(reader, asked.bytes)
+                        writer.write(pack(Probed()))
             await writer.drain()
             asked, _ = await read_frame(reader, Probe)
 
@@ -110,7 +111,9 @@ async def examine(address: Address, num_bytes: int, timeout_s: float, secret: st
     except TimeoutError:
         advice = "open the port in the firewalls between the machines, or use another address of that machine"
         return Finding(given, resolved, problem=f"no answer within {timeout_s:g} s", advice=advice)
-    except OSError as error:
+    except TransportError as error:
+        return _no_diloco(given, resolved, error)
+    except (OSError, EOFError) as error:
         return Finding(given, resolved, problem=str(error), advice="set up a route to that machine")
     try:
         return Finding(given, resolved, True, *await _measure(reader, writer, num_bytes, timeout_s))
@@ -118,14 +121,16 @@ async def examine(address: Address, num_bytes: int, timeout_s: float, secret: st
         advice = "check that the process is not frozen, or transfer less (--size)"
         problem = f"it accepted the connection but did not respond for {timeout_s:g} s"
         return Finding(given, resolved, problem=problem, advice=advice)
-    except TurnedAwayError as error:
-        return Finding(given, resolved, problem=str(error), advice=_SECRETS)
     except (OSError, EOFError, TransportError) as error:
-        advice = "use the control port of a diloco of the same version"
-        reason = str(error) or "the connection was closed"
-        return Finding(given, resolved, problem=f"what answers there is not a diloco: {reason}", advice=advice)
+        return _no_diloco(given, resolved, error)
     finally:
         writer.close()
+
+
+def _no_diloco(given: str, resolved: tuple[str, ...], error: Exception) -> Finding:
+    advice = "use the control port of a diloco of the same version"
+    reason = str(error) or "the connection was closed"
+    return Finding(given, resolved, problem=f"what answers there is not a diloco: {reason}", advice=advice)
 
 
 async def _measure(

@@ -78,6 +78,8 @@ def serve_candidates(transport: PeerTransport, registry: Registry, election: Boo
             reply = Looking(me.number, me.held_step, me.last, me.agreed, me.vote)
         else:
             try:
+                if reason := await transport.connections.claimed(asked.entry.rank, writer):
+                    raise RendezvousError(reason)
                 registry.register(asked.entry)
                 reply = Members(Entries.of(registry.entries.values()), transport.view.members, transport.step)
             except RendezvousError as error:

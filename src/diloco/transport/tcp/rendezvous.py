@@ -83,6 +83,8 @@ def serve(connections: ConnectionManager, registry: Registry, host: int | None =
             await asyncio.wait_for(begun.wait(), patience_s)
         was_running = registry.running
         try:
+            if reason := await connections.claimed(entry.rank, writer):
+                raise RendezvousError(reason)
             registry.register(entry)
             begun.set()
         except RendezvousError as error:
