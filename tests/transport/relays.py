@@ -139,6 +139,8 @@ class Relays:
     ) -> None:
         data, number = b"", 0
         with contextlib.suppress(OSError, Cut):
+            if answers and not self.bare:
+                sink.sendall(source.recv(1))  # that the side that listens admits the other one
             while more := source.recv(1 << 16):
                 if self.bare:
                     sink.sendall(self.hook(Unit("", -1, port, answers, number, more)))

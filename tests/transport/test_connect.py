@@ -184,7 +184,7 @@ def another_program(answer: bytes | None) -> Iterator[Address]:
 
 ANSWERS = {
     "http": (b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not use this version of diloco's protocol"),
-    "hangs up": (b"", r"lost|reset|closed"),
+    "hangs up": (b"", r"lost|Reset|closed"),
     "says nothing": (None, "no answer"),
 }
 

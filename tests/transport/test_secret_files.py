@@ -19,7 +19,7 @@ from tests.transport.nowhere import place
 SECRET = new_secret()
 PASSPHRASE = "passphrase: correct horse battery staple"
 NAME = "network.secret_file"
-KNOWN = "d3f29598b51cbd09e49dcf92660b5cadcc49128ccb1eb9f7a92e8902b895f507"
+KNOWN = "7659244ac4050f4c3bf58b147b63a4b8ede8e48cf643a650365f3eec29d427c6"
 
 
 def proof_of(secret: str) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 from contextlib import closing
 
@@ -27,10 +28,10 @@ def test_a_run_with_a_secret_trains_and_nobody_else_hears_a_word(wires: Wires) -
             stranger_at(first.address, secret)
         trusting = Credentials("tcp", secret).opening
         trusting.verify_mode = ssl.CERT_NONE
-        with closing(trusting.wrap_socket(plain_stranger_at(first.address))) as stranger:
+        stranger = trusting.wrap_socket(plain_stranger_at(first.address))
+        with closing(stranger), contextlib.suppress(ssl.SSLError, ConnectionError):
             stranger.sendall(frame({"kind": "who"}))
-            with pytest.raises((ssl.SSLError, ConnectionError)):
-                stranger.recv(1)
+            assert stranger.recv(1) == b""
     assert [each.failure for each in (first, second)] == [None, None]
     assert exchange([first, second], [contribution(m) for m in range(2)])[0].contributors == (0, 1)
 

@@ -29,12 +29,13 @@ from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.streams import Accept, Stream, within
 from diloco.transport.secret import TurnedAwayError, check_secret, derive_key
 
-__all__ = ["Credentials", "TcpStreams", "stop_listening"]
+__all__ = ["Credentials", "TcpStreams", "raw_transport", "stop_listening"]
 
 _HANDSHAKE_S = 10.0
 _ADMITTED = b"+"  # what the listening side says first
 _LOW_DELAY = 0x10  # in the type-of-service byte: routers that support it let these packets overtake payloads
 _VALID = datetime(2020, 1, 1), datetime(2120, 1, 1)  # whatever the clock of a machine says
+_RAW: WeakKeyDictionary[asyncio.BaseTransport, asyncio.Transport] = WeakKeyDictionary()  # TLS -> what is below it
 _TLS_BYTES = 1 << 14  # that its protocol takes at once
 _MOST_UNREAD_BYTES = 1 << 20  # more than any peer sends before it closes; further data is not read
 
@@ -84,14 +85,23 @@ class Credentials:
             await writer.start_tls(self.listening if listening else self.opening)
         except ssl.SSLError as error:
             raw.abort()
-            if isinstance(error, ssl.SSLCertVerificationError) or "UNKNOWN_CA" in str(error):
+            if isinstance(error, ssl.SSLCertVerificationError):
                 raise TurnedAwayError("it has a different secret, or only one of the two ends has one") from error
             raise TransportError("the other side does not use this version of diloco's protocol") from error
+        except AttributeError as error:  # asyncio's, if the connection ends at the end of the handshake
+            writer._transport = raw  # type: ignore[attr-defined]  # it has set it to None
+            raise ConnectionResetError("it ended in the handshake") from error
         except BaseException:
             raw.abort()
             raise
+        _RAW[writer.transport] = raw
         _drain_on_reset(raw)
         return _public_key(writer)
+
+
+def raw_transport(writer: asyncio.StreamWriter) -> asyncio.BaseTransport:
+    """Return the transport below TLS. Unlike that of TLS it can be aborted after it has been closed twice."""
+    return _RAW.get(writer.transport, writer.transport)
 
 
 def _public_key(writer: asyncio.StreamWriter) -> bytes:

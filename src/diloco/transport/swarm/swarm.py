@@ -286,7 +286,7 @@ async def ask_peer(
     except (EOFError, TimeoutError) as error:
         raise NotNowError(f"{peer_id} does not answer") from error
     finally:
-        writer.close()
+        writer.transport.abort()
     if isinstance(answer, Refused):
         if answer.for_good:
             raise RendezvousError(f"{peer_id} refuses: {answer.reason}.")

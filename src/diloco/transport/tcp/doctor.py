@@ -101,36 +101,32 @@ async def examine(address: Address, num_bytes: int, timeout_s: float, secret: st
         return Finding(given, problem=f"the name does not resolve: {error.strerror or error}", advice=advice)
     resolved = tuple(dict.fromkeys(str(place[4][0]) for place in places))
     try:
-        opening = TcpStreams(secret).open(address)
-        reader, writer = await within(timeout_s, opening)
-    except TurnedAwayError as error:
-        return Finding(given, resolved, problem=str(error), advice=_SECRETS)
+        _, plain = await within(timeout_s, asyncio.open_connection(address.host, address.port))
+        plain.close()
     except ConnectionRefusedError:
         advice = "start a replica or `diloco doctor --listen` there, or choose another port"
         return Finding(given, resolved, problem="nothing listens there (connection refused)", advice=advice)
     except TimeoutError:
         advice = "open the port in the firewalls between the machines, or use another address of that machine"
         return Finding(given, resolved, problem=f"no answer within {timeout_s:g} s", advice=advice)
-    except TransportError as error:
-        return _no_diloco(given, resolved, error)
-    except (OSError, EOFError) as error:
+    except OSError as error:
         return Finding(given, resolved, problem=str(error), advice="set up a route to that machine")
     try:
-        return Finding(given, resolved, True, *await _measure(reader, writer, num_bytes, timeout_s))
+        stream = await within(timeout_s, TcpStreams(secret).open(address))
+        try:
+            return Finding(given, resolved, True, *await _measure(*stream, num_bytes, timeout_s))
+        finally:
+            stream[1].transport.abort()
     except TimeoutError:
         advice = "check that the process is not frozen, or transfer less (--size)"
         problem = f"it accepted the connection but did not respond for {timeout_s:g} s"
         return Finding(given, resolved, problem=problem, advice=advice)
+    except TurnedAwayError as error:
+        return Finding(given, resolved, problem=str(error), advice=_SECRETS)
     except (OSError, EOFError, TransportError) as error:
-        return _no_diloco(given, resolved, error)
-    finally:
-        writer.close()
-
-
-def _no_diloco(given: str, resolved: tuple[str, ...], error: Exception) -> Finding:
-    advice = "use the control port of a diloco of the same version"
-    reason = str(error) or "the connection was closed"
-    return Finding(given, resolved, problem=f"what answers there is not a diloco: {reason}", advice=advice)
+        advice = "use the control port of a diloco of the same version"
+        reason = str(error) or "the connection was closed"
+        return Finding(given, resolved, problem=f"what answers there is not a diloco: {reason}", advice=advice)
 
 
 async def _measure(

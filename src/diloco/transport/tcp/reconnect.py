@@ -111,7 +111,7 @@ class TorchConnected(Connected):
 
         async def tell(address: Address) -> None:
             with contextlib.suppress(OSError, TimeoutError):
-                _, writer = await within(_OVER_S, transport.connections.streams.open(address))
+                _, writer = await within(_OVER_S, transport.connections.open(address))
                 writer.write(pack(Over()))
                 await within(_OVER_S, writer.drain())
                 writer.close()

@@ -232,7 +232,7 @@ async def question(streams: Streams, address: Address, message: WireMessage, exp
         answer, _ = await read_frame(reader, expected, MAX_MESSAGE_BYTES)
         return answer
     finally:
-        writer.close()
+        writer.transport.abort()
 
 
 async def _register(
@@ -249,7 +249,7 @@ async def _register(
                 return answer  # type: ignore[no-any-return]  # one of these types
             missing[:] = [f"{_ranks(answer)} at the rendezvous {address}{_refused(answer)}"]
     finally:
-        writer.close()
+        writer.transport.abort()
 
 
 def _ranks(answer: Missing) -> str:
