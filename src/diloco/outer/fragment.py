@@ -313,9 +313,7 @@ class Fragment:
             sent = flight["sent"]
         vectors = [values.numel() for values in (residual, candidate, sent) if values is not None]
         if set(vectors) - {self.numel} or (residual is None) != (self.residual is None):
-            raise FragmentError(
-                f"The state of fragment {self.index} has {vectors} values, not {self.numel}."
-            )
+            raise FragmentError(f"The state of fragment {self.index} has {vectors} values, not {self.numel}.")
 
         def load(transport: Transport) -> None:
             self.state.load(state, finished)
