@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm import make_codec, persistent_buffers
-from diloco.data import Batches, Corpus, Prefetcher
+from diloco.data import Batches, Corpus
 from diloco.events import Event
 from diloco.model import ENDS, LanguageModel, build_language_model
 from diloco.outer import DiLoCo
@@ -34,8 +34,6 @@ __all__ = [
     "process_random",
     "seed_process",
 ]
-
-AHEAD = 4  # default number of batches to prefetch if the data is read from files
 
 
 class RandomState:
@@ -142,7 +140,13 @@ class ReplicaMaker:
         inner = first.inner if first and shared else self._inner(self.initial)
         codec = settings.sync.codec if settings.algorithm == "data-parallel" else None
         gradients = GradientAverager(inner.model, fleet.endpoint(number), make_codec(codec or "float32"), fleet.group)
-        batches = _make_batches(settings, self.corpus, number, elastic=fleet.elastic)
+        batches = self.corpus.batches(
+            sequence_length=settings.train.sequence_length,
+            batch_size=settings.train.batch_size,
+            seed=settings.seed,
+            replica=number,
+            num_replicas=None if fleet.elastic else settings.network.replicas,
+        )
         return Replica(number, inner.model, inner, batches, RandomState(settings.seed, number), gradients)
 
     def part(self, first: Replica, others: Sequence[Replica]) -> None:
@@ -202,18 +206,3 @@ def _may_share(model: LanguageModel, settings: RunSettings) -> bool:
     """
     plain = not model.source_has and not persistent_buffers(model)
     return plain and settings.train.precision != "float16"
-
-
-def _make_batches(settings: RunSettings, corpus: Corpus, number: int, *, elastic: bool) -> Batches:
-    """Return the batches of replica ``number``, prefetched in a thread if the settings say so or files are read."""
-    train, replicas, ahead = settings.train, settings.network.replicas, settings.data.prefetch_batches
-    batches = corpus.batches(
-        sequence_length=train.sequence_length,
-        batch_size=train.batch_size,
-        seed=settings.seed,
-        replica=number,
-        num_replicas=None if elastic else replicas,
-        sharding=settings.data.sharding,
-    )
-    ahead = (AHEAD if corpus.mapped else 0) if ahead is None else ahead
-    return Prefetcher(batches, ahead, f"batches of replica {number}") if ahead else batches
