@@ -128,10 +128,10 @@ class DataSettings:
             self,
             paths=tuple(Path(_absolute(str(path))) for path in self.paths),
             sources={
-                name: {**table, **{key: _absolute(table[key]) for key in _PLACES if key in table}}
+                name: {**table, **{key: _absolute(table[key], key != "data") for key in _PLACES if key in table}}
                 for name, table in self.sources.items()
             },
-            tokenizer=self.tokenizer if named else _absolute(self.tokenizer),
+            tokenizer=self.tokenizer if named else _absolute(self.tokenizer, named=True),
             format=self.format if self.chat_template is None else _absolute(self.format),
         )
 
@@ -159,16 +159,16 @@ def _parse_source(name: str, table: Any, common: SourceSettings) -> SourceSettin
     return source
 
 
-def _absolute(value: Any) -> Any:
-    """Return paths, patterns of paths and ``hf:`` names that mean the same in another working directory.
+def _absolute(value: Any, named: bool = False) -> Any:
+    """Return paths and ``hf:`` names that mean the same in another working directory.
 
-    What does not exist stays: it is the name of a data set or tokenizer, or a pattern of files on the hub.
+    ``named``: what does not exist is the name of a data set or tokenizer, or a pattern of files on the hub, and stays.
     """
     if not isinstance(value, str):
-        return tuple(map(_absolute, value))
+        return tuple(_absolute(each, named) for each in value)
     prefix = HUB_PREFIX if value.startswith(HUB_PREFIX) else ""
     place, colon, split = value.removeprefix(prefix).partition(":") if prefix else (value, "", "")
     folder = place.split("*", 1)[0].rpartition("/")[0] if "*" in place else ""
     path = os.path.expanduser(place)
-    exists = bool(place) and (os.path.exists(path) or (bool(folder) and os.path.isdir(folder)))
-    return f"{prefix}{os.path.abspath(path)}{colon}{split}" if exists else value
+    exists = os.path.exists(path) or os.path.isdir(folder)
+    return f"{prefix}{os.path.abspath(path)}{colon}{split}" if exists or not (named or prefix) else value
