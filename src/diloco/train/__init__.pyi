@@ -8,6 +8,8 @@ from .components import make_transport as make_transport
 from .components import outline as outline
 from .connecting import connect_peer as connect_peer
 from .connecting import connect_rank as connect_rank
+from .connecting import fleet_in_swarm as fleet_in_swarm
+from .connecting import fleet_over_tcp as fleet_over_tcp
 from .data_parallel import GradientAverager as GradientAverager
 from .data_parallel import average_gradients as average_gradients
 from .description import bytes_per_frozen as bytes_per_frozen
@@ -16,7 +18,7 @@ from .description import describe as describe
 from .description import diff as diff
 from .description import identity as identity
 from .fleet import Fleet as Fleet
-from .fleet import TorchFleet as TorchFleet
+from .fleet import PeerFleet as PeerFleet
 from .inner import InnerLoop as InnerLoop
 from .inner import inner_learning_rate as inner_learning_rate
 from .inner import make_inner_optimizer as make_inner_optimizer
@@ -51,4 +53,3 @@ from .settings import RunSettings as RunSettings
 from .settings import TrainSettings as TrainSettings
 from .stopping import StopAsked as StopAsked
 from .stopping import StopRequest as StopRequest
-from .swarm_fleet import SwarmFleet as SwarmFleet

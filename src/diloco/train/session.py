@@ -88,7 +88,7 @@ class DynamicSteps:
             return
         if self._announced is None or self._announced[1] != view or step - self._announced[0] >= self._inner_steps:
             self._announced = step, view
-            self._others.announce_speed(speed)
+            self._others.transport.announce_speed(speed)
             self._others.note(pace=self.fraction)
 
     def _trains(self, replica: int, step: int) -> bool:
@@ -96,7 +96,7 @@ class DynamicSteps:
 
     def steps_of(self, replica: int) -> int:
         """Return how many of H scheduled steps a member trains, as far as this replica knows."""
-        known = dict(self._others.speeds())
+        known = dict(self._others.transport.speeds())
         if (mine := self._rate.steps_per_s) is not None:
             known[self._replica] = mine
         return steps_to_train(replica, known, self._inner_steps)

@@ -191,7 +191,7 @@ class _SavedReplicas:
 def _saved_replicas(session: Session, checkpoint: Checkpoint, home: Path) -> _SavedReplicas:
     now, mine = session.settings.network.replicas, session.replicas[0].number
     if not session.fleet.elastic:
-        base = checkpoint.path.parent.parent if session.fleet.in_one_process else base_home(home, mine)
+        base = checkpoint.path.parent.parent if session.fleet.hub else base_home(home, mine)
         return _SavedReplicas(checkpoint, base, checkpoint.fact("num_replicas", int), now)
     if mine not in (theirs := replicas_in(checkpoint)):  # in a swarm, each replica resumes only from its own
         held = f"the state of replica {', '.join(map(str, theirs))}" if theirs else "no replica's state"
@@ -204,7 +204,7 @@ def _fleet_state(session: Session, saved: _SavedReplicas, state: Mapping[str, An
     """Return the state for the fleet. New replicas have sent nothing, and their clock starts at that of replica 0."""
     mine, numbers = session.replicas[0].number, range(min(saved.now, saved.number))
     together = "network" in state  # saved by one process for all replicas
-    if not session.fleet.in_one_process:
+    if session.fleet.hub is None:
         if together:
             state = {"traffic": state["traffic"][saved.source(mine)], "step": session.totals.steps}
         return state if saved.source(mine) == mine or not state else {**state, "traffic": [0, 0]}
