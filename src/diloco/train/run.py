@@ -38,8 +38,8 @@ from diloco.train.fleet import Fleet, PeerFleet
 from diloco.train.joining import find_beginning, follow_views
 from diloco.train.replica import seed_process
 from diloco.train.session import DynamicSteps, Session
-from diloco.train.session_state import save_session
 from diloco.train.settings import RunSettings
+from diloco.train.state import save_session
 from diloco.train.stopping import StopRequest
 from diloco.trained import evaluate, generate, mean_evaluation, read_weights
 from diloco.units import format_count
