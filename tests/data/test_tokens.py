@@ -47,17 +47,16 @@ def test_documents_are_packed_each_followed_by_its_end(tokenizer: Tokenizer, doc
 
 @each_tokenizer
 def test_saved_and_loaded_it_is_the_same(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    tokenizer.save(tmp_path / "new" / "folder")
-    for path in (tmp_path / "new" / "folder", tmp_path / "new" / "folder" / "tokenizer.json"):
+    tokenizer.save(tmp_path / "one")
+    packed = tokenizer.encode_documents([*DOCUMENTS, f"a{EOS}b"])
+    for path in (tmp_path / "one", tmp_path / "one" / "tokenizer.json"):
         loaded = load_tokenizer(path)
         assert type(loaded) is type(tokenizer)
         assert (loaded.vocab_size, loaded.eos_id) == (tokenizer.vocab_size, tokenizer.eos_id)
-        packed = tokenizer.encode_documents([*DOCUMENTS, f"a{EOS}b"])
         assert np.array_equal(loaded.encode_documents([*DOCUMENTS, f"a{EOS}b"]), packed)
-        assert loaded.decode(packed) == tokenizer.decode(packed)
-        loaded.save(tmp_path / "again")
+        loaded.save(tmp_path / "two")
         for name in ("tokenizer.json", "tokenizer_config.json"):
-            assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "new" / "folder" / name).read_bytes()
+            assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
 
 
 def test_saved_bytes_mean_the_same_to_the_tokenizers_library(tmp_path: Path) -> None:
@@ -72,8 +71,7 @@ def test_saved_bytes_mean_the_same_to_the_tokenizers_library(tmp_path: Path) -> 
 
 def test_a_trained_bpe_has_the_size_asked_for_and_is_deterministic() -> None:
     first, second = train_bpe(DOCUMENTS, 300), train_bpe(DOCUMENTS, 300)
-    assert first.vocab_size == 300
-    assert first.to_json() == second.to_json()
+    assert (first.vocab_size, first.to_json()) == (300, second.to_json())
     assert len(first.encode(DOCUMENTS[0])) < len(DOCUMENTS[0].encode()) / 2
 
 
