@@ -169,11 +169,8 @@ def test_ranks_average_gradients_together_or_not_at_all(ranks: tuple[str, list[d
 def rank_of_a_session(position: int, data: Path, folder: Path) -> dict[str, Any]:
     """Return the global parameters of a new session of two ranks, and of one that begins from other weights."""
     group = open_group(Setup(strategy="fsdp", size=2), position, folder)
-    done = {}
-    for name, initial in (
-        ("new", None),
-        ("given", {n: p.detach() + 1 for n, p in session(data).global_params().items()}),
-    ):
+    done, other = {}, {name: value + 1 for name, value in session(data).global_params().items()}
+    for name, initial in (("new", None), ("given", other)):
         ours, alone = session(data, group, initial), session(data, None, initial)
         values = {name: whole(value) for name, value in ours.global_params().items()}
         held = sum(local_shard(parameter).numel() for parameter in ours.replicas[0].model.parameters())
