@@ -22,7 +22,7 @@ from diloco.algorithm import (
     trains_at,
 )
 from diloco.checkpoint import Whole
-from diloco.data import Batches, Corpus, Prefetcher
+from diloco.data import Corpus
 from diloco.devices import flops_utilization, known_peak_flops_per_s
 from diloco.events import Event, StepFinished
 from diloco.membership import View
@@ -39,8 +39,6 @@ from diloco.train.state import ReplicaState
 from diloco.trained import load_parameters
 
 __all__ = ["DynamicSteps", "Session", "Totals"]
-
-_AHEAD = 4  # default number of batches to prefetch if the data is read from files
 
 
 @dataclass
@@ -426,7 +424,13 @@ class Session:
             number,
             inner.model,
             inner,
-            self._make_batches(number),
+            self.corpus.batches(
+                sequence_length=self.settings.train.sequence_length,
+                batch_size=self.settings.train.batch_size,
+                seed=self.settings.seed,
+                replica=number,
+                num_replicas=None if self.fleet.elastic else self.settings.network.replicas,
+            ),
             RandomState(settings.seed, number),
             GradientAverager(inner.model, fleet.endpoint(number), make_codec(codec or "float32"), group),
         )
@@ -455,20 +459,6 @@ class Session:
             accumulation=train.gradient_accumulation,
             end_of_document=ENDS if self.corpus.train.marks_ends else end,
         )
-
-    def _make_batches(self, number: int) -> Batches:
-        """Return the batches of replica ``number``, prefetched in a thread if the settings say so or files are read."""
-        train, ahead = self.settings.train, self.settings.data.prefetch_batches
-        batches = self.corpus.batches(
-            sequence_length=train.sequence_length,
-            batch_size=train.batch_size,
-            seed=self.settings.seed,
-            replica=number,
-            num_replicas=None if self.fleet.elastic else self.settings.network.replicas,
-            sharding=self.settings.data.sharding,
-        )
-        ahead = (_AHEAD if self.corpus.mapped else 0) if ahead is None else ahead
-        return Prefetcher(batches, ahead, f"batches of replica {number}") if ahead else batches
 
     def _begin_diloco_if_due(self) -> None:
         """Start the outer loops if the shared start has ended."""
