@@ -1,15 +1,14 @@
-"""The settings of the protocol, and the messages about replicas that are late, lost or left out."""
+"""The settings of the protocol."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from diloco.algorithm import RoundId
-from diloco.errors import ReplicaLostError
-from diloco.membership import NextView, Policy
+from diloco.membership import Policy
 
-__all__ = ["Policies", "Rules", "exclusion_reason", "stop_error"]
+__all__ = ["Policies", "Rules"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Policies:
     # whether survivors continue in a smaller view; otherwise all later rounds are void, or raise
     continue_without_lost: bool
     # whether a round that can't take place raises `ReplicaLostError`; otherwise it is void, and the owner checks
-    # `ViewManager.failure`
+    # `Machine.views.failure`
     raise_on_loss: bool
     connect_timeout_s: float  # longest time to open one
     together: bool = True  # whether all ranks stop when one has to
@@ -67,24 +66,3 @@ class Policies:
         Rounds of gradients always do: no step can be completed without gradients.
         """
         return self.raise_on_loss or round_id.fragment < 0
-
-
-def stop_error(following: NextView, lost: Sequence[int], why: str, policies: Policies) -> ReplicaLostError | None:
-    """Return why this side does not continue after ``lost`` were lost, or None if it does.
-
-    Args:
-        following: what was adopted.
-        lost: members of the view that ended.
-        why: the reason for the change.
-        policies: the policies of the run.
-    """
-    if following.view is not None and (policies.continue_without_lost or not lost):
-        return None
-    side = f"{why}: {following.reason}" if following.view is None else f"{why}; all replicas stop when one is lost"
-    return ReplicaLostError(f"{side}. Committed rounds stay committed.", replicas=lost)
-
-
-def exclusion_reason(replica: int, reason: str, policies: Policies) -> str:
-    """Return a sentence on what the others did without ``replica``."""
-    done = "continued" if policies.continue_without_lost else "stopped"
-    return f"the others {done} without replica {replica}: {reason}."
