@@ -17,8 +17,8 @@ from diloco import (
     InProcessTransport,
     Nesterov,
     SyncSchedule,
-    connect_peer,
-    connect_replica,
+    connect_swarm,
+    connect_tcp,
     make_codec,
 )
 from diloco.errors import CheckpointError, TransportError
@@ -45,7 +45,7 @@ CONNECT = {"replica": 0, "num_replicas": 1, "rendezvous": "127.0.0.1:0"}
         ({"outer_optimizer": inner()}, "such as Nesterov.*, got a torch.*SGD"),
         ({"outer_optimizer": Nesterov}, r"got the class Nesterov\. Create one: Nesterov\(\.\.\.\)"),
         ({"outer_optimizer": "nesterov"}, r"such as Nesterov\(\).*got 'nesterov'"),
-        ({"transport": connect_replica(**CONNECT)}, "transport must be .*_GeneratorContextManager.*with connect_"),
+        ({"transport": connect_tcp(**CONNECT)}, "transport must be .*_GeneratorContextManager.*with connect_"),
         ({"transport": HUB}, r"Pass one of its endpoints, such as transport.endpoint\(0\)"),
         ({"codec": max}, "codec must be a codec or its name.*got a builtins.builtin_function_or_method"),
         ({"codec": "fp5"}, "There is no codec 'fp5'; did you mean 'fp4'"),
@@ -87,7 +87,7 @@ def test_an_argument_of_the_wrong_kind_is_refused(arguments: dict[str, Any], wor
     ],
 )
 def test_connecting_with_what_cannot_work_ends_at_once(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words), connect_replica(**(CONNECT | arguments)):
+    with pytest.raises(ConfigurationError, match=words), connect_tcp(**(CONNECT | arguments)):
         pass
 
 
@@ -101,7 +101,7 @@ def test_connecting_with_what_cannot_work_ends_at_once(arguments: dict[str, Any]
 )
 def test_so_does_joining_a_swarm(arguments: dict[str, Any], words: str, tmp_path: Any) -> None:
     given: dict[str, Any] = {"run": "r", "num_replicas": 2, "identity": tmp_path / "key"} | arguments
-    with pytest.raises(ConfigurationError, match=words), connect_peer(**given):
+    with pytest.raises(ConfigurationError, match=words), connect_swarm(**given):
         pass
 
 
@@ -177,7 +177,7 @@ def test_a_transport_whose_replicas_have_other_arguments_is_not_taken() -> None:
 
 
 def test_after_a_closed_transport_the_loop_goes_on_over_another() -> None:
-    with connect_replica(**CONNECT) as transport:
+    with connect_tcp(**CONNECT) as transport:
         replica = made(
             transport=transport,
             schedule=SyncSchedule(inner_steps=1),

@@ -1,4 +1,4 @@
-"""Replicas over torch that have lost each other find each other again, to join, found a view, or end."""
+"""Replicas over TCP that have lost each other find each other again, to join, found a view, or end."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 
 from diloco.errors import RendezvousError, RunFinishedError
-from diloco.protocol import Entry
+from diloco.protocol import Entry, Rules
 from diloco.train import TorchFleet
-from diloco.transport import PeerTransport, Place, TcpWire, ask, connect
+from diloco.transport import PeerTransport, Place, ask, connect
 from tests.transport.nowhere import nobody_at
 from tests.transport.relays import frame, stranger_at
 from tests.transport.swarms import wait_for_members
@@ -23,9 +23,7 @@ LIMIT_S = 30.0
 Meet = Callable[..., list[TorchFleet]]
 
 
-WIRE = TcpWire(
-    **QUICK | {"join_window_s": 1.0, "continue_without_lost": True, "comes_back": True, "raise_on_loss": False}
-)
+RULES = Rules(**QUICK | {"continue_without_lost": True, "together": False, "raise_on_loss": False})
 
 
 @pytest.fixture
@@ -36,8 +34,10 @@ def meet() -> Iterator[Meet]:
     def made(count: int, *, ended: bool = False) -> list[TorchFleet]:
         registered = count + ended
         with rendezvous(registered) as address, nobody_at() as nowhere, deaf_manager() as asking:
-            places = [Place(replica=m, num_replicas=registered, rendezvous=address) for m in range(count)]
-            begin = [lambda place=place: TorchFleet(connect(place, WIRE), place, WIRE) for place in places]
+            places = [
+                Place(replica=m, num_replicas=registered, rendezvous=address, join_window_s=1.0) for m in range(count)
+            ]
+            begin = [lambda place=place: TorchFleet(connect(place, RULES), place, RULES) for place in places]
             register = [lambda: ask(asking, address, Entry(count, str(nowhere)), LIMIT_S)] if ended else []
             found = at_once([*begin, *register])[:count]
         for each in found:
@@ -81,8 +81,8 @@ def test_one_that_is_started_again_joins_though_another_comes_back_meanwhile(mee
     """Its connection ends when the other replica closes its transport, and only the restarted one can reconnect."""
     fleets = meet(4)
     fleets[3].close()
-    place = Place(replica=3, num_replicas=4, rendezvous=fleets[1].transport.address)
-    started = TorchFleet(connect(place, WIRE), place, WIRE)
+    place = Place(replica=3, num_replicas=4, rendezvous=fleets[1].transport.address, join_window_s=1.0)
+    started = TorchFleet(connect(place, RULES), place, RULES)
     try:
         fleets[0].rejoin(LIMIT_S)
         fleets[0].join(LIMIT_S)

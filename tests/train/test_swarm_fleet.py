@@ -10,8 +10,9 @@ import pytest
 
 from diloco.data import Shares, as_message
 from diloco.errors import RunFinishedError
+from diloco.protocol import Rules
 from diloco.train import Held, SwarmFleet
-from diloco.transport import Admission, NodePlace, SwarmPlace, Wire
+from diloco.transport import Admission, NodePlace, SwarmPlace
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, LOOPBACK, QUICK
 
 pytestmark = HIVEMIND_LEAVES_CONNECTIONS
@@ -46,7 +47,7 @@ def make(keys: Path) -> Iterator[Make]:
         fleets.append(
             SwarmFleet(
                 place,
-                Wire(**QUICK | {"rendezvous_timeout_s": 15.0}),
+                Rules(**QUICK | {"rendezvous_timeout_s": 15.0}),
                 Held(held_step),
                 start_replicas=start,
                 margin=1,

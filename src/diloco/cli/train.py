@@ -44,15 +44,15 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def with_torchrun(line: CommandLine) -> CommandLine:
-    """Return the line with the defaults of ``torchrun``: --transport torch, and as many replicas as it started."""
+    """Return the line with the defaults of ``torchrun``: --transport tcp, and as many replicas as it started."""
     torchrun = read_torchrun(os.environ)
     if torchrun is None or "checkpoint.resume" in line.values:
         return line
     asked = ({} if line.file is None else read_toml(line.file, Configuration)) | line.values
-    if asked.get("network.transport", "torch") != "torch":
+    if asked.get("network.transport", "tcp") != "tcp":
         return line
     replicas, rest = divmod(torchrun.world_size, asked.get("network.replica_size", 1))
-    defaults = {"network.transport": "torch"} | ({} if rest else {"network.replicas": replicas})
+    defaults = {"network.transport": "tcp"} | ({} if rest else {"network.replicas": replicas})
     return dataclasses.replace(line, defaults=defaults)
 
 
@@ -216,7 +216,7 @@ def _train(
         name = f"{group}-replica-{role.replica}"
         if role.position:  # it reports what position 0 does
             monitor = dataclasses.replace(monitor, sinks=tuple(filter(is_own, monitor.sinks)))
-    elif settings.network.transport == "hivemind":
+    elif settings.network.transport == "swarm":
         group, name = settings.network.run, settings.network.name or platform.node()
     config: dict[str, Any] = dataclasses.asdict(settings)
     sinks = make_sinks(monitor, folder, is_terminal=sys.stdout.isatty(), config=config, name=name, group=group)

@@ -109,7 +109,7 @@ def unwrapped(model: nn.Module, optimizer: Any, transport: Transport | None) -> 
         part, fitting = ("shards", "sharded") if _is_sharded(model) else ("all", "whole")
         raise ConfigurationError(
             f"The given {type(transport).__name__} does not fit this replica, each of whose {ranks} ranks holds {part} "
-            f"of its parameters. Use the transport of connect_replica(..., ranks={fitting!r})."
+            f"of its parameters. Use the transport of connect_tcp(..., ranks={fitting!r})."
         )
     return model, optimizer
 

@@ -120,7 +120,7 @@ def check_transport(transport: Any) -> None:
         return
     advice = ""
     if isinstance(transport, AbstractContextManager):
-        advice = " Enter it: `with connect_replica(...) as transport:`."
+        advice = " Enter it: `with connect_tcp(...) as transport:`."
     elif isinstance(transport, InProcessTransport):
         advice = " Pass one of its endpoints, such as transport.endpoint(0)."
     raise ConfigurationError(f"transport must be a connected diloco transport, got {_shown(transport)}.{advice}")

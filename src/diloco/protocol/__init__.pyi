@@ -22,13 +22,11 @@ from .registry import difference as difference
 from .round import Tally as Tally
 from .round import header_of as header_of
 from .round import tally as tally
-from .rules import Policies as Policies
 from .rules import Rules as Rules
 from .suspicion import MOST_SPOILT as MOST_SPOILT
 from .suspicion import Lateness as Lateness
 from .suspicion import Loss as Loss
 from .suspicion import Pulse as Pulse
-from .suspicion import Timing as Timing
 from .suspicion import silent_ones as silent_ones
 from .wire import PROTOCOL_VERSION as PROTOCOL_VERSION
 from .wire import Adopted as Adopted

@@ -37,15 +37,15 @@ from diloco.membership import (
 from diloco.protocol.events import Outbox, Timer
 from diloco.protocol.members import Roster
 from diloco.protocol.rounds import Rounds
-from diloco.protocol.rules import Policies, Rules
+from diloco.protocol.rules import Rules
 from diloco.protocol.wire import Change
 
 __all__ = ["ViewChange", "believed"]
 
 T = TypeVar("T")
 
-_LONGEST = 4  # times `settle_s`: after that this rank waits for no answer, even if the change still makes progress
-_JOIN_WINDOW = 0.2  # times `settle_s`: how long others may still join by a change that has begun
+_LONGEST = 4  # times `silence_s`: after that this rank waits for no answer, even if the change still makes progress
+_JOIN_WINDOW = 0.2  # times `silence_s`: how long others may still join by a change that has begun
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -61,15 +61,12 @@ class ViewChange:
         why: the reason for the change as this rank learned it.
     """
 
-    def __init__(
-        self, view: View, why: str, rules: Rules, policies: Policies, roster: Roster, rounds: Rounds, outbox: Outbox
-    ) -> None:
+    def __init__(self, view: View, why: str, rules: Rules, roster: Roster, rounds: Rounds, outbox: Outbox) -> None:
         self.view = view
         self.why = why
         unsteady = roster.unsteady(view, outbox.now_s)
         self.mine = replace(rounds.freeze(), step=rounds.step, unsteady=unsteady)  # what this rank knows
         self._rules = rules
-        self._policies = policies
         self._roster = roster
         self._rounds = rounds
         self._outbox = outbox
@@ -84,13 +81,13 @@ class ViewChange:
         # ranks whose reports may differ from `mine`, and ranks that may not be ready. Each report is checked once when
         # it arrives, and not again with every other report.
         self._differing, self._unready = [*rules.ranks(view.members)], [*rules.ranks(view.members)]
-        outbox.effects.timers[Timer("settle", view.id)] = rules.settle_s / 2
+        outbox.effects.timers[Timer("settle", view.id)] = rules.silence_s / 2
 
     @property
     def staying(self) -> tuple[int, ...]:
         """The members of the old view that stay, as `staying_members` decides."""
         if self._staying is None:
-            self._staying = staying_members(self.view, self.mine, self._rules.replica, self._policies.quorum)
+            self._staying = staying_members(self.view, self.mine, self._rules.replica, self._rules.policy)
         return self._staying
 
     @property
@@ -101,11 +98,11 @@ class ViewChange:
     @property
     def accepts_joiners(self) -> bool:
         """Whether replicas may still join by this change; each one more prolongs it for all."""
-        return self._outbox.now_s - self._began_s <= _JOIN_WINDOW * self._rules.settle_s
+        return self._outbox.now_s - self._began_s <= _JOIN_WINDOW * self._rules.silence_s
 
     def patience_s(self) -> float:
         """Return how many more seconds to wait for a change that makes progress; 0 or less if it may be held up."""
-        until_s = min(self._news_s + self._rules.settle_s / 2, self._began_s + _LONGEST * self._rules.settle_s)
+        until_s = min(self._news_s + self._rules.silence_s / 2, self._began_s + _LONGEST * self._rules.silence_s)
         return until_s - self._outbox.now_s
 
     def extend(
@@ -260,7 +257,7 @@ class ViewChange:
             return None
         if (alike := self._alike()) is None:
             return None
-        following = next_view(self.view, alike, self.staying, self._policies.quorum)
+        following = next_view(self.view, alike, self.staying, self._rules.policy)
         if following.view is None:
             return following
         same = all(report.agreed is not None and report.agreed.following == following for report in alike)
@@ -275,7 +272,7 @@ class ViewChange:
             self._differing, self._unready = [*self._rules.ranks(self.staying)], [*self._rules.ranks(self.staying)]
         self._reports[self.mine.rank] = self.mine
         if not self.mine.ready and (alike := self._alike()) is not None:
-            following = next_view(self.view, alike, self.staying, self._policies.quorum)
+            following = next_view(self.view, alike, self.staying, self._rules.policy)
             if following.view is not None:
                 earlier = self.mine.agreed
                 quorums = earlier.quorums if earlier is not None and earlier.following == following else frozenset()

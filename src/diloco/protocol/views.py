@@ -20,7 +20,7 @@ from diloco.membership import (
 from diloco.protocol.events import Outbox, RoundsFailed, Submitted, Timer, ViewBegan
 from diloco.protocol.members import Roster
 from diloco.protocol.rounds import Rounds
-from diloco.protocol.rules import Policies, Rules
+from diloco.protocol.rules import Rules
 from diloco.protocol.suspicion import Loss
 from diloco.protocol.view_change import ViewChange
 from diloco.protocol.wire import Adopted, Change, Excluded, Leaving, Refused
@@ -34,7 +34,7 @@ _TRY_AGAIN = Refused("a view change is in progress")
 class Views:
     """The current view, and the change to the next one."""
 
-    def __init__(self, rules: Rules, policies: Policies, roster: Roster, rounds: Rounds, outbox: Outbox) -> None:
+    def __init__(self, rules: Rules, roster: Roster, rounds: Rounds, outbox: Outbox) -> None:
         self.view = View(-1, (rules.replica,))  # the current view; a joiner is not in it yet
         self.change: ViewChange | None = None  # the change to the next view, if it has begun
         # the last view that this rank was ready for in a change, and that others may have adopted; or None
@@ -44,7 +44,6 @@ class Views:
         self.closed_to_joiners = ""  # why no replica can join at present; "" if any can
         self._first: View | None = None  # the view in which this rank began with all others; None: it joined
         self._rules = rules
-        self._policies = policies
         self._roster = roster
         self._rounds = rounds
         self._outbox = outbox
@@ -157,9 +156,7 @@ class Views:
     def _begin_change(self, why: str) -> ViewChange | None:
         """Return the change to the next view, which begins now unless it has begun."""
         if self.failure is None and self.is_member and self.change is None:
-            self.change = ViewChange(
-                self.view, why, self._rules, self._policies, self._roster, self._rounds, self._outbox
-            )
+            self.change = ViewChange(self.view, why, self._rules, self._roster, self._rounds, self._outbox)
         return self.change
 
     def _end_change(self) -> None:
@@ -195,14 +192,14 @@ class Views:
         """End the view, as rounds could not take place in it."""
         if failed.view_id != self.view.id:
             return
-        enough = enough_without(self.view, failed.behind, self._policies.quorum)
+        enough = enough_without(self.view, failed.behind, self._rules.policy)
         if failed.anyway or failed.unheard or enough:
             self.end(failed.reason, behind=failed.behind, unheard=failed.unheard)
 
     def settle(self, view_id: int) -> None:
         """Push a long view change to its end: stop waiting for answers first, then exclude the replicas that obstruct
         it."""
-        change, wait_s = self.change, self._rules.settle_s
+        change, wait_s = self.change, self._rules.silence_s
         if change is None or view_id != self.view.id:
             return
         if change.patience_s() > 0:
@@ -274,7 +271,7 @@ class Views:
 
     def exclude(self, reason: str) -> None:
         """Stop, as the others continue or stop without this replica."""
-        done = "continued" if self._policies.continue_without_lost else "stopped"
+        done = "continued" if self._rules.continue_without_lost else "stopped"
         self.stop(f"the others {done} without replica {self._rules.replica}: {reason}.")
 
     # Joining.
@@ -368,7 +365,7 @@ class Views:
 
     def _stop_error(self, following: NextView, lost: Sequence[int], why: str) -> ReplicaLostError | None:
         """Return why this side does not continue after ``lost`` were lost, or None if it does."""
-        if following.view is not None and (self._policies.continue_without_lost or not lost):
+        if following.view is not None and (self._rules.continue_without_lost or not lost):
             return None
         side = f"{why}: {following.reason}" if following.view is None else f"{why}; all replicas stop when one is lost"
         return ReplicaLostError(f"{side}. Committed rounds stay committed.", replicas=lost)

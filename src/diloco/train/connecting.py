@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from diloco.devices import choose_threads
 from diloco.errors import ConfigurationError
-from diloco.protocol import MAX_NAME
+from diloco.protocol import MAX_NAME, Rules
 from diloco.train.description import diff
 from diloco.train.fleet import TorchFleet
 from diloco.train.processes import Role
@@ -29,8 +29,6 @@ from diloco.transport import (
     Place,
     ReplicaGroup,
     SwarmPlace,
-    TcpWire,
-    Wire,
     connect,
     multiaddress,
     open_replica_group,
@@ -64,12 +62,12 @@ def connect_rank(
         group = _open_group(settings, role, device)
         _compare(group, facts)
     each_talks = settings.replica_size == 1 or run.train.parallelism == "fsdp"
-    place, wire = _place_and_wire(run, role, settings.replica_size if each_talks else 1, facts)
+    place, rules = _place_and_rules(run, role, settings.replica_size if each_talks else 1, facts)
     connected = None
     if each_talks or group.leads:
-        connected = connect(place, wire, held_step=held_step)
+        connected = connect(place, rules, held_step=held_step)
         choose_threads(_on_this_machine(connected))
-    return TorchFleet(connected, place, wire, group)
+    return TorchFleet(connected, place, rules, group)
 
 
 def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> SwarmFleet:
@@ -101,16 +99,16 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Sw
         name=visible(platform.node() if network.name is None else network.name, MAX_NAME),
         join_window_s=_NEW_WINDOW_S if held.step < 0 else _RESUMED_WINDOW_S,
     )
-    wire = Wire(
-        **_exchange(network, facts),
+    rules = Rules(
+        **_time_outs(network, facts),
         continue_without_lost=True,
-        comes_back=True,
+        together=False,
         late_s=network.late_s,
         split="stop" if network.on_loss == "stop" else "go-on",
     )
     return SwarmFleet(
         place,
-        wire,
+        rules,
         held,
         start_replicas=network.replicas,
         margin=2 * run.sync.inner_steps + 1,
@@ -118,8 +116,8 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Sw
     )
 
 
-def _exchange(network: NetworkSettings, facts: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings that every kind of wire takes."""
+def _time_outs(network: NetworkSettings, facts: Mapping[str, str]) -> dict[str, Any]:
+    """Return the rules that both networks take from the settings alike."""
     return {
         "heartbeat_s": network.heartbeat_s,
         "silence_s": network.silence,
@@ -165,9 +163,9 @@ def _on_this_machine(connected: Connected) -> int:
     return sum(parse_address(entry.address).host == here for entry in entries.values())
 
 
-def _place_and_wire(
+def _place_and_rules(
     run: RunSettings, role: Role, ranks_per_replica: int, facts: Mapping[str, str]
-) -> tuple[Place, TcpWire]:
+) -> tuple[Place, Rules]:
     network = run.network
     place = Place(
         replica=role.replica,
@@ -177,13 +175,13 @@ def _place_and_wire(
         rendezvous=role.rendezvous,
         torchrun=role.torchrun.master if role.torchrun and role.rendezvous is None else None,
         attempt=role.torchrun.attempt if role.torchrun else "0",
-    )
-    wire = TcpWire(
         host=network.listen_host,
         ports="-".join(dict.fromkeys(map(str, network.listen_ports))),
         secret=read_secret(network.secret_file, "network.secret_file"),
-        **_exchange(network, facts),
-        continue_without_lost=network.on_loss == "continue",
-        comes_back=network.on_loss == "continue" and network.replica_size == 1,
     )
-    return place, wire
+    rules = Rules(
+        **_time_outs(network, facts),
+        continue_without_lost=network.on_loss == "continue",
+        together=network.on_loss != "continue" or network.replica_size > 1,
+    )
+    return place, rules

@@ -14,7 +14,7 @@ from diloco.data import Assignment, Shares
 from diloco.errors import RendezvousError, ReplicaLostError, TransportError
 from diloco.events import Event
 from diloco.membership import LastViews, NextView, Ranks, View, enough_without
-from diloco.protocol import WireMessage, decode, encode
+from diloco.protocol import Rules, WireMessage, decode, encode
 from diloco.transport import (
     Connected,
     InProcessTransport,
@@ -23,7 +23,6 @@ from diloco.transport import (
     Place,
     ReplicaGroup,
     TcpStreams,
-    TcpWire,
     Transport,
     VirtualNetwork,
     connect_again,
@@ -258,12 +257,14 @@ class PeerFleet(Fleet):
         """Wait until there are enough replicas to start training, or ``stopped`` returns True."""
         return None
 
-    def leave_soon(self) -> None:
-        """Prepare to leave within seconds because the user asked to stop, if the others continue without this replica.
+    def stop_soon(self) -> None:
+        """Act on the user's request to stop as soon as it arrives, in any thread, whatever the training waits for.
 
-        Work that is not shared is kept.
+        Replicas that stop together ask for it here, or one of them would wait for a round of another that has already
+        asked and waits for it.
         """
-        return None
+        if self._talks:
+            self.transport.ask_to_stop()
 
     # Joining and rejoining.
 
@@ -366,7 +367,7 @@ class PeerFleet(Fleet):
     def _enough(self, view: View) -> bool:
         """Return whether ``view`` has so many members of the lost view that the rest can't continue without them."""
         last = self._lost_view
-        return last is None or enough_without(last, {*last.members} - {*view.members}, self.transport.policies.quorum)
+        return last is None or enough_without(last, {*last.members} - {*view.members}, self.transport.rules.policy)
 
     def tell_finished(self) -> None:
         """Announce that all steps are done, for replicas that rejoin later. A failure is only logged."""
@@ -396,12 +397,12 @@ class TorchFleet(PeerFleet):
     """
 
     def __init__(
-        self, connected: Connected | None, place: Place, wire: TcpWire, group: ReplicaGroup | None = None
+        self, connected: Connected | None, place: Place, rules: Rules, group: ReplicaGroup | None = None
     ) -> None:
         self._place = place
-        self._wire = wire
+        self._rules = rules
         self._listening: socket.socket | None = None
-        self.rejoins = wire.comes_back
+        self.rejoins = not rules.together
         super().__init__(connected, group, led=group is not None and group.size > place.ranks_per_replica)
 
     @property
@@ -413,7 +414,7 @@ class TorchFleet(PeerFleet):
             self._listening = cast(TcpStreams, self.transport.connections.streams).keep()
         self.transport.close()
         listening = self._listening.dup()
-        connected = connect_again(self._place, self._wire, self.connected, listening, views, patience_s)
+        connected = connect_again(self._place, self._rules, self.connected, listening, views, patience_s)
         self._stop_listening()
         return connected
 

@@ -156,7 +156,7 @@ class _Run:
         self._emit_start()
         for note in notes:
             self.emit(Note(step=self.step, text=note))
-        with StopRequest(peers.leave_soon if peers else lambda: None) as stop:
+        with StopRequest(peers.stop_soon if peers else lambda: None) as stop:
             if peers and self.step < self.settings.train.steps:
                 peers.wait_for_start(lambda: stop.signal is not None)
             session.open_to_joiners()

@@ -13,9 +13,10 @@ import msgspec
 from diloco.data import Assignment, Shares, as_message, read_message
 from diloco.events import Event, StateFetched
 from diloco.membership import LastViews, NextView
+from diloco.protocol import Rules
 from diloco.train.fleet import PeerFleet, WelcomeNote
 from diloco.train.session_state import Held
-from diloco.transport import Connected, PeerStreams, SwarmPlace, Wire, connect_swarm, same_port
+from diloco.transport import Connected, PeerStreams, SwarmPlace, enter_swarm, same_port
 from diloco.waiting import waiting_for
 
 __all__ = ["SwarmFleet"]
@@ -43,7 +44,7 @@ class SwarmFleet(PeerFleet):
     def __init__(
         self,
         place: SwarmPlace,
-        wire: Wire,
+        rules: Rules,
         held: Held,
         *,
         start_replicas: int,
@@ -52,7 +53,7 @@ class SwarmFleet(PeerFleet):
     ) -> None:
         number = held.replica if place.replica is None else place.replica
         self._place = dataclasses.replace(place, replica=number, held_swarm=held.swarm, closed=_STARTING)
-        self._wire = wire
+        self._rules = rules
         self._held = held
         self._start_replicas = start_replicas
         self._margin = margin
@@ -63,7 +64,7 @@ class SwarmFleet(PeerFleet):
         self._leaving: threading.Timer | None = None
         self.begun = False
         self.shares = Shares.of((0,))
-        super().__init__(connect_swarm(self._place, wire, held_step=held.step))
+        super().__init__(enter_swarm(self._place, rules, held_step=held.step))
 
     def _connect(self, connected: Connected) -> None:
         super()._connect(connected)
@@ -89,7 +90,7 @@ class SwarmFleet(PeerFleet):
         )
         self._held = Held(self.transport.step, self.transport.replica, self.connected.swarm)
         self.transport.close()
-        return connect_swarm(self._place, self._wire, held_step=self._held.step)
+        return enter_swarm(self._place, self._rules, held_step=self._held.step)
 
     @property
     def others_have_trained(self) -> bool:
@@ -140,7 +141,8 @@ class SwarmFleet(PeerFleet):
 
     # The end. Each replica stops on its own, and the others continue.
 
-    def leave_soon(self) -> None:
+    def stop_soon(self) -> None:
+        """Leave within seconds, so that no round is waited for longer. Work that is not shared is kept."""
         self._leaving = threading.Timer(_ROUND_MAY_TAKE_S, lambda: self.transport.leave_at_once())
         self._leaving.daemon = True
         self._leaving.start()
@@ -223,7 +225,7 @@ class SwarmFleet(PeerFleet):
             "listens at": ", ".join(self.addresses()) or "no address: it opens all connections itself",
             "payload links": self._streams.direct_description,
             **clock,
-            "lost replicas": f"noticed after at most {transport.timing.silence_s:g} s; the others then continue",
+            "lost replicas": f"noticed after at most {transport.rules.silence_s:g} s; the others then continue",
         }
 
     # The shares of the data.
