@@ -262,6 +262,24 @@ def test_facts_of_a_stranger_refuse_nobody(rank: Rank) -> None:
     assert "replica 1 (host:2) has codec = int8" in rank.machine.agreement.refusal()
 
 
+@pytest.mark.parametrize(("dissenters", "survive"), [(1, True), (2, True), (1, False)])
+def test_facts_of_as_many_members_as_could_lie_refuse_nobody_where_survivors_continue(
+    dissenters: int, survive: bool
+) -> None:
+    """Otherwise one member's lie would end all others as they begin."""
+    machine = Machine(rules_of(survive=survive))
+    for rank in (1, 2):
+        machine.handle(events.ConnectionMade(rank, 10 + rank, f"host:{rank}"), 0.0)
+    machine.handle(events.Begin(View.of(3), member=True), 0.0)
+    machine.handle(events.Announce(FactsMessage(Entry(0, "host:0", {"codec": "fp4"}))), 0.0)
+    for rank in (1, 2):
+        facts = {"codec": "int8" if rank <= dissenters else "fp4"}
+        machine.handle(events.Received(rank, FactsMessage(Entry(rank, f"host:{rank}", facts))), 0.0)
+    assert bool(machine.agreement.refusal()) == (dissenters > 1 or not survive)
+    machine.handle(events.Lost(1, Loss("gone", "it ended")), 1.0)
+    assert bool(machine.agreement.refusal()) == (dissenters > 1 or not survive), "also once the dissenter has ended"
+
+
 @pytest.mark.parametrize("message", [Meet("stop", 1 << 53), Join(ENTRY)])
 def test_what_no_member_can_mean_is_the_senders_fault(member: Rank, message: Any) -> None:
     with pytest.raises(MessageError, match=r"past step|another rank"):

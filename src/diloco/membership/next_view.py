@@ -41,22 +41,17 @@ def staying_members(view: View, mine: Report, me: int, policy: Policy) -> tuple[
 def next_view(view: View, reports: Sequence[Report], staying: Sequence[int], policy: Policy) -> NextView:
     """Return what follows ``view``; the ``reports`` of all ``staying`` ranks are equal in `Report.known`.
 
-    A round that all of these ranks have voted for, with one digest for each position in a replica, is committed, unless
-    one of them has decided it void and none has committed it.
+    A round that all of these ranks have voted for is committed if one of them has committed it. If members have left,
+    these may have committed it: then one digest for each position in a replica is enough, unless somebody calls it void.
     """
     known, lost, size = reports[0], frozenset(view.members).difference(staying), len(reports) // len(staying)
     claims = frozenset().union(*(report.claims for report in reports))
     void = frozenset().union(*(report.void for report in reports))
-    firsts = {report.rank % size: report.held for report in reversed(reports)}
-    commits = {
-        key: digest
-        for key, digest in known.held.items()
-        if all(key in report.held for report in reports)
-        and (
-            key in claims
-            or (key not in void and all(report.held[key] == firsts[report.rank % size][key] for report in reports))
-        )
-    }
+    held = {key for key in known.held if all(key in report.held for report in reports)}
+    if known.left:
+        digests = {key: {(report.rank % size, report.held[key]) for report in reports} for key in held - void}
+        claims |= {key for key, each in digests.items() if len(each) == size}
+    commits = {key: digest for key, digest in known.held.items() if key in held & claims}
     wishing = known.joining - known.gone - {other for one, other in known.unheard if one in staying}
     joining: set[int] = set()
     for each in sorted(wishing):  # two joiners may not be connected to each other yet

@@ -191,7 +191,8 @@ class Agreement:
     def refusal(self) -> str:
         """Return the first difference from a current or former member, naming both sides, or "" if this rank goes on.
 
-        It goes on as long as no more members differ from it than could lie: these are the ones to stop.
+        Where the survivors of a loss continue, it goes on if no more members differ from it than could lie: these are
+        the ones to stop.
         """
         if self.mine is None:
             return ""
@@ -199,8 +200,9 @@ class Agreement:
         counting = sorted(self._were_members & self._theirs.keys())
         words = {rank: difference(mine, self._theirs[rank], size) for rank in counting}
         differing = {self._rules.replica_of(rank) for rank, why in words.items() if why}
-        others = self._replicas.union(map(self._rules.replica_of, counting)) - {self._rules.replica}
-        if self._rules.replica not in differing and len(differing) < byzantine_quorum(1 + len(others)):
+        members = self._replicas.union(map(self._rules.replica_of, counting), {self._rules.replica})
+        few = self._rules.replica not in differing and len(differing) < byzantine_quorum(len(members))
+        if self._rules.continue_without_lost and few:
             return ""
         return next(filter(None, words.values()), "")
 
