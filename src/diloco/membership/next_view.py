@@ -42,7 +42,7 @@ def next_view(view: View, reports: Sequence[Report], staying: Sequence[int], pol
     """Return what follows ``view``; the ``reports`` of all ``staying`` ranks are equal in `Report.known`.
 
     A round that all of these ranks have voted for is committed if one of them has committed it. If members have left,
-    these may have committed it: then one digest for each position in a replica is enough, unless somebody calls it void.
+    these may have committed it: one digest for each position in a replica is enough then, unless anyone calls it void.
     """
     known, lost, size = reports[0], frozenset(view.members).difference(staying), len(reports) // len(staying)
     claims = frozenset().union(*(report.claims for report in reports))
