@@ -26,7 +26,7 @@ from diloco.data import Corpus
 from diloco.devices import flops_utilization, known_peak_flops_per_s
 from diloco.events import Event, StepFinished
 from diloco.membership import View
-from diloco.model import ENDS, LanguageModel, build_language_model
+from diloco.model import ENDS, LanguageModel, Transformer, build_language_model
 from diloco.outer import DiLoCo
 from diloco.train.components import outer_arguments
 from diloco.train.data_parallel import GradientAverager, average_gradients
@@ -438,14 +438,20 @@ class Session:
     def _make_inner(self, initial: Mapping[str, Tensor] | None) -> InnerLoop:
         settings, train, group = self.settings, self.settings.train, self.fleet.group
         strategy: Strategy = train.parallelism if group.size > 1 else "none"
-        place = "cpu" if strategy == "fsdp" else self.device
+        place = self.device
+        if strategy == "fsdp":  # no rank may have room for the whole model
+            place = torch.device("meta" if settings.model.kind == "native" else "cpu")
         model = build_language_model(settings.model, seed=settings.seed, device=place, definition=self._definition)
+        prepare_model(model, train)
+        parallel = parallelise(model, strategy, group, self.device, train.precision)
+        if place.type == "meta" and isinstance(model, Transformer):
+            model.to_empty(device=self.device)
+            model.initialise(torch.Generator("cpu").manual_seed(settings.seed))
         if initial is not None:
             load_parameters(model, initial)
-        prepare_model(model, train)
         end = self.corpus.tokenizer.eos_id if settings.data.document_masks else None
         return InnerLoop(
-            parallelise(model, strategy, group, self.device),
+            parallel,
             make_inner_optimizer(settings.optimizer, model),
             learning_rate=inner_learning_rate(settings.optimizer, train.steps),
             clip_norm=settings.optimizer.clip_norm,
