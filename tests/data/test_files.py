@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
     "tar": ("a.tar", b"tar", "Unpack an archive"),
     "parquet by another name": ("a.txt", b"parquet", "give a table the suffix"),
     "cut gzip": ("a.jsonl.gz", gzip.compress(LINES)[:-9], CUT_OFF),
-    "cut parquet": ("a.parquet", b"PAR1 cut", "cannot be read by datasets"),
+    "cut parquet": ("a.parquet", b"PAR1 cut", "cannot be read"),
     "broken array": ("a.json", b'[{"text": "one"},', "is not JSON"),
     "array of texts": ("a.json", b'["one"]', "record 0 must be a JSON object"),
     "empty": ("a.jsonl", b"", "holds no text"),

@@ -90,8 +90,8 @@ def test_field_split_and_config_are_those_that_were_asked_for(files: Path) -> No
 @pytest.mark.parametrize(
     ("data", "field", "words"),
     [
-        ("hf:nobody/nothing", "text", "cannot be read by datasets: .* and the connection to the hub"),
-        ("hf:{files}/hub:test", "text", "cannot be read by datasets: .*test"),
+        ("hf:nobody/nothing", "text", "cannot be read: .* and the connection to the hub"),
+        ("hf:{files}/hub:test", "text", "cannot be read: .*test"),
         ("hf:{files}/saved", "txt", r"no field 'txt' .*did you mean 'text'"),
         ("hf:{files}/hub", "txt", r"no field 'txt' .*did you mean 'text'"),
     ],
