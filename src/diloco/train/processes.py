@@ -200,8 +200,10 @@ def launch(
 
         def start(replica: int) -> Ranks:
             ranks, size, shared = {}, settings.replica_size, lock if replica == 0 else None
-            if size > 1:
-                stores[replica] = _inner_store(host)
+            if size > 1:  # for the process groups inside the replica
+                from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs lack it
+
+                stores[replica] = TCPStore(host, 0, is_master=True, wait_for_workers=False)
             for position in range(size):
                 variables = {POSITION: str(position)}
                 if size > 1:
@@ -304,13 +306,6 @@ def exit_code(codes: Collection[int], *, survivors_continue: bool, asked: bool) 
     if set(codes) == {0} or (survivors_continue and 0 in codes):
         return 0
     return 1
-
-
-def _inner_store(host: str) -> Any:
-    """Start a torch store, on its own port, for the process groups inside replicas."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs lack it
-
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False)
 
 
 def start_process(
