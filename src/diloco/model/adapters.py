@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
-__all__ = ["ADAPTER_FOLDER", "CONFIG_FILE", "add_adapters", "merge_adapters", "save_adapter"]
 
 ADAPTER_FOLDER = "adapter"  # the folder to which a run writes its adapter
 CONFIG_FILE = "adapter_config.json"  # present in every folder with an adapter

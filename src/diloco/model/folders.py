@@ -36,18 +36,6 @@ if TYPE_CHECKING:
 
     from diloco.model.transformer import Transformer
 
-__all__ = [
-    "as_huggingface",
-    "has_weights",
-    "import_transformers",
-    "is_huggingface_folder",
-    "native_settings",
-    "native_weights",
-    "read_json",
-    "stored_tensors",
-    "weights_digest",
-    "without_progress_bars",
-]
 
 CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME = "config.json", "model.safetensors", "model.safetensors.index.json"
 MODEL_TYPES: dict[tuple[Literal["swiglu", "gelu"], bool], str] = {

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraModel
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["HuggingFaceModel", "build_huggingface", "stored_digest"]
 
 UNLIMITED = 1 << 30  # the maximum length for a model without a position limit, such as a recurrent one
 

@@ -22,21 +22,6 @@ from diloco.plugins import call, takes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "ForeignModel",
-    "LanguageModel",
-    "LossChunks",
-    "LossParts",
-    "TokensSeen",
-    "base_digest",
-    "build_language_model",
-    "check_vocabulary",
-    "document_numbers",
-    "documents_of",
-    "even_batches",
-    "is_even",
-]
-
 
 class LossParts(NamedTuple):
     """The result of `LanguageModel.loss`: two float32 scalars in nats per token."""

@@ -21,19 +21,6 @@ from tyro.conf import arg
 from diloco.errors import ConfigurationError, nearest
 from diloco.plugins import is_own, split
 
-__all__ = [
-    "DecoderSettings",
-    "HuggingFaceSettings",
-    "ModelSettings",
-    "Preset",
-    "Source",
-    "count_parameters",
-    "get_preset",
-    "parse_source",
-    "preset_names",
-    "with_vocabulary",
-]
-
 Kind = TypeVar("Kind")
 
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
     from transformers import PreTrainedModel
 
-__all__ = ["KeyValueCache", "Transformer", "attend", "block_mask", "boolean_mask", "build_model"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
