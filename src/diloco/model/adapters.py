@@ -27,11 +27,7 @@ _NAME = "default"  # peft's name for the only adapter of a model; names in files
 
 
 def lora_config(settings: ModelSettings) -> LoraConfig:
-    """Return the configuration of ``peft`` for settings with a rank.
-
-    Raises:
-        ConfigurationError: ``peft`` is not installed.
-    """
+    """Return the configuration of ``peft`` for settings with a rank."""
     with from_extra("finetune", "LoRA needs peft"):
         from peft import LoraConfig
     options = settings.huggingface
