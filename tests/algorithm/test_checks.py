@@ -16,7 +16,7 @@ from diloco import Adam, AlphaMerge, InProcessTransport, Nesterov, Sgd, SyncSche
 from diloco.algorithm import AVERAGES, CODECS, MERGE_RULES, OUTER_OPTIMIZERS, Registry, SendersMean, make_codec
 from diloco.algorithm import partition as divide
 from diloco.errors import ConfigurationError, FragmentError
-from diloco.transport import Wire
+from diloco.protocol import Rules
 
 NAN, INF = math.nan, math.inf
 
@@ -42,7 +42,7 @@ REFUSED: tuple[tuple[Callable[..., object], dict[str, Any]], ...] = (
     *((InProcessTransport, {"num_replicas": value}) for value in (0, 1.5)),
     (InProcessTransport, {"num_replicas": 2, "min_contributors": 3}),
     (InProcessTransport, {"num_replicas": 1, "round_timeout_s": NAN}),
-    *((Wire, value) for value in ({"silence_s": NAN}, {"round_timeout_s": 0}, {"heartbeat_s": 10.0})),
+    *((Rules, value) for value in ({"silence_s": NAN}, {"round_timeout_s": 0}, {"heartbeat_s": 10.0})),
     *((partition, {"num_fragments": value}) for value in (2.0, 0)),
     (partition, {"num_fragments": 1, "strategy": "even"}),
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from diloco.protocol import (
     Machine,
     Message,
     MessageError,
-    Policies,
     Rules,
     Welcome,
     WireMessage,
@@ -58,7 +58,7 @@ class Rank:
         rank: int,
         replicas: int,
         size: int,
-        policies: Policies,
+        rules: Rules,
         *,
         joining: bool = False,
         ready: bool = True,
@@ -67,7 +67,8 @@ class Rank:
         founded: View | None = None,
         step: int = 0,
     ) -> None:
-        self.network, self.rank, self.replica, self.policies = network, rank, rank // size, policies
+        self.network, self.rank, self.replica = network, rank, rank // size
+        self.rules = replace(rules, rank=rank, ranks_per_replica=size)
         self.now_s = 0.0  # its clock, which advances only when a test moves it or a view change takes long
         self.digest = "d"  # of its state
         self.left = ""  # why it stopped by itself
@@ -86,10 +87,7 @@ class Rank:
         self._todo: deque[events.Event] = deque()
         self._given: dict[int, Contribution] = {}
         self._exchanges: dict[tuple[int, RoundId], actions.GiveVerdict | None] = {}
-        self.machine = Machine(
-            Rules(rank, self.replica, size, None, TIMEOUT_S, 1 << 19, LATE_S, settle_s=LATE_S),
-            policies,
-        )
+        self.machine = Machine(self.rules)
         view = founded or View.of(replicas)
         self.step, self.first_step = step, step + 1
         self._joins: Entry | None = None

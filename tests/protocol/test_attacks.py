@@ -29,7 +29,7 @@ from diloco.protocol import (
     encode,
 )
 from tests.membership.network import Limits, Network
-from tests.protocol.simulated import policies_of
+from tests.protocol.simulated import rules_of
 from tests.protocol.simulated_rank import TIMEOUT_S, Rank
 
 Forgery = Callable[[int, Any], Iterable[Any]]
@@ -38,7 +38,7 @@ Forgery = Callable[[int, Any], Iterable[Any]]
 HONEST = (0, 1, 2)
 LIAR = 3
 MAX_MEMORY_BYTES = 64 << 20
-POLICIES = policies_of()
+RULES = rules_of()
 
 
 class Member(Rank):
@@ -138,8 +138,8 @@ ATTACKS: dict[str, Callable[[], Forgery]] = {
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_malicious_member_harms_nobody(name: str) -> None:
     network = Network(range(4), Limits())
-    honest = [Member(network, rank, 4, 1, POLICIES) for rank in HONEST]
-    liar = Member(network, LIAR, 4, 1, POLICIES)
+    honest = [Member(network, rank, 4, 1, RULES) for rank in HONEST]
+    liar = Member(network, LIAR, 4, 1, RULES)
     liar.lie = ATTACKS[name]()
     network.nodes.update(enumerate([*honest, liar]))
     tracemalloc.start()

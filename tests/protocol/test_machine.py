@@ -7,6 +7,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,7 +36,6 @@ from diloco.protocol import (
     Refused,
     Replaced,
     RoundVote,
-    Rules,
     Speed,
     Welcome,
     actions,
@@ -43,7 +43,7 @@ from diloco.protocol import (
     encode,
     events,
 )
-from tests.protocol.simulated import policies_of
+from tests.protocol.simulated import rules_of
 from tests.protocol.simulated_rank import CODEC, NUMEL, PAYLOAD
 
 VIEW = View(3, (0, 1))
@@ -60,8 +60,7 @@ class Rank:
     """Rank 0 of replicas of two ranks each, connected to ranks 1 to 5; its actions are not carried out."""
 
     def __init__(self) -> None:
-        policies = policies_of()
-        self.machine = Machine(Rules(0, 0, 2, None, 10.0, 1 << 19), policies)
+        self.machine = Machine(replace(rules_of(), late_s=None, ranks_per_replica=2))
         for rank in range(1, 6):
             self.handle(events.ConnectionMade(rank, 10 + rank, f"host:{rank}"))
 
@@ -213,8 +212,7 @@ def test_a_rank_that_fails_stops_its_own_replica_and_no_other(member: Rank) -> N
 @pytest.mark.parametrize("second", ["gone", "cut"])
 def test_nobody_stops_before_it_is_known_what_has_become_of_all_whose_connections_ended(second: str) -> None:
     """Two of three end at once: the third is no smaller side, unless one of them may be continuing."""
-    policies = policies_of()
-    machine = Machine(Rules(0, 0, 1, None, 10.0, 1 << 19), policies)
+    machine = Machine(rules_of())
     for rank in (1, 2):
         machine.handle(events.ConnectionMade(rank, 10 + rank, f"host:{rank}"), 0.0)
     machine.handle(events.Begin(View.of(3), member=True), 0.0)
@@ -232,8 +230,7 @@ def test_nobody_stops_before_it_is_known_what_has_become_of_all_whose_connection
 
 
 def test_one_of_three_stops_alone_and_two_stop_all() -> None:
-    policies = policies_of()
-    machine = Machine(Rules(0, 0, 1, None, 10.0, 1 << 19), policies)
+    machine = Machine(rules_of())
     for rank in (1, 2):
         machine.handle(events.ConnectionMade(rank, 10 + rank, f"host:{rank}"), 0.0)
     machine.handle(events.Begin(View.of(3), member=True), 0.0)
@@ -243,7 +240,7 @@ def test_one_of_three_stops_alone_and_two_stop_all() -> None:
 
 
 def test_who_is_no_member_stops_nobody_also_if_it_asked_before_there_were_views() -> None:
-    machine = Machine(Rules(0, 0, 1, None, 10.0, 1 << 19), policies_of())
+    machine = Machine(rules_of())
     for rank, step in ((1, 1 << 53), (7, 0), (8, 0), (9, 0)):
         machine.handle(events.ConnectionMade(rank, 10 + rank, f"host:{rank}"), 0.0)
         machine.handle(events.Received(rank, Meet("stop", step)), 0.0)

@@ -35,7 +35,7 @@ def test_a_round_that_somebody_gave_up_is_void_also_for_who_hears_of_it_by_a_rep
 def test_what_was_sent_before_somebody_joined_stays_void_in_all_later_views() -> None:
     """A rank that sends it later than the others does not wait for them, though no replica joined its own view."""
     network = simulated(3, Limits(ends=2, returns=1))
-    network.make = lambda number: Rank(network, number, 3, 1, rank(network, 0).policies, joining=True)
+    network.make = lambda number: Rank(network, number, 3, 1, rank(network, 0).rules, joining=True)
     begin(network, 0)
     network.happen("ends", 2, 0, 0)
     settle(network)
@@ -194,7 +194,7 @@ def hear_beats(network: Network, number: int, *others: int) -> None:
 
 def test_who_joins_has_a_say_about_a_fragment_once_its_state_is_the_others() -> None:
     network = simulated(3, Limits(ends=1, returns=1))
-    network.make = lambda number: Rank(network, number, 3, 1, rank(network, 0).policies, joining=True)
+    network.make = lambda number: Rank(network, number, 3, 1, rank(network, 0).rules, joining=True)
     network.happen("ends", 2, 0, 0)
     settle(network)
     network.happen("returns", 2, 0, 0)

@@ -94,7 +94,7 @@ def test_who_is_no_member_of_a_view_has_no_say_in_it(message: Any, view_id: int)
 def test_a_process_in_a_members_place_has_no_say_before_it_is_one() -> None:
     network = simulated(3, Limits(ends=1, returns=1))
     begin(network, 0, 1)
-    network.make = lambda number: Rank(network, number, 3, 1, rank(network, 0).policies, joining=True)
+    network.make = lambda number: Rank(network, number, 3, 1, rank(network, 0).rules, joining=True)
     network.happen("ends", 2, 0, 0)
     network.happen("returns", 2, 0, 0)  # before the others have noticed that it had ended
     assert not rank(network, 0).handle(events.Received(2, VOTE))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from diloco.membership import Policy
 from tests.membership.network import LIMITS, NUMBERS, Limits, Network, explore
 from tests.protocol.histories import bridge, outcome
-from tests.protocol.simulated import check_agreement, policies_of, simulate, simulated
+from tests.protocol.simulated import check_agreement, rules_of, simulate, simulated
 from tests.protocol.simulated_rank import Rank
 
 
@@ -169,9 +169,9 @@ def test_who_is_started_again_becomes_a_member_or_is_told_why_not(
 def test_a_replica_that_has_lost_one_of_its_own_ranks_stops_and_says_so() -> None:
     """Also if no other replica is left that could report it."""
     network = Network(range(2), Limits(ends=1))
-    policies = policies_of()
+    rules = rules_of()
     for rank in range(2):
-        network.nodes[rank] = Rank(network, rank, 1, 2, policies)
+        network.nodes[rank] = Rank(network, rank, 1, 2, rules)
     network.happen("ends", 0, 0, 0)
     explore(network, [])
     (left,) = [node for rank, node in network.nodes.items() if rank in network.alive]

@@ -87,6 +87,17 @@ def local_shard(tensor: Tensor) -> Tensor:
     return shard
 
 
+def set_whole_(tensor: Tensor, value: Tensor) -> None:
+    """Copy ``value`` into ``tensor`` of the same shape, and into a DTensor this rank's part of it."""
+    shard: Any = tensor
+    for dimension, placement in enumerate(getattr(tensor, "placements", ())):
+        if placement.is_shard():
+            parts = value.chunk(shard.device_mesh.size(dimension), placement.dim)
+            position = shard.device_mesh.get_local_rank(dimension)
+            value = parts[position] if position < len(parts) else value.narrow(placement.dim, 0, 0)
+    local_shard(tensor).copy_(value)
+
+
 def unfit_parameter(parameter: Tensor) -> str:
     """Return why float32 global parameters can't hold the values of a trainable parameter, or ""."""
     if is_lazy(parameter):

@@ -19,7 +19,7 @@ all weights. --help-all shows all flags, which are those of `diloco train`, with
 
 Examples:
   diloco finetune llama --data chat.jsonl              on this machine alone
-  diloco finetune llama --data chat.jsonl --transport hivemind --run mine
+  diloco finetune llama --data chat.jsonl --transport swarm --run mine
                                                        with others; prints how to join
   diloco finetune llama --data chat.jsonl --full       all weights
   diloco finetune --resume runs/mine                   continue a stopped run

@@ -109,7 +109,7 @@ def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, 
     from diloco.train import bytes_per_frozen, bytes_per_trained, make_fragments, outline, resolve
 
     network = asked.network
-    if network.transport == "hivemind" and network.run is None:
+    if network.transport == "swarm" and network.run is None:
         network = replace(network, run="plan")  # a plan needs no name for its swarm
     asked = replace(asked, network=network)
     if asked.algorithm == "none":

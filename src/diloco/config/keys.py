@@ -179,6 +179,9 @@ RENAMED: dict[str, str] = {
 """Key or short flag of versions before 0.6 -> the new key, or what else replaces it; empty if nothing does."""
 
 
+RENAMED_VALUES: dict[str, str] = _NAMES["values"]
+
+
 class OldKeyError(ConfigurationError):
     """A key of a version before 0.6."""
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from diloco.config.keys import Key, OldKeyError, Values, flatten, keys_of, nearest_key, replacement
+from diloco.config.keys import RENAMED_VALUES, Key, OldKeyError, Values, flatten, keys_of, nearest_key, replacement
 from diloco.errors import ConfigurationError
 from diloco.units import DURATION, RATE, Duration, Rate, parse, visible
 
@@ -117,6 +117,8 @@ def convert(key: Key, value: Any, what: str, *, typed: bool = False) -> Any:
             raise msgspec.ValidationError("a value that is not empty")
         return freeze(msgspec.convert(value, key.annotation, strict=is_text or not typed, dec_hook=_decode))
     except msgspec.ValidationError as error:
+        if new := RENAMED_VALUES.get(f"{key.name}={value}"):
+            raise OldKeyError(f"{what}; it is now {new}.") from None
         works = str(error).partition(" - at ")[0]
         if works.startswith(("Expected", "Invalid")):
             choices = ", ".join(get_args(key.kind)) if get_origin(key.kind) is Literal else ""

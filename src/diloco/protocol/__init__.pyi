@@ -19,13 +19,11 @@ from .registry import Entries as Entries
 from .registry import Entry as Entry
 from .registry import Registry as Registry
 from .registry import difference as difference
-from .rules import Policies as Policies
 from .rules import Rules as Rules
 from .suspicion import MOST_SPOILT as MOST_SPOILT
 from .suspicion import Lateness as Lateness
 from .suspicion import Loss as Loss
 from .suspicion import Pulse as Pulse
-from .suspicion import Timing as Timing
 from .suspicion import silent_ones as silent_ones
 from .verdicts import header_of as header_of
 from .wire import PROTOCOL_VERSION as PROTOCOL_VERSION

@@ -18,7 +18,7 @@ from diloco.protocol.events import Event, Outbox
 from diloco.protocol.hold_back import HoldBackQueue
 from diloco.protocol.roster import Roster
 from diloco.protocol.rounds import Rounds
-from diloco.protocol.rules import Policies, Rules
+from diloco.protocol.rules import Rules
 from diloco.protocol.views import Views
 from diloco.protocol.wire import (
     Adopted,
@@ -53,17 +53,16 @@ _VIEWS_AHEAD = 1000  # the members of a view can't be as many views ahead as thi
 class Machine:
     """One rank's part in everything that ranks agree on."""
 
-    def __init__(self, rules: Rules, policies: Policies) -> None:
+    def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self.policies = policies
         self.roster = Roster(rules)  # the connected ranks, and the members
         self.barriers = Barriers()  # the numbers that ranks exchange
         self.agreement = Agreement(rules)  # the arguments of all ranks' training loops
         # replica -> inner steps per second, for other members that have reported them
         self.speeds: Mapping[int, float] = {}
         self._outbox = Outbox()
-        self.rounds = Rounds(rules, policies, self.roster.message_counts, self._outbox)
-        self.views = Views(rules, policies, self.roster, self.rounds, self._outbox)
+        self.rounds = Rounds(rules, self.roster.message_counts, self._outbox)
+        self.views = Views(rules, self.roster, self.rounds, self._outbox)
         self.answers: dict[int, Answer] = {}  # the last answer of each asked rank to this rank's request to join
         self._asked: frozenset[int] = frozenset()  # the ranks that this rank has asked
         self._began = False
@@ -108,7 +107,7 @@ class Machine:
     def stop_is_agreed(self) -> bool:
         """Return whether all ranks stop: more members have asked for it than could lie, or a loss would end the run."""
         asked = {self.rules.replica_of(rank) for rank in self.barriers.values("stop")} & {*self.views.view.members}
-        if not self.policies.continue_without_lost:
+        if not self.rules.continue_without_lost:
             return bool(asked)
         return len(asked) >= byzantine_quorum(len(self.views.view.members))
 
@@ -164,7 +163,7 @@ class Machine:
                 views.leave(rounds.step)
             case events.Close(failure):
                 views.close(failure)
-                if self._stops_together and self.policies.continue_without_lost:
+                if self._stops_together and self.rules.continue_without_lost:
                     views.hang_up_on_others()  # the other replicas continue: only the ranks of this replica are to stop
             case events.Announce(message):
                 self._announce(message)
@@ -172,7 +171,7 @@ class Machine:
     @property
     def _stops_together(self) -> bool:
         """Whether all ranks stop at the same step when one has to."""
-        return self.policies.together and not self.policies.raise_on_loss
+        return self.rules.together and not self.rules.raise_on_loss
 
     # Announcements of this rank.
 

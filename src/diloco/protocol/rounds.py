@@ -32,7 +32,7 @@ from diloco.protocol.actions import (
     Void,
 )
 from diloco.protocol.events import Computed, ExchangeEnded, LinkStalled, Outbox, RoundsFailed, Submitted
-from diloco.protocol.rules import Policies, Rules
+from diloco.protocol.rules import Rules
 from diloco.protocol.suspicion import MOST_SPOILT, Lateness, Spoilers
 from diloco.protocol.verdicts import donor_for, header_of, judge_headers
 from diloco.protocol.wire import Header, RoundVote, WireMessage
@@ -117,7 +117,7 @@ class Rounds:
         message_counts: rank -> number of messages received from it; the roster keeps it up to date.
     """
 
-    def __init__(self, rules: Rules, policies: Policies, message_counts: Mapping[int, int], outbox: Outbox) -> None:
+    def __init__(self, rules: Rules, message_counts: Mapping[int, int], outbox: Outbox) -> None:
         self.view: View | None = None  # the view of the rounds; None until this rank is a member
         self.failure: TransportError | None = None  # why this rank takes part in no more rounds, or None
         self.reason = ""  # the reason for the last view change, as this rank learned it
@@ -127,7 +127,6 @@ class Rounds:
         self.spoilers = Spoilers()
         self.frozen = False  # whether voting and deciding have stopped, because the view is ending
         self._rules = rules
-        self._policies = policies
         self._message_counts = message_counts
         self._outbox = outbox
         self._ranks: tuple[int, ...] = ()
@@ -187,7 +186,7 @@ class Rounds:
         self._sent_at[round_id.fragment] = submitted.step
         if self.failure is not None:
             void = RoundVoidError(f"{round_id} is void: {self.failure}", round=str(round_id))
-            self._report(Void(round_id, self.failure if self._policies.raises(round_id) else void))
+            self._report(Void(round_id, self.failure if self._rules.raises(round_id) else void))
         elif self.view is None or self.frozen:
             self._waiting.append(submitted)
         elif submitted.step < self.from_step and round_id.fragment >= 0:
@@ -274,7 +273,7 @@ class Rounds:
                 self._decide(each, False, _NOT_VOTED)
             elif not carried:
                 changed = ViewChangedError(f"{each.id} is void: {reason}.", round=str(each.id))
-                raised = failure if self._policies.raises(each.id) else None
+                raised = failure if self._rules.raises(each.id) else None
                 self._decide(each, False, reason, raised or changed)
             elif each.begun is not None:
                 undecided.append((each.begun.sent_s, self._renewed(each, each.begun)))
@@ -392,7 +391,7 @@ class Rounds:
             assert self.view is not None
             late = self._await_votes(each)
             # if the others can't continue without them, the view change shows whether they have committed the round
-            each.disputed = each.disputed or not enough_without(self.view, late, self._policies.quorum)
+            each.disputed = each.disputed or not enough_without(self.view, late, self._rules.policy)
             if late:
                 have = "have" if len(late) > 1 else "has"
                 why = f"{names_of(late)} {have} not voted on {each.id} within {limit_s:g} s"

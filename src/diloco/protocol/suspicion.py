@@ -8,20 +8,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeVar
 
-__all__ = ["MOST_SPOILT", "Lateness", "Loss", "Pulse", "Spoilers", "Timing", "silent_ones"]
+from diloco.protocol.rules import Rules
+
+__all__ = ["MOST_SPOILT", "Lateness", "Loss", "Pulse", "Spoilers", "silent_ones"]
 
 K = TypeVar("K")
 
 MOST_SPOILT = 3  # a member that has spoilt this many recent rounds is to be excluded
 _RECENT_ROUNDS = 32  # most recent rounds that are kept per member
-
-
-@dataclass(frozen=True)
-class Timing:
-    """How soon the loss of a rank is noticed."""
-
-    heartbeat_s: float = 2.0  # the interval between two heartbeats
-    silence_s: float = 15.0  # a rank counts as lost if nothing is received from it for this long
 
 
 @dataclass(frozen=True)
@@ -37,7 +31,7 @@ class Loss:
 class Pulse:
     """The heartbeats of this process itself.
 
-    >>> pulse = Pulse(Timing(heartbeat_s=2.0, silence_s=15.0))
+    >>> pulse = Pulse(Rules())
     >>> pulse.begin(0.0)
     >>> pulse.beat(2.1), pulse.beat(22.1)
     (False, True)
@@ -47,8 +41,8 @@ class Pulse:
     (True, False, True)
     """
 
-    def __init__(self, timing: Timing) -> None:
-        self._timing = timing
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
         self._beat_s = math.inf  # the time of the last beat, once there is one
         self._woke_s = -math.inf
 
@@ -59,31 +53,31 @@ class Pulse:
     def beat(self, now_s: float) -> bool:
         """Record a beat. Return True if this process was suspended since the last one, so peers need more time."""
         stood_s, self._beat_s = now_s - self._beat_s, now_s
-        if stood_s > self._timing.silence_s - self._timing.heartbeat_s:
+        if stood_s > self._rules.silence_s - self._rules.heartbeat_s:
             self._woke_s = now_s
-        return stood_s > 2 * self._timing.heartbeat_s + 1
+        return stood_s > 2 * self._rules.heartbeat_s + 1
 
     def was_suspended(self, now_s: float) -> bool:
         """Return whether this process was recently silent for so long that its peers may have declared it lost."""
-        silence_s = self._timing.silence_s
-        return now_s - self._beat_s > silence_s - self._timing.heartbeat_s or now_s - self._woke_s < silence_s
+        silence_s = self._rules.silence_s
+        return now_s - self._beat_s > silence_s - self._rules.heartbeat_s or now_s - self._woke_s < silence_s
 
 
-def silent_ones(quiet_s: Mapping[K, float], timing: Timing, members: Collection[K]) -> list[K]:
+def silent_ones(quiet_s: Mapping[K, float], rules: Rules, members: Collection[K]) -> list[K]:
     """Return the keys that count as lost by silence.
 
     A process that is cut off from the others, or stood still, hears nothing from most of them. It waits until they are
-    silent as well, up to twice `Timing.silence_s`, and so accuses none of them to another one, which its messages may
+    silent as well, up to twice `Rules.silence_s`, and so accuses none of them to another one, which its messages may
     still reach. A few ``members`` that are quiet, or any number of other processes, delay nothing.
 
-    >>> silent_ones({1: 16.0, 2: 0.5}, Timing(), {1, 2}), silent_ones({1: 16.0, 2: 14.0}, Timing(), {1, 2})
+    >>> silent_ones({1: 16.0, 2: 0.5}, Rules(), {1, 2}), silent_ones({1: 16.0, 2: 14.0}, Rules(), {1, 2})
     ([1], [])
-    >>> silent_ones({1: 16.0, 2: 14.0, 3: 0.5}, Timing(), {1, 2, 3}), silent_ones({1: 30.5, 2: 14.0}, Timing(), {1, 2})
+    >>> silent_ones({1: 16.0, 2: 14.0, 3: 0.5}, Rules(), {1, 2, 3}), silent_ones({1: 30.5, 2: 14.0}, Rules(), {1, 2})
     ([1], [1])
     """
-    waiting_s = [quiet_s[each] for each in members if each in quiet_s and quiet_s[each] <= timing.silence_s]
-    most_are_quiet = 2 * sum(quiet > 2 * timing.heartbeat_s for quiet in waiting_s) > len(waiting_s)
-    longest_s = 2 * timing.silence_s if most_are_quiet else timing.silence_s
+    waiting_s = [quiet_s[each] for each in members if each in quiet_s and quiet_s[each] <= rules.silence_s]
+    most_are_quiet = 2 * sum(quiet > 2 * rules.heartbeat_s for quiet in waiting_s) > len(waiting_s)
+    longest_s = 2 * rules.silence_s if most_are_quiet else rules.silence_s
     return [each for each, quiet in quiet_s.items() if quiet > longest_s]
 
 

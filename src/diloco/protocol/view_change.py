@@ -11,14 +11,14 @@ from diloco.protocol.actions import CancelTimer, SetTimer, Timer
 from diloco.protocol.events import Outbox
 from diloco.protocol.roster import Roster
 from diloco.protocol.rounds import Rounds
-from diloco.protocol.rules import Policies, Rules
+from diloco.protocol.rules import Rules
 from diloco.protocol.wire import Change
 
 __all__ = ["ViewChange"]
 
-# times `settle_s`: after that this rank stops waiting for answers, even if the change still makes progress
+# times `silence_s`: after that this rank stops waiting for answers, even if the change still makes progress
 _LONGEST = 4
-_JOIN_WINDOW = 0.2  # times `settle_s`: how long others may still join by a change that has begun
+_JOIN_WINDOW = 0.2  # times `silence_s`: how long others may still join by a change that has begun
 
 
 class ViewChange:
@@ -30,12 +30,11 @@ class ViewChange:
     whose report already held as much is not waited for. `stop_waiting` ends the waiting, as a member may never answer.
     """
 
-    def __init__(self, rules: Rules, policies: Policies, roster: Roster, rounds: Rounds, outbox: Outbox) -> None:
+    def __init__(self, rules: Rules, roster: Roster, rounds: Rounds, outbox: Outbox) -> None:
         self.known: membership.Change | None = None  # what is known; None while no change is in progress
         # the last view that this rank declared itself ready for, and that others may have adopted; or None
         self.agreed: View | None = None
         self._rules = rules
-        self._policies = policies
         self._roster = roster
         self._rounds = rounds
         self._outbox = outbox
@@ -49,11 +48,11 @@ class ViewChange:
     @property
     def accepts_joiners(self) -> bool:
         """Whether replicas may still join by the current change, if there is one; each one more prolongs it for all."""
-        return self.known is None or self._outbox.now_s - self._began_s <= _JOIN_WINDOW * self._rules.settle_s
+        return self.known is None or self._outbox.now_s - self._began_s <= _JOIN_WINDOW * self._rules.silence_s
 
     def patience_s(self) -> float:
         """Return how many more seconds to wait for a change that makes progress; 0 or less if it may be held up."""
-        until_s = min(self._news_s + self._rules.settle_s / 2, self._began_s + _LONGEST * self._rules.settle_s)
+        until_s = min(self._news_s + self._rules.silence_s / 2, self._began_s + _LONGEST * self._rules.silence_s)
         return until_s - self._outbox.now_s
 
     def extend(self, why: str, **news: Unpack[News]) -> NextView | None:
@@ -114,8 +113,8 @@ class ViewChange:
         unsteady = self._roster.unsteady(view, self._outbox.now_s)
         mine = replace(self._rounds.freeze(), step=self._rounds.step, unsteady=unsteady)
         self._began_s = self._news_s = self._outbox.now_s
-        self.known = membership.Change(mine, view, size, self._policies.quorum, why)
-        self._outbox.actions.append(SetTimer(Timer("settle", view.id), self._rules.settle_s / 2))
+        self.known = membership.Change(mine, view, size, self._rules.policy, why)
+        self._outbox.actions.append(SetTimer(Timer("settle", view.id), self._rules.silence_s / 2))
         return self.known
 
     def _evaluate(self, change: membership.Change) -> None:

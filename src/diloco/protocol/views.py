@@ -22,7 +22,7 @@ from diloco.protocol.actions import Adopt, CloseLinks, HangUp, OpenLinks, SetTim
 from diloco.protocol.events import LinkStalled, Outbox, RoundsFailed, Submitted, ViewBegan
 from diloco.protocol.roster import Roster
 from diloco.protocol.rounds import Rounds
-from diloco.protocol.rules import Policies, Rules, exclusion_reason, stop_error
+from diloco.protocol.rules import Rules, exclusion_reason, stop_error
 from diloco.protocol.suspicion import Loss
 from diloco.protocol.view_change import ViewChange
 from diloco.protocol.wire import Adopted, Change, Excluded, Leaving, Refused
@@ -37,15 +37,14 @@ _TRY_AGAIN = Refused("a view change is in progress")
 class Views:
     """The current view, and the change to the next one."""
 
-    def __init__(self, rules: Rules, policies: Policies, roster: Roster, rounds: Rounds, outbox: Outbox) -> None:
+    def __init__(self, rules: Rules, roster: Roster, rounds: Rounds, outbox: Outbox) -> None:
         self.view = View(-1, (rules.replica,))  # the current view; a joiner is not in it yet
-        self.change = ViewChange(rules, policies, roster, rounds, outbox)
+        self.change = ViewChange(rules, roster, rounds, outbox)
         # what ended the previous view, or stopped this rank; None before the first change
         self.adopted_last: NextView | None = None
         self.closed_to_joiners = ""  # why no replica can join at present; "" if any can
         self._first: View | None = None  # the view in which this rank began with all others; None: it joined
         self._rules = rules
-        self._policies = policies
         self._roster = roster
         self._rounds = rounds
         self._outbox = outbox
@@ -177,7 +176,7 @@ class Views:
         """End the view, as rounds could not take place in it."""
         if failed.view_id != self.view.id:
             return
-        enough = enough_without(self.view, failed.behind, self._policies.quorum)
+        enough = enough_without(self.view, failed.behind, self._rules.policy)
         if failed.anyway or failed.unheard or enough:
             self.end(failed.reason, behind=failed.behind, unheard=failed.unheard)
 
@@ -207,10 +206,10 @@ class Views:
         if (wait_s := change.patience_s()) > 0:
             self._outbox.actions.append(SetTimer(timer, wait_s))
         elif change.stop_waiting():
-            self._outbox.actions.append(SetTimer(timer, self._rules.settle_s / 2))
+            self._outbox.actions.append(SetTimer(timer, self._rules.silence_s / 2))
         elif change.known is not None and (blamed := change.known.blame()):
-            self._outbox.actions.append(SetTimer(timer, self._rules.settle_s))
-            why = f"{names_of(blamed)} did not agree on the next view within {self._rules.settle_s:g} s"
+            self._outbox.actions.append(SetTimer(timer, self._rules.silence_s))
+            why = f"{names_of(blamed)} did not agree on the next view within {self._rules.silence_s:g} s"
             self.end(why, unheard=blamed)
 
     # Messages about the current view.
@@ -272,7 +271,7 @@ class Views:
 
     def exclude(self, reason: str) -> None:
         """Stop, as the others continue or stop without this replica."""
-        self.stop(exclusion_reason(self._rules.replica, reason, self._policies))
+        self.stop(exclusion_reason(self._rules.replica, reason, self._rules))
 
     # Joining.
 
@@ -346,7 +345,7 @@ class Views:
             heard = (m for m in members if all(map(self._roster.is_connected, self._rules.ranks((m,)))))
             staying = {me, *heard}
         lost = [member for member in members if member not in staying]
-        self.adopted_last, failure = following, stop_error(following, lost, change.why, self._policies)
+        self.adopted_last, failure = following, stop_error(following, lost, change.why, self._rules)
         rounds.failure = failure
         rounds.reason = reason = change.why if failure else f"{change.why}; {following.reason}"
         carried = rounds.end(following, reason, failure)

@@ -47,7 +47,7 @@ def identity(settings: RunSettings, model: LanguageModel, data: str = "", base: 
     """
     train, network = settings.train, settings.network
     replicas = f"{network.replicas} of {network.replica_size} ranks"
-    if network.transport == "hivemind":
+    if network.transport == "swarm":
         replicas = f"any number, {network.replicas} to begin with"
     outer = {"codec": str(settings.sync.codec)}
     if settings.algorithm in ("streaming", "diloco"):

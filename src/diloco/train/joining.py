@@ -18,7 +18,7 @@ from diloco.train.description import diff
 from diloco.train.fleet import PeerFleet
 from diloco.train.replica import Replica
 from diloco.train.session import Session
-from diloco.train.session_state import load_session, newest_checkpoints
+from diloco.train.state import load_session, newest_checkpoints
 from diloco.train.stopping import StopAsked, StopRequest
 from diloco.waiting import waiting_for
 

@@ -18,11 +18,9 @@ from diloco.protocol import (
     Machine,
     Meet,
     MessageError,
-    Policies,
     Registry,
     Rules,
     Store,
-    Timing,
     Welcome,
     actions,
     events,
@@ -51,34 +49,22 @@ class ProtocolRunner:
     view: View  # the current view
     registry: Registry
 
-    def __init__(
-        self,
-        rules: Rules,
-        policies: Policies,
-        timing: Timing,
-        streams: Streams,
-        links: type[PeerLinks],
-        *,
-        compress: bool,
-    ) -> None:
+    def __init__(self, rules: Rules, streams: Streams, links: type[PeerLinks]) -> None:
         self.rules = rules
-        self.policies = policies
-        self.timing = timing
-        # longer than any round takes unless there is an unforeseen fault
-        self._guard_s = 3 * rules.round_timeout_s + 3 * timing.silence_s
         self.reason = ""  # why the current view replaced the one before
         # called in the control thread with each next view; its result is sent to the ranks that join with that view
         self.on_change: Callable[[NextView], bytes | None] = lambda following: None
-        self._machine = Machine(rules, policies)
+        self._machine = Machine(rules)
         self._changed = threading.Condition()  # its lock guards the machine; notified after each event
         self._contributed = Contributed()
         self._closed = False
+        self._asked_to_stop = False
         self._timers: dict[actions.Timer, asyncio.TimerHandle] = {}
         self._exchanges: dict[tuple[int, RoundId], PayloadExchange] = {}
-        self.connections = ConnectionManager(rules.rank, self.timing, streams, self._on_event)
+        self.connections = ConnectionManager(rules, streams, self._on_event)
         self.connections.on_fault = self._end_waiting
         self._threads = Threads(self._fail)
-        self.links = links(self.connections, timing.silence_s, policies.connect_timeout_s, compresses=compress)
+        self.links = links(self.connections)
 
     # For any thread.
 
@@ -141,9 +127,9 @@ class ProtocolRunner:
             )
 
     def ask_to_stop(self) -> None:
-        """Ask all ranks to agree soon on the step that `stop_step` returns."""
+        """Ask all ranks to agree soon on the step that `stop_step` returns. For any thread; it does not wait."""
+        self._asked_to_stop = True
         self._post(events.Announce(Meet("stop", 0)))
-        self._wait_for(lambda: self._machine.barriers.stopping, self.timing.silence_s)
 
     def stop_step(self) -> int | None:
         """Return the inner step after which this rank stops, or None if it does not.
@@ -151,11 +137,13 @@ class ProtocolRunner:
         All stop after the same step if more members ask for it than could lie. One that is alone leaves.
         """
         machine = self._machine
+        if self._asked_to_stop:
+            self._wait_for(lambda: machine.barriers.stopping, self.rules.silence_s)
         if not machine.barriers.stopping:
             return None
         if not machine.stop_is_agreed():
             with contextlib.suppress(TimeoutError), self._changed:
-                self._wait_for(machine.stop_is_agreed, min(_STOP_TOGETHER_S, self.timing.silence_s))
+                self._wait_for(machine.stop_is_agreed, min(_STOP_TOGETHER_S, self.rules.silence_s))
         return max(self._met("stop").values()) + 1 if machine.stop_is_agreed() else machine.rounds.step
 
     def meet(self, name: str, value: int) -> dict[int, int]:
@@ -166,7 +154,7 @@ class ProtocolRunner:
     def _met(self, name: str, *, unless: Callable[[], bool] = lambda: False) -> dict[int, int]:
         """Wait until all connected ranks have reached a barrier, or ``unless`` holds. Return the values by rank."""
         barriers, present = self._machine.barriers, self._machine.present
-        self._wait_for(lambda: unless() or not barriers.awaited(name, present()), self._guard_s)
+        self._wait_for(lambda: unless() or not barriers.awaited(name, present()), self.rules.guard_s)
         return barriers.values(name)
 
     # In the control thread.
@@ -226,7 +214,7 @@ class ProtocolRunner:
         with self._changed:
             self._changed.notify_all()
         self._contributed.end(
-            lambda each: fault if self.policies.raises(each) else RoundVoidError(f"{each} is void: {fault}")
+            lambda each: fault if self.rules.raises(each) else RoundVoidError(f"{each} is void: {fault}")
         )
         self.links.close()
         for exchange in list(self._exchanges.values()):
@@ -282,7 +270,7 @@ class ProtocolRunner:
     async def _call_back(self, rank: int, address: Address) -> None:
         """Open a connection to a rank that can't open it itself."""
         with contextlib.suppress(OSError, EOFError, TransportError, TimeoutError):
-            await within(self.timing.silence_s, self.connections.connect(rank, address))
+            await within(self.rules.silence_s, self.connections.connect(rank, address))
 
     def _fire(self, timer: actions.Timer) -> None:
         self._timers.pop(timer, None)
