@@ -93,7 +93,7 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
                 members=now,
                 joined=news.joined,
                 left=tuple(sorted(left)),
-                lost=tuple(sorted(left - {replica for replica, _ in news.left})),
+                lost=tuple(sorted(left.difference(news.left))),
                 reason=news.reason,
                 names=fleet.names(),
             )
