@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from diloco.algorithm import INNER_OPTIMIZERS, Muon, ValueSchedule, local_shard, trainable_parameters
+from diloco.algorithm import Muon, ValueSchedule, local_shard, muon, trainable_parameters
 from diloco.devices import to_device
 from diloco.errors import ConfigurationError, NonFiniteError, nearest
 from diloco.model import documents_of
@@ -295,7 +295,7 @@ def _constructor(name: str) -> tuple[Callable[..., torch.optim.Optimizer], Param
         for key, value in vars(torch.optim).items()
         if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
-    known |= {each: INNER_OPTIMIZERS.find(each) for each in INNER_OPTIMIZERS.names}
+    known["Muon"] = muon
     if name in UNFIT:
         raise ConfigurationError(f"optimizer.name={name!r} {UNFIT[name]}. Use AdamW or SGD.")
     if name not in known:
