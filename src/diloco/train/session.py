@@ -22,11 +22,11 @@ from diloco.algorithm import (
     trains_at,
 )
 from diloco.checkpoint import Whole
-from diloco.data import Batches, Corpus, Prefetcher
+from diloco.data import Corpus
 from diloco.devices import flops_utilization, known_peak_flops_per_s
 from diloco.events import Event, StepFinished
 from diloco.membership import View
-from diloco.model import ENDS, LanguageModel, build_language_model
+from diloco.model import ENDS, LanguageModel, Transformer, build_language_model
 from diloco.outer import DiLoCo
 from diloco.train.components import outer_arguments
 from diloco.train.data_parallel import GradientAverager, average_gradients
@@ -39,8 +39,6 @@ from diloco.train.state import ReplicaState
 from diloco.trained import load_parameters
 
 __all__ = ["DynamicSteps", "Session", "Totals"]
-
-_AHEAD = 4  # default number of batches to prefetch if the data is read from files
 
 
 @dataclass
@@ -61,9 +59,6 @@ class DynamicSteps:
 
     A slow replica trains an evenly spaced share of the steps. A skipped step only advances the schedule: learning rate,
     rounds and data continue as on every other replica, and its sequences are not trained in this epoch.
-
-    Args:
-        inner_steps: H.
     """
 
     def __init__(self, replica: int, inner_steps: int, others: PeerFleet) -> None:
@@ -78,11 +73,7 @@ class DynamicSteps:
         return self._trains(self._replica, step)
 
     def members_training(self, step: int, *, trained: bool) -> int:
-        """Return how many members train scheduled step ``step``, as far as this replica knows.
-
-        Args:
-            trained: whether this replica trained it.
-        """
+        """Return how many members train step ``step``, as far as this replica knows; ``trained``: whether it did."""
         others = (member for member in self._others.view.members if member != self._replica)
         return trained + sum(self._trains(member, step) for member in others)
 
@@ -175,8 +166,7 @@ class Session:
                 inner.model.load_saved_state(first.model.saved_state())
                 inner.load_state_dict(first.inner.state_dict())
                 replica.model, replica.inner = inner.model, inner
-                endpoint = self.fleet.endpoint(replica.number)
-                replica.gradients = GradientAverager(inner.model, endpoint, replica.gradients.codec)
+                replica.gradients = self._average_gradients_of(replica.number, inner)
 
     def open_to_joiners(self) -> None:
         """Admit joining replicas, unless the replicas average gradients at every step."""
@@ -305,10 +295,7 @@ class Session:
                 replica.diloco.drain()
 
     def global_params(self) -> dict[str, Tensor]:
-        """Return the global parameters by name, or those of the first replica if nothing is exchanged.
-
-        They are DTensors if the ranks of a replica shard the parameters.
-        """
+        """Return what `ReplicaState.global_params` of the first replica does."""
         return self.states()[0].global_params()
 
     def states(self) -> list[ReplicaState]:
@@ -414,34 +401,45 @@ class Session:
         inner loop then, until `part_models`, unless the model has buffers, which each replica's batches change, or the
         gradient scaler of float16 checks the gradients of each replica.
         """
-        settings, fleet, group = self.settings, self.fleet, self.fleet.group
+        settings = self.settings
         first = self.replicas[0].inner if self.replicas else None
         may_share = self.averages_gradients and settings.train.precision != "float16"
         if first and may_share and not first.model.source_has and not persistent_buffers(first.model):
             inner = first
         else:
             inner = self._make_inner(initial)
-        codec = settings.sync.codec if settings.algorithm == "data-parallel" else None
-        return Replica(
-            number,
-            inner.model,
-            inner,
-            self._make_batches(number),
-            RandomState(settings.seed, number),
-            GradientAverager(inner.model, fleet.endpoint(number), make_codec(codec or "float32"), group),
+        batches = self.corpus.batches(
+            sequence_length=settings.train.sequence_length,
+            batch_size=settings.train.batch_size,
+            seed=settings.seed,
+            replica=number,
+            num_replicas=None if self.fleet.elastic else settings.network.replicas,
         )
+        random = RandomState(settings.seed, number)
+        return Replica(number, inner.model, inner, batches, random, self._average_gradients_of(number, inner))
+
+    def _average_gradients_of(self, number: int, inner: InnerLoop) -> GradientAverager:
+        name = self.settings.sync.codec if self.settings.algorithm == "data-parallel" else None
+        endpoint, codec = self.fleet.endpoint(number), make_codec(name or "float32")
+        return GradientAverager(inner.model, endpoint, codec, self.fleet.group)
 
     def _make_inner(self, initial: Mapping[str, Tensor] | None) -> InnerLoop:
         settings, train, group = self.settings, self.settings.train, self.fleet.group
         strategy: Strategy = train.parallelism if group.size > 1 else "none"
-        place = "cpu" if strategy == "fsdp" else self.device
+        place = self.device
+        if strategy == "fsdp":  # no rank may have room for the whole model
+            place = torch.device("meta" if settings.model.kind == "native" else "cpu")
         model = build_language_model(settings.model, seed=settings.seed, device=place, definition=self._definition)
+        prepare_model(model, train)
+        parallel = parallelise(model, strategy, group, self.device, train.precision)
+        if place.type == "meta" and isinstance(model, Transformer):
+            model.to_empty(device=self.device)
+            model.initialise(torch.Generator("cpu").manual_seed(settings.seed))
         if initial is not None:
             load_parameters(model, initial)
-        prepare_model(model, train)
         end = self.corpus.tokenizer.eos_id if settings.data.document_masks else None
         return InnerLoop(
-            parallelise(model, strategy, group, self.device),
+            parallel,
             make_inner_optimizer(settings.optimizer, model),
             learning_rate=inner_learning_rate(settings.optimizer, train.steps),
             clip_norm=settings.optimizer.clip_norm,
@@ -449,20 +447,6 @@ class Session:
             accumulation=train.gradient_accumulation,
             end_of_document=ENDS if self.corpus.train.marks_ends else end,
         )
-
-    def _make_batches(self, number: int) -> Batches:
-        """Return the batches of replica ``number``, prefetched in a thread if the settings say so or files are read."""
-        train, ahead = self.settings.train, self.settings.data.prefetch_batches
-        batches = self.corpus.batches(
-            sequence_length=train.sequence_length,
-            batch_size=train.batch_size,
-            seed=self.settings.seed,
-            replica=number,
-            num_replicas=None if self.fleet.elastic else self.settings.network.replicas,
-            sharding=self.settings.data.sharding,
-        )
-        ahead = (_AHEAD if self.corpus.mapped else 0) if ahead is None else ahead
-        return Prefetcher(batches, ahead, f"batches of replica {number}") if ahead else batches
 
     def _begin_diloco_if_due(self) -> None:
         """Start the outer loops if the shared start has ended."""
