@@ -140,12 +140,3 @@ def test_sides_that_may_both_go_on_are_bound_by_what_more_than_could_lie_have_ag
         ]
         following = next_view(View.of(5), reports, (1, 2, 3), policy)
         assert (following == EARLIER) == (names == 2)
-
-
-def test_those_who_join_together_have_a_way_to_each_other() -> None:
-    """Of two unconnected joiners, the one with the lower number joins, whichever member knows of it."""
-    apart = frozenset({(5, 4)})
-    reports = [Report(member, 0, apart, joining=frozenset({4, 5, 6})) for member in range(3)]
-    following = next_view(View.of(3), reports, (0, 1, 2), Policy()).view
-    assert following is not None
-    assert following.members == (0, 1, 2, 4, 6)

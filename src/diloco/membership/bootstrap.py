@@ -134,7 +134,9 @@ class BootstrapElection:
         later, and a stranger can't keep others from founding by naming a view, or a step, that does not exist.
         """
         if self.views is None:
-            newest = max((each.last for each in others if each.last is not None), key=lambda view: view.id, default=None)
+            newest = max(
+                (each.last for each in others if each.last is not None), key=lambda view: view.id, default=None
+            )
             return newest, [*others]
         newest, members = self.views.last, {*self.views.last.members}
 
@@ -143,7 +145,9 @@ class BootstrapElection:
 
         while True:
             there = [each for each in others if each.number in members and near(each.last)]
-            later = max((each.last for each in there if each.last is not None), key=lambda view: view.id, default=newest)
+            later = max(
+                (each.last for each in there if each.last is not None), key=lambda view: view.id, default=newest
+            )
             if later.id <= newest.id:
                 break
             newest = later
