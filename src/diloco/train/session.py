@@ -22,11 +22,11 @@ from diloco.algorithm import (
     trains_at,
 )
 from diloco.checkpoint import Whole
-from diloco.data import Batches, Corpus, Prefetcher
+from diloco.data import Corpus
 from diloco.devices import flops_utilization, known_peak_flops_per_s
 from diloco.events import Event, StepFinished
 from diloco.membership import View
-from diloco.model import ENDS, LanguageModel, build_language_model
+from diloco.model import ENDS, LanguageModel, Transformer, build_language_model
 from diloco.outer import DiLoCo
 from diloco.train.components import outer_arguments
 from diloco.train.data_parallel import GradientAverager, average_gradients
@@ -39,8 +39,6 @@ from diloco.train.state import ReplicaState
 from diloco.trained import load_parameters
 
 __all__ = ["DynamicSteps", "Session", "Totals"]
-
-_AHEAD = 4  # default number of batches to prefetch if the data is read from files
 
 
 @dataclass
@@ -426,7 +424,13 @@ class Session:
             number,
             inner.model,
             inner,
-            self._make_batches(number),
+            self.corpus.batches(
+                sequence_length=self.settings.train.sequence_length,
+                batch_size=self.settings.train.batch_size,
+                seed=self.settings.seed,
+                replica=number,
+                num_replicas=None if self.fleet.elastic else self.settings.network.replicas,
+            ),
             RandomState(settings.seed, number),
             GradientAverager(inner.model, fleet.endpoint(number), make_codec(codec or "float32"), group),
         )
@@ -434,14 +438,20 @@ class Session:
     def _make_inner(self, initial: Mapping[str, Tensor] | None) -> InnerLoop:
         settings, train, group = self.settings, self.settings.train, self.fleet.group
         strategy: Strategy = train.parallelism if group.size > 1 else "none"
-        place = "cpu" if strategy == "fsdp" else self.device
+        place = self.device
+        if strategy == "fsdp":  # no rank may have room for the whole model
+            place = torch.device("meta" if settings.model.kind == "native" else "cpu")
         model = build_language_model(settings.model, seed=settings.seed, device=place, definition=self._definition)
+        prepare_model(model, train)
+        parallel = parallelise(model, strategy, group, self.device, train.precision)
+        if place.type == "meta" and isinstance(model, Transformer):
+            model.to_empty(device=self.device)
+            model.initialise(torch.Generator("cpu").manual_seed(settings.seed))
         if initial is not None:
             load_parameters(model, initial)
-        prepare_model(model, train)
         end = self.corpus.tokenizer.eos_id if settings.data.document_masks else None
         return InnerLoop(
-            parallelise(model, strategy, group, self.device),
+            parallel,
             make_inner_optimizer(settings.optimizer, model),
             learning_rate=inner_learning_rate(settings.optimizer, train.steps),
             clip_norm=settings.optimizer.clip_norm,
@@ -449,20 +459,6 @@ class Session:
             accumulation=train.gradient_accumulation,
             end_of_document=ENDS if self.corpus.train.marks_ends else end,
         )
-
-    def _make_batches(self, number: int) -> Batches:
-        """Return the batches of replica ``number``, prefetched in a thread if the settings say so or files are read."""
-        train, ahead = self.settings.train, self.settings.data.prefetch_batches
-        batches = self.corpus.batches(
-            sequence_length=train.sequence_length,
-            batch_size=train.batch_size,
-            seed=self.settings.seed,
-            replica=number,
-            num_replicas=None if self.fleet.elastic else self.settings.network.replicas,
-            sharding=self.settings.data.sharding,
-        )
-        ahead = (_AHEAD if self.corpus.mapped else 0) if ahead is None else ahead
-        return Prefetcher(batches, ahead, f"batches of replica {number}") if ahead else batches
 
     def _begin_diloco_if_due(self) -> None:
         """Start the outer loops if the shared start has ended."""
