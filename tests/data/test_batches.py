@@ -5,78 +5,61 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from diloco.data import Assignment, Batches, Prefetcher, Sampler
+from diloco.data import Assignment, Batches, Sampler
 from diloco.errors import CheckpointError, ConfigurationError, DataError
 from tests.data.streams import KINDS, LENGTH, SIZE, lists
 
 
 @pytest.fixture
-def made() -> Iterator[list[Batches]]:
-    everything: list[Batches] = []
-    yield everything
-    for batches in everything:
+def make() -> Iterator[Callable[[str, int], list[Batches]]]:
+    """Return a function that makes the batches of every replica."""
+    opened: list[Batches] = []
+
+    def make(kind: str, replicas: int) -> list[Batches]:
+        opened.extend(KINDS[kind](replica, replicas) for replica in range(replicas))
+        return opened[-replicas:]
+
+    yield make
+    for batches in opened:
         batches.close()
 
 
-def make(kind: str, made: list[Batches], replicas: int) -> list[Batches]:
-    new = [KINDS[kind](replica, replicas) for replica in range(replicas)]
-    made.extend(new)
-    return new
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_batches_have_their_shape_and_targets_are_the_next_tokens(kind: str, made: list[Batches]) -> None:
-    (batches,) = make(kind, made, 1)
-    for _ in range(40):
-        inputs, targets = batches.next_batch()
-        assert inputs.shape == targets.shape == (SIZE, LENGTH)
-        assert inputs.dtype == targets.dtype == torch.int64
-        assert inputs.is_contiguous()
-        assert targets.is_contiguous()
-        assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    assert all(epoch >= 0 for epoch in batches.epochs.values())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_cursor_goes_on_anywhere_and_is_that_of_the_last_batch_given(kind: str, made: list[Batches]) -> None:
-    """Across epochs and through JSON; prefetched batches do not count."""
-    whole, again = make(kind, made, 2)[0], make(kind, made, 2)[0]
+def test_the_cursor_goes_on_anywhere_and_targets_are_the_next_tokens(kind: str, make: Any) -> None:
+    """Across epochs and through JSON; what was made ahead does not count, and is the same as what was not."""
+    (_, whole), (_, again), (_, plain) = make(kind, 2), make(kind, 2), make(kind.split(",")[0], 2)
     rng = random.Random(kind)
-    for _ in range(60):
+    for step in range(60):
         if rng.random() < 0.2:
             cursor = json.loads(json.dumps(again.state_dict()))
-            again = make(kind, made, 2)[0]
+            again = make(kind, 2)[1]
             again.load_state_dict(cursor)
             assert again.state_dict() == cursor
-        assert lists(whole.next_batch()) == lists(again.next_batch())
-        assert whole.state_dict() == again.state_dict()
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "ahead" not in kind])
-def test_batches_made_ahead_are_the_same(kind: str, made: list[Batches]) -> None:
-    plain, ahead = make(kind, made, 2)[1], make(f"{kind}, made ahead", made, 2)[1]
-    for step in range(30):
-        if step % 7 == 3:
-            plain.skip_batch()
-            ahead.skip_batch()
-        assert lists(plain.next_batch()) == lists(ahead.next_batch())
-        assert plain.state_dict() == ahead.state_dict()
-        assert plain.epochs == ahead.epochs
+        for batches in (whole, again, plain) if step % 7 == 3 else ():
+            batches.skip_batch()
+        inputs, targets = batch = whole.next_batch()
+        assert inputs.shape == targets.shape == (SIZE, LENGTH)
+        assert inputs.dtype == targets.dtype == torch.int64
+        assert inputs.is_contiguous() and targets.is_contiguous()  # noqa: PT018  # one fact of both
+        assert torch.equal(inputs[:, 1:], targets[:, :-1])
+        assert lists(batch) == lists(again.next_batch()) == lists(plain.next_batch())
+        assert whole.state_dict() == again.state_dict() == plain.state_dict()
+        assert whole.epochs == again.epochs == plain.epochs
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cursor_of_other_data_or_none_at_all_is_refused(kind: str, made: list[Batches]) -> None:
-    (batches,) = make(kind, made, 1)
+def test_a_cursor_of_other_data_or_none_at_all_is_refused(kind: str, make: Any) -> None:
+    (batches,) = make(kind, 1)
     good = batches.state_dict()
     other = next(name for name in KINDS if name.split(",")[0] not in (kind.split(",")[0], "pieces", "array"))
-    (another,) = make(other, made, 1)
+    (another,) = make(other, 1)
     wrong = [{}, another.state_dict() if "stream" not in kind + other else {}, {**good, "sequence_length": 99}]
     for cursor in wrong:
         with pytest.raises(CheckpointError, match="not loaded"):
@@ -87,16 +70,16 @@ def test_a_cursor_of_other_data_or_none_at_all_is_refused(kind: str, made: list[
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_number_of_replicas_goes_on_alike_wherever_it_is_asked(kind: str, made: list[Batches]) -> None:
+def test_another_number_of_replicas_goes_on_alike_wherever_it_is_asked(kind: str, make: Any) -> None:
     """Each new replica computes its own part locally; no two of them draw the same sequence next."""
-    before = make(kind, made, 3)
+    before = make(kind, 3)
     for batches in before:
         for _ in range(4):
             batches.next_batch()
     cursors = [json.loads(json.dumps(batches.state_dict())) for batches in before]
     drawn = []
     for _ in range(2):
-        after = make(kind, made, 2)
+        after = make(kind, 2)
         for batches in after:
             batches.resume_from(cursors.__getitem__, 3)
         drawn.append([lists(batches.next_batch()) for batches in after for _ in range(3)])
@@ -105,76 +88,55 @@ def test_another_number_of_replicas_goes_on_alike_wherever_it_is_asked(kind: str
     assert len(set(rows)) == len(rows)
 
 
-class Counted:
-    """Batches that are numbers, recorded with the thread that made each."""
+class Counted(Sampler):
+    """Batches that record the thread that made each, and fail where they are told to."""
 
-    order = ""
+    def __init__(self, ahead: int, fails_at: int = -1) -> None:
+        super().__init__(
+            np.arange(4001), sequence_length=4, batch_size=2, replica=0, num_replicas=1, seed=0, ahead=ahead
+        )
+        self.fails_at, self.threads, self.made = fails_at, set[str](), threading.Condition()
 
-    def __init__(self, fails_at: int = -1) -> None:
-        self.epochs: dict[str, float] = {}
-        self.number = 0
-        self.fails_at = fails_at
-        self.threads: list[str] = []
-        self.closed = False
-        self.made = threading.Condition()
-
-    def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.number == self.fails_at:
+    def _draw(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._drawn == self.fails_at:
             raise DataError("no more")
         with self.made:
-            self.threads.append(threading.current_thread().name)
-            self.number += 1
+            self.threads.add(threading.current_thread().name)
             self.made.notify_all()
-        return torch.tensor([self.number]), torch.tensor([self.number])
-
-    def skip_batch(self) -> None:
-        self.number += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"number": self.number}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.number = state["number"]
-
-    def close(self) -> None:
-        self.closed = True
+            return super()._draw()
 
 
 def test_so_many_are_made_ahead_and_no_more() -> None:
-    inner = Counted()
-    batches = Prefetcher(inner, 3, "maker")  # type: ignore[arg-type]  # all that is used
-    assert inner.number == 0, "no batch may be made before the first request"
-    assert int(batches.next_batch()[0]) == 1
-    with inner.made:
-        # one returned, three in the queue, and one held by the thread
-        assert inner.made.wait_for(lambda: inner.number == 5, timeout=10)
-        assert not inner.made.wait_for(lambda: inner.number > 5, timeout=0.05)
-    assert set(inner.threads) == {"maker"}
-    assert batches.state_dict() == {"number": 1}
+    batches = Counted(3)
+    assert not batches.threads, "no batch may be made before the first request"
+    batches.next_batch()
+    with batches.made:
+        assert batches.made.wait_for(lambda: batches._drawn == 4, timeout=10)
+        assert not batches.made.wait_for(lambda: batches._drawn > 4, timeout=0.05)
+    assert batches.threads == {"batches of replica 0_0"}
+    assert batches.state_dict()["drawn"] == 1
     batches.close()
-    assert inner.closed
-    assert "maker" not in [thread.name for thread in threading.enumerate()]
+    assert "batches of replica 0_0" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_an_error_comes_where_its_batch_would_and_again() -> None:
-    inner = Counted(fails_at=2)
-    batches = Prefetcher(inner, 4)  # type: ignore[arg-type]  # all that is used
-    assert [int(batches.next_batch()[0]) for _ in range(2)] == [1, 2]
+    batches, plain = Counted(4, fails_at=2), Counted(0)
+    assert [lists(batches.next_batch()) for _ in range(2)] == [lists(plain.next_batch()) for _ in range(2)]
     for _ in range(2):
         with pytest.raises(DataError, match="no more"):
             batches.next_batch()
-    assert batches.state_dict() == {"number": 2}
-    batches.load_state_dict({"number": 0})
-    inner.fails_at = -1
-    assert int(batches.next_batch()[0]) == 1
+    assert batches.state_dict() == plain.state_dict()
+    batches.load_state_dict(Counted(0).state_dict())
+    batches.fails_at = -1
+    assert lists(batches.next_batch()) == lists(Counted(0).next_batch())
     batches.close()
 
 
 def test_assignments_hold_from_their_step_on_though_batches_were_made_ahead() -> None:
-    tokens = np.arange(4001)
-    kind = {"sequence_length": 4, "batch_size": 2, "replica": 0, "num_replicas": None, "seed": 0}
-    plain = Sampler(tokens, **kind)  # type: ignore[arg-type]  # varied by name
-    ahead = Prefetcher(Sampler(tokens, **kind), 5)  # type: ignore[arg-type]  # varied by name
+    plain, ahead = (
+        Sampler(np.arange(4001), sequence_length=4, batch_size=2, replica=0, num_replicas=None, seed=0, ahead=number)
+        for number in (0, 5)
+    )
     with pytest.raises(ConfigurationError, match="no assignment for step 0"):
         ahead.next_batch()
     first = Assignment(0, (0, 1), 0)
@@ -185,5 +147,5 @@ def test_assignments_hold_from_their_step_on_though_batches_were_made_ahead() ->
                 plain.assign(assignment)
                 ahead.assign(assignment)
         assert lists(plain.next_batch()) == lists(ahead.next_batch())
-        assert plain.state_dict() == ahead.state_dict()
+        assert (plain.state_dict(), plain.order, plain.epochs) == (ahead.state_dict(), ahead.order, ahead.epochs)
     ahead.close()

@@ -80,7 +80,7 @@ def test_records_come_in_one_order_from_any_place_on(kind: str, files: Path) -> 
 
 
 def test_field_split_and_config_are_those_that_were_asked_for(files: Path) -> None:
-    few = SourceSettings(data=(f"hf:{files / 'splits'}",), split="few", text_field="body")
+    few = SourceSettings(data=(f"hf:{files / 'splits'}:few",), text_field="body")
     assert list(Source(few).documents()) == [text.upper() for text in TEXTS[:5]]
     for folder in ("hub", "splits"):
         tenth = SourceSettings(data=(f"hf:{files / folder}:train[:10%]",))
@@ -88,22 +88,18 @@ def test_field_split_and_config_are_those_that_were_asked_for(files: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "field", "words"),
     [
-        ("hf:nobody/nothing", "hub can't be reached|cannot be read by datasets"),
-        ("hf:{files}/hub:test", "cannot be read by datasets: .*test"),
+        ("hf:nobody/nothing", "text", "cannot be read: .* and the connection to the hub"),
+        ("hf:{files}/hub:test", "text", "cannot be read: .*test"),
+        ("hf:{files}/saved", "txt", r"no field 'txt' .*did you mean 'text'"),
+        ("hf:{files}/hub", "txt", r"no field 'txt' .*did you mean 'text'"),
     ],
 )
-def test_what_is_not_there_is_told(data: str, words: str, files: Path) -> None:
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_is_not_there_is_told(files: Path, data: str, field: str, words: str, streaming: bool) -> None:
     with pytest.raises(DataError, match=words):
-        Source(SourceSettings(data=(data.format(files=files),)))
-
-
-def test_a_field_that_is_not_there_is_told(files: Path) -> None:
-    for kind in ("saved", "folder", "folder, streamed"):
-        about = KINDS[kind](files)
-        with pytest.raises(DataError, match=r"no field 'txt' .*did you mean 'text'"):
-            Source(SourceSettings(data=about.data, text_field="txt", streaming=about.streaming))
+        Source(SourceSettings(data=(data.format(files=files),), text_field=field, streaming=streaming))
 
 
 def test_places_become_absolute_and_names_stay(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +128,8 @@ def test_a_corpus_is_the_same_from_files_and_from_datasets(files: Path) -> None:
     ("settings", "words"),
     [
         ({"sources": {"a": {}}}, "data.sources.a must be a table such as .* data ="),
-        ({"sources": {"a": {"data": "x", "weight": math.nan}}}, "must be a positive number"),
+        ({"sources": {"a": {"data": "x", "weight": math.nan}}}, "weight"),
+        ({"sources": {"a": {"data": "hf:x", "split": "train"}}}, "unknown key 'split'; hf:NAME/CONFIG:SPLIT names it"),
         ({"paths": (Path("x"),), "sources": {"a": {"data": "x"}}}, "were both given"),
         ({"format": "chat"}, "needs conversations"),
         ({"format": "chat", "paths": (Path("x"),), "streaming": True}, "can't be combined with data.format='chat'"),

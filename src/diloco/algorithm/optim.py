@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import xxhash
@@ -19,19 +19,6 @@ from torch import Tensor
 from diloco.algorithm.checks import check_number, check_type
 from diloco.algorithm.codec.base import divisor, pieces
 from diloco.errors import ConfigurationError
-
-__all__ = [
-    "PIECE_BYTES",
-    "Adam",
-    "Nesterov",
-    "OuterOptimizer",
-    "OuterState",
-    "ScalarSchedule",
-    "Sgd",
-    "digest_state",
-    "digest_tensors",
-    "host_pieces",
-]
 
 ScalarSchedule = float | Callable[[int], float]  # a number, or a pure function of the outer step (counted from 0)
 
@@ -49,6 +36,7 @@ class OuterState:
     slots: dict[str, Tensor] = field(default_factory=dict)
 
 
+@runtime_checkable
 class OuterOptimizer(Protocol):
     """An outer optimizer: an immutable value, shared by all fragments."""
 

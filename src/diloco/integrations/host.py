@@ -35,20 +35,6 @@ from diloco.errors import CheckpointError, ConfigurationError
 from diloco.outer import DiLoCo, check_kinds
 from diloco.transport import Transport
 
-__all__ = [
-    "HostedReplica",
-    "Parameters",
-    "StepWatch",
-    "has_state",
-    "held_values",
-    "load_state",
-    "names_of",
-    "refuse_unfit",
-    "replica_share",
-    "save_state",
-    "unwrapped",
-]
-
 Parameters = Literal["global", "local"]
 """Which parameters are evaluated, saved as the model, and left in the model at the end: the global ones, which are the
 same on all replicas, or this replica's local ones."""
@@ -290,9 +276,13 @@ def _hold(diloco: DiLoCo, values: Mapping[str, Tensor]) -> None:
 
 
 def _restore(diloco: DiLoCo, state: Mapping[str, Any]) -> None:
-    if state["local"] is not None:
-        _hold(diloco, state["local"])
+    """Restore what was saved, or change nothing if it belongs to another model or run."""
+    local, shapes = state["local"], {name: value.shape for name, value in held_values(diloco).items()}
+    if local is not None and {name: value.shape for name, value in local.items()} != shapes:
+        raise CheckpointError("The saved parameters are those of another model. Nothing was loaded.")
     diloco.load_state_dict(state["diloco"])
+    if local is not None:
+        _hold(diloco, local)
 
 
 def save_state(checkpoint: Path, diloco: DiLoCo, local: Mapping[str, Tensor] | None = None) -> None:

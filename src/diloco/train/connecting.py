@@ -21,8 +21,8 @@ from diloco.protocol import MAX_NAME, Rules
 from diloco.train.description import diff
 from diloco.train.fleet import Elastic, Meeting, PeerFleet
 from diloco.train.processes import Role
-from diloco.train.session_state import Held, held_checkpoint
 from diloco.train.settings import RunSettings
+from diloco.train.state import Held, held_checkpoint
 from diloco.transport import (
     Admission,
     Connected,

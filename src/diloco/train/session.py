@@ -12,19 +12,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.algorithm import StepRate, digest_tensors, named_parameters, steps_to_train, trains_at
+from diloco.algorithm import (
+    StepRate,
+    digest_tensors,
+    make_codec,
+    named_parameters,
+    persistent_buffers,
+    steps_to_train,
+    trains_at,
+)
 from diloco.checkpoint import Whole
 from diloco.data import Corpus
 from diloco.devices import flops_utilization, known_peak_flops_per_s
 from diloco.events import Event, StepFinished
 from diloco.membership import View
-from diloco.model import LanguageModel
+from diloco.model import ENDS, LanguageModel, Transformer, build_language_model
 from diloco.outer import DiLoCo
-from diloco.train.data_parallel import average_gradients
+from diloco.train.components import outer_arguments
+from diloco.train.data_parallel import GradientAverager, average_gradients
 from diloco.train.fleet import Fleet, PeerFleet
-from diloco.train.inner import InnerLoop, InnerStep
-from diloco.train.replica import Replica, ReplicaMaker
+from diloco.train.inner import InnerLoop, InnerStep, inner_learning_rate, make_inner_optimizer
+from diloco.train.parallel import Strategy, parallelise, prepare_model
+from diloco.train.replica import RandomState, Replica
 from diloco.train.settings import RunSettings
+from diloco.train.state import ReplicaState
+from diloco.trained import load_parameters
 
 __all__ = ["DynamicSteps", "Session", "Totals"]
 
@@ -47,9 +59,6 @@ class DynamicSteps:
 
     A slow replica trains an evenly spaced share of the steps. A skipped step only advances the schedule: learning rate,
     rounds and data continue as on every other replica, and its sequences are not trained in this epoch.
-
-    Args:
-        inner_steps: H.
     """
 
     def __init__(self, replica: int, inner_steps: int, others: PeerFleet) -> None:
@@ -64,11 +73,7 @@ class DynamicSteps:
         return self._trains(self._replica, step)
 
     def members_training(self, step: int, *, trained: bool) -> int:
-        """Return how many members train scheduled step ``step``, as far as this replica knows.
-
-        Args:
-            trained: whether this replica trained it.
-        """
+        """Return how many members train step ``step``, as far as this replica knows; ``trained``: whether it did."""
         others = (member for member in self._others.view.members if member != self._replica)
         return trained + sum(self._trains(member, step) for member in others)
 
@@ -134,11 +139,10 @@ class Session:
         self.on_event = on_event
         self.identity = identity or {}
         self.totals = Totals()
-        self._maker = ReplicaMaker(settings, corpus, fleet, device, initial, definition)
+        self._definition = definition
         self.replicas: list[Replica] = []
         for number in fleet.local:
-            like = self.replicas[0] if self.replicas and self.averages_gradients else None
-            self.replicas.append(self._maker.replica(number, like))
+            self.replicas.append(self._make_replica(number, initial))
         self.pace: DynamicSteps | None = None  # chooses the scheduled steps to train; None: all of them
         self._loss = 0.0
         self._inner: tuple[InnerStep, ...] = ()  # results of the last trained step
@@ -153,8 +157,16 @@ class Session:
 
     def part_models(self) -> None:
         """Give each replica its own model, unless gradients are still averaged."""
-        if not self.averages_gradients:
-            self._maker.part(self.replicas[0], self.replicas[1:])
+        if self.averages_gradients:
+            return
+        first, *others = self.replicas
+        for replica in others:
+            if replica.model is first.model:
+                inner = self._make_inner(None)
+                inner.model.load_saved_state(first.model.saved_state())
+                inner.load_state_dict(first.inner.state_dict())
+                replica.model, replica.inner = inner.model, inner
+                replica.gradients = self._average_gradients_of(replica.number, inner)
 
     def open_to_joiners(self) -> None:
         """Admit joining replicas, unless the replicas average gradients at every step."""
@@ -248,7 +260,18 @@ class Session:
         If there is none yet, create it with the replica's parameters as global parameters, and admit joining replicas.
         """
         if replica.diloco is None:
-            replica.diloco = self._maker.diloco(replica, self.replicas[0], self._emit)
+            # an Apple GPU lacks some operations of the codecs
+            on_host = self.settings.train.global_device == "cpu" or replica.inner.device.type == "mps"
+            replica.diloco = DiLoCo(
+                replica.model,
+                replica.inner.optimizer,
+                transport=self.fleet.endpoint(replica.number),
+                **outer_arguments(self.settings, replica.model),
+                global_device="cpu" if on_host else None,
+                on_event=self._emit,
+                compare_arguments=False,  # the replicas compared their settings when they met
+                global_state_of=self.replicas[0].diloco,
+            )
             replica.diloco.recovery.data_order = replica.sampler.order
             replica.diloco.recovery.begun_after = self.totals.steps
             self.fleet.close_to_joiners("")
@@ -272,11 +295,12 @@ class Session:
                 replica.diloco.drain()
 
     def global_params(self) -> dict[str, Tensor]:
-        """Return the global parameters by name, or those of the first replica if nothing is exchanged.
+        """Return what `ReplicaState.global_params` of the first replica does."""
+        return self.states()[0].global_params()
 
-        They are DTensors if the ranks of a replica shard the parameters.
-        """
-        return self.replicas[0].state.global_params()
+    def states(self) -> list[ReplicaState]:
+        """Return what each replica saves."""
+        return [ReplicaState(replica.inner, replica.diloco) for replica in self.replicas]
 
     def global_digest(self) -> str:
         """Return the digest of the global parameters, or of the parameters of all independent replicas.
@@ -369,6 +393,60 @@ class Session:
         if len(self.replicas) > 1 and not replica.inner.scaler.is_enabled():
             replica.inner.optimizer.zero_grad(set_to_none=True)  # the mean replaces them
         return time.perf_counter() - started_s
+
+    def _make_replica(self, number: int, initial: Mapping[str, Tensor] | None) -> Replica:
+        """Return replica ``number`` at step 0, without an outer loop.
+
+        While gradients are averaged, all replicas hold the same values after every step. So they share a model and
+        inner loop then, until `part_models`, unless the model has buffers, which each replica's batches change, or the
+        gradient scaler of float16 checks the gradients of each replica.
+        """
+        settings = self.settings
+        first = self.replicas[0].inner if self.replicas else None
+        may_share = self.averages_gradients and settings.train.precision != "float16"
+        if first and may_share and not first.model.source_has and not persistent_buffers(first.model):
+            inner = first
+        else:
+            inner = self._make_inner(initial)
+        batches = self.corpus.batches(
+            sequence_length=settings.train.sequence_length,
+            batch_size=settings.train.batch_size,
+            seed=settings.seed,
+            replica=number,
+            num_replicas=None if self.fleet.elastic else settings.network.replicas,
+        )
+        random = RandomState(settings.seed, number)
+        return Replica(number, inner.model, inner, batches, random, self._average_gradients_of(number, inner))
+
+    def _average_gradients_of(self, number: int, inner: InnerLoop) -> GradientAverager:
+        name = self.settings.sync.codec if self.settings.algorithm == "data-parallel" else None
+        endpoint, codec = self.fleet.endpoint(number), make_codec(name or "float32")
+        return GradientAverager(inner.model, endpoint, codec, self.fleet.group)
+
+    def _make_inner(self, initial: Mapping[str, Tensor] | None) -> InnerLoop:
+        settings, train, group = self.settings, self.settings.train, self.fleet.group
+        strategy: Strategy = train.parallelism if group.size > 1 else "none"
+        place = self.device
+        if strategy == "fsdp":  # no rank may have room for the whole model
+            place = torch.device("meta" if settings.model.kind == "native" else "cpu")
+        model = build_language_model(settings.model, seed=settings.seed, device=place, definition=self._definition)
+        prepare_model(model, train)
+        parallel = parallelise(model, strategy, group, self.device, train.precision)
+        if place.type == "meta" and isinstance(model, Transformer):
+            model.to_empty(device=self.device)
+            model.initialise(torch.Generator("cpu").manual_seed(settings.seed))
+        if initial is not None:
+            load_parameters(model, initial)
+        end = self.corpus.tokenizer.eos_id if settings.data.document_masks else None
+        return InnerLoop(
+            parallel,
+            make_inner_optimizer(settings.optimizer, model),
+            learning_rate=inner_learning_rate(settings.optimizer, train.steps),
+            clip_norm=settings.optimizer.clip_norm,
+            precision=train.precision,
+            accumulation=train.gradient_accumulation,
+            end_of_document=ENDS if self.corpus.train.marks_ends else end,
+        )
 
     def _begin_diloco_if_due(self) -> None:
         """Start the outer loops if the shared start has ended."""
