@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import os
+import random
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ class Node:
         self._dht = dht
         self._subkey = make_subkey(identity)
         self._place = place
+        self.peers_of_run: set[str] = set()  # that have proved it; others do not set the time
         self._keeping_up = asyncio.ensure_future(self._keep_up())
 
     @classmethod
@@ -174,9 +176,9 @@ class Node:
         """Follow the network's time, as networks with different times may merge and this machine may be suspended."""
         while True:
             await asyncio.sleep(KEEP_UP_EVERY_S)
-            known = [str(peer) for peer in self._dht.protocol.routing_table.uid_to_peer_id.values()]
+            some = random.sample(sorted(self.peers_of_run), min(_MOST_CLOCKS, len(self.peers_of_run)))
             try:
-                load_engine().clock.keep_up(await _clocks_ahead_s(self._daemon.p2p, known[:_MOST_CLOCKS]))
+                load_engine().clock.keep_up(await _clocks_ahead_s(self._daemon.p2p, some))
             except Exception as error:  # from libp2p; the next attempt may succeed
                 words = "no peer could be asked for the network's time (%s). The next attempt is in %g s."
                 logging.getLogger(__name__).warning(words, plainly(error), KEEP_UP_EVERY_S)
