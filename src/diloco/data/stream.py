@@ -1,12 +1,9 @@
 """Batches of documents that are read, tokenised and packed during training.
 
-The records of a source are numbered in its own order, and `BLOCK` consecutive ones are a block. Block g
-belongs to replica ``g % M``, whatever the epoch: a replica reads the source from beginning to end, skips the blocks of
-the others, shuffles each block of its own, and packs its documents end to end, each followed by the end-of-document
-token. The result is cut into sequences, so every token is a target once. Replicas may be at different places.
-
-With several sources, the next document comes from the source that has drawn the fewest tokens relative to its weight.
-So weights count tokens, whatever the lengths of documents.
+`BLOCK` consecutive records of a source are a block. Block g belongs to replica ``g % M``, whatever the epoch: a replica
+reads the source from beginning to end, skips the blocks of the others, shuffles each block of its own, and packs its
+documents end to end, each followed by the end-of-document token. So every token is a target once. With several sources,
+the next document comes from the one that has drawn the fewest tokens relative to its weight.
 
 Another number of replicas continues after the furthest block that any replica has begun: no token is read a second
 time, and what others had not read by then waits for the next epoch.
@@ -153,9 +150,7 @@ class _Reader:
             if self._documents is None:
                 self._documents = self._read()
             if token and token >= sum(map(len, self._documents[position.record :][:1])):
-                raise DataError(
-                    f"The source {self.name!r} has no document at the saved position: its text has changed."
-                )
+                raise DataError(f"The source {self.name!r} has changed: there is no document at the saved position.")
             for record in range(position.record, len(self._documents)):
                 position.record = record
                 if len(self._documents[record]):

@@ -1,12 +1,7 @@
 """Token folders, which `diloco tokenize` writes and training maps into memory.
 
-::
-
-    FOLDER/
-      manifest.json             counts, digests, how it was made
-      tokenizer.json            and tokenizer_config.json
-      train-00000.tokens        packed tokens, little-endian uint16 or uint32, each document followed by its end
-      heldout-00000.tokens
+A folder holds ``train-00000.tokens`` and ``heldout-00000.tokens``, packed little-endian uint16 or uint32, each document
+followed by its end; the tokenizer; and ``manifest.json``: counts, digests, how it was made.
 
 Documents keep the order of their source. A folder is written next to its final path and renamed when it is complete.
 """
@@ -39,8 +34,7 @@ __all__ = ["SPLITS", "TokenFolder", "encode_splits", "token_folders", "tokenize"
 SPLITS = ("train", "heldout")
 
 _FORMAT = "diloco tokens"
-_VERSION = 2  # incremented when an earlier reader could not read the new format
-_READABLE = (1, 2)  # the first one also has files of where documents end
+_READABLE = (1, 2)  # versions, of which the last is written; the first one also has files of where documents end
 _MANIFEST = "manifest.json"
 _DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 _BATCH_CHARACTERS = 4 << 20  # text tokenised at a time: enough to use all threads of the tokenizers library
@@ -154,7 +148,7 @@ def tokenize(
                     progress(sum(writer.documents for writer in writers), sum(writer.bytes for writer in writers))
                 manifest = {
                     "format": _FORMAT,
-                    "format_version": _VERSION,
+                    "format_version": _READABLE[-1],
                     "dtype": tokenizer.dtype.name,
                     "vocab_size": tokenizer.vocab_size,
                     "eos_id": tokenizer.eos_id,
