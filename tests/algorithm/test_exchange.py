@@ -202,7 +202,7 @@ def test_auto_is_int8_from_eight_replicas_on_where_contributions_are_coarse(
         plan_exchange(OfBits(bits), 5000, num_replicas, mean=mean)
         for mean in (MeanEncoding.of("auto"), MeanEncoding(chosen))
     )
-    assert (auto.mean.codec.name, auto.mean.codec.parameters()) == (chosen.name, chosen.parameters())
+    assert (auto.mean.name, auto.mean.parameters()) == (chosen.name, chosen.parameters())
     assert (auto.sent, auto.received) == (plain.sent, plain.received)
 
 

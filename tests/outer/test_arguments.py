@@ -82,7 +82,7 @@ def test_an_argument_of_the_wrong_kind_is_refused(arguments: dict[str, Any], wor
         ({"ranks": "shard"}, "ranks='shard' is unknown; did you mean 'sharded'"),
         ({"on_failure": "contine"}, "on_failure='contine' is unknown; did you mean 'continue'"),
         ({"round_timeout": 3}, "There is no argument 'round_timeout'; did you mean 'round_timeout_s'"),
-        ({"round_timeout_s": "60"}, "round_timeout_s must be more than 0 s, got '60'"),
+        ({"round_timeout_s": "60"}, "round_timeout_s must be a finite number above 0, got '60'"),
         ({"facts": ["codec"]}, "facts must be a mapping of names to texts"),
     ],
 )

@@ -73,7 +73,10 @@ _DRIFTED = (
 )
 
 
-_OF_AVERAGES = ("contributors", "sent_bytes", "received_bytes", "wait_s", "clipped", "note", "spread", "late_s")
+_OF_AVERAGES = (
+    *("contributors", "sent_bytes", "received_bytes", "wait_s", "late_s"),
+    *("clipped", "note", "choice", "spread"),
+)
 """The fields that `RoundCommitted` takes from the average."""
 
 
@@ -191,6 +194,7 @@ class DiLoCo:
             average_rule=average,
             telemetry=telemetry,
             mean=MeanEncoding.of(mean_codec),
+            transfer_steps=self.schedule.transfer_steps,
         )
         self._greatest = greatest_of_ranks(model)
         self.fragments: tuple[Fragment, ...] = tuple(

@@ -35,6 +35,8 @@ class Warnings:
                 )
             case RoundCommitted(note=note) if note:
                 words = f"A round was merged with a fault: {note}."
+            case RoundCommitted(choice=choice) if choice:
+                words = f"Rounds have changed: {choice}."
             case Note():
                 words = event.text
             case _:

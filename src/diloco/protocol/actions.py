@@ -123,6 +123,7 @@ class Average(Mean):
     # fragment's state, which the donor holds, and its own contribution did not count.
     donor: int | None = None
     held: str = ""  # the digest of the donor's state
+    choice: str = ""  # what slow uplinks have changed in the plan of the round, and what that costs; "": nothing
 
 
 @dataclass(frozen=True, eq=False)

@@ -575,6 +575,7 @@ class Rounds:
                 wait_s=0.0,
                 note="; ".join(filter(None, [each.verdict.reason, *self._refused])),
                 donor=each.donor,
+                choice=each.plan.choice,
                 held="" if each.donor is None else self._header_of(each, each.donor).digest,
                 late_s=tuple(round(heard - min(each.heard_s.values()), 3) for heard in heard_s),
             )

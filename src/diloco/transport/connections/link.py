@@ -248,7 +248,7 @@ class PeerLink:
     def _end_transfer(self) -> None:
         """Take note of a transfer of which everything has been acknowledged."""
         now_s, now, before = self._loop.time(), self._counters(), self._counted
-        self._meter.end(now_s, self._transfer_bytes)
+        self._meter.end(now_s, self._transfer_bytes, now.round_trip_s)
         self.pace.note(
             self._transfer_bytes,
             now_s - self._began_s,

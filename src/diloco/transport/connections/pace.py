@@ -131,12 +131,13 @@ class UplinkMeter:
             self._began_s, self._bytes = now_s, 0
         self._active += 1
 
-    def end(self, now_s: float, num_bytes: int) -> None:
+    def end(self, now_s: float, num_bytes: int, round_trip_s: float = 0.0) -> None:
         """Take note that a link's transfer of ``num_bytes`` has been acknowledged."""
         self._active -= 1
         self._bytes += num_bytes
-        if not self._active and self._bytes >= _FULL_BYTES and now_s > self._began_s:
-            self._bits_per_s = 8 * self._bytes / (now_s - self._began_s)
+        seconds = now_s - self._began_s
+        if not self._active and self._bytes >= _FULL_BYTES and seconds > _FULL_TRIPS * round_trip_s:
+            self._bits_per_s = 8 * self._bytes / (seconds - round_trip_s)
 
     def uplink(self, *, full: bool) -> Uplink:
         """Return what is known; ``full``: whether a link has a pace, so that the rate is that of the path."""
