@@ -328,8 +328,9 @@ class Rank:
     def _submit(self, step: int) -> None:
         self.errors.pop(step, None)
         given = self._given[step]
+        after = self._given[max(self.averages)].round if self.averages else None
         uplink = Uplink(10 ** ((self.rank + step) % 3), full=True)
-        self._todo.append(events.Submitted(given, step, self.now_s, uplink=uplink))
+        self._todo.append(events.Submitted(given, step, self.now_s, uplink=uplink, after=after))
 
     def _step_of(self, round_id: RoundId) -> int:
         return next(step for step, given in self._given.items() if given.round == round_id)

@@ -37,6 +37,7 @@ _MOST_SHARE = 2.0  # the most that a replica owns, in equal shares: the others c
 _HALVINGS = 60
 
 
+_AUTO: tuple[Codec, ...] = Float32(), Int8(), FP4()
 MEASURED_COSTS = {"int8": "0.01 %", "fp4": "0.23 %"}
 """The largest change of the loss by encoded means, in runs of 4 to 16 replicas with contributions in fp4."""
 
@@ -77,8 +78,8 @@ class MeanEncoding:
             return (self.codec,)
         block = contributions.block_size
         size = contributions.payload_bytes(block) / block
-        coarser = ((Int8(),) if size < 2 else ()) + ((FP4(),) if size < 1 else ())
-        return coarser if coarser and num_replicas >= AUTO_MEANS_FROM_REPLICAS else (Float32(), *coarser)
+        codecs = _AUTO[: 1 + (size < 2) + (size < 1)]
+        return codecs[1:] if len(codecs) > 1 and num_replicas >= AUTO_MEANS_FROM_REPLICAS else codecs
 
     def __str__(self) -> str:
         parameters = "".join(f" ({name} {value})" for name, value in self.codec.parameters().items())

@@ -148,6 +148,9 @@ class Submitted:
     # how much of the time since then went into view changes, during which the round made no progress
     paused_s: float = 0.0
     uplink: Uplink = UNKNOWN_UPLINK  # what is known about this rank's uplink
+    # the last round whose average this rank had taken by then, the same on all ranks; its headers name the uplinks by
+    # which this round is planned
+    after: RoundId | None = None
 
 
 @dataclass(frozen=True)

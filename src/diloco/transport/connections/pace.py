@@ -18,6 +18,7 @@ __all__ = ["NEAR_S", "Pace", "TcpCounters", "UplinkMeter", "streams_to_each", "t
 
 NEAR_S = 0.002  # over a shorter round trip, one connection is as good as many, and compression is not worth its time
 _FULL_TRIPS, _FULL_BYTES = 2.0, 1 << 18  # a transfer is full if it takes so many round trips, and is as large as this
+_LONG_TRIPS = 8.0  # a transfer of so many round trips fills the path
 _OVERFLOW = 0.05  # share of the segments that are sent again if a queue overflows; loss alone is usually lower
 _FADING = 0.95  # of the highest rate, per full transfer: the path may have become slower
 _SEARCH, _GROWTH, _RETREAT = 1.25, 1.05, 0.9
@@ -124,6 +125,7 @@ class UplinkMeter:
         self._active = self._bytes = 0
         self._began_s = 0.0
         self._bits_per_s = 0.0
+        self._was_full = False  # whether that took so long that the path was full
 
     def begin(self, now_s: float) -> None:
         """Take note that one more link has something to send."""
@@ -138,7 +140,8 @@ class UplinkMeter:
         seconds = now_s - self._began_s
         if not self._active and self._bytes >= _FULL_BYTES and seconds > _FULL_TRIPS * round_trip_s:
             self._bits_per_s = 8 * self._bytes / (seconds - round_trip_s)
+            self._was_full = round_trip_s > NEAR_S and seconds > _LONG_TRIPS * round_trip_s
 
     def uplink(self, *, full: bool) -> Uplink:
         """Return what is known; ``full``: whether a link has a pace, so that the rate is that of the path."""
-        return Uplink(int(self._bits_per_s), full) if self._bits_per_s else UNKNOWN_UPLINK
+        return Uplink(int(self._bits_per_s), full or self._was_full) if self._bits_per_s else UNKNOWN_UPLINK
