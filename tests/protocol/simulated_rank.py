@@ -328,7 +328,8 @@ class Rank:
     def _submit(self, step: int) -> None:
         self.errors.pop(step, None)
         given = self._given[step]
-        after = self._given[max(self.averages)].round if self.averages else None
+        taken = max((each for each in self.averages if each <= step - 3), default=None)  # rounds take up to three steps
+        after = None if taken is None else self._given[taken].round
         uplink = Uplink(10 ** ((self.rank + step) % 3), full=True)
         self._todo.append(events.Submitted(given, step, self.now_s, uplink=uplink, after=after))
 
