@@ -14,7 +14,7 @@ from unittest import mock
 
 from benchmarks.markdown import table
 from diloco.membership import View
-from diloco.protocol import Action, Event, Leave, Machine, Rules
+from diloco.protocol import Effects, Event, Leave, Machine, Rules
 from tests.membership.network import Limits, Network
 from tests.protocol.simulated_rank import Rank
 
@@ -164,7 +164,7 @@ def _no_training() -> Iterator[None]:
 def _timed(network: Counted) -> Iterator[None]:
     handle = Machine.handle
 
-    def timed(machine: Machine, event: Event, now_s: float) -> list[Action]:
+    def timed(machine: Machine, event: Event, now_s: float) -> Effects:
         begun_s = time.process_time()
         wanted = handle(machine, event, now_s)
         network.cpu_s += time.process_time() - begun_s

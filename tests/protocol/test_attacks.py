@@ -97,8 +97,6 @@ ATTACKS: dict[str, Callable[[], Forgery]] = {
     "nobody hears anybody": lambda: once(report(unheard=frozenset((a, b) for a in HONEST for b in HONEST if a != b))),
     "200 strangers join": lambda: once(report(joining=frozenset(range(10, 210)))),
     "9000 strangers join": lambda: once(*(report(joining=frozenset(range(n, n + 4000))) for n in (10, 3010, 5010))),
-    "it leaves with other commits again and again": lambda: once(
-        *(Leaving(0, 1, {(n, i): "d" * 64 for i in range(4000)}) for n in range(4))),
     "it leaves at ever other steps": lambda: once(*(Leaving(0, n) for n in range(800))),
     "reports about a far view": lambda: once(report(view_id=1 << 40, gone=frozenset(range(4000))), times=200),
     "reports about a later view": lambda: once(report(view_id=9, gone=frozenset(range(4000))), times=400),

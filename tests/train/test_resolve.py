@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -179,13 +178,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_impossible_combinations_are_refused_and_say_what_would_work(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         resolve(build(RunSettings, dotted(values)), num_layers=4)
-
-
-def test_a_swarm_needs_data_that_it_can_divide_again() -> None:
-    settings = build(RunSettings, dotted(PEERS))
-    data = dataclasses.replace(settings.data, sharding="contiguous")  # which only Python code sets
-    with pytest.raises(ConfigurationError, match=r"sharding=.* Use 'shuffled'"):
-        resolve(dataclasses.replace(settings, data=data), num_layers=4)
 
 
 ALLOWED: list[dict[str, Any]] = [

@@ -32,13 +32,7 @@ class TokenizeSettings:
 
     out: Annotated[Path | None, arg(aliases=["-o"])] = None
     """Folder to create."""
-    shard_tokens: int = 1 << 28
-    """Tokens per file."""
     data: DataSettings = field(default_factory=DataSettings)
-
-    def __post_init__(self) -> None:
-        if self.shard_tokens < 1:
-            raise ConfigurationError(f"--shard-tokens must be at least 1, got {self.shard_tokens}.")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -64,10 +58,9 @@ def run(arguments: Sequence[str]) -> int:
         def show_progress(documents: int, size_bytes: int) -> None:
             status.update(f"{documents:,} documents, {format_bytes(size_bytes)}, {speed(size_bytes)}")
 
-        folder = tokenize(settings.data, settings.out, shard_tokens=settings.shard_tokens, progress=show_progress)
+        folder = tokenize(settings.data, settings.out, show_progress)
     for name, split in folder.splits.items():
-        size = f"{split.documents:,} documents, {format_bytes(split.num_bytes)}, {len(split):,} tokens"
-        print(f"{name:8} {size} in {len(split.pieces)} files")
+        print(f"{name:8} {split.documents:,} documents, {format_bytes(split.num_bytes)}, {len(split):,} tokens")
     text = speed(sum(split.num_bytes for split in folder.splits.values()))
     print(f"{settings.out}: {folder.vocab_size:,} ids, {time.monotonic() - started_s:.1f} s, {text}")
     return 0

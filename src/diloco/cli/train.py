@@ -35,7 +35,7 @@ from diloco.train import POSITION, Role, read_torchrun, role_of
 
 if TYPE_CHECKING:
     from diloco.monitor import Sinks
-    from diloco.train import SwarmFleet, TorchFleet
+    from diloco.train import PeerFleet
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -116,19 +116,19 @@ def _train_peer(plan: RunPlan, folder: Path) -> int:
     settings = plan.configuration
     if plan.source is not None and (folder / CONFIG_FILE).exists():
         _continue_record(plan, plan.source, folder)
-    notes, fleets = list(plan.notes), []
+    fleets: list[PeerFleet] = []
     join = join_command(settings, folder)
 
-    def meet(facts: Mapping[str, str], own: Path) -> SwarmFleet:
+    def meet(facts: Mapping[str, str], own: Path) -> PeerFleet:
         fleet = connect_peer(settings, own, facts)
         fleets.append(fleet)
-        notes.extend(fleet.beginning())
-        addresses = fleet.invitation()
+        outside = [address for address in fleet.addresses if not address.startswith("/ip4/127.")]
+        addresses = " ".join(outside or fleet.addresses)
         secret = " --secret-file FILE" if settings.network.secret_file else ""  # their copy of it
-        _say(f"others join with\n  {join}{secret} {addresses}" if addresses else "no other peer can join here")
+        _say(f"others join with\n  {join}{secret} --join {addresses}" if addresses else "no other peer can join here")
         return fleet
 
-    code = _train(dataclasses.replace(plan, notes=notes), folder, meet)
+    code = _train(plan, folder, meet)
     if code == INTERRUPTED:
         resume, others = resume_command(settings, folder), fleets[-1].left_at if fleets else ()
         if others:
@@ -155,7 +155,7 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
         device = f"cuda:{local % torch.cuda.device_count()}"
         settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, device=device))
 
-    def meet(facts: Mapping[str, str], own: Path) -> TorchFleet:
+    def meet(facts: Mapping[str, str], own: Path) -> PeerFleet:
         home = own.parent if role.position else own
         resume, step = settings.checkpoint.resume, -1
         if resume is not None:
@@ -197,7 +197,7 @@ class _Watched:
 def _train(
     plan: RunPlan,
     folder: Path,
-    meet: Callable[[Mapping[str, str], Path], SwarmFleet | TorchFleet] | None = None,
+    meet: Callable[[Mapping[str, str], Path], PeerFleet] | None = None,
     role: Role | None = None,
 ) -> int:
     """Train in ``folder``, and return the exit code: a run whose rounds were all void has failed.

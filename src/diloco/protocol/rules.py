@@ -1,18 +1,18 @@
-"""The rules by which the ranks of a run exchange contributions and judge losses, and the messages about losses."""
+"""The rules by which the ranks of a run exchange contributions and judge losses."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal, Self, get_args
 
 from diloco.algorithm import RoundId, check_choice, check_number, check_whole
-from diloco.errors import ConfigurationError, ReplicaLostError, nearest
-from diloco.membership import NextView, Policy
+from diloco.errors import ConfigurationError, nearest
+from diloco.membership import Policy
 
-__all__ = ["Rules", "exclusion_reason", "stop_error"]
+__all__ = ["Rules"]
 
 _Split = Literal["stop", "go-on"]
 
@@ -120,24 +120,3 @@ class Rules:
         Rounds of gradients always do: no step can be completed without gradients.
         """
         return self.raise_on_loss or round_id.fragment < 0
-
-
-def stop_error(following: NextView, lost: Sequence[int], why: str, rules: Rules) -> ReplicaLostError | None:
-    """Return why this side does not continue after ``lost`` were lost, or None if it does.
-
-    Args:
-        following: what was adopted.
-        lost: members of the view that ended.
-        why: the reason for the change.
-        rules: the rules of the run.
-    """
-    if following.view is not None and (rules.continue_without_lost or not lost):
-        return None
-    side = f"{why}: {following.reason}" if following.view is None else f"{why}; all replicas stop when one is lost"
-    return ReplicaLostError(f"{side}. Committed rounds stay committed.", replicas=lost)
-
-
-def exclusion_reason(replica: int, reason: str, rules: Rules) -> str:
-    """Return a sentence on what the others did without ``replica``."""
-    done = "continued" if rules.continue_without_lost else "stopped"
-    return f"the others {done} without replica {replica}: {reason}."

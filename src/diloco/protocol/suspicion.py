@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from diloco.protocol.rules import Rules
 
@@ -82,7 +82,7 @@ def silent_ones(quiet_s: Mapping[K, float], rules: Rules, members: Collection[K]
 
 
 class Lateness:
-    """Counts, at regular looks, how long each awaited replica has shown no change.
+    """Counts, at regular looks, for how long whatever is awaited has shown no change.
 
     Lateness is counted in looks, not in seconds: a process that was suspended for an hour has made no more looks than
     before. It reads what others sent meanwhile before it looks again.
@@ -93,24 +93,24 @@ class Lateness:
     (frozenset(), frozenset({1}))
     """
 
-    LOOKS: ClassVar[int] = 4  # a replica is late if nothing has changed from one look to the last of this many after it
+    LOOKS: ClassVar[int] = 4  # late is what has not changed from one look to the last of this many after it
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[object, int]] = {}
+        self._seen: dict[Any, tuple[object, int]] = {}
 
-    def look(self, seen: Mapping[int, object]) -> frozenset[int]:
-        """Return the late ones of the awaited replicas. Each is mapped to a value that changes with its progress."""
+    def look(self, seen: Mapping[K, object]) -> frozenset[K]:
+        """Return what is late. Whatever is awaited is mapped to a value that changes with its progress."""
         before = self._seen
         self._seen = {
-            replica: (now, before[replica][1] + 1 if replica in before and before[replica][0] == now else 0)
-            for replica, now in seen.items()
+            key: (now, before[key][1] + 1 if key in before and before[key][0] == now else 0)
+            for key, now in seen.items()
         }
-        return frozenset(replica for replica, (_, unchanged) in self._seen.items() if unchanged >= self.LOOKS)
+        return frozenset(key for key in seen if self._seen[key][1] >= self.LOOKS)
 
     @property
-    def doubtful(self) -> frozenset[int]:
-        """The replicas unchanged for more than half as many looks as make one late, and not late yet."""
-        return frozenset(one for one, (_, looks) in self._seen.items() if self.LOOKS // 2 < looks < self.LOOKS)
+    def doubtful(self) -> frozenset[Any]:
+        """What is unchanged for more than half as many looks as make it late, and not late yet."""
+        return frozenset(key for key, (_, looks) in self._seen.items() if self.LOOKS // 2 < looks < self.LOOKS)
 
 
 class Spoilers:

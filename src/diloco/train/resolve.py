@@ -338,11 +338,8 @@ def _check_swarm(settings: RunSettings) -> None:
         network.run is None,
         f"{chosen} needs the name of the run. Use --run NAME, the same for all peers of the run.",
     )
-    for name, value, works in (
-        ("network.replica_size", network.replica_size, 1),
-        ("sharding", settings.data.sharding, "shuffled"),
-    ):
-        _refuse_if(value != works, f"{name}={value!r} can't be used with {chosen}. Use {works!r}.")
+    size = network.replica_size
+    _refuse_if(size != 1, f"network.replica_size={size} can't be used with {chosen}. Use 1.")
     _refuse_if(
         settings.data.streaming,
         f"data.streaming=true can't be used with {chosen}, because replicas that join and leave can't divide data that "
