@@ -32,7 +32,7 @@ from diloco.events import (
 )
 from diloco.model import check_vocabulary, with_vocabulary
 from diloco.private_files import make_private_folder
-from diloco.train.components import make_configured_codec, make_transport, outline, stored_definition
+from diloco.train.components import make_transport, outer_components, outline, stored_definition
 from diloco.train.description import describe, describe_environment, identity, untrained_digest
 from diloco.train.fleet import Fleet, PeerFleet
 from diloco.train.joining import find_beginning, follow_views
@@ -242,7 +242,7 @@ class _Run:
         device = f"{session.device}, {threads} thread{'' if threads == 1 else 's'}"
         device += "" if threads == cores else f" on {cores} cores"
         device += f", {format_count(peak)} operations/s at most" if peak is not None else ""
-        codec = make_configured_codec(settings.sync)
+        codec = outer_components(settings.sync)["codec"]
         facts = {
             "data": data,
             **describe(settings, session.replicas[0].model),
