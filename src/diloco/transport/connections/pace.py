@@ -10,11 +10,12 @@ import math
 import socket
 import struct
 import sys
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
 from diloco.algorithm import UNKNOWN_UPLINK, Uplink
 
-__all__ = ["NEAR_S", "Pace", "TcpCounters", "UplinkMeter", "streams_to_each", "tcp_counters"]
+__all__ = ["NEAR_S", "Pace", "TcpCounters", "UplinkMeter", "streams_to_each", "sum_of", "tcp_counters"]
 
 NEAR_S = 0.002  # over a shorter round trip, one connection is as good as many, and compression is not worth its time
 _FULL_TRIPS, _FULL_BYTES = 2.0, 1 << 18  # a transfer is full if it takes so many round trips, and is as large as this
@@ -48,6 +49,7 @@ class TcpCounters(NamedTuple):
     sent: int = 0  # segments with payload, those that were sent again included
     resent: int = 0
     round_trip_s: float = 0.0  # the shortest one; 0: unknown
+    acked: int = 0  # bytes that have been acknowledged
 
 
 def tcp_counters(connection: Any) -> TcpCounters:
@@ -58,7 +60,18 @@ def tcp_counters(connection: Any) -> TcpCounters:
         resent, least_us, sent = (struct.unpack_from("=I", info, offset)[0] for offset in (100, 148, 156))
     except (AssertionError, AttributeError, OSError, struct.error):
         return TcpCounters()  # no TCP, closed, or another system
-    return TcpCounters(sent, resent, least_us / 1e6 if least_us < 1 << 31 else 0.0)
+    (acked,) = struct.unpack_from("=Q", info, 120)
+    return TcpCounters(sent, resent, least_us / 1e6 if least_us < 1 << 31 else 0.0, acked)
+
+
+def sum_of(counters: Iterable[TcpCounters]) -> TcpCounters:
+    """Return the counters of several connections together.
+
+    >>> sum_of([TcpCounters(1, 0, 0.2, 100), TcpCounters(3, 1, 0.1, 50), TcpCounters()])
+    TcpCounters(sent=4, resent=1, round_trip_s=0.1, acked=150)
+    """
+    sent, resent, trips_s, acked = zip(TcpCounters(), *counters, strict=True)
+    return TcpCounters(sum(sent), sum(resent), min(filter(None, trips_s), default=0.0), sum(acked))
 
 
 class Pace:
@@ -112,35 +125,36 @@ class Pace:
 
 
 class UplinkMeter:
-    """The rate at which this process sends to all others together, while it sends anything.
+    """The rate at which this process sends to all others together, while it has anything to send.
 
-    >>> meter = UplinkMeter()
-    >>> meter.begin(1.0), meter.begin(1.0), meter.end(1.1, 1_000_000), meter.end(1.2, 1_500_000)
+    The kernel's acknowledgements count, since those of a peer whose uplink is slow wait behind what that peer sends.
+
+    >>> acknowledged = iter([TcpCounters(acked=0), TcpCounters(acked=2_500_000, round_trip_s=0.05)])
+    >>> meter = UplinkMeter(lambda: next(acknowledged))
+    >>> meter.note("a", True, 1.0), meter.note("b", True, 1.0), meter.note("a", False, 1.1), meter.note("b", False, 1.25)
     (None, None, None, None)
-    >>> meter.uplink(full=True)
-    Uplink(bits_per_s=100000000, full=True)
+    >>> meter.uplink(full=True).bits_per_s
+    100000000
     """
 
-    def __init__(self) -> None:
-        self._active = self._bytes = 0
-        self._began_s = 0.0
+    def __init__(self, counters: Callable[[], TcpCounters]) -> None:
+        self._counters = counters  # of all links together
+        self._sending: set[Hashable] = set()
+        self._began_s, self._acked = 0.0, 0
         self._bits_per_s = 0.0
         self._was_full = False  # whether that took so long that the path was full
 
-    def begin(self, now_s: float) -> None:
-        """Take note that one more link has something to send."""
-        if not self._active:
-            self._began_s, self._bytes = now_s, 0
-        self._active += 1
-
-    def end(self, now_s: float, num_bytes: int, round_trip_s: float = 0.0) -> None:
-        """Take note that a link's transfer of ``num_bytes`` has been acknowledged."""
-        self._active -= 1
-        self._bytes += num_bytes
-        seconds = now_s - self._began_s
-        if not self._active and self._bytes >= _FULL_BYTES and seconds > _FULL_TRIPS * round_trip_s:
-            self._bits_per_s = 8 * self._bytes / (seconds - round_trip_s)
-            self._was_full = round_trip_s > NEAR_S and seconds > _LONG_TRIPS * round_trip_s
+    def note(self, link: Hashable, sending: bool, now_s: float) -> None:
+        """Take note of whether a link has anything that no stripe has taken yet."""
+        if sending and not self._sending:
+            self._began_s, self._acked = now_s, self._counters().acked
+        elif self._sending == {link} and not sending:
+            now, seconds = self._counters(), now_s - self._began_s
+            num_bytes, trip_s = now.acked - self._acked, now.round_trip_s
+            if num_bytes >= _FULL_BYTES and seconds > _FULL_TRIPS * trip_s:
+                self._bits_per_s = 8 * num_bytes / (seconds - trip_s)
+                self._was_full = trip_s > NEAR_S and seconds > _LONG_TRIPS * trip_s
+        (self._sending.add if sending else self._sending.discard)(link)
 
     def uplink(self, *, full: bool) -> Uplink:
         """Return what is known; ``full``: whether a link has a pace, so that the rate is that of the path."""
