@@ -228,6 +228,7 @@ class PeerLink:
         else:
             return None
         self.waiting_bytes -= len(part.data)
+        self._meter.written_bytes += len(part.body)
         return part
 
     def acknowledge(self, part: Part) -> None:

@@ -128,11 +128,13 @@ class UplinkMeter:
     """The rate at which this process sends to all others together, while it has anything to send.
 
     The kernel's acknowledgements count, since those of a peer whose uplink is slow wait behind what that peer sends.
+    They may include bytes from before, so that no more count than were written meanwhile.
 
     >>> acknowledged = iter([TcpCounters(acked=0), TcpCounters(acked=2_500_000, round_trip_s=0.05)])
     >>> meter = UplinkMeter(lambda: next(acknowledged))
-    >>> meter.note("a", True, 1.0), meter.note("b", True, 1.0), meter.note("a", False, 1.1), meter.note("b", False, 1.25)
-    (None, None, None, None)
+    >>> for link, sending, now_s in [("a", True, 1.0), ("b", True, 1.0), ("a", False, 1.1), ("b", False, 1.25)]:
+    ...     meter.note(link, sending, now_s)
+    ...     meter.written_bytes += 1_000_000
     >>> meter.uplink(full=True).bits_per_s
     100000000
     """
@@ -140,17 +142,18 @@ class UplinkMeter:
     def __init__(self, counters: Callable[[], TcpCounters]) -> None:
         self._counters = counters  # of all links together
         self._sending: set[Hashable] = set()
-        self._began_s, self._acked = 0.0, 0
+        self.written_bytes = 0  # by all links
+        self._began_s, self._acked, self._written_bytes = 0.0, 0, 0
         self._bits_per_s = 0.0
         self._was_full = False  # whether that took so long that the path was full
 
     def note(self, link: Hashable, sending: bool, now_s: float) -> None:
         """Take note of whether a link has anything that no stripe has taken yet."""
         if sending and not self._sending:
-            self._began_s, self._acked = now_s, self._counters().acked
+            self._began_s, self._acked, self._written_bytes = now_s, self._counters().acked, self.written_bytes
         elif self._sending == {link} and not sending:
             now, seconds = self._counters(), now_s - self._began_s
-            num_bytes, trip_s = now.acked - self._acked, now.round_trip_s
+            num_bytes, trip_s = min(now.acked - self._acked, self.written_bytes - self._written_bytes), now.round_trip_s
             if num_bytes >= _FULL_BYTES and seconds > _FULL_TRIPS * trip_s:
                 self._bits_per_s = 8 * num_bytes / (seconds - trip_s)
                 self._was_full = trip_s > NEAR_S and seconds > _LONG_TRIPS * trip_s

@@ -68,7 +68,7 @@ class PeerTransport(ProtocolRunner, Transport):
         self._ticks, self._measured_s, self._waited_s = 0, time.monotonic(), 0.0
         self._merged: RoundId | None = None  # the last round whose average was taken
         self._copies = HostCopies()
-        self._state = StateTransfer(rules, self.connections)
+        self._state = StateTransfer(self.connections)
 
     @property
     def address(self) -> Address:
