@@ -14,7 +14,6 @@ from typing import Literal, get_args
 from diloco.algorithm.checks import check_choice, check_number, check_type, check_whole
 from diloco.errors import ConfigurationError
 
-
 _STANDING = 0.03  # share of the time for which training may stand still
 
 
