@@ -130,9 +130,9 @@ class UplinkMeter:
     The kernel's acknowledgements count, since those of a peer whose uplink is slow wait behind what that peer sends.
     They may include bytes from before, so that no more count than were written meanwhile.
 
-    >>> acknowledged = iter([TcpCounters(acked=0), TcpCounters(acked=2_500_000, round_trip_s=0.05)])
+    >>> acknowledged = iter([TcpCounters(acked=0), TcpCounters(acked=2_500_000, round_trip_s=0.02)])
     >>> meter = UplinkMeter(lambda: next(acknowledged))
-    >>> for link, sending, now_s in [("a", True, 1.0), ("b", True, 1.0), ("a", False, 1.1), ("b", False, 1.25)]:
+    >>> for link, sending, now_s in [("a", True, 1.0), ("b", True, 1.0), ("a", False, 1.1), ("b", False, 1.2)]:
     ...     meter.note(link, sending, now_s)
     ...     meter.written_bytes += 1_000_000
     >>> meter.uplink(full=True).bits_per_s
@@ -145,7 +145,7 @@ class UplinkMeter:
         self.written_bytes = 0  # by all links
         self._began_s, self._acked, self._written_bytes = 0.0, 0, 0
         self._bits_per_s = 0.0
-        self._was_full = False  # whether that took so long that the path was full
+        self._was_full = False  # whether the path was full, which is not known where it is near
 
     def note(self, link: Hashable, sending: bool, now_s: float) -> None:
         """Take note of whether a link has anything that no stripe has taken yet."""
@@ -154,9 +154,9 @@ class UplinkMeter:
         elif self._sending == {link} and not sending:
             now, seconds = self._counters(), now_s - self._began_s
             num_bytes, trip_s = min(now.acked - self._acked, self.written_bytes - self._written_bytes), now.round_trip_s
-            if num_bytes >= _FULL_BYTES and seconds > _FULL_TRIPS * trip_s:
-                self._bits_per_s = 8 * num_bytes / (seconds - trip_s)
-                self._was_full = trip_s > NEAR_S and seconds > _LONG_TRIPS * trip_s
+            if num_bytes >= _FULL_BYTES and seconds > _LONG_TRIPS * trip_s:
+                self._bits_per_s = 8 * num_bytes / seconds
+                self._was_full = trip_s > NEAR_S
         (self._sending.add if sending else self._sending.discard)(link)
 
     def uplink(self, *, full: bool) -> Uplink:
