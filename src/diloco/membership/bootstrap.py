@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from diloco.membership.quorum import Policy, decide
 from diloco.membership.values import View
 
-__all__ = ["BootstrapElection", "Candidate", "Candidates", "LastViews"]
 
 _MAX_VIEWS_AHEAD = 1000  # a view that a member names can't be later than another one's by more than this
 
@@ -139,20 +138,19 @@ class BootstrapElection:
             )
             return newest, [*others]
         newest, members = self.views.last, {*self.views.last.members}
-
-        def near(view: View | None) -> bool:
-            return view is None or view.id <= newest.id + _MAX_VIEWS_AHEAD
-
         while True:
-            there = [each for each in others if each.number in members and near(each.last)]
-            later = max(
-                (each.last for each in there if each.last is not None), key=lambda view: view.id, default=newest
-            )
-            if later.id <= newest.id:
-                break
+            latest = newest.id + _MAX_VIEWS_AHEAD
+            there = [
+                each
+                for each in others
+                if each.number in members
+                and all(view is None or view.id <= latest for view in (each.last, each.agreed, each.vote))
+            ]
+            later = max([newest, *(each.last for each in there if each.last)], key=lambda view: view.id)
+            if later is newest:
+                return newest, there
             newest = later
             members.update(later.members)
-        return newest, [each for each in there if near(each.agreed) and near(each.vote)]
 
     def _may_vote(self, newest: View, founded: View, others: Sequence[Candidate]) -> bool:
         """Return whether the founder that this replica voted for before, if it did, can't found a view any more."""
