@@ -87,9 +87,9 @@ def _limits(settings: Configuration) -> dict[str, int | None]:
 def _resolved(asked: Configuration) -> Configuration:
     resolved = resolve(asked, **_limits(asked))
     if resolved.sync.arguments or any(is_own(operator.attrgetter(key)(resolved)) for key in _CODE_KEYS):
-        from diloco.train import check_own_code
+        from diloco.train import check_components
 
-        check_own_code(resolved)
+        check_components(resolved)
     return resolved
 
 

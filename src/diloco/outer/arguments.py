@@ -35,6 +35,7 @@ __all__ = [
     "argument_facts",
     "check_arguments",
     "check_kinds",
+    "check_own_code",
     "check_transport",
     "frozen_facts",
     "saved_facts",
@@ -134,7 +135,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             f"mean_codec={mean_codec.name!r} drops most of the values, and means have no error feedback. Use another."
         )
-    _check_own_code({**arguments, "mean_codec": mean_codec})
+    check_own_code(arguments)
     check_coverage(model, fragments)
     trainable = trainable_parameters(model)
     check_buffers(model, trainable)
@@ -192,9 +193,15 @@ _CONTRACTS: Mapping[str, Callable[[Any], object]] = {
 """The components that users may write, and the check of each against its contract."""
 
 
-def _check_own_code(components: Mapping[str, Any]) -> None:
+def check_own_code(components: Mapping[str, Any]) -> None:
+    """Check the components that are not this package's own against their contracts.
+
+    Raises:
+        ContractError: if one violates it.
+    """
     for name, check in _CONTRACTS.items():
         component = components[name]
+        component = None if isinstance(component, str) else component
         if component is not None and not type(component).__module__.startswith("diloco."):
             try:
                 check(component)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from diloco.algorithm import PLAIN_MEAN, Codec, MeanEncoding, SyncSchedule, Uplink, make_codec, plan_exchange
 from diloco.errors import ConfigurationError
-from diloco.train import RunSettings, make_configured_codec, make_mean_encoding, make_schedule
+from diloco.train import RunSettings, make_schedule, outer_components
 
 Floats = NDArray[np.float64]
 
@@ -45,11 +45,12 @@ class Exchange:
         """Return the exchange of resolved ``settings`` for a model with these fragments."""
         if settings.algorithm == "data-parallel":
             return cls.of_gradients(sum(fragment_sizes), settings.sync.codec or "float32")
+        components = outer_components(settings.sync)
         return cls(
             schedule=make_schedule(settings),
             fragment_sizes=tuple(fragment_sizes),
-            codec=make_configured_codec(settings.sync),
-            mean=make_mean_encoding(settings.sync),
+            codec=components["codec"],
+            mean=MeanEncoding.of(components["mean_codec"]),
             whole=settings.sync.whole_contributions,
             dynamic_steps=settings.network.straggler == "dynamic",
         )

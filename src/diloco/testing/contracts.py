@@ -90,11 +90,11 @@ def _check_payload(codec: Codec, values: Tensor) -> Tensor:
     expect(same_bits(values.detach(), before), f"{name}: the payload shares their memory")
     _call(f"validate of the payload of {name}", codec.validate, payload, numel)
     decoded = _call(f"decode of {name}", codec.decode, payload, numel)
-    expect(bool(decoded.isfinite().all()), f"{name}: the decoded values are not finite")
     expect(not decoded.requires_grad, f"{name}: the decoded values require gradients")
     out = torch.full_like(decoded, math.nan)
     expect(codec.decode(payload, numel, out) is out, f"{name}: decode does not return `out`")
     expect(same_bits(out, decoded), f"{name}: decode to `out` leaves values unwritten or gives different ones")
+    expect(bool(decoded.isfinite().all()), f"{name}: the decoded values are not finite")
     _call(f"accumulate of {name}", _check_sum, codec, payload, decoded, name)
     message = torch.cat([payload.new_zeros(3), payload])[3:]  # unaligned, as in a larger message
     unaligned = _call(f"the payload of {name} at an odd address", codec.decode, message, numel)

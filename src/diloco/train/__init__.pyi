@@ -1,10 +1,8 @@
-from .components import check_own_code as check_own_code
-from .components import make_configured_codec as make_configured_codec
+from .components import check_components as check_components
 from .components import make_fragments as make_fragments
 from .components import make_links as make_links
-from .components import make_mean_encoding as make_mean_encoding
-from .components import make_outer_optimizer as make_outer_optimizer
 from .components import make_transport as make_transport
+from .components import outer_components as outer_components
 from .components import outline as outline
 from .connecting import connect_peer as connect_peer
 from .connecting import connect_rank as connect_rank
