@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Sequence
 from diloco.membership.quorum import Policy, byzantine_quorum, decide, makes_one_history
 from diloco.membership.values import Agreed, NextView, Report, View
 
-
 _MAX_EXACT = 16  # the most members among which `largest_set` tries all choices
 
 

@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple
 
 from diloco.membership.values import View
 
-
 _MOST_NAMED = 8  # members compare reasons, which are sent as strings of bounded length
 
 

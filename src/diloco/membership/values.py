@@ -14,7 +14,6 @@ from msgspec import Meta
 from diloco.errors import ConfigurationError
 from diloco.units import visible
 
-
 GREATEST = 1 << 53
 """The upper bound of every step, size and count."""
 
