@@ -186,7 +186,7 @@ class Rank:
             delay_s, timer = self.timers.pop(number % len(self.timers))
             if timer.kind == "settle":  # its handler checks the clock for progress
                 self.now_s += delay_s
-            self.handle(events.TimerFired(timer))
+            self.handle(timer)
         elif what == "breaks":
             view_id, round_id = list(self._exchanges)[number % len(self._exchanges)]
             del self._exchanges[view_id, round_id]

@@ -19,32 +19,6 @@ from diloco.membership import Count, Digest, NextView, Rank, Ranks, Report, Roun
 from diloco.protocol.registry import Entry
 from diloco.units import visible
 
-__all__ = [
-    "PROTOCOL_VERSION",
-    "Adopted",
-    "Beat",
-    "Change",
-    "Excluded",
-    "FactsMessage",
-    "GivenUp",
-    "Header",
-    "Introduce",
-    "Join",
-    "Leaving",
-    "Meet",
-    "Message",
-    "MessageError",
-    "Refused",
-    "Replaced",
-    "RoundVote",
-    "Speed",
-    "Store",
-    "Welcome",
-    "WireMessage",
-    "decode",
-    "encode",
-]
-
 PROTOCOL_VERSION = 13
 """The version of the protocol, raised whenever a replica of the previous version would misread this one's messages."""
 

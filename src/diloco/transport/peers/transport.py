@@ -56,7 +56,7 @@ class PeerTransport(ProtocolRunner, Transport):
     def __init__(self, rules: Rules, streams: Streams, links: type[PeerLinks] = PeerLinks) -> None:
         super().__init__(rules, streams, links)
         self.replica = rules.replica
-        self.run_is_over = False  # whether others have finished the run while this rank was not a member
+        self.finishers: set[int] = set()  # replicas that have finished the run while this rank was not a member
         self.welcome_note = b""  # the result of a member's `on_change` when this rank joined
         # payload bytes of the last committed contribution, and the seconds until its round was decided; or None
         self.last_transfer: tuple[int, float] | None = None
