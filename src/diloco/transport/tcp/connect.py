@@ -118,7 +118,7 @@ def connect_again(
     credentials = cast(TcpStreams, before.connections.streams).credentials
     transport = _open(place, rules, listening, credentials)
     try:
-        host, transport.run_is_over = before.address.host, before.run_is_over
+        host, transport.finishers = before.address.host, before.finishers
         transport.connections.listen(host, range(0), host)
         entry = Entry(place.rank, str(transport.address), rules.facts, before.step)
         entries = [entry, *before.known_entries()]
