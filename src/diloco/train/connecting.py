@@ -182,14 +182,15 @@ def fleet_in_swarm(
     connected = enter_swarm(place, rules, held_step=held.step)
 
     def again(fleet: PeerFleet, views: LastViews, patience_s: float) -> Connected:
+        nonlocal place
         transport = fleet.transport
         known = [address for entry in transport.known_entries() for address in entry.places]
         join, listen = (*place.node.join, *known), same_port(place.node.listen, fleet.addresses)
         node = replace(place.node, join=tuple(dict.fromkeys(join)), listen=listen, insists=False)
         number, swarm = transport.replica, fleet.connected.swarm
         transport.close()
-        found = replace(place, replica=number, swarm=swarm, views=views, patience_s=patience_s, node=node)
-        return enter_swarm(found, rules, held_step=transport.step)
+        place = replace(place, replica=number, swarm=swarm, views=views, patience_s=patience_s, node=node)
+        return enter_swarm(place, rules, held_step=transport.step)
 
     def addresses(connected: Connected) -> tuple[str, ...]:
         node = cast(PeerStreams, connected.transport.connections.streams).node

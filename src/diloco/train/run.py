@@ -298,10 +298,12 @@ class _Run:
 
     def _sample(self) -> None:
         """Generate a sample for each prompt from a generator that training does not use."""
-        session, tokenizer = self.session, self.session.corpus.tokenizer
+        session, tokenizer, inner = self.session, self.session.corpus.tokenizer, self.session.replicas[0].inner
+        cast = inner.autocast_dtype if inner.parallel.num_shards > 1 else None  # the type in which layers are gathered
         generator = torch.Generator(session.device).manual_seed(self.settings.seed)
         for prompt in self.settings.evaluation.sample_prompts:
-            with session.evaluated_models() as models:
+            autocast = torch.autocast(session.device.type, cast, enabled=cast is not None)
+            with session.evaluated_models() as models, autocast:
                 tokens = generate(
                     models[0],
                     tokenizer.encode(prompt) or [tokenizer.eos_id],
