@@ -212,15 +212,7 @@ def fleet_in_swarm(
             "lost replicas": f"noticed after at most {transport.rules.silence_s:g} s; the others then continue",
         }
 
-    elastic = Elastic(
-        run=place.admission.run,
-        name=place.name,
-        start_replicas=replicas,
-        margin=margin,
-        batch_size=batch_size,
-        status=place.status,
-        join=place.node.join,
-    )
+    elastic = Elastic(place=place, start_replicas=replicas, margin=margin, batch_size=batch_size)
     meeting = Meeting(num_replicas=replicas, elastic=elastic, again=again, addresses=addresses, details=details)
     return PeerFleet(meeting, connected, notes=_use_of(held, connected, place))
 
