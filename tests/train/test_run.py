@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import subprocess
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,6 +214,24 @@ def test_a_void_round_of_the_shared_start_costs_nothing_but_itself(
     assert [step for step, _ in told] == [2]
     assert told[0][1].startswith("gradients of step 2 is void: ")
     assert told[0][1].endswith("The round is tried again.")
+
+
+def test_a_checkpoint_that_can_not_be_written_stops_the_run_at_a_following_step(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints are written in a thread."""
+    fsync, listener = os.fsync, Listener()
+
+    def full(descriptor: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match=r"step-00000002 failed: .*No space left on device"):
+        train(data, tmp_path / "run", "--steps 200 --checkpoint.every-steps 2", sink=listener)
+    assert 2 <= len(listener.of(StepFinished)) <= 4, "the next checkpoint waits for this one"
+    assert not [*(tmp_path / "run" / "checkpoints").iterdir()]
 
 
 def test_a_loss_that_explodes_stops_the_run_and_keeps_the_last_checkpoint(data: Path, tmp_path: Path) -> None:
