@@ -34,12 +34,12 @@ from .processes import launch as launch
 from .processes import read_torchrun as read_torchrun
 from .processes import role_of as role_of
 from .processes import start_process as start_process
+from .replica import DynamicSteps as DynamicSteps
 from .replica import RandomState as RandomState
 from .resolve import make_schedule as make_schedule
 from .resolve import notes as notes
 from .resolve import resolve as resolve
 from .run import run_training as run_training
-from .session import DynamicSteps as DynamicSteps
 from .session import Session as Session
 from .settings import OptimizerSettings as OptimizerSettings
 from .settings import RunSettings as RunSettings
