@@ -21,7 +21,9 @@ from .inner import InnerLoop as InnerLoop
 from .inner import inner_learning_rate as inner_learning_rate
 from .inner import make_inner_optimizer as make_inner_optimizer
 from .joining import OVER as OVER
+from .joining import Held as Held
 from .joining import follow_views as follow_views
+from .joining import held_step as held_step
 from .parallel import ParallelModel as ParallelModel
 from .parallel import Strategy as Strategy
 from .parallel import parallelise as parallelise
@@ -44,9 +46,7 @@ from .session import Session as Session
 from .settings import OptimizerSettings as OptimizerSettings
 from .settings import RunSettings as RunSettings
 from .settings import TrainSettings as TrainSettings
-from .state import Held as Held
 from .state import ReplicaState as ReplicaState
-from .state import held_step as held_step
 from .state import load_session as load_session
 from .state import save_session as save_session
 from .stopping import StopAsked as StopAsked

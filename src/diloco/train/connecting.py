@@ -20,9 +20,9 @@ from diloco.membership import LastViews
 from diloco.protocol import MAX_NAME, Rules
 from diloco.train.description import diff
 from diloco.train.fleet import Elastic, Meeting, PeerFleet
+from diloco.train.joining import Held, held_checkpoint
 from diloco.train.processes import Role
 from diloco.train.settings import RunSettings
-from diloco.train.state import Held, held_checkpoint
 from diloco.transport import (
     Admission,
     Connected,
