@@ -142,7 +142,7 @@ class Meeting:
 
 
 class WelcomeNote(WireMessage):
-    """What a member tells a replica that joins."""
+    """What a member tells a replica that joins; nothing if there are no shares of data and the run has just started."""
 
     gathers: Ranks = ()  # the members of the lost view, if too few of them have come back so far
     begun: bool = False  # whether training has begun
@@ -402,11 +402,6 @@ class PeerFleet(Fleet):
 
     # Joining and rejoining.
 
-    @property
-    def others_have_trained(self) -> bool:
-        """Whether the others have a state that a joiner can adopt."""
-        return not self.elastic or self.connected.table.step > 0
-
     def sees_nobody(self) -> bool:
         """Return whether there is no connection to another replica."""
 
@@ -427,31 +422,24 @@ class PeerFleet(Fleet):
             RendezvousError: if the members refuse or do not answer in time.
         """
         step = int(self._ask(lambda: join(self.connected, timeout_s)))
-        if self._talks:
-            try:
-                self._read_welcome(decode(self.transport.welcome_note or encode(WelcomeNote()), WelcomeNote))
-            except ValueError as error:
-                raise RendezvousError(
-                    f"The welcome note from the members can't be read: {error}. This replica does not take part."
-                ) from error
         self.joining = False
-        if self.elastic:
-            with self._changed:
-                self._taken = ()
-                self._share(self.shares, self.num_members)
-        return step
-
-    def _read_welcome(self, note: WelcomeNote) -> None:
-        """Process the welcome note, which `_follow` of a member returned when this replica joined.
-
-        Without shares of data, it is empty if the run had just started.
-        """
-        if members := set(note.gathers):
-            self._lost_view, self.gathering = View(self.transport.view.id, tuple(sorted(members))), True
-        if self.elastic:
-            if note.shares is None:
+        if not self._talks:
+            return step
+        try:
+            note = decode(self.transport.welcome_note or encode(WelcomeNote()), WelcomeNote)
+            if self.elastic and note.shares is None:
                 raise ValueError("it does not say who draws which data")
-            self.begun, self.shares = note.begun, note.shares
+        except ValueError as error:
+            raise RendezvousError(
+                f"The welcome note from the members can't be read: {error}. This replica does not take part."
+            ) from error
+        with self._changed:
+            if note.gathers:
+                self._lost_view, self.gathering = View(self.transport.view.id, tuple(sorted({*note.gathers}))), True
+            if self.elastic and note.shares is not None:
+                self.begun, self._taken = note.begun, ()
+                self._share(note.shares, self.num_members)
+        return step
 
     def rejoin(self, patience_s: float) -> None:
         """Find the other replicas after losing them, or found another view for the replicas that also search.
