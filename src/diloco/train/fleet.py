@@ -315,7 +315,7 @@ class PeerFleet(Fleet):
 
     def facts(self) -> dict[str, str]:
         if self.meeting.elastic is None:
-            return self._ask(lambda: {"replica": f"{self.transport.rules.replica}, in its own process"})
+            return {"replica": f"{self.local[0]}, in its own process"}
         name = self.names().get(str(self.transport.replica), "it")
         return {"replica": f"{name}, of {self.num_members} in run {self.meeting.elastic.place.admission.run!r}"}
 

@@ -239,8 +239,9 @@ class _Run:
     def _emit_start(self) -> None:
         settings, session, first = self.settings, self.session, self.session.replicas[0].diloco
         data, _, more = session.corpus.description().partition("; ")
-        threads, peak, model = torch.get_num_threads(), session.peak_flops_per_s, session.replicas[0].model
-        device = f"{session.device}, {threads} thread{'' if threads == 1 else 's'} on {usable_cores()} cores"
+        threads, cores, model = torch.get_num_threads(), usable_cores(), session.replicas[0].model
+        peak, device = session.peak_flops_per_s, f"{session.device}, {threads} thread{'' if threads == 1 else 's'}"
+        device += "" if threads == cores else f" on {cores} cores"
         device += f", {format_count(peak)} operations/s at most" if peak is not None else ""
         facts = {"data": data, **describe(settings, model), "device": device, **session.fleet.facts()}
         codec = outer_components(settings.sync)["codec"]
