@@ -158,7 +158,7 @@ class Report:
 
     rank: Rank
     view_id: Count
-    # pairs of replicas of which the first can't hear the second; for two joining replicas, as others report
+    # pairs of replicas of which the first can't hear the second
     unheard: _Pairs = frozenset()
     # pairs of replicas of which the first hears the second, and has waited too long for its contribution, or found
     # that it spoils rounds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from diloco.protocol.wire import Adopted, Change, Excluded, Leaving, Refused
 
 __all__ = ["Views"]
 
-_MOST_AT_ONCE = 32  # replicas that join by one change: what must be known of them grows with the square of their number
+_MAX_JOINERS = 32  # the most replicas that join by one change
 _TRY_AGAIN = Refused("a view change is in progress")
 
 
@@ -49,10 +48,7 @@ class Views:
         self._outbox = outbox
         self._leaving: set[int] = set()  # ranks that have announced that they leave this view
         self._parted: set[int] = set()  # replicas that report that they continue, or stop, without this one
-        # replica -> each of its ranks that asked to join -> the ranks that it is connected to
-        self._asked: dict[int, dict[int, frozenset[int]]] = {}
-        # the same for the replicas that join by the current change
-        self._admitted: dict[int, dict[int, frozenset[int]]] = {}
+        self._asked: dict[int, set[int]] = {}  # replica -> its ranks that have asked to join
         self._ended_early: set[int] = set()  # replicas that ended before this rank was a member
 
     @property
@@ -73,11 +69,8 @@ class Views:
     @property
     def agreed_view(self) -> View | None:
         """The view after `last_view` that this rank was ready for, and that others may have adopted; or None."""
-        agreed = (
-            self._agreed
-            if self.change is None or self.change.mine.agreed is None
-            else self.change.mine.agreed.following.view
-        )
+        mine = None if self.change is None else self.change.mine.agreed
+        agreed = self._agreed if mine is None else mine.following.view
         return agreed if agreed is not None and agreed.id > self.view.id else None
 
     @property
@@ -281,7 +274,8 @@ class Views:
 
         Args:
             rank: the rank that asks.
-            connected: the ranks to which it is connected. If a member is missing, the rank is asked to try again.
+            connected: the ranks to which it is connected. If a member is missing, or another joiner, the rank is asked
+                to try again.
         """
         replica, joining, members = self._rules.replica_of(rank), self.joining, self.view.members
         if self._roster.is_connected(rank):
@@ -293,14 +287,14 @@ class Views:
             self._outbox.send([rank], Refused(why, for_good=self.failure is not None))
         elif (
             (self.change is not None and not self.change.accepts_joiners and replica not in joining.union(members))
-            or len(joining - {replica}) >= _MOST_AT_ONCE
-            or not connected.issuperset(self._rules.ranks(each for each in members if each != replica))
+            or len(joining - {replica}) >= _MAX_JOINERS
+            or not connected.issuperset(self._rules.ranks(joining.union(members) - {replica}))
         ):
             self._outbox.send([rank], _TRY_AGAIN)
         else:
             self._ended_early.discard(replica)
-            asked = self._asked.setdefault(replica, {})
-            asked[rank] = connected
+            asked = self._asked.setdefault(replica, set())
+            asked.add(rank)
             if len(asked) < self._rules.ranks_per_replica:
                 pass
             elif replica in members:  # it is back before its loss was noticed: lose it first
@@ -309,20 +303,11 @@ class Views:
                 self._admit([replica])
 
     def _admit(self, replicas: Collection[int]) -> None:
-        """Let replicas join, and report which of the joining ones are not connected to each other."""
-        if not replicas:
-            return
-        self._admitted.update((each, self._asked.pop(each)) for each in replicas)
-        pairs = itertools.combinations(sorted(self.joining.union(replicas)), 2)
-        apart = frozenset(pair for pair in pairs if not {*pair}.isdisjoint(replicas) and not self._are_connected(*pair))
-        words = f"{names_of(replicas)} {'ask' if len(replicas) > 1 else 'asks'} to join"
-        self.end(words, joining=frozenset(replicas), apart=apart)
-
-    def _are_connected(self, one: int, other: int) -> bool:
-        """Return whether all ranks of two joining replicas are connected, as one of each pair reports."""
-        reach = {**self._admitted.get(one, {}), **self._admitted.get(other, {})}
-        pairs = itertools.product(self._rules.ranks((one,)), self._rules.ranks((other,)))
-        return all(there in reach.get(here, ()) or here in reach.get(there, ()) for here, there in pairs)
+        for each in replicas:
+            self._asked.pop(each)
+        if replicas:
+            words = f"{names_of(replicas)} {'ask' if len(replicas) > 1 else 'asks'} to join"
+            self.end(words, joining=frozenset(replicas))
 
     # The next view.
 
@@ -381,7 +366,6 @@ class Views:
 
     def on_view_began(self, began: ViewBegan) -> None:
         """Handle members that can't be reached and replicas that ask to join, as a view has begun."""
-        self._admitted.clear()
         following, mine, view = began.following, began.mine, self.view
         unheard = self._roster.unreached(view)
         if following is None or mine is None:
@@ -400,7 +384,7 @@ class Views:
         for replica in again:
             self._asked.pop(replica, None)
             self._outbox.send(self._rules.ranks((replica,)), _TRY_AGAIN)
-        self._admit([each for each in waiting if each not in again][:_MOST_AT_ONCE])
+        self._admit([each for each in waiting if each not in again][:_MAX_JOINERS])
 
     def _lose_unreachable(self, mine: Report, unheard: frozenset[int]) -> None:
         """Lose members that were lost before this view was agreed on; they have no connection whose end would be

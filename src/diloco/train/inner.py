@@ -58,8 +58,6 @@ class InnerLoop:
 
     Args:
         model: from `parallelise`, or a `ParallelModel` if the replica has one rank.
-        optimizer: the optimizer of the model's trainable parameters.
-        learning_rate: the schedule, a function of the global step.
         clip_norm: the largest global gradient norm, or None for no clipping.
         precision: the autocast type of the forward pass. float16 scales the loss, for the inner optimizer only.
         accumulation: the number of pieces in which a batch is computed, as even as its size allows. A rank with fewer
@@ -141,10 +139,7 @@ class InnerLoop:
     def apply(self, step: int, *, skip: bool = False) -> InnerStep:
         """Clip, step the optimizer with the learning rate of ``step`` (counted from 0), and clear the gradients.
 
-        This calls `begin` and `end` for a single replica and waits for the device once.
-
         Args:
-            step: the number of inner steps finished before this one.
             skip: whether to skip the step because another replica had to or the other replicas are lost; this lowers
                 the loss scale, as on that replica.
 
