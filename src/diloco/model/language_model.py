@@ -366,8 +366,8 @@ def _build_foreign(settings: ModelSettings) -> LanguageModel:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and (why := unfit_memory(parameter.detach())):
             raise ConfigurationError(
-                f"{name!r} of {source} {why}, so no checkpoint can hold it. Keep it as a plain, dense tensor, or out of "
-                "the parameters."
+                f"{name!r} of {source} {why}, so no checkpoint can hold it. Keep it as a plain, dense tensor, or not "
+                "among the parameters."
             )
     if isinstance(model, LanguageModel):
         return model
