@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from diloco.membership.quorum import Policy, decide
+from diloco.membership.next_view import Policy, decide
 from diloco.membership.values import View
 
 _MAX_VIEWS_AHEAD = 1000  # a view that a member names can't be later than another one's by more than this
