@@ -77,6 +77,7 @@ def test_at_most_one_founds_and_only_if_nobody_else_can_be_going_on(looking: lis
 def test_a_minority_waits_until_enough_of_the_newest_view_look() -> None:
     view = View(4, (0, 1, 2))
     assert founds(Candidate(1, 10, view)) is None
+    assert candidacy(Candidate(1, 10, view)).missing(()).startswith(" Of the newest view, replicas 0, 2 are missing. ")
     assert founds(Candidate(1, 10, view), Candidate(2, 10, view)) == View(5, (1,))
     assert founds(Candidate(1, 10, view), Candidate(2, 10, View(5, (0, 2)))) is None, "0 may continue without them"
     assert founds(Candidate(1, 10, view), policy=Policy(1, split="go-on")) == View(5, (1,))
@@ -140,6 +141,14 @@ def test_nobody_keeps_the_others_from_founding_by_what_does_not_exist(liar: Cand
         assert one.founds([liar, zero.me], NOW_S) is None
         founded = zero.founds([liar, one.me], NOW_S)
     assert founded == View(5, (0,))
+
+
+def test_one_that_has_finished_is_not_waited_for() -> None:
+    """It alone can't end the search of two others, and they need not wait for it."""
+    view = View(4, (0, 1, 2))
+    one = candidacy(Candidate(1, 10, view), Policy(min_replicas=1))
+    assert one.founds((), NOW_S, left={0}) is None, "2 may be continuing"
+    assert one.founds((), NOW_S, left={0, 2}) == View(5, (1,))
 
 
 def test_a_vote_is_bound_to_a_founder_until_that_one_votes_otherwise_or_has_ended() -> None:

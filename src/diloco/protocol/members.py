@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from diloco.membership import View, byzantine_quorum
 from diloco.protocol.registry import Entry, difference
 from diloco.protocol.rules import Rules
 from diloco.protocol.wire import FactsMessage, MessageError
-
-__all__ = ["Agreement", "Barriers", "Roster"]
 
 _MOST_UNSTEADY = 2
 _UNSTEADY_PERIODS = 10  # a quiet period is remembered for this many times the limit that makes it one
@@ -30,17 +28,16 @@ class Roster:
         self._quiet_s: dict[int, float] = {}  # rank -> when its last quiet period ended
         self.in_doubt: set[int] = set()  # ranks whose connection has ended for a reason that is still unknown
         self._rules = rules
-        # rank -> its connection; None: it was not connected when the view began
-        self._members: dict[int, int | None] = {}
+        # the members' ranks -> their connections, though other processes may have replaced them since; None: it was not
+        # connected when the view began
+        self.members: dict[int, int | None] = {}
 
     def connect(self, rank: int, connection: int, address: str, now_s: float) -> None:
-        """Record an open connection."""
         self.connections[rank], self.addresses[rank], self.message_counts[rank] = connection, address, 0
         self._heard_s[rank] = now_s
         self.in_doubt.discard(rank)
 
     def note_message(self, rank: int, now_s: float) -> None:
-        """Record a message of a rank, a heartbeat or another one."""
         if rank in self.message_counts:
             self.message_counts[rank] += 1
             if now_s - self._heard_s[rank] > self._rules.unsteady_s:
@@ -64,44 +61,27 @@ class Roster:
         return frozenset((mine, each) for each in quiet if len(quiet) <= _MOST_UNSTEADY)
 
     def disconnect(self, rank: int) -> None:
-        """Record the end of a connection."""
         for known in (self.connections, self.addresses, self.message_counts, self._heard_s, self._quiet_s):
             known.pop(rank, None)
 
     def set_members(self, view: View) -> None:
         """Make the processes that are connected now the members of ``view``; those that were members before stay."""
-        self._members = {
-            rank: self._members.get(rank, self.connections.get(rank)) for rank in self._rules.ranks(view.members)
+        self.members = {
+            rank: self.members.get(rank, self.connections.get(rank)) for rank in self._rules.ranks(view.members)
         }
-
-    def set_connections(self, connections: Mapping[int, int]) -> None:
-        """Make the processes with these connections the members, even if others have replaced them since."""
-        self._members.update(connections)
-
-    def remove(self, rank: int) -> None:
-        """Remove the process of a rank from the members."""
-        self._members.pop(rank, None)
-
-    def mark_replaced(self, rank: int) -> None:
-        """Record that the process connected as ``rank`` has taken the place of the member."""
-        self._members[rank] = None
-
-    def has(self, rank: int) -> bool:
-        """Return whether a process of that rank is a member, connected or not."""
-        return rank in self._members
 
     def is_from_member(self, rank: int, connection: int | None) -> bool:
         """Return whether a message is from a member; ``connection`` is None if it has ended since."""
-        return self.has(rank) and (connection is None or connection == self._members[rank])
+        return rank in self.members and (connection is None or connection == self.members[rank])
 
     def is_connected(self, rank: int) -> bool:
         """Return whether the process connected as ``rank`` is the member."""
-        return self.has(rank) and rank in self.connections and self._members[rank] == self.connections[rank]
+        return rank in self.members and rank in self.connections and self.members[rank] == self.connections[rank]
 
     def reaches(self, replica: int) -> bool:
         """Return whether all ranks of a replica are connected; if they are members, as the members' processes."""
         ranks = self._rules.ranks((replica,))
-        return all(self.is_connected(rank) if self.has(rank) else rank in self.connections for rank in ranks)
+        return all(self.is_connected(rank) if rank in self.members else rank in self.connections for rank in ranks)
 
     def unreached(self, view: View) -> frozenset[int]:
         """Return the other members of ``view``, the current view, that are not connected."""
@@ -179,12 +159,10 @@ class Agreement:
         return None if message.answer else self.mine
 
     def begin_view(self, members: Collection[int]) -> None:
-        """Note the replicas of a view, whose facts stay when their connections end."""
         self._replicas = {*members}
         self._were_members.update(self._rules.ranks(members))
 
     def forget(self, rank: int) -> None:
-        """Handle the end of a rank's connection. The facts of a rank that was a member stay."""
         if rank not in self._were_members:
             self._theirs.pop(rank, None)
 

@@ -40,8 +40,6 @@ from diloco.protocol.rounds import Rounds
 from diloco.protocol.rules import Rules
 from diloco.protocol.wire import Change
 
-__all__ = ["ViewChange", "believed"]
-
 T = TypeVar("T")
 
 _LONGEST = 4  # times `silence_s`: after that this rank waits for no answer, even if the change still makes progress
@@ -241,7 +239,7 @@ class ViewChange:
             me, mine = self._rules.replica, self.mine
             reason = f"{names_of(self.staying)} can't be reached and may be continuing without replica {me}"
             following = NextView(None, self.view, mine.step + 1, mine.commits, reason, void=mine.void)
-        in_doubt = {self._rules.replica_of(rank) for rank in self._roster.in_doubt if self._roster.has(rank)}
+        in_doubt = {self._rules.replica_of(rank) for rank in self._roster.in_doubt if rank in self._roster.members}
         if following is not None and following.view is None and in_doubt - self.mine.gone:
             return None  # a replica whose process turns out to have ended is no side that could be larger
         return following
@@ -262,7 +260,6 @@ class ViewChange:
         return following if self.mine.ready and same else None
 
     def _advance(self, before: Report) -> None:
-        """Become ready if all staying members know what this rank knows."""
         if self.mine is not before and self.mine.known != before.known:
             self.mine = replace(self.mine, ready=False)
             if not self._still_stay(before):
@@ -295,7 +292,6 @@ class ViewChange:
         return True
 
     def _alike(self) -> list[Report] | None:
-        """Return the reports of all staying ranks if all equal ``mine.known``, else None."""
         if self.is_left_out or not self._all(self._differing, lambda report: report.known == self.mine.known):
             return None
         return [self._reports[rank] for rank in self._rules.ranks(self.staying)]
