@@ -35,32 +35,7 @@ _START_AGAIN_S = 0.5, 4.0  # pauses between two attempts to enter the network
 _FAREWELL_S = 10.0  # time limit for a leaving peer to announce that the run has ended
 
 
-@dataclass(frozen=True, kw_only=True)
-class SwarmConnected(Connected):
-    """A transport connected to the members of a swarm."""
-
-    node: Node  # this peer
-    dialer: MemberDialer
-    announcer: Announcer
-
-    def refresh(self) -> None:
-        self.transport.connections.call(self._dial_members())
-
-    async def _dial_members(self) -> None:
-        entries = self.transport.registry.entries
-        for rank in sorted(self.transport.connections.connected & entries.keys()):
-            try:
-                await self.dialer.dial(await self.dialer.ask(entries[rank].address))
-                return
-            except OSError:
-                continue
-
-    def finish(self) -> None:
-        self.announcer.finished = True
-        self.transport.connections.call(self.announcer.announce(), _FAREWELL_S)
-
-
-def enter_swarm(place: SwarmPlace, rules: Rules, *, held_step: int = -1) -> SwarmConnected:
+def enter_swarm(place: SwarmPlace, rules: Rules, *, held_step: int = -1) -> Connected:
     """Find the members of the run and connect to all of them, or found the swarm if there are none.
 
     Args:
@@ -103,12 +78,8 @@ def _start(transport: PeerTransport, place: SwarmPlace, timeout_s: float) -> Non
 
 def _connect(
     transport: PeerTransport, streams: PeerStreams, place: SwarmPlace, rules: Rules, held_step: int
-) -> SwarmConnected:
+) -> Connected:
     connections, number, registry = transport.connections, transport.replica, Registry(0)
-    announcer = Announcer(place, streams, registry, number, rules.facts, held_step)
-    connections.call(announcer.refresh())
-    connections.entries = registry.entries
-    dialer = MemberDialer(connections, streams, registry, rules.silence_s)
     election = BootstrapElection(
         number=number,
         held_step=held_step,
@@ -117,29 +88,23 @@ def _connect(
         window_s=place.join_window_s,
         policy=rules.policy,
     )
-    search = Search(place, rules, streams, dialer, announcer, election)
-    with waiting_for(search.awaited, search.patience_s):
-        view, found = connections.call(search.find())
-    announcer.swarm = found.swarm if found else place.swarm or secrets.token_hex(8)
-    founded_step = found.founded_step if found else max(0, held_step)
+    directory = SwarmDirectory(transport, registry, election, place)
+    connections.entries = registry.entries
+    connections.call(directory.announce())
+    with waiting_for(directory.awaited, directory.patience_s):
+        view, found = connections.call(directory.find())
+    directory.swarm = found.swarm if found else place.swarm or secrets.token_hex(8)
+    directory.founded_step = found.founded_step if found else max(0, held_step)
     if found is None:
-        transport.step = founded_step if place.views else 0  # joining peers receive it
+        transport.step = directory.founded_step if place.views else 0  # joining peers receive it
     transport.begin(view, registry, member=found is None, closed=place.closed)
     if found is None:
-        connections.call(announcer.announce())  # before other peers search
-    SwarmService(transport, announcer.swarm, founded_step, place.status)
-    connections.post(announcer.keep_announcing)
+        connections.call(directory.announce())  # before other peers search
+    serve_status(directory, place.status)
+    connections.post(directory.keep_announcing)
     entries = {**(found.entries if found else {}), number: registry.entries[number]}
-    table = Table(entries, found is not None, found.step if found else 0, founded_step)
-    return SwarmConnected(
-        transport=transport,
-        table=table,
-        joining=found is not None,
-        swarm=announcer.swarm,
-        node=streams.node,
-        dialer=dialer,
-        announcer=announcer,
-    )
+    table = Table(entries, found is not None, found.step if found else 0, directory.founded_step)
+    return Connected(transport=transport, table=table, joining=found is not None, directory=directory)
 
 
 _CHECK_S = 0.1

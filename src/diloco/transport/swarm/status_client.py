@@ -16,11 +16,12 @@ import msgspec
 
 from diloco.errors import RendezvousError, TransportError
 from diloco.membership import GREATEST, MOST_RANK
+from diloco.transport.peers.directory import question
 from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, UNKNOWN_PEER_BYTES, within
 from diloco.transport.swarm.identity import PeerRecord, load_identity
 from diloco.transport.swarm.peer_config import Admission, NodePlace
-from diloco.transport.swarm.peer_streams import PeerStreams
-from diloco.transport.swarm.swarm import StatusAnswer, StatusAsked, ask_peer
+from diloco.transport.swarm.peer_streams import PeerAddress, PeerStreams
+from diloco.transport.swarm.status import StatusAnswer, StatusAsked
 from diloco.units import visible
 
 __all__ = ["PeerReport", "StatusClient", "absences", "open_status_client", "status_of"]
@@ -93,7 +94,7 @@ class StatusClient:
     async def _answered(self, report: PeerReport, peer: str, question: StatusAsked, route: str) -> PeerReport:
         """Return ``report`` completed by the answer of ``peer``."""
         asked_s = time.monotonic()
-        answer = await within(_ANSWER_S, ask_peer(self._streams, peer, question, StatusAnswer, self._most_bytes))
+        answer = await within(_ANSWER_S, question(self._streams.open, PeerAddress(peer), asked, StatusAnswer, self._most_bytes))
         took_s = time.monotonic() - asked_s
         status = status_of(answer.text)
         if question.since is None:
