@@ -71,9 +71,7 @@ def test_nobody_else_can_read_what_a_run_writes(tmp_path: Path, umask: int, monk
 
 
 @UMASKS
-def test_the_key_of_connections_is_in_no_file_that_others_can_read(
-    umask: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_key_of_connections_is_in_no_file_that_others_can_read(umask: int, monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[int] = []
     before = ssl.SSLContext.load_cert_chain
 

@@ -142,6 +142,14 @@ def test_nobody_keeps_the_others_from_founding_by_what_does_not_exist(liar: Cand
     assert founded == View(5, (0,))
 
 
+def test_one_that_has_finished_is_not_waited_for() -> None:
+    """It alone can't end the search of two others, and they need not wait for it."""
+    view = View(4, (0, 1, 2))
+    one = candidacy(Candidate(1, 10, view), Policy(min_replicas=1))
+    assert one.founds((), NOW_S, left={0}) is None, "2 may be continuing"
+    assert one.founds((), NOW_S, left={0, 2}) == View(5, (1,))
+
+
 def test_a_vote_is_bound_to_a_founder_until_that_one_votes_otherwise_or_has_ended() -> None:
     view = View(4, (0, 1, 2))
     one, two = Candidate(1, 10, view), candidacy(Candidate(2, 10, view))

@@ -1,6 +1,5 @@
 from .bootstrap import BootstrapElection as BootstrapElection
 from .bootstrap import Candidate as Candidate
-from .bootstrap import Candidates as Candidates
 from .bootstrap import LastViews as LastViews
 from .next_view import largest_set as largest_set
 from .next_view import next_view as next_view

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from diloco.membership.quorum import Policy, decide
 from diloco.membership.values import View
 
-__all__ = ["BootstrapElection", "Candidate", "Candidates", "LastViews"]
-
 _MAX_VIEWS_AHEAD = 1000  # a view that a member names can't be later than another one's by more than this
 
 
@@ -81,7 +79,9 @@ class BootstrapElection:
         views = () if self.views is None else (self.views.last, self.views.agreed, self.views.vote)
         return Candidate(self.number, self.held_step, *views)
 
-    def founds(self, others: Sequence[Candidate], waited_s: float, *, had_members: bool = False) -> View | None:
+    def founds(
+        self, others: Sequence[Candidate], waited_s: float, *, had_members: bool = False, left: Collection[int] = ()
+    ) -> View | None:
         """Vote, and return the view of this replica alone that it founds for the others to join, or None.
 
         The founder is the replica with the newest step; of several, the one with the lowest number. If any of them was
@@ -95,6 +95,7 @@ class BootstrapElection:
                 here.
             had_members: whether any replica announces that it was a member. In that case a replica without a checkpoint
                 founds none.
+            left: replicas that have finished the run; of these, none can be continuing.
 
         >>> newest = BootstrapElection(number=2, held_step=150, alone=False, window_s=3.0, policy=Policy())
         >>> newest.founds([Candidate(1, 100)], 2.0), newest.founds([Candidate(1, 100)], 3.0)
@@ -119,11 +120,11 @@ class BootstrapElection:
         if waited_s < self.window_s:
             return None
         if self.views is not None and newest is not None and self._may_vote(newest, founded, others):
-            if self._are_enough(newest, founded, there, [each.number for each in there if each.last is not None]):
+            if self._are_enough(newest, founded, there, left, [each.number for each in there if each.last is not None]):
                 self.views.vote = founded
             there = (self.me, *others)
         voters = [each.number for each in there if each.last is not None and each.vote == founded]
-        enough = newest is None or self._are_enough(newest, founded, there, voters)
+        enough = newest is None or self._are_enough(newest, founded, there, left, voters)
         return founded if first == self.number and enough else None
 
     def _credible(self, others: Sequence[Candidate]) -> tuple[View | None, list[Candidate]]:
@@ -161,10 +162,17 @@ class BootstrapElection:
         voted_for = (each for each in others if each.number in before.members)
         return all(each.last is None or each.vote == founded for each in voted_for)
 
-    def _are_enough(self, newest: View, founded: View, there: Sequence[Candidate], counted: Collection[int]) -> bool:
+    def _are_enough(
+        self,
+        newest: View,
+        founded: View,
+        there: Sequence[Candidate],
+        left: Collection[int],
+        counted: Collection[int],
+    ) -> bool:
         """Return whether the members that are ``counted`` may continue from every view that others may be in."""
         promised = [view for each in there for view in (each.agreed, each.vote) if view and view.id > newest.id]
-        ended = {each.number for each in there if each.last is None}
+        ended = {*left, *(each.number for each in there if each.last is None)}
         joining = {each.number for each in there}.difference(counted)
         return all(
             decide(

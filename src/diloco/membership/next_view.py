@@ -11,8 +11,6 @@ from collections.abc import Collection, Iterable, Sequence
 from diloco.membership.quorum import Policy, byzantine_quorum, decide, makes_one_history
 from diloco.membership.values import Agreed, NextView, Report, View
 
-__all__ = ["largest_set", "next_view", "reachable_from", "staying_members"]
-
 _MAX_EXACT = 16  # the most members among which `largest_set` tries all choices
 
 

@@ -14,28 +14,6 @@ from msgspec import Meta
 from diloco.errors import ConfigurationError
 from diloco.units import visible
 
-__all__ = [
-    "GREATEST",
-    "LEAST_FRAGMENT",
-    "MAX_MEMBERS",
-    "MAX_PAIRS",
-    "MOST_RANK",
-    "Agreed",
-    "Commits",
-    "Count",
-    "Digest",
-    "NextView",
-    "Rank",
-    "Ranks",
-    "Report",
-    "RoundKey",
-    "RoundKeys",
-    "View",
-    "Vote",
-    "Words",
-    "could_follow",
-]
-
 GREATEST = 1 << 53
 """The upper bound of every step, size and count."""
 

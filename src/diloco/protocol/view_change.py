@@ -40,8 +40,6 @@ from diloco.protocol.rounds import Rounds
 from diloco.protocol.rules import Rules
 from diloco.protocol.wire import Change
 
-__all__ = ["ViewChange", "believed"]
-
 T = TypeVar("T")
 
 _LONGEST = 4  # times `silence_s`: after that this rank waits for no answer, even if the change still makes progress
@@ -262,7 +260,6 @@ class ViewChange:
         return following if self.mine.ready and same else None
 
     def _advance(self, before: Report) -> None:
-        """Become ready if all staying members know what this rank knows."""
         if self.mine is not before and self.mine.known != before.known:
             self.mine = replace(self.mine, ready=False)
             if not self._still_stay(before):
@@ -295,7 +292,6 @@ class ViewChange:
         return True
 
     def _alike(self) -> list[Report] | None:
-        """Return the reports of all staying ranks if all equal ``mine.known``, else None."""
         if self.is_left_out or not self._all(self._differing, lambda report: report.known == self.mine.known):
             return None
         return [self._reports[rank] for rank in self._rules.ranks(self.staying)]

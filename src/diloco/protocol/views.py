@@ -8,7 +8,6 @@ from typing import Any
 from diloco.errors import ReplicaLostError, TransportError
 from diloco.membership import (
     NextView,
-    Report,
     RoundKeys,
     View,
     byzantine_quorum,
@@ -23,8 +22,6 @@ from diloco.protocol.rules import Rules
 from diloco.protocol.suspicion import Loss
 from diloco.protocol.view_change import ViewChange
 from diloco.protocol.wire import Adopted, Change, Excluded, Leaving, Refused
-
-__all__ = ["Views"]
 
 _MAX_JOINERS = 32  # the most replicas that join by one change
 _TRY_AGAIN = Refused("a view change is in progress")
@@ -79,7 +76,6 @@ class Views:
         return frozenset() if self.change is None else self.change.mine.joining
 
     def others(self) -> list[int]:
-        """Return all other ranks of the view."""
         return [rank for rank in self._rules.ranks(self.view.members) if rank != self._rules.rank]
 
     # Requests of this rank's owner.
@@ -131,7 +127,6 @@ class Views:
             self._hang_up(rank)
 
     def hang_up_on_others(self) -> None:
-        """Hang up on the other replicas."""
         for rank in self.others():
             if self._rules.replica_of(rank) != self._rules.replica:
                 self._hang_up(rank)
@@ -158,7 +153,6 @@ class Views:
             self._outbox.effects.timers[Timer("settle", self.view.id)] = None
 
     def lose(self, rank: int, loss: Loss) -> None:
-        """Handle the loss of the connection to a rank."""
         replica = self._rules.replica_of(rank)
         of_mine = f"rank {rank} of " if replica == self._rules.replica else ""
         self.drop(rank, f"{of_mine}replica {replica} is lost: {loss.text}", gone=loss.kind == "gone")
@@ -209,7 +203,6 @@ class Views:
     # Messages about the current view.
 
     def receive_change(self, sender: int, received: Change) -> None:
-        """Process a member's report on the end of a view."""
         last, step = self.adopted_last, received.report.step
         if last is not None and received.view == last.previous.id:
             self._outbox.send([sender], Adopted(last))  # the sender is still in the view that has ended here
@@ -220,7 +213,6 @@ class Views:
             self._follow(change.absorb(received.report))
 
     def receive_leaving(self, sender: int, leaving: Leaving) -> None:
-        """Process a member's announcement that it leaves."""
         replica = self._rules.replica_of(sender)
         if replica == self._rules.replica:
             # and announce it, in case this rank's connections end before the other rank's message arrives
@@ -312,7 +304,6 @@ class Views:
     # The next view.
 
     def _follow(self, following: NextView | None) -> None:
-        """Adopt ``following``, if it is known by now."""
         if following is not None:
             self._adopt(following)
 
@@ -356,7 +347,6 @@ class Views:
         return ReplicaLostError(f"{side}. Committed rounds stay committed.", replicas=lost)
 
     def _open(self, carried: Sequence[Submitted], void: RoundKeys) -> None:
-        """Open the current view with the rounds that are carried over; ``void`` ones are not."""
         self._roster.set_members(self.view)
         self._parted.clear()
         self._leaving.clear()
@@ -366,17 +356,21 @@ class Views:
 
     def on_view_began(self, began: ViewBegan) -> None:
         """Handle members that can't be reached and replicas that ask to join, as a view has begun."""
-        following, mine, view = began.following, began.mine, self.view
-        unheard = self._roster.unreached(view)
+        mine, following, me = began.mine, began.following, self._rules.replica
+        members = frozenset(self.view.members)
+        unheard, gone, left = self._roster.unreached(self.view), frozenset[int](), frozenset[int]()
+        if mine is None:  # what it knows of members that ended before it was one
+            gone = unheard & (self._ended_early | self._roster.replaced(unheard))
+        elif following is not None and self.view is following.view:  # they have no connection whose end it will notice
+            unheard |= {other for one, other in mine.unheard if one == me} & members
+            gone, left = mine.gone & members, mine.left & members
+        else:
+            unheard = frozenset()
+        if unheard | gone:
+            words = f"replica {me} can't reach every member of view {self.view.id}: {names_of(unheard | gone)}"
+            self.end(words, unheard=unheard, gone=gone, left=left)
         if following is None or mine is None:
-            if unheard:
-                gone = unheard & (self._ended_early | self._roster.replaced(unheard))
-                how = "joins" if following else "begins with"
-                words = f"replica {self._rules.replica} can't reach every member that it {how}: {names_of(unheard)}"
-                self.end(words, unheard=unheard, gone=gone)
             return
-        if view is following.view:
-            self._lose_unreachable(mine, unheard)
         complete = [replica for replica, asked in self._asked.items() if len(asked) == self._rules.ranks_per_replica]
         waiting = [each for each in dict.fromkeys((*complete, *mine.joining)) if each not in self.view.members]
         # they may not be connected to those that have just joined
@@ -385,16 +379,6 @@ class Views:
             self._asked.pop(replica, None)
             self._outbox.send(self._rules.ranks((replica,)), _TRY_AGAIN)
         self._admit([each for each in waiting if each not in again][:_MAX_JOINERS])
-
-    def _lose_unreachable(self, mine: Report, unheard: frozenset[int]) -> None:
-        """Lose members that were lost before this view was agreed on; they have no connection whose end would be
-        noticed."""
-        me, members = self._rules.replica, frozenset(self.view.members)
-        gone, left = mine.gone & members, mine.left & members
-        unheard |= frozenset(other for one, other in mine.unheard if one == me) & members
-        if gone | unheard:
-            words = f"replica {me} can't reach every member of the next view: {names_of(gone | unheard)}"
-            self.end(words, unheard=unheard, gone=gone, left=left)
 
     def _disconnect(self, lost: Sequence[int], following: NextView) -> None:
         for rank in self._rules.ranks(lost):

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from diloco.errors import RendezvousError, RunFinishedError, TransportError
-from diloco.membership import GREATEST, BootstrapElection, Candidate, Count, Rank, Ranks, View
+from diloco.membership import GREATEST, BootstrapElection, Candidate, Count, Rank, Ranks, View, byzantine_quorum
 from diloco.protocol import Entries, Entry, Introduce, Refused, Registry, WireMessage, difference
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
@@ -86,7 +86,9 @@ class Introduced(WireMessage):
 
 
 class Over(WireMessage):
-    """The run has ended."""
+    """The run has ended for the sender's replica."""
+
+    replica: Rank
 
 
 class Directory:
@@ -135,7 +137,11 @@ class Directory:
 
     def over(self) -> str:
         """Return why there is nobody left to join; "" if there may be."""
-        return "the others have finished the run, and no member is left to join." if self.transport.run_is_over else ""
+        views, replica_of = self.election.views, self.transport.rules.replica_of
+        members = {*map(replica_of, self.registry.entries)} if views is None else {*views.last.members}
+        finished = len(self.transport.finishers & members)  # fewer than could lie have just left
+        over = finished >= byzantine_quorum(len(members))
+        return "the others have finished the run, and no member is left to join." if over else ""
 
     def awaited(self) -> str:
         """Return what the search waits for, as text."""
@@ -156,7 +162,7 @@ class Directory:
         async def tell(entry: Entry) -> None:
             with contextlib.suppress(OSError, EOFError, TransportError, ValueError):
                 _, writer = await within(_OVER_S, self.connections.open(self.connections.streams.locate(entry)))
-                writer.write(pack(Over()))
+                writer.write(pack(Over(self.transport.replica)))
                 await within(_OVER_S, writer.drain())
                 writer.close()
 
@@ -210,10 +216,11 @@ class Directory:
             self.looking = [self._candidate(each) for each in answers if isinstance(each, Looking)]
             waited_s = asked_s - known_s
             if not there:
-                if view := self.election.founds(self.looking, waited_s, had_members=self.had_members()):
-                    return view, None
                 if over := self.over():
                     raise RunFinishedError(over)
+                left, had = self.transport.finishers, self.had_members()
+                if view := self.election.founds(self.looking, waited_s, had_members=had, left=left):
+                    return view, None
             if clock.time() - began_s > self.patience_s:
                 raise RendezvousError(self.nobody(why))
             await asyncio.sleep(backoff.next_s())
@@ -331,7 +338,9 @@ class Directory:
             return
         if self.searches:
             answer: WireMessage = Looking(me.number, me.held_step, self.was, me.last, me.agreed, me.vote)
-        elif closed := self.transport.closed_to_joiners or ("" if self.members else "it is joining itself"):
+        elif not self.members:
+            answer = Refused("it is joining itself")
+        elif streams.named and (closed := self.transport.closed_to_joiners):
             answer = Refused(closed)
         elif why := await self._refusal(entry, writer):
             answer = Refused(why, for_good=True)
@@ -363,7 +372,7 @@ class Directory:
             await say(Introduced(), reader, writer)
 
     async def _note_end(self, asked: Over, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.transport.run_is_over = True
+        self.transport.finishers.add(asked.replica)
 
 
 async def question(

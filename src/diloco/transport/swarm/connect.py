@@ -8,9 +8,8 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from diloco.algorithm import check_whole
 from diloco.errors import ConfigurationError, RendezvousError
@@ -24,15 +23,14 @@ from diloco.transport.swarm.node import Node
 from diloco.transport.swarm.payload_routes import SwarmLinks
 from diloco.transport.swarm.peer_config import Admission, NodePlace, SwarmPlace
 from diloco.transport.swarm.peer_streams import PeerStreams
-from diloco.transport.swarm.search import Announcer, Search
-from diloco.transport.swarm.swarm import MemberDialer, SwarmService
+from diloco.transport.swarm.search import SwarmDirectory
+from diloco.transport.swarm.status import serve_status
 from diloco.waiting import waiting_for
 
-__all__ = ["SwarmConnected", "connect_swarm", "enter_swarm", "run_peer"]
+__all__ = ["connect_swarm", "enter_swarm", "run_peer"]
 
 
 _START_AGAIN_S = 0.5, 4.0  # pauses between two attempts to enter the network
-_FAREWELL_S = 10.0  # time limit for a leaving peer to announce that the run has ended
 
 
 def enter_swarm(place: SwarmPlace, rules: Rules, *, held_step: int = -1) -> Connected:
@@ -55,7 +53,7 @@ def enter_swarm(place: SwarmPlace, rules: Rules, *, held_step: int = -1) -> Conn
     transport = PeerTransport(dataclasses.replace(rules, rank=number, together=False), streams, SwarmLinks)
     try:
         _start(transport, place, rules.rendezvous_timeout_s)
-        return _connect(transport, streams, place, rules, held_step)
+        return _connect(transport, place, rules, held_step)
     except BaseException:
         transport.close()
         raise
@@ -76,9 +74,7 @@ def _start(transport: PeerTransport, place: SwarmPlace, timeout_s: float) -> Non
             time.sleep(backoff.next_s())
 
 
-def _connect(
-    transport: PeerTransport, streams: PeerStreams, place: SwarmPlace, rules: Rules, held_step: int
-) -> Connected:
+def _connect(transport: PeerTransport, place: SwarmPlace, rules: Rules, held_step: int) -> Connected:
     connections, number, registry = transport.connections, transport.replica, Registry(0)
     election = BootstrapElection(
         number=number,
@@ -162,10 +158,11 @@ def connect_swarm(
     )
     connected = enter_swarm(place, exchange)
     transport = connected.transport
+    streams = cast(PeerStreams, transport.connections.streams)
     try:
         if connected.joining and connected.table.step > 0:
             raise connected.already_running()
-        for address in transport.connections.call(connected.node.addresses()):
+        for address in transport.connections.call(streams.node.addresses()):
             on_address(address)
         with waiting_for(lambda: f"the members of run {run!r} to let this peer in", exchange.rendezvous_timeout_s):
             if connected.joining and join(connected, exchange.rendezvous_timeout_s) > 0:

@@ -1,11 +1,11 @@
-"""The directory of a swarm: its DHT says where to ask, and a peer that finds no member founds a view of itself alone."""
+"""The directory of a swarm: its DHT says where to ask, and a peer that finds no member founds a view of itself."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import cast
 
 from diloco.errors import RendezvousError
@@ -118,7 +118,7 @@ class SwarmDirectory(Directory):
         run = self._place.admission.run
         return f"a member of run {run!r}" if self.election.views is None else f"{super().awaited()}, of run {run!r}"
 
-    def nobody(self, why: dict[str, str]) -> str:
+    def nobody(self, why: Mapping[str, str]) -> str:
         run, for_s = self._place.admission.run, f"within {self.patience_s:g} s"
         if self.had_members():
             tried = "; ".join(why.values()) or "none of them answers"
