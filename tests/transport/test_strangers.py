@@ -142,7 +142,7 @@ def test_nobody_changes_the_address_of_a_rank_that_is_connected(live: Live) -> N
     """Before, a message to the rendezvous or to a member did, and joiners took its author for three donors."""
     entry = {"rank": 1, "address": "6.6.6.6:1", "facts": {}, "held_step": -1, "places": []}
     for question in (
-        {"kind": "look", "entry": entry},
+        {"kind": "ask", "entry": entry},
         {"kind": "register", "patience_s": 1.0, "entry": entry},
     ):
         with closing(stranger_at(live.transports[0].address)) as stranger:

@@ -88,7 +88,7 @@ def refuses_for_good(member: PeerTransport) -> None:
         writer.write(frame({"kind": "refused", "reason": "\x1b[2Jgo away", "for_good": True}))
         await reader.read(1)
 
-    (asked,) = [each for each in member.connections.services if each.__name__ == "TableAsked"]
+    (asked,) = [each for each in member.connections.services if each.__name__ == "Ask"]
     member.connections.services[asked] = refuse
 
 

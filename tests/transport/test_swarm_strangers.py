@@ -34,7 +34,7 @@ def hello(rank: Any, address: str = ME) -> bytes:
 
 
 def table(**fields: Any) -> bytes:
-    return frame({"kind": "tableasked", "entry": ENTRY, **fields})
+    return frame({"kind": "ask", "entry": ENTRY, **fields})
 
 
 OPENINGS: dict[str, bytes] = {
@@ -51,7 +51,7 @@ OPENINGS: dict[str, bytes] = {
     "hello with a negative rank": hello(-5),
     "hello in the name of a member": hello(1),
     "hello from another address": hello(9, "QmXoypizjW3WknFiJnKLwHCnL72vedxjQkDDP1mXWo6uco"),
-    "table without an entry": frame({"kind": "tableasked"}),
+    "table without an entry": frame({"kind": "ask"}),
     "table in another's name": table(entry=ENTRY | {"address": "somebody"}),
     "table with an entry of lists": table(entry=[1, 2]),
     "table with facts that are none": table(entry=ENTRY | {"facts": 5}),

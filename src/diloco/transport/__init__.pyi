@@ -24,6 +24,7 @@ from .links import round_times as round_times
 from .links import transfer_times as transfer_times
 from .peers.connected import Connected as Connected
 from .peers.connected import join as join
+from .peers.directory import Members as Members
 from .peers.transport import PeerTransport as PeerTransport
 from .replica_group import ReplicaGroup as ReplicaGroup
 from .replica_group import open_replica_group as open_replica_group
@@ -51,7 +52,6 @@ from .swarm.status_client import StatusClient as StatusClient
 from .swarm.status_client import absences as absences
 from .swarm.status_client import open_status_client as open_status_client
 from .swarm.status_client import status_of as status_of
-from .swarm.swarm import SwarmTable as SwarmTable
 from .tcp.connect import Place as Place
 from .tcp.connect import connect as connect
 from .tcp.connect import connect_again as connect_again

@@ -280,8 +280,8 @@ class TcpStreams:
     def address(self, text: str) -> Address:
         return parse_address(text)
 
-    def calls_back_at(self, entry: Entry) -> None:
-        """Return None: a peer connects itself if it has something to send."""
+    def locate(self, entry: Entry) -> Address:
+        return parse_address(entry.address)
 
     def tune(self, writer: asyncio.StreamWriter, silence_s: float) -> None:
         """Send small packets at once, and let the kernel detect a dead path too."""

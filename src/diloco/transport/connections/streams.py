@@ -75,8 +75,12 @@ class Streams(Protocol):
     def address(self, text: str) -> Address:
         """Parse the string form of an address of this network."""
 
-    def calls_back_at(self, entry: Entry) -> Address | None:
-        """Return where to connect to a rank that can't connect itself and asks for it, or None if it must."""
+    def locate(self, entry: Entry) -> Address:
+        """Return where to connect to a rank.
+
+        Raises:
+            ConfigurationError: Its address is none of this network.
+        """
 
     def tune(self, writer: asyncio.StreamWriter, silence_s: float) -> None:
         """Configure a connection for small messages: send them at once, and detect a path that stays dead."""

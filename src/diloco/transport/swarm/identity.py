@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from diloco.errors import ConfigurationError
-from diloco.membership import GREATEST, MOST_RANK, Candidate, Count, View
+from diloco.membership import MOST_RANK
 from diloco.private_files import create_private, make_private_folder, read_private
 from diloco.transport.swarm.engine import load_engine
 from diloco.transport.swarm.peer_config import Admission
@@ -98,17 +98,11 @@ class StoredRecord(msgspec.Struct, frozen=True, array_like=True):
 
     number: Annotated[int, Meta(ge=-1, le=MOST_RANK)]
     swarm: _Name = ""
-    held_step: Annotated[int, Meta(ge=-1, le=GREATEST)] = -1
     addresses: Annotated[tuple[Annotated[str, Meta(max_length=1 << 10)], ...], Meta(max_length=_MAX_ADDRESSES)] = ()
     finished: bool = False
-    beat: Count = 0
-    was: _Name = ""
-    last: View | None = None
-    agreed: View | None = None
-    vote: View | None = None
 
     def __post_init__(self) -> None:
-        if not self.swarm.isprintable() or not self.was.isprintable():
+        if not self.swarm.isprintable():
             raise ValueError("the name of a swarm must be printable")
 
 
@@ -119,19 +113,8 @@ class PeerRecord:
     peer_id: str  # the peer's identity
     number: int  # the peer's replica number; -1 if it does not train
     swarm: str = ""  # the swarm that the peer is a member of; "" while it is searching for one
-    held_step: int = -1  # the newest step that the peer could resume from; -1 for none
-    addresses: tuple[str, ...] = field(default=())  # multiaddresses without ``/p2p/`` and the identity
+    addresses: tuple[str, ...] = ()  # multiaddresses without ``/p2p/`` and the identity
     finished: bool = False  # whether the peer has finished all steps of the run and is leaving
-    beat: int = 0  # a counter that grows each time the record is stored
-    was: str = ""  # the swarm that a searching peer was a member of
-    last: View | None = None  # what it was a member of in that swarm, and has promised since; see `Candidate`
-    agreed: View | None = None
-    vote: View | None = None
-
-    def candidate(self, swarm: str) -> Candidate:
-        """Return the record of a searching peer as a `Candidate`, for former members of ``swarm``."""
-        views = (self.last, self.agreed, self.vote) if swarm and swarm == self.was else ()
-        return Candidate(self.number, self.held_step, *views)
 
     def to_bytes(self, subkey: bytes, admission: Admission) -> bytes:
         """Return the record as stored under a subkey, with a proof that its author knows the secret of the run."""

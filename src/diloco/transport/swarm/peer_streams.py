@@ -178,7 +178,7 @@ class PeerStreams(TcpStreams):
     def address(self, text: str) -> PeerAddress:
         return PeerAddress(text)
 
-    def calls_back_at(self, entry: Entry) -> PeerAddress:  # type: ignore[override]  # over TCP it is None
+    def locate(self, entry: Entry) -> PeerAddress:
         self.know(entry.address, entry.places)
         return PeerAddress(entry.address)
 

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
@@ -22,19 +22,21 @@ from diloco.transport.base import Transport
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.sockets import Credentials, TcpStreams
 from diloco.transport.leader import LeaderTransport
-from diloco.transport.peers.connected import Connected
+from diloco.transport.peers.connected import Connected, Table
+from diloco.transport.peers.directory import Directory
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.replica_group import ReplicaGroup
 from diloco.transport.secret import TurnedAwayError, check_secret
 from diloco.transport.tcp.doctor import serve_probes
-from diloco.transport.tcp.reconnect import Reconnection, TorchConnected, serve_candidates
 from diloco.transport.tcp.rendezvous import ask, cause, connect_to_all, greet, serve, share_text
+from diloco.waiting import waiting_for
 
 __all__ = ["Place", "connect", "connect_again", "connect_tcp"]
 
 
 PORT_TIMEOUT_S = 5.0  # how long the owner of the rendezvous port may take to answer as a diloco or release the port
 _LISTEN_AGAIN_S = 0.2
+_CLOSED = "it is rejoining itself"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +126,17 @@ def connect_again(
         entries = [entry, *before.known_entries()]
         registry = Registry(len(entries), place.ranks_per_replica, entries)
         election = _election(place, rules, before.step, views)
-        search = Reconnection(transport, entry, election, registry, place.rendezvous, patience_s)
-        transport.connections.entries = registry.entries
-        return search.connect()
+        directory = TcpDirectory(transport, registry, election, patience_s, place.rendezvous)
+        connections = transport.connections
+        connections.entries = registry.entries
+        with waiting_for(directory.awaited, patience_s):
+            view, found = connections.call(directory.find())
+        serve(connections, registry)
+        if found is None:
+            transport.step = before.step  # joining ranks receive it
+        transport.begin(view, registry, member=found is None, closed=_CLOSED)
+        table = Table(dict(registry.entries), found is not None, found.step if found else 0)
+        return Connected(transport=transport, table=table, joining=found is not None, directory=directory)
     except BaseException:
         transport.close()
         raise
@@ -194,10 +204,33 @@ def _connect(transport: PeerTransport, place: Place, rules: Rules, held_step: in
     view = View(-1, tuple(members)) if table.running else View.of(place.num_replicas)
     election = _election(place, rules, held_step, None)
     serve(connections, registry)
-    serve_candidates(transport, registry, election)
     transport.begin(view, registry, member=not table.running)
-    search = Reconnection(transport, entry, election, registry, meeting, rules.rendezvous_timeout_s)
-    return TorchConnected(transport=transport, table=table, joining=table.running, reconnection=search)
+    directory = TcpDirectory(transport, registry, election, rules.rendezvous_timeout_s, meeting)
+    return Connected(transport=transport, table=table, joining=table.running, directory=directory)
+
+
+class TcpDirectory(Directory):
+    """The directory of a run over TCP, in which each rank asks at all addresses that it has ever known.
+
+    Args:
+        elsewhere: another address at which a member may answer.
+    """
+
+    def __init__(
+        self,
+        transport: PeerTransport,
+        registry: Registry,
+        election: BootstrapElection,
+        patience_s: float,
+        elsewhere: Address | None,
+    ) -> None:
+        super().__init__(transport, registry, election, patience_s)
+        self._elsewhere = elsewhere
+
+    async def addresses(self) -> Collection[Address]:
+        others = (entry for rank, entry in self.registry.entries.items() if rank != self.connections.rank)
+        places = dict.fromkeys([*map(self.connections.streams.locate, others), self._elsewhere])
+        return [each for each in places if each not in (None, self.connections.address)]
 
 
 async def _host_rendezvous(connections: ConnectionManager, address: Address, host: str) -> bool:

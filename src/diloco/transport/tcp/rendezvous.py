@@ -13,7 +13,7 @@ import socket
 import threading
 from collections.abc import Collection, Sequence
 from datetime import timedelta
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta
 
@@ -30,7 +30,7 @@ from diloco.transport.secret import TurnedAwayError
 from diloco.units import visible
 from diloco.waiting import waiting_for
 
-__all__ = ["ask", "cause", "connect_to_all", "greet", "question", "serve", "share_text"]
+__all__ = ["ask", "cause", "connect_to_all", "greet", "serve", "share_text"]
 
 
 _LONGEST_S = 30 * 86_400.0
@@ -221,16 +221,10 @@ async def greet(streams: Streams, address: Address, timeout_s: float) -> None:
         TimeoutError: if it does not answer.
         OSError, EOFError: if nothing listens there, or the connection is closed.
     """
-    await within(timeout_s, question(streams, address, Who(), Who))
-
-
-async def question(streams: Streams, address: Address, message: WireMessage, expected: Any) -> Any:
-    """Send ``message`` to ``address`` over a new connection and return the answer; raise the errors of `greet`."""
-    reader, writer = await streams.open(address)
+    reader, writer = await within(timeout_s, streams.open(address))
     try:
-        writer.write(pack(message))
-        answer, _ = await read_frame(reader, expected, MAX_MESSAGE_BYTES)
-        return answer
+        writer.write(pack(Who()))
+        await within(timeout_s, read_frame(reader, Who))
     finally:
         writer.transport.abort()
 
