@@ -47,9 +47,7 @@ OPENINGS = {
     "a living rank": frame(HELLO | {"rank": 1}),
     "no address": frame(HELLO | {"address": "a:b"}),
     "an address with escapes": frame(HELLO | {"address": "\x1b[2J:1"}),
-    "a registration without end": frame(
-        {"kind": "register", "patience_s": 1e300, "entry": {"rank": 0, "address": "a:1"}}
-    ),
+    "a registration at no address": frame({"kind": "register", "entry": {"rank": 0, "address": "a"}}),
     "a state of no fragment": frame({"kind": "fetch", "fragment": -1, "after": 0, "snapshot": ""}),
     "a probe of 1 TB": frame({"kind": "probe", "ask": "give", "bytes": 1 << 40}),
 }
@@ -126,7 +124,7 @@ def test_connections_that_do_nothing_keep_nobody_out(live: Live) -> None:
             idle.enter_context(closing(plain_stranger_at(address)))
         assert first.recv(1) == b"", "the oldest one is closed"
         with closing(stranger_at(address)) as honest:
-            honest.sendall(frame({"kind": "who"}))
+            honest.sendall(frame({"kind": "probe", "ask": "ping"}))
             assert honest.recv(4) == b"DLC2"
         live.still_works()
 
@@ -143,7 +141,7 @@ def test_nobody_changes_the_address_of_a_rank_that_is_connected(live: Live) -> N
     entry = {"rank": 1, "address": "6.6.6.6:1", "facts": {}, "held_step": -1, "places": []}
     for question in (
         {"kind": "ask", "entry": entry},
-        {"kind": "register", "patience_s": 1.0, "entry": entry},
+        {"kind": "register", "entry": entry},
     ):
         with closing(stranger_at(live.transports[0].address)) as stranger:
             stranger.sendall(frame(question))

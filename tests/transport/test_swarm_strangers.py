@@ -60,7 +60,7 @@ OPENINGS: dict[str, bytes] = {
     "link with a key of lists": frame({"kind": "link", "key": [], "connection": "x", "rank": 1}),
     "fetch of a huge fragment": frame({"kind": "fetch", "fragment": 1 << 60, "after": 0, "snapshot": ""}),
     "status with a blob": frame({"kind": "status"}, bytes(100_000)),
-    "register": frame({"kind": "register", "patience_s": 1e300, "entry": ENTRY}),
+    "register": frame({"kind": "register", "entry": ENTRY}),
     "probe of 1 TB": frame({"kind": "probe", "ask": "give", "bytes": 1 << 40}),
 }
 """Openings of a stream from a peer that knows the secret; `ME` is its own identity."""

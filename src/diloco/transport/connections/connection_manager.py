@@ -36,7 +36,7 @@ from diloco.protocol import (
     silent_ones,
 )
 from diloco.transport.address import Address
-from diloco.transport.connections.control_connection import ControlConnection, Who, say_who
+from diloco.transport.connections.control_connection import ControlConnection
 from diloco.transport.connections.control_thread import ControlThread
 from diloco.transport.connections.limits import ConnectionLimit
 from diloco.transport.connections.streams import (
@@ -149,7 +149,7 @@ class ConnectionManager(ControlThread):
         self.rules = rules
         self.streams = streams
         self.address = Address("", 0)  # where this process listens
-        self.services: dict[type[WireMessage], Service] = {Who: say_who}  # type of the first message -> service
+        self.services: dict[type[WireMessage], Service] = {}  # type of the first message -> service
         self.arrived = asyncio.Event()  # set when a connection is made and when its first message arrives
         self.most_ranks = sys.maxsize  # only lower ranks may connect
         self.entries: Mapping[int, Entry] = {}  # known ranks; a peer with another proven identity can't claim them

@@ -252,7 +252,7 @@ async def _host_rendezvous(connections: ConnectionManager, address: Address, hos
                 return False  # it is not an address of this machine
         left_s = deadline_s - clock.time()
         try:
-            await greet(connections.streams, address, left_s)
+            await greet(connections, address, left_s)
             return False
         except TurnedAwayError:
             return False  # a diloco with another secret, which registration will report
