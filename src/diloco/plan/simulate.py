@@ -1,20 +1,222 @@
-"""The simulator: the sends and merges of a schedule on links and clocks, for all replicas at once.
+"""The simulator: what replicas send each other, the links and machines that carry it, and the clocks of all replicas.
 
 ``CU = compute time / (compute time + time that is not compute)``. The simulator has no model of its own of what the
-trainer decides: `SyncSchedule` says when to send, the codecs how much, and `round_times` how long a transfer takes.
+trainer decides: `SyncSchedule` says when to send, the codecs how much, and `round_times` how long a transfer takes. What
+real runs spend besides (TCP, queues and work), and the errors of predictions with it, are results of
+benchmarks/simulator.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from diloco.algorithm import Send, SyncSchedule, steps_to_train, trains_at
-from diloco.plan.exchange import Floats, Parcel
-from diloco.plan.site import Site
-from diloco.transport import LinkArrays, RoundTimes, round_times, streams_to_each
+from diloco.algorithm import (
+    PLAIN_MEAN,
+    Codec,
+    MeanEncoding,
+    Send,
+    SyncSchedule,
+    Uplink,
+    make_codec,
+    plan_exchange,
+    steps_to_train,
+    trains_at,
+)
+from diloco.errors import ConfigurationError
+from diloco.train import RunSettings, make_configured_codec, make_mean_encoding, make_schedule
+from diloco.transport import Link, LinkArrays, RoundTimes, round_times, streams_to_each
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """The traffic of one round of one fragment."""
+
+    sent_bytes: Floats  # by replica, ``(M,)``
+    received_bytes: Floats
+    numel: int = 0  # number of values in the fragment, which determines the work of encoding and merging
+
+    def send_s(self, began_s: Floats, ended_s: Floats, bandwidth_bits_per_s: Floats) -> Floats:
+        """Return when it is sent, for a sending step from ``began_s`` to ``ended_s``; all ``(M,)``.
+
+        The trainer sends when the inner optimizer has updated the parameters.
+        """
+        return ended_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """What replicas send each other, and when."""
+
+    schedule: SyncSchedule
+    fragment_sizes: tuple[int, ...]  # number of values of each fragment
+    codec: Codec
+    mean: MeanEncoding = PLAIN_MEAN
+    whole: bool = False  # whether every replica needs whole contributions
+    dynamic_steps: bool = False  # whether slow replicas skip steps
+    gradients: bool = False  # whether these are the gradients of data-parallel steps, whose work is not counted
+
+    @classmethod
+    def of(cls, settings: RunSettings, fragment_sizes: Sequence[int]) -> Exchange:
+        """Return the exchange of resolved ``settings`` for a model with these fragments."""
+        if settings.algorithm == "data-parallel":
+            return cls.of_gradients(sum(fragment_sizes), settings.sync.codec or "float32")
+        return cls(
+            schedule=make_schedule(settings),
+            fragment_sizes=tuple(fragment_sizes),
+            codec=make_configured_codec(settings.sync),
+            mean=make_mean_encoding(settings.sync),
+            whole=settings.sync.whole_contributions,
+            dynamic_steps=settings.network.straggler == "dynamic",
+        )
+
+    @classmethod
+    def of_gradients(cls, parameters: int, codec: str = "float32") -> Exchange:
+        """Return the exchange of data-parallel steps, as the trainer takes them: all gradients after the step."""
+        schedule = SyncSchedule(inner_steps=1)
+        return cls(schedule=schedule, fragment_sizes=(parameters,), codec=make_codec(codec), gradients=True)
+
+    def parcels(self, num_replicas: int, uplinks: Sequence[Uplink] = ()) -> tuple[Parcel, ...]:
+        """Return what ``num_replicas`` replicas send, by the exchange that transports choose for their ``uplinks``.
+
+        >>> exchange = Exchange(schedule=SyncSchedule(inner_steps=9), fragment_sizes=(1000,), codec=make_codec("fp4"))
+        >>> exchange.parcels(2)[0].sent_bytes
+        array([504., 504.])
+        """
+        parcels: dict[int, Parcel] = {}
+        for numel in set(self.fragment_sizes):
+            plan = plan_exchange(self.codec, numel, num_replicas, mean=self.mean, whole=self.whole, uplinks=uplinks)
+            parcels[numel] = Parcel(np.array(plan.sent, float), np.array(plan.received, float), numel)
+        return tuple(parcels[numel] for numel in self.fragment_sizes)
+
+
+def fragment_sizes(parameters: int, layers: int, num_fragments: int) -> tuple[int, ...]:
+    """Return the number of values in each strided fragment (Streaming DiLoCo, Fig. 2) of a model of equal layers.
+
+    Raises:
+        ConfigurationError: there are not as many layers, or not as many parameters.
+
+    >>> fragment_sizes(10, 4, 2)
+    (4, 6)
+    """
+    if not 1 <= num_fragments <= layers <= parameters:
+        raise ConfigurationError(
+            f"{parameters} parameters in {layers} layers cannot be split into {num_fragments} fragments."
+        )
+    edges = [layer * parameters // layers for layer in range(layers + 1)]
+    sizes = [end - begin for begin, end in itertools.pairwise(edges)]
+    return tuple(sum(sizes[first::num_fragments]) for first in range(num_fragments))
+
+
+CongestionControl = Literal["bbr", "cubic", "reno"]
+
+SEGMENT_BYTES = 1448
+FIRST_WINDOW_BYTES = 10 * SEGMENT_BYTES
+"""The congestion window of a connection that is new or was idle for longer than a round trip or two (RFC 6928, and
+section 4.1 of RFC 5681)."""
+
+LARGEST_WINDOW_BYTES = 1 << 22  # the most in flight over one connection: Linux's default limit on the send buffer
+P90_QUEUE_TRIPS = 4.0  # about one round in ten loses more round trips in queues
+P90_WORK = 1.25  # factor for the work at p90
+
+ACCURACY = (
+    "median error 4% of the time of a round (largest 94%) and 0.1% of the whole time (largest 14%), in 26 runs on a CPU"
+)
+"""The errors of predictions, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """The conditions under which replicas exchange contributions. The defaults are measured on a CPU."""
+
+    # TCP congestion control of the senders: bbr keeps its rate across pauses and losses; cubic and reno restart slowly
+    # after a pause, and treat a loss as congestion; None: payload has the full rate from the start
+    congestion_control: CongestionControl | None = "cubic"
+    loss: float = 0.0  # fraction of packets lost for other reasons than a full queue
+    # time per value that a round takes for decoding, summing and hashing, while training continues
+    average_s_per_value: float = 1.5e-9
+    # time per value that a send blocks the training loop: pseudo-gradient and encoding
+    send_s_per_value: float = 2.5e-9
+    # time per value that a merge blocks the training loop: outer step and merge
+    merge_s_per_value: float = 1.9e-9
+    # round trips lost in queues while the payload fills the link; a smaller payload loses a part of them
+    queue_trips: float = 0.0
+
+    @property
+    def measures_uplinks(self) -> bool:
+        """Whether replicas learn how fast they can send, so that slow ones sum less: where losses don't slow them."""
+        return self.congestion_control in ("bbr", None)
+
+    def scaled(self, work: float) -> Conditions:
+        """Return the conditions with ``work`` times the work."""
+        return replace(
+            self,
+            average_s_per_value=work * self.average_s_per_value,
+            send_s_per_value=work * self.send_s_per_value,
+            merge_s_per_value=work * self.merge_s_per_value,
+        )
+
+    def at_p90(self) -> Conditions:
+        """Return conditions that one round in ten exceeds, instead of every other round."""
+        return replace(self.scaled(P90_WORK), queue_trips=P90_QUEUE_TRIPS)
+
+    def carried_bits_per_s(self, bandwidth_bits_per_s: Floats, round_trip_s: Floats, connections: int) -> Floats:
+        """Return the throughput on a link of the connections to all other replicas together, ``(M,)``.
+
+        It is the share of the bandwidth that loss leaves, but at most one window per connection and round trip. Where
+        loss counts as congestion, a window is ``sqrt(1.5 / loss)`` segments (Mathis et al., 1997).
+
+        >>> Conditions(loss=0.005).carried_bits_per_s(np.array(3e8), np.array(0.08), 2)
+        np.float64(5016019.1...)
+        """
+        if self.congestion_control is None:
+            return bandwidth_bits_per_s
+        window_bytes = float(LARGEST_WINDOW_BYTES)
+        if self.congestion_control != "bbr" and self.loss > 0:
+            window_bytes = min(window_bytes, SEGMENT_BYTES * math.sqrt(1.5 / self.loss))
+        with np.errstate(divide="ignore"):
+            most_bits_per_s = 8 * connections * window_bytes / round_trip_s
+        carried: Floats = np.minimum((1 - self.loss) * bandwidth_bits_per_s, most_bits_per_s)
+        return carried
+
+    def start_s(self, sent_bytes: Floats, carried_bits_per_s: Floats, round_trip_s: float, connections: int) -> Floats:
+        """Return how many seconds slow start adds to a transfer at full speed, ``(M,)``.
+
+        Connections in slow start double what they send with every round trip.
+
+        >>> Conditions().start_s(np.array([1e4, 1e7]), np.array(2e8), 0.5, 4).round(2)
+        array([0.08, 3.06])
+        """
+        if self.congestion_control in ("bbr", None):
+            return np.zeros_like(sent_bytes)
+        window = connections * FIRST_WINDOW_BYTES
+        full = np.maximum(window, carried_bits_per_s * round_trip_s / 8)  # in flight at full speed
+        # sent at window / rtt * 2 ** (t / rtt): this much until t, or until the speed of the link is reached
+        trips = np.log2(np.minimum(full, sent_bytes * math.log(2) + window) / window)
+        slow_bytes = window * (2**trips - 1) / math.log(2)
+        lost: Floats = trips * round_trip_s - 8 * slow_bytes / carried_bits_per_s
+        return np.maximum(0.0, lost)
+
+
+IDEAL = Conditions(congestion_control=None).scaled(0.0)
+"""No overhead: the ideal of the papers and of the virtual clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """The replicas and links of a run."""
+
+    links: tuple[Link, ...]  # one for each replica
+    step_time_s: tuple[float, ...]  # compute time of an inner step, one for each replica
+    conditions: Conditions = Conditions()
 
 
 @dataclass(frozen=True)
@@ -151,8 +353,7 @@ class _Run:
     def send(self, fragment: int, step: int) -> None:
         parcel = self.parcels[fragment]
         self.spent_s = self.spent_s + self.conditions.send_s_per_value * parcel.numel
-        lasted_s = self.computed_s[step] - self.computed_s[step - 1]
-        sent_at_s = _equivalent_send_s(parcel, self.now_s(step - 1), lasted_s, self.links.bandwidth_bits_per_s)
+        sent_at_s = parcel.send_s(self.now_s(step - 1), self.now_s(step), self.links.bandwidth_bits_per_s)
         times = round_times(
             self.links, sent_at_s, parcel.sent_bytes, parcel.received_bytes, self.up_free_s, self.down_free_s
         )
@@ -167,16 +368,3 @@ class _Run:
         self.waited_s = self.waited_s + waited_s
         self.spent_s = self.spent_s + self.conditions.merge_s_per_value * self.parcels[fragment].numel
         self.merged.append(SimulatedRound(fragment, average_s - encoded_s, waited_s))
-
-
-def _equivalent_send_s(parcel: Parcel, began_s: Floats, lasted_s: Floats, bandwidth_bits_per_s: Floats) -> Floats:
-    """Return the time at which to send the parcel in one piece so that it ends when its parts would.
-
-    The sending step began at ``began_s`` and lasted ``lasted_s``, ``(M,)``.
-    """
-    whole_s = 8 * parcel.sent_bytes / bandwidth_bits_per_s
-    latest_s, gone = np.full_like(began_s, -np.inf), 0.0
-    for fraction, share in parcel.releases:
-        latest_s = np.maximum(latest_s, began_s + fraction * lasted_s - gone * whole_s)
-        gone += share
-    return latest_s
