@@ -132,7 +132,7 @@ def test_presets_are_listed_with_exact_counts(capsys: pytest.CaptureFixture[str]
 
 def call_command(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
     """Replace `diloco presets` by ``run``."""
-    monkeypatch.setitem(sys.modules, "diloco.cli.presets", types.SimpleNamespace(run=run))
+    monkeypatch.setitem(sys.modules, "diloco.cli.plan", types.SimpleNamespace(run_presets=run))
 
 
 @pytest.mark.parametrize(
@@ -282,12 +282,6 @@ def test_help_names_values_as_people_do(command: str, capsys: pytest.CaptureFixt
     assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
     assert not re.search(r"\{None\}|\[(STR|PATH|INT)\b|\bSTR\|", shown)
-
-
-@pytest.mark.parametrize("command", ["watch", "train"])
-def test_a_shell_gets_completions(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, "--tyro-print-completion", "bash"]) == 0
-    assert f"completion for diloco {command}" in capsys.readouterr().out
 
 
 def test_help_of_finetune_shows_what_finetune_does(

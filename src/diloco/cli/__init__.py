@@ -17,32 +17,25 @@ from diloco.cores import set_wait_policy
 from diloco.errors import DEBUG, ConfigurationError, DiLoCoError, nearest
 from diloco.terminal import StandardOutput, make_streams_safe, show_visibly
 
-__all__ = ["COMMANDS", "DONE", "FAILED", "INTERRUPTED", "PLACES", "main"]
+__all__ = ["COMMANDS", "DONE", "FAILED", "INTERRUPTED", "main"]
 
 COMMANDS = {
-    "train": "train a language model with DiLoCo, Streaming DiLoCo or a baseline",
-    "finetune": "fine-tune a transformers model on conversations",
-    "tokenize": "turn text into a folder of packed tokens for training",
-    "evaluate": "measure the loss, perplexity and bits per byte of a trained model",
-    "generate": "continue a text with a trained model, or chat with it",
-    "export": "write a trained model for transformers, or as one safetensors file",
-    "plan": "predict what settings cost on a link, and which others fit it",
-    "sweep": "run a study: the same run with settings varied along axes",
-    "doctor": "check the connection to other replicas: names, ports, latency, bandwidth",
-    "status": "show what a checkpoint holds, or what the peers of a swarm are doing",
-    "watch": "show runs and swarms on a web page, live or as one file",
-    "relay": "run a bootstrap node for a swarm",
-    "secret": "create the secret that keeps others out of a run",
-    "presets": "list the model presets and their dimensions",
+    "train": ("train", "train a language model with DiLoCo, Streaming DiLoCo or a baseline"),
+    "finetune": ("train", "fine-tune a transformers model on conversations"),
+    "tokenize": ("tokenize", "turn text into a folder of packed tokens for training"),
+    "evaluate": ("trained", "measure the loss, perplexity and bits per byte of a trained model"),
+    "generate": ("trained", "continue a text with a trained model, or chat with it"),
+    "export": ("trained", "write a trained model for transformers, or as one safetensors file"),
+    "plan": ("plan", "predict what settings cost on a link, and which others fit it"),
+    "sweep": ("sweep", "run a study: the same run with settings varied along axes"),
+    "doctor": ("network", "check the connection to other replicas: names, ports, latency, bandwidth"),
+    "status": ("status", "show what a checkpoint holds, or what the peers of a swarm are doing"),
+    "watch": ("status", "show runs and swarms on a web page, live or as one file"),
+    "relay": ("network", "run a bootstrap node for a swarm"),
+    "secret": ("network", "create the secret that keeps others out of a run"),
+    "presets": ("plan", "list the model presets and their dimensions"),
 }
-"""Every command with a description. The module of the same name has ``run(arguments) -> exit code``, or the module in
-`PLACES` has ``run_COMMAND``."""
-
-PLACES = {
-    **dict.fromkeys(("evaluate", "generate", "export"), "trained"),
-    **dict.fromkeys(("doctor", "relay", "secret"), "network"),
-    **dict.fromkeys(("status", "watch"), "status"),
-}
+"""Every command, with the module of its ``run_COMMAND(arguments) -> exit code``, and a description."""
 
 RENAMED = {"inspect": "status RUN", "peers": "status --run NAME --join ADDRESS", "dht": "relay", "simulate": "plan"}
 """Old commands, with the new ones."""
@@ -131,8 +124,8 @@ def _dispatch(words: Sequence[str]) -> int:
     from diloco.waiting import log_to_stderr
 
     log_to_stderr()
-    module = importlib.import_module(f"diloco.cli.{PLACES.get(command, command)}")
-    run: Callable[[Sequence[str]], int] = getattr(module, f"run_{command}" if command in PLACES else "run")
+    module = importlib.import_module(f"diloco.cli.{COMMANDS[command][0]}")
+    run: Callable[[Sequence[str]], int] = getattr(module, f"run_{command}")
     try:
         return run(rest)
     except SystemExit as stop:  # tyro exits after --help (0) or a usage error (2)
@@ -141,7 +134,7 @@ def _dispatch(words: Sequence[str]) -> int:
 
 def _help() -> str:
     width = max(map(len, COMMANDS))
-    commands = "\n".join(f"  {name:{width}}  {about}" for name, about in COMMANDS.items())
+    commands = "\n".join(f"  {name:{width}}  {about}" for name, (_, about) in COMMANDS.items())
     return f"""usage: diloco [--debug] COMMAND ...
 
 Train one language model on machines that are connected by slow, distant and unreliable links.

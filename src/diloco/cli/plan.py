@@ -1,4 +1,4 @@
-"""``diloco plan``: what the settings of a run cost on its links, and which others fit them."""
+"""``diloco plan`` and ``diloco presets``: what settings cost on a link, which others fit it, and which there are."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff
 
+from diloco.algorithm import SyncSettings
 from diloco.cli.tables import columns, facts_table
-from diloco.config import Configuration, compose, flatten, parse_flags, preset_values, to_toml
+from diloco.config import Configuration, compose, flatten, parse_flags, parse_options, preset_values, to_toml
 from diloco.data import corpus_vocabulary_size
 from diloco.errors import ConfigurationError
-from diloco.model import with_vocabulary
+from diloco.model import get_preset, preset_names, with_vocabulary
 from diloco.transport import EmulateSettings
 from diloco.units import (
     COUNT,
@@ -87,7 +88,7 @@ class PlanSettings(Configuration):
 OWN = {field.name for field in fields(PlanSettings)} - {field.name for field in fields(Configuration)}
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_plan(arguments: Sequence[str]) -> int:
     """Print the cost of the settings, and the table of others."""
     shown = flatten(PlanSettings()) | preset_values(PlanSettings.preset)
     common = [*(name for name in shown if name in OWN), *SHOWN]
@@ -264,3 +265,34 @@ def _fragment_rows(fragments: Sequence[dict[str, Any]]) -> list[list[str]]:
         )
         rows.append([names, values, f"step {steps}", *costs])
     return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class PresetsOptions:
+    """List the model presets, for `diloco train --preset NAME`.
+
+    Examples:
+      diloco presets
+      diloco train --preset streaming-35m --data texts/ --print-config
+    """
+
+    json: FlagCreatePairsOff[bool] = False
+    """Print one JSON object with every setting of every preset, by name."""
+
+
+def run_presets(arguments: Sequence[str]) -> int:
+    """Print the table."""
+    options = parse_options(PresetsOptions, "presets", arguments)
+    presets = [get_preset(name) for name in preset_names()]
+    if options.json:
+        print(json.dumps({p.name: {**asdict(p), "settings": preset_values(p.name)} for p in presets}, indent=2))
+        return 0
+    rows = []
+    for preset in presets:
+        values, model = preset_values(preset.name), preset.model
+        heads = str(model.heads) if model.kv_heads is None else f"{model.heads}/{model.kv_heads}"
+        inner_steps = values.get("sync.inner_steps", SyncSettings().inner_steps)
+        numbers = (model.layers, model.width, model.ffn_width, heads, preset.vocab_size, inner_steps)
+        rows.append([preset.name, f"{preset.parameters:,}", *map(str, numbers), str(values["train.steps"])])
+    print(columns(["name", "parameters", "layers", "width", "ffn", "heads", "vocab", "H", "steps"], rows))
+    return 0

@@ -39,7 +39,7 @@ class SweepOptions:
     """List the runs and which of them are done, without running any."""
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_sweep(arguments: Sequence[str]) -> int:
     """Run all runs that are not done yet; return 1 if a run failed."""
     given = parse_options(SweepOptions, "sweep", arguments)
     if given.jobs is not None and given.jobs < 1:

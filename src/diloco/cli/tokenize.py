@@ -41,7 +41,7 @@ class TokenizeSettings:
             raise ConfigurationError(f"--shard-tokens must be at least 1, got {self.shard_tokens}.")
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_tokenize(arguments: Sequence[str]) -> int:
     """Tokenise the text and print a summary."""
     line = parse_flags(TokenizeSettings, "tokenize", DESCRIPTION, arguments, shown=flatten(TokenizeSettings()))
     from_file = {} if line.file is None else read_toml(line.file, TokenizeSettings)

@@ -1,14 +1,19 @@
-"""``diloco train``: plan the run, choose its folder, and train: all replicas here, one rank, or a peer of a swarm."""
+"""``diloco train`` and ``diloco finetune``, which is `diloco train` with the preset for conversations.
+
+They plan the run, choose its folder, and train: all replicas here, one rank, or a peer of a swarm.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,24 +26,26 @@ from diloco.config import (
     Configuration,
     RunPlan,
     command_text,
+    compose,
+    flatten,
     join_command,
     parse_arguments,
+    parse_flags,
     plan_run,
+    preset_values,
     read_toml,
     resume_command,
 )
 from diloco.errors import ConfigurationError
-from diloco.events import Event, RoundVoid
 from diloco.plugins import is_own
 from diloco.private_files import make_private_folder
 from diloco.train import POSITION, Role, read_torchrun, role_of
 
 if TYPE_CHECKING:
-    from diloco.monitor import Sinks
     from diloco.train import SwarmFleet, TorchFleet
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_train(arguments: Sequence[str]) -> int:
     """Train; return 130 if a signal stopped the run and its state was saved."""
     return run_line(with_torchrun(parse_arguments(arguments)), ["train", *arguments])
 
@@ -54,6 +61,118 @@ def with_torchrun(line: CommandLine) -> CommandLine:
     replicas, rest = divmod(torchrun.world_size, asked.get("network.replica_size", 1))
     defaults = {"network.transport": "torch"} | ({} if rest else {"network.replicas": replicas})
     return dataclasses.replace(line, defaults=defaults)
+
+
+FINETUNE_DESCRIPTION = """Fine-tune a transformers model on conversations, with DiLoCo between replicas.
+
+By default only adapters (LoRA, --lora-rank) are trained and exchanged; --full trains
+all weights. --help-all shows all flags, which are those of `diloco train`, with the defaults of this command.
+
+Examples:
+  diloco finetune llama --data chat.jsonl              on this machine alone
+  diloco finetune llama --data chat.jsonl --transport hivemind --run mine
+                                                       with others; prints how to join
+  diloco finetune llama --data chat.jsonl --full       all weights
+  diloco finetune --resume runs/mine                   continue a stopped run
+
+The run's folder gets an adapter for peft. `diloco generate RUN --chat` chats with
+the model, and `diloco export RUN --out PATH --merge` writes it as a whole model."""
+
+COMMON = (
+    *("data.paths", "epochs", "full", "model.lora_rank", "model.quantization", "optimizer.learning_rate"),
+    *("train.steps", "train.batch_size", "train.sequence_length", "train.precision", "data.format"),
+    *("network.replicas", "network.transport", "network.run", "network.join", "out", "checkpoint.resume"),
+)
+"""The settings that --help shows."""
+
+SHOWN = {
+    "preset": None,
+    "data.tokenizer": "that of the model",
+    "optimizer.learning_rate": "0.0002, or 2e-05 with --full",
+    "train.steps": "from --epochs and the data",
+    "train.sequence_length": "the longest of the model, at most 1024",
+    "sync.inner_steps": "a tenth of the steps, at most 20",
+    "sync.outer": "nesterov, or sgd with fewer than 50 rounds",
+}
+"""The defaults that follow from the data and the model, as the help shows them."""
+
+HELPS = {
+    "file": "Folder of a transformers model.",
+    "data.paths": "Conversations to train on: .jsonl, .json or .parquet files.",
+}
+
+FEW_STEPS = 50  # with fewer steps a model hardly learns, whatever the data
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneSettings(Configuration):
+    """The settings of a run, and two options from which some of its settings are derived."""
+
+    full: bool = False
+    """Train all weights instead of adapters (--lora-rank 0)."""
+    epochs: float = 3.0
+    """Number of passes over all conversations. Use this or --steps."""
+
+
+def run_finetune(arguments: Sequence[str]) -> int:
+    """Fine-tune; return 130 if a signal stopped the run and its state was saved."""
+    shown = flatten(FinetuneSettings()) | preset_values("finetune") | SHOWN
+    about: Any = {"shown": shown, "common": COMMON, "metavars": {"file": "MODEL"}, "helps": HELPS}
+    line = parse_flags(FinetuneSettings, "finetune", FINETUNE_DESCRIPTION, arguments, **about)
+    values, folder, typed = dict(line.values), line.file, ["finetune", *arguments]
+    full, epochs, resumes = values.pop("full", False), values.pop("epochs", None), "checkpoint.resume" in values
+    for flag, others, both in (
+        ("--full", "--lora-rank", full and "model.lora_rank" in values),
+        ("--epochs", "--steps", epochs is not None and "train.steps" in values),
+        ("--resume", "a model, --full or --epochs", resumes and (folder or full or epochs is not None)),
+    ):
+        if both:
+            raise ConfigurationError(f"{flag} can't be combined with {others}. Leave one of them out.")
+    if resumes:
+        return run_line(line, typed)
+    epochs = FinetuneSettings.epochs if epochs is None else epochs
+    if not 0 < epochs < 1e6:
+        raise ConfigurationError(f"--epochs must be a positive number, got {epochs:g}.")
+    if folder is not None and folder.suffix == ".toml":
+        raise ConfigurationError(
+            f"{folder} is a settings file, but diloco finetune needs the folder of a model. For settings, use "
+            f"`{command_text('train', folder)}`."
+        )
+    if "data.paths" not in values or (folder is None and "model.source" not in values):
+        raise ConfigurationError(
+            "diloco finetune needs a model and conversations: diloco finetune FOLDER --data chat.jsonl, where FOLDER "
+            "holds a transformers model."
+        )
+    if folder is not None and not folder.expanduser().is_dir():
+        raise ConfigurationError(
+            f"there is no folder {str(folder)!r} with a transformers model. A model of the Hugging Face hub is given "
+            "as --model hf:NAME --tokenizer hf:NAME instead."
+        )
+    values = {"preset": "finetune"} | ({} if folder is None else {"model.source": f"hf:{folder}"}) | values
+    values |= {"model.lora_rank": 0} if full else {}
+    line, notes = with_torchrun(dataclasses.replace(line, file=None, values=values)), list[str]()
+    asked = compose(line)
+    if "train.steps" not in values:
+        from diloco.data import build_chat_corpus
+
+        length = asked.train.sequence_length
+        rows = len(build_chat_corpus(asked.data, length).train) // length
+        sequences = asked.train.batch_size * asked.network.replicas
+        steps = values["train.steps"] = max(1, math.ceil(epochs * rows / sequences))
+        inner_steps = values["sync.inner_steps"] = compose(line).sync.inner_steps
+        steps = values["train.steps"] = math.ceil(steps / inner_steps) * inner_steps  # the last round follows the last
+        asked = compose(line)
+        if steps < FEW_STEPS:
+            notes.append(
+                f"{rows} rows, {sequences} per step and read {epochs:g} times, give only {steps} steps. For more "
+                "steps, use a smaller --batch-size, shorter rows (--sequence-length) or more --epochs."
+            )
+    if asked.sync.outer == "sgd" and "sync.outer" not in values:
+        notes.append(
+            f"The run has only {asked.train.steps // asked.sync.inner_steps} rounds, so the outer optimizer has no "
+            "momentum and a learning rate of 1: each round ends in the mean of the replicas' parameters."
+        )
+    return run_line(line, typed, notes=notes)
 
 
 def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = ()) -> int:
@@ -182,18 +301,6 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
                 _clear(folder, of_rank=True)
 
 
-class _Watched:
-    """The sinks of a process, and the reason of the last void round."""
-
-    def __init__(self, sinks: Sinks) -> None:
-        self.close, self.void_reason, self._sinks = sinks.close, "", sinks
-
-    def handle(self, event: Event) -> None:
-        if isinstance(event, RoundVoid):
-            self.void_reason = event.reason.rstrip(".")
-        self._sinks.handle(event)
-
-
 def _train(
     plan: RunPlan,
     folder: Path,
@@ -205,7 +312,7 @@ def _train(
     For a tracker, a process with all replicas is a single run; any other process is one run of a group. Without a
     role, it holds all replicas, or is a peer of a swarm.
     """
-    from diloco.monitor import make_sinks
+    from diloco.monitor import make_sinks, read_metrics
     from diloco.train import OVER, run_training
 
     settings, home, group = plan.configuration, folder.resolve(), None
@@ -220,14 +327,17 @@ def _train(
         group, name = settings.network.run, settings.network.name or platform.node()
     config: dict[str, Any] = dataclasses.asdict(settings)
     sinks = make_sinks(monitor, folder, is_terminal=sys.stdout.isatty(), config=config, name=name, group=group)
-    with closing(_Watched(sinks)) as sink:
-        summary = run_training(settings, folder=folder, sink=sink, config_toml=plan.record, notes=plan.notes, meet=meet)
+    with closing(sinks):
+        summary = run_training(
+            settings, folder=folder, sink=sinks, config_toml=plan.record, notes=plan.notes, meet=meet
+        )
     in_vain = summary.get("rounds_void") and not summary.get("rounds_committed")
     if in_vain and (role is None or role.is_first):
+        *_, last = {"reason": "see metrics.jsonl"}, *read_metrics(folder / "metrics.jsonl", "RoundVoid")
         _say(
             "no round was committed, so the replicas have learned nothing from each other: all "
-            f"{summary['rounds_void']} were void. The reason of the last one: "
-            f"{sink.void_reason or 'see metrics.jsonl'}. Remove the cause, then start a new run."
+            f"{summary['rounds_void']} were void. The reason of the last one: {last['reason'].rstrip('.')}. Remove the "
+            "cause, then start a new run."
         )
     interrupted = summary["interrupted"] and not (role is None and summary["interrupted"] == OVER)
     return INTERRUPTED if interrupted else FAILED if in_vain else DONE

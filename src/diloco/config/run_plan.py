@@ -19,8 +19,7 @@ from typing import Any
 from diloco import __version__
 from diloco.config.configuration import FINETUNE, Configuration, compose, layered, parse_arguments, preset_values
 from diloco.config.flags import CommandLine, command_text
-from diloco.config.keys import OldKeyError, Values, build, flatten, keys_of
-from diloco.config.toml import in_toml, read_toml, to_toml
+from diloco.config.keys import OldKeyError, Values, build, flatten, in_toml, keys_of, read_toml, to_toml
 from diloco.errors import ConfigurationError
 from diloco.model import parse_source
 from diloco.plugins import KEYS, absolute, confirm, is_own, own_code, same_code

@@ -1,8 +1,8 @@
 """The simulator: what replicas send each other, the links and machines that carry it, and the clocks of all replicas.
 
 ``CU = compute time / (compute time + time that is not compute)``. The simulator has no model of its own of what the
-trainer decides: `SyncSchedule` says when to send, the codecs how much, and `round_times` how long a transfer takes. What
-real runs spend besides (TCP, queues and work), and the errors of predictions with it, are results of
+trainer decides: `SyncSchedule` says when to send, the codecs how much, and `round_times` how long a transfer takes.
+What real runs spend besides (TCP, queues and work), and the errors of predictions with it, are results of
 benchmarks/simulator.
 """
 

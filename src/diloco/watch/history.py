@@ -260,9 +260,8 @@ class ProcessHistory:
     diverged: Record | None = None  # the last step with a non-finite loss or gradient norm
     newest_s: float | None = None  # the time of its newest record, by its own clock
     _began_s: float | None = None
-    # fragment -> telemetry of its round of the current outer step, from the first replica that reported one, at a step
-    _rounds: dict[int, list[float | None]] = field(default_factory=dict)
-    _rounds_of: tuple[int, int] = (0, 0)  # that replica and step
+    # fragment -> its newest outer step, and the telemetry of that round
+    _rounds: dict[int, tuple[int, list[float | None]]] = field(default_factory=dict)
     _step_times: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     @property
@@ -297,8 +296,15 @@ class ProcessHistory:
             case events.Evaluated():
                 self.evaluated_at = event.step
                 self.evaluations.add(place, [event.heldout_loss])
-            case events.RoundCommitted():
-                self._committed(event, place)
+            case events.RoundCommitted() if event.fragment < MAX_FRAGMENTS:
+                if self._rounds.get(event.fragment, (-1,))[0] < event.outer_step:  # not also from its other replicas
+                    self._rounds[event.fragment] = event.outer_step, [getattr(event, name) for name in _TELEMETRY]
+                    by_name = zip(*(values for _, values in self._rounds.values()), strict=True)
+                    known = [
+                        [each for each in values if each is not None and math.isfinite(each)] for values in by_name
+                    ]
+                    if any(known):
+                        self.outer.add(place, [sum(each) / len(each) if each else None for each in known])
             case events.SampleGenerated():
                 self.evaluated_at = event.step
                 self.samples.append(event)
@@ -320,21 +326,6 @@ class ProcessHistory:
         self.diverged, self.evaluated_at = None, min(self.evaluated_at, step)
         self.norms.clear()
         self._rounds.clear()
-
-    def _committed(self, event: events.RoundCommitted, place: Sequence[float]) -> None:
-        if self._rounds and event.replica != self._rounds_of[0]:
-            return
-        if event.fragment in self._rounds:  # this is its next outer step, so the current one is complete
-            by_name = zip(*self._rounds.values(), strict=True)
-            known = [[each for each in values if each is not None and math.isfinite(each)] for values in by_name]
-            if any(known):
-                means = [sum(each) / len(each) if each else None for each in known]
-                self.outer.add((self._rounds_of[1], *place[1:]), means)
-            self._rounds = {}
-        if not self._rounds:
-            self._rounds_of = event.replica, event.step
-        if len(self._rounds) < MAX_FRAGMENTS:
-            self._rounds[event.fragment] = [getattr(event, name) for name in _TELEMETRY]
 
     def _stepped(self, event: events.StepFinished, time_s: float | None) -> None:
         before, norm = self.last, event.gradient_norm

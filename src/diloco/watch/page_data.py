@@ -238,15 +238,26 @@ def _member_rows(run: RunHistory, now_s: float) -> list[dict[str, Any]]:
 
     A peer with the number of another one has a row of its own, without the rounds of that number.
     """
-    peers, (counted, missed) = {each.process: each for each in run.seen}, run.grid.participation()
-    of_rounds, num_merged = _rounds_of_members(run), sum(cell.state == "merged" for cell in run.grid.recent())
+    newest_first, (counted, missed) = run.grid.recent(), run.grid.participation()
+    of_rounds: defaultdict[int, dict[str, Any]] = defaultdict(dict)  # replica -> the cells of its newest rounds
+    for cell in reversed(newest_first):
+        for replica, (digest, weight) in cell.sent.items():
+            of_rounds[replica].update(weight=weight, digest="agrees" if digest else "")
+        for replica, wait_s in cell.waits_s.items():
+            of_rounds[replica].update(wait_s=wait_s)
+        for replica in of_rounds.keys() & cell.late_s.keys():
+            of_rounds[replica].update(late_s=cell.late_s[replica])
+    for replica in (replica for cell in newest_first[: len(run.grid.newest)] for replica in cell.minority()):
+        of_rounds[replica]["digest"] = "differs"
+    num_merged = sum(cell.state == "merged" for cell in newest_first)
     members = run.expected if run.views or not run.seen else ()  # the peers of a swarm have other numbers at first
     names = {**(run.first.started.names if run.first.started else {}), **(run.views[-1][0].names if run.views else {})}
+    seen = {each.process: each for each in run.seen}
     numbers = {f"replica {replica}": replica for replica in {*members, *of_rounds}}
-    numbers |= {each.process: each.report.number for each in run.seen}
+    numbers |= {name: each.report.number for name, each in seen.items()}
     rows = []
     for process_name, replica in sorted(numbers.items(), key=lambda each: (each[1], each[0])):
-        process, peer = run.processes.get(process_name), peers.get(process_name)
+        process, peer = run.processes.get(process_name), seen.get(process_name)
         report, last = peer.report if peer else PeerReport("", replica), process.last if process else None
         row = {
             "replica": replica,
@@ -258,29 +269,14 @@ def _member_rows(run: RunHistory, now_s: float) -> list[dict[str, Any]]:
             "way": report.route,
             "round_trip_s": report.round_trip_s,
             "steps_per_s": 1 / process.step_s if process and process.step_s else None,
+            **{name: report.status.get(name) for name in ("link_bits_per_s", "pace", "codec")},
+            **{
+                name: report.status.get(name, getattr(last, name, None))
+                for name in ("step", "sent_bytes", "received_bytes")
+            },
         }
-        row |= {name: report.status.get(name) for name in ("link_bits_per_s", "pace", "codec")}
-        for name in ("step", "sent_bytes", "received_bytes"):
-            row[name] = report.status.get(name, getattr(last, name, None))
         if process_name == f"replica {replica}":
             row |= of_rounds.get(replica, {})
-            if num_merged:
-                row |= {"counted": f"{counted[replica]} of {num_merged}", "missed": missed[replica]}
+            row |= {"counted": f"{counted[replica]} of {num_merged}", "missed": missed[replica]} if num_merged else {}
         rows.append(row)
-    return rows
-
-
-def _rounds_of_members(run: RunHistory) -> dict[int, dict[str, Any]]:
-    """Return replica -> the cells of its row that come from its newest rounds."""
-    newest_first = run.grid.recent()
-    rows: defaultdict[int, dict[str, Any]] = defaultdict(dict)
-    for cell in reversed(newest_first):
-        for replica, (digest, weight) in cell.sent.items():
-            rows[replica].update(weight=weight, digest="agrees" if digest else "")
-        for replica, wait_s in cell.waits_s.items():
-            rows[replica].update(wait_s=wait_s)
-        for replica in rows.keys() & cell.late_s.keys():
-            rows[replica].update(late_s=cell.late_s[replica])
-    for replica in (replica for cell in newest_first[: len(run.grid.newest)] for replica in cell.minority()):
-        rows[replica]["digest"] = "differs"
     return rows
