@@ -228,16 +228,34 @@ class SimulatedRound:
     waited_s: Floats  # the part of it for which the training loop stood still
 
 
-@dataclass(frozen=True)
 class Simulated:
-    """The measured part of a run; arrays are by replica, ``(M,)``."""
+    """The measured part of a run, and the clocks and links of its replicas; arrays are by replica, ``(M,)``.
 
-    steps: int  # number of measured inner steps
-    merged: tuple[SimulatedRound, ...]  # the rounds that were merged in them
-    compute_s: Floats  # time spent computing
-    waited_s: Floats  # time spent waiting for averages
-    spent_s: Floats  # time spent on encoding, outer steps and merging (`Conditions`)
-    sent_bytes: Floats  # payload
+    Attributes:
+        steps: the number of measured inner steps.
+        merged: the rounds that were merged in them.
+        compute_s: the time spent computing.
+        waited_s: the time spent waiting for averages.
+        spent_s: the time spent on encoding, outer steps and merging (`Conditions`).
+        sent_bytes: the bytes of payload.
+    """
+
+    def __init__(self, parcels: Sequence[Parcel], site: Site, computed_s: Floats) -> None:
+        self._parcels, self._conditions, self._computed_s = parcels, site.conditions, computed_s
+        links, others = LinkArrays.of(site.links), len(site.links) - 1
+        self._connections = max(1, others) * streams_to_each(others)
+        rates = self._conditions.carried_bits_per_s(links.bandwidth_bits_per_s, 2 * links.latency_s, self._connections)
+        self._links = LinkArrays(rates, links.latency_s)
+        self._overhead_s = [self._overhead(parcel) if others else 0.0 for parcel in parcels]
+        self._earlier_s = self._up_free_s = self._down_free_s = self.waited_s = self.spent_s = np.zeros(len(site.links))
+        self.in_flight: dict[int, tuple[Floats, RoundTimes]] = {}  # fragment -> end of encoding, transfers
+
+    def measure(self, step: int) -> None:
+        """Begin the measured part after ``step``."""
+        self._earlier_s = self._earlier_s + self.waited_s + self.spent_s
+        self.steps, self.compute_s = len(self._computed_s) - 1 - step, self._computed_s[-1] - self._computed_s[step]
+        self.waited_s = self.spent_s = self.sent_bytes = np.zeros_like(self._earlier_s)
+        self.merged: list[SimulatedRound] = []
 
     @property
     def compute_utilization(self) -> float:
@@ -248,6 +266,40 @@ class Simulated:
     def wall_s(self) -> float:
         """The duration of the measured part for the slowest replica."""
         return float((self.compute_s + self.waited_s + self.spent_s).max())
+
+    def _overhead(self, parcel: Parcel) -> float:
+        """Return the time that a round takes in addition to the transfer of its payload and a vote."""
+        conditions, rates = self._conditions, self._links.bandwidth_bits_per_s
+        round_trip_s = 2 * self._links.latency_s.max()
+        # at most the transfer time of the payload: a payload that does not fill the link builds no queue
+        filling_s = np.minimum(round_trip_s, 8 * parcel.sent_bytes / rates).max()
+        overhead_s = conditions.queue_trips * filling_s + conditions.average_s_per_value * parcel.numel
+        return float(overhead_s + conditions.start_s(parcel.sent_bytes, rates, round_trip_s, self._connections).max())
+
+    def _now_s(self, step: int) -> Floats:
+        """Return the clocks after ``step``, including the waits and the work recorded so far."""
+        clocks_s: Floats = self._computed_s[step] + self._earlier_s + self.waited_s + self.spent_s
+        return clocks_s
+
+    def send(self, fragment: int, step: int) -> None:
+        """Send a fragment after ``step``."""
+        parcel = self._parcels[fragment]
+        self.spent_s = self.spent_s + self._conditions.send_s_per_value * parcel.numel
+        sent_at_s = parcel.send_s(self._now_s(step - 1), self._now_s(step), self._links.bandwidth_bits_per_s)
+        sizes = parcel.sent_bytes, parcel.received_bytes
+        times = round_times(self._links, sent_at_s, *sizes, self._up_free_s, self._down_free_s)
+        self._up_free_s, self._down_free_s = times.up_end_s, np.maximum(self._down_free_s, times.down_end_s)
+        self.in_flight[fragment] = self._now_s(step), times
+        self.sent_bytes = self.sent_bytes + parcel.sent_bytes
+
+    def merge(self, fragment: int, step: int) -> None:
+        """Merge the average of a fragment after ``step``, as soon as it is there."""
+        encoded_s, times = self.in_flight.pop(fragment)
+        average_s = times.committed_s + self._overhead_s[fragment]
+        waited_s = np.maximum(0.0, average_s - self._now_s(step))
+        self.waited_s = self.waited_s + waited_s
+        self.spent_s = self.spent_s + self._conditions.merge_s_per_value * self._parcels[fragment].numel
+        self.merged.append(SimulatedRound(fragment, average_s - encoded_s, waited_s))
 
 
 def simulate(
@@ -277,30 +329,16 @@ def simulate(
     >>> simulate(schedule, diloco.parcels(2), two, steps=20).compute_utilization  # two rounds of 4 s
     0.714...
     """
-    computed_s = _computed_s(site.step_time_s, steps, schedule.inner_steps if dynamic else None)
-    run, before = _Run(parcels, site, computed_s), None
-    for step in schedule.busy_steps(steps):
-        if before is None and step > measure_from:
-            before = run.totals()
-        for action in schedule.actions(step):
-            if isinstance(action, Send):
-                run.send(action.fragment, step)
-            else:
-                run.merge(action.fragment, step)
-    before = run.totals() if before is None else before
+    run = Simulated(parcels, site, _computed_s(site.step_time_s, steps, schedule.inner_steps if dynamic else None))
+    for begin, end in itertools.pairwise((0, measure_from, steps)):
+        run.measure(begin)
+        for step in (step for step in schedule.busy_steps(end) if step > begin):
+            for action in schedule.actions(step):
+                act = run.send if isinstance(action, Send) else run.merge
+                act(action.fragment, step)
     for fragment in tuple(run.in_flight) if drain else ():  # in the order of sending
         run.merge(fragment, steps)
-    waited_s, spent_s, sent_bytes = (
-        after - earlier for after, earlier in zip(run.totals()[1:], before[1:], strict=True)
-    )
-    return Simulated(
-        steps=steps - measure_from,
-        merged=tuple(run.merged[before[0] :]),
-        compute_s=computed_s[steps] - computed_s[measure_from],
-        waited_s=waited_s,
-        spent_s=spent_s,
-        sent_bytes=sent_bytes,
-    )
+    return run
 
 
 def _computed_s(step_time_s: Sequence[float], steps: int, cycle: int | None) -> Floats:
@@ -313,58 +351,3 @@ def _computed_s(step_time_s: Sequence[float], steps: int, cycle: int | None) -> 
     numbers = [steps_to_train(replica, speeds, cycle) for replica in speeds]
     trained = [[trains_at(step % cycle, number, cycle) for number in numbers] for step in range(steps)]
     return np.concatenate([np.zeros((1, len(times_s))), np.cumsum(np.array(trained) * times_s, axis=0)])
-
-
-class _Run:
-    """The clocks and links of all replicas, ``(M,)``."""
-
-    def __init__(self, parcels: Sequence[Parcel], site: Site, computed_s: Floats) -> None:
-        self.parcels, self.conditions, self.computed_s = parcels, site.conditions, computed_s
-        links, others = LinkArrays.of(site.links), len(site.links) - 1
-        self.connections = max(1, others) * streams_to_each(others)
-        rates = self.conditions.carried_bits_per_s(links.bandwidth_bits_per_s, 2 * links.latency_s, self.connections)
-        self.links = LinkArrays(rates, links.latency_s)
-        zero = np.zeros(len(site.links))
-        self.waited_s = self.spent_s = self.sent_bytes = self.up_free_s = self.down_free_s = zero
-        self.in_flight: dict[int, tuple[Floats, RoundTimes]] = {}  # fragment -> end of encoding, transfers
-        self.merged: list[SimulatedRound] = []
-        self.overhead_s = [self._overhead_s(parcel) if others else 0.0 for parcel in parcels]
-
-    def _overhead_s(self, parcel: Parcel) -> float:
-        """Return the time that a round takes in addition to the transfer of its payload and a vote."""
-        conditions, rates, round_trip_s = (
-            self.conditions,
-            self.links.bandwidth_bits_per_s,
-            2 * self.links.latency_s.max(),
-        )
-        # at most the transfer time of the payload: a payload that does not fill the link builds no queue
-        filling_s = np.minimum(round_trip_s, 8 * parcel.sent_bytes / rates).max()
-        overhead_s = conditions.queue_trips * filling_s + conditions.average_s_per_value * parcel.numel
-        return float(overhead_s + conditions.start_s(parcel.sent_bytes, rates, round_trip_s, self.connections).max())
-
-    def totals(self) -> tuple[int, Floats, Floats, Floats]:
-        return len(self.merged), self.waited_s, self.spent_s, self.sent_bytes
-
-    def now_s(self, step: int) -> Floats:
-        """Return the clocks after ``step``, including the waits and the work recorded so far."""
-        clocks_s: Floats = self.computed_s[step] + self.waited_s + self.spent_s
-        return clocks_s
-
-    def send(self, fragment: int, step: int) -> None:
-        parcel = self.parcels[fragment]
-        self.spent_s = self.spent_s + self.conditions.send_s_per_value * parcel.numel
-        sent_at_s = parcel.send_s(self.now_s(step - 1), self.now_s(step), self.links.bandwidth_bits_per_s)
-        times = round_times(
-            self.links, sent_at_s, parcel.sent_bytes, parcel.received_bytes, self.up_free_s, self.down_free_s
-        )
-        self.up_free_s, self.down_free_s = times.up_end_s, np.maximum(self.down_free_s, times.down_end_s)
-        self.in_flight[fragment] = self.now_s(step), times
-        self.sent_bytes = self.sent_bytes + parcel.sent_bytes
-
-    def merge(self, fragment: int, step: int) -> None:
-        encoded_s, times = self.in_flight.pop(fragment)
-        average_s = times.committed_s + self.overhead_s[fragment]
-        waited_s = np.maximum(0.0, average_s - self.now_s(step))
-        self.waited_s = self.waited_s + waited_s
-        self.spent_s = self.spent_s + self.conditions.merge_s_per_value * self.parcels[fragment].numel
-        self.merged.append(SimulatedRound(fragment, average_s - encoded_s, waited_s))
