@@ -1,4 +1,4 @@
-"""Formatting and parsing of human-readable quantities, and escaping of untrusted text for display.
+"""Formatting and parsing of human-readable quantities, tables of text, and escaping of untrusted text for display.
 
 Scales are decimal (1 MB = 1000 kB = 1,000,000 bytes). Values below 100 have one decimal and larger ones none, so that
 the width of a column stays the same as a value grows.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from diloco.errors import ConfigurationError
@@ -47,6 +47,38 @@ def _escaped(text: str, but: str = "") -> str:
     return "".join(
         each if each.isprintable() or each in but else each.encode("unicode_escape").decode() for each in text
     )
+
+
+_MAX_CELL = 10_000  # characters; a cell is one line, so that no text can pose as another
+
+
+def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table with a header. The first column is left-aligned, the others are right-aligned.
+
+    >>> print(columns(["name", "layers"], [["tiny", "4"], ["150m", "12"]]))
+    name  layers
+    tiny       4
+    150m      12
+    """
+    header, *rows = ([visible(cell, _MAX_CELL) for cell in row] for row in (header, *rows))
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = []
+    for first, *rest in (header, *rows):
+        cells = (f"{cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True))
+        lines.append("  ".join([f"{first:<{widths[0]}}", *cells]))
+    return "\n".join(lines)
+
+
+def facts_table(facts: Mapping[str, str]) -> str:
+    """Return a line for each fact: its name, then the fact.
+
+    >>> print(facts_table({"model": "150m", "replicas": "4"}))
+    model     150m
+    replicas  4
+    """
+    cells = {visible(name): visible(words, _MAX_CELL) for name, words in facts.items()}
+    width = max(map(len, cells))
+    return "\n".join(f"{name:{width}}  {words}" for name, words in cells.items())
 
 
 def perplexity(loss: float) -> float:
@@ -94,9 +126,7 @@ def format_ratio(ratio: float) -> str:
     >>> [format_ratio(ratio) for ratio in (412.4, 12.3, 3.14159, 1.04, 51_234)]
     ['412x', '12x', '3.1x', '1.04x', '51,234x']
     """
-    if ratio < 1.95:
-        return f"{ratio:.2f}x"
-    return f"{ratio:.1f}x" if ratio < 9.95 else f"{ratio:,.0f}x"
+    return f"{ratio:,.{0 if ratio >= 9.95 else 1 if ratio >= 1.95 else 2}f}x"
 
 
 def format_duration(seconds: float) -> str:

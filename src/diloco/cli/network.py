@@ -16,12 +16,11 @@ from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from diloco.cli.tables import columns
 from diloco.config import command_text, parse_options
 from diloco.errors import ConfigurationError
 from diloco.train import StopRequest
 from diloco.transport import multiaddress, parse_address, read_secret
-from diloco.units import BYTES, Duration, format_rate, parse
+from diloco.units import BYTES, Duration, columns, format_rate, parse
 
 _POLL_S = 0.2
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from tyro.conf import FlagCreatePairsOff
 
 from diloco.algorithm import SyncSettings
-from diloco.cli.tables import columns, facts_table
 from diloco.config import Configuration, compose, flatten, parse_flags, parse_options, preset_values, to_toml
 from diloco.data import corpus_vocabulary_size
 from diloco.errors import ConfigurationError
@@ -23,6 +22,8 @@ from diloco.units import (
     PERCENTAGE,
     Duration,
     Rate,
+    columns,
+    facts_table,
     format_bytes,
     format_count,
     format_duration,
@@ -241,7 +242,7 @@ def _report(record: dict[str, Any]) -> str:
         rows.append([name, *shares, format_bytes(row["sent_bytes_per_step"]), format_duration(row["longest_wait_s"])])
     return "\n\n".join(
         [
-            facts_table(facts, indent=""),
+            facts_table(facts),
             columns(heads, _fragment_rows(fragments)),
             columns(others, rows),
             "A smaller H synchronises more often. The loss is not predicted.",

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from diloco.cli.tables import columns, facts_table
 from diloco.config import parse_options
 from diloco.errors import CheckpointError, ConfigurationError, DiLoCoError
-from diloco.units import Duration, format_bytes, format_rate
+from diloco.units import Duration, columns, facts_table, format_bytes, format_rate
 
 if TYPE_CHECKING:
     from diloco.transport import PeerReport, StatusClient
@@ -137,7 +136,7 @@ def _contents(record: dict[str, Any]) -> str:
     rows = [[str(f["index"]), f"{f['numel']:,}", str(len(f["parameters"])), str(f["outer_step"])] for f in fragments]
     files = [[name, part, f"{of['size_bytes']:,}"] for part, entries in parts.items() for name, of in entries.items()]
     tables = [columns(["fragment", "parameters", "tensors", "outer steps"], rows)] if rows else []
-    return "\n\n".join([facts_table(facts, indent=""), *tables, columns(["file", "part", "bytes"], files)])
+    return "\n\n".join([facts_table(facts), *tables, columns(["file", "part", "bytes"], files)])
 
 
 def _value(value: Any) -> str:

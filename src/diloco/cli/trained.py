@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from diloco.cli.tables import facts_table
 from diloco.config import CONFIG_FILE, Configuration, parse_options, read_record
 from diloco.devices import check_device
 from diloco.errors import ConfigurationError
 from diloco.terminal import as_typed, plain
-from diloco.units import format_bytes, format_count
+from diloco.units import facts_table, format_bytes, format_count
 from diloco.waiting import waiting_for
 
 if TYPE_CHECKING:
@@ -131,21 +130,16 @@ def run_evaluate(arguments: Sequence[str]) -> int:
             precision=settings.train.precision,
             progress=done.append,
         )
+    figures = {"heldout_loss": result.loss, "perplexity": result.perplexity, "bits_per_token": result.bits_per_token}
+    figures |= {"bits_per_byte": result.bits_per_byte, "tokens": result.tokens, "bytes": result.num_bytes}
     if options.json:
-        figures = {name: getattr(result, name) for name in ("perplexity", "bits_per_token", "bits_per_byte", "tokens")}
         about = {"step": trained.step, "weights": trained.weights, "checkpoint": str(trained.path)}
-        print(json.dumps({"heldout_loss": result.loss, **figures, "bytes": result.num_bytes, **about}, indent=2))
+        print(json.dumps(figures | about, indent=2))
         return 0
     print(trained.path if trained.step is None else f"{trained.path}, step {trained.step}, {trained.weights}")
-    facts = {
-        "held-out loss": f"{result.loss:.4f} nats per token",
-        "perplexity": f"{result.perplexity:.4g}",
-        "bits per token": f"{result.bits_per_token:.4f}",
-        "bits per byte": f"{result.bits_per_byte:.4f}",
-        "tokens": f"{result.tokens:,}",
-        "bytes": f"{result.num_bytes:,}",
-    }
-    print(facts_table(facts, indent=""))
+    forms = {"heldout_loss": "{:.4f} nats per token", "perplexity": "{:.4g}", "tokens": "{:,}", "bytes": "{:,}"}
+    facts = {name: forms.get(name, "{:.4f}").format(value) for name, value in figures.items()}
+    print(facts_table({name.replace("heldout", "held-out").replace("_", " "): fact for name, fact in facts.items()}))
     return 0
 
 
