@@ -164,35 +164,32 @@ if TYPE_CHECKING:
     Rate = float
 else:
 
-    class Duration(float):
+    class _Measure(float):
+        def __str__(self) -> str:
+            """Return the value in the largest unit in which it is at least 1 and exact."""
+            for unit, size in self.units:
+                text = f"{round(self / size, 9):.9f}".rstrip("0").rstrip(".")
+                if self >= size and float(text) * size == self:
+                    return f"{text}{unit}"
+            return f"{float(self)!r}{next(unit for unit, size in self.units if size == 1.0)}"
+
+    class Duration(_Measure):
         """Seconds, in settings. It is written, and has to be typed, with a unit.
 
         >>> str(Duration(0.02)), str(Duration(90)), str(Duration(600)), Duration(1.5) + 1
         ('20ms', '1.5min', '10min', 2.5)
         """
 
-        def __str__(self) -> str:
-            return _with_unit(self, {"min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6})
+        units = ("min", 60.0), ("s", 1.0), ("ms", 1e-3), ("us", 1e-6)
 
-    class Rate(float):
+    class Rate(_Measure):
         """Bits per second, as `Duration`.
 
         >>> str(Rate(1e8)), str(Rate(1.5e9))
         ('100Mbit', '1.5Gbit')
         """
 
-        def __str__(self) -> str:
-            return _with_unit(self, {"Tbit": 1e12, "Gbit": 1e9, "Mbit": 1e6, "kbit": 1e3, "bit": 1.0})
-
-
-def _with_unit(value: float, units: Mapping[str, float]) -> str:
-    """Return the value in the largest unit in which it is at least 1 and exact."""
-    for unit, size in units.items():
-        text = f"{round(value / size, 9):.9f}".rstrip("0").rstrip(".")
-        if value >= size and float(text) * size == value:
-            return f"{text}{unit}"
-    unit = next(unit for unit, size in units.items() if size == 1.0)
-    return f"{float(value)!r}{unit}"
+        units = ("Tbit", 1e12), ("Gbit", 1e9), ("Mbit", 1e6), ("kbit", 1e3), ("bit", 1.0)
 
 
 class Quantity(NamedTuple):

@@ -202,7 +202,10 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
         if torchrun is not None or launched or folder is None:  # the launcher of this process prints how to resume
             return code
     else:
-        with _claimed_folder(plan) as (folder, lock):
+        folder = settings.out or plan.source or _claim_numbered(plan)
+        with _claimed(folder, plan) as (lock, occupied):
+            if occupied:
+                raise _not_empty(folder)
             if role.kind == "peer":
                 return _train_peer(plan, folder)
             if role.kind == "launcher":
@@ -289,16 +292,11 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
             raise
         return fleet
 
-    with lock_folder(folder):
-        occupied = plan.source is None and bool(_files(folder, of_rank=True))
+    with _claimed(folder, plan, of_rank=True) as (_, occupied):
         if plan.source is not None and (folder / CONFIG_FILE).exists():
             _continue_record(plan, folder, folder)
-        try:
-            plan = dataclasses.replace(plan, configuration=settings, notes=plan.notes if role.is_first else ())
-            return _train(plan, folder, meet, role)
-        finally:
-            if not occupied and not (folder / CONFIG_FILE).exists():
-                _clear(folder, of_rank=True)
+        plan = dataclasses.replace(plan, configuration=settings, notes=plan.notes if role.is_first else ())
+        return _train(plan, folder, meet, role)
 
 
 def _train(
@@ -344,24 +342,25 @@ def _train(
 
 
 @contextmanager
-def _claimed_folder(plan: RunPlan) -> Iterator[tuple[Path, int]]:
-    """Create and lock the folder of a single-process run, of a peer, or of all processes that a launcher starts.
+def _claimed(folder: Path, plan: RunPlan, *, of_rank: bool = False) -> Iterator[tuple[int, bool]]:
+    """Create and lock a folder; yield its lock, and whether there is anything in it but the run to resume.
 
-    The folder of a new run that did not start is cleared and removed, so that the next attempt can use it.
+    The folder of a run that did not start is cleared and removed, so that the next attempt can use it.
     """
-    source = plan.source
-    folder = plan.configuration.out or source or _claim_numbered(plan)
-    resumes = source is not None and folder.resolve() == source.resolve()
+    resumes = plan.source is not None and (of_rank or folder.resolve() == plan.source.resolve())
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError(f"--out {folder} is not a folder. Choose another --out.")
     with lock_folder(folder) as lock:
-        if not resumes and _files(folder, of_rank=False):
-            raise _not_empty(folder)
+        occupied = not resumes and bool(_files(folder, of_rank=of_rank))
         try:
-            yield folder, lock
+            yield lock, occupied
         finally:
-            if source is None and not (folder / CONFIG_FILE).exists():
-                _clear(folder, of_rank=False)
+            if not occupied and not (folder / CONFIG_FILE).exists():
+                for entry in _files(folder, of_rank=of_rank):
+                    if entry.is_dir() and not entry.is_symlink():
+                        shutil.rmtree(entry, ignore_errors=True)
+                    else:
+                        entry.unlink()
 
 
 def _folder_of_rank(plan: RunPlan, role: Role) -> Path:
@@ -380,15 +379,6 @@ def _folder_of_rank(plan: RunPlan, role: Role) -> Path:
         )
     home = base / f"replica-{role.replica}" if role.replica else base
     return home / f"rank-{role.position}" if role.position else home
-
-
-def _clear(folder: Path, *, of_rank: bool) -> None:
-    """Remove the files of a run that never started, so that the next attempt finds the folder empty."""
-    for entry in _files(folder, of_rank=of_rank):
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry, ignore_errors=True)
-        else:
-            entry.unlink()
 
 
 def _files(folder: Path, *, of_rank: bool) -> list[Path]:

@@ -221,7 +221,6 @@ def run_generate(arguments: Sequence[str]) -> int:
 
 
 def _chat(options: GenerateOptions, tokenizer: ChatTokenizer, pieces: Callable[..., Iterator[str]]) -> int:
-    """Answer the prompt, or every line of standard input."""
     messages: list[dict[str, str]] = [{"role": "system", "content": options.system}] if options.system else []
     asks = not options.prompt and sys.stdin.isatty()
     questions = iter([options.prompt]) if options.prompt else (line.rstrip("\n") for line in sys.stdin)

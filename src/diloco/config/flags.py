@@ -122,7 +122,6 @@ def _help_asked(arguments: Sequence[str]) -> set[str]:
 
 
 def _parse(keys: Mapping[str, Key], command: str, arguments: Sequence[str]) -> Values:
-    """Return the value of each key that was typed."""
     try:
         return _scan(keys, command, arguments)
     except ConfigurationError as error:
@@ -186,7 +185,6 @@ def _is_flag(word: str) -> bool:
 
 
 def _value(key: Key, flag: str, texts: list[str], following: Iterable[str]) -> Any:
-    """Return the value of a key for the words after its flag."""
     if not texts and not (key.is_list and key.name in MAY_BE_EMPTY):
         word = next(iter(following), None)
         raise ConfigurationError(
@@ -222,7 +220,6 @@ def _show_help(
     *,
     in_sections: bool = False,
 ) -> None:
-    """Let tyro print the help of a command, and exit."""
     fields: dict[str, Any] = {}
     sections: dict[str, dict[str, Any]] = {}
     for key in keys:

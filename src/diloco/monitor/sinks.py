@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -191,7 +190,7 @@ class WandbSink(_Tracker):
             )
         self._wandb = wandb
         self._exit_code = 1  # until `RunFinished` arrives
-        begun, path = (folder / "wandb").exists(), folder / "wandb" / "id"
+        path = folder / "wandb" / "id"
         identifier = path.read_text("utf-8").strip() if path.exists() else secrets.token_hex(6)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -209,8 +208,6 @@ class WandbSink(_Tracker):
                 settings=wandb.Settings(console="off", silent=True, finish_timeout=60.0),
             )
         except Exception as error:  # wandb's errors have no common base class
-            if not begun:  # so that the next attempt finds the run folder as it was
-                shutil.rmtree(folder / "wandb", ignore_errors=True)
             why, _, _ = str(error).partition("\n")
             raise ConfigurationError(
                 f"W&B can't be reached ({why}). With WANDB_MODE=offline the run is written to {folder / 'wandb'}, for "
@@ -226,9 +223,8 @@ class WandbSink(_Tracker):
             case events.Evaluated():
                 values |= {"loss/heldout(perplexity)": event.perplexity, "loss/heldout(bits/byte)": event.bits_per_byte}
             case events.SampleGenerated():
-                values["sample"] = self._wandb.Table(
-                    ["step", "prompt", "text"], [[event.step, event.prompt, event.text]]
-                )
+                row = [event.step, event.prompt, event.text]
+                values["sample"] = self._wandb.Table(["step", "prompt", "text"], [row])
             case events.RunFinished():
                 self._exit_code = 130 if event.summary.get("interrupted") else 0
                 self._run.summary.update(dict(event.summary))

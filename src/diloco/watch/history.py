@@ -46,10 +46,11 @@ class Round:
         return sorted({*self.expected} - {*self.contributors}) if self.waits_s else []
 
     @property
-    def size_bytes(self) -> int:
-        """About the memory that it takes, or more."""
+    def cost(self) -> tuple[int, int]:
+        """The number of replicas that reported it, negative, and about the bytes that it takes, or more."""
         numbers = len(self.contributors) + len(self.clipped) + 3 * len(self.late_s) + 3 * len(self.waits_s)
-        return 500 + 4 * len(self.why) + 40 * numbers + sum(200 + 4 * len(digest) for digest, _ in self.sent.values())
+        digests = sum(200 + 4 * len(digest) for digest, _ in self.sent.values())
+        return -len(self.sent.keys() | self.waits_s.keys()), 500 + 4 * len(self.why) + 40 * numbers + digests
 
     def minority(self) -> list[int]:
         """Return the replicas whose digests differ from the most frequent one; on a tie, the lowest replica's wins."""
@@ -82,8 +83,8 @@ class Grid:
 
     def recent(self) -> list[Round]:
         """Return the newest rounds of all fragments, the newest first."""
-        keys = sorted(self.cells, key=lambda key: (self.cells[key].step, *key), reverse=True)
-        return [self.cells[key] for key in keys[:MAX_RECENT]]
+        newest_first = sorted(self.cells.items(), key=lambda each: (each[1].step, each[0]), reverse=True)
+        return [cell for _, cell in newest_first[:MAX_RECENT]]
 
     def participation(self) -> tuple[Counter[int], Counter[int]]:
         """Return replica -> in how many recent means it is, and how many it has missed since the last of them."""
@@ -153,11 +154,8 @@ class Grid:
         for key in [key for key in self.cells if abs(key[1] - self.newest.get(key[0], 0)) >= OUTER_STEPS]:
             del self.cells[key]
         room = MAX_BYTES if members is not None else math.inf
-        costs = {
-            key: (-len(cell.sent.keys() | cell.waits_s.keys()), cell.size_bytes) for key, cell in self.cells.items()
-        }
-        for key in sorted(costs, key=costs.__getitem__):
-            room -= costs[key][1]
+        for key, cell in sorted(self.cells.items(), key=lambda each: each[1].cost):
+            room -= cell.cost[1]
             if room < 0:
                 del self.cells[key]
 
@@ -232,10 +230,6 @@ class Series:
                 row += parts[: 3 if index < self._num_bands else 1]
             rows.append(row)
         return rows
-
-    def shown(self) -> dict[str, Any]:
-        """Return the curve for the page."""
-        return {"columns": self.columns, "stride": self.stride, "rows": self.rows()}
 
 
 @dataclass

@@ -176,8 +176,11 @@ def _run(run: RunHistory, now_s: float) -> dict[str, Any]:
         "behind_bytes": run.behind_bytes,
         "header": _header(run, is_silent=any(alert.kind == "silent" for alert in alerts)),
         "lines": {
-            name: {"steps": each.steps.shown(), "heldout": each.evaluations.shown(), "outer": each.outer.shown()}
-            for name, each in lines.items()
+            name: {
+                kind: {"columns": each.columns, "stride": each.stride, "rows": each.rows()}
+                for kind, each in (("steps", of.steps), ("heldout", of.evaluations), ("outer", of.outer))
+            }
+            for name, of in lines.items()
         },
         "undrawn": max(0, len(run.processes) - MAX_LINES),
         "peers": _member_rows(run, now_s),
