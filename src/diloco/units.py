@@ -77,7 +77,7 @@ def facts_table(facts: Mapping[str, str]) -> str:
     replicas  4
     """
     cells = {visible(name): visible(words, _MAX_CELL) for name, words in facts.items()}
-    width = max(map(len, cells))
+    width = max(map(len, cells), default=0)
     return "\n".join(f"{name:{width}}  {words}" for name, words in cells.items())
 
 

@@ -158,7 +158,6 @@ def test_a_measured_step_and_its_work(capsys: pytest.CaptureFixture[str]) -> Non
         (f"{SIZE} --step-time 1s --bandwidth 1Gbit 2Gbit 3Gbit", "--bandwidth has 3 values for 4 replicas"),
         (f"{SIZE} --step-time 0s --bandwidth 1Gbit", "above 0"),
         (f"{SIZE} {LINK} --loss 100%", "--loss must be a percentage below 100"),
-        (f"{SIZE} {LINK} --price-per-hour=-1", "--price-per-hour must be a number of at least 0"),
         (f"{SIZE} {LINK} --target-utilization 95%", "it is now the table that plan prints"),
         (f"{SIZE} {LINK} --codec fp5", "sync.codec='fp5' is unknown"),
         (f"{SIZE} {LINK} --overlap-steps 101", "overlap_steps"),

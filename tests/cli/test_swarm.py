@@ -233,7 +233,7 @@ def test_status_is_kept_up_to_date_until_ctrl_c(answering: Ask, capsys: pytest.C
 @pytest.mark.parametrize(
     "arguments",
     [[], ["--run", "a"], ["--join", "a"], ["folder", *STATUS[1:]], [*STATUS[1:], "--every", "2s", "--json"],
-     [*STATUS[1:], "--every", "0s"], ["folder", "--every", "2s"],
+     ["folder", "--every", "2s"],
      ["folder", "--secret-file", "x"]],
 )  # fmt: skip
 def test_status_of_nothing_or_of_two_things_is_refused(arguments: list[str]) -> None:

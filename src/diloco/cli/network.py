@@ -59,8 +59,6 @@ def run_doctor(arguments: Sequence[str]) -> int:
     num_bytes = round(parse(options.size, "--size", BYTES))
     if not 100_000 <= num_bytes <= 64_000_000:
         raise ConfigurationError(f"--size must be between 100kB and 64MB, got {options.size}.")
-    if not options.timeout:
-        raise ConfigurationError("--timeout must be above 0s.")
     secret = read_secret(options.secret_file, "--secret-file")
     if options.listen:
         return _listen(options.listen, secret)

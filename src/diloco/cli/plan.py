@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -79,12 +78,6 @@ class PlanSettings(Configuration):
     json: FlagCreatePairsOff[bool] = False
     """Print one JSON object."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for flag, price in (("--price-per-hour", self.price_per_hour), ("--price-per-gb", self.price_per_gb)):
-            if not 0 <= price < math.inf:
-                raise ConfigurationError(f"{flag} must be a number of at least 0, got {price}.")
-
 
 OWN = {field.name for field in fields(PlanSettings)} - {field.name for field in fields(Configuration)}
 
@@ -110,10 +103,8 @@ def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, 
     from diloco.plan import fragment_sizes
     from diloco.train import bytes_per_frozen, bytes_per_trained, make_fragments, outline, resolve
 
-    network = asked.network
-    if network.transport == "hivemind" and network.run is None:
-        network = replace(network, run="plan")  # a plan needs no name for its swarm
-    asked = replace(asked, network=network)
+    if asked.network.transport == "hivemind" and asked.network.run is None:
+        asked = replace(asked, network=replace(asked.network, run="plan"))  # a plan needs no name for its swarm
     if asked.algorithm == "none":
         raise ConfigurationError("algorithm='none' sends nothing, so it costs nothing on any link.")
     emulate, asked = asked.emulate, replace(asked, emulate=EmulateSettings())  # which only some transports may have
@@ -240,14 +231,8 @@ def _report(record: dict[str, Any]) -> str:
     for name, row in zip([*names, "data-parallel, float32"], [*record["table"], data_parallel], strict=True):
         shares = (f"{row[share]:.1%}" for share in ("compute_utilization", "p90_utilization"))
         rows.append([name, *shares, format_bytes(row["sent_bytes_per_step"]), format_duration(row["longest_wait_s"])])
-    return "\n\n".join(
-        [
-            facts_table(facts),
-            columns(heads, _fragment_rows(fragments)),
-            columns(others, rows),
-            "A smaller H synchronises more often. The loss is not predicted.",
-        ]
-    )
+    tables = facts_table(facts), columns(heads, _fragment_rows(fragments)), columns(others, rows)
+    return "\n\n".join([*tables, "A smaller H synchronises more often. The loss is not predicted."])
 
 
 def _fragment_rows(fragments: Sequence[dict[str, Any]]) -> list[list[str]]:

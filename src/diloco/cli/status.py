@@ -85,12 +85,12 @@ def run_status(arguments: Sequence[str]) -> int:
     options: StatusOptions = parse_options(StatusOptions, "status", arguments)
     if bool(options.run) == bool(options.folder):
         raise ConfigurationError("give either the folder of a run or checkpoint, or --run and --join of a swarm.")
-    if options.every is not None and (options.folder or options.json or not options.every):
-        raise ConfigurationError("--every (above 0s) keeps the table of --run up to date, without --json.")
+    if options.every is not None and (options.folder or options.json):
+        raise ConfigurationError("--every keeps the table of --run up to date, without --json.")
     if options.folder:
         print(_checkpoint(options.folder, as_json=options.json))
         return 0
-    if options.every:
+    if options.every is not None:
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(_show(options, options.every))
         return 0
@@ -253,8 +253,6 @@ def run_watch(arguments: Sequence[str]) -> int:
     options: WatchOptions = parse_options(WatchOptions, "watch", arguments)
     if not options.folders and options.run is None:
         raise ConfigurationError("nothing to watch: give the folder of a run, or --run and --join of a swarm.")
-    if not options.every:
-        raise ConfigurationError("--every must be above 0s.")
     folders = [FollowedFolder(folder) for folder in options.folders]
     swarm = FollowedSwarm(options.run, options.join) if options.run else None
 
@@ -309,13 +307,10 @@ def _listening(host: str, port: int | None) -> PageServer:
     """Return a server that listens at the port, or at the first free one from 8500 on."""
     from diloco.watch import PageServer
 
-    def tell_next(server: PageServer) -> None:
-        print(f"diloco: for another browser: {_address(server)}", flush=True)
-
     ports = [*range(8500, 8520), 0] if port is None else [port]
     for each in ports:
         try:
-            return PageServer(host, each, on_used=tell_next)
+            return PageServer(host, each, lambda it: print(f"diloco: for another browser: {_address(it)}", flush=True))
         except (OSError, OverflowError) as error:
             failure = error
     raise ConfigurationError(f"can't listen at {host}:{ports[0]} ({failure}). Choose another --port or --host.")

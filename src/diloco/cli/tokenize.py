@@ -6,15 +6,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import arg
 
 from diloco.config import build, flatten, parse_flags, read_toml, to_toml
 from diloco.data import DataSettings
 from diloco.errors import ConfigurationError
-from diloco.monitor import VisibleConsole
 from diloco.units import format_bytes
+from diloco.waiting import waiting_for
 
 DESCRIPTION = """Turn text into a folder of packed tokens, for `diloco train --data FOLDER`.
 
@@ -59,12 +59,10 @@ def run_tokenize(arguments: Sequence[str]) -> int:
     def speed(size_bytes: int) -> str:
         return f"{size_bytes / 1e6 / max(1e-9, time.monotonic() - started_s):.1f} MB/s"
 
-    with VisibleConsole(stderr=True).status("reading") as status:  # shown only on a terminal
-
-        def show_progress(documents: int, size_bytes: int) -> None:
-            status.update(f"{documents:,} documents, {format_bytes(size_bytes)}, {speed(size_bytes)}")
-
-        folder = tokenize(settings.data, settings.out, shard_tokens=settings.shard_tokens, progress=show_progress)
+    read = [(0, 0)]  # numbers of documents and bytes so far
+    with waiting_for(lambda: f"the text, with {read[-1][0]:,} documents ({speed(read[-1][1])}) read,"):
+        more: Any = {"shard_tokens": settings.shard_tokens, "progress": lambda *numbers: read.append(numbers)}
+        folder = tokenize(settings.data, settings.out, **more)
     for name, split in folder.splits.items():
         size = f"{split.documents:,} documents, {format_bytes(split.num_bytes)}, {len(split):,} tokens"
         print(f"{name:8} {size} in {len(split.pieces)} files")

@@ -73,8 +73,7 @@ class _Console:
         return now_s
 
     def _table(self, facts: Mapping[str, str]) -> None:
-        if facts:
-            self._print(indent(facts_table(facts), "  "))
+        self._print(indent(facts_table(facts), "  "))
 
     def _shown(self, text: str) -> str:
         """Show control characters, and write what the stream can't encode as escapes."""
@@ -118,10 +117,9 @@ class PlainConsole(_Console):
         self._stream.flush()
 
     def _heads(self) -> None:
-        used = f" {'MFU':>6}" if self._progress.peak_known else ""
-        names = f"{'loss':>7} {'perplexity':>10} {'epoch':>5} {'tokens/s':>8}{used}"
+        used = "    MFU" if self._progress.peak_known else ""
         step = "step".rjust(len(_done(0, self._progress)))
-        self._print(f"{step}  {names} {'sent':>8} {'compute':>7} {'left':>6}")
+        self._print(f"{step}     loss perplexity epoch tokens/s{used}     sent compute   left")
 
     def _row(self) -> None:
         """Write the row of the last step, unless it has been written."""
@@ -132,13 +130,11 @@ class PlainConsole(_Console):
         if self._rows and self._rows % _HEADER_EVERY == 0:
             self._heads()
         self._rows += 1
+        loss = f"{progress.loss:7.4f} {format_perplexity(perplexity(progress.loss)):>10} {last.epoch:5}"
         used = f" {_known(_percent, progress.utilization):>6}" if progress.peak_known else ""
-        speed = f"{_known(format_count, progress.tokens_per_s):>8}{used}"
+        speed = f"{_known(format_count, progress.tokens_per_s):>8}{used} {format_bytes(last.sent_bytes):>8}"
         compute, left = _percent(last.compute_utilization), _known(format_duration, progress.left_s)
-        self._print(
-            f"{_done(last.step, progress)}  {progress.loss:7.4f} {format_perplexity(perplexity(progress.loss)):>10} "
-            f"{last.epoch:5} {speed} {format_bytes(last.sent_bytes):>8} {compute:>7} {left:>6}"
-        )
+        self._print(f"{_done(last.step, progress)}  {loss} {speed} {compute:>7} {left:>6}")
 
 
 class VisibleConsole(Console):

@@ -90,9 +90,8 @@ def _missed(run: RunHistory, now_s: float) -> Iterator[Alert]:
     _, missed = run.grid.participation()
     for replica in run.expected:
         if missed[replica] >= MISSED_ROUNDS:
-            yield Alert(
-                "warning", "missed", f"replica {replica}", f"is not in the last {missed[replica]} merged rounds."
-            )
+            words = f"is not in the last {missed[replica]} merged rounds."
+            yield Alert("warning", "missed", f"replica {replica}", words)
 
 
 def _void(run: RunHistory, now_s: float) -> Iterator[Alert]:
@@ -111,13 +110,10 @@ def _numbers(run: RunHistory, now_s: float) -> Iterator[Alert]:
         who = name or "the run"
         event, time_s = process.diverged or (None, None)
         if event and _is_recent(run, event.step, time_s):
-            yield Alert(
-                "error", "not finite", who, "had a loss or a gradient norm that was NaN or infinite.", event.step
-            )
+            words = "had a loss or a gradient norm that was NaN or infinite."
+            yield Alert("error", "not finite", who, words, event.step)
         before, recent = [*process.norms][:-10], [*process.norms][-10:]
-        if len(before) < 20:
-            continue
-        high, usual = statistics.median(recent), statistics.median(before)
+        high, usual = (statistics.median(recent), statistics.median(before)) if len(before) >= 20 else (0.0, 0.0)
         if high > HIGH_NORM * usual > 0:  # one spike alone is ordinary
             words = f"has gradient norms of {high:.3g}, {high / usual:.1f}x those before."
             yield Alert("warning", "gradient norm", who, words)
@@ -137,9 +133,7 @@ def _disk(run: RunHistory, now_s: float) -> Iterator[Alert]:
         saved = run.processes[name].checkpoint
         free = saved.free_bytes if saved else None
         if saved and free is not None and free < FREE_CHECKPOINTS * saved.size_bytes:
-            words = (
-                f"has {format_bytes(free)} left on its disk, and a checkpoint takes {format_bytes(saved.size_bytes)}."
-            )
+            words = f"has {format_bytes(free)} left on its disk; a checkpoint takes {format_bytes(saved.size_bytes)}."
             yield Alert("error" if free < saved.size_bytes else "warning", "disk", name or "the run", words, saved.step)
 
 
@@ -160,8 +154,7 @@ def _shown(run: RunHistory, now_s: float) -> msgspec.Raw:
         return msgspec.Raw(msgspec.json.encode(_run(run, now_s)))
     except Exception as error:
         problem = f"This run can't be shown: {type(error).__name__}: {error}"
-        run = RunHistory(run.name, run.where, problems=[*run.problems, problem])
-        return msgspec.Raw(msgspec.json.encode(_run(run, now_s)))
+        return _shown(RunHistory(run.name, run.where, problems=[*run.problems, problem]), now_s)
 
 
 def _run(run: RunHistory, now_s: float) -> dict[str, Any]:
