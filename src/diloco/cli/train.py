@@ -189,20 +189,18 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
         facts = describe(settings, model) | identity(settings, model)
         print(plan.record, *(f"# {name}: {fact}" for name, fact in facts.items()), sep="\n")
         return DONE
-    torchrun = read_torchrun(os.environ)
-    role = role_of(settings.network, torchrun)
+    torchrun, launched = read_torchrun(os.environ), POSITION in os.environ
+    role, folder = role_of(settings.network, torchrun), settings.out or plan.source
     if role.kind == "rank":
         code = _train_rank(plan, role, quiet="monitor.console" not in line.values)
-        launched = POSITION in os.environ
         if launched and code == FAILED:
             from diloco.train import IN_VAIN
 
             return IN_VAIN  # a failure of another kind is an exception; after this one no restart would help
-        folder = settings.out or plan.source
         if torchrun is not None or launched or folder is None:  # the launcher of this process prints how to resume
             return code
     else:
-        folder = settings.out or plan.source or _claim_numbered(plan)
+        folder = folder or _claim_numbered(plan)
         with _claimed(folder, plan) as (lock, occupied):
             if occupied:
                 raise _not_empty(folder)
@@ -219,8 +217,6 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
 
                 code = launch(settings.network, words, _say, talking_ranks=talking_ranks, lock=lock)
             else:
-                if plan.source is not None:
-                    _continue_record(plan, plan.source, folder)
                 code = _train(plan, folder)
     if code == INTERRUPTED:
         _say(f"stopped; the state is saved. To resume: {resume_command(settings, folder)}")
@@ -235,10 +231,7 @@ def _train_peer(plan: RunPlan, folder: Path) -> int:
     """Train as a peer of a swarm, and print how others join and, if it is stopped, how it resumes."""
     from diloco.train import connect_peer
 
-    settings = plan.configuration
-    if plan.source is not None and (folder / CONFIG_FILE).exists():
-        _continue_record(plan, plan.source, folder)
-    notes, fleets = list(plan.notes), []
+    settings, notes, fleets = plan.configuration, list(plan.notes), []
     join = join_command(settings, folder)
 
     def meet(facts: Mapping[str, str], own: Path) -> SwarmFleet:
@@ -278,10 +271,8 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
         settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, device=device))
 
     def meet(facts: Mapping[str, str], own: Path) -> TorchFleet:
-        home = own.parent if role.position else own
-        resume, step = settings.checkpoint.resume, -1
-        if resume is not None:
-            step = held_step(home, role.replica, resume)
+        resume, home = settings.checkpoint.resume, own.parent if role.position else own
+        step = -1 if resume is None else held_step(home, role.replica, resume)
         fleet = connect_rank(settings, role, facts, step, choose_device(settings.train.device))
         try:
             with fleet.group.all_or_none():
@@ -293,8 +284,6 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
         return fleet
 
     with _claimed(folder, plan, of_rank=True) as (_, occupied):
-        if plan.source is not None and (folder / CONFIG_FILE).exists():
-            _continue_record(plan, folder, folder)
         plan = dataclasses.replace(plan, configuration=settings, notes=plan.notes if role.is_first else ())
         return _train(plan, folder, meet, role)
 
@@ -310,9 +299,14 @@ def _train(
     For a tracker, a process with all replicas is a single run; any other process is one run of a group. Without a
     role, it holds all replicas, or is a peer of a swarm.
     """
+    from diloco.data import load_tokenizer
     from diloco.monitor import make_sinks, read_metrics
     from diloco.train import OVER, run_training
 
+    if plan.source is not None and (meet is None or (folder / CONFIG_FILE).exists()):  # it may continue with changes
+        if role is None and folder != plan.source:
+            load_tokenizer(plan.source).save(folder)
+        write_whole(folder / CONFIG_FILE, plan.record)
     settings, home, group = plan.configuration, folder.resolve(), None
     monitor, name = settings.monitor, home.name
     if role is not None:
@@ -411,12 +405,3 @@ def _claim_numbered(plan: RunPlan) -> Path:
             f"{folder} can't be created: {error.strerror}. Choose another place as --out."
         ) from error
     return folder
-
-
-def _continue_record(plan: RunPlan, source: Path, folder: Path) -> None:
-    """Rewrite ``config.toml`` when a run resumes with changes or in a folder other than ``source``."""
-    from diloco.data import load_tokenizer
-
-    if folder != source:
-        load_tokenizer(source).save(folder)
-    write_whole(folder / CONFIG_FILE, plan.record)
