@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 
 from diloco import cli
 from diloco.cli import COMMANDS
-from diloco.config import RENAMED, Configuration, keys_of, parse_arguments, parse_flags, parse_options, parse_toml
+from diloco.config import RENAMED, Configuration, keys_of, parse_arguments, parse_flags, parse_options, typed_values
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "diloco"
@@ -195,7 +196,7 @@ def test_unknown_settings_are_detected() -> None:
 def test_toml_on_a_page_is_accepted(page: Path) -> None:
     for number, block in enumerate(re.findall(r"^```toml\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)):
         if "[axes]" not in block:  # a study
-            parse_toml(block, Configuration, where=f"{page.name}, block {number}")
+            typed_values(tomllib.loads(block), Configuration, f"{page.name}, block {number}")
 
 
 @pytest.mark.parametrize("page", NOW, ids=lambda page: page.name)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import FlagCreatePairsOff, Positional, arg
+from tyro.conf import Positional, arg
 
 from diloco.config import command_text, parse_options
 from diloco.errors import ConfigurationError
@@ -44,7 +44,7 @@ class DoctorOptions:
     """How long each step of the check may take. Default: 10s."""
     secret_file: Path | None = None
     """The run's secret (network.secret_file), if it has one; both ends need it."""
-    json: FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print the findings as JSON."""
 
 

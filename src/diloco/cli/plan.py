@@ -8,11 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from tyro.conf import FlagCreatePairsOff
-
 from diloco.algorithm import SyncSettings
 from diloco.config import Configuration, compose, flatten, parse_flags, parse_options, preset_values, to_toml
-from diloco.data import corpus_vocabulary_size
 from diloco.errors import ConfigurationError
 from diloco.model import get_preset, preset_names, with_vocabulary
 from diloco.transport import EmulateSettings
@@ -75,7 +72,7 @@ class PlanSettings(Configuration):
     """Price of one hour of one replica, in any currency."""
     price_per_gb: float = 0.0
     """Price of sending 10^9 bytes."""
-    json: FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print one JSON object."""
 
 
@@ -100,6 +97,7 @@ def run_plan(arguments: Sequence[str]) -> int:
 
 def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, dict[str, Any], tuple[int, ...]]:
     """Return the resolved settings, facts about the model, and the number of values in each fragment."""
+    from diloco.data import corpus_vocabulary_size
     from diloco.plan import fragment_sizes
     from diloco.train import bytes_per_frozen, bytes_per_trained, make_fragments, outline, resolve
 
@@ -262,7 +260,7 @@ class PresetsOptions:
       diloco train --preset streaming-35m --data texts/ --print-config
     """
 
-    json: FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print one JSON object with every setting of every preset, by name."""
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import FlagCreatePairsOff, Positional, arg
+from tyro.conf import Positional, arg
 
 from diloco.config import parse_options
 from diloco.errors import CheckpointError, ConfigurationError, DiLoCoError
@@ -76,7 +76,7 @@ class StatusOptions(SwarmOptions):
     """A run folder (its latest checkpoint) or a checkpoint."""
     every: Duration | None = None
     """Keep the table of a swarm up to date, with this time between two queries. `diloco watch` shows more."""
-    json: FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print everything as JSON: the checkpoint's manifest, or the peers' reports."""
 
 

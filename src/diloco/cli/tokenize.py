@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from tyro.conf import arg
 
@@ -32,13 +32,7 @@ class TokenizeSettings:
 
     out: Annotated[Path | None, arg(aliases=["-o"])] = None
     """Folder to create."""
-    shard_tokens: int = 1 << 28
-    """Tokens per file."""
     data: DataSettings = field(default_factory=DataSettings)
-
-    def __post_init__(self) -> None:
-        if self.shard_tokens < 1:
-            raise ConfigurationError(f"--shard-tokens must be at least 1, got {self.shard_tokens}.")
 
 
 def run_tokenize(arguments: Sequence[str]) -> int:
@@ -61,8 +55,7 @@ def run_tokenize(arguments: Sequence[str]) -> int:
 
     read = [(0, 0)]  # numbers of documents and bytes so far
     with waiting_for(lambda: f"the text, with {read[-1][0]:,} documents ({speed(read[-1][1])}) read,"):
-        more: Any = {"shard_tokens": settings.shard_tokens, "progress": lambda *numbers: read.append(numbers)}
-        folder = tokenize(settings.data, settings.out, **more)
+        folder = tokenize(settings.data, settings.out, progress=lambda *numbers: read.append(numbers))
     for name, split in folder.splits.items():
         size = f"{split.documents:,} documents, {format_bytes(split.num_bytes)}, {len(split):,} tokens"
         print(f"{name:8} {size} in {len(split.pieces)} files")

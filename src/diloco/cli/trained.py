@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from tyro.conf import FlagCreatePairsOff, Positional, arg
+from tyro.conf import Positional, arg
 
 from diloco.config import CONFIG_FILE, Configuration, parse_options, read_record
 from diloco.devices import check_device
@@ -56,7 +56,7 @@ class AppliedOptions(TrainedOptions):
     """Maximum context of the model in tokens. Default: as in training."""
     device: str = "auto"
     """cpu, cuda, cuda:N, mps, or auto."""
-    json: FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print one JSON object at the end."""
 
     def __post_init__(self) -> None:
@@ -159,7 +159,7 @@ class GenerateOptions(AppliedOptions):
 
     prompt: str = ""
     """Text to continue. Default: none, so that the text is a new document."""
-    chat: FlagCreatePairsOff[bool] = False
+    chat: bool = False
     """Apply the chat template and print the answer. Without a prompt, chat: each line of input is a question."""
     system: str = ""
     """--chat: system message at the beginning of the conversation."""
@@ -264,11 +264,11 @@ class ExportOptions(TrainedOptions):
     """Folder (hf, adapter) or file (safetensors) to write."""
     to: Literal["hf", "safetensors", "adapter"] = "hf"
     """hf: a transformers folder; safetensors: parameters by their names in diloco; adapter: an adapter for peft."""
-    merge: FlagCreatePairsOff[bool] = False
+    merge: bool = False
     """hf: merge the adapters of the run into the base model and write a whole model."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type of the weights."""
-    overwrite: FlagCreatePairsOff[bool] = False
+    overwrite: bool = False
     """Replace an earlier export."""
 
 

@@ -11,10 +11,11 @@ from .keys import build as build
 from .keys import flatten as flatten
 from .keys import in_toml as in_toml
 from .keys import keys_of as keys_of
-from .keys import parse_toml as parse_toml
+from .keys import parse_tables as parse_tables
 from .keys import read_tables as read_tables
 from .keys import read_toml as read_toml
 from .keys import to_toml as to_toml
+from .keys import typed_values as typed_values
 from .run_plan import CONFIG_FILE as CONFIG_FILE
 from .run_plan import RunPlan as RunPlan
 from .run_plan import join_command as join_command

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict, get_args, ge
 
 import msgspec
 import tyro
-from tyro.conf import FlagCreatePairsOff, Positional, Suppress, UseCounterAction, arg
+from tyro.conf import Positional, Suppress, UseCounterAction, arg
 
 from diloco.config.keys import (
     MAY_BE_EMPTY,
@@ -51,9 +51,9 @@ class CommandLine:
 
     file: Annotated[Positional[Path | None], arg(metavar="[run.toml]")] = None
     """TOML file with any of the keys below."""
-    print_config: FlagCreatePairsOff[bool] = False
+    print_config: bool = False
     """Print the resolved settings as TOML and the facts that follow, and exit."""
-    help_all: FlagCreatePairsOff[bool] = False
+    help_all: bool = False
     """Show all settings."""
     values: Suppress[Values] = field(default_factory=dict)  # the keys that were set by flags
     defaults: Suppress[Values] = field(default_factory=dict)  # keys below the file, as for a start by ``torchrun``

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
-from tyro.conf import FlagCreatePairsOff, Positional, Suppress
+from tyro.conf import Positional, Suppress
 
 from diloco.errors import ConfigurationError
 from diloco.units import DURATION, RATE, Duration, Rate, parse, visible
@@ -29,7 +29,7 @@ from diloco.units import DURATION, RATE, Duration, Rate, parse, visible
 Values = dict[str, Any]
 T = TypeVar("T")
 
-POSITIONAL, _SINGLE, _HIDDEN = (get_args(mark[int])[1] for mark in (Positional, FlagCreatePairsOff, Suppress))
+POSITIONAL, _HIDDEN = (get_args(mark[int])[1] for mark in (Positional, Suppress))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,6 @@ class Key:
     metavar: str | None  # what the help shows for a value, instead of its type
     is_positional: bool
     is_switch: bool  # its flag takes no value
-    is_negatable: bool  # a switch with a second flag ``--no-...``
     is_list: bool  # its flag takes several words
     is_table: bool  # a table of TOML, whose entries have dotted names of their own
 
@@ -53,6 +52,11 @@ class Key:
     def section(self) -> str:
         """``"train"`` for ``train.steps``; empty for a top-level key."""
         return self.name.rpartition(".")[0]
+
+    @property
+    def is_negatable(self) -> bool:
+        """Whether it is a switch of a setting, which has a second flag ``--no-...``, and not an option of a command."""
+        return self.is_switch and bool(self.section)
 
     @property
     def leaf(self) -> str:
@@ -107,7 +111,6 @@ def _keys(settings_type: Any) -> dict[str, Key]:
             metavar=next((mark.metavar for mark in marks if getattr(mark, "metavar", None)), None),
             is_positional=POSITIONAL in marks,
             is_switch=annotation is bool,
-            is_negatable=annotation is bool and _SINGLE not in marks,
             is_list=get_origin(annotation) is tuple,
             is_table=get_origin(annotation) is Mapping,
         )
@@ -275,19 +278,6 @@ def read_tables(path: Path) -> dict[str, Any]:
     return parse_tables(text, str(path))
 
 
-def parse_toml(text: str, settings_type: type, *, where: str) -> Values:
-    """Return the keys that TOML text sets, as `read_toml` does; ``where`` names the source in messages.
-
-    >>> from diloco.train.settings import RunSettings
-    >>> parse_toml("[train]\\nsteps = 50", RunSettings, where="run.toml")
-    {'train.steps': 50}
-    >>> parse_toml("[train]\\nstesp = 50", RunSettings, where="run.toml")
-    Traceback (most recent call last):
-    diloco.errors.ConfigurationError: run.toml: unknown key 'train.stesp'; did you mean 'train.steps'?
-    """
-    return typed_values(parse_tables(text, where), settings_type, where)
-
-
 def parse_tables(text: str, where: str) -> dict[str, Any]:
     """Return the contents of TOML text without conversion."""
     try:
@@ -297,7 +287,15 @@ def parse_tables(text: str, where: str) -> dict[str, Any]:
 
 
 def typed_values(tables: Mapping[str, Any], settings_type: type, where: str, section: str = "") -> Values:
-    """Return the values of the nested tables of a section, converted to the types of ``settings_type``."""
+    """Return the values of the nested tables of a section, converted to the types of ``settings_type``.
+
+    >>> from diloco.train.settings import RunSettings
+    >>> typed_values({"train": {"steps": 50}}, RunSettings, "run.toml")
+    {'train.steps': 50}
+    >>> typed_values({"train": {"stesp": 50}}, RunSettings, "run.toml")
+    Traceback (most recent call last):
+    diloco.errors.ConfigurationError: run.toml: unknown key 'train.stesp'; did you mean 'train.steps'?
+    """
     known = keys_of(settings_type)
     sections = {key.section for key in known.values()}
     values: Values = {}
