@@ -152,10 +152,13 @@ def test_a_measured_step_and_its_work(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--preset 1b --bandwidth 1Gbit", "--step-time has no value"),
-        ("--preset 1b --step-time 1s", "--bandwidth has no value"),
+        ("--preset 1b --bandwidth 1Gbit", "--step-time has no values"),
+        ("--preset 1b --step-time 1s", "--bandwidth has no values"),
         (f"{SIZE} --step-time 1s --bandwidth 500", "expected a number with kbit, Mbit, Gbit or Tbit"),
-        (f"{SIZE} --step-time 1s --bandwidth 1Gbit 2Gbit 3Gbit", "--bandwidth has 3 values for 4 replicas"),
+        (
+            f"{SIZE} --step-time 1s --bandwidth 1Gbit 2Gbit 3Gbit",
+            "--bandwidth has 3 values: give one for all 4 replicas or",
+        ),
         (f"{SIZE} --step-time 0s --bandwidth 1Gbit", "above 0"),
         (f"{SIZE} {LINK} --loss 100%", "--loss must be a percentage below 100"),
         (f"{SIZE} {LINK} --target-utilization 95%", "it is now the table that plan prints"),

@@ -174,11 +174,9 @@ def _site(options: PlanSettings, settings: Configuration) -> Site:
 
     def per_replica(values: tuple[float, ...], flag: str, example: str) -> tuple[float, ...]:
         if len(values) not in (1, replicas) or (flag != "--latency" and not all(values)):
-            problem = "a value that is not above 0" if 0 in values else f"{len(values)} values for {replicas} replicas"
-            raise ConfigurationError(
-                f"{flag} has {problem if values else 'no value'}: give one for all replicas or one for each, such as "
-                f"{flag} {example}."
-            )
+            problem = f"has {len(values) or 'no'} values" if all(values) else "has a value that is not above 0"
+            ways = f"one for all {replicas} replicas or one for each, such as {example}"
+            raise ConfigurationError(f"{flag} {problem}: give {ways}.")
         return values * (replicas // len(values))
 
     rates = per_replica(options.bandwidth or emulated.bandwidth, "--bandwidth", "500Mbit")

@@ -176,8 +176,6 @@ class GenerateOptions(AppliedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tokens < 0:
-            raise ConfigurationError(f"--tokens must be at least 0, got {self.tokens}.")
         if not 0 <= self.seed <= _LARGEST_SEED:
             raise ConfigurationError(f"--seed must be from 0 to {_LARGEST_SEED}, got {self.seed}.")
         if self.chat and self.json:

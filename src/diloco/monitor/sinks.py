@@ -75,15 +75,11 @@ def read_metrics(path: Path, event: str | None = None) -> list[dict[str, Any]]:
             record = json.loads(line)
             schema, name, step = record["schema"], record["event"], record["step"]
         except (ValueError, TypeError, LookupError) as error:
-            raise DataError(
-                f"Line {number} of {path} is not a valid event record ({error!r}): {line[:80]!r}. Remove that line to "
-                "read the rest."
-            ) from error
+            why = f"Line {number} of {path} is not a valid event record ({error!r}): {line[:80]!r}."
+            raise DataError(f"{why} Remove that line to read the rest.") from error
         if schema != events.SCHEMA_VERSION:
-            raise DataError(
-                f"Line {number} of {path} has schema {schema}, but this version of diloco reads only schema "
-                f"{events.SCHEMA_VERSION}. Read the file with the version that wrote it."
-            )
+            why = f"Line {number} of {path} has schema {schema}, not {events.SCHEMA_VERSION}."
+            raise DataError(f"{why} Read the file with the version of diloco that wrote it.")
         if name == "RunStarted":
             records = [earlier for earlier in records if earlier["step"] <= step]
         records.append(record)

@@ -157,12 +157,8 @@ class Conditions:
 
     def scaled(self, work: float) -> Conditions:
         """Return the conditions with ``work`` times the work."""
-        return replace(
-            self,
-            average_s_per_value=work * self.average_s_per_value,
-            send_s_per_value=work * self.send_s_per_value,
-            merge_s_per_value=work * self.merge_s_per_value,
-        )
+        names = ("average_s_per_value", "send_s_per_value", "merge_s_per_value")
+        return replace(self, **{name: work * getattr(self, name) for name in names})
 
     def at_p90(self) -> Conditions:
         """Return conditions that one round in ten exceeds, instead of every other round."""
