@@ -157,7 +157,7 @@ def test_a_measured_step_and_its_work(capsys: pytest.CaptureFixture[str]) -> Non
         (f"{SIZE} --step-time 1s --bandwidth 500", "expected a number with kbit, Mbit, Gbit or Tbit"),
         (
             f"{SIZE} --step-time 1s --bandwidth 1Gbit 2Gbit 3Gbit",
-            "--bandwidth has 3 values: give one for all 4 replicas or",
+            "has 3 values: give one for all 4 replicas",
         ),
         (f"{SIZE} --step-time 0s --bandwidth 1Gbit", "above 0"),
         (f"{SIZE} {LINK} --loss 100%", "--loss must be a percentage below 100"),

@@ -407,11 +407,9 @@ def in_toml(value: Any) -> str:
         return f"{{{', '.join(f'{_key(name)} = {in_toml(item)}' for name, item in value.items())}}}"
     if isinstance(value, str | Path) or (isinstance(value, float) and type(value) is not float):  # durations and rates
         text = str(value)
-        if (visible_text := text.encode("utf-8", "backslashreplace").decode()) != text:
-            raise ConfigurationError(
-                f"{visible_text} is not text in UTF-8, which the run's settings must be. Give it another name; in an "
-                "ASCII locale (LC_ALL=C), set PYTHONUTF8=1."
-            )
+        if (shown := text.encode("utf-8", "backslashreplace").decode()) != text:
+            ways = "Give it another name; in an ASCII locale (LC_ALL=C), set PYTHONUTF8=1."
+            raise ConfigurationError(f"{shown} is not text in UTF-8, which the run's settings must be. {ways}")
         # A JSON string is a TOML basic string, but does not escape all that is not shown.
         quoted = json.dumps(text, ensure_ascii=False)
         return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in quoted)

@@ -92,8 +92,7 @@ _MEASURES = ("mean_norm", "mean_cosine", "momentum_cosine", "gain", "spread")
 class _Tracker:
     """The curves of a run: names with units, and a value for each event that has one."""
 
-    _tokens = -1  # before the next step; -1: unknown
-    _tokens_per_step = 0
+    _tokens: int | None = None  # before the next step; None if unknown
     _round = (-1, -1)  # the last one, which several replicas of a process report
 
     def _values(self, event: events.Event) -> dict[str, float]:
@@ -101,15 +100,14 @@ class _Tracker:
         values: dict[str, float | None] = {}
         match event:
             case events.RunStarted():
-                self._tokens, self._tokens_per_step = -1, event.tokens_per_step
+                self._tokens = None
             case events.StepFinished():
-                used, tokens = event.model_flops_utilization, event.tokens
-                trained = self._tokens_per_step if tokens is None or self._tokens < 0 else tokens - self._tokens
-                self._tokens = -1 if tokens is None else tokens
+                used, before, self._tokens = event.model_flops_utilization, self._tokens, event.tokens
+                trained = None if before is None or self._tokens is None else self._tokens - before
                 values = {
                     "loss/train(nats)": event.loss,
                     "time/step(s)": event.step_s,
-                    "time/throughput(tokens per s)": trained / max(1e-9, event.step_s),
+                    "time/throughput(tokens per s)": None if trained is None else trained / max(1e-9, event.step_s),
                     "time/compute_utilization(%)": 100 * event.compute_utilization,
                     "time/model_flops_utilization(%)": None if used is None else 100 * used,
                     "transport/sent(bytes)": event.sent_bytes,

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,11 +91,10 @@ class Exchange:
         >>> exchange.parcels(2)[0].sent_bytes
         array([504., 504.])
         """
-        parcels: dict[int, Parcel] = {}
-        for numel in set(self.fragment_sizes):
-            plan = plan_exchange(self.codec, numel, num_replicas, mean=self.mean, whole=self.whole, uplinks=uplinks)
-            parcels[numel] = Parcel(np.array(plan.sent, float), np.array(plan.received, float), numel)
-        return tuple(parcels[numel] for numel in self.fragment_sizes)
+        how: Any = {"mean": self.mean, "whole": self.whole, "uplinks": uplinks}
+        plans = {numel: plan_exchange(self.codec, numel, num_replicas, **how) for numel in {*self.fragment_sizes}}
+        of_each = ((plans[numel], numel) for numel in self.fragment_sizes)
+        return tuple(Parcel(np.array(plan.sent, float), np.array(plan.received, float), n) for plan, n in of_each)
 
 
 def fragment_sizes(parameters: int, layers: int, num_fragments: int) -> tuple[int, ...]:
@@ -244,7 +243,8 @@ class Simulated:
         self._links = LinkArrays(rates, links.latency_s)
         self._overhead_s = [self._overhead(parcel) if others else 0.0 for parcel in parcels]
         self._earlier_s = self._up_free_s = self._down_free_s = self.waited_s = self.spent_s = np.zeros(len(site.links))
-        self.in_flight: dict[int, tuple[Floats, RoundTimes]] = {}  # fragment -> end of encoding, transfers
+        # fragment -> end of encoding, transfers; in the order of sending
+        self.in_flight: dict[int, tuple[Floats, RoundTimes]] = {}
 
     def measure(self, step: int) -> None:
         """Begin the measured part after ``step``."""
@@ -305,7 +305,6 @@ def simulate(
     *,
     steps: int,
     measure_from: int = 0,
-    drain: bool = False,
     dynamic: bool = False,
 ) -> Simulated:
     """Simulate ``steps`` inner steps.
@@ -313,7 +312,6 @@ def simulate(
     Args:
         parcels: what the rounds of each fragment carry.
         measure_from: the measured part begins after this step.
-        drain: whether to wait at the end for the rounds in flight, as a finished run does.
         dynamic: whether replicas slower than the fastest skip steps (DyLU).
 
     >>> from diloco.algorithm import make_codec
@@ -332,8 +330,6 @@ def simulate(
             for action in schedule.actions(step):
                 act = run.send if isinstance(action, Send) else run.merge
                 act(action.fragment, step)
-    for fragment in tuple(run.in_flight) if drain else ():  # in the order of sending
-        run.merge(fragment, steps)
     return run
 
 

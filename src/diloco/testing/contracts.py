@@ -325,14 +325,10 @@ def _draw(seed: int) -> Tensor:
 
 
 def _model() -> nn.Module:
-    with torch.device("cpu"):
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.LayerNorm(8))
-        model.append(nn.Linear(8, 12, bias=False)).float()
-    generator = torch.Generator("cpu").manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(_normal(parameter.shape, generator) * 0.5)
-    return model
+        return model.append(nn.Linear(8, 12, bias=False)).float()
 
 
 def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> float:
