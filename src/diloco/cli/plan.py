@@ -40,7 +40,7 @@ Examples:
   diloco plan run.toml --bandwidth 100Mbit --latency 50ms --step-time 250ms
   diloco plan --preset 1b --replicas 4 --bandwidth 500Mbit --latency 80ms --step-time 0.8s
   diloco plan --parameters 7B --fragments 11 --inner-steps 200 --bandwidth 1Gbit --step-time 600ms
-  diloco plan --preset tiny --measure --replicas 2 --bandwidth 100Mbit 20Mbit --json"""
+  diloco plan --preset tiny --replicas 2 --bandwidth 100Mbit 20Mbit --step-time 90ms --json"""
 
 SHOWN = (
     *("preset", "algorithm", "train.steps", "train.data_parallel_steps", "train.device", "model.source"),
@@ -60,8 +60,6 @@ class PlanSettings(Configuration):
     """One-way latency, such as 80ms; one value for all replicas, or one for each. Default: 0ms."""
     step_time: tuple[Duration, ...] = ()
     """Compute time of one inner step, such as 0.8s; one value for all replicas, or one for each."""
-    measure: bool = False
-    """Measure the inner step and the work of sends and merges on this machine (train.device)."""
     parameters: str | None = None
     """Number of parameters, such as 7B, of a model that is not there; its fragments have equal sizes."""
     congestion_control: Literal["bbr", "cubic", "reno"] = "cubic"
@@ -157,19 +155,13 @@ def _record(
 
 
 def _site(options: PlanSettings, settings: Configuration) -> Site:
-    from diloco.plan import Conditions, Site, measure_step
+    from diloco.plan import Conditions, Site
     from diloco.transport import Link
 
-    emulated, replicas, times = settings.emulate, settings.network.replicas, options.step_time
+    emulated, replicas = settings.emulate, settings.network.replicas
     loss = round(parse(options.loss, "--loss", PERCENTAGE) / 100, 12)
     conditions = Conditions(congestion_control=options.congestion_control, loss=loss)
-    if options.measure:
-        if times or options.parameters is not None:
-            raise ConfigurationError("--measure times a step of the model: leave out --step-time and --parameters.")
-        step_s, send_s, merge_s = measure_step(settings)
-        times = (step_s,)
-        conditions = replace(conditions, send_s_per_value=send_s, merge_s_per_value=merge_s)
-    elif settings.train.device not in ("auto", "cpu"):  # the work there is not known
+    if settings.train.device not in ("auto", "cpu"):  # the work there is not known
         conditions = conditions.scaled(0.0)
 
     def per_replica(values: tuple[float, ...], flag: str, example: str) -> tuple[float, ...]:
@@ -181,7 +173,7 @@ def _site(options: PlanSettings, settings: Configuration) -> Site:
 
     rates = per_replica(options.bandwidth or emulated.bandwidth, "--bandwidth", "500Mbit")
     latencies = per_replica(options.latency or emulated.latency or (0.0,), "--latency", "80ms")
-    times = per_replica(times or emulated.step_time, "--step-time", "250ms, or --measure")
+    times = per_replica(options.step_time or emulated.step_time, "--step-time", "250ms")
     return Site(links=tuple(map(Link, rates, latencies)), step_time_s=times, conditions=conditions)
 
 
@@ -207,7 +199,7 @@ def _report(record: dict[str, Any]) -> str:
         f"tau = {own['overlap_steps']}, {own['codec']}",
         "utilisation": f"{typical} ({'also' if p90 == typical else p90} at p90 round time; {ideal} on emulated links)",
         "accuracy": record["accuracy"],
-        "work": ", ".join(work) if record["work_is_known"] else "not measured (--measure times it), counted as none",
+        "work": ", ".join(work) if record["work_is_known"] else "not measured, counted as none",
         "run": f"{record['steps']:,} steps in {format_duration(3600 * record['hours'])}"
         + (f"; {start:,} of them data-parallel, {format_duration(data_parallel['step_s'])} each" if start else ""),
         "sent": f"{format_bytes(record['sent_bytes_per_replica'])} per replica",

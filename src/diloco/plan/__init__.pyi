@@ -1,5 +1,4 @@
 from .prediction import Prediction as Prediction
-from .prediction import measure_step as measure_step
 from .prediction import predict as predict
 from .prediction import table as table
 from .simulate import ACCURACY as ACCURACY
