@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from diloco import SyncSchedule, connect_replica, replica_share
+from diloco import SyncSchedule, connect_tcp, replica_share
 from diloco.integrations.accelerate import AcceleratedDiLoCo
 from diloco.transport import Transport
 
@@ -148,7 +148,7 @@ def connect(
     """
     if options.replicas == 1:
         return nullcontext()
-    return connect_replica(replica=options.replica, num_replicas=options.replicas, rendezvous=options.join, ranks=ranks)
+    return connect_tcp(replica=options.replica, num_replicas=options.replicas, rendezvous=options.join, ranks=ranks)
 
 
 def main() -> None:

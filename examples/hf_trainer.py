@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from diloco import SyncSchedule, connect_replica, replica_share
+from diloco import SyncSchedule, connect_tcp, replica_share
 from diloco.integrations.transformers import DiLoCoCallback
 from diloco.transport import Transport
 
@@ -123,9 +123,7 @@ def connect(options: argparse.Namespace) -> AbstractContextManager[Transport | N
     """Connect to the other replicas, if there are any."""
     if options.replicas == 1:
         return nullcontext()
-    return connect_replica(
-        replica=options.replica, num_replicas=options.replicas, rendezvous=options.join, ranks="whole"
-    )
+    return connect_tcp(replica=options.replica, num_replicas=options.replicas, rendezvous=options.join, ranks="whole")
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from diloco import SyncSchedule, connect_replica, replica_share
+from diloco import SyncSchedule, connect_tcp, replica_share
 from diloco.integrations.lightning import Connect, DiLoCoCallback
 from diloco.transport import Transport
 
@@ -158,7 +158,7 @@ def make_trainer(options: argparse.Namespace, transport: Transport | Connect | N
 def main() -> None:
     options = parse()
     connect = functools.partial(
-        connect_replica,
+        connect_tcp,
         replica=options.replica,
         num_replicas=options.replicas,
         rendezvous=options.join,

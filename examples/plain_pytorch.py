@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from diloco import DiLoCo, SyncSchedule, connect_replica, replica_share
+from diloco import DiLoCo, SyncSchedule, connect_tcp, replica_share
 from diloco.transport import Transport
 
 
@@ -97,7 +97,7 @@ def connect(options: argparse.Namespace) -> AbstractContextManager[Transport | N
     """Connect to the other replicas, if there are any."""
     if options.replicas == 1:
         return nullcontext()
-    return connect_replica(replica=options.replica, num_replicas=options.replicas, rendezvous=options.join)
+    return connect_tcp(replica=options.replica, num_replicas=options.replicas, rendezvous=options.join)
 
 
 def train(options: argparse.Namespace, transport: Transport | None) -> nn.Module:

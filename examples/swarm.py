@@ -3,7 +3,7 @@
 python examples/swarm.py
 
 On three machines, each would run `replica` with the address that the first one prints; there is no central coordinator.
-`diloco train --transport hivemind` does the same, and also lets replicas join and leave during training.
+`diloco train --transport swarm` does the same, and also lets replicas join and leave during training.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from diloco import DiLoCo, SyncSchedule, connect_peer, replica_share
+from diloco import DiLoCo, SyncSchedule, connect_swarm, replica_share
 
 REPLICAS = 3
 
@@ -27,7 +27,7 @@ def replica(number: int, join_at: list[str], folder: str, addresses: Queue[str],
     model = nn.Sequential(nn.Linear(16, 128), nn.Tanh(), nn.Linear(128, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     mine = replica_share(torch.randn(600, 16), replica=number, num_replicas=REPLICAS)
-    with connect_peer(
+    with connect_swarm(
         run="example",
         num_replicas=REPLICAS,
         replica=number,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +49,8 @@ def write_text(folder: Path, *, documents: int = 40, seed: int = 0) -> Path:
 
 
 def settings_of(data: Path, arguments: str = "", file: Path | None = None) -> Configuration:
-    """Return the settings of `SMALL` and more arguments, and of a file, as `diloco train` resolves them.
-
-    Flags such as ``--data.streaming-block`` set what only Python code sets.
-    """
-    python = re.findall(r"--data\.(streaming-block|prefetch-batches|sharding) (\S+)", arguments)
-    arguments = re.sub(r"--data\.(streaming-block|prefetch-batches|sharding) \S+", "", arguments)
+    """Return the settings of `SMALL` and more arguments, and of a file, as `diloco train` resolves them."""
     configuration = load_configuration([*([str(file)] if file else []), *SMALL.split(), str(data), *arguments.split()])
-    values: dict[str, Any] = {
-        name.replace("-", "_"): int(value) if value.isdecimal() else value for name, value in python
-    }
-    configuration = dataclasses.replace(configuration, data=dataclasses.replace(configuration.data, **values))
     return resolve(configuration, num_layers=configuration.model.decoder.layers)
 
 

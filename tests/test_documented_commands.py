@@ -87,7 +87,7 @@ def test_documented_commands_are_understood(page: Path) -> None:
             with contextlib.suppress(SystemExit):  # of --help
                 parse(command, arguments)
             if command in ("train", "finetune") and "--run" in arguments:
-                assert "hivemind" in arguments, arguments
+                assert "swarm" in arguments, arguments
 
 
 def test_commands_are_found_where_pages_have_them() -> None:

@@ -142,7 +142,7 @@ def test_what_decides_is_pure(part: str) -> None:
 
 def test_transports_stand_on_connections() -> None:
     """``connections`` does not import ``peers``, and ``peers`` does not import the backends that carry its bytes."""
-    order = ("connections", "peers", "torch_distributed|hivemind")
+    order = ("connections", "peers", "tcp|swarm")
     for path in (ROOT / "transport").rglob("*.py"):
         room = path.parent.name
         floor = next((floor for floor, rooms in enumerate(order) if room in rooms.split("|")), -1)

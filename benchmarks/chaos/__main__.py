@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__)
     parser.add_argument("--seed", type=int, default=7, help="seed of the events")
     parser.add_argument("--minutes", type=float, default=15.0, help="how long events happen")
-    parser.add_argument("--transport", default="hivemind", choices=("hivemind", "torch"), help="transport of the peers")
+    parser.add_argument("--transport", default="swarm", choices=("swarm", "tcp"), help="transport of the peers")
     parser.add_argument("--peers", type=int, default=5, choices=(4, 5, 6), help="number of peers that train")
     parser.add_argument("--step-s", type=float, default=0.2, help="least duration of an inner step")
     parser.add_argument("--out", type=Path, required=True, help="folder for all files of the run")

@@ -50,13 +50,13 @@ class Peers:
 
     def start(self, peer: int, folder: Path | None = None) -> None:
         """Start a peer in place ``peer``, in a new folder, or resume the run in ``folder``."""
-        command = self._torch(peer) if self.settings.transport == "torch" else self._hivemind(peer, folder)
+        command = self._tcp(peer) if self.settings.transport == "tcp" else self._swarm(peer, folder)
         home = Path(command[command.index("--out" if "--out" in command else "--resume") + 1])
-        of_torch = self.settings.transport == "torch" and peer  # all but the first write into a subfolder
+        over_tcp = self.settings.transport == "tcp" and peer  # all but the first write into a subfolder
         paced = python("benchmarks.chaos.paced", str(self.pace), str(self.clock(peer)), *command)
-        self._start(peer, home / f"replica-{peer}" if of_torch else home, paced)
+        self._start(peer, home / f"replica-{peer}" if over_tcp else home, paced)
 
-    def _hivemind(self, peer: int, folder: Path | None) -> list[str]:
+    def _swarm(self, peer: int, folder: Path | None) -> list[str]:
         joins = [self.running[BOOTSTRAP].address()] if BOOTSTRAP in self.running else []
         joins += [other.address() for other in self._one_training(peer)]
         where = ["--network.listen", f"{self.network.address(peer + 1)}:0"]
@@ -66,7 +66,7 @@ class Peers:
         folder = self.folder / f"peer-{peer}-{next(self._generations)}"
         return ["train", *self.settings.arguments(), "--data", str(self._data), "--out", str(folder), *where]
 
-    def _torch(self, peer: int) -> list[str]:
+    def _tcp(self, peer: int) -> list[str]:
         """Return the command. It is the same at each start but for the rendezvous, which is any live replica."""
         rendezvous = f"{self.network.address(1)}:{self._port}"
         for other in self._one_training(peer) or [each for each in self.others(peer) if each.tail.facts][:1]:

@@ -53,7 +53,7 @@ class Rates:
     """How frequent events are and how long they last, in seconds.
 
     Attributes:
-        transport: on ``torch`` a signal to one replica stops all, so there are no signals, and no new identities join.
+        transport: on ``tcp`` a signal to one replica stops all, so there are no signals, and no new identities join.
         silence_s: that of the peers. They are frozen and cut off for shorter and longer than this.
         gap_s: the mean time between two events while a peer may be disturbed.
         quiet_s: the time without events at the end, in which all peers recover.
@@ -62,7 +62,7 @@ class Rates:
         can_cut: whether links can be cut.
     """
 
-    transport: str = "hivemind"
+    transport: str = "swarm"
     silence_s: float = 8.0
     gap_s: float = 8.0
     quiet_s: float = 60.0
@@ -76,7 +76,7 @@ class Rates:
     @property
     def weights(self) -> dict[str, float]:
         """The kinds of events that are possible, and their relative frequencies."""
-        missing = (*(() if self.can_cut else _OF_LINKS), *(_OF_A_SWARM if self.transport == "torch" else ()))
+        missing = (*(() if self.can_cut else _OF_LINKS), *(_OF_A_SWARM if self.transport == "tcp" else ()))
         return {kind: weight for kind, weight in _WEIGHTS.items() if kind not in missing}
 
 
@@ -245,7 +245,7 @@ class _Planner:
             return True
         for number, place in enumerate(self.places):
             if place.healthy_s is None and place.down_until_s <= at_s:
-                kinds = ("resume",) if self.rates.transport == "torch" else ("resume", "resume", "join")
+                kinds = ("resume",) if self.rates.transport == "tcp" else ("resume", "resume", "join")
                 kind = self.rng.choice(kinds)
                 off = kind == "join" and self.rng.random() < 0.5
                 self.add(Event(at_s, kind, number, clock_s=self.rng.choice((-60.0, 600.0)) if off else 0.0))

@@ -67,7 +67,7 @@ class Conductor:
 
     def _start_all(self) -> None:
         limit_s = time.time() + _START_LIMIT_S
-        if self.settings.transport == "hivemind":
+        if self.settings.transport == "swarm":
             self.peers.start_bootstrap()
             standing = self.peers.running[BOOTSTRAP]
             self._wait_for(lambda: bool(standing.address()), limit_s, "the address of the bootstrap peer")

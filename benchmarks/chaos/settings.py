@@ -28,7 +28,7 @@ class Settings:
         slack_s: the time that a busy machine may add to any limit.
     """
 
-    transport: str = "hivemind"
+    transport: str = "swarm"
     peers: int = 5
     steps: int = 5000
     step_s: float = 0.2
@@ -57,9 +57,9 @@ class Settings:
     def arguments(self) -> list[str]:
         """Return the arguments that all peers share: all but its number, addresses and folder."""
         where = (
-            f"--transport torch --replicas {self.peers} --on-loss continue"
-            if self.transport == "torch"
-            else f"--transport hivemind --run chaos --replicas {self.peers} --network.straggler {self.straggler}"
+            f"--transport tcp --replicas {self.peers} --on-loss continue"
+            if self.transport == "tcp"
+            else f"--transport swarm --run chaos --replicas {self.peers} --network.straggler {self.straggler}"
         )
         words = (
             f"{COMMON} --steps {self.steps} {where} "

@@ -36,7 +36,7 @@ POLICIES: dict[str, Mapping[str, str]] = {
 }
 LOADS = ("nothing else runs", "next to one busy process")
 TRAIN = (
-    "train --transport torch --replicas 4 --evaluation.every-steps 0 --evaluation.sequences 4 "
+    "train --transport tcp --replicas 4 --evaluation.every-steps 0 --evaluation.sequences 4 "
     "--evaluation.sample-prompts --checkpoint.every-steps 0 --monitor.console quiet"
 )
 
@@ -83,7 +83,7 @@ def print_waiting(rounds: int) -> None:
 def print_replicas(rounds: int, steps: int) -> None:
     cores = len(os.sched_getaffinity(0))
     before = {"OMP_NUM_THREADS": str(cores), **LIBGOMP_DEFAULT}
-    print(f"`diloco train --transport torch --replicas 4 --steps {steps}`, tokens/s, {cores} cores:\n")
+    print(f"`diloco train --transport tcp --replicas 4 --steps {steps}`, tokens/s, {cores} cores:\n")
     print("| | default settings | `diloco train` | times as fast |\n|---|---|---|---|")
     with busy_process() as load:
         for loaded, name in zip((False, True), LOADS, strict=True):

@@ -74,7 +74,7 @@ class Version:
         settings.parent.mkdir(parents=True, exist_ok=True)
         settings.write_text(case.toml(old=self.old), encoding="utf-8")
         arguments = ["train", str(settings), "--data", str(text), *more]
-        if case.transport == "hivemind":
+        if case.transport == "swarm":
             peers = [["--out", str(folder / out), "--replica", replica] for out, replica in (("a", "0"), ("b", "1"))]
             self._swarm([[*arguments, *peer] for peer in peers])
         else:
@@ -132,7 +132,7 @@ def contents(case: Case, folder: Path, files: Sequence[str]) -> dict[str, list[A
     """Return what must be the same in two runs: for each file, its records."""
     found: dict[str, list[Any]] = {}
     for path in sorted(path for path in folder.rglob("*") if path.name in files):
-        text, second = path.read_text(), case.transport == "hivemind" and path.parent.name == "b"
+        text, second = path.read_text(), case.transport == "swarm" and path.parent.name == "b"
         without = VARYING | (set() if "emulate.step_time" in case.settings else WAITS) | (LAST_ONE if second else set())
         if path.name == "metrics.jsonl":
             unsure = {"Note"} | ({"Evaluated", "SampleGenerated"} if second else set())

@@ -86,7 +86,7 @@ class Case:
 
     @property
     def transport(self) -> str:
-        """in-process: all replicas in one process; torch: the command starts the others; hivemind: two peers."""
+        """in-process: all replicas in one process; tcp: the command starts the others; swarm: two peers."""
         return str(self.settings.get("network.transport", "in-process"))
 
     @property
@@ -104,7 +104,7 @@ class Case:
 
 def _before(key: str, value: Any, transport: str) -> Iterator[tuple[str, Any]]:
     section, _, name = key.partition(".")
-    if key == "network.replicas" and transport == "hivemind":
+    if key == "network.replicas" and transport == "swarm":
         yield "swarm.start_replicas", value
     elif isinstance(other := OLD.get(key), Mapping):
         yield from other.items()
@@ -117,8 +117,8 @@ def _before(key: str, value: Any, transport: str) -> Iterator[tuple[str, Any]]:
 STREAMING: Settings = {"sync.num_fragments": 3, "sync.overlap_steps": 2}
 FEEDBACK: Settings = {**STREAMING, "sync.error_feedback": 1.0}
 BUFFERS: Settings = {"model.source": NORMED, "sync.num_fragments": 2}
-TORCH: Settings = {"network.transport": "torch"}
-SWARM: Settings = {"network.transport": "hivemind", "network.run": "same-bits", "network.listen": "127.0.0.1:0"}
+TCP: Settings = {"network.transport": "tcp"}
+SWARM: Settings = {"network.transport": "swarm", "network.run": "same-bits", "network.listen": "127.0.0.1:0"}
 
 
 def small(name: str, *parts: Settings, stop_after: int | None = None, **sync: Any) -> Case:
@@ -172,15 +172,15 @@ CASES = (
     small("documents apart", {"data.packing": "masked"}),
     small("read while training", STREAMING, {"data.streaming": True}, stop_after=IN_FLIGHT),
     small("byte-pair encoding", {"data.tokenizer": "bpe:270", "optimizer.schedule": "wsd"}),
-    small("torch float32, alpha", STREAMING, TORCH, codec="float32", merge_alpha=0.5, stop_after=IN_FLIGHT),
-    small("torch int8, error feedback", FEEDBACK, TORCH, {"train.data_parallel_steps": 2}, codec="int8", stop_after=9),
-    small("torch fp4, buffers, clipped", BUFFERS, TORCH, {"sync.arguments.average.max_norm": 0.01}, codec="fp4"),
-    small("torch data-parallel", TORCH, {"algorithm": "data-parallel", "train.steps": 6}),
-    small("torch, two ranks, fsdp", STREAMING, TORCH, {"network.replica_size": 2}, stop_after=IN_FLIGHT),
-    small("torch, two ranks, ddp", STREAMING, TORCH, {"network.replica_size": 2, "train.parallelism": "ddp"}),
-    small("hivemind float32", STREAMING, SWARM, codec="float32"),
-    small("hivemind int8, alpha", STREAMING, SWARM, codec="int8", merge_alpha=0.5),
-    small("hivemind fp4, error feedback", FEEDBACK, SWARM),
+    small("tcp float32, alpha", STREAMING, TCP, codec="float32", merge_alpha=0.5, stop_after=IN_FLIGHT),
+    small("tcp int8, error feedback", FEEDBACK, TCP, {"train.data_parallel_steps": 2}, codec="int8", stop_after=9),
+    small("tcp fp4, buffers, clipped", BUFFERS, TCP, {"sync.arguments.average.max_norm": 0.01}, codec="fp4"),
+    small("tcp data-parallel", TCP, {"algorithm": "data-parallel", "train.steps": 6}),
+    small("tcp, two ranks, fsdp", STREAMING, TCP, {"network.replica_size": 2}, stop_after=IN_FLIGHT),
+    small("tcp, two ranks, ddp", STREAMING, TCP, {"network.replica_size": 2, "train.parallelism": "ddp"}),
+    small("swarm float32", STREAMING, SWARM, codec="float32"),
+    small("swarm int8, alpha", STREAMING, SWARM, codec="int8", merge_alpha=0.5),
+    small("swarm fp4, error feedback", FEEDBACK, SWARM),
 )
 
 

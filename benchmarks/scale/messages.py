@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from unittest import mock
 
 from benchmarks.markdown import table
-from diloco.membership import Policy, View
-from diloco.protocol import Action, Event, Leave, Machine, Policies
+from diloco.membership import View
+from diloco.protocol import Effects, Event, Leave, Machine, Rules
 from tests.membership.network import Limits, Network
 from tests.protocol.simulated_rank import Rank
 
 __all__ = ["PHASES", "Counted", "counted"]
 
-_POLICIES = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, connect_timeout_s=1.0)
+_RULES = Rules(continue_without_lost=True, raise_on_loss=False)
 _MOST_TRIPS = 10_000
 
 
@@ -45,8 +45,8 @@ class Counted(Network):
             self.end(number)
         for number in range(members):
             view = View(0, tuple(range(members)))
-            self.nodes[number] = Rank(self, number, len(self.ranks), 1, _POLICIES, founded=view)
-        self.make = lambda number: Rank(self, number, len(self.ranks), 1, _POLICIES, joining=True)
+            self.nodes[number] = Rank(self, number, len(self.ranks), 1, _RULES, founded=view)
+        self.make = lambda number: Rank(self, number, len(self.ranks), 1, _RULES, joining=True)
 
     def send(self, sender: int, receiver: int, message: bytes) -> None:
         self.messages += 1
@@ -164,7 +164,7 @@ def _no_training() -> Iterator[None]:
 def _timed(network: Counted) -> Iterator[None]:
     handle = Machine.handle
 
-    def timed(machine: Machine, event: Event, now_s: float) -> list[Action]:
+    def timed(machine: Machine, event: Event, now_s: float) -> Effects:
         begun_s = time.process_time()
         wanted = handle(machine, event, now_s)
         network.cpu_s += time.process_time() - begun_s

@@ -16,11 +16,11 @@ from diloco.plan import IDEAL, Exchange, Site, simulate
 from diloco.train import (
     Fleet,
     Session,
-    make_configured_codec,
     make_fragments,
     make_links,
     make_schedule,
     make_transport,
+    outer_components,
     resolve,
 )
 
@@ -76,7 +76,7 @@ def _train(settings: Configuration) -> dict[str, float]:
 def _predict(settings: Configuration) -> dict[str, float]:
     model, replicas = build_model(settings.model.decoder, seed=0, device="meta"), settings.network.replicas
     sizes = [fragment.numel for fragment in make_fragments(settings.sync, model)]
-    codec = make_configured_codec(settings.sync)
+    codec = outer_components(settings.sync)["codec"]
     exchange = Exchange(schedule=make_schedule(settings), fragment_sizes=tuple(sizes), codec=codec)
     times_s = settings.emulate.step_time[:1] * replicas
     site = Site(links=tuple(make_links(settings)), step_time_s=times_s, conditions=IDEAL)

@@ -10,7 +10,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.wan.plan import Job
-from diloco import connect_replica
+from diloco import connect_tcp
+from diloco.protocol import Rules
 from diloco.transport import (
     Admission,
     Connected,
@@ -19,8 +20,7 @@ from diloco.transport import (
     PeerTransport,
     SwarmPlace,
     Transport,
-    Wire,
-    connect_swarm,
+    enter_swarm,
     join,
 )
 
@@ -77,7 +77,7 @@ class Connector:
         self._open.close()
 
     def _over_tcp(self) -> Transport:
-        connecting = connect_replica(
+        connecting = connect_tcp(
             replica=self._replica,
             num_replicas=self._job.num_replicas,
             rendezvous=f"{self._job.addresses[0]}:{PORT}",
@@ -97,7 +97,7 @@ class Connector:
             replica=self._replica,
         )
         limit_s = self._job.timeout_s
-        wire = Wire(round_timeout_s=limit_s, rendezvous_timeout_s=limit_s, continue_without_lost=True)
-        connected = connect_swarm(place, wire)
+        rules = Rules(round_timeout_s=limit_s, rendezvous_timeout_s=limit_s, continue_without_lost=True)
+        connected = enter_swarm(place, rules)
         self._open.callback(connected.transport.close)
         return connected

@@ -1,4 +1,4 @@
-"""Reports of long waits: what a process is waiting for, how long it has waited, and when the wait times out."""
+"""Work in a thread, and reports of long waits: for what a process waits, since when, and when the wait times out."""
 
 from __future__ import annotations
 
@@ -7,14 +7,36 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 LOGGER = logging.getLogger("diloco.waiting")
 """The logger of the reports. It warns, so that a program that has not configured logging prints them to stderr."""
 
 FIRST_REPORT_S = 2.0  # waits shorter than this are not reported
 _MAX_PAUSE_S = 30.0  # longest pause between two reports
+
+
+def in_thread(function: Callable[[], T], name: str) -> Future[T]:
+    """Call ``function`` in a daemon thread. The future gets its result or its error.
+
+    >>> in_thread(lambda: 1 + 1, "sum").result()
+    2
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 def report_wait(subject: Callable[[], str], limit_s: float, ended: Callable[[float], bool]) -> None:

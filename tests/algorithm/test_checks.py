@@ -22,7 +22,7 @@ from diloco import (
     partition,
 )
 from diloco.errors import ConfigurationError, FragmentError
-from diloco.transport import Wire
+from diloco.protocol import Rules
 
 NAN, INF = math.nan, math.inf
 
@@ -69,9 +69,9 @@ def layers() -> nn.Module:
         (InProcessTransport, {"num_replicas": 1.5}),
         (InProcessTransport, {"num_replicas": 2, "min_contributors": 3}),
         (InProcessTransport, {"num_replicas": 1, "round_timeout_s": NAN}),
-        (Wire, {"silence_s": NAN}),
-        (Wire, {"round_timeout_s": 0}),
-        (Wire, {"heartbeat_s": 10.0}),
+        (Rules, {"silence_s": NAN}),
+        (Rules, {"round_timeout_s": 0}),
+        (Rules, {"heartbeat_s": 10.0}),
         (lambda **given: partition(layers(), **given), {"num_fragments": 2.0}),
         (lambda **given: partition(layers(), **given), {"num_fragments": 0}),
         (lambda **given: partition(layers(), **given), {"num_fragments": 1, "strategy": "even"}),

@@ -74,9 +74,9 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         (["train", "--preset", "tinny"], "no preset 'tinny'; did you mean 'tiny'?"),
         (["train", "absent.toml"], "absent.toml cannot be read"),
         (["train", "--codec", "int9"], "did you mean 'int8'"),
-        (["train", "--transport", "hivemind"], "--run NAME"),
-        (["train", "--transport", "torch", "--replica", "0"], "Pass --join HOST:PORT, an address"),
-        (["train", "--join", "10.0.0.1", "--transport", "torch"], "needs --replica. Pass --replica 0"),
+        (["train", "--transport", "swarm"], "--run NAME"),
+        (["train", "--transport", "tcp", "--replica", "0"], "Pass --join HOST:PORT, an address"),
+        (["train", "--join", "10.0.0.1", "--transport", "tcp"], "needs --replica. Pass --replica 0"),
         (["train", "--algorithm", "diloco", "--overlap-steps", "1"], "Use --algorithm streaming"),
         (["train", "--algorithm", "data-parallel", "--codec", "fp4"], "--codec float32"),
         (["train", "--fragments", "6"], "Use 1 to 5"),
@@ -100,8 +100,9 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         ),
         (
             ["train", "--transport", "foo"],
-            "--transport foo is not valid; expected one of in-process, torch, hivemind.",
+            "--transport foo is not valid; expected one of in-process, tcp, swarm.",
         ),
+        (["train", "--transport", "torch"], "--transport torch; it is now tcp."),
         (["train", "--steps"], "diloco: --steps needs a value."),
         (["status", "a", "--help-all"], "there is no flag --help-all; did you mean"),
         (["train", "x.toml", "--resume", "absent"], "x.toml cannot be given together with --resume"),
@@ -212,7 +213,7 @@ def test_a_reader_that_leaves_is_no_error_of_ours(arguments: str) -> None:
         "train --model hf:lama --data x",
         "train --tokenizer lama",
         "status --run a --join /ip4/1/p2p/Q --secret-file lama",
-        "train --transport hivemind --run a --secret-file lama",
+        "train --transport swarm --run a --secret-file lama",
     ],
 )
 def test_a_path_that_does_not_exist_is_told_the_nearest_name(
@@ -233,7 +234,7 @@ def test_a_number_that_is_refused_is_not_taken_for_a_path(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a1").mkdir()
-    assert "Did you mean" not in refused(["train", "--transport", "torch", "--replica", "1"], capsys)
+    assert "Did you mean" not in refused(["train", "--transport", "tcp", "--replica", "1"], capsys)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,7 +81,7 @@ def test_replicas_links_and_transports_may_differ(capsys: pytest.CaptureFixture[
         for more in (
             "--replicas 3 --step-time 0.1s",
             "--replicas 3 --step-time 0.1s 0.1s 0.2s",
-            "--replicas 3 --step-time 0.1s --transport hivemind",
+            "--replicas 3 --step-time 0.1s --transport swarm",
         )
     )
     reached = [each["prediction"]["compute_utilization"] for each in (equal, slower, swarm)]

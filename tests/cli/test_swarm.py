@@ -1,4 +1,4 @@
-"""The command `diloco train --transport hivemind`: real peers, compared with the run in one process."""
+"""The command `diloco train --transport swarm`: real peers, compared with the run in one process."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def new_peer(data: Path, tmp_path: Path, keys: Path) -> Iterator[MakePeer]:
 
         def make(name: str, arguments: str, joins: Peer | None = None) -> Peer:
             where = f"--out {tmp_path / name}"
-            run = f"{SMALL} {data} --transport hivemind --run test {QUICK} {where} {arguments}"
+            run = f"{SMALL} {data} --transport swarm --run test {QUICK} {where} {arguments}"
             return Peer(processes, tmp_path / name, run, joins)
 
         yield make

@@ -1,4 +1,4 @@
-"""The command `diloco train --transport torch`: real processes, compared with the run in one process."""
+"""The command `diloco train --transport tcp`: real processes, compared with the run in one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Replicas:
 
     def __init__(self, processes: Processes, data: Path, out: Path) -> None:
         self.processes, self.out = processes, out
-        self.words = f"train {SMALL} {data} --out {out} --monitor.console quiet {START} --transport torch"
+        self.words = f"train {SMALL} {data} --out {out} --monitor.console quiet {START} --transport tcp"
 
     def by_hand(self, arguments: str, *of_one: str) -> list[Command]:
         """Start one command for each entry of ``of_one``, which holds its own arguments."""

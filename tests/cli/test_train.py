@@ -172,7 +172,7 @@ def test_a_folder_that_can_not_be_made_is_a_sentence(
     assert message == f"diloco: {in_the_way} can't be written: Not a directory. Nothing was started."
     if Path("/proc/self").exists():  # even root can't create folders there
         assert "/proc/run can't be written: " in refused(train(files, "--out", "/proc/run"), capsys)
-    rank = ["--transport", "torch", "--replica", "1", "--join", "127.0.0.1:1", "--out", str(in_the_way)]
+    rank = ["--transport", "tcp", "--replica", "1", "--join", "127.0.0.1:1", "--out", str(in_the_way)]
     assert "can't be written: Not a directory" in refused(train(files, *rank), capsys)
     (tmp_path / "runs").touch()
     monkeypatch.chdir(tmp_path)
@@ -198,9 +198,9 @@ def test_an_interrupted_run_ends_with_130_and_says_how_to_go_on(
         "train --resume FOLDER",
         "train --resume FOLDER/checkpoints/step-00000006",
         "train --resume ELSEWHERE --out FOLDER",
-        "train RUN.toml --data TEXT --out FOLDER --transport torch",
-        "train RUN.toml --data TEXT --out FOLDER --transport torch --replica 0 --join 127.0.0.1:1",
-        "train RUN.toml --data TEXT --out FOLDER --transport hivemind --run a",
+        "train RUN.toml --data TEXT --out FOLDER --transport tcp",
+        "train RUN.toml --data TEXT --out FOLDER --transport tcp --replica 0 --join 127.0.0.1:1",
+        "train RUN.toml --data TEXT --out FOLDER --transport swarm --run a",
         "sweep STUDY --out FOLDER",
     ],
 )
@@ -289,9 +289,9 @@ def test_torchrun_takes_a_settings_file(
         monkeypatch.setenv(name, value)
     assert main(["train", str(tmp_path / "run.toml"), "--print-config"]) == 0
     network = tomllib.loads(capsys.readouterr().out)["network"]
-    assert (network["transport"], network["replicas"]) == ("torch", 3)
-    (tmp_path / "run.toml").write_text('[network]\ntransport = "torch"\nreplicas = 3\n')
+    assert (network["transport"], network["replicas"]) == ("tcp", 3)
+    (tmp_path / "run.toml").write_text('[network]\ntransport = "tcp"\nreplicas = 3\n')
     assert main(["train", str(tmp_path / "run.toml"), "--print-config"]) == 0
     (tmp_path / "run.toml").write_text('[network]\ntransport = "in-process"\n')
     assert main(["train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "x")]) == 2
-    assert "Use --transport torch." in capsys.readouterr().err
+    assert "Use --transport tcp." in capsys.readouterr().err

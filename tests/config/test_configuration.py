@@ -44,7 +44,7 @@ SHORT_FLAGS: dict[str, tuple[str, Any]] = {
     "--overlap-steps 3": ("sync.overlap_steps", 3),
     "--merge-alpha 0.5": ("sync.merge_alpha", 0.5),
     "--codec int8": ("sync.codec", "int8"),
-    "--transport torch": ("network.transport", "torch"),
+    "--transport tcp": ("network.transport", "tcp"),
     "--data a b": ("data.paths", (Path("a"), Path("b"))),
     "--resume runs/x": ("checkpoint.resume", Path("runs/x")),
     "--out runs/y": ("out", Path("runs/y")),

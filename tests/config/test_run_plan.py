@@ -41,7 +41,7 @@ def test_an_invitation_reads_back_as_the_run_without_private_options(
     run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    typed = shlex.split(f"--transport hivemind --run 'a $b' {run}")
+    typed = shlex.split(f"--transport swarm --run 'a $b' {run}")
     told = join_command(plan_run(parse_arguments(typed + PEER.split())).configuration, tmp_path)
     diloco, train, *arguments = shlex.split(told)
     assert (diloco, train) == ("diloco", "train")
@@ -70,18 +70,18 @@ def test_every_kind_of_value_reads_back(flags: dict[str, object], values: dict[s
 
 
 def test_folder_of_a_run_keeps_the_name_of_its_replica() -> None:
-    swarm = ["--transport", "hivemind", "--run", "a", "--name", "anna", "--join", "/ip4/10.0.0.1/tcp/1/p2p/QmOld"]
+    swarm = ["--transport", "swarm", "--run", "a", "--name", "anna", "--join", "/ip4/10.0.0.1/tcp/1/p2p/QmOld"]
     record = plan_run(parse_arguments(swarm)).record
     assert 'name = "anna"' in record
     assert "QmOld" not in record
 
 
 def test_a_resumed_run_names_what_its_folder_does_not_keep() -> None:
-    rank = load_configuration(["--transport", "torch", "--replica", "1", "--join", "10.0.0.1:29400"])
+    rank = load_configuration(["--transport", "tcp", "--replica", "1", "--join", "10.0.0.1:29400"])
     command = "diloco train --resume runs/a --replica 1 --join 10.0.0.1:29400"
     assert resume_command(rank, Path("runs/a")) == command
     old = "/ip4/10.0.0.1/tcp/31330/p2p/QmOld"
-    peer = load_configuration(["--transport", "hivemind", "--run", "a", "--join", old, "--network.listen", "1:2"])
+    peer = load_configuration(["--transport", "swarm", "--run", "a", "--join", old, "--network.listen", "1:2"])
     alone = "diloco train --resume 'my run' --network.listen 1:2"
     assert resume_command(peer, Path("my run")) == alone
     assert resume_command(peer, Path("my run"), ["/p2p/QmNew"]) == f"{alone} --join /p2p/QmNew"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha512
 from typing import Any
 
@@ -14,11 +14,11 @@ from diloco.data import (
     DocumentStream,
     Mixture,
     PackedTokens,
-    Prefetcher,
     Sampler,
     Source,
     SourceSettings,
     is_heldout,
+    split_documents,
 )
 
 LENGTH, SIZE = 8, 2
@@ -64,16 +64,11 @@ class Rows:
 
 
 def stream(
-    sources: Sequence[Sequence[str]],
-    replica: int,
-    replicas: int,
-    *,
-    weights: Sequence[float] | None = None,
-    block: int = 3,
-    seed: int = 0,
+    sources: Sequence[Sequence[str]], replica: int, replicas: int, *, block: int = 3, seed: int = 0, ahead: int = 0
 ) -> DocumentStream:
+    """Return a stream of sources whose weights are 2, 1, 1, ..."""
     return DocumentStream(
-        [InMemory(each, str(number), (weights or [1.0] * 9)[number]) for number, each in enumerate(sources)],
+        [InMemory(each, str(number), 2.0 if number == 0 else 1.0) for number, each in enumerate(sources)],
         TOKENIZER,
         data="test",
         size=block,
@@ -83,6 +78,7 @@ def stream(
         replica=replica,
         num_replicas=replicas,
         seed=seed,
+        ahead=ahead,
     )
 
 
@@ -90,33 +86,45 @@ def packed(documents: Sequence[str]) -> np.ndarray:
     return TOKENIZER.encode_documents(documents)
 
 
+def split(documents: Iterable[str], fraction: float) -> tuple[list[str], list[str]]:
+    """Return the documents to train on and the ones held out."""
+    sides: tuple[list[str], list[str]] = ([], [])
+    for document, heldout in split_documents(documents, fraction):
+        sides[heldout].append(document)
+    return sides
+
+
 def trained(records: Sequence[str]) -> list[str]:
     """Return the documents that are trained on."""
     return [record for record in records if record and not is_heldout(record, HELDOUT)]
 
 
-def _sampler(tokens: Any) -> Callable[[int, int], Batches]:
-    return lambda replica, replicas: Sampler(
-        tokens, sequence_length=LENGTH, batch_size=SIZE, replica=replica, num_replicas=replicas, seed=0
-    )
-
-
 DOCUMENTS = numbered(60)
 _TOKENS = packed(DOCUMENTS)
 _HALVES = [PackedTokens(np.array_split(_TOKENS, 5)), PackedTokens([packed(numbered(20, prefix="other"))])]
-
-KINDS: dict[str, Callable[[int, int], Batches]] = {
-    "array": _sampler(_TOKENS),
-    "pieces": _sampler(_HALVES[0]),
-    "mixture": _sampler(Mixture(dict(zip("ab", _HALVES, strict=True)), {"a": 3.0, "b": 1.0})),
-    "stream": lambda replica, replicas: stream([DOCUMENTS], replica, replicas),
-    "streams": lambda replica, replicas: stream(
-        [DOCUMENTS, numbered(40, prefix="other")], replica, replicas, weights=[2.0, 1.0]
-    ),
+_DATA: dict[str, Any] = {
+    "array": _TOKENS,
+    "pieces": _HALVES[0],
+    "mixture": Mixture(dict(zip("ab", _HALVES, strict=True)), {"a": 3.0, "b": 1.0}),
+    "stream": [DOCUMENTS],
+    "streams": [DOCUMENTS, numbered(40, prefix="other")],
 }
-KINDS |= {
-    f"{name}, made ahead": lambda replica, replicas, make=make: Prefetcher(make(replica, replicas), 3)  # type: ignore[misc]
-    for name, make in list(KINDS.items())
+
+
+def _maker(data: Any, ahead: int) -> Callable[[int, int], Batches]:
+    def make(replica: int, replicas: int) -> Batches:
+        if isinstance(data, list):
+            return stream(data, replica, replicas, ahead=ahead)
+        shape = {"sequence_length": LENGTH, "batch_size": SIZE, "seed": 0, "ahead": ahead}
+        return Sampler(data, replica=replica, num_replicas=replicas, **shape)
+
+    return make
+
+
+KINDS = {
+    f"{name}{also}": _maker(data, ahead)
+    for also, ahead in (("", 0), (", made ahead", 3))
+    for name, data in _DATA.items()
 }
 
 

@@ -6,13 +6,12 @@ import json
 import random
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from diloco.data import Assignment, Batches, Prefetcher, Sampler
+from diloco.data import Assignment, Batches, Sampler
 from diloco.errors import CheckpointError, ConfigurationError, DataError
 from tests.data.streams import KINDS, LENGTH, SIZE, lists
 
@@ -105,76 +104,55 @@ def test_another_number_of_replicas_goes_on_alike_wherever_it_is_asked(kind: str
     assert len(set(rows)) == len(rows)
 
 
-class Counted:
-    """Batches that are numbers, recorded with the thread that made each."""
+class Counted(Sampler):
+    """Batches that record the thread that made each, and fail where they are told to."""
 
-    order = ""
+    def __init__(self, ahead: int, fails_at: int = -1) -> None:
+        super().__init__(
+            np.arange(4001), sequence_length=4, batch_size=2, replica=0, num_replicas=1, seed=0, ahead=ahead
+        )
+        self.fails_at, self.threads, self.made = fails_at, set[str](), threading.Condition()
 
-    def __init__(self, fails_at: int = -1) -> None:
-        self.epochs: dict[str, float] = {}
-        self.number = 0
-        self.fails_at = fails_at
-        self.threads: list[str] = []
-        self.closed = False
-        self.made = threading.Condition()
-
-    def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.number == self.fails_at:
+    def _draw(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._drawn == self.fails_at:
             raise DataError("no more")
         with self.made:
-            self.threads.append(threading.current_thread().name)
-            self.number += 1
+            self.threads.add(threading.current_thread().name)
             self.made.notify_all()
-        return torch.tensor([self.number]), torch.tensor([self.number])
-
-    def skip_batch(self) -> None:
-        self.number += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"number": self.number}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.number = state["number"]
-
-    def close(self) -> None:
-        self.closed = True
+            return super()._draw()
 
 
 def test_so_many_are_made_ahead_and_no_more() -> None:
-    inner = Counted()
-    batches = Prefetcher(inner, 3, "maker")  # type: ignore[arg-type]  # all that is used
-    assert inner.number == 0, "no batch may be made before the first request"
-    assert int(batches.next_batch()[0]) == 1
-    with inner.made:
-        # one returned, three in the queue, and one held by the thread
-        assert inner.made.wait_for(lambda: inner.number == 5, timeout=10)
-        assert not inner.made.wait_for(lambda: inner.number > 5, timeout=0.05)
-    assert set(inner.threads) == {"maker"}
-    assert batches.state_dict() == {"number": 1}
+    batches = Counted(3)
+    assert not batches.threads, "no batch may be made before the first request"
+    batches.next_batch()
+    with batches.made:
+        assert batches.made.wait_for(lambda: batches._drawn == 4, timeout=10)
+        assert not batches.made.wait_for(lambda: batches._drawn > 4, timeout=0.05)
+    assert batches.threads == {"batches of replica 0_0"}
+    assert batches.state_dict()["drawn"] == 1
     batches.close()
-    assert inner.closed
-    assert "maker" not in [thread.name for thread in threading.enumerate()]
+    assert "batches of replica 0_0" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_an_error_comes_where_its_batch_would_and_again() -> None:
-    inner = Counted(fails_at=2)
-    batches = Prefetcher(inner, 4)  # type: ignore[arg-type]  # all that is used
-    assert [int(batches.next_batch()[0]) for _ in range(2)] == [1, 2]
+    batches, plain = Counted(4, fails_at=2), Counted(0)
+    assert [lists(batches.next_batch()) for _ in range(2)] == [lists(plain.next_batch()) for _ in range(2)]
     for _ in range(2):
         with pytest.raises(DataError, match="no more"):
             batches.next_batch()
-    assert batches.state_dict() == {"number": 2}
-    batches.load_state_dict({"number": 0})
-    inner.fails_at = -1
-    assert int(batches.next_batch()[0]) == 1
+    assert batches.state_dict() == plain.state_dict()
+    batches.load_state_dict(Counted(0).state_dict())
+    batches.fails_at = -1
+    assert lists(batches.next_batch()) == lists(Counted(0).next_batch())
     batches.close()
 
 
 def test_assignments_hold_from_their_step_on_though_batches_were_made_ahead() -> None:
-    tokens = np.arange(4001)
-    kind = {"sequence_length": 4, "batch_size": 2, "replica": 0, "num_replicas": None, "seed": 0}
-    plain = Sampler(tokens, **kind)  # type: ignore[arg-type]  # varied by name
-    ahead = Prefetcher(Sampler(tokens, **kind), 5)  # type: ignore[arg-type]  # varied by name
+    plain, ahead = (
+        Sampler(np.arange(4001), sequence_length=4, batch_size=2, replica=0, num_replicas=None, seed=0, ahead=number)
+        for number in (0, 5)
+    )
     with pytest.raises(ConfigurationError, match="no assignment for step 0"):
         ahead.next_batch()
     first = Assignment(0, (0, 1), 0)
@@ -185,5 +163,5 @@ def test_assignments_hold_from_their_step_on_though_batches_were_made_ahead() ->
                 plain.assign(assignment)
                 ahead.assign(assignment)
         assert lists(plain.next_batch()) == lists(ahead.next_batch())
-        assert plain.state_dict() == ahead.state_dict()
+        assert (plain.state_dict(), plain.order, plain.epochs) == (ahead.state_dict(), ahead.order, ahead.epochs)
     ahead.close()

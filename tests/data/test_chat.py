@@ -25,12 +25,13 @@ from diloco.data import (
 )
 from diloco.errors import DataError
 from diloco.model import ENDS, document_numbers
-from tests.finetuning import SPECIAL, asked, write_records, write_sums, write_tokenizer
+from tests.finetuning import SPECIAL, TEMPLATE, asked, write_records, write_sums, write_tokenizer
 
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>{% endif %}"
     "{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+DATED = "{{ strftime_now('%d %b %Y') }}" + TEMPLATE
 MARKED = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
     "{% else %}{{ m.content }}|{% endif %}{% endfor %}"
@@ -105,6 +106,11 @@ def test_where_a_template_changes_earlier_answers_only_the_last_counts(tmp_path:
     tokenizer = with_template(tmp_path, THINKING)
     example, all_count = tokenizer.conversation([*asked("a", "b")["messages"], *asked("c", "d")["messages"]])
     assert (all_count, counted(example)) == (False, "<think>d<|im_end|>")
+
+
+def test_a_template_shows_the_same_date_on_every_day(tmp_path: Path) -> None:
+    example, _ = with_template(tmp_path, DATED).conversation(asked("a", "b")["messages"])
+    assert spelled(example.tokens).startswith("26 Jul 2024<|im_start|>user")
 
 
 def corpus_of(folder: Path, place: Path, records: list[dict[str, Any]], length: int = 64) -> Any:

@@ -98,10 +98,6 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "chosen alone": ({"chosen": said("q", "a")["messages"], "rejected": said("q", "b")["messages"]}, BOTH),
     "Alpaca": ({"instruction": "add", "input": "1 2", "output": "3"}, "<user:add\n\n1 2><assistant:«3>»"),
-    "Alpaca with history": (
-        {"instruction": "q", "input": "", "output": "a", "history": [["p", "b"]]},
-        f"<user:p><assistant:«b>»{BOTH}",
-    ),
     "system beside ShareGPT": (share(("human", "q"), ("gpt", "a"), system="s"), f"<system:s>{BOTH}"),
     "answer first": (share(("gpt", "w"), ("human", "q"), ("gpt", "a")), f"<assistant:«w>»{BOTH}"),
     "two answers in a row": (said("q", "a", answer("b")), f"{BOTH}<assistant:«b>»"),
@@ -113,8 +109,6 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
         "<user:q!><assistant:«a>»",
     ),
     "weight 0": (said("p", answer("b", weight=0), "q", answer("a", weight=1)), f"<user:p><assistant:b>{BOTH}"),
-    "a mark for each message": (said("p", "b", "q", "a", completion_mask=[0, 0, 0, 1]), f"<user:p><assistant:b>{BOTH}"),
-    "NeMo's mask": (share(("User", "q"), ("Assistant", "a"), mask="User"), BOTH),
     "tools as JSON": (said("q", "a", tools=TOOL_TEXT), f"{TOOL_TEXT}{BOTH}"),
     "call": (said("q", called({"a": 1})), '<user:q><assistant:«f{"a": 1}>»'),
     "arguments as JSON": (said("q", called('{"a": 1}')), '<user:q><assistant:«f{"a": 1}>»'),
@@ -124,10 +118,6 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "calls as JSON": (
         said("q", answer("", tool_calls=json.dumps([{"name": "f", "arguments": '{"a": 1}'}]))),
-        '<user:q><assistant:«f{"a": 1}>»',
-    ),
-    "function_call": (
-        said("q", answer(None, function_call={"name": "f", "arguments": '{"a": 1}'})),
         '<user:q><assistant:«f{"a": 1}>»',
     ),
     "ShareGPT with tools": (
@@ -189,12 +179,12 @@ def test_columns_of_other_rows_enter_neither_tools_nor_answers(tokenizers: Any, 
 
 BAD: tuple[tuple[dict[str, Any], str], ...] = (
     (said("q", answer("a", weight=0.5)), r"weight is 0\.5"),
-    (said("q", "a", completion_mask=[0, 1, 1]), "3 marks, but there are 2 messages with 1 answers"),
+    (said("q", answer("a", train_detail=[1])), r"train_detail is \[1\]"),
+    (said("q", "a", completion_mask=[0, 1, 1]), "completion_mask marks parts of the record, which can't be followed"),
     (said({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, "a"), "the part .*image_url"),
     ({"messages": [{"content": "q"}]}, "must be a list of messages"),
     (said("q", called('{"a":')), "arguments of f are not a JSON object"),
     (said("q", "a", tools="f(x)"), "tools must be a list of objects"),
-    (said("q", "a", chat_template_kwargs={"chat_template": "x"}), "chat_template_kwargs can't set 'chat_template'"),
     ({"question": "a"}, "has the fields 'question'. A conversation needs 'messages'"),
     ({"prompt": "a", "completion": []}, "completion must be text or a list of messages"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
@@ -223,7 +213,7 @@ def test_a_system_text_stands_before_a_system_message_without_one(tokenizers: An
 UNUSED = (
     (said("q", "a", source="web"), "the field 'source' is not used"),
     ({"prompt": "q", "chosen": "a", "rejected": "b"}, "the field 'rejected' is not used"),
-    (said({"role": "user", "content": "q", "weight": 1}, "a"), "messages with the role 'user' to be learned"),
+    (said("q", "a", chat_template_kwargs={"chat_template": "x"}), "the field 'chat_template_kwargs' is not used"),
 )
 
 

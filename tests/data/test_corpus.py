@@ -9,12 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.data import Corpus, DataSettings, build_corpus, split_documents
+from diloco.data import Corpus, DataSettings, build_corpus
 from diloco.errors import DataError
-
-
-def numbered(count: int) -> list[str]:
-    return [f"document {i}\n" for i in range(count)]
+from tests.data.streams import numbered, split
 
 
 def corpus_of(folder: Path, documents: list[str], **settings: object) -> Corpus:
@@ -28,10 +25,10 @@ def corpus_of(folder: Path, documents: list[str], **settings: object) -> Corpus:
 @given(documents=st.lists(st.text(min_size=1)), more=st.lists(st.text(min_size=1)))
 def test_the_split_is_disjoint_complete_and_stable_under_more_documents(documents: list[str], more: list[str]) -> None:
     documents += ["one", "five"]  # one per split, so that neither is empty
-    train, heldout = split_documents(documents, 0.5)
+    train, heldout = split(documents, 0.5)
     assert not set(train) & set(heldout)
     assert sorted(train + heldout) == sorted(documents)
-    larger_train, larger_heldout = split_documents([*more, *documents], 0.5)
+    larger_train, larger_heldout = split([*more, *documents], 0.5)
     assert larger_train[len(larger_train) - len(train) :] == train
     assert larger_heldout[len(larger_heldout) - len(heldout) :] == heldout
 
@@ -39,32 +36,18 @@ def test_the_split_is_disjoint_complete_and_stable_under_more_documents(document
 @pytest.mark.parametrize(("fraction", "held_out"), [(1e-9, 0), (1 - 1e-9, 3)])
 def test_an_empty_side_says_which_fractions_would_work(fraction: float, held_out: int) -> None:
     with pytest.raises(DataError, match=rf"holds out {held_out} of 3 documents.*Use a fraction between") as caught:
-        split_documents(numbered(3), fraction)
+        split(numbered(3), fraction)
     low, high = (float(word.rstrip(",")) for word in str(caught.value).split("between ")[1].split()[:3:2])
-    train, heldout = split_documents(numbered(3), (low + high) / 2)
+    train, heldout = split(numbered(3), (low + high) / 2)
     assert train
     assert heldout
-
-
-def test_a_sample_is_spread_over_all_documents_and_held_out_as_often() -> None:
-    documents = numbered(5000)
-    train, heldout = split_documents(documents, 0.2, max_documents=1000)
-    everything = split_documents(documents, 0.2)
-    assert len(train) + len(heldout) == 1000
-    assert set(train) < set(everything[0])
-    assert set(heldout) < set(everything[1])
-    assert len(heldout) == pytest.approx(200, abs=5 * (1000 * 0.2 * 0.8) ** 0.5)
-    places = sorted(documents.index(document) for document in train + heldout)
-    assert np.mean(places) == pytest.approx(2500, abs=5 * 5000 / (12 * 1000) ** 0.5)
-    order = [documents.index(document) for document in train]
-    assert order == sorted(order)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:264"])
 def test_a_corpus_is_its_documents_each_followed_by_an_end(tmp_path: Path, tokenizer: str) -> None:
     documents = [*numbered(60), "é漢" * 500]
     corpus = corpus_of(tmp_path / "text", documents, tokenizer=tokenizer, heldout_fraction=0.2)
-    train, heldout = split_documents(documents, 0.2)
+    train, heldout = split(documents, 0.2)
     for tokens, texts in ((corpus.train, train), (corpus.heldout, heldout)):
         assert tokens.dtype == np.uint16
         assert (tokens.documents, tokens.num_bytes) == (len(texts), sum(len(text.encode()) for text in texts))
@@ -75,8 +58,8 @@ def test_a_corpus_is_its_documents_each_followed_by_an_end(tmp_path: Path, token
 
 def test_a_bpe_learns_from_training_documents_only(tmp_path: Path) -> None:
     """Held-out documents that differ from all others produce no merge."""
-    train, heldout = split_documents(numbered(100), 0.2)
-    _, unlike = split_documents(["zq" * n for n in range(100, 200)], 0.2)
+    train, heldout = split(numbered(100), 0.2)
+    _, unlike = split(["zq" * n for n in range(100, 200)], 0.2)
     settings = {"tokenizer": "bpe:264", "heldout_fraction": 0.2}
     one = corpus_of(tmp_path / "one", [*train, *heldout], **settings)
     other = corpus_of(tmp_path / "other", [*train, *unlike], **settings)

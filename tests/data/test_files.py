@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from diloco.data import DataSettings, build_corpus, read_documents, read_records, read_standard_library
+from diloco.data import DataSettings, SourceSettings, build_corpus, read_documents, read_rows, read_standard_library
 from diloco.errors import ConfigurationError, DataError
 from tests.lazy import Lazy
 
@@ -67,6 +67,10 @@ def write_parquet(path: Path, **columns: Sequence[object]) -> Path:
     return path
 
 
+def documents_of(paths: list[Path], **settings: Any) -> list[str]:
+    return list(read_documents(paths, SourceSettings(**settings)))
+
+
 COMPRESSIONS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": in_zstandard}
 PACKED = (("a.jsonl", BOM + LINES, READ), ("a.json", INDENTED, READ), ("a.txt", b"one", ["one"]))
 FILES: dict[str, tuple[str, bytes, list[str]]] = {
@@ -96,7 +100,7 @@ FILES: dict[str, tuple[str, bytes, list[str]]] = {
 def test_files_of_every_type_are_read(tmp_path: Path, kind: str) -> None:
     name, content, documents = FILES[kind]
     (tmp_path / name).write_bytes(in_parquet() if name.endswith("parquet") else content)
-    assert list(read_documents([tmp_path / name])) == documents
+    assert documents_of([tmp_path / name]) == documents
 
 
 CUT_OFF = "cannot be read: .*(ended before|truncated|cut off)"
@@ -121,7 +125,7 @@ def test_what_cannot_be_read_is_named_with_its_cause(tmp_path: Path, kind: str) 
     special = {b"zip": lambda: in_zip(LINES), b"tar": lambda: in_tar(LINES), b"parquet": in_parquet}
     (tmp_path / name).write_bytes(special.get(content, lambda: content)())
     with pytest.raises(DataError, match=rf"{name}.*({words})"):
-        list(read_documents([tmp_path / name]))
+        documents_of([tmp_path / name])
 
 
 PLACES: dict[str, tuple[Any, str]] = {
@@ -136,7 +140,7 @@ PLACES: dict[str, tuple[Any, str]] = {
 def test_a_place_without_data_is_named(tmp_path: Path, kind: str) -> None:
     make, words = PLACES[kind]
     make(tmp_path / "a.jsonl")
-    for read in (read_documents, read_records):
+    for read in (documents_of, read_rows):
         with pytest.raises(DataError, match=rf"a\.jsonl.*({words.replace('text', '(text|records)')})"):
             list(read([tmp_path / "a.jsonl"]))
 
@@ -150,18 +154,18 @@ def test_a_folder_names_once_what_it_holds_besides(tmp_path: Path, caplog: pytes
     (tmp_path / "link").symlink_to(tmp_path)
     os.mkfifo(tmp_path / "pipe.txt")
     for _ in range(2):
-        assert list(read_documents([tmp_path])) == [*READ, "three"]
+        assert documents_of([tmp_path]) == [*READ, "three"]
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 1
     assert all(name in told[0] for name in (".git/", ".hidden.txt", "link/", "c.csv", "d.json", "and 1 more"))
-    assert len(list(read_records([tmp_path]))) == 2
+    assert len(list(read_rows([tmp_path]))) == 2
 
 
 def test_a_broken_link_with_the_name_of_data_is_no_file_to_leave_out(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"one")
     (tmp_path / "b.txt").symlink_to(tmp_path / "gone.txt")
     with pytest.raises(DataError, match=r"b\.txt cannot be read: No such file"):
-        list(read_documents([tmp_path]))
+        documents_of([tmp_path])
 
 
 BAD_ROWS: dict[str, tuple[str, bytes]] = {
@@ -182,8 +186,8 @@ def test_a_bad_row_is_refused_by_its_place_or_left_out_counted_and_named(
     (tmp_path / name).write_bytes(content or in_parquet(text=["one", None, "two"]))
     place = rf"{name}(:2|, record 1|, row 1| is not UTF-8: byte 26)"
     with pytest.raises(DataError, match=rf"{place}.*--data\.skip-bad"):
-        list(read_documents([tmp_path / name]))
-    assert list(read_documents([tmp_path / name], skip_bad=True)) == READ
+        documents_of([tmp_path / name])
+    assert documents_of([tmp_path / name], skip_bad=True) == READ
     assert "1 of 3 rows can't be used and are left out" in caplog.text
     assert caplog.text.count(name) >= 1
 
@@ -194,13 +198,13 @@ def test_a_folder_is_searched_to_the_bottom_in_sorted_order(tmp_path: Path) -> N
     for name in (".hidden.txt", ".git/x.txt", "a/.cache/x.txt", "picture.png", "no_suffix"):
         write(tmp_path / name, "not this")
     write(tmp_path / "empty.txt", "")
-    assert list(read_documents([tmp_path])) == ["a.rst", "a/b/c.py", "a/z.md", "b.txt", "c.TXT"]
+    assert documents_of([tmp_path]) == ["a.rst", "a/b/c.py", "a/z.md", "b.txt", "c.TXT"]
 
 
 def test_a_separator_cuts_text_files_only(tmp_path: Path) -> None:
     text = write(tmp_path / "a.txt", "one\n\ntwo\nlines\n\n\n\nthree")
     records = write(tmp_path / "b.jsonl", json.dumps({"text": "not\n\ncut"}))
-    documents = list(read_documents([text, records], document_separator="\n\n"))
+    documents = documents_of([text, records], document_separator="\n\n")
     assert documents == ["one", "two\nlines", "three", "not\n\ncut"]
 
 
@@ -208,14 +212,14 @@ def test_jsonl_reads_the_named_field_and_skips_blank_lines(tmp_path: Path) -> No
     # U+2028 and a carriage return alone end a line for str.splitlines, but not here
     lines = ['{"body": "a\u2028b", "id": 1}', "", '{"body": ""}', '{"id": 2, "body":\r"c\\n\\u00e9"}\r', "  "]
     path = write(tmp_path / "a.jsonl", "\n".join(lines))
-    assert list(read_documents([path], text_field="body")) == ["a\u2028b", "c\né"]
+    assert documents_of([path], text_field="body") == ["a\u2028b", "c\né"]
 
 
 def test_parquet_reads_the_named_column_across_batches(tmp_path: Path) -> None:
     texts = [f"row {i}" for i in range(2500)]
     path = write_parquet(tmp_path / "a.parquet", other=list(range(2500)), body=texts)
     parquet.write_table(parquet.read_table(path).slice(0, 0), tmp_path / "0.parquet")  # without rows
-    assert list(read_documents([tmp_path], text_field="body")) == texts
+    assert documents_of([tmp_path], text_field="body") == texts
 
 
 @pytest.mark.parametrize("data", ["a.parquet", "hf:some/data"])

@@ -32,7 +32,7 @@ def windows_of(batch: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
     return [int(first) // LENGTH for first in inputs[:, 0]]
 
 
-def samplers(windows: int, replicas: int, batch_size: int, sharding: Any = "shuffled", seed: int = 1) -> list[Sampler]:
+def samplers(windows: int, replicas: int, batch_size: int, seed: int = 1) -> list[Sampler]:
     tokens = tokens_for(windows, rest=LENGTH - 1)
     return [
         Sampler(
@@ -42,7 +42,6 @@ def samplers(windows: int, replicas: int, batch_size: int, sharding: Any = "shuf
             replica=replica,
             num_replicas=replicas,
             seed=seed,
-            sharding=sharding,
         )
         for replica in range(replicas)
     ]
@@ -71,18 +70,17 @@ def test_shuffled_replicas_share_out_one_shuffle_after_the_other(shape: tuple[in
             assert batch == order[place * batch_size : (place + 1) * batch_size]
 
 
-@pytest.mark.parametrize("sharding", ["shuffled", "contiguous"])
 @pytest.mark.parametrize("stop", [0, 1, 4, 5, 6, 11])
-def test_resuming_equals_never_stopping(stop: int, sharding: Any) -> None:
+def test_resuming_equals_never_stopping(stop: int) -> None:
     """With 5 steps per epoch, the stops fall at its beginning, within it, at its last step, at its end and after it."""
-    straight = samplers(32, 2, 3, sharding)[1]
+    straight = samplers(32, 2, 3)[1]
     expected = [straight.next_batch() for _ in range(stop + 7)]
 
-    before = samplers(32, 2, 3, sharding)[1]
+    before = samplers(32, 2, 3)[1]
     for _ in range(stop):
         before.next_batch()
     state = json.loads(json.dumps(before.state_dict()))
-    after = samplers(32, 2, 3, sharding)[1]
+    after = samplers(32, 2, 3)[1]
     after.next_batch()  # its earlier position must not matter
     after.load_state_dict(state)
     assert int(after.epochs[""]) == stop // 5
@@ -97,7 +95,6 @@ def test_resuming_equals_never_stopping(stop: int, sharding: Any) -> None:
     [
         ({"seed": 2}, r"seed is 1 in the cursor and 2 here"),
         ({"num_replicas": 4}, r"num_replicas is 2 in the cursor and 4 here"),
-        ({"sharding": "contiguous"}, r"sharding is 'shuffled' in the cursor and 'contiguous' here"),
         ({"tokens": tokens_for(40)[::-1].copy()}, r"data is '[0-9a-f]{16}' in the cursor and '[0-9a-f]{16}' here"),
     ],
 )
@@ -105,8 +102,7 @@ def test_a_cursor_of_another_run_is_refused(change: dict[str, object], message: 
     arguments = {"tokens": tokens_for(40), "sequence_length": LENGTH, "batch_size": 2, "num_replicas": 2, "seed": 1}
     state = Sampler(**arguments, replica=0).state_dict()  # type: ignore[arg-type]  # arguments are varied by name
     other = Sampler(**{**arguments, **change}, replica=0)  # type: ignore[arg-type]  # arguments are varied by name
-    if other.state_dict()["num_replicas"] is not None:
-        other.next_batch()
+    other.next_batch()
     unmoved = other.state_dict()
     with pytest.raises(CheckpointError, match=message):
         other.load_state_dict(state)
@@ -122,7 +118,7 @@ def sampler(replica: int, num_replicas: int | None, windows: int = 100, **more: 
 @pytest.mark.parametrize("stop", [1, 2, 3, 6, 8])
 def test_resuming_between_changes_equals_never_stopping(stop: int) -> None:
     """An epoch is 5 batches; members change at steps 3 and 6, and the cursor contains that from step 1 on."""
-    first = Assignment.of(2)
+    first = Assignment(0, (0, 1), 0)
     second = first.following(3, (1,), 2)
     runs = [sampler(1, 2, windows=11) for _ in range(2)]
     for step in range(10):

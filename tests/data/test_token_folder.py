@@ -46,7 +46,7 @@ def of(text: Path, **settings: object) -> DataSettings:
 @pytest.fixture(scope="module")
 def folder(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("tokens") / "tokens"
-    tokenize(of(text), place, shard_tokens=1000)
+    tokenize(of(text), place)
     return place
 
 
@@ -56,15 +56,10 @@ def mine(folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(folder, tmp_path / "mine"))
 
 
-@pytest.mark.parametrize(
-    ("more", "shard_tokens"),
-    [({}, 60), ({}, 1000), ({"tokenizer": "bpe:270"}, 1 << 20), ({"max_documents": 50}, 333)],
-)
-def test_a_folder_is_the_corpus_that_it_was_made_of(
-    text: Path, tmp_path: Path, more: dict[str, object], shard_tokens: int
-) -> None:
+@pytest.mark.parametrize("more", [{}, {"tokenizer": "bpe:270"}])
+def test_a_folder_is_the_corpus_that_it_was_made_of(text: Path, tmp_path: Path, more: dict[str, object]) -> None:
     expected = build_corpus(of(text, **more))
-    made = tokenize(of(text, **more), tmp_path / "tokens", shard_tokens=shard_tokens)
+    made = tokenize(of(text, **more), tmp_path / "tokens")
     corpus = build_corpus(DataSettings(paths=(tmp_path / "tokens",)))
     assert corpus.train[:].tolist() == expected.train[:].tolist()
     assert corpus.heldout[:].tolist() == expected.heldout[:].tolist()
@@ -74,9 +69,6 @@ def test_a_folder_is_the_corpus_that_it_was_made_of(
         expected.description().replace("; held", ", in files; held"),
     )
     assert corpus.tokenizer.to_json() == expected.tokenizer.to_json()
-    pieces = made.splits["train"].pieces
-    assert [len(piece) for piece in pieces[:-1]] == [shard_tokens] * (len(pieces) - 1)
-    assert len(pieces) > 1 or shard_tokens == 1 << 20
     assert heldout_tokens(of(text, **more), expected.tokenizer)[:].tolist() == expected.heldout[:].tolist()
     assert (
         heldout_tokens(DataSettings(paths=(made.path,)), expected.tokenizer)[:].tolist() == corpus.heldout[:].tolist()
@@ -124,7 +116,7 @@ def make_fifo(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda path: (path / "train-00001.tokens").unlink(), "No such file.*train-00001.tokens"),
+        (lambda path: (path / "train-00000.tokens").unlink(), "No such file.*train-00000.tokens"),
         (lambda path: (path / "train-00000.tokens").write_bytes(b"x"), "train-00000.tokens has 1 bytes, but"),
         (lambda path: damage_manifest(path, format_version=9), "version 9, but diloco"),
         (lambda path: damage_manifest(path, train=None), "cannot be read"),
@@ -161,7 +153,6 @@ def test_settings_that_tokens_cannot_follow_are_refused(text: Path, folder: Path
         (DataSettings(paths=(folder, bpe)), "with different tokenizers"),
         (DataSettings(paths=(folder,), tokenizer="bpe"), "was made with another tokenizer"),
         (DataSettings(paths=(folder,), tokenizer=str(bpe)), "was made with another tokenizer"),
-        (DataSettings(paths=(folder,), max_documents=9), "Use it when the text is tokenised"),
     ):
         with pytest.raises(ConfigurationError, match=words):
             build_corpus(settings)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from diloco import SyncSchedule
-from diloco.errors import ConfigurationError
+from diloco.errors import CheckpointError, ConfigurationError
 from diloco.integrations import HostedReplica, StepWatch, replica_share, unwrapped
 
 
@@ -90,6 +90,23 @@ def test_globals_are_shown_and_hidden_and_kept(freezes: bool) -> None:
     replica.end()
     replica.hide()
     assert model.weight.item() == began
+
+
+@pytest.mark.parametrize("wrong", ["schedule", "local"])
+def test_a_refused_state_leaves_the_local_parameters_alone(wrong: str) -> None:
+    def hosted(inner_steps: int) -> tuple[HostedReplica, nn.Module]:
+        model, replica = nn.Linear(1, 1), HostedReplica("global", {"schedule": SyncSchedule(inner_steps=inner_steps)})
+        replica.begin(model, torch.optim.SGD(model.parameters()), None)
+        return replica, model
+
+    state = hosted(2)[0].state_dict()
+    if wrong == "local":
+        state["local"] = {"weight": torch.zeros(2, 1)}
+    replica, model = hosted(3 if wrong == "schedule" else 2)
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(CheckpointError, match="Nothing was loaded"):
+        replica.load_state_dict(state)
+    assert all(map(torch.equal, model.parameters(), before))
 
 
 @pytest.mark.parametrize("seed", [None, 0, 5])

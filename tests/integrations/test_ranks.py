@@ -1,4 +1,4 @@
-"""Replicas of several processes, as a host framework starts them: `connect_replica` for whole and sharded models."""
+"""Replicas of several processes, as a host framework starts them: `connect_tcp` for whole and sharded models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco import DiLoCo, SyncSchedule, connect_replica
+from diloco import DiLoCo, SyncSchedule, connect_tcp
 from diloco.algorithm import local_shard
 from diloco.errors import ConfigurationError
 from diloco.integrations import load_state, save_state, unwrapped
@@ -43,10 +43,10 @@ def trained(rank: int, held: Held, address: Address, folder: Path) -> dict[str, 
     model = model_of(held)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found: dict[str, Any] = {}
-    with pytest.raises(ConfigurationError, match=rf"connect_replica\(..., ranks='{held}'\)"):
+    with pytest.raises(ConfigurationError, match=rf"connect_tcp\(..., ranks='{held}'\)"):
         unwrapped(model, optimizer, _unfit(held))
     where = {"replica": replica, "num_replicas": 2, "rendezvous": str(address)}
-    with connect_replica(**where, ranks=held, **PATIENT) as transport:
+    with connect_tcp(**where, ranks=held, **PATIENT) as transport:
         bare, _ = unwrapped(model, optimizer, transport)
         schedule = SyncSchedule(inner_steps=2, overlap_steps=1)
         with DiLoCo(bare, optimizer, transport=transport, schedule=schedule, codec="int8") as diloco:

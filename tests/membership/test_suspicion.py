@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.protocol import Lateness, Timing, silent_ones
+from diloco.protocol import Lateness, Rules, silent_ones
 
-TIMING = Timing(heartbeat_s=2.0, silence_s=15.0)
+RULES = Rules(heartbeat_s=2.0, silence_s=15.0)
 DEAD = 1
 
 
@@ -24,8 +24,8 @@ def detected_s(heard: dict[int, Callable[[float], float]], members: Iterable[int
     """
     now_s = 0.0
     while now_s < 300:
-        now_s += TIMING.heartbeat_s
-        if lost := silent_ones({rank: now_s - last(now_s) for rank, last in heard.items()}, TIMING, {*members}):
+        now_s += RULES.heartbeat_s
+        if lost := silent_ones({rank: now_s - last(now_s) for rank, last in heard.items()}, RULES, {*members}):
             return now_s, lost
     return now_s, []
 
@@ -55,7 +55,7 @@ def test_no_number_of_slow_members_hides_a_dead_one_for_longer_than_twice_the_li
     """Also if they are all there are, and take turns."""
     slow = {2 + each: every(interval_s, each * interval_s / num_slow) for each in range(num_slow)}
     when_s, lost = detected_s({DEAD: never, **slow}, [DEAD, *slow])
-    assert when_s <= 2 * TIMING.silence_s + TIMING.heartbeat_s
+    assert when_s <= 2 * RULES.silence_s + RULES.heartbeat_s
     assert lost == [DEAD]
 
 
@@ -63,11 +63,11 @@ def test_no_number_of_slow_members_hides_a_dead_one_for_longer_than_twice_the_li
 @given(st.randoms())
 def test_who_hears_nobody_any_more_accuses_all_at_once(replicas: int, chance: random.Random) -> None:
     """Property: whatever the others sent last; strangers that it still hears change nothing."""
-    last_s = {rank: chance.uniform(-TIMING.heartbeat_s, 0.0) for rank in range(1, replicas)}
+    last_s = {rank: chance.uniform(-RULES.heartbeat_s, 0.0) for rank in range(1, replicas)}
     heard = {rank: lambda now_s, each=each: each for rank, each in last_s.items()} | {99: every(2.0)}
     when_s, lost = detected_s(heard, range(1, replicas))
     assert sorted(lost) == [*range(1, replicas)]
-    assert when_s <= TIMING.silence_s + TIMING.heartbeat_s
+    assert when_s <= RULES.silence_s + RULES.heartbeat_s
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 5, 64])

@@ -78,7 +78,7 @@ class TestState:
             ({"merge": AlphaMerge(0.5)}, "merge = 'RebaseMerge"),
             ({"codec": "int8"}, "codec = "),
             ({"outer": Sgd(learning_rate=0.4)}, "outer optimizer = 'Nesterov'"),
-            ({"fragments": partition(Vectors(), strategy="patterns", patterns=Vectors.PATTERNS)}, "fragments = "),
+            ({"fragments": partition(Vectors(), strategy="patterns", patterns=Vectors.PATTERNS)}, "fragment 0 = "),
         ],
     )
     def test_a_state_of_another_run_is_refused_by_name(self, change: dict[str, Any], words: str) -> None:

@@ -234,7 +234,7 @@ def test_the_weight_is_the_steps_that_no_mean_has_taken(happenings: list[str]) -
             fragment.drop()
         elif what == "resume" and fragment.flight is None:
             other = fragment_of(model)
-            other.load_state_dict(fragment.state_dict(), endpoint, resubmit=True)
+            other.loader(fragment.state_dict(), resubmit=True)(endpoint)
             fragment = other
 
 

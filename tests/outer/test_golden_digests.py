@@ -27,8 +27,8 @@ from diloco import (
     InProcessTransport,
     Nesterov,
     SyncSchedule,
-    connect_peer,
-    connect_replica,
+    connect_swarm,
+    connect_tcp,
     muon,
     partition,
 )
@@ -200,7 +200,7 @@ def over_sockets(case: Case, keys: Path) -> str:
     address = f"127.0.0.1:{free_port()}"
 
     def live(number: int) -> str:
-        with connect_replica(replica=number, num_replicas=case.num_replicas, rendezvous=address) as transport:
+        with connect_tcp(replica=number, num_replicas=case.num_replicas, rendezvous=address) as transport:
             replica = Replica(number, transport, case)
             with replica.diloco:
                 replica.train_alone(STEPS)
@@ -215,7 +215,7 @@ def over_sockets_resumed(case: Case, keys: Path) -> str:
     def live(number: int) -> str:
         state = None
         for address, steps in zip(addresses, (STOP, STEPS - STOP), strict=True):
-            with connect_replica(replica=number, num_replicas=case.num_replicas, rendezvous=address) as transport:
+            with connect_tcp(replica=number, num_replicas=case.num_replicas, rendezvous=address) as transport:
                 replica = Replica(number, transport, case)
                 with replica.diloco:
                     if state:
@@ -231,7 +231,7 @@ def over_the_swarm(case: Case, keys: Path) -> str:
     addresses: queue.Queue[str] = queue.Queue()
 
     def connect(number: int) -> AbstractContextManager[Any]:
-        return connect_peer(
+        return connect_swarm(
             run="golden",
             num_replicas=case.num_replicas,
             replica=number,
@@ -279,7 +279,7 @@ def rank_of_two(rank: int, names: Sequence[str], folder: Path) -> dict[str, list
             if rank == 0:
                 meetings.set(meeting, f"127.0.0.1:{free_port()}")
             address = meetings.get(meeting).decode()
-            with connect_replica(replica=replica, num_replicas=2, rendezvous=address, ranks="sharded") as transport:
+            with connect_tcp(replica=replica, num_replicas=2, rendezvous=address, ranks="sharded") as transport:
                 half = Replica(replica, transport, CASES[name], sharded=True)
                 with half.diloco:
                     if state:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch import nn
 
 from diloco import DiLoCo, SyncSchedule
 from diloco.algorithm import Contribution, RoundId, local_shard
-from diloco.errors import NonFiniteError, TransportError
-from diloco.events import Note
+from diloco.errors import DivergedError, NonFiniteError, TransportError
+from diloco.events import Note, RoundVoid
 from diloco.membership import View
 from diloco.protocol import Average
 from diloco.transport import Fetching, Pending, Transport
@@ -145,3 +146,52 @@ def test_the_ranks_of_a_late_joiner_adopt_in_the_same_step(tmp_path: Path, failu
     else:
         assert first == [False] * 5 + [True] * 3
         assert first_notes == second_notes == []
+
+
+class Majority(Donor):
+    """A transport whose other replicas agree, and differ from rank 0 of this replica in its first round."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.answers = rank, True
+
+    def wait(self, timeout_s: float | None = None) -> Average:
+        if self.rank == 0 and self.round.digest != self.held:
+            raise DivergedError("replica 1 differs.", donor=0, digest=self.held, replicas=[1])
+        return replace(super().wait(), donor=None)
+
+
+def diverged_on_rank_0(rank: int, store: Path, answer: str) -> dict[str, Any]:
+    model, transport, events = start(rank, store), Majority(rank), []
+    diloco = DiLoCo(
+        model,
+        torch.optim.SGD(model.parameters()),
+        transport=transport,
+        schedule=SyncSchedule(inner_steps=1),
+        on_event=events.append,
+        compare_arguments=False,
+    )
+    (fragment,) = diloco.fragments
+    state = {**fragment.state.snapshot(), "finished_rounds": 1}
+    state["global_params"] = state["global_params"] + 1.0
+    transport.held = fragment.state.digest_of(state)
+    transport.state = {**state, "global_params": state["global_params"] + 1.0} if answer == "lie" else state
+    diloco.step()
+    kept = fragment.state_dict()
+    moved = torch.equal(fragment.global_params, state["global_params"])
+    dist.destroy_process_group()
+    counts = {name: kept[name] for name in ("committed", "void", "trained", "submitted", "finished_rounds")}
+    return {"moved": moved, "counts": counts, "reason": next(e.reason for e in events if isinstance(e, RoundVoid))}
+
+
+@pytest.mark.parametrize("answer", ["state", "lie"])
+def test_a_round_in_which_one_shard_has_diverged_is_void_for_all_ranks(tmp_path: Path, answer: str) -> None:
+    """Invariant 10: they keep the same counts and weights, of which a checkpoint has those of one rank."""
+    with Processes() as processes:
+        processes.start(2, diverged_on_rank_0, tmp_path / "store", answer)
+        first, second = processes.results(timeout_s=120).values()
+    assert first["counts"] == second["counts"]
+    assert (first["counts"]["void"], first["counts"]["committed"]) == (1, 0)
+    assert (first["moved"], second["moved"]) == (answer == "state", False)
+    assert ("majority's state" if answer == "state" else "differs from the one") in first["reason"]
+    assert second["reason"].startswith("The round is void for another rank of this replica.")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from diloco.membership import Policy
-from diloco.protocol import Policies
+from diloco.protocol import Rules
 from tests.membership.network import Limits, Network, explore
-from tests.protocol.simulated_rank import Rank, weight_of
+from tests.protocol.simulated_rank import LATE_S, TIMEOUT_S, Rank, weight_of
 
 
 class Stranger:
@@ -27,18 +27,28 @@ class Stranger:
     def suffer(self, what: str, number: int) -> None: ...
 
 
-def policies_of(quorum: Policy | None = None, *, survive: bool = True) -> Policies:
-    return Policies(quorum or Policy(), continue_without_lost=survive, raise_on_loss=False, connect_timeout_s=1.0)
+def rules_of(policy: Policy | None = None, *, survive: bool = True) -> Rules:
+    """Return the rules of a run; each rank puts in its own number."""
+    policy = policy or Policy()
+    return Rules(
+        round_timeout_s=TIMEOUT_S,
+        late_s=LATE_S,
+        silence_s=LATE_S,
+        min_replicas=policy.min_replicas,
+        split=policy.split,
+        continue_without_lost=survive,
+        raise_on_loss=False,
+    )
 
 
 def simulated(
     replicas: int, limits: Limits | None = None, *, size: int = 1, strangers: int = 0, quorum: Policy | None = None
 ) -> Network:
     """Return a network of replicas that have done nothing yet."""
-    network, policies = Network(range(replicas * size + strangers), limits or Limits()), policies_of(quorum)
+    network, rules = Network(range(replicas * size + strangers), limits or Limits()), rules_of(quorum)
     for rank in network.ranks:
         member = rank < replicas * size
-        network.nodes[rank] = Rank(network, rank, replicas, size, policies) if member else Stranger()
+        network.nodes[rank] = Rank(network, rank, replicas, size, rules) if member else Stranger()
     return network
 
 
@@ -55,7 +65,7 @@ def simulate(
     ready: bool = True,
 ) -> list[Rank]:
     """Return the ranks that have not ended once nothing more happens; ``ready``: all begin before anything happens."""
-    policies = policies_of(quorum, survive=survive)
+    rules = rules_of(quorum, survive=survive)
     network = Network(range(replicas * size), limits)
 
     def make(rank: int, *, joining: bool = True) -> Rank:
@@ -65,7 +75,7 @@ def simulate(
             "gradients": gradients,
             "garbage": garbage,
         }
-        return Rank(network, rank, replicas, size, policies, **kind)
+        return Rank(network, rank, replicas, size, rules, **kind)
 
     network.make = make
     for rank in range(replicas * size):

@@ -1,4 +1,4 @@
-"""A rank's machine on the network of `tests.membership.network`: its actions become messages and pending things to do.
+"""A rank's machine on the network of `tests.membership.network`: its effects become messages and pending things to do.
 
 What another thread would do later is something that the rank does next. A timer fires when the test's numbers say so.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,17 +17,18 @@ from diloco.errors import DivergedError, RoundVoidError, TransportError, ViewCha
 from diloco.membership import NextView, View
 from diloco.protocol import (
     Average,
+    Effects,
     Entry,
+    GiveVerdict,
     Join,
     Loss,
     Machine,
     Message,
     MessageError,
-    Policies,
     Rules,
+    Timer,
     Welcome,
     WireMessage,
-    actions,
     decode,
     encode,
     events,
@@ -39,8 +41,6 @@ CODEC = make_codec("float32")
 NUMEL = 12  # enough to be divided among a few replicas
 PAYLOAD = CODEC.encode(torch.ones(NUMEL))
 LATE_S, TIMEOUT_S = 5.0, 10.0
-SOON_S = 1.0
-"""A timer of at most this delay waits for nothing but the rank itself."""
 
 
 class Rank:
@@ -58,7 +58,7 @@ class Rank:
         rank: int,
         replicas: int,
         size: int,
-        policies: Policies,
+        rules: Rules,
         *,
         joining: bool = False,
         ready: bool = True,
@@ -67,11 +67,12 @@ class Rank:
         founded: View | None = None,
         step: int = 0,
     ) -> None:
-        self.network, self.rank, self.replica, self.policies = network, rank, rank // size, policies
+        self.network, self.rank, self.replica = network, rank, rank // size
+        self.rules = replace(rules, rank=rank, ranks_per_replica=size)
         self.now_s = 0.0  # its clock, which advances only when a test moves it or a view change takes long
         self.digest = "d"  # of its state
         self.left = ""  # why it stopped by itself
-        self.timers: list[tuple[float, actions.Timer]] = []
+        self.timers: list[tuple[float, Timer]] = []
         self.averages: dict[int, Average] = {}  # by step
         self.errors: dict[int, TransportError] = {}  # step -> why its round was void
         self.changes: list[NextView] = []
@@ -85,11 +86,8 @@ class Rank:
         self._known: dict[int, int] = {}  # connections that the machine knows
         self._todo: deque[events.Event] = deque()
         self._given: dict[int, Contribution] = {}
-        self._exchanges: dict[tuple[int, RoundId], actions.GiveVerdict | None] = {}
-        self.machine = Machine(
-            Rules(rank, self.replica, size, None, TIMEOUT_S, 1 << 19, LATE_S, settle_s=LATE_S),
-            policies,
-        )
+        self._exchanges: dict[tuple[int, RoundId], GiveVerdict | None] = {}
+        self.machine = Machine(self.rules)
         view = founded or View.of(replicas)
         self.step, self.first_step = step, step + 1
         self._joins: Entry | None = None
@@ -192,7 +190,7 @@ class Rank:
         elif what == "breaks":
             view_id, round_id = list(self._exchanges)[number % len(self._exchanges)]
             del self._exchanges[view_id, round_id]
-            self.handle(events.ExchangeEnded(view_id, round_id, "a payload connection broke", link_broken=True))
+            self.handle(events.ExchangeEnded(view_id, round_id, "a payload connection broke"))
         elif what == "leaves":
             self.handle(events.Leave())
         else:
@@ -201,8 +199,8 @@ class Rank:
 
     # The machine.
 
-    def handle(self, event: events.Event) -> list[actions.Action]:
-        """Pass an event to the machine, after all changes of connections, and carry out its actions."""
+    def handle(self, event: events.Event) -> Effects:
+        """Pass an event to the machine, after all changes of connections, and carry out its effects."""
         for other in self.network.ranks:
             connection = self.network.connection(self.rank, other) if other != self.rank else None
             if connection is None and self._known.pop(other, None) is not None:
@@ -212,42 +210,41 @@ class Rank:
                 self._do(
                     self.machine.handle(events.ConnectionMade(other, connection, f"simulated:{other}"), self.now_s)
                 )
-        wanted = self.machine.handle(event, self.now_s)
+        effects = self.machine.handle(event, self.now_s)
         self.machine.validate()
-        self._do(wanted)
+        self._do(effects)
         if self.failure is not None:  # the process ends, and its connections with it
             self._leave(str(self.failure))
-        return wanted
+        return effects
 
-    def _do(self, wanted: Sequence[actions.Action]) -> None:
-        for action in wanted:
-            match action:
-                case actions.SendMessage(rank, message):
-                    self._send(rank, message)
-                case actions.HangUp(rank):
-                    self._known.pop(rank, None)
-                    self.network.hang_up(self.rank, rank)
-                case actions.SetTimer(timer, delay_s) if delay_s > SOON_S:
-                    self.timers.append((delay_s, timer))
-                case actions.SetTimer(timer):
-                    self._todo.append(events.TimerFired(timer))
-                case actions.CancelTimer(timer):
-                    self.timers = [each for each in self.timers if each[1] != timer]
-                case actions.OpenLinks(view):
-                    self._open_links(view)
-                case actions.StartExchange(view, contribution, plan):
-                    self._exchanges[view.id, contribution.round] = None
-                    self.shards[view, contribution.round, self.machine.rules.position] = plan.shards
-                case actions.GiveVerdict(view_id, round_id) if (view_id, round_id) in self._exchanges:
-                    self._exchanges[view_id, round_id] = action
-                case actions.Commit(average):
-                    self.averages[self._undecided_step_of(average.round)] = average
-                case actions.Void(round_id, failure):
-                    self.errors[self._undecided_step_of(round_id)] = failure
-                case actions.Adopt(following, _, joined):
-                    self.changes.append(following)
-                    for rank in joined:
-                        self._send(rank, Welcome(following, f"from {self.rank}".encode()))
+    def _do(self, effects: Effects) -> None:
+        for rank, message in effects.messages:
+            self._send(rank, message)
+        for rank in effects.hang_ups:
+            self._known.pop(rank, None)
+            self.network.hang_up(self.rank, rank)
+        for timer, delay_s in effects.timers.items():
+            self.timers = [each for each in self.timers if each[1] != timer]
+            if delay_s is not None:
+                self.timers.append((delay_s, timer))
+        for round_id, outcome in effects.outcomes:
+            step = self._step_of(round_id)
+            assert step not in self.averages.keys() | self.errors.keys(), "it has two outcomes"
+            if isinstance(outcome, Average):
+                self.averages[step] = outcome
+            else:
+                self.errors[step] = outcome
+        for following, _, joined in effects.adopted:
+            self.changes.append(following)
+            for rank in joined:
+                self._send(rank, Welcome(following, f"from {self.rank}".encode()))
+        for started in effects.exchanges:
+            view, round_id = started.view, started.contribution.round
+            self._exchanges[view.id, round_id] = None
+            self.shards[view, round_id, self.machine.rules.position] = started.plan.shards
+        for given in effects.verdicts:
+            if (given.view_id, given.round) in self._exchanges:
+                self._exchanges[given.view_id, given.round] = given
 
     def _send(self, rank: int, message: WireMessage) -> None:
         self.sent.append(message)
@@ -255,14 +252,6 @@ class Rank:
             data = told if isinstance(told, bytes) else encode(told)
             assert len(data) <= 1 << 20, "no connection carries it"
             self.network.send(self.rank, rank, data)
-
-    def _open_links(self, view: View) -> None:
-        """Open payload connections, which succeeds if control connections are open."""
-        rules = self.machine.rules
-        peers = [peer for peer in view.members if peer != self.replica]
-        failed = tuple(peer for peer in peers if not self._known.keys() >= {*rules.ranks((peer,))})
-        if failed:
-            self._todo.append(events.LinksFailed(view.id, failed, "no connection"))
 
     def _finish(self, view_id: int, round_id: RoundId) -> None:
         """Finish an exchange with the mean over this view's contributions."""
@@ -335,12 +324,6 @@ class Rank:
 
     def _step_of(self, round_id: RoundId) -> int:
         return next(step for step, given in self._given.items() if given.round == round_id)
-
-    def _undecided_step_of(self, round_id: RoundId) -> int:
-        step = self._step_of(round_id)
-        assert step not in self.averages
-        assert step not in self.errors
-        return step
 
     def _leave(self, why: str) -> None:
         self.left = self.left or why

@@ -7,6 +7,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from diloco.protocol import (
     Adopted,
     Beat,
     Change,
+    Effects,
     Entry,
     Excluded,
     FactsMessage,
@@ -35,15 +37,13 @@ from diloco.protocol import (
     Refused,
     Replaced,
     RoundVote,
-    Rules,
     Speed,
     Welcome,
-    actions,
     decode,
     encode,
     events,
 )
-from tests.protocol.simulated import policies_of
+from tests.protocol.simulated import rules_of
 from tests.protocol.simulated_rank import CODEC, NUMEL, PAYLOAD
 
 VIEW = View(3, (0, 1))
@@ -57,19 +57,22 @@ LATE = Excluded(3, "late")
 
 
 class Rank:
-    """Rank 0 of replicas of two ranks each, connected to ranks 1 to 5; its actions are not carried out."""
+    """Rank 0 of replicas of two ranks each, connected to ranks 1 to 5; its effects are not carried out."""
 
     def __init__(self) -> None:
-        policies = policies_of()
-        self.machine = Machine(Rules(0, 0, 2, None, 10.0, 1 << 19), policies)
+        self.machine = Machine(replace(rules_of(), late_s=None, ranks_per_replica=2))
         for rank in range(1, 6):
             self.handle(events.ConnectionMade(rank, 10 + rank, f"host:{rank}"))
 
-    def handle(self, event: Any) -> list[actions.Action]:
+    def handle(self, event: Any) -> Effects:
         return self.machine.handle(event, 0.0)
 
-    def hear(self, sender: int, message: Any) -> list[actions.Action]:
+    def hear(self, sender: int, message: Any) -> Effects:
         return self.handle(events.Received(sender, message))
+
+
+def assert_nothing(effects: Effects) -> None:
+    assert vars(effects) == vars(Effects())
 
 
 @pytest.fixture
@@ -80,12 +83,12 @@ def rank() -> Rank:
 @pytest.fixture
 def member(rank: Rank) -> Rank:
     """A member of a view of replicas 0 and 1."""
-    assert rank.handle(events.Begin(VIEW, member=True)) == [actions.OpenLinks(VIEW)]
+    assert rank.handle(events.Begin(VIEW, member=True)).view == VIEW
     return rank
 
 
 def test_before_there_are_views_what_is_about_them_waits_and_nothing_else_does(rank: Rank) -> None:
-    assert not rank.hear(2, LATE)
+    assert_nothing(rank.hear(2, LATE))
     assert rank.machine.views.failure is None
     for sender in (2, 4):
         rank.hear(sender, MEET)
@@ -97,10 +100,10 @@ def test_before_there_are_views_what_is_about_them_waits_and_nothing_else_does(r
 
 def test_nobody_can_fill_the_memory_before_there_are_views(rank: Rank) -> None:
     for _ in range(1000):
-        assert not rank.hear(2, VOTE)
+        assert_nothing(rank.hear(2, VOTE))
     with pytest.raises(MessageError, match="exceeded the hold-back limit"):
         rank.hear(2, VOTE)
-    assert not rank.hear(3, VOTE), "the limit is per sender"
+    assert_nothing(rank.hear(3, VOTE))  # the limit is per sender
 
 
 @pytest.mark.parametrize("sender", [2, 3, 4, 5])
@@ -109,41 +112,41 @@ def test_only_members_have_a_say(member: Rank, sender: int) -> None:
     has_a_say = sender < 4
     member.hear(sender, MEET)
     assert member.machine.barriers.values("finished") == ({sender: 7} if has_a_say else {})
-    introduced = member.hear(sender, Introduce(ENTRY))
-    assert introduced == ([actions.Introduce(ENTRY)] if has_a_say else [])
+    assert member.hear(sender, Introduce(ENTRY)).introduced == ([ENTRY] if has_a_say else [])
     member.hear(sender, Speed(2.0))
     assert member.machine.speeds == ({1: 2.0} if has_a_say else {})
-    assert bool(member.hear(sender, Replaced())) == has_a_say
+    assert member.hear(sender, Replaced()).closed == has_a_say
     assert (member.machine.views.failure is not None) == has_a_say
 
 
 def test_what_others_did_in_a_view_that_is_over_excludes_nobody(member: Rank) -> None:
-    assert not member.hear(2, Excluded(2, "late"))
+    assert_nothing(member.hear(2, Excluded(2, "late")))
     assert member.machine.views.failure is None
     parted = member.hear(2, Excluded(4, "late"))
-    assert [action.rank for action in parted if isinstance(action, actions.HangUp)] == [1, 2, 3]
+    assert parted.hang_ups == [1, 2, 3]
     assert "late" in str(member.machine.views.failure)
 
 
 def test_who_was_lost_while_all_began_is_told_so_when_it_begins_after_all(member: Rank) -> None:
     """It was suspended then, say, and had no connection whose end it could notice."""
-    assert member.hear(4, Header(2, (0, 0), 2, 1.0, 1.0, "d")) == [actions.SendMessage(4, Excluded(3, ""))]
+    assert member.hear(4, Header(2, (0, 0), 2, 1.0, 1.0, "d")).messages == [(4, Excluded(3, ""))]
 
 
 def test_who_is_no_member_may_ask_to_be_one_in_its_own_name(member: Rank) -> None:
     for rank in (4, 5):
         entry = Entry(rank, f"host:{rank}")
-        wanted = member.hear(rank, Join(entry, (0, 1, 2, 3)))
-        assert wanted[0] == actions.Register(entry)
-        assert bool(wanted[1:]) == (rank == 5), "all its ranks have to ask"
-    assert {type(action.message) for action in wanted[1:] if isinstance(action, actions.SendMessage)} == {Change}
+        effects = member.hear(rank, Join(entry, (0, 1, 2, 3)))
+        assert effects.registered == [entry]
+        assert {type(message) for _, message in effects.messages} == ({Change} if rank == 5 else set()), (
+            "all have to ask"
+        )
 
 
 @pytest.mark.parametrize("entry", [Entry(4, "host:5"), Entry(5, "elsewhere:5")])
 def test_nobody_joins_in_the_name_of_another_one(member: Rank, entry: Entry) -> None:
     with pytest.raises(ValueError, match="names another rank or address"):
         member.hear(5, Join(entry))
-    assert not member.hear(5, Beat()), "nothing is left to do"
+    assert_nothing(member.hear(5, Beat()))
 
 
 # Bounds on what is kept of others' messages.
@@ -205,16 +208,14 @@ def test_strangers_together_can_not_fill_the_memory_either(member: Rank) -> None
 def test_a_rank_that_fails_stops_its_own_replica_and_no_other(member: Rank) -> None:
     """Its process ends after an error in training, say, before any other rank has lost it."""
     ends = member.handle(events.Close(TransportError("it ends")))
-    assert [each.rank for each in ends if isinstance(each, actions.HangUp)] == [2, 3]
-    told = [(each.rank, each.message) for each in ends if isinstance(each, actions.SendMessage)]
-    assert told == [(1, Meet("stop", 0))]
+    assert ends.hang_ups == [2, 3]
+    assert ends.messages == [(1, Meet("stop", 0))]
 
 
 @pytest.mark.parametrize("second", ["gone", "cut"])
 def test_nobody_stops_before_it_is_known_what_has_become_of_all_whose_connections_ended(second: str) -> None:
     """Two of three end at once: the third is no smaller side, unless one of them may be continuing."""
-    policies = policies_of()
-    machine = Machine(Rules(0, 0, 1, None, 10.0, 1 << 19), policies)
+    machine = Machine(rules_of())
     for rank in (1, 2):
         machine.handle(events.ConnectionMade(rank, 10 + rank, f"host:{rank}"), 0.0)
     machine.handle(events.Begin(View.of(3), member=True), 0.0)
@@ -232,8 +233,7 @@ def test_nobody_stops_before_it_is_known_what_has_become_of_all_whose_connection
 
 
 def test_one_of_three_stops_alone_and_two_stop_all() -> None:
-    policies = policies_of()
-    machine = Machine(Rules(0, 0, 1, None, 10.0, 1 << 19), policies)
+    machine = Machine(rules_of())
     for rank in (1, 2):
         machine.handle(events.ConnectionMade(rank, 10 + rank, f"host:{rank}"), 0.0)
     machine.handle(events.Begin(View.of(3), member=True), 0.0)
@@ -243,7 +243,7 @@ def test_one_of_three_stops_alone_and_two_stop_all() -> None:
 
 
 def test_who_is_no_member_stops_nobody_also_if_it_asked_before_there_were_views() -> None:
-    machine = Machine(Rules(0, 0, 1, None, 10.0, 1 << 19), policies_of())
+    machine = Machine(rules_of())
     for rank, step in ((1, 1 << 53), (7, 0), (8, 0), (9, 0)):
         machine.handle(events.ConnectionMade(rank, 10 + rank, f"host:{rank}"), 0.0)
         machine.handle(events.Received(rank, Meet("stop", step)), 0.0)
@@ -260,6 +260,24 @@ def test_facts_of_a_stranger_refuse_nobody(rank: Rank) -> None:
         assert not rank.machine.agreement.refusal()
     rank.handle(events.Begin(VIEW, member=True))
     assert "replica 1 (host:2) has codec = int8" in rank.machine.agreement.refusal()
+
+
+@pytest.mark.parametrize(("dissenters", "survive"), [(1, True), (2, True), (1, False)])
+def test_facts_of_as_many_members_as_could_lie_refuse_nobody_where_survivors_continue(
+    dissenters: int, survive: bool
+) -> None:
+    """Otherwise one member's lie would end all others as they begin."""
+    machine = Machine(rules_of(survive=survive))
+    for rank in (1, 2):
+        machine.handle(events.ConnectionMade(rank, 10 + rank, f"host:{rank}"), 0.0)
+    machine.handle(events.Begin(View.of(3), member=True), 0.0)
+    machine.handle(events.Announce(FactsMessage(Entry(0, "host:0", {"codec": "fp4"}))), 0.0)
+    for rank in (1, 2):
+        facts = {"codec": "int8" if rank <= dissenters else "fp4"}
+        machine.handle(events.Received(rank, FactsMessage(Entry(rank, f"host:{rank}", facts))), 0.0)
+    assert bool(machine.agreement.refusal()) == (dissenters > 1 or not survive)
+    machine.handle(events.Lost(1, Loss("gone", "it ended")), 1.0)
+    assert bool(machine.agreement.refusal()) == (dissenters > 1 or not survive), "also once the dissenter has ended"
 
 
 @pytest.mark.parametrize("message", [Meet("stop", 1 << 53), Join(ENTRY)])
@@ -281,7 +299,7 @@ def test_what_no_member_can_mean_is_the_senders_fault(member: Rank, message: Any
 )
 def test_who_is_far_ahead_or_speaks_for_another_is_lost(member: Rank, message: Any) -> None:
     """Ranges alone would let one message freeze steps and views for ever."""
-    sent = [each.message for each in member.hear(2, message) if isinstance(each, actions.SendMessage)]
+    sent = [sent for _, sent in member.hear(2, message).messages]
     assert {type(each) for each in sent} == {Change}
     assert "rank 2" in sent[0].why or "replica 1" in sent[0].why
     assert (0, 1) in sent[0].report.unheard
@@ -291,7 +309,7 @@ def test_rounds_may_count_from_a_checkpoint_and_steps_from_zero(member: Rank) ->
     """A loop that restores `DiLoCo` alone: its rounds go on, and the steps that its transport counts begin anew."""
     given = Contribution(round=RoundId(0, 5000), replica=0, codec=CODEC, numel=NUMEL, payload=PAYLOAD, digest="d")
     member.handle(events.Submitted(given, 1, 0.0))
-    assert not member.hear(2, Header(3, (1, 5001), NUMEL, 1.0, 1.0, "d"))
+    assert_nothing(member.hear(2, Header(3, (1, 5001), NUMEL, 1.0, 1.0, "d")))
     assert member.machine.rounds.missing(RoundId(1, 5001)) == (0, 1), "its other rank has not contributed"
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from diloco.membership import BootstrapElection, LastViews, Policy, View
 from diloco.protocol import Beat, events
 from tests.membership.network import LIMITS, NUMBERS, Limits, Network, explore
-from tests.protocol.simulated import check_agreement, policies_of, rank, simulated
+from tests.protocol.simulated import check_agreement, rank, rules_of, simulated
 from tests.protocol.simulated_rank import Rank
 
 
@@ -101,11 +101,11 @@ def test_once_the_network_is_whole_all_who_live_are_in_one_view_again(
     network.alive -= candidates  # their transports are closed
     explore(network, [])
     steps = {number: rank(network, number).step for number in candidates}
-    policies = policies_of(quorum)
+    rules = rules_of(quorum)
 
     def rejoin(number: int, founded: View | None) -> None:
         network.make = lambda each: Rank(
-            network, each, replicas, 1, policies, joining=founded is None, founded=founded, step=steps[each]
+            network, each, replicas, 1, rules, joining=founded is None, founded=founded, step=steps[each]
         )
         network.return_whole(number)
         explore(network, [])

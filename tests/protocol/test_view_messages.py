@@ -16,6 +16,7 @@ from diloco.membership import Agreed, NextView, Policy, Report, View, Vote
 from diloco.protocol import (
     Adopted,
     Change,
+    Effects,
     Entry,
     Excluded,
     FactsMessage,
@@ -26,7 +27,6 @@ from diloco.protocol import (
     RoundVote,
     Speed,
     Welcome,
-    actions,
     decode,
     encode,
     events,
@@ -37,7 +37,7 @@ from tests.protocol.simulated_rank import Rank
 
 HEADER = Header(0, (1, 0), 2, 1.0, 1.0, "d", 3)
 VOTE = RoundVote(0, (1, 0), Vote(False, reason="no"), (1,), 0)
-NEXT = NextView(View(1, (0, 1)), View(0, (0, 1, 2)), 7, {(0, 1): "d"}, "because", (), frozenset({(-1, 3)}), ((2, 5),))
+NEXT = NextView(View(1, (0, 1)), View(0, (0, 1, 2)), 7, {(0, 1): "d"}, "because", (), frozenset({(-1, 3)}), (2,))
 REPORT = Report(
     0,
     0,
@@ -46,8 +46,7 @@ REPORT = Report(
     unsteady=frozenset({(1, 0)}),
     gone=frozenset({2}),
     joining=frozenset({3}),
-    left=frozenset({(2, 8)}),
-    left_commits=frozenset({((0, 1), "d")}),
+    left=frozenset({2}),
     step=1,
     commits={(0, 1): "d"},
     void=frozenset({(-1, 9)}),
@@ -57,9 +56,13 @@ REPORT = Report(
 )
 CHANGE = Change(REPORT, "replica 2 is lost")
 ADOPTED = Adopted(NEXT)
-LEAVING = Leaving(0, 3, {(1, 2): "d"})
+LEAVING = Leaving(0, 3)
 MESSAGES = [HEADER, VOTE, CHANGE, ADOPTED, LEAVING]
 ALL = [*MESSAGES, Welcome(NEXT, b"note"), Excluded(3, "late"), Speed(2.5), FactsMessage(Entry(1, "host:1", {"a": "b"}))]
+
+
+def assert_nothing(effects: Effects) -> None:
+    assert vars(effects) == vars(Effects())
 
 
 def in_view(message: Any, view_id: int) -> Any:
@@ -82,7 +85,7 @@ def test_who_is_no_member_of_a_view_has_no_say_in_it(message: Any, view_id: int)
     begin(network, 0, 1)
     if isinstance(message, Adopted):  # it counts only while there is something to adopt
         rank(network, 0).lose(2, gone=False)
-    assert not rank(network, 0).handle(events.Received(3, in_view(message, view_id)))
+    assert_nothing(rank(network, 0).handle(events.Received(3, in_view(message, view_id))))
     network.happen("ends", 2, 0, 0)
     explore(network, [])
     for number in (0, 1):
@@ -94,10 +97,10 @@ def test_who_is_no_member_of_a_view_has_no_say_in_it(message: Any, view_id: int)
 def test_a_process_in_a_members_place_has_no_say_before_it_is_one() -> None:
     network = simulated(3, Limits(ends=1, returns=1))
     begin(network, 0, 1)
-    network.make = lambda number: Rank(network, number, 3, 1, rank(network, 0).policies, joining=True)
+    network.make = lambda number: Rank(network, number, 3, 1, rank(network, 0).rules, joining=True)
     network.happen("ends", 2, 0, 0)
     network.happen("returns", 2, 0, 0)  # before the others have noticed that it had ended
-    assert not rank(network, 0).handle(events.Received(2, VOTE))
+    assert_nothing(rank(network, 0).handle(events.Received(2, VOTE)))
     explore(network, [])
     assert [rank(network, number).view.members for number in range(3)] == [(0, 1, 2)] * 3
 
@@ -203,9 +206,9 @@ def test_who_is_still_in_a_view_that_has_ended_elsewhere_is_told_how(
     (following,) = through.changes
     assert (following.view and following.view.members) == members
     answers = through.machine.handle(events.Received(asking.rank, asking.sent_of(Change)[-1]), 0.0)
-    assert answers == [actions.SendMessage(asking.rank, Adopted(following))]
-    done = asking.machine.handle(events.Received(through.rank, answers[0].message), 0.0)
-    assert [action.following.view for action in done if isinstance(action, actions.Adopt)] == [following.view]
+    assert answers.messages == [(asking.rank, Adopted(following))]
+    done = asking.machine.handle(events.Received(through.rank, answers.messages[0][1]), 0.0)
+    assert [adopted.view for adopted, _, _ in done.adopted] == [following.view]
     assert (asking.failure is None) == (through.failure is None) == (members is not None)
 
 
@@ -221,7 +224,7 @@ def test_a_member_that_says_what_is_no_message_is_lost() -> None:
 def test_nobody_can_fill_the_memory_with_views_to_come() -> None:
     network = simulated(3)
     for _ in range(1000):
-        assert not rank(network, 0).handle(events.Received(2, in_view(VOTE, 9)))
+        assert_nothing(rank(network, 0).handle(events.Received(2, in_view(VOTE, 9))))
     rank(network, 0).handle(events.Received(2, in_view(VOTE, 9)))
     assert "rank 2 exceeded the hold-back limit" in rank(network, 0).sent_of(Change)[0].why
     explore(network, [])

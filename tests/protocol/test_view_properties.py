@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from diloco.membership import Policy
 from tests.membership.network import LIMITS, NUMBERS, Limits, Network, explore
 from tests.protocol.histories import bridge, outcome
-from tests.protocol.simulated import check_agreement, policies_of, simulate, simulated
+from tests.protocol.simulated import check_agreement, rules_of, simulate, simulated
 from tests.protocol.simulated_rank import Rank
 
 
@@ -51,18 +51,6 @@ def test_silent_machines_and_cut_connections_never_make_two_histories(
 
 
 @settings(max_examples=100, deadline=None)
-@given(NUMBERS, st.integers(2, 4), st.integers(0, 2), st.integers(1, 4), st.integers(1, 2))
-def test_rounds_go_on_over_payload_connections_that_are_made_anew(
-    numbers: list[int], replicas: int, ends: int, breaks: int, size: int
-) -> None:
-    """Property: a view of the same members follows, and commits what was in flight."""
-    ranks = simulate(Limits(ends=ends, own={"breaks": breaks}), numbers, replicas=replicas, size=size)
-    check_agreement(ranks, whole=True)
-    if not ends:
-        assert [rank.left for rank in ranks] == [""] * replicas * size
-
-
-@settings(max_examples=100, deadline=None)
 # it stops amid a round of gradients, which raises, and another round
 @example(numbers=[1, 15904], replicas=2, limits=Limits(1, 1), timers=1, breaks=0, size=1, gradients=True)
 @given(NUMBERS, st.integers(2, 7), LIMITS, st.integers(1, 6), st.integers(0, 2), st.integers(1, 2), st.booleans())
@@ -82,8 +70,7 @@ def test_times_that_are_over_at_any_moment_make_no_two_histories(
 @example(numbers=[1504, 0, 0, 0, 12939, 0], replicas=3, leaves=1, size=1)
 @given(NUMBERS, st.integers(2, 4), st.integers(1, 3), st.integers(1, 2))
 def test_who_leaves_is_missed_by_nobody(numbers: list[int], replicas: int, leaves: int, size: int) -> None:
-    """Property: all others continue, even if only one is left, and commit every round; they know who left at which
-    step."""
+    """Property: all others continue, even if only one is left, and commit every round; they know who left."""
     ranks = simulate(Limits(own={"leaves": leaves}), numbers, replicas=replicas, size=size)
     check_agreement(ranks, whole=True)
     stay = [rank for rank in ranks if not rank.left]
@@ -92,14 +79,11 @@ def test_who_leaves_is_missed_by_nobody(numbers: list[int], replicas: int, leave
     assert len(stay) == size * (replicas - len(gone))
     for rank in stay:
         assert rank.view.members == tuple(sorted({each.replica for each in stay}))
-        left = {replica: step for change in rank.changes for replica, step in change.left}
-        assert left.keys() == gone
+        assert {replica for change in rank.changes for replica in change.left} == gone
         for each in ranks:
             for step, average in each.averages.items():
                 theirs = rank.averages[step].contributors if step in rank.averages else "void"
                 assert theirs == average.contributors, "all have applied what a leaver has applied"
-        for replica, step in left.items():
-            assert step in {each.step for each in ranks if each.replica == replica}
 
 
 @settings(max_examples=100, deadline=None)
@@ -169,9 +153,9 @@ def test_who_is_started_again_becomes_a_member_or_is_told_why_not(
 def test_a_replica_that_has_lost_one_of_its_own_ranks_stops_and_says_so() -> None:
     """Also if no other replica is left that could report it."""
     network = Network(range(2), Limits(ends=1))
-    policies = policies_of()
+    rules = rules_of()
     for rank in range(2):
-        network.nodes[rank] = Rank(network, rank, 1, 2, policies)
+        network.nodes[rank] = Rank(network, rank, 1, 2, rules)
     network.happen("ends", 0, 0, 0)
     explore(network, [])
     (left,) = [node for rank, node in network.nodes.items() if rank in network.alive]

@@ -6,7 +6,7 @@ import pytest
 
 from diloco.algorithm import RoundId
 from diloco.membership import View
-from diloco.protocol import Change, RoundVote, actions, events
+from diloco.protocol import Change, RoundVote, events
 from tests.membership.network import Limits, explore
 from tests.protocol.simulated import begin, check_agreement, rank, settle, simulated
 from tests.protocol.simulated_rank import Rank
@@ -35,19 +35,12 @@ def test_an_exchange_that_waits_for_a_verdict_ends_with_its_view() -> None:
     assert rank(network, 0).exchanging == {(1, ROUND)}
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_round_that_took_too_long_though_all_have_contributed_renews_the_view(number: int) -> None:
-    """A payload connection is stalled: TCP may wait for minutes before it retries."""
+@pytest.mark.parametrize("peer_lost", [True, False])
+def test_an_exchange_that_fails_makes_its_round_void_unless_the_view_ends_anyway(peer_lost: bool) -> None:
     network = simulated(2)
     begin(network, 0, 1)
-    mine = rank(network, number)
-    mine.suffer("timers", next(i for i, (_, timer) in enumerate(mine.timers) if timer.kind == "expire"))
-    settle(network)
-    assert mine.act()
-    assert "a payload connection of replica" in mine.sent_of(Change)[-1].why
-    explore(network, [])
-    assert [rank(network, number).view for number in (0, 1)] == [View(1, (0, 1))] * 2
-    assert [rank(network, number).outcomes[1] for number in (0, 1)] == [False] * 2
+    rank(network, 0).handle(events.ExchangeEnded(0, ROUND, "the payload was refused", peer_lost=peer_lost))
+    assert bool(rank(network, 0).sent_of(RoundVote)) == (not peer_lost)
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
@@ -62,7 +55,7 @@ def test_a_view_changes_where_one_is_a_round_ahead(replicas: int, monkeypatch: p
             continue
         network.happen(*deliveries[0], 0)
     for each in (*behind, ahead):
-        each.handle(events.TimerFired(actions.Timer("renew", 0)))
+        each.handle(events.RoundsFailed(0, "why", frozenset(), frozenset(), anyway=True))
     explore(network, [])
     check_agreement([*behind, ahead], whole=True)
     assert {each.view for each in (*behind, ahead)} == {View(1, tuple(range(replicas)))}

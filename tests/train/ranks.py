@@ -74,7 +74,7 @@ class Rank:
         self.group = group
         self.replica = replica
         model = build_model(MODEL, seed=0)
-        self.parallel = parallelise(model, setup.strategy, group, CPU)
+        self.parallel = parallelise(model, setup.strategy, group, CPU, setup.precision)
         self.model = self.parallel.model
         self.inner = InnerLoop(
             self.parallel,

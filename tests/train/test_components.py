@@ -17,9 +17,7 @@ from diloco.algorithm import (
 )
 from diloco.devices import choose_device, use_device
 from diloco.errors import ConfigurationError
-from diloco.train import (
-    make_outer_optimizer,
-)
+from diloco.train import outer_components
 
 
 class TestDevice:
@@ -58,7 +56,7 @@ class TestOuterOptimizer:
         """Over ten rounds of a fragment, the rate starts at the peak and is half-way to its end value at five."""
         arguments = {"outer": {"schedule": kind, "final_ratio": 0.25}}
         settings = SyncSettings(outer=name, outer_learning_rate=0.8, arguments=arguments)
-        outer = make_outer_optimizer(settings, 10)
+        outer = outer_components(settings, 10)["outer_optimizer"]
         assert isinstance(outer, Sgd | Nesterov | Adam)
         rates = [at(outer.learning_rate, step) for step in range(13)]
         assert rates[0] == 0.8

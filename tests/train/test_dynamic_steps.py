@@ -25,6 +25,7 @@ class Others:
         self.known = dict(speeds or {})
         self.told: list[float] = []
         self.seen: dict[str, Any] = {}
+        self.transport = self
 
     def announce_speed(self, steps_per_s: float) -> None:
         self.told.append(steps_per_s)

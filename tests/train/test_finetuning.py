@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,24 +104,20 @@ def test_adapters_of_another_base_are_refused(base: Path, sums: Path, tmp_path: 
 
 
 def test_a_replica_weighs_as_many_tokens_as_counted(base: Path, tmp_path: Path) -> None:
-    """One of two replicas has longer answers; a checkpoint holds the weights of their contributions."""
+    """Answers have two lengths; a checkpoint holds the weights of the replicas' contributions."""
     records = [asked(f"q{number}", "7" * (3 if number < 20 else 15)) for number in range(40)]
     data = write_records(tmp_path / "data.jsonl", records)
     plan = plan_of(base, data, data__packing="single", train__stop_after=3)
-    settings = replace(plan.configuration, data=replace(plan.configuration.data, sharding="contiguous"))
-    plan = replace(plan, configuration=settings)
     trained(tmp_path / "run", plan)
     checkpoint = open_checkpoint(tmp_path / "run")
     corpus = build_chat_corpus(plan.configuration.data, 48)
     counted = []
     for replica in range(2):
-        batches = corpus.batches(
-            sequence_length=48, batch_size=2, replica=replica, num_replicas=2, seed=0, sharding="contiguous"
-        )
+        batches = corpus.batches(sequence_length=48, batch_size=2, replica=replica, num_replicas=2, seed=0)
         counted.append(sum(int((batches.next_batch()[1] >= 0).sum()) for _ in range(3)))
         fragment = checkpoint.load(f"replica-{replica}")["common"]["diloco"]["fragments"][0]
         assert fragment["trained"] == pytest.approx(counted[-1] / (2 * 48))
-    assert max(counted) > 3 * min(counted)
+    assert counted[0] != counted[1]
 
 
 @pytest.mark.parametrize("accumulation", [2, 4])

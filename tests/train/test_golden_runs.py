@@ -83,14 +83,14 @@ def in_process_resumed(commands: Commands) -> None:
 
 
 def over_sockets_resumed(commands: Commands) -> None:
-    meeting = f"--transport torch --join 127.0.0.1:{free_port()} --replicas 2 {STOP}"
+    meeting = f"--transport tcp --join 127.0.0.1:{free_port()} --replicas 2 {STOP}"
     for rank in [commands.start(f"{meeting} --replica {m}") for m in range(2)]:
         rank.end()
     commands.resume().end()
 
 
 def over_the_swarm(commands: Commands) -> None:
-    place = "--transport hivemind --run golden --replicas 2 --network.listen 127.0.0.1:0"
+    place = "--transport swarm --run golden --replicas 2 --network.listen 127.0.0.1:0"
     first = commands.start(f"{place} --replica 0")
     address = first.until(lambda: re.search(r"--join (/ip4/127\S+)", first.output), "an address")[1]
     second = commands.start(f"{place} --replica 1 --join {address}", commands.out.with_name("second"))

@@ -1,142 +1,360 @@
-"""Inner steps of one replica: accumulation, clipping, precision, errors, and resuming from a saved state."""
+"""Inner steps of one replica: optimizer, learning rate, accumulation, clipping, precision, errors, resuming."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from diloco.algorithm import ValueSchedule
-from diloco.errors import NonFiniteError
-from diloco.model import document_numbers
-from diloco.train import OptimizerSettings, inner_learning_rate
-from tests.train.inner_loops import batch, make_loop, optimizer_state, spoil, train, weights
+from diloco.algorithm import SyncSchedule, ValueSchedule
+from diloco.errors import ConfigurationError, NonFiniteError
+from diloco.model import DecoderSettings, build_model, document_numbers
+from diloco.outer import DiLoCo
+from diloco.train import InnerLoop, OptimizerSettings, ParallelModel, inner_learning_rate, make_inner_optimizer
+from diloco.transport import InProcessTransport
 
-
-class TestAccumulation:
-    @pytest.mark.parametrize("pieces", [2, 6, 5, 7])
-    @pytest.mark.parametrize("precision", ["float32", "float16"])
-    def test_pieces_have_the_gradient_and_the_loss_of_the_batch(self, pieces: int, precision: Any) -> None:
-        """The batch has six sequences; 5 pieces are uneven, 7 are more than the batch has sequences."""
-        whole, parts = make_loop(precision), make_loop(precision, accumulation=pieces)
-        losses = [float(loop.accumulate_gradients(*batch(0))) for loop in (whole, parts)]
-        for loop in (whole, parts):
-            loop.unscale()
-        tolerance = 1e-5 if precision == "float32" else 2e-2
-        assert losses[1] == pytest.approx(losses[0], rel=tolerance)
-        for one, other in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
-            assert one.grad is not None
-            assert other.grad is not None
-            torch.testing.assert_close(
-                other.grad, one.grad, rtol=tolerance, atol=tolerance * float(one.grad.abs().max())
-            )
+MODEL = DecoderSettings(layers=1, width=16, ffn_width=32, heads=2, vocab_size=17, max_sequence_length=16)
+CONSTANT = ValueSchedule(peak=1e-2)
+DECAY, MOMENTUM = ("AdamW", {"weight_decay": 0.1}), ("SGD", {"momentum": 0.9})
 
 
-class TestClipping:
-    @pytest.mark.parametrize("clip_norm", [1e-3, 1e9, None])
-    def test_the_step_is_that_of_the_clipped_gradient(self, clip_norm: float | None) -> None:
-        """With plain SGD the step shows the gradient. The reported norm is the one before clipping."""
-        loop = make_loop(name="SGD", arguments={}, clip_norm=clip_norm, rate=ValueSchedule(peak=1.0))
-        before = weights(loop.model)
-        loop.accumulate_gradients(*batch(0))
-        gradient = torch.cat([p.grad.flatten() for p in loop.model.parameters() if p.grad is not None])
-        norm = float(gradient.norm())
-        assert loop.apply(0).gradient_norm == pytest.approx(norm, rel=1e-5)
-        factor = 1.0 if clip_norm is None else min(1.0, clip_norm / norm)
-        torch.testing.assert_close(before - weights(loop.model), gradient * factor, rtol=1e-4, atol=1e-7)
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    """Return six sequences that count upwards modulo the vocabulary, which are learnt in a few steps."""
+    starts = torch.randint(0, 17, (6, 1), generator=torch.Generator().manual_seed(seed))
+    tokens = (starts + torch.arange(9)) % 17
+    return tokens[:, :-1], tokens[:, 1:]
 
 
-@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("clip_norm", [1.0, None])
-def test_a_gradient_that_is_no_number_stops_the_run_with_nothing_applied(
-    value: float, precision: Any, clip_norm: float | None
-) -> None:
-    loop = make_loop(precision, clip_norm=clip_norm)
-    train(loop, 2)
-    held, state = weights(loop.model), optimizer_state(loop)
-    loop.accumulate_gradients(*batch(2))
-    loop.unscale()
-    spoil(loop.model, value)
-    with pytest.raises(NonFiniteError, match=r"gradient norm of inner step 3 is (nan|inf)\. Nothing was applied"):
-        loop.apply(2)
-    assert torch.equal(weights(loop.model), held)
-    assert torch.equal(optimizer_state(loop), state)
+def make_loop(
+    precision: Any = "float32",
+    optimizer: tuple[str, dict[str, Any]] = DECAY,
+    rate: ValueSchedule = CONSTANT,
+    **arguments: Any,
+) -> InnerLoop:
+    model, (name, given) = build_model(MODEL, seed=0), optimizer
+    inner = make_inner_optimizer(OptimizerSettings(name=name, arguments=given, learning_rate=rate.peak), model)
+    return InnerLoop(ParallelModel(model), inner, learning_rate=rate, precision=precision, **arguments)
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_half_precision_trains_near_float32_with_float32_parameters_and_state(precision: Any) -> None:
-    loop, reference = make_loop(precision), make_loop()
-    losses, expected = train(loop, 30), train(reference, 30)
-    assert losses != expected, "the forward pass differs"
-    assert losses[-1] == pytest.approx(expected[-1], abs=0.1)
-    assert losses[-1] < 0.7 * losses[0]
-    assert loop.scaler.is_enabled() == (precision == "float16")
-    tensors = [t for state in loop.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-    assert {t.dtype for t in [*loop.model.parameters(), *tensors]} == {torch.float32}
+def train(loop: InnerLoop, steps: int, *, start: int = 0) -> list[float]:
+    losses = []
+    for step in range(start, start + steps):
+        losses.append(float(loop.accumulate_gradients(*batch(step))))
+        loop.unscale()
+        loop.apply(step)
+    return losses
 
 
-class TestMaskedSteps:
-    """On CUDA the device skips a bad step by itself; the fused kernels of the CPU can do the same."""
+def weights(loop: InnerLoop) -> Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in loop.model.parameters()])
 
-    @pytest.mark.parametrize("name", ["AdamW", "SGD"])
-    @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-    def test_good_steps_have_the_same_bits(self, name: str, precision: Any) -> None:
-        arguments = {"momentum": 0.9} if name == "SGD" else {"weight_decay": 0.1}
-        masked, plain = (make_loop(precision, name=name, arguments=arguments) for _ in range(2))
-        assert not plain.masked, "on the CPU this gains nothing"
-        masked.masked = masked.can_mask
-        assert masked.masked
-        assert train(masked, 5) == train(plain, 5)
-        assert torch.equal(weights(masked.model), weights(plain.model))
-        assert torch.equal(optimizer_state(masked), optimizer_state(plain))
 
-    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-    def test_a_bad_one_is_left_out_before_the_host_knows(self, value: float) -> None:
-        loop = make_loop()
-        loop.masked = True
-        train(loop, 2)
-        held, state = weights(loop.model), optimizer_state(loop)
-        loop.accumulate_gradients(*batch(2))
-        spoil(loop.model, value)
-        norm = loop.begin(2)
-        assert torch.equal(weights(loop.model), held)
-        assert torch.equal(optimizer_state(loop), state)
-        with pytest.raises(NonFiniteError, match="Nothing was applied"):
-            loop.end(2, float(norm))
+def state_of(loop: InnerLoop) -> Tensor:
+    """Return all weights, and all numbers in the state of the inner optimizer."""
+    kept = [value for state in loop.optimizer.state.values() for value in state.values()]
+    numbers = [torch.as_tensor(value, dtype=torch.float64).flatten() for value in kept]
+    return torch.cat([weights(loop).double(), *numbers])
+
+
+def spoil(loop: InnerLoop, value: float) -> None:
+    """Set one gradient value to NaN or infinity."""
+    parameter = next(loop.model.parameters())
+    assert parameter.grad is not None
+    parameter.grad[3, 2] = value
+
+
+# One step.
+
+
+@pytest.mark.parametrize(("pieces", "precision"), [(2, "float32"), (6, "float32"), (5, "float32"), (7, "float16")])
+def test_pieces_have_the_gradient_and_the_loss_of_the_batch(pieces: int, precision: str) -> None:
+    """The batch has six sequences; 5 pieces are uneven, 7 are more than the batch has sequences."""
+    whole, parts = make_loop(precision), make_loop(precision, accumulation=pieces)
+    losses = [float(loop.accumulate_gradients(*batch(0))) for loop in (whole, parts)]
+    for loop in (whole, parts):
+        loop.unscale()
+    tolerance = 1e-5 if precision == "float32" else 2e-2
+    assert losses[1] == pytest.approx(losses[0], rel=tolerance)
+    for one, other in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        assert one.grad is not None
+        torch.testing.assert_close(other.grad, one.grad, rtol=tolerance, atol=tolerance * float(one.grad.abs().max()))
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_documents_are_kept_apart_where_asked_for(accumulation: int) -> None:
     tokens, targets = batch(0)
-    loops = [make_loop(accumulation=accumulation) for _ in range(2)]
-    loops[0].end_of_document = 3
+    loops = [make_loop(accumulation=accumulation, end_of_document=end) for end in (3, None)]
     losses = [float(loop.accumulate_gradients(tokens, targets)) for loop in loops]
     expected = loops[0].model.loss(tokens, targets, document_numbers(tokens, 3)).cross_entropy
     assert losses[0] == pytest.approx(float(expected), rel=1e-6)
     assert losses[0] != losses[1]
 
 
-class TestState:
-    @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
-    @pytest.mark.parametrize("name", ["AdamW", "SGD"])
-    def test_going_on_from_a_saved_state_is_never_stopping(self, precision: Any, name: str) -> None:
-        """The bits are equal (invariant 6), also after a skipped step where a precision has one."""
-        arguments = {"momentum": 0.9} if name != "AdamW" else {"weight_decay": 0.1}
-        rate = inner_learning_rate(OptimizerSettings(warmup_steps=3, learning_rate=1e-2), 12)
-        first, second = (make_loop(precision, name=name, arguments=arguments, rate=rate) for _ in range(2))
-        train(first, 4)
-        if precision == "float16":
-            first.accumulate_gradients(*batch(99))
-            spoil(first.model, math.inf)
-            first.unscale()
-            first.apply(4)
-        second.model.load_state_dict(first.model.state_dict())
-        second.load_state_dict(first.state_dict())
-        expected = train(first, 6, start=5)  # the first continues: the second must have loaded a copy
-        assert train(second, 6, start=5) == expected
-        assert torch.equal(weights(first.model), weights(second.model))
-        assert first.scaler.state_dict() == second.scaler.state_dict()
+@pytest.mark.parametrize("clip_norm", [1e-3, 1e9, None])
+def test_the_step_is_that_of_the_clipped_gradient(clip_norm: float | None) -> None:
+    """With plain SGD the step shows the gradient. The reported norm is the one before clipping."""
+    loop = make_loop(optimizer=("SGD", {}), clip_norm=clip_norm, rate=ValueSchedule(peak=1.0))
+    before = weights(loop)
+    loop.accumulate_gradients(*batch(0))
+    gradient = torch.cat([p.grad.flatten() for p in loop.model.parameters() if p.grad is not None])
+    norm = float(gradient.norm())
+    assert loop.apply(0).gradient_norm == pytest.approx(norm, rel=1e-5)
+    factor = 1.0 if clip_norm is None else min(1.0, clip_norm / norm)
+    torch.testing.assert_close(before - weights(loop), gradient * factor, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("value", "precision", "clip_norm"),
+    [(math.nan, "float32", 1.0), (-math.inf, "float32", None), (math.nan, "bfloat16", None)],
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_gradient_that_is_no_number_stops_the_run_with_nothing_applied(
+    value: float, precision: str, clip_norm: float | None, masked: bool
+) -> None:
+    """On CUDA the device skips the step before the host knows; the fused kernels of the CPU can do the same."""
+    loop = make_loop(precision, clip_norm=clip_norm)
+    loop.masked = masked
+    train(loop, 2)
+    before = state_of(loop)
+    loop.accumulate_gradients(*batch(2))
+    spoil(loop, value)
+    norm = loop.begin(2)
+    assert torch.equal(state_of(loop), before)
+    with pytest.raises(NonFiniteError, match=r"gradient norm of inner step 3 is (nan|inf)\. Nothing was applied"):
+        loop.end(2, float(norm))
+    assert torch.equal(state_of(loop), before)
+
+
+@pytest.mark.parametrize("optimizer", [DECAY, MOMENTUM])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_good_masked_steps_have_the_same_bits(optimizer: Any, precision: str) -> None:
+    masked, plain = (make_loop(precision, optimizer) for _ in range(2))
+    assert not plain.masked, "on the CPU this gains nothing"
+    masked.masked = masked.can_mask
+    assert masked.masked
+    assert train(masked, 5) == train(plain, 5)
+    assert torch.equal(state_of(masked), state_of(plain))
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_half_precision_trains_near_float32_with_float32_parameters_and_state(precision: str) -> None:
+    loop, reference = make_loop(precision), make_loop()
+    losses, expected = train(loop, 30), train(reference, 30)
+    assert losses != expected, "the forward pass differs"
+    assert losses[-1] == pytest.approx(expected[-1], abs=0.1)
+    assert losses[-1] < 0.7 * losses[0]
+    tensors = [t for state in loop.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+    assert {t.dtype for t in [*loop.model.parameters(), *tensors]} == {torch.float32}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("optimizer", [DECAY, MOMENTUM])
+def test_going_on_from_a_saved_state_is_never_stopping(precision: str, optimizer: Any) -> None:
+    """The bits are equal (invariant 6), also after a skipped step where a precision has one."""
+    rate = inner_learning_rate(OptimizerSettings(warmup_steps=3, learning_rate=1e-2), 12)
+    first, second = (make_loop(precision, optimizer, rate) for _ in range(2))
+    train(first, 4)
+    if precision == "float16":
+        first.accumulate_gradients(*batch(99))
+        spoil(first, math.inf)
+        first.unscale()
+        first.apply(4)
+    second.model.load_state_dict(first.model.state_dict())
+    second.load_state_dict(first.state_dict())
+    expected = train(first, 6, start=5)  # the first continues: the second must have loaded a copy
+    assert train(second, 6, start=5) == expected
+    assert torch.equal(state_of(first), state_of(second))
+    assert first.scaler.state_dict() == second.scaler.state_dict()
+
+
+# Optimizer and learning rate.
+
+
+@given(
+    schedule=st.sampled_from(["cosine", "wsd", "constant"]),
+    steps=st.integers(1, 60),
+    warmup=st.integers(0, 60),
+    ratio=st.sampled_from([0.0, 0.05, 1.0]),
+)
+def test_the_rate_rises_then_never_again_also_after_the_end(
+    schedule: Any, steps: int, warmup: int, ratio: float
+) -> None:
+    """Property: for every length and warm-up that settings allow."""
+    warmup = min(warmup, steps)
+    rate = inner_learning_rate(
+        OptimizerSettings(schedule=schedule, warmup_steps=warmup, final_ratio=ratio, learning_rate=2.0), steps
+    )
+    values = [rate(step) for step in range(steps + 20)]
+    assert values[:warmup] == sorted(values[:warmup])
+    assert max(values) == 2.0
+    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(values[warmup:]))
+    assert len(set(values[steps:])) == 1
+    stays = schedule == "constant" or (schedule == "wsd" and warmup == steps)
+    assert values[-1] == pytest.approx(2.0 if stays else 2.0 * ratio)
+
+
+def test_the_rate_is_a_function_of_the_global_step_alone() -> None:
+    """Invariant 7: a replica that joins at step 30 has the swarm's rate at once."""
+    rate = inner_learning_rate(OptimizerSettings(learning_rate=1e-2, warmup_steps=10), 50)
+    joiner = make_loop(rate=rate)
+    joiner.accumulate_gradients(*batch(0))
+    assert joiner.apply(30).learning_rate == rate(30)
+    assert [group["lr"] for group in joiner.optimizer.param_groups] == [rate(30)] * 2
+
+
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+    ("AdamW", {"betas": [0.9, 0.95], "weight_decay": 0.1}),  # a list, as from TOML
+    ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    ("Adafactor", {"weight_decay": 0.0}),
+    ("RMSprop", {"momentum": 0.5}),
+]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_any_optimizer_of_torch_trains_without_torchs_compiler(
+    optimizer: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler takes 70 MB in every process that imports it."""
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)
+    loop = make_loop(optimizer=optimizer, rate=ValueSchedule(peak=0.1 if optimizer[0] == "SGD" else 1e-2))
+    losses = train(loop, 30)
+    assert type(loop.optimizer).__name__ == optimizer[0]
+    assert losses[-1] < 0.95 * losses[0]
+
+
+def test_muon_trains_hidden_matrices_at_a_rate_of_their_own_by_the_same_schedule() -> None:
+    loop = make_loop(optimizer=("Muon", {"matrix_lr_ratio": 4.0, "momentum": 0.9}))
+    losses = train(loop, 15)
+    assert losses[-1] < 0.95 * losses[0]
+    rates = [(group["orthogonalise"], group["lr"]) for group in loop.optimizer.param_groups]
+    assert rates == [(True, 4 * CONSTANT(0)), (False, CONSTANT(0)), (False, CONSTANT(0))]
+
+
+@pytest.mark.parametrize("arguments", [{"weight_decay": 0.5}, {}])
+def test_weight_decay_acts_on_matrices_only(arguments: dict[str, Any]) -> None:
+    """This includes the default of the class, such as AdamW's 0.01: with a zero gradient, norms do not change."""
+    loop = make_loop(optimizer=("AdamW", arguments), clip_norm=None)
+    before = {name: p.detach().clone() for name, p in loop.model.named_parameters()}
+    for parameter in loop.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    loop.apply(0)
+    for name, parameter in loop.model.named_parameters():
+        decay = arguments.get("weight_decay", 0.01) if parameter.dim() == 2 else 0.0
+        torch.testing.assert_close(parameter.detach(), before[name] * (1 - 1e-2 * decay), rtol=1e-6, atol=0)
+        assert decay or torch.equal(parameter, before[name]), name
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("AdmaW", {}, "did you mean 'AdamW'"),
+        ("lr_scheduler", {}, "not an optimizer of torch.optim"),
+        ("AdamW", {"weight_deacy": 0.1}, "weight_deacy is not an argument of AdamW; did you mean 'weight_decay'"),
+        ("AdamW", {"lr": 0.1}, "schedule sets the learning rate. Set optimizer.learning_rate"),
+        ("AdamW", {"betas": (0.9, 1.5)}, "torch.optim.AdamW refused .*1.5"),
+        ("LBFGS", {}, "'LBFGS' evaluates the loss several times a step. Use AdamW or SGD"),
+        ("Muon", {"momentum": 1.5}, "momentum must be from 0 to less than 1"),
+        ("Muon", {"adamw": ["nowhere"]}, "matches no trainable matrix"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(name: str, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        make_inner_optimizer(OptimizerSettings(name=name, arguments=arguments), build_model(MODEL, seed=0))
+
+
+# Float16: which steps are skipped and how the scale changes, alone and with other replicas.
+
+
+@pytest.mark.parametrize(("value", "seen_by_scaler"), [(math.inf, True), (math.nan, False)])
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
+def test_an_infinite_gradient_skips_the_step_and_lowers_the_scale(
+    value: float, seen_by_scaler: bool, name: str
+) -> None:
+    """This holds with and without a fused kernel, and for infinities that arise after the gradients are unscaled."""
+    loop = make_loop("float16", (name, {}))
+    train(loop, 2)
+    before, scale = state_of(loop), loop.scaler.get_scale()
+    loop.accumulate_gradients(*batch(2))
+    if seen_by_scaler:
+        spoil(loop, value)
+    loop.unscale()
+    spoil(loop, value)
+    result = loop.apply(2)
+    assert result.skipped
+    assert not math.isfinite(result.gradient_norm)
+    assert loop.scaler.get_scale() == scale / 2
+    assert torch.equal(state_of(loop), before)
+    assert all(p.grad is None for p in loop.model.parameters())
+    assert not any(math.isnan(loss) for loss in train(loop, 2, start=3))
+
+
+def test_the_scale_goes_as_torchs_own_would() -> None:
+    """Reference: GradScaler used as documented. It grows after three good steps; a bad step restarts the count."""
+    bad = {2, 7, 8}
+    mine, theirs = make_loop("float16"), torch.amp.GradScaler("cpu", growth_interval=3)
+    mine.scaler = torch.amp.GradScaler("cpu", growth_interval=3)
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    for step in range(14):
+        mine.accumulate_gradients(*batch(step))
+        torch.autograd.backward(theirs.scale(parameter.sum() * (math.inf if step in bad else 1.0)))
+        if step in bad:
+            spoil(mine, math.inf)
+        mine.unscale()
+        assert mine.apply(step).skipped is (step in bad)
+        theirs.step(optimizer)
+        theirs.update()
+        optimizer.zero_grad()
+        assert mine.scaler.state_dict() == theirs.state_dict(), step
+
+
+def test_a_mean_that_is_finite_is_applied_though_this_replicas_gradients_were_not() -> None:
+    """The other replicas step with the mean; if this replica alone skipped, the replicas would diverge."""
+    spoilt, sound = make_loop("float16"), make_loop("float16")
+    for loop in (spoilt, sound):
+        loop.accumulate_gradients(*batch(0))
+    spoil(spoilt, math.inf)
+    for loop in (spoilt, sound):
+        loop.unscale()
+        for parameter in loop.model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.01)
+        assert not loop.apply(0).skipped
+    assert torch.equal(weights(spoilt), weights(sound))
+    assert spoilt.scaler.get_scale() == sound.scaler.get_scale() / 2
+
+
+def test_with_diloco_around_it_a_skipped_step_desynchronises_nothing() -> None:
+    """Steps, rounds and digests stay equal on all replicas, and the loss scale never affects contributions."""
+    hub, schedule = InProcessTransport(2), SyncSchedule(inner_steps=4, num_fragments=2, overlap_steps=1)
+    loops = [make_loop("float16", rate=inner_learning_rate(OptimizerSettings(warmup_steps=4), 24)) for _ in range(2)]
+    swarm = [
+        DiLoCo(loop.model, loop.optimizer, transport=hub.endpoint(m), schedule=schedule) for m, loop in enumerate(loops)
+    ]
+    for step in range(24):
+        results = []
+        for m, (loop, diloco) in enumerate(zip(loops, swarm, strict=True)):
+            loop.accumulate_gradients(*batch(100 * m + step))
+            if m == 1 and step in (3, 4, 9):  # before a send, in flight, and in between
+                spoil(loop, math.inf)
+            loop.unscale()
+            results.append(loop.apply(step))
+            diloco.begin()
+        for diloco in swarm:
+            diloco.finish()
+        assert [result.skipped for result in results] == [False, step in (3, 4, 9)]
+        assert results[0].learning_rate == results[1].learning_rate
+        assert swarm[0].in_flight == swarm[1].in_flight
+        for one, other in zip(swarm[0].fragments, swarm[1].fragments, strict=True):
+            assert one.state.digest() == other.state.digest()
+    assert [diloco.rounds_void for diloco in swarm] == [0, 0]
+    assert swarm[0].rounds_committed == swarm[1].rounds_committed == schedule.rounds(23)
+    assert [loop.scaler.get_scale() for loop in loops] == [2.0**16, 2.0**13]
+    largest = max(float(fragment.global_params.abs().max()) for fragment in swarm[0].fragments)
+    assert largest < 10, "the outer optimizer never saw a scaled value"

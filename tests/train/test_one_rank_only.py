@@ -71,7 +71,7 @@ def run_rank(position: int, event: str, at: int, parallelism: str, data: Path, o
     if position == at and event == "other data":
         (data.parent / "other").mkdir()
         data = write_text(data.parent / "other", seed=9)
-    words = f"train {SMALL} {data} --replicas 1 --transport torch --replica-size 2 --replica 0 --monitor.console quiet"
+    words = f"train {SMALL} {data} --replicas 1 --transport tcp --replica-size 2 --replica 0 --monitor.console quiet"
     os.environ |= {"DILOCO_POSITION": str(position), "DILOCO_INNER_STORE": f"127.0.0.1:{ports[1]}"}
     ends = f"--join 127.0.0.1:{ports[0]}"
     how = f"--train.parallelism {parallelism} --out {out}"

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from diloco.algorithm import digest_tensors, local_shard, make_codec
+from diloco.data import build_corpus
 from diloco.model import build_model
-from diloco.train import GradientAverager
+from diloco.train import Fleet, GradientAverager, Session, make_transport
 from diloco.transport import InProcessTransport, ReplicaGroup
 from tests.processes import Processes
-from tests.train.ranks import MODEL, STEPS, Rank, Setup, largest_difference, open_group, unequal
+from tests.runs import settings_of
+from tests.train.ranks import MODEL, STEPS, Rank, Setup, largest_difference, open_group, unequal, whole
 
 CLIPPED = {"clip_norm": 0.25, "accumulation": 2, "batch_size": 5}
 """Uneven shares of a batch in pieces, with clipping in effect."""
@@ -28,6 +30,7 @@ def ranks_do(position: int, setup: Setup, folder: Path) -> dict[str, Any]:
             (rank_trains, replace(setup, **CLIPPED)),
             (rank_overflows, replace(setup, precision="float16")),
             (rank_averages_gradients, setup),
+            (rank_trains_in_bfloat16, replace(setup, precision="bfloat16")),
         ]
     ):
         group = open_group(of_job, position, folder, replica=number)
@@ -124,6 +127,17 @@ def test_in_float16_all_ranks_skip_the_same_steps(ranks: tuple[str, list[dict[st
     assert outcomes[1] == outcomes[0]
 
 
+def rank_trains_in_bfloat16(setup: Setup, group: ReplicaGroup) -> list[float]:
+    return Rank(setup, group).train(8)[0]
+
+
+def test_in_bfloat16_ranks_train_as_one(ranks: tuple[str, list[dict[str, Any]]]) -> None:
+    """With fsdp the layers are gathered in bfloat16."""
+    expected = Rank(Setup(precision="bfloat16"), ReplicaGroup()).train(8)[0]
+    for rank in ranks[1]:
+        assert rank["rank_trains_in_bfloat16"] == pytest.approx(expected, abs=2e-3)
+
+
 def rank_averages_gradients(setup: Setup, group: ReplicaGroup) -> dict[str, Any]:
     """Average gradients of a single replica; then one rank has a value that is not finite."""
     rank = Rank(setup, group)
@@ -150,3 +164,35 @@ def test_ranks_average_gradients_together_or_not_at_all(ranks: tuple[str, list[d
             "changed": [],
             "applied": [True, False],
         }
+
+
+def rank_of_a_session(position: int, data: Path, folder: Path) -> dict[str, Any]:
+    """Return the global parameters of a new session of two ranks, and of one that begins from other weights."""
+    group = open_group(Setup(strategy="fsdp", size=2), position, folder)
+    done, other = {}, {name: value + 1 for name, value in session(data).global_params().items()}
+    for name, initial in (("new", None), ("given", other)):
+        ours, alone = session(data, group, initial), session(data, None, initial)
+        values = {name: whole(value) for name, value in ours.global_params().items()}
+        held = sum(local_shard(parameter).numel() for parameter in ours.replicas[0].model.parameters())
+        step = [each.step().loss for each in (ours, alone)]
+        done[name] = unequal(values, alone.global_params()), held, alone.replicas[0].model.num_parameters(), step
+    group.close()
+    return done
+
+
+def session(data: Path, group: ReplicaGroup | None = None, initial: dict[str, torch.Tensor] | None = None) -> Session:
+    settings = settings_of(data, "--replicas 1 --model.arguments.vocab-size 257")
+    fleet = Fleet(make_transport(settings))
+    fleet.group = group or ReplicaGroup()
+    return Session(settings, build_corpus(settings.data), fleet, torch.device("cpu"), lambda event: None, initial)
+
+
+def test_a_sharded_model_begins_with_the_same_bits_though_no_rank_holds_all_of_it(data: Path, tmp_path: Path) -> None:
+    with Processes() as processes:
+        processes.start(2, rank_of_a_session, data, tmp_path)
+        ranks = processes.results(timeout_s=300).values()
+    for done in ranks:
+        for odd, _, _, losses in done.values():
+            assert odd == []
+            assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert sum(done["new"][1] for done in ranks) == next(iter(ranks))["new"][2]

@@ -65,7 +65,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> int:
     """Run a launcher of four replicas and return its exit code."""
     monkeypatch.setattr("diloco.cores.usable_cores", lambda: 8)
     monkeypatch.setattr(subprocess, "Popen", Started)
-    return launch(NetworkSettings(transport="torch", replicas=4), lambda *_: ["train"], print)
+    return launch(NetworkSettings(transport="tcp", replicas=4), lambda *_: ["train"], print)
 
 
 def test_processes_that_the_launcher_starts_get_their_share(monkeypatch: pytest.MonkeyPatch) -> None:

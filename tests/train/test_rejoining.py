@@ -1,4 +1,4 @@
-"""Replicas over torch that have lost each other find each other again, to join, found a view, or end."""
+"""Replicas over TCP that have lost each other find each other again, to join, found a view, or end."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from unittest import mock
 import pytest
 
 from diloco.errors import RendezvousError, RunFinishedError
-from diloco.protocol import Entry
-from diloco.train import TorchFleet
-from diloco.transport import PeerTransport, Place, TcpWire, ask, connect
+from diloco.protocol import Entry, Rules
+from diloco.train import PeerFleet, fleet_over_tcp
+from diloco.transport import PeerTransport, Place, ask
 from tests.transport.nowhere import nobody_at
 from tests.transport.relays import frame, stranger_at
 from tests.transport.swarms import wait_for_members
 from tests.transport.wires import QUICK, at_once, deaf_manager, rendezvous
 
 LIMIT_S = 30.0
-Meet = Callable[..., list[TorchFleet]]
+Meet = Callable[..., list[PeerFleet]]
 
 
-WIRE = TcpWire(
-    **QUICK | {"join_window_s": 1.0, "continue_without_lost": True, "comes_back": True, "raise_on_loss": False}
-)
+RULES = Rules(**QUICK | {"continue_without_lost": True, "together": False, "raise_on_loss": False})
 
 
 @pytest.fixture
 def meet() -> Iterator[Meet]:
     """Fleets of one replica each that start together. With ``ended``, one more replica registered and has ended."""
-    fleets: list[TorchFleet] = []
+    fleets: list[PeerFleet] = []
 
-    def made(count: int, *, ended: bool = False) -> list[TorchFleet]:
+    def made(count: int, *, ended: bool = False) -> list[PeerFleet]:
         registered = count + ended
         with rendezvous(registered) as address, nobody_at() as nowhere, deaf_manager() as asking:
-            places = [Place(replica=m, num_replicas=registered, rendezvous=address) for m in range(count)]
-            begin = [lambda place=place: TorchFleet(connect(place, WIRE), place, WIRE) for place in places]
+            places = [
+                Place(replica=m, num_replicas=registered, rendezvous=address, join_window_s=1.0) for m in range(count)
+            ]
+            begin = [lambda place=place: fleet_over_tcp(place, RULES) for place in places]
             register = [lambda: ask(asking, address, Entry(count, str(nowhere)), LIMIT_S)] if ended else []
             found = at_once([*begin, *register])[:count]
         for each in found:
@@ -51,7 +51,7 @@ def meet() -> Iterator[Meet]:
 
 
 @contextmanager
-def all_lost(fleets: list[TorchFleet]) -> Iterator[None]:
+def all_lost(fleets: list[PeerFleet]) -> Iterator[None]:
     """Make all fleets close their transports before any searches, or one would be found as a member of the old view."""
     close, all_closed = PeerTransport.close, threading.Barrier(len(fleets))
     ways = [fleet.transport for fleet in fleets]
@@ -81,8 +81,8 @@ def test_one_that_is_started_again_joins_though_another_comes_back_meanwhile(mee
     """Its connection ends when the other replica closes its transport, and only the restarted one can reconnect."""
     fleets = meet(4)
     fleets[3].close()
-    place = Place(replica=3, num_replicas=4, rendezvous=fleets[1].transport.address)
-    started = TorchFleet(connect(place, WIRE), place, WIRE)
+    place = Place(replica=3, num_replicas=4, rendezvous=fleets[1].transport.address, join_window_s=1.0)
+    started = fleet_over_tcp(place, RULES)
     try:
         fleets[0].rejoin(LIMIT_S)
         fleets[0].join(LIMIT_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -123,8 +122,8 @@ def test_a_model_of_unknown_depth_needs_a_number_of_fragments() -> None:
         resolved(None)
 
 
-PEERS = {"network.transport": "hivemind", "network.run": "mine"}
-RANKS = {"network.transport": "torch"}
+PEERS = {"network.transport": "swarm", "network.run": "mine"}
+RANKS = {"network.transport": "tcp"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # the schedule and its fragments
     ({"sync.inner_steps": 10, "sync.overlap_steps": 11}, "overlap_steps must be from 0 to 10 .* got 11"),
@@ -155,14 +154,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sync.merge_alpha": 1.5}, "alpha must be a number from 0 to 1, got 1.5"),
     ({"sync.merge_alpha": 0.0, "sync.merge": "rebase"}, "rebase.* one of the two"),
     # transports
-    ({"network.transport": "hivemind"}, "'hivemind' needs the name of the run. Use --run NAME"),
-    ({"network.run": "mine"}, "--run mine needs a swarm.* Add --transport hivemind"),
+    ({"network.transport": "swarm"}, "'swarm' needs the name of the run. Use --run NAME"),
+    ({"network.run": "mine"}, "--run mine needs a swarm.* Add --transport swarm"),
     (PEERS | {"algorithm": "data-parallel"}, "replicas that join and leave can't average gradients at every step"),
     (PEERS | {"network.min_replicas": 5}, "replicas must be at least network.min_replicas=5, got 4"),
-    (PEERS | {"data.streaming": True}, "data.streaming=true can't be used with network.transport='hivemind'"),
-    ({"network.straggler": "dynamic"}, "straggler='dynamic' can't be used with .*Use --transport hivemind"),
-    (RANKS | {"emulate.step_time": (0.1,)}, "step_time can't be used with network.transport='torch'.*in-process"),
-    (RANKS | {"algorithm": "none"}, "algorithm='none' sends nothing and .* network.transport='torch'"),
+    (PEERS | {"data.streaming": True}, "data.streaming=true can't be used with network.transport='swarm'"),
+    ({"network.straggler": "dynamic"}, "straggler='dynamic' can't be used with .*Use --transport swarm"),
+    (RANKS | {"emulate.step_time": (0.1,)}, "step_time can't be used with network.transport='tcp'.*in-process"),
+    (RANKS | {"algorithm": "none"}, "algorithm='none' sends nothing and .* network.transport='tcp'"),
     # one value of each kind that is out of its range
     ({"train.device": "gpu"}, "device='gpu'.*cuda:0"),
     ({"seed": 2**63}, rf"seed must be a number from 0 to 2\*\*63 - 1, got {2**63}"),
@@ -181,13 +180,6 @@ def test_impossible_combinations_are_refused_and_say_what_would_work(values: dic
         resolve(build(RunSettings, dotted(values)), num_layers=4)
 
 
-def test_a_swarm_needs_data_that_it_can_divide_again() -> None:
-    settings = build(RunSettings, dotted(PEERS))
-    data = dataclasses.replace(settings.data, sharding="contiguous")  # which only Python code sets
-    with pytest.raises(ConfigurationError, match=r"sharding=.* Use 'shuffled'"):
-        resolve(dataclasses.replace(settings, data=data), num_layers=4)
-
-
 ALLOWED: list[dict[str, Any]] = [
     {"sync.inner_steps": 10, "sync.overlap_steps": 9},
     {"sync.num_fragments": 5},
@@ -201,7 +193,7 @@ ALLOWED: list[dict[str, Any]] = [
     {"train.device": "cuda:12"},
     {"optimizer.clip_norm": None},
     {"sync.arguments": {"codec": {"block_size": 65536}}},
-    {"network.transport": "torch", "algorithm": "data-parallel"},
+    {"network.transport": "tcp", "algorithm": "data-parallel"},
 ]
 
 

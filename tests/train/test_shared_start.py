@@ -15,8 +15,9 @@ import torch
 from diloco.data import build_corpus
 from diloco.events import Event, Note, RoundCommitted, ViewChanged
 from diloco.model import with_vocabulary
-from diloco.train import Session, TorchFleet, follow_views
-from diloco.transport import Address, Place, TcpStreams, TcpWire, connect
+from diloco.protocol import Rules
+from diloco.train import PeerFleet, Session, fleet_over_tcp, follow_views
+from diloco.transport import Address, Place, TcpStreams
 from tests.runs import settings_of
 from tests.transport.wires import QUICK, at_once, rendezvous
 
@@ -33,10 +34,8 @@ class Peer:
     """
 
     def __init__(self, place: Place, make: Callable[..., Session]) -> None:
-        wire = TcpWire(
-            **QUICK | {"continue_without_lost": True, "join_window_s": 1.0, "comes_back": True, "raise_on_loss": False}
-        )
-        self.fleet = TorchFleet(connect(place, wire), place, wire)
+        rules = Rules(**QUICK | {"continue_without_lost": True, "together": False, "raise_on_loss": False})
+        self.fleet = fleet_over_tcp(place, rules)
         self.events: list[Event] = []
         self.digest = ""
         self._make, self._changed, self._asked = make, threading.Condition(), threading.Event()
@@ -117,9 +116,9 @@ class Peers:
             each.make()
 
     def peer(self, replica: int, address: Address) -> Peer:
-        return Peer(Place(replica=replica, num_replicas=3, rendezvous=address), self._session)
+        return Peer(Place(replica=replica, num_replicas=3, rendezvous=address, join_window_s=1.0), self._session)
 
-    def _session(self, fleet: TorchFleet, note: Callable[[Event], None]) -> Session:
+    def _session(self, fleet: PeerFleet, note: Callable[[Event], None]) -> Session:
         return Session(self.settings, self.corpus, fleet, torch.device("cpu"), note)
 
 

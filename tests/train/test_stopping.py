@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
+from unittest import mock
 
 import pytest
 
-from diloco.train import StopAsked, StopRequest
+from diloco.algorithm import Contribution
+from diloco.cli import main
+from diloco.events import StepFinished
+from diloco.train import Session, StopAsked, StopRequest
+from diloco.transport import PeerTransport, Pending
+from tests.commands import LIMIT_S
+from tests.processes import Processes, free_port
+from tests.runs import SMALL, write_text
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
@@ -49,14 +60,23 @@ def wait(stop: StopRequest, meanwhile: Callable[[], object]) -> None:
 @pytest.mark.parametrize("before", [False, True])
 def test_a_wait_that_changes_nothing_is_interrupted(number: signal.Signals, before: bool) -> None:
     """A signal during the wait interrupts it, and one before the wait interrupts it at once."""
-    heard: list[str] = []
-    with StopRequest(lambda: heard.append("asked")) as stop:
+    waited: list[bool] = []
+    with StopRequest() as stop:
         if before:
             signal.raise_signal(number)
         with pytest.raises(StopAsked):
-            wait(stop, lambda: (heard.append("waits"), signal.raise_signal(number)))
-        assert heard == (["asked"] if before else ["waits", "asked"])
+            wait(stop, lambda: (waited.append(True), signal.raise_signal(number)))
+        assert waited == [True] * (not before)
         assert stop.signal == number.name
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_request_is_told_while_the_main_thread_waits(number: signal.Signals) -> None:
+    """Otherwise it would be told only after the step, for which other replicas that stop might not come."""
+    told = threading.Event()
+    with StopRequest(told.set):
+        signal.raise_signal(number)
+        assert told.wait(60)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -121,3 +141,38 @@ def test_a_signal_that_a_launcher_passes_on_is_the_same_request() -> None:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         assert stop.signal == "SIGTERM"
+
+
+def run_replica(number: int, data: Path, out: Path, port: int) -> dict[str, Any]:
+    """Train as one of three replicas. The first is signalled before the step in which the others wait for its round."""
+    done, average = Session.step, PeerTransport.average
+
+    def step(session: Session) -> StepFinished:
+        event = done(session)
+        if number == 0 and event.step == 7:
+            signal.raise_signal(signal.SIGTERM)
+        return event
+
+    def contribute(transport: PeerTransport, contribution: Contribution) -> Pending:
+        pending = average(transport, contribution)
+        if number > 0 and contribution.round.outer_step == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return pending
+
+    words = f"train {SMALL} {data} --transport tcp --join 127.0.0.1:{port} --replica {number} --out {out}"
+    more = "--replicas 3 --fragments 1 --overlap-steps 0 --network.on-loss continue --monitor.console quiet"
+    with mock.patch.object(Session, "step", step), mock.patch.object(PeerTransport, "average", contribute):
+        assert main(f"{words} {more}".split()) == 130
+    summary: dict[str, Any] = json.loads(((out / f"replica-{number}" if number else out) / "summary.json").read_text())
+    return summary
+
+
+def test_replicas_that_are_signalled_at_different_moments_stop_together(tmp_path: Path) -> None:
+    """Regression: the first asked between steps, the others waited for its round, and it left alone."""
+    data = write_text(tmp_path)
+    with Processes() as processes:
+        processes.start(3, run_replica, data, tmp_path / "run", free_port())
+        summaries = processes.results(LIMIT_S).values()
+    for name in ("steps", "global_params_digest", "rounds_committed"):
+        assert len({summary[name] for summary in summaries}) == 1, name
+    assert {summary["rounds_void"] for summary in summaries} == {0}

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from diloco.checkpoint import open_checkpoint
-from diloco.data import ByteTokenizer, DocumentStream, split_documents
+from diloco.data import DocumentStream
 from diloco.errors import CheckpointError
 from diloco.events import Note
-from tests.data.streams import numbered
+from tests.data.streams import numbered, packed, trained
 from tests.lazy import Lazy
 from tests.runs import Listener, train
 
 datasets = Lazy("datasets")
 
-STREAMING = "--data.streaming --data.streaming-block 4 --data.heldout-fraction 0.2"
+STREAMING = "--data.streaming --data.heldout-fraction 0.2"
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +41,11 @@ def data_set(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("kind", ["file", "data set"])
-def test_stopping_and_resuming_is_never_stopping_with_or_without_a_thread(
-    data: Path, data_set: str, tmp_path: Path, kind: str
-) -> None:
+def test_stopping_and_resuming_is_never_stopping(data: Path, data_set: str, tmp_path: Path, kind: str) -> None:
     data = data if kind == "file" else Path(data_set)
-    whole = train(data, tmp_path / "whole", f"{STREAMING} --data.prefetch-batches 0")
+    whole = train(data, tmp_path / "whole", f"{STREAMING}")
     train(data, tmp_path / "run", f"{STREAMING} --stop-after 5")
-    resumed = train(data, tmp_path / "run", f"{STREAMING} --resume {tmp_path / 'run'} --data.prefetch-batches 2")
+    resumed = train(data, tmp_path / "run", f"{STREAMING} --resume {tmp_path / 'run'}")
     for name in ("global_params_digest", "heldout_loss", "epochs"):
         assert resumed[name] == whole[name]
     assert not [thread for thread in threading.enumerate() if "batches" in thread.name], "all threads have ended"
@@ -66,14 +64,13 @@ def test_no_document_twice_in_an_epoch_while_replicas_come_and_go(
         return batch
 
     monkeypatch.setattr(DocumentStream, "next_batch", watched)
-    fixed, run = f"{STREAMING} --steps 30 --data.prefetch-batches 0", tmp_path / "run"
+    fixed, run = f"{STREAMING} --steps 30", tmp_path / "run"
     listener = Listener()
     for replicas, stop in ((2, 6), (4, 13), (1, 17), (3, 30)):
         more = f" --resume {run}" if stop > 6 else ""
         train(data, run, f"{fixed} --replicas {replicas} --stop-after {stop}{more}", sink=listener)
     assert len(targets) == 32 * (6 * 2 + 7 * 4 + 4 * 1 + 13 * 3)
-    documents, _ = split_documents(numbered(120), 0.2)
-    once = Counter(ByteTokenizer().encode_documents(documents).tolist())
+    once = Counter(packed(trained(numbered(120))).tolist())
     cursors = [open_checkpoint(run).load(f"replica-{m}")["sampler"]["sources"][0] for m in range(3)]
     epochs = -(-max(cursor["block"] + 1 for cursor in cursors) // cursors[0]["blocks"])
     assert epochs >= 2
@@ -86,4 +83,4 @@ def test_no_document_twice_in_an_epoch_while_replicas_come_and_go(
 def test_a_stream_of_other_documents_is_refused(data: Path, tmp_path: Path) -> None:
     train(data, tmp_path / "run", f"{STREAMING} --stop-after 2")
     with pytest.raises(CheckpointError, match="saved by a run with data = "):
-        train(data, tmp_path / "run", f"{STREAMING} --data.streaming-block 5 --resume {tmp_path / 'run'}")
+        train(data, tmp_path / "run", f"{STREAMING} --data.heldout-fraction 0.3 --resume {tmp_path / 'run'}")

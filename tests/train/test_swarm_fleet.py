@@ -1,4 +1,4 @@
-"""`SwarmFleet`: replicas of a swarm as a session sees them, on loopback and in one process."""
+"""`PeerFleet` in a swarm: replicas as a session sees them, on loopback and in one process."""
 
 from __future__ import annotations
 
@@ -10,45 +10,46 @@ import pytest
 
 from diloco.data import Shares, as_message
 from diloco.errors import RunFinishedError
-from diloco.train import Held, SwarmFleet
-from diloco.transport import Admission, NodePlace, SwarmPlace, Wire
+from diloco.protocol import Rules
+from diloco.train import Held, PeerFleet, fleet_in_swarm
+from diloco.transport import Admission, NodePlace, SwarmPlace
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, LOOPBACK, QUICK
 
 pytestmark = HIVEMIND_LEAVES_CONNECTIONS
 
-Make = Callable[..., SwarmFleet]
+Make = Callable[..., PeerFleet]
 
 WINDOW_S = 3.0  # enough for a busy machine to start a daemon and be found
 
 
 @pytest.fixture
 def make(keys: Path) -> Iterator[Make]:
-    fleets: list[SwarmFleet] = []
+    fleets: list[PeerFleet] = []
 
     def made(
         number: int,
-        *known: SwarmFleet,
+        *known: PeerFleet,
         run: str = "run",
         held_step: int = -1,
         start: int = 1,
         join_window_s: float = 0.5,
-    ) -> SwarmFleet:
+    ) -> PeerFleet:
         place = SwarmPlace(
             identity=keys / f"{number}.key",
             admission=Admission(run, "", frozenset()),
             node=NodePlace(
-                join=tuple(address for each in known for address in each.addresses()), listen=LOOPBACK, map_ports=False
+                join=tuple(address for each in known for address in each.addresses), listen=LOOPBACK, map_ports=False
             ),
             replica=number,
             name="anna-pc",
             join_window_s=join_window_s,
         )
         fleets.append(
-            SwarmFleet(
+            fleet_in_swarm(
                 place,
-                Wire(**QUICK | {"rendezvous_timeout_s": 15.0}),
+                Rules(**QUICK | {"rendezvous_timeout_s": 15.0}),
                 Held(held_step),
-                start_replicas=start,
+                start,
                 margin=1,
                 batch_size=1,
             )

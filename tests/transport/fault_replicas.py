@@ -5,12 +5,9 @@ There it reports to the test, and waits for the fault that the test injects.
 
 from __future__ import annotations
 
-import os
-import tempfile
-import threading
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -20,7 +17,8 @@ from diloco.algorithm import Codec, Nesterov, RoundId, SyncSchedule, make_codec,
 from diloco.errors import TransportError
 from diloco.events import Event, RoundCommitted, RoundVoid
 from diloco.outer import DiLoCo
-from diloco.transport import Address, PeerTransport, Place, TcpWire, Transport, connect, join
+from diloco.protocol import Rules
+from diloco.transport import Address, Place, Transport, connect, join
 from tests.processes import PRELOADED, receive, report
 from tests.replicas import quadratic
 
@@ -52,7 +50,7 @@ class Scenario:
         num_replicas: number of replicas M.
         victim: number of the victim.
         codec: fp4 uses an all-gather; float32 with three replicas uses a reduce-scatter.
-        raises: see `Policies.raise_on_loss`.
+        raises: see `Rules.raise_on_loss`.
         min_replicas: the setting ``min_replicas``.
         rejoins: whether the others train until a process that replaces the victim has joined.
     """
@@ -81,8 +79,8 @@ class Scenario:
         return (self.victim,)
 
     @property
-    def wire(self) -> TcpWire:
-        return TcpWire(
+    def rules(self) -> Rules:
+        return Rules(
             heartbeat_s=0.2,
             silence_s=2.0 if self.fault == "freeze" and not self.rejoins else LIMIT_S,
             round_timeout_s=LIMIT_S,
@@ -191,22 +189,22 @@ def replica(index: int, scenario: Scenario, address: Address) -> None:
     """
     number = index if index < scenario.num_replicas else scenario.victim
     stage, codec, outcome = scenario.stage if index == scenario.victim else "", make_codec(scenario.codec), Outcome()
-    arm = holding(codec)
-    connected = connect(Place(replica=number, num_replicas=scenario.num_replicas, rendezvous=address), scenario.wire)
+    arm, settled = holding(codec), False
+    connected = connect(Place(replica=number, num_replicas=scenario.num_replicas, rendezvous=address), scenario.rules)
     transport = connected.transport
     diloco, train = make_replica(transport, codec, outcome.note)
     assert connected.joining == (index >= scenario.num_replicas)
+    if scenario.rejoins:
+        signal.signal(signal.SIGTERM, lambda *_: transport.ask_to_stop())
     if connected.joining:
         diloco.take_over(transport.view.members)
         diloco.steps = join(connected, LIMIT_S)
         report("joined")
-    ended = threading.Event()
-    if scenario.rejoins:
-        threading.Thread(target=_ask_to_stop, args=(transport, _all_stop(address), ended), daemon=True).start()
     try:
         while scenario.rejoins or number not in scenario.goes_on or diloco.steps < LAST:
-            if connected.joining and _has_found_its_way(outcome, number):
-                _all_stop(address).touch()
+            if connected.joining and not settled and _has_found_its_way(outcome, number):
+                settled = True
+                report("settled")
             stop = transport.stop_step()
             if stop is not None and diloco.steps >= stop:
                 break
@@ -224,26 +222,12 @@ def replica(index: int, scenario: Scenario, address: Address) -> None:
                 receive(LIMIT_S)
     except TransportError as error:
         outcome.error, outcome.lost = (type(error).__name__, str(error)), error.replicas
-    ended.set()
     if outcome.error is None and transport.failure is not None:
         outcome.error, outcome.lost = ("failure", str(transport.failure)), transport.failure.replicas
     outcome.last, outcome.steps, outcome.members = digests(diloco), diloco.steps, transport.view.members
     report(outcome)
     receive(LIMIT_S)
     transport.close()
-
-
-def _ask_to_stop(transport: PeerTransport, all_stop: Path, ended: threading.Event) -> None:
-    """Ask as soon as all are to stop, also while a round is waited for: more of them have to ask than could lie."""
-    while not ended.wait(0.02):
-        if all_stop.exists():
-            transport.ask_to_stop()
-            return
-
-
-def _all_stop(address: Address) -> Path:
-    """A file that exists once all replicas of this run are to stop."""
-    return Path(tempfile.gettempdir()) / f"diloco-stop-{os.getppid()}-{address.port}"
 
 
 def _has_found_its_way(outcome: Outcome, number: int) -> bool:

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from diloco.errors import RendezvousError
-from diloco.transport import Address, Place, TcpWire
+from diloco.protocol import Rules
+from diloco.transport import Address, Place
 from tests.transport.wires import QUICK
 
-__all__ = ["PATIENCE_S", "diloco_threads", "failure", "free_address", "nobody_at", "place", "wire"]
+__all__ = ["PATIENCE_S", "diloco_threads", "failure", "free_address", "nobody_at", "place", "rules"]
 
 PATIENCE_S = 1.0
 """The rendezvous time-out of tests in which it expires."""
@@ -49,9 +50,9 @@ def diloco_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("diloco")}
 
 
-def place(rank: int, num_replicas: int, address: Address | None) -> Place:
-    return Place(replica=rank, num_replicas=num_replicas, rendezvous=address)
+def place(rank: int, num_replicas: int, address: Address | None, **where: Any) -> Place:
+    return Place(replica=rank, num_replicas=num_replicas, rendezvous=address, **where)
 
 
-def wire(**given: Any) -> TcpWire:
-    return TcpWire(**(QUICK | {"rendezvous_timeout_s": PATIENCE_S} | given))
+def rules(**given: Any) -> Rules:
+    return Rules(**(QUICK | {"rendezvous_timeout_s": PATIENCE_S} | given))

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import pytest
 
+from diloco.protocol import Rules
 from diloco.transport import (
     Admission,
     Connected,
@@ -19,8 +20,7 @@ from diloco.transport import (
     PeerStreams,
     PeerTransport,
     SwarmPlace,
-    Wire,
-    connect_swarm,
+    enter_swarm,
     join,
     open_status_client,
 )
@@ -73,7 +73,7 @@ class Swarms:
         held_swarm: str = "",
         join_window_s: float = 0.5,
         direct: Literal["auto", "only", "never"] = "auto",
-        **wire: Any,
+        **rules: Any,
     ) -> Connected:
         """Start a peer that knows ``known``.
 
@@ -100,7 +100,7 @@ class Swarms:
             join_window_s=join_window_s,
             status=status,
         )
-        connected = connect_swarm(place, Wire(**(QUICK | wire)), held_step=held_step)
+        connected = enter_swarm(place, Rules(**(QUICK | rules)), held_step=held_step)
         self._open.append(connected.transport)
         return connected
 

@@ -10,18 +10,19 @@ import pytest
 import torch
 from torch import nn
 
-from diloco import AlphaMerge, DiLoCo, Nesterov, SyncSchedule, connect_replica
+from diloco import AlphaMerge, DiLoCo, Nesterov, SyncSchedule, connect_tcp
 from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError
-from diloco.transport import Connected, InProcessTransport, Place, TcpWire, Transport, connect, join
+from diloco.protocol import Rules
+from diloco.transport import Connected, InProcessTransport, Place, Transport, connect, join
 from tests.processes import free_port
 from tests.transport.wires import QUICK, Wires, at_once
 
 MakeEndpoints = Callable[[int], Sequence[Transport]]
 
 
-@pytest.fixture(params=["in process", "torch"])
+@pytest.fixture(params=["in process", "tcp"])
 def make_endpoints(request: pytest.FixtureRequest, wires: Wires) -> MakeEndpoints:
-    """Endpoints of each transport; those of a swarm agree with the same code as torch's."""
+    """Endpoints of each transport; those of a swarm agree with the same code as those over TCP."""
     if request.param == "in process":
         return lambda count: list(map(InProcessTransport(count).endpoint, range(count)))
     return wires.meet
@@ -98,8 +99,8 @@ def test_ranks_of_one_replica_are_compared_as_well(wires: Wires) -> None:
 
 
 def test_who_is_waited_for_is_named_when_the_time_is_over(wires: Wires) -> None:
-    ways = wires.meet(2, round_timeout_s=0.1)
-    with pytest.raises(RendezvousError, match=r"has waited 0\.1 s for replica 1, which is connected but not ready"):
+    ways = wires.meet(2, round_timeout_s=2.0, silence_s=2.0)
+    with pytest.raises(RendezvousError, match=r"has waited 2 s for replica 1, which is connected but not ready"):
         ways[0].agree({"codec": "fp4"})
 
 
@@ -112,7 +113,7 @@ def test_a_joiner_with_other_arguments_is_refused_and_the_others_train_on(wires:
 
     def come() -> Connected:
         place = Place(replica=1, num_replicas=2, rendezvous=ways[0].address)
-        return connect(place, TcpWire(**(QUICK | {"continue_without_lost": True})))
+        return connect(place, Rules(**(QUICK | {"continue_without_lost": True})))
 
     stranger = come()
     try:
@@ -146,7 +147,7 @@ def test_who_takes_more_steps_is_told_at_once_who_left_and_when(on_failure: str)
     address = f"127.0.0.1:{free_port()}"
 
     def replica(number: int, steps: int) -> DiLoCo:
-        with connect_replica(
+        with connect_tcp(
             replica=number,
             num_replicas=2,
             rendezvous=address,

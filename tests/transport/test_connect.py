@@ -18,7 +18,7 @@ from diloco.errors import TransportError
 from diloco.protocol import Average, Entry, Registry
 from diloco.transport import Address, Connected, connect, parse_address, share_text
 from tests.transport.contract import contribution, exchange
-from tests.transport.nowhere import PATIENCE_S, diloco_threads, failure, free_address, nobody_at, place, wire
+from tests.transport.nowhere import PATIENCE_S, diloco_threads, failure, free_address, nobody_at, place, rules
 from tests.transport.relays import frame, stranger_at, unframe
 from tests.transport.wires import at_once, rendezvous
 
@@ -28,7 +28,7 @@ def work_together(num_replicas: int, address: Address, held: Sequence[int] = ())
     found: list[Connected] = at_once(
         [
             lambda m=m: connect(
-                place(m, num_replicas, address), wire(rendezvous_timeout_s=20.0), held_step=held[m] if held else -1
+                place(m, num_replicas, address), rules(rendezvous_timeout_s=20.0), held_step=held[m] if held else -1
             )
             for m in range(num_replicas)
         ]
@@ -52,11 +52,11 @@ def test_a_port_that_is_taken_is_named_and_of_a_range_the_first_free_one_is_take
     with socket.create_server(("127.0.0.1", 0)) as server, rendezvous(2) as address:
         port = server.getsockname()[1]
         with pytest.raises(TransportError, match=rf"can't listen on 127\.0\.0\.1 at port {port}: .*in use") as caught:
-            connect(place(1, 2, address), wire(host="127.0.0.1", ports=str(port)))
+            connect(place(1, 2, address, host="127.0.0.1", ports=str(port)), rules())
         assert "Choose another port or an address of this machine (network.listen)" in str(caught.value)
         last = min(port + 20, 65535)
         with rendezvous(1) as other:
-            connected = connect(place(0, 1, other), wire(host="127.0.0.1", ports=f"{port}-{last}"))
+            connected = connect(place(0, 1, other, host="127.0.0.1", ports=f"{port}-{last}"), rules())
         assert port < connected.transport.address.port <= last
         connected.transport.close()
     assert not [thread for thread in diloco_threads() - before if thread.name == "diloco-post"]
@@ -72,7 +72,7 @@ def test_a_port_that_is_taken_is_named_and_of_a_range_the_first_free_one_is_take
 )
 def test_what_is_not_this_machines_is_named(settings: dict[str, str], words: str) -> None:
     with rendezvous(1) as address, pytest.raises(TransportError, match=words):
-        connect(place(0, 1, address), wire(**settings))
+        connect(place(0, 1, address, **settings), rules())
 
 
 # Ranks that do not fit.
@@ -92,14 +92,14 @@ def test_a_rank_that_does_not_fit_is_refused_alone(rank: int, num_replicas: int,
     registry, found = Registry(3), list[Connected]()
 
     def right(rank: int) -> Connected:
-        return connect(place(rank, 3, address), wire(facts={"codec": "fp4"}, rendezvous_timeout_s=60.0))
+        return connect(place(rank, 3, address), rules(facts={"codec": "fp4"}, rendezvous_timeout_s=60.0))
 
     with rendezvous(registry) as address:
         first = threading.Thread(target=lambda: found.append(right(0)))
         first.start()
         while not registry.entries:
             first.join(0.01)
-        said = failure(connect, place(rank, num_replicas, address), wire(facts={"codec": codec}))
+        said = failure(connect, place(rank, num_replicas, address), rules(facts={"codec": codec}))
         assert re.search(words, said), said
         found += at_once([lambda: right(1), lambda: right(2)])
         first.join()
@@ -112,14 +112,14 @@ def test_who_waits_in_vain_learns_why_another_was_refused() -> None:
     """It may itself be the one with the wrong setting."""
     with rendezvous(2) as address:
         codecs = ["fp4", "int8"]
-        told = at_once([lambda m=m: connect(place(m, 2, address), wire(facts={"codec": codecs[m]})) for m in range(2)])
+        told = at_once([lambda m=m: connect(place(m, 2, address), rules(facts={"codec": codecs[m]})) for m in range(2)])
     assert all("has codec = fp4 and replica 1" in str(each) for each in told), told
     assert sum(" (one was refused: replica 0 (" in str(each) for each in told) == 1, told
 
 
 def test_a_rank_that_did_not_come_is_named_and_one_that_gave_up_may_come_back() -> None:
     with rendezvous(2) as address:
-        assert failure(connect, place(1, 2, address), wire()) == (
+        assert failure(connect, place(1, 2, address), rules()) == (
             f"rank 1 waited 1 s at {address} for rank 0. Start the missing ranks, or choose a longer "
             "network.round_timeout, of which this is half."
         )
@@ -133,7 +133,7 @@ def test_a_rank_that_can_not_be_reached_is_named_with_its_address(host: str) -> 
     with rendezvous(2) as address, nobody_at() as free, closing(stranger_at(address)) as other:
         nowhere = Address(host, free.port)
         other.sendall(frame({"kind": "register", "patience_s": 20.0, "entry": Entry(0, str(nowhere))}))
-        (error,) = at_once([lambda: connect(place(1, 2, address), wire(rendezvous_timeout_s=20.0, silence_s=1.0))])
+        (error,) = at_once([lambda: connect(place(1, 2, address), rules(rendezvous_timeout_s=20.0, silence_s=1.0))])
     assert re.match(rf"rank 1 can't reach rank 0 at {nowhere} within \d+ s: ", str(error))
     assert error.replicas == (0,)
     assert "`diloco doctor` checks the connection" in str(error)
@@ -144,7 +144,7 @@ def test_a_run_that_is_over_is_not_joined() -> None:
     with nobody_at() as first, nobody_at() as second:
         over = Registry(2, entries=[Entry(0, str(first)), Entry(1, str(second))])
         with rendezvous(over) as address:
-            assert "has ended: none of its replicas answers" in failure(connect, place(1, 2, address), wire())
+            assert "has ended: none of its replicas answers" in failure(connect, place(1, 2, address), rules())
 
 
 # No rendezvous, or another program in its place.
@@ -153,21 +153,21 @@ def test_a_run_that_is_over_is_not_joined() -> None:
 def test_where_nobody_answers_the_address_and_the_ways_out_are_named() -> None:
     before = diloco_threads()
     with nobody_at() as address:
-        words = failure(connect, place(1, 2, address), wire())
+        words = failure(connect, place(1, 2, address), rules())
     assert words.startswith(f"rank 1 found no rendezvous at {address} within 1 s (")
     assert "nothing listens there (connection refused). Start replica 0 there, open that port" in words
     assert "no route to the rendezvous 'replica-0.invalid'" in failure(
-        connect, place(1, 2, Address("replica-0.invalid", 29400)), wire()
+        connect, place(1, 2, Address("replica-0.invalid", 29400)), rules()
     )
     assert "replica 0 was given no rendezvous. Use HOST:PORT of replica 0" in failure(
-        connect, place(0, 2, None), wire()
+        connect, place(0, 2, None), rules()
     )
     assert diloco_threads() <= before, "nothing stays open"
 
 
 @pytest.mark.parametrize("host", ["x" * 64, "a..b", "\N{SNOWMAN}" * 64], ids=range(3))
 def test_a_name_that_no_resolver_takes_is_no_rendezvous(host: str) -> None:
-    assert "there is no route to the rendezvous" in failure(connect, place(1, 2, Address(host, 1)), wire())
+    assert "there is no route to the rendezvous" in failure(connect, place(1, 2, Address(host, 1)), rules())
 
 
 @contextlib.contextmanager
@@ -204,7 +204,7 @@ ANSWERS = {
 def test_somebody_else_at_the_rendezvous_is_told_apart(case: str) -> None:
     answer, words = ANSWERS[case]
     with another_program(answer) as address:
-        said = failure(connect, place(1, 2, address), wire())
+        said = failure(connect, place(1, 2, address), rules())
     assert f"no rendezvous at {address}" in said
     assert re.search(words, said)
 
@@ -212,7 +212,7 @@ def test_somebody_else_at_the_rendezvous_is_told_apart(case: str) -> None:
 def test_rank_0_says_at_once_that_another_program_has_the_port() -> None:
     began_s, before = time.monotonic(), diloco_threads()
     with another_program(b"HTTP/1.1 400 Bad Request\r\n\r\n") as address:
-        words = failure(connect, place(0, 2, address), wire(rendezvous_timeout_s=300.0))
+        words = failure(connect, place(0, 2, address), rules(rendezvous_timeout_s=300.0))
     assert time.monotonic() - began_s < 20, "far from the time-out"
     assert words.startswith(f"port {address.port} of 127.0.0.1, the rendezvous at which replica 0 was to listen")
     assert "in use by another program, which did not answer as a diloco does" in words
@@ -231,7 +231,7 @@ def test_rank_0_listens_once_what_had_the_port_has_ended() -> None:
             asked.set()
 
         threading.Thread(target=ends).start()
-        connected = connect(place(0, 1, address), wire())
+        connected = connect(place(0, 1, address), rules())
     assert asked.is_set()
     assert not connected.joining
     assert connected.transport.address == address
@@ -246,7 +246,7 @@ def test_a_stranger_who_registers_nonsense_harms_nobody(patience_s: object, host
         with closing(stranger_at(address)) as stranger:
             stranger.sendall(frame({"kind": "register", "patience_s": patience_s, "entry": Entry(0, host)}))
             assert stranger.recv(1) == b"", "the connection is closed and nothing is registered"
-        connected = connect(place(0, 1, address), wire())
+        connected = connect(place(0, 1, address), rules())
         assert not connected.joining
         connected.transport.close()
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -87,6 +89,14 @@ def outcomes_of(processes: Processes, ranks: Iterable[int]) -> dict[int, Outcome
         processes.send(rank, "end")
     processes.results(LIMIT_S, ranks)
     return found
+
+
+def stopped_together(processes: Processes, ranks: Sequence[int]) -> list[Outcome]:
+    """Signal all processes when the last one, which has joined, is settled; return their outcomes."""
+    assert processes.next_report(ranks[-1], LIMIT_S) == "settled"
+    for rank in ranks:
+        os.kill(processes.pid(rank), signal.SIGTERM)
+    return [*outcomes_of(processes, ranks).values()]
 
 
 @pytest.mark.parametrize("scenario", CASES, ids=name)
@@ -224,7 +234,7 @@ def test_a_new_process_takes_the_place_of_one_that_was_killed_or_stands_still(sc
         assert processes.next_report(new, LIMIT_S) == "joined"
         if scenario.fault == "freeze":
             go_on(processes, scenario.others)
-        are_one(scenario, [*outcomes_of(processes, (*scenario.others, new)).values()], joins=1)
+        are_one(scenario, stopped_together(processes, (*scenario.others, new)), joins=1)
         if scenario.fault == "freeze":
             processes.thaw(scenario.victim)
             left = outcomes_of(processes, [scenario.victim])[scenario.victim]
@@ -241,7 +251,7 @@ def test_who_comes_back_may_be_lost_and_come_back_again() -> None:
         processes.kill(second)  # perhaps before its first contribution, perhaps after many
         third = another()
         assert processes.next_report(third, LIMIT_S) == "joined"
-        are_one(scenario, [*outcomes_of(processes, (*scenario.others, third)).values()], joins=2)
+        are_one(scenario, stopped_together(processes, (*scenario.others, third)), joins=2)
 
 
 def test_the_last_of_three_goes_on_alone() -> None:

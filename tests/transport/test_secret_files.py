@@ -14,7 +14,7 @@ from diloco.cli import main
 from diloco.errors import ConfigurationError
 from diloco.private_files import create_private
 from diloco.transport import Admission, load_identity, new_secret, proof, read_secret
-from tests.transport.nowhere import wire
+from tests.transport.nowhere import place
 
 SECRET = new_secret()
 PASSPHRASE = "passphrase: correct horse battery staple"
@@ -74,7 +74,7 @@ def test_a_file_that_holds_no_secret_is_refused_by_name(tmp_path: Path, case: st
         read_secret(written(tmp_path, BAD[case]), NAME)
 
 
-@pytest.mark.parametrize("use", [lambda text: Admission("run", text), lambda text: wire(secret=text)])
+@pytest.mark.parametrize("use", [lambda text: Admission("run", text), lambda text: place(0, 1, None, secret=text)])
 def test_a_secret_in_a_program_has_the_same_forms(use: Callable[[object], object]) -> None:
     for text in ("", SECRET, PASSPHRASE):
         use(text)

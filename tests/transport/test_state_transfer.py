@@ -52,9 +52,9 @@ class Source:
         return {**self.held, "fragment": fragment}
 
 
-def meet(wires: Wires, *held: Mapping[str, Any], **wire: Any) -> tuple[PeerTransport, list[Source]]:
+def meet(wires: Wires, *held: Mapping[str, Any], **rules: Any) -> tuple[PeerTransport, list[Source]]:
     """Return replica 0, which fetches, and the sources of replicas 1, 2..., which hold these states."""
-    first, *donors = wires.meet(1 + len(held), **wire)
+    first, *donors = wires.meet(1 + len(held), **rules)
     return first, [Source(donor, each) for donor, each in zip(donors, held, strict=True)]
 
 
@@ -206,7 +206,7 @@ def test_a_state_that_moves_on_is_the_old_one_or_the_new_one_and_never_a_mixture
 
 
 def test_all_are_named_with_their_reasons(wires: Wires) -> None:
-    first, (_, failing, silent) = meet(wires, state(), state(), state(), round_timeout_s=0.5)
+    first, (_, failing, silent) = meet(wires, state(), state(), state(), round_timeout_s=2.0, silence_s=2.0)
     wires.transports[1].publish(None)  # type: ignore[arg-type]  # as before the first time
     wires.transports[2].publish(lambda fragment: {}[fragment])
     never = threading.Event()
@@ -214,7 +214,7 @@ def test_all_are_named_with_their_reasons(wires: Wires) -> None:
     with pytest.raises(TransportError, match=r"replica 1: it has published nothing; replica 2: KeyError: 0") as caught:
         first.fetch(0, [1, 2])
     assert caught.value.replicas == (1, 2)
-    with pytest.raises(TransportError, match=r"none provided it within 0\.5 s \(replica 3: it has not answered"):
+    with pytest.raises(TransportError, match=r"none provided it within 2 s \(replica 3: it has not answered"):
         first.fetch(0, [3])
     never.set()
     with pytest.raises(TransportError, match="no such other member"):

@@ -129,7 +129,7 @@ def test_connections_that_do_nothing_are_bounded(live: Live) -> None:
 
 def test_who_does_not_read_what_it_is_told_is_lost(wires: Wires, relays: Relays) -> None:
     """Otherwise its messages would pile up here."""
-    first, _ = wires.meet(2, continue_without_lost=True, silence_s=60.0)
+    first, _ = wires.meet(2, continue_without_lost=True, silence_s=60.0, round_timeout_s=60.0)
     free = threading.Event()
 
     def hold_back(unit: Unit) -> bytes:

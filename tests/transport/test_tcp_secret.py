@@ -12,7 +12,7 @@ import pytest
 from diloco.errors import RendezvousError
 from diloco.transport import Address, connect, examine, new_secret, proof
 from tests.transport.contract import contribution, exchange
-from tests.transport.nowhere import failure, place, wire
+from tests.transport.nowhere import failure, place, rules
 from tests.transport.relays import frame, said_to, stranger_at
 from tests.transport.wires import Wires, rendezvous
 
@@ -34,7 +34,7 @@ def test_a_run_with_a_secret_trains_and_nobody_else_hears_a_word(wires: Wires) -
         assert heard.startswith(b"DLC?")
         assert len(heard) == 20, "a nonce and nothing else"
     with pytest.raises(RendezvousError, match=r"can't take part .* asks for a secret"):
-        connect(place(1, 2, first.address), wire())
+        connect(place(1, 2, first.address), rules())
     assert [each.failure for each in (first, second)] == [None, None]
     assert exchange([first, second], [contribution(m) for m in range(2)])[0].contributors == (0, 1)
 
@@ -42,7 +42,7 @@ def test_a_run_with_a_secret_trains_and_nobody_else_hears_a_word(wires: Wires) -
 @pytest.mark.parametrize("mine", ["", new_secret()], ids=["none", "another"])
 def test_who_has_another_secret_or_none_is_told_so_and_so_is_the_doctor(mine: str) -> None:
     with rendezvous(2, secret=SECRET) as address:
-        words = failure(connect, place(1, 2, address), wire(secret=mine, rendezvous_timeout_s=LIMIT_S))
+        words = failure(connect, place(1, 2, address, secret=mine), rules(rendezvous_timeout_s=LIMIT_S))
         assert "a different secret or none" in words or "asks for a secret" in words
         found = asyncio.run(examine(address, 1000, LIMIT_S, mine))
         assert "secret" in found.problem
@@ -84,4 +84,4 @@ def test_a_proof_is_of_no_use_to_who_has_seen_it() -> None:
 
 
 def test_a_secret_is_in_no_words() -> None:
-    assert SECRET not in repr(wire(secret=SECRET))
+    assert SECRET not in repr(place(0, 1, None, secret=SECRET))

@@ -198,7 +198,7 @@ def test_no_part_of_a_payload_takes_more_memory_than_documented_or_stops_the_run
             return HOSTILE[case](unit.data)
         return unit.data
 
-    transports = wires.meet(2, round_timeout_s=2.0, continue_without_lost=True)
+    transports = wires.meet(2, round_timeout_s=2.0, silence_s=2.0, continue_without_lost=True)
     relays.hook = attack
     tracemalloc.start()
     try:

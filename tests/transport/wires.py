@@ -1,4 +1,4 @@
-"""Ranks of a torch transport, each with its own threads and connections, in one process."""
+"""Ranks connected over TCP, each with its own threads and connections, in one process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-from diloco.protocol import Registry, Timing
+from diloco.protocol import Registry, Rules
 from diloco.transport import (
     Address,
     Connected,
@@ -16,7 +16,6 @@ from diloco.transport import (
     PeerTransport,
     Place,
     TcpStreams,
-    TcpWire,
     connect,
     serve,
     serve_probes,
@@ -28,7 +27,7 @@ QUICK: dict[str, Any] = {"heartbeat_s": 0.2, "silence_s": 5.0, "round_timeout_s"
 @contextmanager
 def deaf_manager(rank: int = -1, secret: str = "") -> Iterator[ConnectionManager]:
     """A connection manager that ignores all messages."""
-    connections = ConnectionManager(rank, Timing(), TcpStreams(secret=secret))
+    connections = ConnectionManager(Rules(rank=rank), TcpStreams(secret=secret))
     try:
         yield connections
     finally:
@@ -94,11 +93,13 @@ class Wires:
         self.transports: list[PeerTransport] = []
         self._exits: list[Any] = []
 
-    def meet(self, num_replicas: int, *, ranks_per_replica: int = 1, **wire: Any) -> list[PeerTransport]:
+    def meet(self, num_replicas: int, *, ranks_per_replica: int = 1, **rules: Any) -> list[PeerTransport]:
         """Return the transports of all ranks."""
-        context = rendezvous(num_replicas * ranks_per_replica, ranks_per_replica, wire.get("secret", ""))
+        context = rendezvous(num_replicas * ranks_per_replica, ranks_per_replica, rules.get("secret", ""))
         self.address = context.__enter__()
         self._exits.append(context)
+
+        where = {name: rules.pop(name) for name in ("interface", "secret") if name in rules}
 
         def one(rank: int) -> Connected:
             place = Place(
@@ -107,8 +108,9 @@ class Wires:
                 position=rank % ranks_per_replica,
                 ranks_per_replica=ranks_per_replica,
                 rendezvous=self.address,
+                **where,
             )
-            return connect(place, TcpWire(**(QUICK | wire)))
+            return connect(place, Rules(**(QUICK | rules)))
 
         found = at_once([lambda rank=rank: one(rank) for rank in range(num_replicas * ranks_per_replica)])
         for each in found:

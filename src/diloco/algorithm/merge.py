@@ -9,7 +9,7 @@ global ones and keeps the replica's unsent work, so that its next pseudo-gradien
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from diloco.algorithm.checks import check_number
 __all__ = ["AlphaMerge", "MergeRule", "RebaseMerge", "carry_over"]
 
 
+@runtime_checkable
 class MergeRule(Protocol):
     """A rule that merges new global parameters into the local ones."""
 

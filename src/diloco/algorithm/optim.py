@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import xxhash
@@ -49,6 +49,7 @@ class OuterState:
     slots: dict[str, Tensor] = field(default_factory=dict)
 
 
+@runtime_checkable
 class OuterOptimizer(Protocol):
     """An outer optimizer: an immutable value, shared by all fragments."""
 

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -58,6 +58,7 @@ LEAST_WEIGHT, GREATEST_WEIGHT = 1e-18, 1e18
 _MAX_WINDOWS = 8  # the full windows that a contribution may weigh: its own and the work of seven void rounds
 
 
+@runtime_checkable
 class AverageRule(Protocol):
     """A rule that averages the contributions of a round. Equal inputs must give equal bits on every replica."""
 

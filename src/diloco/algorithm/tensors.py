@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ __all__ = [
     "persistent_buffers",
     "reshard",
     "restore_buffers_",
+    "set_whole_",
     "unfit_buffer",
     "unfit_parameter",
     "unwrapped_name",
@@ -113,6 +114,17 @@ def local_shard(tensor: Tensor) -> Tensor:
     to_local = getattr(tensor.detach(), "to_local", None)
     shard: Tensor = tensor.detach() if to_local is None else to_local()
     return shard
+
+
+def set_whole_(tensor: Tensor, value: Tensor) -> None:
+    """Copy ``value`` into ``tensor`` of the same shape, and into a DTensor this rank's part of it."""
+    shard: Any = tensor
+    for dimension, placement in enumerate(getattr(tensor, "placements", ())):
+        if placement.is_shard():
+            parts = value.chunk(shard.device_mesh.size(dimension), placement.dim)
+            position = shard.device_mesh.get_local_rank(dimension)
+            value = parts[position] if position < len(parts) else value.narrow(placement.dim, 0, 0)
+    local_shard(tensor).copy_(value)
 
 
 def unfit_parameter(parameter: Tensor) -> str:

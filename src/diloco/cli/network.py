@@ -84,11 +84,11 @@ def run_doctor(arguments: Sequence[str]) -> int:
 
 
 def _listen(text: str, secret: str) -> int:
-    from diloco.protocol import Timing
+    from diloco.protocol import Rules
     from diloco.transport import ConnectionManager, TcpStreams, serve_probes
 
     address = parse_address(text, key="--listen")
-    connections = ConnectionManager(-1, Timing(), TcpStreams(secret=secret))
+    connections = ConnectionManager(Rules(rank=-1), TcpStreams(secret=secret))
     try:
         bound = connections.listen(address.host, range(address.port, address.port + 1), address.host)
         serve_probes(connections)

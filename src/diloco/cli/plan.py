@@ -99,7 +99,7 @@ def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, 
     from diloco.plan import fragment_sizes
     from diloco.train import bytes_per_frozen, bytes_per_trained, make_fragments, outline, resolve
 
-    if asked.network.transport == "hivemind" and asked.network.run is None:
+    if asked.network.transport == "swarm" and asked.network.run is None:
         asked = replace(asked, network=replace(asked.network, run="plan"))  # a plan needs no name for its swarm
     if asked.algorithm == "none":
         raise ConfigurationError("algorithm='none' sends nothing, so it costs nothing on any link.")

@@ -46,7 +46,7 @@ class SwarmOptions:
             if not address.startswith("/"):
                 raise ConfigurationError(
                     f"--join {address} is not the address of a peer of a swarm, such as /ip4/203.0.113.7/tcp/31330/p2p/"
-                    "QmXoyp. Only a swarm (--transport hivemind) can be asked: give the folder of any other run."
+                    "QmXoyp. Only a swarm (--transport swarm) can be asked: give the folder of any other run."
                 )
 
     @contextlib.asynccontextmanager

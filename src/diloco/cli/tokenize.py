@@ -57,8 +57,7 @@ def run_tokenize(arguments: Sequence[str]) -> int:
     with waiting_for(lambda: f"the text, with {read[-1][0]:,} documents ({speed(read[-1][1])}) read,"):
         folder = tokenize(settings.data, settings.out, progress=lambda *numbers: read.append(numbers))
     for name, split in folder.splits.items():
-        size = f"{split.documents:,} documents, {format_bytes(split.num_bytes)}, {len(split):,} tokens"
-        print(f"{name:8} {size} in {len(split.pieces)} files")
+        print(f"{name:8} {split.documents:,} documents, {format_bytes(split.num_bytes)}, {len(split):,} tokens")
     text = speed(sum(split.num_bytes for split in folder.splits.values()))
     print(f"{settings.out}: {folder.vocab_size:,} ids, {time.monotonic() - started_s:.1f} s, {text}")
     return 0

@@ -42,7 +42,7 @@ from diloco.private_files import make_private_folder
 from diloco.train import POSITION, Role, read_torchrun, role_of
 
 if TYPE_CHECKING:
-    from diloco.train import SwarmFleet, TorchFleet
+    from diloco.train import PeerFleet
 
 
 def run_train(arguments: Sequence[str]) -> int:
@@ -51,15 +51,15 @@ def run_train(arguments: Sequence[str]) -> int:
 
 
 def with_torchrun(line: CommandLine) -> CommandLine:
-    """Return the line with the defaults of ``torchrun``: --transport torch, and as many replicas as it started."""
+    """Return the line with the defaults of ``torchrun``: --transport tcp, and as many replicas as it started."""
     torchrun = read_torchrun(os.environ)
     if torchrun is None or "checkpoint.resume" in line.values:
         return line
     asked = ({} if line.file is None else read_toml(line.file, Configuration)) | line.values
-    if asked.get("network.transport", "torch") != "torch":
+    if asked.get("network.transport", "tcp") != "tcp":
         return line
     replicas, rest = divmod(torchrun.world_size, asked.get("network.replica_size", 1))
-    defaults = {"network.transport": "torch"} | ({} if rest else {"network.replicas": replicas})
+    defaults = {"network.transport": "tcp"} | ({} if rest else {"network.replicas": replicas})
     return dataclasses.replace(line, defaults=defaults)
 
 
@@ -70,7 +70,7 @@ all weights. --help-all shows all flags, which are those of `diloco train`, with
 
 Examples:
   diloco finetune llama --data chat.jsonl              on this machine alone
-  diloco finetune llama --data chat.jsonl --transport hivemind --run mine
+  diloco finetune llama --data chat.jsonl --transport swarm --run mine
                                                        with others; prints how to join
   diloco finetune llama --data chat.jsonl --full       all weights
   diloco finetune --resume runs/mine                   continue a stopped run
@@ -231,19 +231,19 @@ def _train_peer(plan: RunPlan, folder: Path) -> int:
     """Train as a peer of a swarm, and print how others join and, if it is stopped, how it resumes."""
     from diloco.train import connect_peer
 
-    settings, notes, fleets = plan.configuration, list(plan.notes), []
+    settings, fleets = plan.configuration, list[PeerFleet]()
     join = join_command(settings, folder)
 
-    def meet(facts: Mapping[str, str], own: Path) -> SwarmFleet:
+    def meet(facts: Mapping[str, str], own: Path) -> PeerFleet:
         fleet = connect_peer(settings, own, facts)
         fleets.append(fleet)
-        notes.extend(fleet.beginning())
-        addresses = fleet.invitation()
+        outside = [address for address in fleet.addresses if not address.startswith("/ip4/127.")]
+        addresses = " ".join(outside or fleet.addresses)
         secret = " --secret-file FILE" if settings.network.secret_file else ""  # their copy of it
-        _say(f"others join with\n  {join}{secret} {addresses}" if addresses else "no other peer can join here")
+        _say(f"others join with\n  {join}{secret} --join {addresses}" if addresses else "no other peer can join here")
         return fleet
 
-    code = _train(dataclasses.replace(plan, notes=notes), folder, meet)
+    code = _train(plan, folder, meet)
     if code == INTERRUPTED:
         resume, others = resume_command(settings, folder), fleets[-1].left_at if fleets else ()
         if others:
@@ -270,7 +270,7 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
         device = f"cuda:{local % torch.cuda.device_count()}"
         settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, device=device))
 
-    def meet(facts: Mapping[str, str], own: Path) -> TorchFleet:
+    def meet(facts: Mapping[str, str], own: Path) -> PeerFleet:
         resume, home = settings.checkpoint.resume, own.parent if role.position else own
         step = -1 if resume is None else held_step(home, role.replica, resume)
         fleet = connect_rank(settings, role, facts, step, choose_device(settings.train.device))
@@ -291,7 +291,7 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
 def _train(
     plan: RunPlan,
     folder: Path,
-    meet: Callable[[Mapping[str, str], Path], SwarmFleet | TorchFleet] | None = None,
+    meet: Callable[[Mapping[str, str], Path], PeerFleet] | None = None,
     role: Role | None = None,
 ) -> int:
     """Train in ``folder``, and return the exit code: a run whose rounds were all void has failed.
@@ -315,7 +315,7 @@ def _train(
         name = f"{group}-replica-{role.replica}"
         if role.position:  # it reports what position 0 does
             monitor = dataclasses.replace(monitor, sinks=tuple(filter(is_own, monitor.sinks)))
-    elif settings.network.transport == "hivemind":
+    elif settings.network.transport == "swarm":
         group, name = settings.network.run, settings.network.name or platform.node()
     config: dict[str, Any] = dataclasses.asdict(settings)
     sinks = make_sinks(monitor, folder, is_terminal=sys.stdout.isatty(), config=config, name=name, group=group)

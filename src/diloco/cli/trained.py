@@ -113,8 +113,8 @@ def run_evaluate(arguments: Sequence[str]) -> int:
         tokenizer = trained.chat_tokenizer()
         tokens = heldout_rows(data, tokenizer, length, options.data)
     elif options.data:
-        source = replace(data, text_field=options.text_field or data.text_field)
-        tokens = tokenizer.encode_documents(list(read_texts(source, options.data)))
+        texts = read_texts(options.data, text_field=options.text_field, skip_bad=data.skip_bad)
+        tokens = tokenizer.encode_documents(list(texts))
     else:
         tokens = heldout_tokens(data, tokenizer)
     done = [0]

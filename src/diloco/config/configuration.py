@@ -94,7 +94,7 @@ def compose(line: CommandLine) -> Configuration:
     in_file: Values = line.defaults | ({} if line.file is None else read_toml(line.file, Configuration))
     asked = in_file | line.values
     preset = preset_values(asked.get("preset", DEFAULT_PRESET), asked)
-    if asked.get("network.transport") == "hivemind":
+    if asked.get("network.transport") == "swarm":
         preset["network.replicas"] = 1  # a swarm begins with its first peer
     init_from = asked.get("train.init_from")
     model: Values = {}
@@ -188,7 +188,7 @@ def _finetune_values(asked: Mapping[str, Any]) -> Values:
             config = json.loads((Path(source.place).expanduser() / "config.json").read_text("utf-8"))
             longest = config.get("max_position_embeddings") or config.get("n_positions") or _LONGEST
             values["train.sequence_length"] = min(_LONGEST, int(longest))
-        if asked.get("network.transport") == "hivemind":
+        if asked.get("network.transport") == "swarm":
             values["network.run"] = f"finetune-{source.label}"
     return values
 

@@ -185,6 +185,9 @@ RENAMED: dict[str, str] = {
 """Key or short flag of versions before 0.6 -> the new key, or what else replaces it; empty if nothing does."""
 
 
+RENAMED_VALUES: dict[str, str] = _NAMES["values"]
+
+
 class OldKeyError(ConfigurationError):
     """A key of a version before 0.6."""
 
@@ -345,6 +348,8 @@ def convert(key: Key, value: Any, what: str, *, typed: bool = False) -> Any:
             raise msgspec.ValidationError("a value that is not empty")
         return freeze(msgspec.convert(value, key.annotation, strict=is_text or not typed, dec_hook=_decode))
     except msgspec.ValidationError as error:
+        if new := RENAMED_VALUES.get(f"{key.name}={value}"):
+            raise OldKeyError(f"{what}; it is now {new}.") from None
         works = str(error).partition(" - at ")[0]
         if works.startswith(("Expected", "Invalid")):
             choices = ", ".join(get_args(key.kind)) if get_origin(key.kind) is Literal else ""

@@ -86,9 +86,9 @@ def _limits(settings: Configuration) -> dict[str, int | None]:
 def _resolved(asked: Configuration) -> Configuration:
     resolved = resolve(asked, **_limits(asked))
     if resolved.sync.arguments or any(is_own(operator.attrgetter(key)(resolved)) for key in _CODE_KEYS):
-        from diloco.train import check_own_code
+        from diloco.train import check_components
 
-        check_own_code(resolved)
+        check_components(resolved)
     return resolved
 
 
@@ -103,7 +103,7 @@ def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
     saved = flatten(read_record(path))
     confirm(source, saved, line.values)
     wanted = flatten(_with_absolute_paths(build(Configuration, layered(saved, line.values))))
-    swarm = "hivemind" in (saved["network.transport"], wanted["network.transport"])  # it divides the data otherwise
+    swarm = "swarm" in (saved["network.transport"], wanted["network.transport"])  # it divides the data otherwise
     fixed = [
         f"{name} from {in_toml(saved[name])} to {in_toml(wanted[name])}"
         for name in line.values
@@ -205,7 +205,7 @@ def resume_command(configuration: Configuration, folder: Path, join: Sequence[st
         join: addresses of peers that still train. Those that this run was started with may have been reused since.
     """
     values, usual = flatten(configuration), flatten(Configuration())
-    swarm = configuration.network.transport == "hivemind"
+    swarm = configuration.network.transport == "swarm"
     own = [name for name in _PROCESS_KEYS if not (swarm and name == "network.join")]
     kept = own_code(values) | {name: values[name] for name in own if values[name] != usual[name]}
     kept |= {"network.join": tuple(join)} if join else {}

@@ -13,7 +13,6 @@ from .corpus import open_stream as open_stream
 from .corpus import read_texts as read_texts
 from .loader import Batches as Batches
 from .loader import Cursor as Cursor
-from .loader import Prefetcher as Prefetcher
 from .loader import Sampler as Sampler
 from .loader import heldout_batches as heldout_batches
 from .order import Assignment as Assignment
@@ -33,7 +32,7 @@ from .stream import Records as Records
 from .stream import Source as Source
 from .text import is_heldout as is_heldout
 from .text import read_documents as read_documents
-from .text import read_records as read_records
+from .text import read_rows as read_rows
 from .text import read_standard_library as read_standard_library
 from .text import split_documents as split_documents
 from .token_folder import TokenFolder as TokenFolder

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from diloco.data.conversations import read_conversation, texts_of
 from diloco.data.corpus import Corpus, fingerprint_of
 from diloco.data.packed import PackedTokens
 from diloco.data.settings import DataSettings
-from diloco.data.text import Row, RowError, is_heldout, read_records, usable, warn_once
+from diloco.data.text import RowError, is_heldout, read_rows, usable, warn_once
 from diloco.errors import ConfigurationError, DataError
 from diloco.model import ENDS, NOT_COUNTED
 
@@ -46,15 +46,12 @@ def build_chat_corpus(settings: DataSettings, sequence_length: int) -> Corpus:
             "--model or data.tokenizer."
         )
     tokenizer = ChatTokenizer(settings.tokenizer, settings.chat_template)
-    rows: Iterable[Row] = read_records(settings.paths)
-    if settings.max_documents is not None:
-        rows = sorted(rows, key=lambda row: xxhash.xxh3_64_intdigest(_text_of(row[1]).encode()))
-        rows = rows[: settings.max_documents]
     reader = _Reader(tokenizer, sequence_length)
     sides: tuple[list[Example], list[Example]] = ([], [])
-    for example, heldout in reader.examples(rows, settings):
+    for example, heldout in reader.examples(settings.paths, settings):
         sides[heldout].append(example)
-    notes = [f"{reader.counts[name]:,} {_NOTES[name].format(length=sequence_length)}" for name in reader.changes()]
+    changes = ((reader.counts[name], note) for name, note in _NOTES.items())
+    notes = [f"{count:,} {note.format(length=sequence_length)}" for count, note in changes if count]
     for side, use in zip(sides, ("train", "evaluate"), strict=True):
         if not side:
             raise DataError(
@@ -74,7 +71,7 @@ def heldout_rows(
     settings: DataSettings, tokenizer: ChatTokenizer, sequence_length: int, paths: Sequence[Path] = ()
 ) -> PackedRows:
     """Return the rows that `build_chat_corpus` holds out, or all conversations of ``paths``."""
-    examples = _Reader(tokenizer, sequence_length).examples(read_records(paths or settings.paths), settings)
+    examples = _Reader(tokenizer, sequence_length).examples(paths or settings.paths, settings)
     chosen = [example for example, heldout in examples if paths or heldout]
     if not chosen:
         raise DataError("There are no conversations to evaluate on.")
@@ -87,20 +84,17 @@ class _Reader:
     def __init__(self, tokenizer: ChatTokenizer, length: int) -> None:
         self.counts: Counter[str] = Counter()  # of `_NOTES`, and how many were read
         self._tokenizer, self._length = tokenizer, length
-        self._named: set[str] = set()  # parts of conversations
+        self._named: set[str] = set()  # fields that are not used
 
-    def changes(self) -> list[str]:
-        """Return the ways in which conversations were changed or left out."""
-        return [name for name in _NOTES if self.counts[name]]
-
-    def examples(self, rows: Iterable[Row], settings: DataSettings) -> Iterator[tuple[Example, bool]]:
+    def examples(self, paths: Sequence[Path], settings: DataSettings) -> Iterator[tuple[Example, bool]]:
         """Yield what is learned from each record, and whether it is held out."""
 
         def read(place: str, record: Any) -> tuple[Example | str, bool]:
-            return self._example(place, record), is_heldout(_text_of(record), settings.heldout_fraction)
+            text = json.dumps(record, sort_keys=True, default=str)
+            return self._example(place, record), is_heldout(text, settings.heldout_fraction)
 
         bad: tuple[Example | str, bool] = "bad", False
-        for example, heldout in usable(rows, read, bad, skip_bad=settings.skip_bad):
+        for example, heldout in usable(read_rows(paths), read, bad, skip_bad=settings.skip_bad):
             self.counts["read"] += 1
             if isinstance(example, str):
                 self.counts[example] += 1
@@ -115,22 +109,20 @@ class _Reader:
     def _example(self, place: str, record: Any) -> Example | str:
         """Tokenise a record. If there is nothing to learn from it, return why, as one of `_NOTES`."""
         tokenizer, conversation = self._tokenizer, read_conversation(place, record)
-        for part in sorted(conversation.unused):
-            self._name(place, part)
+        self._name(place, conversation.unused)
         if (text := conversation.text) is not None:
             return "special" if tokenizer.holds_special(text) else tokenizer.completion("", text)
-        if any(map(tokenizer.holds_special, texts_of([list(conversation.messages), conversation.arguments]))):
+        if any(map(tokenizer.holds_special, texts_of([conversation.messages, conversation.tools]))):
             return "special"
         size = max((number + 1 for number, learned in enumerate(conversation.learned) if learned), default=0)
-        messages, learned, more = conversation.messages[:size], conversation.learned[:size], conversation.arguments
+        messages, learned = conversation.messages[:size], conversation.learned[:size]
         if not messages:
             return "unanswered"
         if tokenizer.template is None and not conversation.needs_template:
-            for name in sorted(more):
-                self._name(place, f"the field {name!r}")
+            self._name(place, ["tools"] if conversation.tools else ())
             return tokenizer.completion(_joined(messages[:-1]), _joined(messages[-1:]))
         try:
-            example, all_count = tokenizer.conversation(messages, learned, more)
+            example, all_count = tokenizer.conversation(messages, learned, conversation.tools)
         except DataError as error:
             if tokenizer.template is None:
                 raise
@@ -138,10 +130,11 @@ class _Reader:
         self.counts["partial"] += not all_count
         return example
 
-    def _name(self, place: str, part: str) -> None:
-        if part not in self._named:
-            self._named.add(part)
-            warn_once(f"{place}: {part} is not used.")
+    def _name(self, place: str, names: Collection[str]) -> None:
+        """Name the fields that are not used, each once."""
+        for name in sorted(set(names) - self._named):
+            self._named.add(name)
+            warn_once(f"{place}: the field {name!r} is not used.")
 
 
 class PackedRows(PackedTokens):
@@ -245,8 +238,3 @@ def pack_rows(sizes: Sequence[int], length: int) -> list[list[int]]:
 
 def _joined(messages: Iterable[Message]) -> str:
     return "\n\n".join(str(message.get("content", "")) for message in messages)
-
-
-def _text_of(record: Any) -> str:
-    """Return the text of a record by which it is held out or selected."""
-    return "" if isinstance(record, RowError) else json.dumps(record, sort_keys=True, default=str)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 import json
 import os
@@ -12,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,9 +23,9 @@ from diloco.errors import ConfigurationError, DataError
 __all__ = ["ChatTokenizer", "Example", "Message", "has_template"]
 
 Message = Mapping[str, Any]  # ``role``, ``content``, and whatever else the template accepts
+Tools = Sequence[Mapping[str, Any]]  # descriptions of tools, for the template
 
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 _OTHER = "\1"  # a text that no answer begins with
 _NOW = re.compile(r"""strftime_now\((['"])(.*?)\1\)""")
 _DATE = datetime(2024, 7, 26)  # instead of the current date, on which no example may depend
@@ -64,17 +62,15 @@ class ChatTokenizer(Tokenizer):
         # the template; None: there is none, so only prompts, completions and plain text can be read
         named = library.chat_template
         self.template: str | None = "\n".join(map(str, named.values())) if isinstance(named, dict) else named
-        arguments = {*inspect.signature(library.apply_chat_template).parameters, "messages", "self"}
-        self._reserved = arguments - {"tools", "documents"}
         added = library.added_tokens_decoder.values()
-        special = {*library.all_special_tokens, *(str(token) for token in added if token.special)}
+        special = sorted({*library.all_special_tokens, *(str(token) for token in added if token.special)})
         self._special = re.compile("|".join(re.escape(each) for each in sorted(special, key=len, reverse=True)))
         self._first = [index for index in library("").input_ids if index != self.eos_id]  # added before a text
         self.answer_end = self.eos_id  # the token that ends an answer: the first special one after it
         if self.template:
             answer = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-            _, shown, rest = self._render(answer, _NOTHING).rpartition("answer")
-            ids = {*library.convert_tokens_to_ids(sorted(special))} if shown else set()
+            _, shown, rest = self._render(answer, ()).rpartition("answer")
+            ids = {*library.convert_tokens_to_ids(special)} if shown else set()
             self.answer_end = next((int(index) for index in self._tokens(rest)[0] if index in ids), self.eos_id)
 
     def save(self, folder: Path) -> None:
@@ -86,9 +82,9 @@ class ChatTokenizer(Tokenizer):
         """Return whether a text spells out a special token, which would end its own part of a conversation."""
         return self._special.search(text) is not None
 
-    def prompt(self, messages: Sequence[Message], more: Mapping[str, Any] = _NOTHING) -> list[int]:
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of the prompt for the answer to ``messages``, as `conversation` tokenises them."""
-        text = self._render(self._adapted(messages, more), more, answer_next=True)
+        text = self._render(self._adapted(messages, ()), (), answer_next=True)
         return [int(token) for token in self._tokens(text)[0]]
 
     def completion(self, prompt: str, text: str) -> Example:
@@ -98,7 +94,7 @@ class ChatTokenizer(Tokenizer):
         return self._example(np.array([*self._first, *tokens, self.eos_id]), np.array(counted))
 
     def conversation(
-        self, messages: Sequence[Message], learned: Sequence[bool] | None = None, more: Mapping[str, Any] = _NOTHING
+        self, messages: Sequence[Message], learned: Sequence[bool] | None = None, tools: Tools = ()
     ) -> tuple[Example, bool]:
         """Tokenise a conversation. Its answers count, each with the tokens that end it.
 
@@ -109,7 +105,7 @@ class ChatTokenizer(Tokenizer):
 
         Args:
             learned: for each message whether it counts, if it is an answer. Default: all.
-            more: further arguments of the template, such as ``tools``.
+            tools: passed to the template.
 
         Returns:
             The example, and whether all answers to learn count. Some templates render earlier answers differently once
@@ -118,19 +114,19 @@ class ChatTokenizer(Tokenizer):
         Raises:
             DataError: the template refuses the conversation, or does not render the last answer after its prompt.
         """
-        messages = self._adapted(messages, more)
-        whole = self._render(messages, more)
+        messages = self._adapted(messages, tools)
+        whole = self._render(messages, tools)
         tokens, spans = self._tokens(whole)
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         chosen = [number for number in answers if learned is None or learned[number]]
-        if chosen and _squeezed(messages[chosen[-1]].get("content", "")) not in _squeezed(whole):
+        if chosen and "".join(messages[chosen[-1]].get("content", "").split()) not in "".join(whole.split()):
             warn_once(
                 f"The chat template of {self._place} does not show the whole text of all answers (often not their "
                 "reasoning). What it leaves out is not learned."
             )
         marked = np.ones(len(tokens), dtype=np.bool_)
-        if _MARKS_ANSWERS.search(self._template_for(more) or ""):
-            masks = self._applied(messages, more, return_assistant_tokens_mask=True, return_dict=True)
+        if _MARKS_ANSWERS.search(self._template_for(tools)):
+            masks = self._applied(messages, tools, return_assistant_tokens_mask=True, return_dict=True)
             marked = np.array(masks["assistant_masks"], dtype=np.bool_)
             stretch = np.cumsum(marked & np.diff(marked, prepend=False)) - 1  # of marked tokens, in which a token is
             if chosen == answers:
@@ -141,7 +137,7 @@ class ChatTokenizer(Tokenizer):
         counted = np.zeros(len(tokens), dtype=np.bool_)
         all_count = True
         for number in chosen:
-            span = self._span(messages, number, whole, more)
+            span = self._span(messages, number, whole, tools)
             if span is not None:
                 counted |= (spans[:, 1] > span[0]) & (spans[:, 0] < span[1])
             elif number == answers[-1]:
@@ -154,69 +150,56 @@ class ChatTokenizer(Tokenizer):
                 all_count = False
         return self._example(tokens, counted & marked), all_count
 
-    def _span(
-        self, messages: Sequence[Message], number: int, whole: str, more: Mapping[str, Any]
-    ) -> tuple[int, int] | None:
+    def _span(self, messages: Sequence[Message], number: int, whole: str, tools: Tools) -> tuple[int, int] | None:
         """Return where an answer begins and ends in the text of its conversation; None if that isn't clear."""
         is_last = number == len(messages) - 1
         try:
-            after = whole if is_last else self._render(messages[: number + 1], more)
+            after = whole if is_last else self._render(messages[: number + 1], tools)
             if not whole.startswith(after):
                 return None
-            prompt = self._render(messages[:number], more, answer_next=True) if number else ""
+            prompt = self._render(messages[:number], tools, answer_next=True) if number else ""
             if number and after.startswith(prompt):
                 return len(prompt), len(after)
             others = [{"role": role, "content": _OTHER} for role in ("assistant", "user")]
-            other = self._render([*messages[:number], *others], more)  # an earlier answer, without its thoughts
-            before = self._render(messages[:number], more) if number else ""
+            other = self._render([*messages[:number], *others], tools)  # an earlier answer, without its thoughts
+            before = self._render(messages[:number], tools) if number else ""
         except DataError:
             if is_last:
                 raise
             return None
         # texts and not paths, character by character
         begin = os.path.commonprefix([after, other, *([prompt] if number else [])])  # noqa: RUF071
-        if number and len(begin) <= len(before):
-            return None
-        if number:
-            warn_once(
-                f"The chat template of {self._place} asks for an answer with {prompt[len(before) :]!r} but shows it "
-                f"after {begin[len(before) :]!r}: it is learned after the latter."
-            )
-        return len(begin), len(after)
+        return None if number and len(begin) <= len(before) else (len(begin), len(after))
 
-    def _adapted(self, messages: Sequence[Message], more: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _adapted(self, messages: Sequence[Message], tools: Tools) -> list[dict[str, Any]]:
         """Return messages with the roles that the template knows, and arguments of calls in the form that it prints.
 
         Some templates expect objects, others JSON; they refuse the other, or show it as a string in quotes or as a
         Python dictionary. Some also refuse calls without content.
         """
-        template = self._template_for(more) or ""
         adapted = [dict(message) for message in messages]
         for message, (role, other) in itertools.product(adapted, _ROLE_NAMES):
-            if message["role"] == role and not re.search(rf"[=,(] *['\"]{role}['\"]", template) and other in template:
+            known = re.search(rf"[=,(] *['\"]{role}['\"]", self.template or "")
+            if message["role"] == role and not known and other in (self.template or ""):
                 message["role"] = other
         arguments = [call["function"]["arguments"] for each in adapted for call in each.get("tool_calls", ())]
         if self.template is None or not arguments:
             return adapted
-        wrong = [form for each in arguments if each for form in (repr(_as_object(each)), _dumped(_as_json(each)))]
+        wrong = [text for each in arguments if each for text in (repr(_as_object(each)), _dumped(_as_json(each)))]
+        forms: list[tuple[bool, list[dict[str, Any]]]] = []  # those that the template takes, and whether one is wrong
         refused: DataError | None = None
-        printed: list[dict[str, Any]] | None = None  # the first form that the template takes
         for content, form in itertools.product(({}, {"content": ""}), (_as_object, _as_json)):
             candidate = copy.deepcopy([content | message for message in adapted])
             for call in [call for message in candidate for call in message.get("tool_calls", ())]:
                 call["function"]["arguments"] = form(call["function"]["arguments"])
             try:
-                text = self._render(candidate, more)
+                text = self._render(candidate, tools)
+                forms.append((any(each in text for each in wrong), candidate))
             except DataError as error:
                 refused = refused or error
-                continue
-            printed = printed or candidate
-            if not any(each in text for each in wrong):
-                return candidate
-        if printed is None:
-            assert refused is not None, "each form is either printed or refused"
+        if refused is not None and not forms:
             raise refused
-        return printed
+        return min(forms, key=lambda each: each[0])[1]
 
     def _example(self, tokens: NDArray[Any], counted: NDArray[np.bool_]) -> Example:
         counted[:1] = False
@@ -228,41 +211,30 @@ class ChatTokenizer(Tokenizer):
         spans = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         return np.array(encoded["input_ids"], dtype=self.dtype), spans
 
-    def _template_for(self, more: Mapping[str, Any]) -> str | None:
+    def _template_for(self, tools: Tools) -> str:
         """Return the template, of several the one that the library takes; it shows one date, whatever the day is."""
-        template = self.template
-        if isinstance(self._library.chat_template, dict):
-            try:
-                template = self._library.get_chat_template(tools=more.get("tools"))
-            except ValueError as error:
-                raise DataError(f"The chat template of {self._place} can't be chosen: {error}") from error
-        return template and _NOW.sub(lambda now: repr(_DATE.strftime(now[2])), template)
+        template = self._library.get_chat_template(tools=tools or None)
+        return _NOW.sub(lambda now: repr(_DATE.strftime(now[2])), template)
 
-    def _render(self, messages: Sequence[Message], more: Mapping[str, Any], *, answer_next: bool = False) -> str:
+    def _render(self, messages: Sequence[Message], tools: Tools, *, answer_next: bool = False) -> str:
         if self.template is None:
             raise DataError(
                 f"{self._place} has no chat template, which messages need. Give a template (--data.format "
                 "FILE.jinja), the folder of a chat model, or records with prompt and completion."
             )
-        text = str(self._applied(messages, more, tokenize=False, add_generation_prompt=answer_next))
+        text = str(self._applied(messages, tools, tokenize=False, add_generation_prompt=answer_next))
         return checked_text(text, self._place, "conversation")  # a role may hold what is no text
 
-    def _applied(self, messages: Sequence[Message], more: Mapping[str, Any], **how: Any) -> Any:
-        if reserved := sorted(self._reserved.intersection(more)):
-            raise DataError(f"chat_template_kwargs can't set {', '.join(map(repr, reserved))}. Leave it out.")
-        template = self._template_for(more)
+    def _applied(self, messages: Sequence[Message], tools: Tools, **how: Any) -> Any:
         copies = [copy.deepcopy(dict(message)) for message in messages]
         try:
-            return self._library.apply_chat_template(copies, chat_template=template, **how, **more)
+            template = self._template_for(tools)
+            return self._library.apply_chat_template(copies, chat_template=template, tools=tools or None, **how)
         except Exception as error:  # Jinja's errors, and whatever a template raises
             raise DataError(
                 f"The chat template of {self._place} refused a conversation with the roles "
                 f"{', '.join(str(message['role']) for message in messages)}: {str(error).rstrip('.')}."
             ) from error
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
 
 
 def _dumped(value: Any) -> str:

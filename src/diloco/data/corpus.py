@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ import xxhash
 from diloco.data.loader import Batches, Drawing, Sampler
 from diloco.data.packed import Mixture, PackedTokens
 from diloco.data.settings import DataSettings, SourceSettings
-from diloco.data.stream import DocumentStream, Source
+from diloco.data.stream import BLOCK, DocumentStream, Source
 from diloco.data.text import is_heldout, split_documents
 from diloco.data.token_folder import SPLITS, TokenFolder, token_folders
 from diloco.data.tokenizer import Tokenizer, make_tokenizer
@@ -32,7 +31,9 @@ __all__ = [
     "read_texts",
 ]
 
+_AHEAD = 4
 _BPE_DOCUMENTS = 10_000  # while streaming, a BPE is trained on the first ones
+_HELDOUT_DOCUMENTS = 256  # while streaming, the first ones that the hash holds out are evaluated on
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +50,8 @@ class Corpus:
     stream: Callable[..., Batches] | None = None  # opens the batches of a replica that reads during training
 
     def batches(self, **drawing: Unpack[Drawing]) -> Batches:
-        """Return the batches of one replica."""
+        """Return the batches of one replica, prepared ahead in a thread if they are read from files."""
+        drawing.setdefault("ahead", _AHEAD if self.mapped else 0)
         return self.stream(**drawing) if self.stream else Sampler(self.train, **drawing)
 
     def description(self) -> str:
@@ -86,16 +88,12 @@ def open_stream(settings: DataSettings) -> Corpus:
                 "data.streaming."
             )
     sources = [Source(about) for about in parsed]
-    share = -(-(settings.bpe_documents or _BPE_DOCUMENTS) // len(sources))
-    texts = (text for source in sources for text in islice(_documents_of(source, settings, heldout=False), share))
-    tokenizer = make_tokenizer(settings, texts)
-    heldout = _packed(_first_heldout(sources, settings), tokenizer)
-    named = [(about.name, about.weight, about.config, about.split, about.text_field) for about in parsed]
-    fingerprint = (
-        f"{named} {settings.heldout_fraction} {settings.streaming_block} {tokenizer.to_json()} {heldout.digest}"
-    )
+    tokenizer = make_tokenizer(settings, _first(sources, settings, _BPE_DOCUMENTS, heldout=False))
+    heldout = _first_heldout(sources, settings, tokenizer)
+    named = [(about.name, about.weight, about.text_field) for about in parsed]
     total = sum(about.weight for about in parsed)
     shares = ", ".join(f"{about.name} {about.weight / total:.1%}" for about in parsed if about.name)
+    fingerprint = f"{named} {settings.heldout_fraction} {BLOCK} {tokenizer.to_json()} {heldout.digest}"
     digest = xxhash.xxh3_128_hexdigest(fingerprint.encode())
     return Corpus(
         PackedTokens([]),
@@ -104,14 +102,7 @@ def open_stream(settings: DataSettings) -> Corpus:
         digest,
         mapped=True,
         about=f"read while training{f' ({shares})' if shares else ''}; {_heldout_facts(heldout)}",
-        stream=partial(
-            DocumentStream,
-            sources,
-            tokenizer,
-            data=digest,
-            size=settings.streaming_block,
-            heldout_fraction=settings.heldout_fraction,
-        ),
+        stream=partial(DocumentStream, sources, tokenizer, data=digest, heldout_fraction=settings.heldout_fraction),
     )
 
 
@@ -127,14 +118,15 @@ def heldout_tokens(settings: DataSettings, tokenizer: Tokenizer) -> PackedTokens
     """Return the held-out tokens of the corpus of ``settings``, encoded by the tokenizer that a run saved."""
     parsed = settings.parsed_sources()
     if settings.streaming:
-        return _packed(_first_heldout([Source(about) for about in parsed], settings), tokenizer)
+        return _first_heldout([Source(about) for about in parsed], settings, tokenizer)
     return PackedTokens.joined([_tokens_of(_open(about, settings), 1, tokenizer) for about in parsed])
 
 
-def read_texts(settings: DataSettings, paths: Sequence[Path]) -> Iterator[str]:
-    """Return all documents of ``paths`` (files, folders and ``hf:`` names), read with the other ``settings``."""
-    (about,) = dataclasses.replace(settings, paths=tuple(paths), sources={}, streaming=False).parsed_sources()
-    return Source(about).documents()
+def read_texts(paths: Sequence[Path], *, text_field: str | None, skip_bad: bool) -> Iterator[str]:
+    """Return all documents of ``paths``: files, folders and ``hf:`` names."""
+    return Source(
+        SourceSettings(data=tuple(map(str, paths)), text_field=text_field or "text", skip_bad=skip_bad)
+    ).documents()
 
 
 def fingerprint_of(tokenizer: Tokenizer, train: PackedTokens, heldout: PackedTokens) -> str:
@@ -144,9 +136,12 @@ def fingerprint_of(tokenizer: Tokenizer, train: PackedTokens, heldout: PackedTok
 
 def _open(about: SourceSettings, settings: DataSettings) -> list[TokenFolder] | tuple[list[str], list[str]]:
     """Return the token folders of a source, or its training and its held-out documents."""
-    return token_folders(about) or split_documents(
-        Source(about).documents(), settings.heldout_fraction, settings.max_documents
-    )
+    if folders := token_folders(about):
+        return folders
+    sides: tuple[list[str], list[str]] = ([], [])
+    for text, heldout in split_documents(Source(about).documents(), settings.heldout_fraction):
+        sides[heldout].append(text)
+    return sides
 
 
 def _tokens_of(part: list[TokenFolder] | tuple[list[str], list[str]], split: int, tokenizer: Tokenizer) -> PackedTokens:
@@ -166,20 +161,22 @@ def _heldout_facts(heldout: PackedTokens) -> str:
     return f"held out: {heldout.documents:,} documents, {format_bytes(heldout.num_bytes)}"
 
 
-def _documents_of(source: Source, settings: DataSettings, *, heldout: bool) -> Iterator[str]:
-    return (text for text in source.documents() if is_heldout(text, settings.heldout_fraction) is heldout)
+def _first(sources: Sequence[Source], settings: DataSettings, count: int, *, heldout: bool) -> Iterator[str]:
+    """Yield the first documents that are held out or not, as many from each source."""
+    for source in sources:
+        texts = (text for text in source.documents() if is_heldout(text, settings.heldout_fraction) is heldout)
+        yield from islice(texts, -(-count // len(sources)))
 
 
-def _first_heldout(sources: Sequence[Source], settings: DataSettings) -> list[str]:
-    """Return the first held-out documents, as many from each source; raise `DataError` if there are none."""
-    share = -(-settings.streaming_heldout // len(sources))
-    texts = [text for source in sources for text in islice(_documents_of(source, settings, heldout=True), share)]
+def _first_heldout(sources: Sequence[Source], settings: DataSettings, tokenizer: Tokenizer) -> PackedTokens:
+    """Return the first held-out documents as tokens; raise `DataError` if there are none."""
+    texts = list(_first(sources, settings, _HELDOUT_DOCUMENTS, heldout=True))
     if not texts:
         raise DataError(
             f"data.heldout_fraction={settings.heldout_fraction:g} holds out none of the documents. Use a larger "
             "fraction, or more documents."
         )
-    return texts
+    return _packed(texts, tokenizer)
 
 
 def _check_settings(settings: DataSettings, folders: Sequence[TokenFolder], all_mapped: bool) -> None:
@@ -203,5 +200,3 @@ def _check_settings(settings: DataSettings, folders: Sequence[TokenFolder], all_
             f"data.tokenizer={settings.tokenizer!r} was given, but {first.path} was made with another tokenizer. Leave "
             "out data.tokenizer."
         )
-    if settings.max_documents is not None:
-        raise ConfigurationError("max_documents has no effect on token folders. Use it when the text is tokenised.")

@@ -12,11 +12,7 @@ from diloco.data.settings import HUB_PREFIX, SourceSettings
 from diloco.errors import ConfigurationError, DataError, from_extra, nearest
 from diloco.waiting import fetching
 
-__all__ = ["ArrowRow", "open_data_set", "parquet_rows", "rows_of"]
-
-
-class ArrowRow(dict[str, Any]):
-    """A row of a table. A null in its structs may stand for a field that only other rows have."""
+__all__ = ["open_data_set", "parquet_rows", "rows_of"]
 
 
 def _parsed(text: str) -> tuple[str, str | None, str | None]:
@@ -37,13 +33,10 @@ def _parsed(text: str) -> tuple[str, str | None, str | None]:
     return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None, split or None
 
 
-def open_data_set(place: str, settings: SourceSettings, column: str) -> Any:
-    """Open one column of ``hf:NAME[/CONFIG][:SPLIT]`` as a ``datasets.IterableDataset``; nothing is read yet."""
+def open_data_set(place: str, settings: SourceSettings) -> Any:
+    """Open the text of ``hf:NAME[/CONFIG][:SPLIT]`` as a ``datasets.IterableDataset``; nothing is read yet."""
     path, config, split = _parsed(place)
-    for key, named, given in (("split", split, settings.split), ("config", config, settings.config)):
-        if named and given and named != given:
-            raise ConfigurationError(f"{place} names another {key} than {key} = {given!r}. Give only one of them.")
-    split, config = settings.split or split, settings.config or config
+    column = settings.text_field
     if path == "pandas":
         raise ConfigurationError(f"{place} reads pickles, which could run any code. Convert them to Parquet.")
     with from_extra("hf", f"{place} needs datasets"):
@@ -69,7 +62,7 @@ def open_data_set(place: str, settings: SourceSettings, column: str) -> Any:
         return rows.to_iterable_dataset() if isinstance(rows, datasets.Dataset) else rows
 
 
-def parquet_rows(path: Path) -> Iterator[tuple[str, ArrowRow]]:
+def parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of a Parquet file, as `rows_of` does."""
     with from_extra("hf", f"{path} needs datasets"):
         import datasets
@@ -86,7 +79,7 @@ def parquet_rows(path: Path) -> Iterator[tuple[str, ArrowRow]]:
     yield from rows_of(data_set, str(path))
 
 
-def rows_of(data_set: Any, place: str, *, first: int = 0, size: int = 100) -> Iterator[tuple[str, ArrowRow]]:
+def rows_of(data_set: Any, place: str, *, first: int = 0, size: int = 100) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of a data set, the next one being number ``first``. Its state is exact after each ``size``."""
     row = first
     with _as_data_error(place):
@@ -97,7 +90,7 @@ def rows_of(data_set: Any, place: str, *, first: int = 0, size: int = 100) -> It
         if batch is None:
             return
         for values in zip(*batch.values(), strict=True):
-            yield f"{place}, row {row}", ArrowRow(zip(batch, values, strict=True))
+            yield f"{place}, row {row}", dict(zip(batch, values, strict=True))
             row += 1
 
 
@@ -119,13 +112,9 @@ def _as_data_error(place: str) -> Iterator[None]:
         yield
     except (DataError, ConfigurationError):
         raise
-    except ConnectionError as error:
-        raise DataError(
-            f"{place} is not on this machine, and the Hugging Face hub can't be reached: {error}. Check the connection "
-            "(HF_HUB_OFFLINE=1 disables it), or give a local copy as hf:FOLDER, written by save_to_disk or downloaded."
-        ) from error
     except Exception as error:  # many types without a common base
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise DataError(
-            f"{place} cannot be read by datasets: {reason} Check the name, config (hf:NAME/CONFIG) and split (:SPLIT)."
+            f"{place} cannot be read by datasets: {reason} Check the name, config (hf:NAME/CONFIG) and split (:SPLIT), "
+            "and the connection to the hub (HF_HUB_OFFLINE=1 disables it)."
         ) from error

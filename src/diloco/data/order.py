@@ -48,7 +48,7 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
     At inner step t the member at index i of ``members`` draws B positions from ``start + ((t - from_step) *
     len(members) + i) * B`` on.
 
-    >>> two = Assignment.of(2)
+    >>> two = Assignment(0, (0, 1), 0)
     >>> two.positions(1, step=3, batch_size=4)
     array([28, 29, 30, 31])
     >>> two.following(6, (0,), batch_size=4)
@@ -62,11 +62,6 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
     def __post_init__(self) -> None:
         if any(one >= other for one, other in pairwise(self.members)):
             raise ValueError(f"the members {self.members!r:.80} are not in ascending order")
-
-    @classmethod
-    def of(cls, num_replicas: int) -> Assignment:
-        """Return the assignment of a run from its first step on, with replicas numbered from 0."""
-        return cls(0, tuple(range(num_replicas)), 0)
 
     def positions(self, member: int, step: int, batch_size: int) -> NDArray[np.int64]:
         """Return the ``(batch_size,)`` int64 positions that a member draws at an inner step."""

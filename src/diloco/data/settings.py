@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from tyro.conf import Suppress, arg
+from tyro.conf import arg
 
 from diloco.errors import ConfigurationError, nearest
 
@@ -25,21 +24,14 @@ class SourceSettings:
 
     name: str = ""  # the name in reports; "" if there is only one source
     data: tuple[str, ...] = ()  # files, folders and ``hf:`` names, read in this order; if empty, the standard library
-    weight: float = 1.0  # its fraction of the tokens drawn is this divided by the sum of all weights
+    # its fraction of the tokens drawn is this divided by the sum of all weights
+    weight: Annotated[float, msgspec.Meta(gt=0, lt=1e300)] = 1.0
     text_field: str = "text"  # the field of records that holds the text
-    document_separator: str | None = None  # splits a text file into documents; None: a file is one document
-    config: str | None = None  # for ``hf:`` names: the configuration of the data set
-    # for ``hf:`` names: a split, such as "train" or "train[:10%]"; None: the split in the name, else "train"
-    split: str | None = None
+    # splits a text file into documents; None: a file is one document
+    document_separator: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     data_files: tuple[str, ...] = ()  # for ``hf:`` names: files of the data set, or patterns
     streaming: bool = False  # read a data set record by record, without a copy on disk
     skip_bad: bool = False  # leave out rows that can't be used
-
-    def __post_init__(self) -> None:
-        if not 0 < self.weight < math.inf:
-            raise ConfigurationError(f"weight must be a positive number, got {self.weight}")
-        if self.document_separator == "":
-            raise ConfigurationError("document_separator must not be empty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +58,6 @@ class DataSettings:
     """Fraction of the documents held out for evaluation, selected by a hash of their text."""
     streaming: bool = False
     """Read, tokenise and pack the documents during training instead of before it."""
-    # the rest is for Python code alone: no TOML file and no flag sets it
-    text_field: Suppress[str] = "text"  # the field of records that holds the text
-    document_separator: Suppress[str | None] = None  # splits text files into documents; None: a file is one
-    max_documents: Suppress[int | None] = None  # use as many documents, those with the lowest hashes
-    bpe_documents: Suppress[int | None] = None  # train the BPE on the first ones; None: all, or 10,000 while streaming
-    sharding: Suppress[Literal["shuffled", "contiguous"]] = "shuffled"  # contiguous: a slice per replica (non-iid)
-    streaming_block: Suppress[int] = 64  # documents that one replica is assigned at a time
-    streaming_heldout: Suppress[int] = 256  # documents to evaluate on, the first ones that the hash holds out
-    prefetch_batches: Suppress[int | None] = None  # None: 4 if files are read during training, else 0
 
     @property
     def chat(self) -> bool:
@@ -103,39 +86,26 @@ class DataSettings:
             raise ConfigurationError(f"data.format={self.format!r} is neither text, chat nor a .jinja file; {hint}")
         if self.bpe_vocab_size is not None and self.bpe_vocab_size < 257:  # 256 bytes and the end-of-document token
             raise ConfigurationError(f"data.tokenizer must be bpe or bpe:SIZE from 257, got {self.tokenizer!r}.")
-        for name in ("bpe_documents", "max_documents", "streaming_block", "streaming_heldout"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigurationError(f"{name} must be at least 1, got {value}.")
-        if self.streaming and (self.max_documents is not None or self.sharding != "shuffled"):
-            raise ConfigurationError(
-                "max_documents and sharding='contiguous' can't be combined with data.streaming, which never has all "
-                "documents to select from."
-            )
-        self._check_chat()
         if not 0 < self.heldout_fraction < 1:
             raise ConfigurationError(f"data.heldout_fraction must be between 0 and 1, got {self.heldout_fraction}.")
-        self.parsed_sources()
-
-    def _check_chat(self) -> None:
-        wrong = "joined" if self.chat else "single"
-        if self.packing == wrong:
+        works = ("masked", "single") if self.chat else ("joined", "masked")
+        if self.packing not in (None, *works):
             raise ConfigurationError(
-                f"data.packing={wrong!r} can't be used with data.format={self.format!r}. Use masked or "
-                f"{'single' if self.chat else 'joined'}."
+                f"data.packing={self.packing!r} can't be used with data.format={self.format!r}. "
+                f"Use {' or '.join(works)}."
             )
-        if not self.chat:
-            return
-        for name in ("sources", "streaming", "document_separator"):
-            if getattr(self, name):
-                raise ConfigurationError(
-                    f"data.{name} can't be combined with data.format='chat', which reads all conversations of "
-                    "data.paths before training. Leave it out."
-                )
-        if not self.paths or any(str(path).startswith(HUB_PREFIX) for path in self.paths):
+        if self.chat and (self.sources or self.streaming):
+            name = "sources" if self.sources else "streaming"
+            raise ConfigurationError(
+                f"data.{name} can't be combined with data.format='chat', which reads all conversations of data.paths "
+                "before training. Leave it out."
+            )
+        if self.chat and (not self.paths or any(str(path).startswith(HUB_PREFIX) for path in self.paths)):
             raise ConfigurationError(
                 "data.format='chat' needs conversations in .jsonl, .json or .parquet files: --data FILE.jsonl. Save "
                 "a data set of the datasets library with Dataset.to_parquet."
             )
+        self.parsed_sources()
 
     def parsed_sources(self) -> tuple[SourceSettings, ...]:
         """Return the sources that ``paths`` or ``sources`` name, validated.
@@ -144,12 +114,7 @@ class DataSettings:
         >>> [(each.name, each.data, each.weight) for each in DataSettings(sources=tables).parsed_sources()]
         [('web', ('web/',), 2.0), ('code', ('a/', 'b/'), 1.0)]
         """
-        common = SourceSettings(
-            text_field=self.text_field,
-            document_separator=self.document_separator,
-            streaming=self.streaming,
-            skip_bad=self.skip_bad,
-        )
+        common = SourceSettings(streaming=self.streaming, skip_bad=self.skip_bad)
         if not self.sources:
             return (replace(common, data=tuple(map(str, self.paths))),)
         if self.paths:
@@ -158,14 +123,20 @@ class DataSettings:
 
     def absolute(self) -> DataSettings:
         """Return these settings with absolute paths, so that they mean the same in another working directory."""
-        tokenizer = self.tokenizer
-        if tokenizer != "bytes" and self.bpe_vocab_size is None:
-            place = _absolute(tokenizer)
-            tokenizer = place if tokenizer.startswith(HUB_PREFIX) or Path(place).exists() else tokenizer
-        paths = tuple(Path(_absolute(str(path))) for path in self.paths)
-        form = self.format if self.chat_template is None else _absolute(self.format)
-        sources = {name: _absolute_table(table) for name, table in self.sources.items()}
-        return replace(self, paths=paths, sources=sources, tokenizer=tokenizer, format=form)
+        named = self.tokenizer == "bytes" or self.bpe_vocab_size is not None
+        return replace(
+            self,
+            paths=tuple(Path(_absolute(str(path))) for path in self.paths),
+            sources={
+                name: {**table, **{key: _absolute(table[key], key != "data") for key in _PLACES if key in table}}
+                for name, table in self.sources.items()
+            },
+            tokenizer=self.tokenizer if named else _absolute(self.tokenizer, named=True),
+            format=self.format if self.chat_template is None else _absolute(self.format),
+        )
+
+
+_PLACES = ("data", "data_files")  # the keys of a source that hold a text or a list of texts
 
 
 def _parse_source(name: str, table: Any, common: SourceSettings) -> SourceSettings:
@@ -176,44 +147,28 @@ def _parse_source(name: str, table: Any, common: SourceSettings) -> SourceSettin
         )
     known = {each.name for each in fields(SourceSettings)} - {"name"}
     for key in table.keys() - known:
-        raise ConfigurationError(f"{where} has an unknown key {key!r}; {nearest(key, known)}")
+        instead = "hf:NAME/CONFIG:SPLIT names it" if key in ("config", "split") else nearest(key, known)
+        raise ConfigurationError(f"{where} has an unknown key {key!r}; {instead}")
     values = {key: [value] if key in _PLACES and isinstance(value, str) else value for key, value in table.items()}
     try:
         source = msgspec.convert(asdict(common) | values | {"name": name}, SourceSettings)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"{where} can't be used: {error}.") from error
-    of_hub = [key for key in ("config", "split", "data_files") if key in values]
-    if of_hub and not any(place.startswith(HUB_PREFIX) for place in source.data):
-        raise ConfigurationError(f"{where} sets {', '.join(of_hub)}, which only hf: names can have.")
+    if source.data_files and not any(place.startswith(HUB_PREFIX) for place in source.data):
+        raise ConfigurationError(f"{where} sets data_files, which only hf: names can have.")
     return source
 
 
-_PLACES = ("data", "data_files")  # a text or a list of texts
+def _absolute(value: Any, named: bool = False) -> Any:
+    """Return paths and ``hf:`` names that mean the same in another working directory.
 
-
-def _absolute(text: str) -> str:
-    """Return a file, folder or ``hf:`` name that means the same in another working directory."""
-    prefix, place, split = "", text, ""
-    if text.startswith(HUB_PREFIX):
-        place, colon, rest = text.removeprefix(HUB_PREFIX).partition(":")
-        prefix, split = HUB_PREFIX, colon + rest
-        if not place or not Path(place).expanduser().exists():
-            return text
-    return f"{prefix}{os.path.abspath(os.path.expanduser(place))}{split}"
-
-
-def _absolute_pattern(text: str) -> str:
-    """Make a pattern of local files absolute; leave a pattern with a protocol, or of files on the hub, unchanged."""
-    folder = text.split("*", 1)[0].rpartition("/")[0]
-    local = "://" not in text and (Path(text).exists() or (bool(folder) and Path(folder).is_dir()))
-    return os.path.abspath(text) if local else text
-
-
-def _absolute_table(table: Any) -> Any:
-    """Return a table of ``data.sources`` with absolute paths."""
-    places = {}
-    for key, absolute in zip(_PLACES, (_absolute, _absolute_pattern), strict=True):
-        value = table.get(key)
-        if value:
-            places[key] = absolute(value) if isinstance(value, str) else tuple(map(absolute, value))
-    return {**table, **places}
+    ``named``: what does not exist is the name of a data set or tokenizer, or a pattern of files on the hub, and stays.
+    """
+    if not isinstance(value, str):
+        return tuple(_absolute(each, named) for each in value)
+    prefix = HUB_PREFIX if value.startswith(HUB_PREFIX) else ""
+    place, colon, split = value.removeprefix(prefix).partition(":") if prefix else (value, "", "")
+    folder = place.split("*", 1)[0].rpartition("/")[0] if "*" in place else ""
+    path = os.path.expanduser(place)
+    exists = os.path.exists(path) or os.path.isdir(folder)
+    return f"{prefix}{os.path.abspath(path)}{colon}{split}" if exists or not (named or prefix) else value

@@ -11,7 +11,6 @@ from __future__ import annotations
 import bz2
 import functools
 import gzip
-import heapq
 import json
 import logging
 import lzma
@@ -29,6 +28,7 @@ import xxhash
 import zstandard
 
 from diloco.data.hub import parquet_rows
+from diloco.data.settings import SourceSettings
 from diloco.errors import DataError, NoDataError, nearest
 
 __all__ = [
@@ -36,12 +36,11 @@ __all__ = [
     "RowError",
     "checked_text",
     "is_heldout",
-    "missing_field",
     "read_documents",
-    "read_records",
+    "read_rows",
     "read_standard_library",
     "split_documents",
-    "split_lazily",
+    "text_of",
     "usable",
     "warn_once",
 ]
@@ -89,8 +88,8 @@ def usable(rows: Iterable[Row], use: Callable[[str, Any], T], instead: T, *, ski
 
     With ``skip_bad``, yield ``instead`` for such a row, and log how many and which ones when reading ends.
     """
-    bad: list[str] = []  # the first few
-    count = bad_count = 0
+    bad: list[str] = []
+    count = 0
     try:
         for place, content in rows:
             count += 1
@@ -102,60 +101,44 @@ def usable(rows: Iterable[Row], use: Callable[[str, Any], T], instead: T, *, ski
                 if not skip_bad:
                     way = "Mend it, or leave such rows out of training with --data.skip-bad."
                     raise RowError(f"{error} {way}") from error
-                bad_count += 1
-                bad += [str(error)] if bad_count <= 5 else []
+                bad.append(str(error) if len(bad) < 5 else "")
                 value = instead
             yield value
     finally:  # also where the reader needs no more
         if bad:
-            words = f"{bad_count:,} of {count:,} rows can't be used and are left out"
-            warn_once(f"data.skip_bad: {words}: {_listed(bad, bad_count)}.")
+            words = f"{len(bad):,} of {count:,} rows can't be used and are left out"
+            warn_once(f"data.skip_bad: {words}: {_listed(bad)}.")
 
 
-def read_documents(
-    paths: Sequence[Path], *, text_field: str = "text", document_separator: str | None = None, skip_bad: bool = False
-) -> Iterator[str]:
+def read_documents(paths: Sequence[Path], settings: SourceSettings) -> Iterator[str]:
     """Yield every document of ``paths`` in order, or those of the standard library if there are no paths.
 
     Args:
         paths: files, also compressed, and folders, which are searched for files with `FOLDER_SUFFIXES`. Files with a
             suffix in `RECORDS` hold one document per record; every other file is UTF-8 text.
-        text_field: the field of records that holds the text.
-        document_separator: splits text files into documents and is dropped; None: a file is one document.
-        skip_bad: leave out records and documents that can't be used, as `usable` does.
+        settings: the field of the text, the separator of text files, and whether bad rows are left out.
 
     Raises:
         DataError: a path is missing or holds no text, text is not UTF-8, or a record is not JSON or lacks the field.
             The message names the file and the byte or line.
         ConfigurationError: a ``.parquet`` file needs datasets, which is not installed.
     """
-
-    def text_of(place: str, content: Any) -> str:
-        if isinstance(content, str):
-            return content
-        if text_field not in content:
-            raise missing_field(place, text_field, content)
-        return checked_text(content[text_field], place, text_field)
-
     if not paths:
         yield from read_standard_library()
     for path in paths:
-        rows = (row for file in _files_of(path) for row in _rows(file, document_separator))
+        rows = (row for file in _files_of(path, FOLDER_SUFFIXES) for row in _rows(file, settings.document_separator))
         yield from _some(
-            filter(None, usable(rows, text_of, "", skip_bad=skip_bad)),
+            filter(None, usable(rows, text_of(settings.text_field), "", skip_bad=settings.skip_bad)),
             f"{path} holds no text. Give a file that contains text, or a folder with files that end in "
             f"{' '.join(sorted(FOLDER_SUFFIXES))}.",
         )
 
 
-def read_records(paths: Sequence[Path]) -> Iterator[Row]:
+def read_rows(paths: Sequence[Path]) -> Iterator[Row]:
     """Yield every record of the files of ``paths``; raise `DataError` if a file has none, or is of another type."""
     for path in paths:
-        files = _files_of(path, records_only=True)
-        for file in files:
-            if _suffix(file) not in RECORDS:
-                raise DataError(f"{file} can't be read as records. Give files that end in {' '.join(RECORDS)}.")
-        rows = (row for file in files for row in _rows(file, None))
+        files = _files_of(path, FOLDER_SUFFIXES & RECORDS.keys())
+        rows = (row for file in files if _suffix(file) in RECORDS for row in _rows(file, None))
         yield from _some(rows, f"{path} holds no records. Give files with records that end in {' '.join(RECORDS)}.")
 
 
@@ -170,12 +153,10 @@ def read_standard_library(root: Path | None = None) -> Iterator[str]:
         root: the folder to read instead of the running Python's own.
     """
     folder = Path(sysconfig.get_path("stdlib")) if root is None else root
-
-    files = _walk(folder, STANDARD_LIBRARY_LEFT_OUT)[0] if folder.is_dir() else []
     machine = ("_sysconfigdata", "sitecustomize", "usercustomize", "config-")
 
     def documents() -> Iterator[str]:
-        for file in files:
+        for file in _walk(folder, STANDARD_LIBRARY_LEFT_OUT)[0] if folder.is_dir() else ():
             if file.suffix == ".py" and not file.relative_to(folder).parts[0].startswith(machine):
                 with suppress(UnicodeDecodeError):
                     yield file.read_bytes().decode("utf-8")
@@ -184,21 +165,27 @@ def read_standard_library(root: Path | None = None) -> Iterator[str]:
     yield from _some(filter(None, documents()), nothing)
 
 
-def missing_field(place: str, text_field: str, known: Iterable[str]) -> RowError:
-    """Return the error for a record without the field that should hold the text."""
-    return RowError(f"{place} has no field {text_field!r} (data.sources); {nearest(text_field, known)}")
+def text_of(field: str) -> Callable[[str, Any], str]:
+    """Return the function of `usable` that returns the text of a document, or of a record with this field."""
+
+    def text(place: str, content: Any) -> str:
+        if isinstance(content, str):
+            return content
+        if field not in content:
+            raise RowError(f"{place} has no field {field!r} (data.sources); {nearest(field, content)}")
+        return checked_text(content[field], place, field)
+
+    return text
 
 
-def checked_text(value: Any, place: str, text_field: str) -> str:
+def checked_text(value: Any, place: str, field: str) -> str:
     """Return ``value`` if it can be a document; raise `RowError` if it is not text or UTF-8 can't encode it."""
     if not isinstance(value, str):
-        raise RowError(f"{place}: the field {text_field!r} holds {type(value).__name__}, not text.")
+        raise RowError(f"{place}: the field {field!r} holds {type(value).__name__}, not text.")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair
-        raise RowError(
-            f"{place}: the field {text_field!r} holds half of a surrogate pair, which is not text."
-        ) from error
+        raise RowError(f"{place}: the field {field!r} holds half of a surrogate pair, which is not text.") from error
     return value
 
 
@@ -208,9 +195,10 @@ def warn_once(message: str) -> None:
     LOGGER.warning(message)
 
 
-def _listed(names: list[str], count: int) -> str:
-    """Return the first of ``count`` names, and how many more there are."""
-    return "; ".join(name.rstrip(".") for name in names[:5]) + (f"; and {count - 5:,} more" if count > 5 else "")
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = f"; and {len(names) - 5:,} more" if len(names) > 5 else ""
+    return "; ".join(name.rstrip(".") for name in names[:5]) + more
 
 
 def _some(values: Iterable[T], nothing: str) -> Iterator[T]:
@@ -223,38 +211,21 @@ def _some(values: Iterable[T], nothing: str) -> Iterator[T]:
         raise NoDataError(nothing)
 
 
-def split_documents(
-    texts: Iterable[str], heldout_fraction: float, max_documents: int | None = None
-) -> tuple[list[str], list[str]]:
-    """Return the training and the held-out documents, each in the order given, as `split_lazily` tells them apart.
-
-    >>> split_documents(["one", "four", "five", "eight"], heldout_fraction=0.3)
-    (['four', 'five', 'eight'], ['one'])
-    """
-    sides: tuple[list[str], list[str]] = ([], [])
-    for text, heldout in split_lazily(texts, heldout_fraction, max_documents):
-        sides[heldout].append(text)
-    return sides
-
-
-def split_lazily(
-    texts: Iterable[str], heldout_fraction: float, max_documents: int | None = None
-) -> Iterator[tuple[str, bool]]:
+def split_documents(texts: Iterable[str], heldout_fraction: float) -> Iterator[tuple[str, bool]]:
     """Yield documents, each with whether it is held out.
 
     That depends only on its text and the fraction: adding documents moves no other document, and copies of a document
-    stay together. ``max_documents`` keeps the documents whose texts hash lowest, so a small sample is spread over all
-    of them.
+    stay together.
 
     Raises:
         DataError: one of the splits is empty, after the last document; the message says which fractions would work.
+
+    >>> list(split_documents(["one", "four"], heldout_fraction=0.3))
+    [('one', True), ('four', False)]
     """
-    hashed: Iterable[tuple[int, str, float, int]]
-    hashed = ((place, text, *_keys(text)) for place, text in enumerate(texts))
-    if max_documents is not None:
-        hashed = sorted(heapq.nsmallest(max_documents, hashed, key=lambda each: (each[3], each[0])))
     counts, keys = [0, 0], [1.0, 0.0]  # of both splits; the lowest and the highest
-    for _, text, key, _ in hashed:
+    for text in texts:
+        key = _key(text)
         heldout = key < heldout_fraction
         counts[heldout] += 1
         keys = [min(keys[0], key), max(keys[1], key)]
@@ -271,13 +242,12 @@ def split_lazily(
 
 def is_heldout(text: str, heldout_fraction: float) -> bool:
     """Return whether a document is held out."""
-    return _keys(text)[0] < heldout_fraction
+    return _key(text) < heldout_fraction
 
 
-def _keys(text: str) -> tuple[float, int]:
-    """Return two independent halves of a hash: a number in [0, 1) for the split, and an integer for the sample."""
-    number = xxhash.xxh3_128_intdigest(text.encode("utf-8"))
-    return (number >> 75) / (1 << 53), number & ((1 << 64) - 1)  # a float holds 53 bits exactly
+def _key(text: str) -> float:
+    """Return a number in [0, 1) that only the text decides."""
+    return (xxhash.xxh3_128_intdigest(text.encode("utf-8")) >> 75) / (1 << 53)  # a float holds 53 bits exactly
 
 
 def _rows(path: Path, separator: str | None) -> Iterator[Row]:
@@ -289,10 +259,8 @@ def _rows(path: Path, separator: str | None) -> Iterator[Row]:
             yield from _json_file(path)
         case "parquet":
             yield from parquet_rows(path)
-        case _ if separator is None:
-            yield _text_row(path, 0, b"".join(_chunks(path)))
         case _:
-            yield from (_text_row(path, *piece) for piece in _pieces(path, separator.encode()))
+            yield from (_text_row(path, *piece) for piece in _pieces(path, separator.encode() if separator else None))
 
 
 def _text_row(path: Path, offset: int, content: bytes) -> Row:
@@ -313,40 +281,39 @@ def _json_lines(path: Path) -> Iterator[Row]:
         if isinstance(text, RowError):
             yield place, text
         elif text := text.strip().removeprefix("\ufeff"):  # files that were joined have a mark in the middle
-            yield place, _record(place, text)
+            try:
+                yield place, _record(place, json.loads(text))
+            except (ValueError, RecursionError) as error:
+                yield place, RowError(f"{place} is not JSON: {error}.")
 
 
 def _json_file(path: Path) -> Iterator[Row]:
     """Yield the records of a JSON file: of an array, a record alone, or JSON lines."""
-    _, text = _text_row(path, 0, b"".join(_chunks(path)))
+    ((_, content),) = _pieces(path, None)
+    text = _text_row(path, 0, content)[1]
     if isinstance(text, RowError):
         raise text
     try:
         records = json.loads(text)
     except (ValueError, RecursionError) as error:
-        if not isinstance(_record("", text.lstrip().partition("\n")[0]), dict):
+        try:
+            json.loads(text.lstrip().partition("\n")[0])
+        except (ValueError, RecursionError):
             raise DataError(f"{path} is not JSON: {error}.") from error
         yield from _json_lines(path)
         return
     for number, record in enumerate(records if isinstance(records, list) else [records]):
-        place = f"{path}, record {number}"
-        yield place, record if isinstance(record, dict) else _no_object(place, record)
+        yield (place := f"{path}, record {number}"), _record(place, record)
 
 
-def _record(place: str, text: str) -> Any:
-    """Return the record that a text holds, or the `RowError` that says why it holds none."""
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return RowError(f"{place} is not JSON: {error}.")
-    return record if isinstance(record, dict) else _no_object(place, record)
+def _record(place: str, value: Any) -> Any:
+    """Return a record, or the `RowError` that says that it is none."""
+    kind = type(value).__name__
+    problem = f"{place} must be a JSON object with the fields of a record, got a {kind}."
+    return value if isinstance(value, dict) else RowError(problem)
 
 
-def _no_object(place: str, record: Any) -> RowError:
-    return RowError(f"{place} must be a JSON object with the fields of a record, got a {type(record).__name__}.")
-
-
-def _files_of(path: Path, *, records_only: bool = False) -> list[Path]:
+def _files_of(path: Path, suffixes: Iterable[str]) -> list[Path]:
     """Return the files to read: ``path`` itself, or what a folder holds, sorted by path. What is left out is named."""
     path = path.expanduser()
     try:
@@ -359,16 +326,12 @@ def _files_of(path: Path, *, records_only: bool = False) -> list[Path]:
     if stat.S_ISREG(mode):
         return [path]
     if not stat.S_ISDIR(mode):
-        raise DataError(
-            f"{path} is a pipe, socket or device, but data may be read several times. Write it to a file, and give "
-            "that."
-        )
+        raise DataError(f"{path} is a pipe, socket or device, but data may be read several times. Write it to a file.")
     files, others = _walk(path)
-    suffixes = FOLDER_SUFFIXES & RECORDS.keys() if records_only else FOLDER_SUFFIXES
     data = [file for file in files if _suffix(file) in suffixes and (file.is_file() or not file.exists())]
     others += [file.relative_to(path).as_posix() for file in sorted(set(files) - set(data))]
     if others:
-        names = _listed(others, len(others))
+        names = _listed(others)
         warn_once(f"{path}: not read, because they are hidden, links to folders or files of another type: {names}.")
     return data
 
@@ -397,14 +360,14 @@ def _suffix(path: Path) -> str:
     return "".join(suffixes[-2:-1] if suffixes and suffixes[-1] in _COMPRESSIONS else suffixes[-1:])
 
 
-def _pieces(path: Path, separator: bytes) -> Iterator[tuple[int, bytes]]:
+def _pieces(path: Path, separator: bytes | None) -> Iterator[tuple[int, bytes]]:
     """Yield a file between separators, without reading all of it at once; each piece with its first byte's place."""
     rest, offset = bytearray(), 0
     for chunk in _chunks(path):
-        searched = max(0, len(rest) - len(separator) + 1)  # the separator may lie across two chunks
+        searched = max(0, len(rest) - len(separator or b"") + 1)  # the separator may lie across two chunks
         rest += chunk
         begin = 0
-        while (end := rest.find(separator, max(begin, searched))) >= 0:
+        while separator and (end := rest.find(separator, max(begin, searched))) >= 0:
             yield offset + begin, bytes(rest[begin:end])
             begin = end + len(separator)
         del rest[:begin]

@@ -6,8 +6,7 @@
       manifest.json             counts, digests, how it was made
       tokenizer.json            and tokenizer_config.json
       train-00000.tokens        packed tokens, little-endian uint16 or uint32, each document followed by its end
-      train-00001.tokens ...
-      heldout-00000.tokens ...
+      heldout-00000.tokens
 
 Documents keep the order of their source. A folder is written next to its final path and renamed when it is complete.
 """
@@ -17,9 +16,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
@@ -29,7 +29,7 @@ from diloco.checkpoint import new_folder
 from diloco.data.packed import PackedTokens
 from diloco.data.settings import DataSettings, SourceSettings
 from diloco.data.stream import Source
-from diloco.data.text import split_lazily
+from diloco.data.text import split_documents
 from diloco.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
 from diloco.errors import ConfigurationError, DataError
 from diloco.private_files import read_regular
@@ -112,8 +112,6 @@ def _is_token_folder(path: Path) -> bool:
 def tokenize(
     settings: DataSettings,
     place: Path,
-    *,
-    shard_tokens: int = 1 << 28,
     progress: Callable[[int, int], None] = lambda documents, size_bytes: None,
 ) -> TokenFolder:
     """Make a token folder of the text that ``settings`` name. `build_corpus` gives the same corpus for both.
@@ -124,7 +122,6 @@ def tokenize(
     Args:
         settings: the text and tokenizer to use; settings that concern training are ignored.
         place: the folder to make; it must not exist, or be empty. If an error is raised, nothing of it remains.
-        shard_tokens: tokens per file.
         progress: called after each batch with the numbers of documents and UTF-8 bytes so far.
     """
     sources = settings.parsed_sources()
@@ -141,21 +138,22 @@ def tokenize(
     source = Source(about)
 
     def split() -> Iterator[tuple[str, bool]]:
-        return split_lazily(source.documents(), settings.heldout_fraction, settings.max_documents)
+        return split_documents(source.documents(), settings.heldout_fraction)
 
     tokenizer = make_tokenizer(settings, (text for text, heldout in split() if not heldout))
     made = {
         "diloco": version("diloco"),
         "data": [str(each) for each in about.data] or ["the standard library"],
-        "split": about.split,
         "tokenizer": settings.tokenizer,
         "heldout_fraction": settings.heldout_fraction,
-        "max_documents": settings.max_documents,
     }
     try:
         with new_folder(place, last=_MANIFEST) as folder:
-            writers = [_SplitWriter(folder, name, tokenizer, shard_tokens) for name in SPLITS]
-            try:
+            with ExitStack() as files:
+                writers = [
+                    _SplitWriter(files.enter_context((folder / f"{name}-00000.tokens").open("wb")), tokenizer)
+                    for name in SPLITS
+                ]
                 for texts in _batches(split()):
                     for writer, side in zip(writers, texts, strict=True):
                         writer.add(side)
@@ -166,12 +164,9 @@ def tokenize(
                     "dtype": tokenizer.dtype.name,
                     "vocab_size": tokenizer.vocab_size,
                     "eos_id": tokenizer.eos_id,
-                    **{writer.name: writer.finish() for writer in writers},
+                    **{name: writer.finish() for name, writer in zip(SPLITS, writers, strict=True)},
                     "made": made,
                 }
-            finally:
-                for writer in writers:
-                    writer.close()
             tokenizer.save(folder)
             with (folder / _MANIFEST).open("w", encoding="utf-8") as file:
                 file.write(json.dumps(manifest, indent=2) + "\n")
@@ -204,46 +199,24 @@ def _batches(documents: Iterator[tuple[str, bool]]) -> Iterator[tuple[list[str],
 
 
 class _SplitWriter:
-    """Writes the files of one split."""
+    """Writes the file of one split."""
 
-    def __init__(self, folder: Path, name: str, tokenizer: Tokenizer, shard_tokens: int) -> None:
-        self.name = name
-        self.documents = self.bytes = 0
-        self._folder, self._tokenizer, self._shard_tokens = folder, tokenizer, shard_tokens
-        self._digest = xxhash.xxh3_64()
-        self._shards: list[int] = []  # tokens of each file
-        self._file: IO[bytes] | None = None
+    def __init__(self, file: BinaryIO, tokenizer: Tokenizer) -> None:
+        self.tokens = self.documents = self.bytes = 0
+        self._file, self._tokenizer, self._digest = file, tokenizer, xxhash.xxh3_64()
 
     def add(self, texts: list[str]) -> None:
         packed = self._tokenizer.encode_documents(texts)
+        self.tokens += len(packed)
         self.documents += len(texts)
         self.bytes += self._tokenizer.num_bytes(packed)
         packed = np.ascontiguousarray(packed, dtype=packed.dtype.newbyteorder("<"))
         self._digest.update(packed.data)
-        while len(packed):
-            if self._file is None or self._shards[-1] == self._shard_tokens:
-                self.close()
-                self._file = (self._folder / f"{self.name}-{len(self._shards):05d}.tokens").open("wb")
-                self._shards.append(0)
-            part = packed[: self._shard_tokens - self._shards[-1]]
-            self._file.write(part.data)
-            self._shards[-1] += len(part)
-            packed = packed[len(part) :]
+        self._file.write(packed.data)
 
     def finish(self) -> dict[str, Any]:
         """Return what the manifest says of the split, once all of it is on disk."""
-        self.close()
-        return {
-            "tokens": sum(self._shards),
-            "documents": self.documents,
-            "bytes": self.bytes,
-            "digest": self._digest.hexdigest(),
-            "shards": self._shards,
-        }
-
-    def close(self) -> None:
-        if self._file is not None:
-            file, self._file = self._file, None
-            with file:
-                file.flush()
-                os.fsync(file.fileno())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        counts = {"tokens": self.tokens, "documents": self.documents, "bytes": self.bytes}
+        return {**counts, "digest": self._digest.hexdigest(), "shards": [self.tokens]}

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -225,7 +224,7 @@ def _token_bytes(tokenizer: tokenizers.Tokenizer, source: str) -> list[bytes]:
 def make_tokenizer(settings: DataSettings, documents: Iterable[str] = ()) -> Tokenizer:
     """Return the tokenizer that ``settings.tokenizer`` names; train a BPE on ``documents``, the training documents."""
     if settings.bpe_vocab_size is not None:
-        return train_bpe(islice(documents, settings.bpe_documents), settings.bpe_vocab_size)
+        return train_bpe(documents, settings.bpe_vocab_size)
     if settings.tokenizer == "bytes":
         return ByteTokenizer()
     if settings.tokenizer.startswith(HUB_PREFIX):
@@ -303,17 +302,10 @@ def load_hub_tokenizer(name: str) -> Tokenizer:
     place = name.removeprefix(HUB_PREFIX)
     file = Path(place).expanduser()
     if not file.exists():
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+        from huggingface_hub import snapshot_download
 
-        try:
-            with fetching(place):
-                file = Path(hf_hub_download(place, "tokenizer.json"))
-                with suppress(EntryNotFoundError):
-                    hf_hub_download(place, "tokenizer_config.json")  # read by `load_tokenizer`
-        except Exception as error:  # the types vary: no such repository, no access, no connection, an invalid name
-            if isinstance(error, LocalEntryNotFoundError) or not isinstance(error, EntryNotFoundError):
-                raise _unreadable(name, error) from error
+        with _as_data_error(name), fetching(place):
+            file = Path(snapshot_download(place, allow_patterns=["tokenizer.json", "tokenizer_config.json"]))
     if file.is_file() or (file / "tokenizer.json").is_file():
         return load_tokenizer(file)
     library = library_tokenizer(name, "hf", f"data.tokenizer={name!r} has no tokenizer.json and needs transformers")
@@ -326,26 +318,26 @@ def library_tokenizer(name: str, extra: str, needs: str) -> Any:
         from transformers import AutoTokenizer
     place = name.removeprefix(HUB_PREFIX)
     local = Path(place).expanduser()
-    try:
-        with fetching(place):
-            source = str(local) if local.exists() else place
-            library: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    with _as_data_error(name), fetching(place):
+        library: Any = AutoTokenizer.from_pretrained(str(local) if local.exists() else place, trust_remote_code=False)
         library.backend_tokenizer.to_str()
-    except Exception as error:  # the library raises many types
-        if "trust_remote_code" in str(error):
-            raise DataError(f"The tokenizer of {name} is code of its own, which is not run. Use another.") from error
-        raise _unreadable(name, error) from error
     if library.eos_token is None:
         raise DataError(f"{name} has no token to end a document with.")
     return library
 
 
-def _unreadable(name: str, error: Exception) -> DataError:
-    reason = " ".join(str(error).split())
-    return DataError(
-        f"The tokenizer of {name} cannot be read: {reason} Check the connection to the hub (HF_HUB_OFFLINE=1 disables "
-        "it), or give a local model folder or tokenizer.json."
-    )
+@contextmanager
+def _as_data_error(name: str) -> Iterator[None]:
+    """Turn any error of the libraries into a `DataError` that says what to do."""
+    try:
+        yield
+    except Exception as error:  # many types: no such repository, no access, no connection, an invalid name
+        if "trust_remote_code" in str(error):
+            raise DataError(f"The tokenizer of {name} is code of its own, which is not run. Use another.") from error
+        raise DataError(
+            f"The tokenizer of {name} cannot be read: {' '.join(str(error).split())} Check the connection to the hub "
+            "(HF_HUB_OFFLINE=1 disables it), or give a local model folder or tokenizer.json."
+        ) from error
 
 
 def _json_object(path: Path) -> tuple[str, dict[str, Any]]:

@@ -109,7 +109,7 @@ def unwrapped(model: nn.Module, optimizer: Any, transport: Transport | None) -> 
         part, fitting = ("shards", "sharded") if _is_sharded(model) else ("all", "whole")
         raise ConfigurationError(
             f"The given {type(transport).__name__} does not fit this replica, each of whose {ranks} ranks holds {part} "
-            f"of its parameters. Use the transport of connect_replica(..., ranks={fitting!r})."
+            f"of its parameters. Use the transport of connect_tcp(..., ranks={fitting!r})."
         )
     return model, optimizer
 
@@ -290,9 +290,13 @@ def _hold(diloco: DiLoCo, values: Mapping[str, Tensor]) -> None:
 
 
 def _restore(diloco: DiLoCo, state: Mapping[str, Any]) -> None:
-    if state["local"] is not None:
-        _hold(diloco, state["local"])
+    """Restore what was saved, or change nothing if it belongs to another model or run."""
+    local, shapes = state["local"], {name: value.shape for name, value in held_values(diloco).items()}
+    if local is not None and {name: value.shape for name, value in local.items()} != shapes:
+        raise CheckpointError("The saved parameters are those of another model. Nothing was loaded.")
     diloco.load_state_dict(state["diloco"])
+    if local is not None:
+        _hold(diloco, local)
 
 
 def save_state(checkpoint: Path, diloco: DiLoCo, local: Mapping[str, Tensor] | None = None) -> None:

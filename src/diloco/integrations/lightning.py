@@ -18,7 +18,7 @@ with from_extra("lightning", "DiLoCoCallback needs lightning"):
 __all__ = ["Connect", "DiLoCoCallback"]
 
 Connect = Callable[[], AbstractContextManager[Transport]]
-"""Connects to the other replicas when training starts, such as a `functools.partial` of `connect_replica`."""
+"""Connects to the other replicas when training starts, such as a `functools.partial` of `connect_tcp`."""
 
 
 class DiLoCoCallback(Callback):

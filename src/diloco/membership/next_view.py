@@ -6,14 +6,14 @@ Every survivor computes the same outcome, even if some can't hear each other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from diloco.membership.quorum import Policy, byzantine_quorum, decide, makes_one_history
 from diloco.membership.values import Agreed, NextView, Report, View
 
 __all__ = ["largest_set", "next_view", "reachable_from", "staying_members"]
 
-_MOST_STEPS = 1 << 14  # of `largest_set`, a step being one look at one member: about 20 ms
+_MAX_EXACT = 16  # the most members among which `largest_set` tries all choices
 
 
 def staying_members(view: View, mine: Report, me: int, policy: Policy) -> tuple[int, ...]:
@@ -39,21 +39,27 @@ def staying_members(view: View, mine: Report, me: int, policy: Policy) -> tuple[
 
 
 def next_view(view: View, reports: Sequence[Report], staying: Sequence[int], policy: Policy) -> NextView:
-    """Return what follows ``view``; the ``reports`` of all ``staying`` ranks are equal in `Report.known`."""
-    known, lost = reports[0], frozenset(view.members).difference(staying)
-    claims = dict(sorted(known.left_commits))
-    for report in reports:
-        claims.update(report.claims)
-    commits = {key: digest for key, digest in claims.items() if all(key in report.held for report in reports)}
+    """Return what follows ``view``; the ``reports`` of all ``staying`` ranks are equal in `Report.known`.
+
+    A round that all of these ranks have voted for is committed if one of them has committed it. If members have left,
+    these may have committed it: one digest for each position in a replica is enough then, unless anyone calls it void.
+    """
+    known, lost, size = reports[0], frozenset(view.members).difference(staying), len(reports) // len(staying)
+    claims = frozenset().union(*(report.claims for report in reports))
+    void = frozenset().union(*(report.void for report in reports))
+    held = {key for key in known.held if all(key in report.held for report in reports)}
+    if known.left:
+        digests = {key: {(report.rank % size, report.held[key]) for report in reports} for key in held - void}
+        claims |= {key for key, each in digests.items() if len(each) == size}
+    commits = {key: digest for key, digest in known.held.items() if key in held & claims}
     wishing = known.joining - known.gone - {other for one, other in known.unheard if one in staying}
     joining: set[int] = set()
     for each in sorted(wishing):  # two joiners may not be connected to each other yet
         if joining.isdisjoint({one for pair in known.unheard if each in pair for one in pair}):
             joining.add(each)
-    left = {replica: step for replica, step in sorted(known.left)}  # two of its ranks may have named different steps
-    decision = decide(view, lost=lost, gone=known.gone, joining=joining, policy=policy, left=left)
+    decision = decide(view, lost=lost, gone=known.gone, joining=joining, policy=policy, left=known.left)
     if decision.members is not None:  # else others may have agreed on a different view since
-        earlier = _standing(view, reports, len(reports) // len(staying), policy)
+        earlier = _standing(view, reports, size, policy)
         if earlier is not None:
             return earlier
     members, joined = decision.members, tuple(sorted(joining - frozenset(view.members)))
@@ -64,16 +70,17 @@ def next_view(view: View, reports: Sequence[Report], staying: Sequence[int], pol
         commits=commits,
         reason=decision.reason,
         joined=joined,
-        void=frozenset().union(*(report.void for report in reports)) - commits.keys(),
-        left=tuple(left.items()),
+        void=void - commits.keys(),
+        left=tuple(sorted(known.left)),
     )
 
 
 def largest_set(members: Sequence[int], unheard: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-    """Return a largest set of ``members`` that all hear each other, as far as a bounded search finds it (`_Largest`).
+    """Return a largest set of ``members`` that all hear each other: exact for up to 16, else greedy.
 
     ``members`` are in order of preference: of several largest sets, it is the one that holds the earliest. So a single
-    broken pair costs one member, and a member that can't hear two others is the one to go.
+    broken pair costs one member, and a member that can't hear two others is the one to go. A greedy search drops the
+    member with the most bad pairs, of several the last one, until there is no bad pair.
 
     >>> largest_set(range(4), [(3, 0), (3, 1)])
     (0, 1, 2)
@@ -90,8 +97,23 @@ def largest_set(members: Sequence[int], unheard: Iterable[tuple[int, int]]) -> t
         if one in place and other in place and one != other:
             apart[place[one]] |= 1 << place[other]
             apart[place[other]] |= 1 << place[one]
-    chosen = _Largest(apart).of((1 << size) - 1)
-    for each in range(size - 1, -1, -1):  # where steps ran out, one may be left that is apart from none
+
+    def largest(group: int) -> int:
+        pairs = {each: (apart[each] & group).bit_count() for each in range(size) if group >> each & 1}
+        while any(pairs.values()):
+            worst = max(pairs, key=lambda each: (pairs[each], -each))
+            without = group & ~(1 << worst)
+            if size <= _MAX_EXACT:
+                both = largest(without), largest(without & ~apart[worst]) | 1 << worst
+                return max(both, key=lambda each: (each.bit_count(), each))
+            group = without
+            del pairs[worst]
+            for each in pairs:
+                pairs[each] -= apart[worst] >> each & 1
+        return group
+
+    chosen = largest((1 << size) - 1)
+    for each in range(size - 1, -1, -1):  # a greedy search may leave out one that is apart from none
         if not apart[each] & chosen:
             chosen |= 1 << each
     return tuple(sorted(member for member in members if chosen >> place[member] & 1))
@@ -139,7 +161,7 @@ def _standing(view: View, reports: Sequence[Report], ranks_per_replica: int, pol
         least = min(needed, len(asked)) if one_history else needed
         if len(asked.intersection(names)) < max(1, least):
             return False
-        lost, left = frozenset(view.members).difference(quorum), dict(known.left)
+        lost, left = frozenset(view.members).difference(quorum), known.left
         return decide(view, lost=lost, gone=known.gone, joining=joined, policy=policy, left=left).members is not None
 
     standing = [
@@ -154,63 +176,3 @@ def _standing(view: View, reports: Sequence[Report], ranks_per_replica: int, pol
 def _accused(pairs: Iterable[tuple[int, int]], needed: int) -> set[int]:
     """Return the second elements that are paired with at least ``needed`` different first ones."""
     return {each for each, times in Counter(other for _, other in pairs).items() if times >= needed}
-
-
-class _Largest:
-    """The search for a largest set of which no two are apart, in a number of steps that is the same on all members.
-
-    It is exact for up to 16 members, whatever the bad pairs, and for many more with a few bad pairs each. Where the
-    steps run out, the member with the most bad pairs is dropped, of several the last one, until there is no bad pair.
-
-    Args:
-        apart: place -> the places that are apart from it, as bits.
-    """
-
-    def __init__(self, apart: Sequence[int]) -> None:
-        self._apart = apart
-        self._known: dict[int, int] = {}  # group -> its largest set
-        self._steps = _MOST_STEPS
-
-    def of(self, members: int) -> int:
-        """Return the largest set of ``members``, or a large one."""
-        chosen = 0
-        for group in self._groups(members):
-            if group not in self._known:
-                self._known[group] = self._of_group(group)
-            chosen |= self._known[group]
-        return chosen
-
-    def _of_group(self, group: int) -> int:
-        self._steps -= group.bit_count()
-        while self._apart[pivot := self._worst(group)] & group:
-            best = group & ~(1 << pivot)
-            if self._steps > 0:
-                best = self.of(best)
-            if self._steps > 0:
-                with_it = self.of(group & ~(1 << pivot) & ~self._apart[pivot]) | 1 << pivot
-                return max(best, with_it, key=lambda each: (each.bit_count(), each))
-            group = best
-        return group
-
-    def _worst(self, group: int) -> int:
-        return max(_places(group), key=lambda each: ((self._apart[each] & group).bit_count(), -each))
-
-    def _groups(self, members: int) -> Iterator[int]:
-        """Partition ``members`` into the connected components of the graph of those that are apart."""
-        while members:
-            group, waiting = 0, members & -members
-            while waiting:
-                group |= waiting
-                more = 0
-                for each in _places(waiting):
-                    more |= self._apart[each]
-                waiting = more & members & ~group
-            yield group
-            members &= ~group
-
-
-def _places(members: int) -> Iterator[int]:
-    while members:
-        last = members & -members
-        yield last.bit_length() - 1
-        members ^= last

@@ -5,9 +5,9 @@ The bounds of a field are part of its type: `msgspec` checks them when a value i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, TypedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
 
 from msgspec import Meta
 
@@ -17,12 +17,13 @@ from diloco.units import visible
 __all__ = [
     "GREATEST",
     "LEAST_FRAGMENT",
+    "MAX_MEMBERS",
+    "MAX_PAIRS",
     "MOST_RANK",
     "Agreed",
     "Commits",
     "Count",
     "Digest",
-    "News",
     "NextView",
     "Rank",
     "Ranks",
@@ -32,7 +33,6 @@ __all__ = [
     "View",
     "Vote",
     "Words",
-    "believed",
     "could_follow",
 ]
 
@@ -45,25 +45,23 @@ LEAST_FRAGMENT = -3
 MOST_RANK = (1 << 31) - 1
 """The greatest number of a rank or a replica."""
 
-MOST_ROUNDS = 4096  # that one member can have committed recently: two of each fragment
-MOST_MEMBERS, MOST_PAIRS = 1 << 12, 1 << 15
+_MAX_ROUNDS = 4096  # that one member can have committed recently: two of each fragment
+MAX_MEMBERS, MAX_PAIRS = 1 << 12, 1 << 15
 _MOST_WORDS = 500
 
 Count = Annotated[int, Meta(ge=0, le=GREATEST)]
 Rank = Annotated[int, Meta(ge=0, le=MOST_RANK)]
-Ranks = Annotated[tuple[Rank, ...], Meta(max_length=MOST_MEMBERS)]
+Ranks = Annotated[tuple[Rank, ...], Meta(max_length=MAX_MEMBERS)]
 RoundKey = tuple[Annotated[int, Meta(ge=LEAST_FRAGMENT, le=GREATEST)], Count]
 """A round as (fragment, outer step)."""
-RoundKeys = Annotated[frozenset[RoundKey], Meta(max_length=MOST_ROUNDS)]
+RoundKeys = Annotated[frozenset[RoundKey], Meta(max_length=_MAX_ROUNDS)]
 Digest = Annotated[str, Meta(max_length=64)]  # with the bounds above, a report fits into a message of 1 MiB
 Words = Annotated[str, Meta(max_length=1 << 16)]
 """A text for users, which is made printable and cut as soon as it is part of a value."""
-Commits = Annotated[Mapping[RoundKey, Digest], Meta(max_length=MOST_ROUNDS)]
+Commits = Annotated[Mapping[RoundKey, Digest], Meta(max_length=_MAX_ROUNDS)]
 """Rounds with the digests of their averages."""
-_Replicas = Annotated[frozenset[Rank], Meta(max_length=MOST_MEMBERS)]
-_Pairs = Annotated[frozenset[tuple[Rank, Rank]], Meta(max_length=MOST_PAIRS)]
-_LeftAt = tuple[Rank, Count]
-_LeftCommits = Annotated[frozenset[tuple[RoundKey, Digest]], Meta(max_length=MOST_ROUNDS)]
+_Replicas = Annotated[frozenset[Rank], Meta(max_length=MAX_MEMBERS)]
+_Pairs = Annotated[frozenset[tuple[Rank, Rank]], Meta(max_length=MAX_PAIRS)]
 
 
 @dataclass(frozen=True)
@@ -130,8 +128,7 @@ class NextView:
     reason: Words
     joined: Ranks = ()  # replicas that were not members before
     void: RoundKeys = frozenset()  # rounds that are void; `carries_over` decides about undecided ones
-    # members of the old view that left voluntarily, and the inner step after which each left; ascending
-    left: Annotated[tuple[_LeftAt, ...], Meta(max_length=MOST_MEMBERS)] = ()
+    left: Ranks = ()  # members of the old view that left voluntarily; ascending
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reason", visible(self.reason, _MOST_WORDS))
@@ -170,10 +167,7 @@ class Report:
     unsteady: _Pairs = frozenset()
     gone: _Replicas = frozenset()  # replicas whose process is known to have ended
     joining: _Replicas = frozenset()  # replicas that want to be members of the next view
-    # replicas that have announced their leaving, and the inner step after which they leave; they are in ``gone`` as
-    # well
-    left: Annotated[frozenset[_LeftAt], Meta(max_length=MOST_MEMBERS)] = frozenset()
-    left_commits: _LeftCommits = frozenset()  # the rounds that the leaving replicas have committed recently
+    left: _Replicas = frozenset()  # replicas that have announced their leaving; they are in ``gone`` as well
     step: Count = 0  # the number of inner steps that the rank has begun to synchronise
     commits: Commits = field(default_factory=dict)  # the rounds that the rank has committed recently
     void: RoundKeys = frozenset()  # the rounds that the rank has decided void recently
@@ -185,7 +179,7 @@ class Report:
     @property
     def known(self) -> tuple[frozenset[object], ...]:
         """The part of the report in which all ranks must agree."""
-        return self.unheard, self.behind, self.unsteady, self.gone, self.joining, self.left, self.left_commits
+        return self.unheard, self.behind, self.unsteady, self.gone, self.joining, self.left
 
     @property
     def held(self) -> Commits:
@@ -201,77 +195,6 @@ class Report:
     def covers(self, other: Report) -> bool:
         """Return whether this report contains everything of ``other`` in which all ranks must agree."""
         return all(more >= less for more, less in zip(self.known, other.known, strict=True))
-
-
-class News(TypedDict, total=False):
-    """What happened to a view.
-
-    ``unheard`` are replicas that this one can't hear, ``behind`` are replicas that it hears and whose contribution it
-    has awaited for too long, and ``apart`` are pairs of joining replicas without a connection to each other. The other
-    keys are those of a `Report`.
-    """
-
-    unheard: frozenset[int]
-    behind: frozenset[int]
-    apart: frozenset[tuple[int, int]]
-    gone: frozenset[int]
-    joining: frozenset[int]
-    left: frozenset[_LeftAt]
-    left_commits: _LeftCommits
-
-
-def believed(report: Report, mine: Report, view: View, *, sender: int, me: int, hears: Callable[[int], bool]) -> Report:
-    """Return the part of a report that this rank believes.
-
-    Every member speaks for itself: which members it can't hear, whose contribution it awaits, that it leaves. What a
-    report says of other replicas counts only if this rank does not hear them; else it waits for their own reports, or
-    for the end of their connections. So a member that lies can only claim not to hear others; if it accuses two, it is
-    the one to go.
-
-    Args:
-        report: the report as received.
-        mine: what this rank knows already.
-        view: the view that ends.
-        sender: the replica of the report's rank.
-        me: this replica.
-        hears: whether all ranks of a replica are connected and not declared lost.
-
-    >>> lie = Report(2, 0, unheard=frozenset({(0, 1), (2, 1)}), gone=frozenset({0, 1}))
-    >>> what = believed(lie, Report(0, 0), View.of(3), sender=2, me=0, hears={1, 2}.__contains__)
-    >>> sorted(what.unheard), sorted(what.gone)
-    ([(2, 1)], [])
-    """
-
-    agreed = report.agreed
-    if agreed is not None and agreed.known > sum(map(len, report.known)):
-        agreed = None
-    if agreed is not None and not could_follow(agreed.following, view, mine):
-        agreed = None
-    if mine.covers(report):  # the report holds nothing new
-        return report if agreed is report.agreed else replace(report, agreed=agreed)
-
-    def may_report_on(replica: int) -> bool:
-        return replica == sender or (replica != me and not hears(replica))
-
-    unheard = frozenset(
-        pair
-        # any member may report that two joiners don't hear each other: at worst they join one after the other
-        for pair in report.unheard
-        if pair in mine.unheard or may_report_on(pair[0]) or mine.joining.issuperset(pair)
-    )
-    left = frozenset(each for each in report.left if each in mine.left or may_report_on(each[0]))
-    whole = left and left == report.left
-    ended = mine.gone | {replica for replica, _ in left}
-    return replace(
-        report,
-        unheard=unheard,
-        behind=frozenset(pair for pair in report.behind if pair in mine.behind or may_report_on(pair[0])),
-        unsteady=frozenset(pair for pair in report.unsteady if pair in mine.unsteady or may_report_on(pair[0])),
-        gone=frozenset(each for each in report.gone if each in ended or (each != me and not hears(each))),
-        left=left,
-        left_commits=report.left_commits if whole else report.left_commits & mine.left_commits,
-        agreed=agreed,
-    )
 
 
 def could_follow(following: NextView, view: View, mine: Report) -> bool:

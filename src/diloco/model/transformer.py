@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from diloco.algorithm import set_whole_
 from diloco.errors import ConfigurationError
 from diloco.model.language_model import LanguageModel
 from diloco.model.loss import product_dtype
@@ -99,9 +100,12 @@ class Transformer(LanguageModel):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw all weights and fill the rotary table; use it also after ``to_empty`` of a model built on ``meta``."""
+        """Draw all weights and fill the rotary table; use it also after ``to_empty`` of a model built on ``meta``.
+
+        Of a model that is sharded over ranks, each fills its own part, and none ever holds the whole model.
+        """
         for name, value in self.initial_values(generator):
-            self.get_parameter(name).copy_(value)
+            set_whole_(self.get_parameter(name), value)
         self.model.fill_rotary_table()
 
     def forward(self, tokens: Tensor, cache: KeyValueCache | None = None, documents: Tensor | None = None) -> Tensor:

@@ -19,8 +19,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from diloco.algorithm import (
-    GREATEST_WEIGHT,
-    LEAST_WEIGHT,
     AlphaMerge,
     AverageRule,
     Codec,
@@ -35,7 +33,6 @@ from diloco.algorithm import (
     RoundId,
     Send,
     SyncSchedule,
-    check_number,
     collect_buffers,
     digest_state,
     holding,
@@ -45,14 +42,14 @@ from diloco.algorithm import (
     reshard,
     restore_buffers_,
 )
-from diloco.errors import CheckpointError, ConfigurationError, DivergedError, RoundVoidError
+from diloco.errors import CheckpointError, ConfigurationError, DivergedError, RoundVoidError, TransportError
 from diloco.events import Event, Note, RoundCommitted, RoundSent, RoundVoid
 from diloco.outer.arguments import (
     argument_facts,
     check_arguments,
     check_kinds,
-    check_saved_facts,
     check_transport,
+    frozen_facts,
     saved_facts,
     usable_device,
 )
@@ -65,13 +62,6 @@ from diloco.state_tree import readable_state
 from diloco.transport import InProcessTransport, Transport
 
 __all__ = ["DiLoCo"]
-
-
-_DRIFTED = (
-    "The frozen parameter {names} has changed since the start. Frozen parameters are not synchronised, so it may "
-    "differ between replicas. Register it as a buffer, which is averaged, or change it alike on every replica."
-)
-
 
 _OF_AVERAGES = ("contributors", "sent_bytes", "received_bytes", "wait_s", "clipped", "note", "spread", "late_s")
 """The fields that `RoundCommitted` takes from the average."""
@@ -164,27 +154,26 @@ class DiLoCo:
         compare_arguments: bool = True,
         global_state_of: DiLoCo | None = None,
     ) -> None:
-        check_kinds(locals())
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        check_kinds(arguments)
+        schedule = schedule or SyncSchedule(inner_steps=100)
+        layouts = tuple(fragments or partition(model, num_fragments=schedule.num_fragments))
+        outer_optimizer = outer_optimizer or Nesterov(learning_rate=0.7 if len(layouts) == 1 else 0.4)
+        merge = merge or (RebaseMerge() if schedule.overlap_steps else AlphaMerge())
+        codec = make_codec(codec) if isinstance(codec, str) else codec
+        arguments |= {"schedule": schedule, "fragments": layouts, "merge": merge, "codec": codec}
+        arguments |= {"outer_optimizer": outer_optimizer}
+        check_arguments(arguments)
         self.model = model
         self.transport = transport or InProcessTransport(1).endpoint(0)
-        self.schedule = schedule or SyncSchedule(inner_steps=100)
-        layouts = tuple(fragments or partition(model, num_fragments=self.schedule.num_fragments))
-        self.outer_optimizer = outer_optimizer or Nesterov(learning_rate=0.7 if len(layouts) == 1 else 0.4)
-        self.merge = merge or (RebaseMerge() if self.schedule.overlap_steps else AlphaMerge())
-        self.codec = make_codec(codec) if isinstance(codec, str) else codec
-        self.error_feedback = error_feedback
-        check_number("weight", weight, LEAST_WEIGHT, GREATEST_WEIGHT)
+        self.schedule = schedule
         self.weight = weight
-        self.max_norm = max_norm
-        self.average = average
-        self.mean_codec = mean_codec
         self.steps = 0
-        check_arguments(model, inner_optimizer, {**vars(self), "fragments": layouts})
         device = None if global_device is None else usable_device(global_device)
         template = Contribution(
             round=RoundId(0, 0),
             replica=self.transport.replica,
-            codec=self.codec,
+            codec=codec,
             numel=0,
             payload=torch.empty(0, dtype=torch.uint8, device="cpu"),
             max_norm=max_norm,
@@ -197,22 +186,24 @@ class DiLoCo:
             Fragment(
                 model,
                 layout,
-                self.outer_optimizer,
-                self.merge,
+                outer_optimizer,
+                merge,
                 error_feedback=float(error_feedback),
                 device=device,
                 template=replace(template, numel=layout.numel, tensors=layout.sizes),
                 state=global_state_of.fragments[layout.index].state if global_state_of else None,
-                greatest=self._greatest or list,
+                greatest=self._greatest,
             )
             for layout in layouts
         )
-        self.recovery = StateRecovery(self.fragments, self.transport, self._greatest or list)
+        self.recovery = StateRecovery(self.fragments, self.transport, self._greatest)
         optimizers = inner_optimizer if isinstance(inner_optimizer, Sequence) else [inner_optimizer]
         self._reports = Reports(optimizers, on_event)
         self._model_watch = ModelWatch(model, self.named_parameters())
         self._agreed_buffers, _ = collect_buffers(model)  # the floating-point buffers that all replicas held last
-        self._facts = argument_facts(model, vars(self)) if compare_arguments else {}
+        facts = argument_facts(model, arguments)
+        self._saved_facts = saved_facts(facts)
+        self._facts = facts | frozen_facts(model) if compare_arguments else {}
         self._publish_and_compare(self.transport)
 
     def step(self, trained: float = 1.0) -> None:
@@ -239,7 +230,7 @@ class DiLoCo:
         self._reports.begin(self.steps)
         actions = self.schedule.actions(self.steps + 1)
         # ranks that shard the parameters agree on what to adopt, which takes an exchange, so not at every step
-        if self._greatest is None or any(isinstance(action, Send) for action in actions):
+        if self._greatest is list or any(isinstance(action, Send) for action in actions):
             self._adopt_fetched_state()
         for fragment in self.fragments:
             fragment.trained += trained
@@ -431,7 +422,7 @@ class DiLoCo:
         contains yet, and the counters. See `Fragment.state_dict` for its ``fragments``.
         """
         return {
-            "about": saved_facts(vars(self)),
+            "about": self._saved_facts,
             "steps": self.steps,
             "fragments": [fragment.state_dict() for fragment in self.fragments],
         }
@@ -447,29 +438,35 @@ class DiLoCo:
 
         Raises:
             ConfigurationError: if a fragment is in flight. Nothing was loaded.
-            CheckpointError: if the state belongs to another schedule, partition, codec, merge rule or outer optimizer.
-                The message names both values.
+            CheckpointError: if the state is malformed, or belongs to another schedule, partition, codec, merge rule or
+                outer optimizer. The message names both values. Nothing was loaded.
         """
         self._require_nothing_in_flight("loading a state")
         if not isinstance(state, Mapping) or "about" not in state:
             raise CheckpointError("This is no state of DiLoCo. Load what DiLoCo.state_dict() returned.")
-        self.recovery.change_transport(self.transport)  # what is being fetched does not belong to the loaded state
         with readable_state("The state"):
-            check_saved_facts(state["about"], saved_facts(vars(self)))
-            self.steps = int(state["steps"])
-            pairs = zip(self.fragments, state["fragments"], strict=True)
+            for key, value in self._saved_facts.items():
+                if value != (theirs := state["about"].get(key)):
+                    raise CheckpointError(
+                        f"The saved state has {key} = {theirs!r} but this run has {value!r}; both must be equal. "
+                        "Nothing was loaded."
+                    )
+            steps, pairs = int(state["steps"]), zip(self.fragments, state["fragments"], strict=True)
             # contributions are submitted in the order in which they were sent
-            for fragment, saved in sorted(pairs, key=lambda pair: self._sent_at(pair[0].index, pair[1])):
-                fragment.load_state_dict(saved, self.transport, resubmit=resubmit)
+            ordered = sorted(pairs, key=lambda pair: self._sent_at(pair[0].index, pair[1]["in_flight"]))
             lacking = ", ".join(str(index) for index, saved in enumerate(state["fragments"]) if saved["fetching"])
+            loaders = [fragment.loader(saved, resubmit=resubmit) for fragment, saved in ordered]
+        self.recovery.change_transport(self.transport)  # what is being fetched does not belong to the loaded state
+        self.steps = steps
+        for load in loaders:
+            load(self.transport)
         self._agreed_buffers, _ = collect_buffers(self.model)
         self._model_watch.begin()
         if lacking:
             text = f"The state of fragment {lacking} was being fetched when this was saved. It is fetched again."
             self._on_event(Note(step=self.steps, text=text))
 
-    def _sent_at(self, index: int, saved: Mapping[str, Any]) -> tuple[int, int]:
-        flight = saved["in_flight"]
+    def _sent_at(self, index: int, flight: Mapping[str, Any] | None) -> tuple[int, int]:
         return (0 if flight is None else self.schedule.sent_at(index, int(flight["outer_step"])), index)
 
     def _perform(self, action: Send | Merge) -> None:
@@ -485,8 +482,8 @@ class DiLoCo:
         buffers = integers = None
         withdrawn = ""
         if fragment is self.fragments[-1]:
-            if drifted := self._model_watch.drifted():
-                self._on_event(Note(step=self.steps, text=_DRIFTED.format(names=", ".join(drifted))))
+            if drift := self._model_watch.drift():
+                self._on_event(Note(step=self.steps, text=drift))
             buffers, integers = collect_buffers(self.model)
             bad = [] if buffers is None else not_finite(self.model, buffers, self._agreed_buffers)
             withdrawn = f"its buffer {', '.join(map(repr, bad))} became NaN or infinite" if bad else ""
@@ -513,19 +510,25 @@ class DiLoCo:
         )
 
     def _merge(self, fragment: Fragment) -> None:
-        """Wait for the average of the fragment in flight and apply it. Work that it lacks is sent with the next."""
+        """Wait for the average of the fragment in flight and apply it. Work that it lacks is sent with the next.
+
+        A round that is void for one rank that shards the parameters is void for all of them, as it is on all replicas.
+        """
         assert fragment.flight is not None, "a round is in flight"
-        round_id = fragment.flight.contribution.round
-        about = {"step": self.steps, "replica": self.transport.replica, **vars(round_id)}
-        reason = ""
+        about = {"step": self.steps, "replica": self.transport.replica, **vars(fragment.flight.contribution.round)}
+        error: TransportError | None = None
         try:
             average = fragment.flight.pending.wait()
-            if average.donor is not None:
-                reason = self.recovery.round_missed(average, average.donor)
-        except DivergedError as error:
-            reason = f"{error} {self.recovery.resync(fragment, error)}"
-        except RoundVoidError as error:
-            reason = str(error)
+        except (DivergedError, RoundVoidError) as void:
+            error = void.with_traceback(None)  # which would keep this frame and its tensors
+        diverged = error if isinstance(error, DivergedError) else None
+        any_void, any_diverged = self._greatest([error is not None, diverged is not None])
+        reason = ""
+        if any_void:
+            reason = str(error or "The round is void for another rank of this replica.")
+            reason += f" {self.recovery.resync(fragment, diverged)}" if any_diverged else ""
+        elif average.donor is not None:
+            reason = self.recovery.round_missed(average, average.donor)
         if reason:
             fragment.drop()
             self._on_event(RoundVoid(**about, reason=reason))
@@ -534,13 +537,8 @@ class DiLoCo:
         if average.buffers is not None or average.integers is not None:
             restore_buffers_(self.model, average.buffers, average.integers)
             self._agreed_buffers = average.buffers
-        self._on_event(
-            RoundCommitted(
-                **about,
-                **{name: getattr(average, name) for name in _OF_AVERAGES},
-                **measures,
-            )
-        )
+        fields = {name: getattr(average, name) for name in _OF_AVERAGES}
+        self._on_event(RoundCommitted(**about, **fields, **measures))
 
     def _on_event(self, event: Event) -> None:
         self._reports.pass_on(event, self.transport)

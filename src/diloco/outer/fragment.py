@@ -14,7 +14,7 @@ ranks of a replica shard its parameters, each rank holds this for its own shards
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +38,7 @@ from diloco.algorithm import (
     reshard,
     unflatten_,
 )
-from diloco.errors import NonFiniteError
+from diloco.errors import FragmentError, NonFiniteError
 from diloco.outer.state import GlobalState, Greatest, Measures
 from diloco.protocol import Average
 from diloco.transport import Pending, Transport
@@ -290,42 +290,50 @@ class Fragment:
             "in_flight": self._flight_state(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], transport: Transport, *, resubmit: bool) -> None:
-        """Restore the state that `state_dict` returned, and submit the round again that was in flight.
+    def loader(self, state: Mapping[str, Any], *, resubmit: bool) -> Callable[[Transport], None]:
+        """Check a state that `state_dict` returned, and return the function that restores it.
 
-        Args:
-            state: The state.
-            transport: The connection to the others.
-            resubmit: False counts the round in flight as void.
+        That function submits the round that was in flight to a transport again; with ``resubmit`` False it counts the
+        round as void instead.
+
+        Raises:
+            FragmentError: if it is the state of another fragment.
         """
-        residual, entry = state["residual"], state["in_flight"]
-        lost = entry is not None and not resubmit
-        self.state.load(state, int(entry["outer_step"]) + 1 if lost else int(state["finished_rounds"]))
-        if self.residual is not None:
-            self.residual.copy_(residual)
+        self.state.check(state)
+        flight, residual, sent = state["in_flight"], state["residual"], None
+        lost = flight is not None and not resubmit
         candidate = None if lost else state["candidate"]
-        self.candidate = None if candidate is None else candidate.to(self.device, copy=True)
-        self.trained, self.submitted = float(state["trained"]), float(state["submitted"])
-        self.committed, self.void = int(state["committed"]), int(state["void"]) + lost
-        if entry is not None and resubmit:
-            self._submit_again(entry, transport)
+        finished = int(flight["outer_step"]) + 1 if lost else int(state["finished_rounds"])
+        trained, submitted = float(state["trained"]), float(state["submitted"])
+        committed, void = int(state["committed"]), int(state["void"]) + lost
+        contribution: Contribution | None = None
+        if flight is not None and resubmit:
+            fields = {name: flight[name] for name in _SAVED_FIELDS}
+            contribution = replace(self._template, **fields, round=RoundId(self.index, int(flight["outer_step"])))
+            sent = flight["sent"]
+        vectors = [values.numel() for values in (residual, candidate, sent) if values is not None]
+        if set(vectors) - {self.numel} or (residual is None) != (self.residual is None):
+            raise FragmentError(f"The state of fragment {self.index} has {vectors} values, not {self.numel}.")
+
+        def load(transport: Transport) -> None:
+            self.state.load(state, finished)
+            if self.residual is not None:
+                self.residual.copy_(residual)
+            self.candidate = None if candidate is None else candidate.to(self.device, copy=True)
+            self.trained, self.submitted, self.committed, self.void = trained, submitted, committed, void
+            if contribution is not None:
+                payload = contribution.payload.to(self.device)
+                again = replace(contribution, replica=transport.replica, payload=payload)
+                kept = None if sent is None else sent.to(self.device)
+                self.flight = InFlight(again, transport.average(again), kept)
+
+        return load
 
     def _flight_state(self) -> dict[str, Any] | None:
         if (flight := self.flight) is None:
             return None
         saved = {name: getattr(flight.contribution, name) for name in _SAVED_FIELDS}
         return {"outer_step": flight.contribution.round.outer_step, **saved, "sent": flight.sent}
-
-    def _submit_again(self, entry: Mapping[str, Any], transport: Transport) -> None:
-        contribution = replace(
-            self._template,
-            **{name: entry[name] for name in _SAVED_FIELDS},
-            round=RoundId(self.index, int(entry["outer_step"])),
-            replica=transport.replica,
-        )
-        contribution = replace(contribution, payload=contribution.payload.to(self.device))
-        sent = None if entry["sent"] is None else entry["sent"].to(self.device)
-        self.flight = InFlight(contribution, transport.average(contribution), sent)
 
     def _carry_over(self, before: Tensor) -> None:
         """Shift the local parameters by the change of the global ones, so that the pseudo-gradient stays the same."""

@@ -17,7 +17,7 @@ from diloco.algorithm import (
     overlaps,
     persistent_buffers,
 )
-from diloco.errors import ConfigurationError, FragmentError
+from diloco.errors import ConfigurationError
 
 __all__ = ["ModelWatch", "frozen_digests"]
 
@@ -46,8 +46,7 @@ class ModelWatch:
         self._model = model
         self._parameters = parameters
         self._known = {id(parameter) for parameter in parameters.values()}
-        self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        self._buffers = _layout(model)
+        self._tensors = self._synchronised()
         self._checked: list[tuple[object, ...]] = []  # what the last check has seen
         self.begin()
 
@@ -61,50 +60,49 @@ class ModelWatch:
         Freezing, and another floating-point type, are allowed.
 
         Raises:
-            ConfigurationError: if one has or can't; the message names it. `FragmentError` for a parameter.
+            ConfigurationError: if one has or can't; the message names it.
         """
         current = named_parameters(self._model)
         seen = [(name, *_place(each)) for name, each in (current | persistent_buffers(self._model)).items()]
         if seen == self._checked:
             return
-        self._check(current)
-        self._checked = seen
-
-    def _check(self, current: Mapping[str, nn.Parameter]) -> None:
-        present = {id(parameter) for parameter in current.values()}
-        for name, parameter in self._parameters.items():
-            if id(parameter) not in present:
-                raise FragmentError(
-                    f"The parameter {name!r} was replaced or removed after DiLoCo(...) was constructed, so its new "
-                    "values would not be synchronised. Change its values in place, or construct DiLoCo afterwards."
-                )
-            if parameter.shape != (shape := self._shapes[name]):
-                raise FragmentError(
-                    f"The parameter {name!r} had the shape {tuple(shape)} when DiLoCo(...) was constructed, and now "
-                    f"has {tuple(parameter.shape)}. Construct DiLoCo afterwards."
-                )
-        if new := [name for name, each in current.items() if each.requires_grad and id(each) not in self._known]:
-            raise FragmentError(
-                f"{', '.join(new)} became trainable after DiLoCo(...) was constructed, so no fragment holds it. Make "
-                "it trainable before, or freeze it with requires_grad_(False)."
+        if changed := sorted(self._tensors ^ self._synchronised()):
+            raise ConfigurationError(
+                f"The model is no longer the one of which DiLoCo(...) was constructed: {', '.join(changed)} is gone or "
+                "new, so it would not be synchronised. Change values in place, and add, resize or unfreeze before. If "
+                "the first batch makes a buffer, run one before; if it is derived, use persistent=False."
             )
         check_parameters(self._parameters)
         check_buffers(self._model, self._parameters)
-        if changed := sorted(self._buffers.symmetric_difference(_layout(self._model))):
-            raise ConfigurationError(
-                f"The buffers of the model have changed since DiLoCo(...) was constructed: {', '.join(changed)}. "
-                "Run one batch through the model before if that makes them; use persistent=False if they are derived."
-            )
+        self._checked = seen
 
-    def drifted(self) -> list[str]:
-        """Return the names of frozen parameters that have changed, each of them once.
+    def drift(self) -> str:
+        """Return a sentence about frozen parameters that have changed, each of them once; "" if none has.
 
         Up to 16,384 values of each parameter are compared.
         """
         now = self._sampled()
         changed = [name for name, digest in self._frozen.items() if now.get(name, digest) != digest]
         self._frozen = {name: digest for name, digest in self._frozen.items() if name not in changed}
-        return changed
+        if not changed:
+            return ""
+        return (
+            f"The frozen parameter {', '.join(changed)} has changed since the start. Frozen parameters are not "
+            "synchronised, so it may differ between replicas. Register it as a buffer, which is averaged, or change it "
+            "alike on every replica."
+        )
+
+    def _synchronised(self) -> set[str]:
+        """Return each parameter and buffer to be synchronised, and those that the model would need to be, as text."""
+        current = named_parameters(self._model)
+        present = {id(parameter) for parameter in current.values()}
+        names = {name for name, each in self._parameters.items() if id(each) in present}
+        texts = {f"parameter {name} {tuple(self._parameters[name].shape)}" for name in names}
+        texts |= {f"parameter {n}" for n, each in current.items() if each.requires_grad and id(each) not in self._known}
+        for name, each in persistent_buffers(self._model).items():  # the type counts of those that are copied as bytes
+            kind = "" if each.is_floating_point() else f" {each.dtype}"
+            texts.add(f"buffer {name} {tuple(each.shape)}{kind}")
+        return texts
 
     def _sampled(self) -> dict[str, str]:
         frozen = {
@@ -120,13 +118,6 @@ class ModelWatch:
             for name, each in frozen.items()
             if not tied.intersection(each)
         }
-
-
-def _layout(model: nn.Module) -> set[str]:
-    """Return the name and shape of each persistent buffer as text, and the type of those that are copied as bytes."""
-    buffers = persistent_buffers(model).items()
-    kinds = {name: "" if each.is_floating_point() else f" {each.dtype}" for name, each in buffers}
-    return {f"{name} {tuple(each.shape)}{kinds[name]}" for name, each in buffers}
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco.algorithm import AlphaMerge
@@ -13,6 +12,7 @@ from diloco.events import StateFetched
 from diloco.outer.fragment import Fragment
 from diloco.outer.state import Greatest
 from diloco.protocol import Average
+from diloco.state_tree import UNREADABLE
 from diloco.transport import Fetching, Transport
 from diloco.units import format_bytes
 from diloco.waiting import waiting_for
@@ -31,17 +31,38 @@ class _Fetch:
 
     fragment: Fragment
     donor: int
+    digest: str  # of the state that the majority held when the fetch began; "" if it is not known
     fetching: Fetching
     missed: list[Average] = field(default_factory=list)  # averages of the rounds since the fetch began
 
 
 @dataclass(frozen=True, eq=False)
-class _Arrived:
-    """A state that can be adopted."""
+class _Received:
+    """A state of another replica that fits a fragment."""
 
     state: Mapping[str, Any]
-    finished_rounds: int  # with those of ``lacking``
-    lacking: list[Average]  # the averages of the rounds that the state lacks
+    finished_rounds: int
+    begun_after: int
+    data_order: str
+    lacking: Sequence[Average] = ()  # the averages of the rounds that the state lacks
+
+
+def _received(fragment: Fragment, state: Mapping[str, Any]) -> _Received:
+    """Check a state that has been received.
+
+    Raises:
+        TransportError: if it is not a state of the fragment.
+    """
+    try:
+        fragment.state.check(state)
+        finished, begun_after = (state.get(name, 0) for name in ("finished_rounds", "begun_after"))
+        for name, number in (("finished_rounds", finished), ("begun_after", begun_after)):
+            if type(number) is not int or number < 0:
+                raise ValueError(f"{name} is {str(number)[:40]!r}")
+    except (FragmentError, *UNREADABLE) as error:
+        what = f"the received data is not a valid state of fragment {fragment.index}"
+        raise TransportError(f"{what}: {error}") from error
+    return _Received(state, finished, begun_after, str(state.get("data_order", "")))
 
 
 class StateRecovery:
@@ -77,7 +98,7 @@ class StateRecovery:
         self._fragments = fragments
         self._transport = transport
         self._greatest = greatest
-        self._queue: list[Fragment] = []  # whose states to fetch, in the order found
+        self._queue: dict[Fragment, str] = {}  # whose states to fetch, with the digest of each if it is known
         self._fetch: _Fetch | None = None
 
     def snapshot(self, index: int) -> dict[str, Any]:
@@ -130,37 +151,37 @@ class StateRecovery:
                 fetching = self._transport.fetch_in_background(index, donors, expected[index])
                 while not _ended(fetching, _PROGRESS_INTERVAL_S):
                     yield progress()
-                state = fetching.result()
-                finished, begun_after = _count(index, state, "finished_rounds"), _count(index, state, "begun_after")
-                with _valid(index):
-                    if keep_work:
-                        fragment.adopt(state, finished)
-                    else:
-                        fragment.state.load(state, finished)
-                        fragment.reset_local(AlphaMerge())
-                        fragment.trained = fragment.submitted = 0.0
-                self.begun_after, self.data_order = begun_after, str(state.get("data_order", ""))
+                received = _received(fragment, fetching.result())
+                if keep_work:
+                    fragment.adopt(received.state, received.finished_rounds)
+                else:
+                    fragment.state.load(received.state, received.finished_rounds)
+                    fragment.reset_local(AlphaMerge())
+                    fragment.trained = fragment.submitted = 0.0
+                self.begun_after, self.data_order = received.begun_after, received.data_order
                 yield progress(here=True)
 
-    def resync(self, fragment: Fragment, error: DivergedError) -> str:
+    def resync(self, fragment: Fragment, error: DivergedError | None) -> str:
         """Adopt the majority's state of a fragment now. Work not yet shared stays in the local parameters.
+
+        Call it on all ranks that shard the parameters: those that have diverged adopt it, all of them or none.
+
+        Args:
+            fragment: The fragment.
+            error: How this rank has diverged, or None.
 
         Returns:
             The outcome, as a sentence.
         """
-        donor, replica = error.donor, self._transport.replica
-        others = [m for m in self._transport.view.members if m not in (donor, *error.replicas)]
-        try:
-            # all at once, then one by one: a faulty member may have answered first
-            for asked in ([donor, *others], [donor], *([other] for other in others)):
-                state = self._transport.fetch(fragment.index, asked, fragment.state.num_bytes())
-                if _digest(fragment, state) == error.digest:
-                    with _valid(fragment.index):
-                        fragment.adopt(state, fragment.state.finished_rounds)
-                    return f"Replica {replica} adopted the state of replica {donor}."
-        except TransportError as failure:  # the next round of this fragment detects the difference again
-            return f"Adopting the state of replica {donor} failed: {failure}"
-        return f"Replica {replica} adopted no state: no state that it received is the majority's."
+        (attempts,) = self._greatest([len(self._transport.view.members)])
+        for _ in range(int(attempts)):  # a faulty member may have answered first; then they are asked one by one
+            before = fragment.mismatches
+            if error is not None:
+                self._want(fragment, error.donor, error.digest)
+            failures = self.poll(wait=True)
+            if not any(self._greatest([fragment.mismatches > before])):
+                break
+        return " ".join(failures) or f"Replica {self._transport.replica} adopted the majority's state."
 
     def round_missed(self, average: Average, donor: int) -> str:
         """Handle the average of a round that began while this replica did not hold the others' state.
@@ -182,10 +203,7 @@ class StateRecovery:
         if self._fetch is not None and self._fetch.fragment is fragment:
             self._fetch.missed.append(average)
         else:
-            if fragment not in self._queue:
-                self._queue.append(fragment)
-            fragment.donor = donor
-            self._start_next()
+            self._want(fragment, donor)
         return f"{status}, which it fetches in the background."
 
     def poll(self, *, wait: bool = False) -> tuple[str, ...]:
@@ -209,7 +227,7 @@ class StateRecovery:
                     failures.append(f"Adopting the state of replica {fragment.donor} failed: {why}")
                     self._forget(fragment)
                 elif progress == _ARRIVED:
-                    assert isinstance(outcome, _Arrived), "it has arrived on all ranks, so on this one"
+                    assert isinstance(outcome, _Received), "it has arrived on all ranks, so on this one"
                     fragment.unconfirmed, fragment.adopted = True, outcome.finished_rounds
                     fragment.adopt(outcome.state, outcome.finished_rounds, outcome.lacking)
                     self._forget(fragment)
@@ -218,47 +236,54 @@ class StateRecovery:
                 break
         return tuple(failures)
 
-    def _progress(self, fragment: Fragment, outcome: _Arrived | TransportError | None) -> int:
+    def _progress(self, fragment: Fragment, outcome: _Received | TransportError | None) -> int:
         if fragment.donor is None:
             return _IDLE
         if outcome is None or self._fetch is None or self._fetch.fragment is not fragment:
             return _PENDING
-        return _ARRIVED if isinstance(outcome, _Arrived) else _FAILED
+        return _ARRIVED if isinstance(outcome, _Received) else _FAILED
 
-    def _outcome(self) -> _Arrived | TransportError | None:
+    def _outcome(self) -> _Received | TransportError | None:
         """Return what has been fetched, why it can't be adopted, or None before it has arrived."""
         if (fetch := self._fetch) is None or not fetch.fetching.done():
             return None
         fragment = fetch.fragment
         try:
-            state = fetch.fetching.result()
-            finished = _count(fragment.index, state, "finished_rounds")
+            received = _received(fragment, fetch.fetching.result())
+            finished = received.finished_rounds
             lacking = [average for average in fetch.missed if average.round.outer_step >= finished]
-            if lacking and _digest(fragment, state) != lacking[0].held:
+            held = lacking[0].held if lacking else fetch.digest if not fetch.missed else ""
+            if held and fragment.state.digest_of(received.state) != held:
                 fragment.mismatches += 1
                 raise TransportError("the received state differs from the one that the other replicas hold.")
-            with _valid(fragment.index):
-                fragment.state.check(state)
         except TransportError as error:
             return error
-        return _Arrived(state, max([finished, *(average.round.outer_step + 1 for average in lacking)]), lacking)
+        finished = max([finished, *(average.round.outer_step + 1 for average in lacking)])
+        return replace(received, finished_rounds=finished, lacking=lacking)
+
+    def _want(self, fragment: Fragment, donor: int, digest: str = "") -> None:
+        """Fetch the state of a fragment as soon as no other is being fetched."""
+        fragment.donor = donor
+        self._queue = {**self._queue, fragment: digest}
+        self._start_next()
 
     def _forget(self, fragment: Fragment) -> None:
         fragment.donor = None
-        self._queue = [each for each in self._queue if each is not fragment]
+        self._queue.pop(fragment, None)
         if self._fetch is not None and self._fetch.fragment is fragment:
             self._fetch = None
 
     def _start_next(self) -> None:
         if self._fetch is None and self._queue:
-            fragment = self._queue.pop(0)
+            fragment = next(iter(self._queue))
+            digest = self._queue.pop(fragment)
             assert fragment.donor is not None, "it is to be fetched"
             others = [m for m in self._transport.view.members if m not in (fragment.donor, self._transport.replica)]
             asked = [fragment.donor, *others]
             if fragment.mismatches:
                 asked = [asked[(fragment.mismatches - 1) % len(asked)]]
             fetching = self._transport.fetch_in_background(fragment.index, asked, fragment.state.num_bytes())
-            self._fetch = _Fetch(fragment, fragment.donor, fetching)
+            self._fetch = _Fetch(fragment, fragment.donor, digest, fetching)
 
 
 def _ended(fetching: Fetching, within_s: float | None) -> bool:
@@ -275,28 +300,3 @@ def _percentages(now: StateFetched) -> str:
     of_fragment = 100 * now.fragment_received_bytes // max(1, now.fragment_expected_bytes)
     came, expected = format_bytes(now.received_bytes), format_bytes(now.expected_bytes)
     return f"{of_all} %, {came} of {expected}; fragment {now.fragment}: {of_fragment} %"
-
-
-def _count(index: int, state: Mapping[str, Any], name: str) -> int:
-    number = state.get(name, 0)
-    if type(number) is not int or number < 0:
-        raise _invalid(index, f"{name} is {str(number)[:40]!r}")
-    return number
-
-
-def _digest(fragment: Fragment, state: Mapping[str, Any]) -> str:
-    with _valid(fragment.index):
-        return fragment.state.digest_of(state)
-
-
-@contextmanager
-def _valid(index: int) -> Iterator[None]:
-    """Turn what goes wrong with a received state into a `TransportError`."""
-    try:
-        yield
-    except (FragmentError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise _invalid(index, error) from error
-
-
-def _invalid(index: int, why: object) -> TransportError:
-    return TransportError(f"the received data is not a valid state of fragment {index}: {why}")

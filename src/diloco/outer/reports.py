@@ -16,36 +16,7 @@ from diloco.errors import ConfigurationError
 from diloco.events import Event, Note, RoundCommitted, RoundVoid, StepFinished
 from diloco.transport import Transport
 
-__all__ = ["Reports", "Warnings"]
-
-
-class Warnings:
-    """Warns of what goes wrong, for a loop that listens to no events. It warns once for each reason."""
-
-    def __init__(self) -> None:
-        self._told: set[str] = set()
-
-    def handle(self, event: Event) -> None:
-        """Warn if ``event`` reports a failure of a kind that was not reported yet."""
-        match event:
-            case RoundVoid():
-                words = (
-                    f"A round failed: {event.reason.rstrip('.')}. No replica applied it, and its work is sent again "
-                    "with the next one. If every round fails, the replicas train apart: remove the cause."
-                )
-            case RoundCommitted(note=note) if note:
-                words = f"A round was merged with a fault: {note}."
-            case Note():
-                words = event.text
-            case _:
-                return
-        if (kind := re.sub(r"[\d.]+", "#", words)) not in self._told:
-            self._told.add(kind)
-            warnings.warn(
-                f"{words.rstrip('.')}. (After step {event.step}; told once for each reason. Pass an on_event to learn "
-                "of every round; rounds_void and rounds_committed count them.)",
-                stacklevel=6,
-            )
+__all__ = ["Reports"]
 
 
 class Reports:
@@ -53,12 +24,13 @@ class Reports:
 
     Args:
         optimizers: the inner optimizers, of which the first has the reported learning rate.
-        on_event: the listener; None warns of failures.
+        on_event: the listener; None warns of failures, once for each reason.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], on_event: Callable[[Event], None] | None) -> None:
         self._optimizers = optimizers
-        self._listen = Warnings().handle if on_event is None else on_event
+        self._listen = on_event or self._warn
+        self._warned: set[str] = set()  # reasons, without their numbers
         self.wait_s = 0.0  # waited for averages
         self.contributors = 0  # of the last committed round
         self._began_s: float | None = None
@@ -98,6 +70,27 @@ class Reports:
             received_bytes=transport.received_bytes,
             compute_utilization=max(0.0, 1 - self.wait_s / elapsed_s),
         )
+
+    def _warn(self, event: Event) -> None:
+        match event:
+            case RoundVoid():
+                words = (
+                    f"A round failed: {event.reason.rstrip('.')}. No replica applied it, and its work is sent again "
+                    "with the next one. If every round fails, the replicas train apart: remove the cause."
+                )
+            case RoundCommitted(note=note) if note:
+                words = f"A round was merged with a fault: {note}."
+            case Note():
+                words = event.text
+            case _:
+                return
+        if (kind := re.sub(r"[\d.]+", "#", words)) not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(
+                f"{words.rstrip('.')}. (After step {event.step}; told once for each reason. Pass an on_event to learn "
+                "of every round; rounds_void and rounds_committed count them.)",
+                stacklevel=6,
+            )
 
 
 def _number(name: str, value: Any) -> float:

@@ -30,7 +30,7 @@ from diloco.algorithm import (
     trains_at,
 )
 from diloco.errors import ConfigurationError
-from diloco.train import RunSettings, make_configured_codec, make_mean_encoding, make_schedule
+from diloco.train import RunSettings, make_schedule, outer_components
 from diloco.transport import Link, LinkArrays, RoundTimes, round_times, streams_to_each
 
 Floats = NDArray[np.float64]
@@ -69,11 +69,12 @@ class Exchange:
         """Return the exchange of resolved ``settings`` for a model with these fragments."""
         if settings.algorithm == "data-parallel":
             return cls.of_gradients(sum(fragment_sizes), settings.sync.codec or "float32")
+        components = outer_components(settings.sync)
         return cls(
             schedule=make_schedule(settings),
             fragment_sizes=tuple(fragment_sizes),
-            codec=make_configured_codec(settings.sync),
-            mean=make_mean_encoding(settings.sync),
+            codec=components["codec"],
+            mean=MeanEncoding.of(components["mean_codec"]),
             whole=settings.sync.whole_contributions,
             dynamic_steps=settings.network.straggler == "dynamic",
         )

@@ -1,4 +1,4 @@
-"""The events that a machine handles, as frozen values: its only input.
+"""What goes into the machine and what comes out: events, and the effects of each on connections, timers and rounds.
 
 A connection has a number of its own, since a process that takes a rank's place uses another connection.
 """
@@ -8,33 +8,36 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
-from diloco.algorithm import UNKNOWN_UPLINK, Contribution, Mean, RoundId, Uplink
+from diloco.algorithm import UNKNOWN_UPLINK, Contribution, Exchange, Mean, RoundId, Uplink, Verdict
 from diloco.errors import TransportError
 from diloco.membership import NextView, Report, View
-from diloco.protocol.actions import Action, SendMessage, Timer
+from diloco.protocol.registry import Entry
 from diloco.protocol.suspicion import Loss
 from diloco.protocol.wire import FactsMessage, Join, Meet, Message, Speed, WireMessage
 
 __all__ = [
     "Announce",
+    "Average",
     "Begin",
     "Close",
     "Computed",
     "ConnectionEnded",
     "ConnectionMade",
+    "Effects",
     "Enter",
     "Event",
     "ExchangeEnded",
+    "GiveVerdict",
     "Leave",
-    "LinkStalled",
-    "LinksFailed",
     "Lost",
     "Outbox",
     "Received",
     "RoundsFailed",
+    "StartExchange",
     "Submitted",
+    "Timer",
     "TimerFired",
     "ViewBegan",
 ]
@@ -76,19 +79,21 @@ class Received:
 
 
 @dataclass(frozen=True)
+class Timer:
+    """The identity of a timer."""
+
+    # ``expire``: a round, or the votes on it, have taken too long; ``look``: check which replicas keep a round waiting;
+    # ``settle``: a view change has taken too long
+    kind: Literal["expire", "look", "settle"]
+    view_id: int  # the view in which the timer was set
+    round: RoundId | None = None  # None for ``settle``
+
+
+@dataclass(frozen=True)
 class TimerFired:
     """A timer has run out."""
 
     timer: Timer
-
-
-@dataclass(frozen=True)
-class LinksFailed:
-    """The payload connections of a view to some replicas could not be opened."""
-
-    view_id: int
-    replicas: tuple[int, ...]
-    reason: str
 
 
 # Events: from the exchange of a round's payloads.
@@ -111,7 +116,7 @@ class ExchangeEnded:
     view_id: int
     round: RoundId
     failure: str = ""  # why there is no mean; "" if there is one, or if the round is void
-    link_broken: bool = False  # whether the exchange failed because a payload connection ended
+    peer_lost: bool = False  # whether it failed with a connection, whose loss ends the view
     spoiler: int | None = None  # the replica whose values this rank has found to be at fault, or None
 
 
@@ -169,9 +174,12 @@ class Close:
     failure: TransportError
 
 
+# Events: from one part of the machine to another.
+
+
 @dataclass(frozen=True)
 class ViewBegan:
-    """Internal: a view has begun."""
+    """A view has begun."""
 
     following: NextView | None = None  # None: the view is the first one
     mine: Report | None = None  # this rank's final report on the previous view; None: it was no member of that
@@ -179,7 +187,7 @@ class ViewBegan:
 
 @dataclass(frozen=True)
 class RoundsFailed:
-    """Internal: the view is to end without some replicas, or because a round is disputed."""
+    """The view is to end without some replicas, or because a round is disputed."""
 
     view_id: int
     reason: str
@@ -188,21 +196,12 @@ class RoundsFailed:
     anyway: bool  # whether the view ends even if the others can't continue
 
 
-@dataclass(frozen=True)
-class LinkStalled:
-    """Internal: a payload connection has broken, so a view of the same members is to follow."""
-
-    view_id: int
-    reason: str
-
-
 Event: TypeAlias = (
     ConnectionMade
     | ConnectionEnded
     | Lost
     | Received
     | TimerFired
-    | LinksFailed
     | Computed
     | ExchangeEnded
     | Begin
@@ -213,19 +212,79 @@ Event: TypeAlias = (
     | Close
     | ViewBegan
     | RoundsFailed
-    | LinkStalled
 )
+
+
+# Effects.
+
+
+@dataclass(frozen=True, eq=False)
+class StartExchange:
+    """Exchange the payloads of a round with the members of ``view``, and wait for the verdict."""
+
+    view: View
+    contribution: Contribution
+    plan: Exchange
+
+
+@dataclass(frozen=True)
+class GiveVerdict:
+    """Tell the exchange of a round which contributions to sum."""
+
+    view_id: int
+    round: RoundId
+    verdict: Verdict
+    weights: Mapping[int, float]  # replica -> weight, for all contributors
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Average(Mean):
+    """The result of a committed round: its mean, bit-identical on every replica, and how the round went."""
+
+    round: RoundId  # the round
+    view: View  # the view whose members took part
+    sent_bytes: int  # payload bytes that this replica sent for the round
+    received_bytes: int
+    wait_s: float  # how long this replica stalled for it (virtual seconds on an emulated link)
+    note: str = ""  # why replicas were left out of the mean or messages were refused; "" if nothing was wrong
+    # for each contributor, how many seconds after the first one this replica received its contribution; empty if
+    # unknown
+    late_s: tuple[float, ...] = ()
+    # None: the average applies to the state that this replica holds. Otherwise this replica is still adopting the
+    # fragment's state, which the donor holds, and its own contribution did not count.
+    donor: int | None = None
+    held: str = ""  # the digest of the donor's state
+
+
+@dataclass(eq=False)
+class Effects:
+    """What one event causes. The owner carries it out field by field; no effect depends on the success of another."""
+
+    messages: list[tuple[int, WireMessage]] = field(default_factory=list)  # to which rank, if it is connected
+    hang_ups: list[int] = field(default_factory=list)  # ranks whose connection to close; that is no loss
+    # timer -> after how many seconds to deliver `TimerFired`, in place of an earlier setting; None: not at all
+    timers: dict[Timer, float | None] = field(default_factory=dict)
+    # rounds that were applied by every replica, with the average, or by none, with the error
+    outcomes: list[tuple[RoundId, Average | TransportError]] = field(default_factory=list)
+    # views that were adopted, each with the reason as this rank learned it, and the decision; and the ranks that join,
+    # to which a `Welcome` with the owner's note goes
+    adopted: list[tuple[NextView, str, tuple[int, ...]]] = field(default_factory=list)
+    exchanges: list[StartExchange] = field(default_factory=list)
+    verdicts: list[GiveVerdict] = field(default_factory=list)
+    view: View | None = None  # the view that is active from now on, if it changes: all exchanges of others end
+    closed: bool = False  # whether this rank takes part in no more rounds: all exchanges end
+    registered: list[Entry] = field(default_factory=list)  # ranks that ask to join, and their addresses
+    introduced: list[Entry] = field(default_factory=list)  # ranks to which to open a connection, as they can't
 
 
 @dataclass(eq=False)
 class Outbox:
-    """The actions and events that the parts of the machine produce."""
+    """What the parts of the machine produce while it handles an event."""
 
-    actions: list[Action] = field(default_factory=list)  # for the owner, in order
-    # events that the machine handles before it returns the actions
-    queue: deque[Event] = field(default_factory=deque)
+    effects: Effects = field(default_factory=Effects)
+    queue: deque[Event] = field(default_factory=deque)  # events to handle before the effects are returned
     now_s: float = 0.0  # when the current event was received
 
     def send(self, ranks: Iterable[int], message: WireMessage) -> None:
         """Send a message to each of ``ranks``."""
-        self.actions += [SendMessage(rank, message) for rank in ranks]
+        self.effects.messages += [(rank, message) for rank in ranks]

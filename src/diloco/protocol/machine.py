@@ -1,24 +1,22 @@
-"""The state machine of one rank: events and a time go in, actions come out.
+"""The state machine of one rank: events and a time go in, effects come out.
 
 It owns no thread, clock, socket, future or callback. Its owner passes it one event at a time and carries out the
-returned actions in order. What an event causes in another part of the machine is handled before `handle` returns.
+returned effects. What an event causes in another part of the machine is handled before `handle` returns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import msgspec
 
 from diloco.membership import byzantine_quorum
 from diloco.protocol import events
-from diloco.protocol.actions import Action, Introduce, Register
-from diloco.protocol.barriers import Agreement, Barriers
-from diloco.protocol.events import Event, Outbox
-from diloco.protocol.hold_back import HoldBackQueue
-from diloco.protocol.roster import Roster
+from diloco.protocol.events import Effects, Event, Outbox
+from diloco.protocol.members import Agreement, Barriers, Roster
 from diloco.protocol.rounds import Rounds
-from diloco.protocol.rules import Policies, Rules
+from diloco.protocol.rules import Rules
 from diloco.protocol.views import Views
 from diloco.protocol.wire import (
     Adopted,
@@ -27,6 +25,7 @@ from diloco.protocol.wire import (
     Excluded,
     FactsMessage,
     Header,
+    Introduce,
     Join,
     Leaving,
     Meet,
@@ -38,39 +37,52 @@ from diloco.protocol.wire import (
     Speed,
     ViewMessage,
     Welcome,
+    decode,
+    encode,
 )
-from diloco.protocol.wire import Introduce as IntroduceMessage
 
 __all__ = ["Answer", "Machine"]
 
 Answer = tuple[Welcome | Refused, Mapping[int, int]]
 """A message, and rank -> connection at the time when the message was received."""
 
-_FROM_MEMBERS = (Meet, IntroduceMessage, Excluded, Replaced, Speed)
+_FROM_MEMBERS = (Meet, Introduce, Excluded, Replaced, Speed)
 _VIEWS_AHEAD = 1000  # the members of a view can't be as many views ahead as this
+_MAX_HELD = 1000  # messages held per sender: many times what a rank sends in a view before all have adopted it
+_MAX_MEMBER_BYTES, _MAX_STRANGER_BYTES = 1 << 22, 1 << 19  # of one sender's held messages
+_MAX_STRANGERS_BYTES = 1 << 22  # of all non-members together, one of which may be about to become a member
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """A message that waits for a view; encoded, as that takes the least memory."""
+
+    sender: int  # the sender's rank
+    data: bytes
+    connection: int | None  # the connection that it was received on; None: that had ended by then
+    from_member: bool  # whether the sender was a member then
 
 
 class Machine:
     """One rank's part in everything that ranks agree on."""
 
-    def __init__(self, rules: Rules, policies: Policies) -> None:
+    def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self.policies = policies
         self.roster = Roster(rules)  # the connected ranks, and the members
         self.barriers = Barriers()  # the numbers that ranks exchange
         self.agreement = Agreement(rules)  # the arguments of all ranks' training loops
         # replica -> inner steps per second, for other members that have reported them
         self.speeds: Mapping[int, float] = {}
         self._outbox = Outbox()
-        self.rounds = Rounds(rules, policies, self.roster.message_counts, self._outbox)
-        self.views = Views(rules, policies, self.roster, self.rounds, self._outbox)
+        self.rounds = Rounds(rules, self.roster.message_counts, self._outbox)
+        self.views = Views(rules, self.roster, self.rounds, self._outbox)
         self.answers: dict[int, Answer] = {}  # the last answer of each asked rank to this rank's request to join
         self._asked: frozenset[int] = frozenset()  # the ranks that this rank has asked
         self._began = False
-        self._held_back = HoldBackQueue()
+        self._held: list[_Held] = []  # in the order of their arrival
 
-    def handle(self, event: Event, now_s: float) -> list[Action]:
-        """Handle ``event``, and return the actions to carry out, in order.
+    def handle(self, event: Event, now_s: float) -> Effects:
+        """Handle ``event``, and return the effects to carry out.
 
         Args:
             event: what happened.
@@ -86,8 +98,8 @@ class Machine:
             self._handle(outbox.queue.popleft())
         if self.views.failure is not None and self._stops_together:
             self._stop()
-        actions, outbox.actions = outbox.actions, []
-        return actions
+        effects, outbox.effects = outbox.effects, Effects()
+        return effects
 
     def validate(self) -> None:
         """Assert what holds between two events, for tests."""
@@ -108,7 +120,7 @@ class Machine:
     def stop_is_agreed(self) -> bool:
         """Return whether all ranks stop: more members have asked for it than could lie, or a loss would end the run."""
         asked = {self.rules.replica_of(rank) for rank in self.barriers.values("stop")} & {*self.views.view.members}
-        if not self.policies.continue_without_lost:
+        if not self.rules.continue_without_lost:
             return bool(asked)
         return len(asked) >= byzantine_quorum(len(self.views.view.members))
 
@@ -126,8 +138,6 @@ class Machine:
             case events.Lost(rank, loss):
                 self.roster.in_doubt.discard(rank)
                 views.lose(rank, loss)
-            case events.LinksFailed(view_id, replicas, reason):
-                views.drop_unlinked(view_id, replicas, reason)
             case events.Submitted():
                 rounds.submit(event)
             case events.Computed():
@@ -136,12 +146,8 @@ class Machine:
                 rounds.end_exchange(event)
             case events.RoundsFailed():
                 views.handle_failed(event)
-            case events.LinkStalled():
-                views.renew_soon(event)
             case events.TimerFired(timer):
                 match timer.kind:
-                    case "renew":
-                        views.renew(timer.view_id)
                     case "settle":
                         views.settle(timer.view_id)
                     case "expire":
@@ -153,7 +159,7 @@ class Machine:
                 views.closed_to_joiners = closed
                 views.begin(view, member=member)
             case events.ViewBegan():
-                self.agreement.begin_view(self.rules.ranks(views.view.members))
+                self.agreement.begin_view(views.view.members)
                 self.speeds = {one: speed for one, speed in self.speeds.items() if one in views.view.members}
                 self._release_held()
                 views.on_view_began(event)
@@ -164,7 +170,7 @@ class Machine:
                 views.leave(rounds.step)
             case events.Close(failure):
                 views.close(failure)
-                if self._stops_together and self.policies.continue_without_lost:
+                if self._stops_together and self.rules.continue_without_lost:
                     views.hang_up_on_others()  # the other replicas continue: only the ranks of this replica are to stop
             case events.Announce(message):
                 self._announce(message)
@@ -172,7 +178,7 @@ class Machine:
     @property
     def _stops_together(self) -> bool:
         """Whether all ranks stop at the same step when one has to."""
-        return self.policies.together and not self.policies.raise_on_loss
+        return self.rules.together and not self.rules.raise_on_loss
 
     # Announcements of this rank.
 
@@ -226,13 +232,13 @@ class Machine:
                 connection = self.roster.connections.get(sender)
                 if self._began:
                     self._process(sender, message, connection)
-                elif not self._held_back.keep(sender, message, connection, from_member=self._is_member(sender)):
+                elif not self._hold(sender, message, connection):
                     raise MessageError("the sender exceeded the hold-back limit before this rank was ready")
 
     def _receive_meet(self, sender: int, message: Meet) -> None:
         if message.name == "stop" and message.value > self.rounds.greatest_step:
             raise MessageError(f"no member can be past step {self.rounds.greatest_step}, got {message.value}")
-        self.barriers.receive(sender, message.name, message.value)
+        self.barriers.record(sender, message.name, message.value)
         of_mine = self.rules.replica_of(sender) == self.rules.replica
         if message.name == "stop" and (of_mine or self.stop_is_agreed()):
             self._stop()
@@ -245,12 +251,12 @@ class Machine:
                 self._receive_meet(sender, message)
             case Speed():
                 self.speeds = {**self.speeds, self.rules.replica_of(sender): message.steps_per_s}
-            case IntroduceMessage():
-                self._outbox.actions.append(Introduce(message.entry))
+            case Introduce():
+                self._outbox.effects.introduced.append(message.entry)
             case Join(entry, connected):
                 if entry.rank != sender or entry.address != self.roster.addresses.get(sender):
                     raise MessageError("the request to join names another rank or address than the sender's")
-                self._outbox.actions.append(Register(entry))
+                self._outbox.effects.registered.append(entry)
                 views.receive_join(sender, frozenset(connected))
             case Excluded():
                 if message.view >= views.view.id:
@@ -293,14 +299,38 @@ class Machine:
             case Adopted():
                 views.receive_adopted(sender, message.following)
 
+    # Messages that wait for a view.
+
     def _hold_back(self, sender: int, message: Message, connection: int | None) -> None:
-        if not self._held_back.keep(sender, message, connection, from_member=self._is_member(sender)):
+        if not self._hold(sender, message, connection):
             self.views.drop(sender, f"rank {sender} exceeded the hold-back limit with messages about later views")
+
+    def _hold(self, sender: int, message: Message, connection: int | None) -> bool:
+        """Hold a message until a view begins. Return False if its sender has reached its limit.
+
+        All non-members together have a limit, too: their oldest messages are dropped.
+        """
+        held = _Held(sender, encode(message), connection, self._is_member(sender))
+        sizes = [len(each.data) for each in self._held if each.sender == sender]
+        most_bytes = _MAX_MEMBER_BYTES if held.from_member else _MAX_STRANGER_BYTES
+        if len(sizes) >= _MAX_HELD or sum(sizes) + len(held.data) > most_bytes:
+            return False
+        self._held.append(held)
+        if not held.from_member:
+            strangers = [each for each in self._held if not each.from_member]
+            excess_bytes = sum(len(each.data) for each in strangers) - _MAX_STRANGERS_BYTES
+            for oldest in strangers:
+                if excess_bytes <= 0:
+                    break
+                self._held.remove(oldest)
+                excess_bytes -= len(oldest.data)
+        return True
 
     def _release_held(self) -> None:
         """Process the messages that were held until this view began; those about later views are held again."""
-        for held in self._held_back.release():
-            message = held.message
+        waiting, self._held = self._held, []
+        for held in waiting:
+            message: Message = decode(held.data, Message)
             if isinstance(message, _FROM_MEMBERS) and not self._is_member(held.sender):
                 continue
             try:

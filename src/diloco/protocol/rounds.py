@@ -1,15 +1,14 @@
-"""The rounds of one rank: from its contributions and the headers of all to a verdict, votes and an outcome for all."""
+"""The rounds of one rank: its contributions, the messages and timers that bring each to an outcome for all."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from hashlib import blake2b
+from dataclasses import replace
 from typing import Literal
 
-from diloco.algorithm import Exchange, Mean, RoundId, Uplink, Verdict, bounded_weights, plan_round
-from diloco.errors import DivergedError, RoundVoidError, TransportError, ViewChangedError
+from diloco.algorithm import RoundId, Uplink, Verdict, bounded_weights, plan_round
+from diloco.errors import RoundVoidError, TransportError, ViewChangedError
 from diloco.membership import (
     Commits,
     NextView,
@@ -19,25 +18,24 @@ from diloco.membership import (
     Vote,
     enough_without,
     names_of,
-    tally,
 )
-from diloco.protocol.actions import (
+from diloco.protocol.events import (
     Average,
-    CancelTimer,
-    Commit,
+    Computed,
+    ExchangeEnded,
     GiveVerdict,
-    SetTimer,
+    Outbox,
+    RoundsFailed,
     StartExchange,
+    Submitted,
     Timer,
-    Void,
 )
-from diloco.protocol.events import Computed, ExchangeEnded, LinkStalled, Outbox, RoundsFailed, Submitted
-from diloco.protocol.rules import Policies, Rules
+from diloco.protocol.round import Round, header_of, judge_headers, tally
+from diloco.protocol.rules import Rules
 from diloco.protocol.suspicion import MOST_SPOILT, Lateness, Spoilers
-from diloco.protocol.verdicts import donor_for, header_of, judge_headers
 from diloco.protocol.wire import Header, RoundVote, WireMessage
 
-__all__ = ["Round", "Rounds"]
+__all__ = ["Rounds"]
 
 _LEAST_LEAD_STEPS, _LEAD_WINDOWS = 1000, 4
 """How far ahead other members can be: one window and a part of another, and some more for void rounds."""
@@ -50,66 +48,6 @@ _NOT_VOTED = "others report that they have committed it, but this rank has not v
 _VOTED_AGAINST = "a replica voted against it before the view changed"
 
 
-@dataclass(eq=False)
-class Round:
-    """What a rank knows of a round in one view; a round that continues in the next view starts anew there."""
-
-    id: RoundId
-    headers: dict[int, Header] = field(default_factory=dict)  # by rank
-    votes: dict[int, Vote] = field(default_factory=dict)  # by rank
-    heard_s: dict[int, float] = field(
-        default_factory=dict
-    )  # rank -> when its header was received, by this rank's clock
-    premature: dict[int, RoundVote] = field(default_factory=dict)  # votes that depend on headers not received yet
-    fault: DivergedError | None = None  # set if this rank's state differs from the majority's; reported as the outcome
-    begun: Submitted | None = None  # this rank's contribution; None before it contributes and after the round has ended
-    plan: Exchange | None = None  # the plan of the payload exchange
-    taking_over: bool = False  # whether this rank is still adopting the fragment's state
-    donor: int | None = None  # a replica with the state that the round applies to, if this rank has a different one
-    verdict: Verdict | None = None  # whose contributions are summed; None until all headers have been received
-    mean: Mean | None = None  # the mean that this rank has computed
-    committed: bool | None = None  # True: applied by all; False: void for all; None: undecided
-    # this rank has voted for the round and others against it; the view change decides which it is
-    disputed: bool = False
-    reason: str = ""  # why the round is void
-    exchanging: bool = False  # whether the payload exchange is running
-    concluded: bool = False  # whether the outcome was reported
-    lateness: Lateness = field(default_factory=Lateness)  # of replicas that the round waits for
-    silence: Lateness = field(default_factory=Lateness)  # of replicas that send nothing at all
-    # of replicas whose votes are missing since this rank voted for the round at ``voted_s``
-    vote_lateness: Lateness = field(default_factory=Lateness)
-    voted_s: float = math.inf
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """The fragment and the outer step."""
-        return self.id.fragment, self.id.outer_step
-
-    @property
-    def was_begun(self) -> bool:
-        """Whether this rank contributed to the round."""
-        return self.begun is not None or self.concluded
-
-    def sealed_digest(self, digest: str) -> str:
-        """Return a digest of an average's digest and what the next round's plan takes from the headers: the uplinks.
-
-        Since votes cover it, every rank that commits the round has the same uplinks.
-        """
-        taken = (str(self.headers[rank].uplink) for rank in sorted(self.headers))
-        return blake2b("\0".join((digest, *taken)).encode(), digest_size=16).hexdigest()
-
-    def free(self) -> None:
-        """Release tensors that are no longer needed."""
-        if self.concluded and not self.exchanging:
-            self.begun = self.mean = None
-
-    def failure(self, instead: TransportError | None) -> TransportError | None:
-        """Return why this rank gets no average, or None. ``instead`` replaces the error of a void round."""
-        if self.fault is not None or self.committed:
-            return self.fault
-        return instead or RoundVoidError(f"{self.id} is void: {self.reason}.", round=str(self.id))
-
-
 class Rounds:
     """The rounds of the current view, and this rank's contributions, which wait while no view is active.
 
@@ -117,7 +55,7 @@ class Rounds:
         message_counts: rank -> number of messages received from it; the roster keeps it up to date.
     """
 
-    def __init__(self, rules: Rules, policies: Policies, message_counts: Mapping[int, int], outbox: Outbox) -> None:
+    def __init__(self, rules: Rules, message_counts: Mapping[int, int], outbox: Outbox) -> None:
         self.view: View | None = None  # the view of the rounds; None until this rank is a member
         self.failure: TransportError | None = None  # why this rank takes part in no more rounds, or None
         self.reason = ""  # the reason for the last view change, as this rank learned it
@@ -127,7 +65,6 @@ class Rounds:
         self.spoilers = Spoilers()
         self.frozen = False  # whether voting and deciding have stopped, because the view is ending
         self._rules = rules
-        self._policies = policies
         self._message_counts = message_counts
         self._outbox = outbox
         self._ranks: tuple[int, ...] = ()
@@ -187,12 +124,12 @@ class Rounds:
         self._sent_at[round_id.fragment] = submitted.step
         if self.failure is not None:
             void = RoundVoidError(f"{round_id} is void: {self.failure}", round=str(round_id))
-            self._report(Void(round_id, self.failure if self._policies.raises(round_id) else void))
+            self._report(round_id, self.failure if self._rules.raises(round_id) else void)
         elif self.view is None or self.frozen:
             self._waiting.append(submitted)
         elif submitted.step < self.from_step and round_id.fragment >= 0:
             why = f"{round_id} is void: the view changed before it was sent ({self.reason})."
-            self._report(Void(round_id, ViewChangedError(why, round=str(round_id))))
+            self._report(round_id, ViewChangedError(why, round=str(round_id)))
         else:
             self._begin(submitted)
 
@@ -220,17 +157,18 @@ class Rounds:
         header = header_of(contribution, self.view.id, submitted.uplink, taking_over=each.taking_over)
         each.headers[self._rules.rank] = header
         self._broadcast(header)
-        each.exchanging = True
-        self._report(StartExchange(self.view, contribution, each.plan))
-        if each.committed is None:
-            limit_s = self._rules.round_timeout_s
-            left_s = limit_s - (self._outbox.now_s - submitted.sent_s - min(submitted.paused_s, limit_s))
-            self._report(SetTimer(self._timer("expire", each), max(0.0, left_s)))
-            if self._rules.late_s is not None and fragment >= 0:
-                self._look(each, self._rules.late_s)
-        else:
+        if each.committed is not None:  # void, by the votes of others
             self._cast(each, Vote(False, reason=each.reason))
+            self._judge(each)
             self._conclude(each)
+            return
+        each.exchanging = True
+        self._outbox.effects.exchanges.append(StartExchange(self.view, contribution, each.plan))
+        limit_s = self._rules.round_timeout_s
+        left_s = limit_s - (self._outbox.now_s - submitted.sent_s - min(submitted.paused_s, limit_s))
+        self._set_timer("expire", each, max(0.0, left_s))
+        if self._rules.late_s is not None and fragment >= 0:
+            self._look(each, self._rules.late_s)
         self._judge(each)
 
     # The end of a view.
@@ -274,7 +212,7 @@ class Rounds:
                 self._decide(each, False, _NOT_VOTED)
             elif not carried:
                 changed = ViewChangedError(f"{each.id} is void: {reason}.", round=str(each.id))
-                raised = failure if self._policies.raises(each.id) else None
+                raised = failure if self._rules.raises(each.id) else None
                 self._decide(each, False, reason, raised or changed)
             elif each.begun is not None:
                 undecided.append((each.begun.sent_s, self._renewed(each, each.begun)))
@@ -334,25 +272,20 @@ class Rounds:
         """Return whether another rank has contributed to a round to which this one has not."""
         return any(each.headers and not each.was_begun for each in self._rounds.values())
 
-    def late_contributors(self) -> frozenset[int]:
-        """Return the replicas whose contribution this rank has awaited, since its own, for at least ``late_s / 2``."""
-        half_s = math.inf if self._rules.late_s is None else self._rules.late_s / 2
-        return frozenset(
-            replica
-            for each in self._rounds.values()
-            if each.begun is not None and each.committed is None and self._outbox.now_s - each.begun.sent_s >= half_s
-            for replica in self._missing(each)
-        )
+    def overdue(self) -> frozenset[int]:
+        """Return the replicas whose contribution, or vote, this rank has awaited for half of the time that it may take.
 
-    def late_voters(self) -> frozenset[int]:
-        """Return the replicas whose vote this rank has awaited, since its own, for at least ``round_timeout_s / 2``."""
-        half_s = self._rules.round_timeout_s / 2
-        return frozenset(
-            replica
-            for each in self._rounds.values()
-            if each.committed is None and self._outbox.now_s - each.voted_s >= half_s
-            for replica in self._without_vote(each)
-        )
+        The time begins with this rank's own contribution, or vote. So others may accuse them.
+        """
+        late_s = math.inf if self._rules.late_s is None else self._rules.late_s
+        overdue = set[int]()
+        for each in self._rounds.values():
+            if each.committed is None:
+                if each.begun is not None and self._outbox.now_s - each.begun.sent_s >= late_s / 2:
+                    overdue.update(self._missing(each))
+                if self._outbox.now_s - each.voted_s >= self._rules.round_timeout_s / 2:
+                    overdue |= self._without_vote(each)
+        return frozenset(overdue)
 
     # Payloads and timers.
 
@@ -366,11 +299,7 @@ class Rounds:
         """Record the end of a round's exchange."""
         if (each := self._find(event.view_id, event.round)) is None:
             return
-        if event.link_broken and not self.frozen:
-            self._outbox.queue.append(
-                LinkStalled(event.view_id, f"replica {self._rules.replica} reports: {event.failure}")
-            )
-        elif event.failure and each.committed is None:
+        if event.failure and not event.peer_lost and each.committed is None:
             self._cast(each, Vote(False, reason=event.failure))
         if event.spoiler is not None:
             self._note_spoilers({event.spoiler}, event.failure)
@@ -392,7 +321,7 @@ class Rounds:
             assert self.view is not None
             late = self._await_votes(each)
             # if the others can't continue without them, the view change shows whether they have committed the round
-            each.disputed = each.disputed or not enough_without(self.view, late, self._policies.quorum)
+            each.disputed = each.disputed or not enough_without(self.view, late, self._rules.policy)
             if late:
                 have = "have" if len(late) > 1 else "has"
                 why = f"{names_of(late)} {have} not voted on {each.id} within {limit_s:g} s"
@@ -400,12 +329,7 @@ class Rounds:
             return
         missing = self._missing(each)
         awaited = f"received no contribution from {names_of(missing)}" if missing else "did not receive all payloads"
-        reason = f"replica {self._rules.replica} {awaited} within {limit_s:g} s"
-        self._cast(each, Vote(False, reason=reason))
-        # a new connection sends at once, while TCP may wait for minutes before it retries
-        if not missing and each.exchanging:
-            why = f"a payload connection of replica {self._rules.replica} is stalled: {reason}"
-            self._outbox.queue.append(LinkStalled(timer.view_id, why))
+        self._cast(each, Vote(False, reason=f"replica {self._rules.replica} {awaited} within {limit_s:g} s"))
 
     def look(self, timer: Timer) -> None:
         """Look which replicas keep a round waiting, and exclude those that have done so for too long."""
@@ -430,27 +354,26 @@ class Rounds:
             that send nothing at all. A replica that has not contributed and begins to be silent is not named before it
             is known which of the two it is: the link to it may be the cause, and not the replica.
         """
-        self._report(SetTimer(self._timer("look", each), late_s / Lateness.LOOKS))
+        self._set_timer("look", each, late_s / Lateness.LOOKS)
         absent = frozenset(self._missing(each))
-        seen: dict[int, object] = {}
-        heard: dict[int, object] = {}
+        seen: dict[tuple[str, int], object] = {}
         for rank in self._ranks:
             replica, spoken = self._rules.replica_of(rank), self._message_counts.get(rank, 0)
             if replica in absent:
-                seen[replica] = "no contribution"
+                seen["round", replica] = "no contribution"
             elif rank not in each.votes:
-                seen[replica] = (seen.get(replica), rank, spoken)
-            heard[replica] = (heard.get(replica), spoken)
-        seen.pop(self._rules.replica, None)  # the other replicas judge the ranks of this one
-        late, unheard = each.lateness.look(seen), each.silence.look(heard)
-        late -= absent & each.silence.doubtful
+                seen["round", replica] = (seen.get(("round", replica)), rank, spoken)
+            seen["anything", replica] = (seen.get(("anything", replica)), spoken)
+        seen.pop(("round", self._rules.replica), None)  # the other replicas judge the ranks of this one
+        changeless = each.lateness.look(seen)
+        late = frozenset(replica for about, replica in changeless if about == "round")
+        unheard = frozenset(replica for about, replica in changeless if about == "anything")
+        late -= absent & {replica for about, replica in each.lateness.doubtful if about == "anything"}
         return late & absent, late - absent, late & (unheard | (late - absent))
 
     def _await_votes(self, each: Round) -> frozenset[int]:
         """Look for missing votes on a round, and set the timer for the next look. Return the replicas that are late."""
-        timer = self._timer("expire", each)
-        self._report(CancelTimer(timer))
-        self._report(SetTimer(timer, self._rules.round_timeout_s / Lateness.LOOKS))
+        self._set_timer("expire", each, self._rules.round_timeout_s / Lateness.LOOKS)
         return each.vote_lateness.look(dict.fromkeys(self._without_vote(each)))
 
     # From headers to an outcome.
@@ -469,9 +392,11 @@ class Rounds:
             min_contributors=rules.min_contributors,
         )
         if each.taking_over:
-            each.donor = donor_for(rules.rank, each.headers, members=members, ranks_per_replica=size)
-            if each.donor is None:  # this rank's state is the majority's
-                self._has_state_of.add(each.id.fragment)
+            donor = next((member for member in members if not self._header_of(each, member).taking_over), None)
+            if donor is None or self._header_of(each, donor).digest == each.headers[rules.rank].digest:
+                self._has_state_of.add(each.id.fragment)  # this rank's state is the majority's
+            else:
+                each.donor = donor
         if rules.replica in verdict.diverged:
             each.fault = verdict.divergence(each.id, self._header_of(each, verdict.donor).digest)
         self._give_verdict(each, verdict)
@@ -500,7 +425,7 @@ class Rounds:
                 {member: header.weight for member, header in headers.items()},
                 {member: header.base_weight for member, header in headers.items()},
             )
-            self._report(GiveVerdict(self.view.id, each.id, verdict, weights))
+            self._outbox.effects.verdicts.append(GiveVerdict(self.view.id, each.id, verdict, weights))
 
     def _cast(self, each: Round, vote: Vote, diverged: tuple[int, ...] = (), donor: int | None = None) -> None:
         """Send a vote, unless this rank has voted or may not; void rounds get votes, too, for the others."""
@@ -557,30 +482,15 @@ class Rounds:
 
     def _conclude(self, each: Round, instead: TransportError | None = None) -> None:
         """Report the outcome of a round."""
-        failure = each.failure(instead)
-        if failure is not None:
-            self._report(Void(each.id, failure))
+        assert self.view is not None
+        if instead is not None and each.fault is None:
+            self._report(each.id, instead)
         else:
-            assert self.view is not None
-            assert each.mean is not None
-            assert each.plan is not None
-            assert each.verdict is not None
-            me = self.view.members.index(self._rules.replica)
-            heard_s = [each.heard_s[self._here(member)] for member in each.mean.contributors]
-            average = Average(
-                **vars(each.mean),
-                round=each.id,
-                view=self.view,
-                sent_bytes=each.plan.sent_bytes(me),
-                received_bytes=each.plan.received_bytes(me),
-                wait_s=0.0,
-                note="; ".join(filter(None, [each.verdict.reason, *self._refused])),
-                donor=each.donor,
-                held="" if each.donor is None else self._header_of(each, each.donor).digest,
-                late_s=tuple(round(heard - min(each.heard_s.values()), 3) for heard in heard_s),
-            )
-            self._refused = []
-            self._report(Commit(average))
+            note = "; ".join(filter(None, [each.verdict.reason if each.verdict else "", *self._refused]))
+            outcome = each.outcome(self.view, {member: self._here(member) for member in self.view.members}, note)
+            if isinstance(outcome, Average):
+                self._refused = []
+            self._report(each.id, outcome)
         each.concluded = True
         each.free()
 
@@ -634,17 +544,17 @@ class Rounds:
         for sender, early in self._early.items():
             self._early[sender] = {e for e in early if e.fragment != fragment or e.outer_step > outer_step}
 
-    def _timer(self, kind: Literal["expire", "look"], each: Round) -> Timer:
+    def _set_timer(self, kind: Literal["expire", "look"], each: Round, delay_s: float | None) -> None:
         assert self.view is not None
-        return Timer(kind, self.view.id, each.id)
+        self._outbox.effects.timers[Timer(kind, self.view.id, each.id)] = delay_s
 
     def _stop_timers(self, each: Round) -> None:
         if each.begun is not None:
-            self._report(CancelTimer(self._timer("expire", each)))
-            self._report(CancelTimer(self._timer("look", each)))
+            self._set_timer("expire", each, None)
+            self._set_timer("look", each, None)
 
-    def _report(self, action: object) -> None:
-        self._outbox.actions.append(action)  # type: ignore[arg-type]  # one of the actions
+    def _report(self, round_id: RoundId, outcome: Average | TransportError) -> None:
+        self._outbox.effects.outcomes.append((round_id, outcome))
 
     def _fail(
         self,

@@ -1,37 +1,84 @@
-"""The settings of the protocol, and the messages about replicas that are late, lost or left out."""
+"""The rules by which the ranks of a run exchange contributions and judge losses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Literal, Self, get_args
 
-from diloco.algorithm import RoundId
-from diloco.errors import ReplicaLostError
-from diloco.membership import NextView, Policy
+from diloco.algorithm import RoundId, check_choice, check_number, check_whole
+from diloco.errors import ConfigurationError, nearest
+from diloco.membership import Policy
 
-__all__ = ["Policies", "Rules", "exclusion_reason", "stop_error"]
+__all__ = ["Rules"]
+
+_Split = Literal["stop", "go-on"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The settings of one rank for its rounds."""
+    """The rules of a run, independent of the network that carries its messages, and who this rank is.
 
-    rank: int  # the rank of this process
-    replica: int
-    ranks_per_replica: int  # S
-    # a round with fewer contributions is void; None: all members that have the state are needed
-    min_contributors: int | None
-    # longest time from this rank's contribution to its vote, over all views that the round takes; time spent in view
-    # changes is added, up to as much again
-    round_timeout_s: float
-    piece_bytes: int  # approximate size of a piece of a payload
+    The time-outs form one hierarchy: two heartbeats fit into a silence, and a silence into a round.
+    """
+
+    rank: int = 0  # of this process; -1 for one that is no replica, such as a launcher
+    ranks_per_replica: int = 1  # S
+    heartbeat_s: float = 2.0  # the interval between two heartbeats
+    # a rank counts as lost if nothing is received from it for this long. If a view change makes no progress for this
+    # long, the replicas that hold it up are excluded
+    silence_s: float = 15.0
     # a replica counts as late if it has not contributed to a round this long after this rank, or if its vote is due and
     # it has sent nothing for this long; None: never
     late_s: float | None = None
-    # a connected rank from which nothing is received for this long is reported as unsteady for a while
-    unsteady_s: float = 3.0
-    # if a view change makes no progress for this long, the replicas that hold it up are excluded
-    settle_s: float = 15.0
+    # longest time from this rank's contribution to its vote, over all views that the round takes; time spent in view
+    # changes is added, up to as much again
+    round_timeout_s: float = 600.0
+    rendezvous_timeout_s: float = 300.0  # for all ranks to find and connect to each other
+    # a round with fewer contributions is void; None: all members that have the state are needed
+    min_contributors: int | None = None
+    min_replicas: int = 1  # least number of replicas with which a run continues; see `Policy`
+    split: _Split = "stop"  # what the smaller side of a partitioned network does; see `Policy`
+    # whether the survivors of a loss form a smaller view; otherwise all later rounds are void, or raise
+    continue_without_lost: bool = False
+    together: bool = True  # whether all ranks stop when one has to; otherwise it may search for the others and rejoin
+    # whether a round that can't take place raises `ReplicaLostError`; otherwise it is void
+    raise_on_loss: bool = True
+    piece_bytes: int = 1 << 19  # approximate size of the pieces of a payload
+    compress: bool = True  # whether payloads are compressed without loss on slow paths
+    facts: Mapping[str, str] = field(default_factory=dict)  # what must be equal on all ranks: name -> displayed value
+
+    def __post_init__(self) -> None:
+        for name in ("ranks_per_replica", "piece_bytes", "min_replicas", "min_contributors"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), 1)
+        for name in ("heartbeat_s", "silence_s", "late_s", "round_timeout_s", "rendezvous_timeout_s"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), 0, above=True)
+        if not 2 * self.heartbeat_s <= self.silence_s <= self.round_timeout_s:
+            raise ConfigurationError(
+                f"silence_s={self.silence_s} must be at least twice heartbeat_s={self.heartbeat_s}, or healthy "
+                f"replicas would count as lost, and at most round_timeout_s={self.round_timeout_s}."
+            )
+        check_choice("split", self.split, get_args(_Split))
+        if not isinstance(self.facts, Mapping) or not all(isinstance(each, str) for each in chain(*self.facts.items())):
+            raise ConfigurationError(f"facts must be a mapping of names to texts, got {self.facts!r}.")
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], **more: Any) -> Self:
+        """Return the rules given by name; raise `ConfigurationError`, with the nearest name, for an unknown one."""
+        known = [each.name for each in dataclasses.fields(cls) if each.name not in ("rank", "ranks_per_replica")]
+        for name in fields:
+            if name not in known:
+                raise ConfigurationError(f"There is no argument {name!r}; {nearest(name, known)}")
+        return cls(**{**more, **fields})
+
+    @property
+    def replica(self) -> int:
+        """The replica to which this rank belongs."""
+        return self.replica_of(self.rank)
 
     @property
     def position(self) -> int:
@@ -47,19 +94,25 @@ class Rules:
         size = self.ranks_per_replica
         return tuple(rank for replica in replicas for rank in range(replica * size, (replica + 1) * size))
 
+    @property
+    def policy(self) -> Policy:
+        """Which replicas may continue after a loss."""
+        return Policy(self.min_replicas, self.split)
 
-@dataclass(frozen=True)
-class Policies:
-    """What happens when replicas are lost, and how links are opened."""
+    @property
+    def unsteady_s(self) -> float:
+        """A connected rank from which nothing is received for this long is reported as unsteady for a while."""
+        return 1.5 * self.heartbeat_s
 
-    quorum: Policy  # which replicas may continue
-    # whether survivors continue in a smaller view; otherwise all later rounds are void, or raise
-    continue_without_lost: bool
-    # whether a round that can't take place raises `ReplicaLostError`; otherwise it is void, and the owner checks
-    # `ViewManager.failure`
-    raise_on_loss: bool
-    connect_timeout_s: float  # longest time to open one
-    together: bool = True  # whether all ranks stop when one has to
+    @property
+    def connect_timeout_s(self) -> float:
+        """Longest time to open the first payload connection to a peer."""
+        return min(self.rendezvous_timeout_s, max(10.0, 4 * self.silence_s))
+
+    @property
+    def guard_s(self) -> float:
+        """Longer than any round takes unless there is an unforeseen fault."""
+        return 3 * (self.round_timeout_s + self.silence_s)
 
     def raises(self, round_id: RoundId) -> bool:
         """Return whether a round that can't take place raises this rank's failure, rather than being void.
@@ -67,24 +120,3 @@ class Policies:
         Rounds of gradients always do: no step can be completed without gradients.
         """
         return self.raise_on_loss or round_id.fragment < 0
-
-
-def stop_error(following: NextView, lost: Sequence[int], why: str, policies: Policies) -> ReplicaLostError | None:
-    """Return why this side does not continue after ``lost`` were lost, or None if it does.
-
-    Args:
-        following: what was adopted.
-        lost: members of the view that ended.
-        why: the reason for the change.
-        policies: the policies of the run.
-    """
-    if following.view is not None and (policies.continue_without_lost or not lost):
-        return None
-    side = f"{why}: {following.reason}" if following.view is None else f"{why}; all replicas stop when one is lost"
-    return ReplicaLostError(f"{side}. Committed rounds stay committed.", replicas=lost)
-
-
-def exclusion_reason(replica: int, reason: str, policies: Policies) -> str:
-    """Return a sentence on what the others did without ``replica``."""
-    done = "continued" if policies.continue_without_lost else "stopped"
-    return f"the others {done} without replica {replica}: {reason}."

@@ -6,22 +6,16 @@ import math
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
-__all__ = ["MOST_SPOILT", "Lateness", "Loss", "Pulse", "Spoilers", "Timing", "silent_ones"]
+from diloco.protocol.rules import Rules
+
+__all__ = ["MOST_SPOILT", "Lateness", "Loss", "Pulse", "Spoilers", "silent_ones"]
 
 K = TypeVar("K")
 
 MOST_SPOILT = 3  # a member that has spoilt this many recent rounds is to be excluded
 _RECENT_ROUNDS = 32  # most recent rounds that are kept per member
-
-
-@dataclass(frozen=True)
-class Timing:
-    """How soon the loss of a rank is noticed."""
-
-    heartbeat_s: float = 2.0  # the interval between two heartbeats
-    silence_s: float = 15.0  # a rank counts as lost if nothing is received from it for this long
 
 
 @dataclass(frozen=True)
@@ -37,7 +31,7 @@ class Loss:
 class Pulse:
     """The heartbeats of this process itself.
 
-    >>> pulse = Pulse(Timing(heartbeat_s=2.0, silence_s=15.0))
+    >>> pulse = Pulse(Rules())
     >>> pulse.begin(0.0)
     >>> pulse.beat(2.1), pulse.beat(22.1)
     (False, True)
@@ -47,8 +41,8 @@ class Pulse:
     (True, False, True)
     """
 
-    def __init__(self, timing: Timing) -> None:
-        self._timing = timing
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
         self._beat_s = math.inf  # the time of the last beat, once there is one
         self._woke_s = -math.inf
 
@@ -59,36 +53,36 @@ class Pulse:
     def beat(self, now_s: float) -> bool:
         """Record a beat. Return True if this process was suspended since the last one, so peers need more time."""
         stood_s, self._beat_s = now_s - self._beat_s, now_s
-        if stood_s > self._timing.silence_s - self._timing.heartbeat_s:
+        if stood_s > self._rules.silence_s - self._rules.heartbeat_s:
             self._woke_s = now_s
-        return stood_s > 2 * self._timing.heartbeat_s + 1
+        return stood_s > 2 * self._rules.heartbeat_s + 1
 
     def was_suspended(self, now_s: float) -> bool:
         """Return whether this process was recently silent for so long that its peers may have declared it lost."""
-        silence_s = self._timing.silence_s
-        return now_s - self._beat_s > silence_s - self._timing.heartbeat_s or now_s - self._woke_s < silence_s
+        silence_s = self._rules.silence_s
+        return now_s - self._beat_s > silence_s - self._rules.heartbeat_s or now_s - self._woke_s < silence_s
 
 
-def silent_ones(quiet_s: Mapping[K, float], timing: Timing, members: Collection[K]) -> list[K]:
+def silent_ones(quiet_s: Mapping[K, float], rules: Rules, members: Collection[K]) -> list[K]:
     """Return the keys that count as lost by silence.
 
     A process that is cut off from the others, or stood still, hears nothing from most of them. It waits until they are
-    silent as well, up to twice `Timing.silence_s`, and so accuses none of them to another one, which its messages may
+    silent as well, up to twice `Rules.silence_s`, and so accuses none of them to another one, which its messages may
     still reach. A few ``members`` that are quiet, or any number of other processes, delay nothing.
 
-    >>> silent_ones({1: 16.0, 2: 0.5}, Timing(), {1, 2}), silent_ones({1: 16.0, 2: 14.0}, Timing(), {1, 2})
+    >>> silent_ones({1: 16.0, 2: 0.5}, Rules(), {1, 2}), silent_ones({1: 16.0, 2: 14.0}, Rules(), {1, 2})
     ([1], [])
-    >>> silent_ones({1: 16.0, 2: 14.0, 3: 0.5}, Timing(), {1, 2, 3}), silent_ones({1: 30.5, 2: 14.0}, Timing(), {1, 2})
+    >>> silent_ones({1: 16.0, 2: 14.0, 3: 0.5}, Rules(), {1, 2, 3}), silent_ones({1: 30.5, 2: 14.0}, Rules(), {1, 2})
     ([1], [1])
     """
-    waiting_s = [quiet_s[each] for each in members if each in quiet_s and quiet_s[each] <= timing.silence_s]
-    most_are_quiet = 2 * sum(quiet > 2 * timing.heartbeat_s for quiet in waiting_s) > len(waiting_s)
-    longest_s = 2 * timing.silence_s if most_are_quiet else timing.silence_s
+    waiting_s = [quiet_s[each] for each in members if each in quiet_s and quiet_s[each] <= rules.silence_s]
+    most_are_quiet = 2 * sum(quiet > 2 * rules.heartbeat_s for quiet in waiting_s) > len(waiting_s)
+    longest_s = 2 * rules.silence_s if most_are_quiet else rules.silence_s
     return [each for each, quiet in quiet_s.items() if quiet > longest_s]
 
 
 class Lateness:
-    """Counts, at regular looks, how long each awaited replica has shown no change.
+    """Counts, at regular looks, for how long whatever is awaited has shown no change.
 
     Lateness is counted in looks, not in seconds: a process that was suspended for an hour has made no more looks than
     before. It reads what others sent meanwhile before it looks again.
@@ -99,24 +93,24 @@ class Lateness:
     (frozenset(), frozenset({1}))
     """
 
-    LOOKS: ClassVar[int] = 4  # a replica is late if nothing has changed from one look to the last of this many after it
+    LOOKS: ClassVar[int] = 4  # late is what has not changed from one look to the last of this many after it
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[object, int]] = {}
+        self._seen: dict[Any, tuple[object, int]] = {}
 
-    def look(self, seen: Mapping[int, object]) -> frozenset[int]:
-        """Return the late ones of the awaited replicas. Each is mapped to a value that changes with its progress."""
+    def look(self, seen: Mapping[K, object]) -> frozenset[K]:
+        """Return what is late. Whatever is awaited is mapped to a value that changes with its progress."""
         before = self._seen
         self._seen = {
-            replica: (now, before[replica][1] + 1 if replica in before and before[replica][0] == now else 0)
-            for replica, now in seen.items()
+            key: (now, before[key][1] + 1 if key in before and before[key][0] == now else 0)
+            for key, now in seen.items()
         }
-        return frozenset(replica for replica, (_, unchanged) in self._seen.items() if unchanged >= self.LOOKS)
+        return frozenset(key for key in seen if self._seen[key][1] >= self.LOOKS)
 
     @property
-    def doubtful(self) -> frozenset[int]:
-        """The replicas unchanged for more than half as many looks as make one late, and not late yet."""
-        return frozenset(one for one, (_, looks) in self._seen.items() if self.LOOKS // 2 < looks < self.LOOKS)
+    def doubtful(self) -> frozenset[Any]:
+        """What is unchanged for more than half as many looks as make it late, and not late yet."""
+        return frozenset(key for key, (_, looks) in self._seen.items() if self.LOOKS // 2 < looks < self.LOOKS)
 
 
 class Spoilers:

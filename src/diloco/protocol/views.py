@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Unpack
+from typing import Any
 
 from diloco.errors import ReplicaLostError, TransportError
 from diloco.membership import (
-    News,
     NextView,
     Report,
     RoundKeys,
@@ -18,18 +17,16 @@ from diloco.membership import (
     enough_without,
     names_of,
 )
-from diloco.protocol.actions import Adopt, CloseLinks, HangUp, OpenLinks, SetTimer, Timer
-from diloco.protocol.events import LinkStalled, Outbox, RoundsFailed, Submitted, ViewBegan
-from diloco.protocol.roster import Roster
+from diloco.protocol.events import Outbox, RoundsFailed, Submitted, Timer, ViewBegan
+from diloco.protocol.members import Roster
 from diloco.protocol.rounds import Rounds
-from diloco.protocol.rules import Policies, Rules, exclusion_reason, stop_error
+from diloco.protocol.rules import Rules
 from diloco.protocol.suspicion import Loss
 from diloco.protocol.view_change import ViewChange
 from diloco.protocol.wire import Adopted, Change, Excluded, Leaving, Refused
 
 __all__ = ["Views"]
 
-_RENEW_S = 1.0
 _MOST_AT_ONCE = 32  # replicas that join by one change: what must be known of them grows with the square of their number
 _TRY_AGAIN = Refused("a view change is in progress")
 
@@ -37,15 +34,16 @@ _TRY_AGAIN = Refused("a view change is in progress")
 class Views:
     """The current view, and the change to the next one."""
 
-    def __init__(self, rules: Rules, policies: Policies, roster: Roster, rounds: Rounds, outbox: Outbox) -> None:
+    def __init__(self, rules: Rules, roster: Roster, rounds: Rounds, outbox: Outbox) -> None:
         self.view = View(-1, (rules.replica,))  # the current view; a joiner is not in it yet
-        self.change = ViewChange(rules, policies, roster, rounds, outbox)
+        self.change: ViewChange | None = None  # the change to the next view, if it has begun
+        # the last view that this rank was ready for in a change, and that others may have adopted; or None
+        self._agreed: View | None = None
         # what ended the previous view, or stopped this rank; None before the first change
         self.adopted_last: NextView | None = None
         self.closed_to_joiners = ""  # why no replica can join at present; "" if any can
         self._first: View | None = None  # the view in which this rank began with all others; None: it joined
         self._rules = rules
-        self._policies = policies
         self._roster = roster
         self._rounds = rounds
         self._outbox = outbox
@@ -56,7 +54,6 @@ class Views:
         # the same for the replicas that join by the current change
         self._admitted: dict[int, dict[int, frozenset[int]]] = {}
         self._ended_early: set[int] = set()  # replicas that ended before this rank was a member
-        self._broken_link = ""  # why the view is to be replaced by one of the same members
 
     @property
     def failure(self) -> TransportError | None:
@@ -76,13 +73,17 @@ class Views:
     @property
     def agreed_view(self) -> View | None:
         """The view after `last_view` that this rank was ready for, and that others may have adopted; or None."""
-        agreed = self.change.agreed
+        agreed = (
+            self._agreed
+            if self.change is None or self.change.mine.agreed is None
+            else self.change.mine.agreed.following.view
+        )
         return agreed if agreed is not None and agreed.id > self.view.id else None
 
     @property
     def joining(self) -> frozenset[int]:
         """The replicas that become members by the current change, if there is one."""
-        return frozenset() if self.change.known is None else self.change.known.mine.joining
+        return frozenset() if self.change is None else self.change.mine.joining
 
     def others(self) -> list[int]:
         """Return all other ranks of the view."""
@@ -117,17 +118,16 @@ class Views:
     def leave(self, step: int) -> None:
         """Leave for good after inner step ``step``, with all ranks of this replica; rounds in flight end here."""
         if self.failure is None:
-            commits = self._rounds.freeze().commits if self.is_member else {}
-            self._outbox.send(self.others(), Leaving(max(0, self.view.id), step, commits))
+            self._outbox.send(self.others(), Leaving(max(0, self.view.id), step))
             # the others hang up once they have received it
             me = self._rules.replica
             self.close(TransportError(f"replica {me} left after step {step} and takes part in no more rounds."))
 
     def close(self, failure: TransportError) -> None:
         """Take part in no more rounds. Those in flight end with ``failure``."""
-        self.change.end()
+        self._end_change()
         self._rounds.close(failure)
-        self._outbox.actions.append(CloseLinks(self.view))
+        self._outbox.effects.closed = True
 
     def stop(self, why: str) -> None:
         """Take part in no more rounds for the reason ``why``, and hang up on all others."""
@@ -145,9 +145,24 @@ class Views:
 
     # The reasons to end the current view.
 
-    def end(self, why: str, **news: Unpack[News]) -> None:
-        """End the current view for the reason ``why``; ignored if this rank takes no part in it."""
-        self._follow(self.change.extend(why, **news))
+    def end(self, why: str, **facts: Any) -> None:
+        """End the current view for the reason ``why`` and the ``facts`` of `ViewChange.extend`.
+
+        Ignored if this rank takes no part in the view.
+        """
+        if change := self._begin_change(why):
+            self._follow(change.extend(**facts))
+
+    def _begin_change(self, why: str) -> ViewChange | None:
+        """Return the change to the next view, which begins now unless it has begun."""
+        if self.failure is None and self.is_member and self.change is None:
+            self.change = ViewChange(self.view, why, self._rules, self._roster, self._rounds, self._outbox)
+        return self.change
+
+    def _end_change(self) -> None:
+        if self.change is not None:
+            self._agreed, self.change = self.agreed_view, None
+            self._outbox.effects.timers[Timer("settle", self.view.id)] = None
 
     def lose(self, rank: int, loss: Loss) -> None:
         """Handle the loss of the connection to a rank."""
@@ -177,41 +192,26 @@ class Views:
         """End the view, as rounds could not take place in it."""
         if failed.view_id != self.view.id:
             return
-        enough = enough_without(self.view, failed.behind, self._policies.quorum)
+        enough = enough_without(self.view, failed.behind, self._rules.policy)
         if failed.anyway or failed.unheard or enough:
             self.end(failed.reason, behind=failed.behind, unheard=failed.unheard)
-
-    def drop_unlinked(self, view_id: int, replicas: Sequence[int], reason: str) -> None:
-        """Exclude replicas to which no payload connections could be opened."""
-        if view_id == self.view.id:
-            words = f"replica {replicas[0]} has no payload connection to replica {self._rules.replica}: {reason}"
-            self.end(words, unheard=frozenset(replicas))
-
-    def renew_soon(self, stalled: LinkStalled) -> None:
-        """Schedule a new view of the same members, since a payload connection has broken."""
-        if not self._broken_link and self.change.known is None and self.failure is None:
-            self._broken_link = stalled.reason
-            self._outbox.actions.append(SetTimer(Timer("renew", self.view.id), _RENEW_S))
-
-    def renew(self, view_id: int) -> None:
-        """Install a new view, unless the one with the broken payload connection has ended."""
-        if view_id == self.view.id and self.change.known is None:
-            self.end(self._broken_link)
 
     def settle(self, view_id: int) -> None:
         """Push a long view change to its end: stop waiting for answers first, then exclude the replicas that obstruct
         it."""
-        change, timer = self.change, Timer("settle", view_id)
-        if view_id != self.view.id:
+        change, wait_s = self.change, self._rules.silence_s
+        if change is None or view_id != self.view.id:
             return
-        if (wait_s := change.patience_s()) > 0:
-            self._outbox.actions.append(SetTimer(timer, wait_s))
+        if change.patience_s() > 0:
+            wait_s = change.patience_s()
         elif change.stop_waiting():
-            self._outbox.actions.append(SetTimer(timer, self._rules.settle_s / 2))
-        elif change.known is not None and (blamed := change.known.blame()):
-            self._outbox.actions.append(SetTimer(timer, self._rules.settle_s))
-            why = f"{names_of(blamed)} did not agree on the next view within {self._rules.settle_s:g} s"
-            self.end(why, unheard=blamed)
+            wait_s /= 2
+        elif blamed := change.blame():
+            self.end(f"{names_of(blamed)} did not agree on the next view within {wait_s:g} s", unheard=blamed)
+        else:
+            return
+        if self.change is change:
+            self._outbox.effects.timers[Timer("settle", view_id)] = wait_s
 
     # Messages about the current view.
 
@@ -223,8 +223,8 @@ class Views:
         elif received.view == self.view.id and step > self._rounds.greatest_step:
             words = f"replica {self._rules.replica_of(sender)} reports step {step}"
             self.drop(sender, f"{words}, but no member can be past step {self._rounds.greatest_step}")
-        elif received.view == self.view.id:
-            self._follow(self.change.absorb(received))
+        elif received.view == self.view.id and (change := self._begin_change(received.why)):
+            self._follow(change.absorb(received.report))
 
     def receive_leaving(self, sender: int, leaving: Leaving) -> None:
         """Process a member's announcement that it leaves."""
@@ -235,16 +235,15 @@ class Views:
         elif sender not in self._leaving:
             self._leaving.add(sender)
             words = f"replica {replica} left after step {leaving.step}"
-            left, commits = frozenset({(replica, leaving.step)}), frozenset(leaving.commits.items())
-            self.end(words, left=left, left_commits=commits)
+            self.end(words, left=frozenset({replica}))
 
     def receive_adopted(self, sender: int, following: NextView) -> None:
         """Process a member's message that it has adopted what follows the current view.
 
         That the others continue or stop without this rank needs as many reports as in `receive_parting`.
         """
-        change = self.change.known
-        if change is None or not self.is_member:
+        change = self.change
+        if change is None:
             return
         if following.view is not None and self._rules.replica in following.view.members:
             near = following.from_step - 1 <= self._rounds.greatest_step
@@ -272,7 +271,8 @@ class Views:
 
     def exclude(self, reason: str) -> None:
         """Stop, as the others continue or stop without this replica."""
-        self.stop(exclusion_reason(self._rules.replica, reason, self._policies))
+        done = "continued" if self._rules.continue_without_lost else "stopped"
+        self.stop(f"the others {done} without replica {self._rules.replica}: {reason}.")
 
     # Joining.
 
@@ -292,7 +292,7 @@ class Views:
             why = self.closed_to_joiners or str(self.failure or "this replica is still joining")
             self._outbox.send([rank], Refused(why, for_good=self.failure is not None))
         elif (
-            (not self.change.accepts_joiners and replica not in joining.union(members))
+            (self.change is not None and not self.change.accepts_joiners and replica not in joining.union(members))
             or len(joining - {replica}) >= _MOST_AT_ONCE
             or not connected.issuperset(self._rules.ranks(each for each in members if each != replica))
         ):
@@ -332,25 +332,24 @@ class Views:
             self._adopt(following)
 
     def _adopt(self, following: NextView) -> None:
-        change, rounds = self.change.known, self._rounds
+        change, rounds, effects = self.change, self._rounds, self._outbox.effects
         assert change is not None
         me, members = self._rules.replica, following.previous.members
         if following.view is not None and me not in following.view.members:
             self.exclude(following.reason)
             return
-        self.change.end()
+        self._end_change()
         staying: Collection[int] = change.staying
         if following.view is not None:
             staying = following.view.members
         elif change.is_left_out:
-            heard = (m for m in members if all(map(self._roster.is_connected, self._rules.ranks((m,)))))
-            staying = {me, *heard}
+            staying = {me, *members} - self._roster.unreached(following.previous)
         lost = [member for member in members if member not in staying]
-        self.adopted_last, failure = following, stop_error(following, lost, change.why, self._policies)
+        self.adopted_last, failure = following, self._stop_error(following, lost, change.why)
         rounds.failure = failure
         rounds.reason = reason = change.why if failure else f"{change.why}; {following.reason}"
         carried = rounds.end(following, reason, failure)
-        self._outbox.actions.append(CloseLinks(following.previous))
+        effects.closed = effects.closed or failure is not None
         self._disconnect(lost, following)
         joined: tuple[int, ...] = ()
         if following.view is not None:
@@ -358,11 +357,18 @@ class Views:
             # they were lost after the view was agreed on, so they may not know of it
             late = self._rules.ranks(m for m in staying if m not in change.staying)
             self._outbox.send(late, Adopted(following))
-        self._outbox.actions.append(Adopt(following, reason, joined))
+        effects.adopted.append((following, reason, joined))
         if following.joined:
             rounds.from_step = following.from_step
         self._open(carried, following.void)
         self._outbox.queue.append(ViewBegan(following, change.mine))
+
+    def _stop_error(self, following: NextView, lost: Sequence[int], why: str) -> ReplicaLostError | None:
+        """Return why this side does not continue after ``lost`` were lost, or None if it does."""
+        if following.view is not None and (self._rules.continue_without_lost or not lost):
+            return None
+        side = f"{why}: {following.reason}" if following.view is None else f"{why}; all replicas stop when one is lost"
+        return ReplicaLostError(f"{side}. Committed rounds stay committed.", replicas=lost)
 
     def _open(self, carried: Sequence[Submitted], void: RoundKeys) -> None:
         """Open the current view with the rounds that are carried over; ``void`` ones are not."""
@@ -370,12 +376,11 @@ class Views:
         self._parted.clear()
         self._leaving.clear()
         if self.failure is None:
-            self._outbox.actions.append(OpenLinks(self.view))
+            self._outbox.effects.view = self.view
         self._rounds.open(self.view, carried, void)
 
     def on_view_began(self, began: ViewBegan) -> None:
         """Handle members that can't be reached and replicas that ask to join, as a view has begun."""
-        self._broken_link = ""
         self._admitted.clear()
         following, mine, view = began.following, began.mine, self.view
         unheard = self._roster.unreached(view)
@@ -401,19 +406,18 @@ class Views:
         """Lose members that were lost before this view was agreed on; they have no connection whose end would be
         noticed."""
         me, members = self._rules.replica, frozenset(self.view.members)
-        left = frozenset(each for each in mine.left if each[0] in members)
-        gone = mine.gone & members
+        gone, left = mine.gone & members, mine.left & members
         unheard |= frozenset(other for one, other in mine.unheard if one == me) & members
         if gone | unheard:
             words = f"replica {me} can't reach every member of the next view: {names_of(gone | unheard)}"
-            commits = mine.left_commits if left else frozenset()
-            self.end(words, unheard=unheard, gone=gone, left=left, left_commits=commits)
+            self.end(words, unheard=unheard, gone=gone, left=left)
 
     def _disconnect(self, lost: Sequence[int], following: NextView) -> None:
-        left = dict(following.left)
         for rank in self._rules.ranks(lost):
             if self._roster.is_connected(rank):
-                if following.view is not None and self._rules.replica_of(rank) not in left:  # a replica that left knows
+                if (
+                    following.view is not None and self._rules.replica_of(rank) not in following.left
+                ):  # a replica that left knows
                     self._outbox.send([rank], Excluded(following.previous.id, self._rounds.reason))
                 self._hang_up(rank)
             self._roster.remove(rank)
@@ -421,11 +425,11 @@ class Views:
     def _hang_up(self, rank: int) -> None:
         if rank in self._roster.connections:
             self._roster.disconnect(rank)
-            self._outbox.actions.append(HangUp(rank))
+            self._outbox.effects.hang_ups.append(rank)
 
     def validate(self) -> None:
         """Assert what holds between two events, for tests."""
-        me, change = self._rules.replica, self.change.known
+        me, change = self._rules.replica, self.change
         assert not self.is_member or me in self.view.members, "a member of a view that it is not in"
         assert change is None or change.view == self.view, "a change of another view"
         assert change is None or self._rounds.frozen, "rounds go on during a view change"

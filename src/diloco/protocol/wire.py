@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from diloco.algorithm import UNKNOWN_UPLINK, RoundId, Uplink
-from diloco.membership import Commits, Count, Digest, NextView, Rank, Ranks, Report, RoundKey, Vote, Words
+from diloco.membership import Count, Digest, NextView, Rank, Ranks, Report, RoundKey, Vote, Words
 from diloco.protocol.registry import Entry
 from diloco.units import visible
 
@@ -45,7 +45,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 """The version of the protocol, raised whenever a replica of the previous version would misread this one's messages."""
 
 _MOST_WORDS = 500
@@ -252,11 +252,10 @@ class Adopted(WireMessage):
 
 
 class Leaving(WireMessage):
-    """The sender's replica leaves after inner step ``step``, and has recently committed ``commits``."""
+    """The sender's replica leaves after inner step ``step``."""
 
     view: Count
     step: Count
-    commits: Commits = {}
 
 
 ViewMessage = Header | RoundVote | Change | Adopted | Leaving

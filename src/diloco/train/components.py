@@ -1,9 +1,9 @@
-"""Builds fragments, codecs, optimizers, rules and transports from settings."""
+"""Builds what settings name: the arguments of `DiLoCo`, transports, and the outline of a model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from diloco.algorithm import (
@@ -11,41 +11,87 @@ from diloco.algorithm import (
     CODECS,
     MERGE_RULES,
     OUTER_OPTIMIZERS,
-    AverageRule,
-    Codec,
     FragmentLayout,
-    MeanEncoding,
-    MergeRule,
-    OuterOptimizer,
     ScalarSchedule,
     SyncSettings,
     ValueSchedule,
     partition,
 )
 from diloco.checkpoint import open_checkpoint
-from diloco.errors import CheckpointError, ConfigurationError, ContractError, FragmentError
+from diloco.errors import CheckpointError, FragmentError
 from diloco.model import LanguageModel, build_language_model, with_vocabulary
+from diloco.outer import check_own_code
 from diloco.plugins import is_own
-from diloco.testing import check_average_rule, check_codec, check_merge_rule, check_outer_optimizer
 from diloco.train.inner import check_inner_arguments
 from diloco.train.resolve import make_schedule
 from diloco.train.settings import RunSettings
 from diloco.transport import InProcessTransport, Link, VirtualNetwork
 
 __all__ = [
-    "check_own_code",
-    "make_average_rule",
-    "make_configured_codec",
+    "check_components",
     "make_fragments",
     "make_links",
-    "make_mean_encoding",
-    "make_merge_rule",
-    "make_outer_optimizer",
     "make_transport",
     "outer_arguments",
+    "outer_components",
     "outline",
     "stored_definition",
 ]
+
+
+def outer_components(sync: SyncSettings, outer_steps: int = 1) -> dict[str, Any]:
+    """Return those arguments of `DiLoCo` that follow from resolved settings alone, by name.
+
+    Args:
+        outer_steps: rounds of one fragment in the whole run, which the schedules span.
+
+    Raises:
+        ConfigurationError: if a component can't be made.
+    """
+    codec, mean_codec = sync.arguments_of("codec"), sync.mean_codec
+    average = {name: v for name, v in sync.arguments_of("average").items() if name not in ("max_norm", "codec")}
+    outer = dict(sync.arguments_of("outer"))
+    rate = 0.7 if sync.outer_learning_rate is None else sync.outer_learning_rate
+    learning_rate: ScalarSchedule = rate
+    momentum: ScalarSchedule = sync.outer_momentum
+    if not is_own(sync.outer):
+        kind, final_ratio = outer.pop("schedule", "constant"), outer.pop("final_ratio", 0.0)
+        if kind != "constant":
+            steps = max(1, outer_steps)
+            learning_rate = ValueSchedule(peak=rate, kind=kind, total_steps=steps, final_ratio=final_ratio)
+        if warmup := outer.pop("momentum_warmup", 0):
+            momentum = ValueSchedule(peak=sync.outer_momentum, warmup_steps=warmup)
+    if mean_codec != "auto":
+        mean_codec = CODECS.make(mean_codec, block_size=codec.get("block_size", 256))
+    return {
+        "codec": CODECS.make(sync.codec or "float32", codec),
+        "mean_codec": mean_codec,
+        "error_feedback": sync.error_feedback,
+        "outer_optimizer": OUTER_OPTIMIZERS.make(sync.outer, outer, learning_rate=learning_rate, momentum=momentum),
+        "merge": MERGE_RULES.make(sync.merge or "alpha", sync.arguments_of("merge"), alpha=sync.merge_alpha or 0.0),
+        "average": AVERAGES.make(sync.average, average),
+        "max_norm": sync.max_norm,
+    }
+
+
+def outer_arguments(settings: RunSettings, model: LanguageModel) -> dict[str, Any]:
+    """Return the arguments of `DiLoCo` that are the same on all replicas, by name."""
+    steps = settings.train.steps - settings.train.data_parallel_steps
+    return {
+        "schedule": make_schedule(settings),
+        "fragments": make_fragments(settings.sync, model),
+        **outer_components(settings.sync, steps // settings.sync.inner_steps),
+    }
+
+
+def check_components(settings: RunSettings) -> None:
+    """Construct the components that the settings name, and check the user's own with `diloco.testing`.
+
+    Raises:
+        ConfigurationError: if a component can't be constructed or violates its contract.
+    """
+    check_own_code(outer_components(settings.sync))
+    check_inner_arguments(settings.optimizer)
 
 
 def make_fragments(settings: SyncSettings, model: LanguageModel) -> tuple[FragmentLayout, ...]:
@@ -65,104 +111,6 @@ def make_fragments(settings: SyncSettings, model: LanguageModel) -> tuple[Fragme
             f"This model has too few layers for sync.num_fragments={number}. Use fewer fragments, or "
             'sync.fragment_strategy = "balanced", which may split layers.'
         ) from error
-
-
-def make_merge_rule(settings: SyncSettings) -> MergeRule:
-    """Return the merge rule of resolved settings."""
-    arguments = settings.arguments_of("merge")
-    rule: MergeRule = MERGE_RULES.make(settings.merge or "alpha", arguments, alpha=settings.merge_alpha or 0.0)
-    return rule
-
-
-def make_configured_codec(settings: SyncSettings) -> Codec:
-    """Return the codec of resolved settings."""
-    codec: Codec = CODECS.make(settings.codec or "float32", settings.arguments_of("codec"))
-    return codec
-
-
-def make_mean_encoding(settings: SyncSettings) -> MeanEncoding:
-    """Return the encoding in which resolved settings send means."""
-    return MeanEncoding.of(_mean_codec(settings))
-
-
-def _mean_codec(settings: SyncSettings) -> Codec | str:
-    name, block_size = settings.mean_codec, settings.arguments_of("codec").get("block_size", 256)
-    return name if name == "auto" else CODECS.make(name, block_size=block_size)
-
-
-def make_outer_optimizer(settings: SyncSettings, outer_steps: int) -> OuterOptimizer:
-    """Return the outer optimizer of resolved settings.
-
-    Args:
-        outer_steps: rounds of one fragment in the whole run, which the schedules span.
-    """
-    arguments = dict(settings.arguments_of("outer"))
-    rate = 0.7 if settings.outer_learning_rate is None else settings.outer_learning_rate
-    learning_rate: ScalarSchedule = rate
-    momentum: ScalarSchedule = settings.outer_momentum
-    if not is_own(settings.outer):
-        kind, final_ratio = arguments.pop("schedule", "constant"), arguments.pop("final_ratio", 0.0)
-        if kind != "constant":
-            steps = max(1, outer_steps)
-            learning_rate = ValueSchedule(peak=rate, kind=kind, total_steps=steps, final_ratio=final_ratio)
-        if warmup := arguments.pop("momentum_warmup", 0):
-            momentum = ValueSchedule(peak=settings.outer_momentum, warmup_steps=warmup)
-    outer: OuterOptimizer = OUTER_OPTIMIZERS.make(
-        settings.outer, arguments, learning_rate=learning_rate, momentum=momentum
-    )
-    return outer
-
-
-def check_own_code(settings: RunSettings) -> None:
-    """Construct the components that the settings name, and check the user's own with `diloco.testing`.
-
-    Raises:
-        ConfigurationError: if a component can't be constructed or violates its contract.
-    """
-    sync, optimizer = settings.sync, settings.optimizer
-    checks: tuple[tuple[str, str | None, Callable[[], Any], Callable[[Any], object]], ...] = (
-        (
-            "sync.codec",
-            sync.codec,
-            lambda: make_configured_codec(sync),
-            lambda _: check_codec(lambda: make_configured_codec(sync)),
-        ),
-        ("sync.outer", sync.outer, lambda: make_outer_optimizer(sync, 100), check_outer_optimizer),
-        ("sync.average", sync.average, lambda: make_average_rule(sync), check_average_rule),
-        ("sync.merge", sync.merge, lambda: make_merge_rule(sync), check_merge_rule),
-        ("optimizer.name", optimizer.name, lambda: check_inner_arguments(optimizer), bool),
-    )
-    for key, name, make, check in checks:
-        made = make()
-        try:
-            if is_own(name):
-                check(made)
-        except ContractError as error:
-            raise ConfigurationError(f"{key}={name} can't be used: {error}") from error
-
-
-def make_average_rule(settings: SyncSettings) -> AverageRule | None:
-    """Return the rule that averages contributions, or None for the weighted mean."""
-    given = settings.arguments_of("average")
-    arguments = {name: value for name, value in given.items() if name not in ("max_norm", "codec")}
-    rule: AverageRule | None = AVERAGES.make(settings.average, arguments)
-    return rule
-
-
-def outer_arguments(settings: RunSettings, model: LanguageModel) -> dict[str, Any]:
-    """Return the arguments of `DiLoCo` that are the same on all replicas, by name."""
-    sync, steps = settings.sync, settings.train.steps - settings.train.data_parallel_steps
-    return {
-        "schedule": make_schedule(settings),
-        "fragments": make_fragments(sync, model),
-        "outer_optimizer": make_outer_optimizer(sync, steps // sync.inner_steps),
-        "merge": make_merge_rule(sync),
-        "codec": make_configured_codec(sync),
-        "error_feedback": sync.error_feedback,
-        "max_norm": sync.max_norm,
-        "mean_codec": _mean_codec(sync),
-        "average": make_average_rule(sync),
-    }
 
 
 def make_links(settings: RunSettings) -> list[Link]:

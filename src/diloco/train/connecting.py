@@ -1,47 +1,54 @@
-"""Builds a fleet that is connected to the other ranks, from settings and a role."""
+"""How the replicas of a run meet: over TCP, or in a swarm over Hivemind's DHT and libp2p."""
 
 from __future__ import annotations
 
 import json
 import platform
+import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs lack them
 
 from diloco.devices import choose_threads
 from diloco.errors import ConfigurationError
-from diloco.protocol import MAX_NAME
+from diloco.membership import LastViews
+from diloco.protocol import MAX_NAME, Rules
 from diloco.train.description import diff
-from diloco.train.fleet import TorchFleet
+from diloco.train.fleet import Elastic, Meeting, PeerFleet
 from diloco.train.processes import Role
-from diloco.train.session_state import held_checkpoint
 from diloco.train.settings import RunSettings
-from diloco.train.swarm_fleet import SwarmFleet
+from diloco.train.state import Held, held_checkpoint
 from diloco.transport import (
     Admission,
     Connected,
     NetworkSettings,
     NodePlace,
+    PeerStreams,
     Place,
     ReplicaGroup,
     SwarmPlace,
-    TcpWire,
-    Wire,
+    TcpStreams,
     connect,
+    connect_again,
+    enter_swarm,
     multiaddress,
     open_replica_group,
     parse_address,
     read_secret,
+    same_port,
 )
 from diloco.units import visible
 from diloco.waiting import waiting_for
 
-__all__ = ["connect_peer", "connect_rank"]
+__all__ = ["connect_peer", "connect_rank", "fleet_in_swarm", "fleet_over_tcp"]
 
+_STARTING = "it is starting"
+_CLOCK_OFF_S = 3.0  # smaller clock differences are not reported
 _NEW_WINDOW_S, _RESUMED_WINDOW_S = 3.0, 15.0
 """The time that a peer waits for others before it founds a swarm. It is longer after a resume, because machines that
 restart together need some time, and the one with the newest checkpoint should be among them."""
@@ -49,7 +56,7 @@ restart together need some time, and the one with the newest checkpoint should b
 
 def connect_rank(
     run: RunSettings, role: Role, facts: Mapping[str, str], held_step: int, device: torch.device
-) -> TorchFleet:
+) -> PeerFleet:
     """Connect to the other ranks of this replica, then to those of the other replicas.
 
     Args:
@@ -64,15 +71,63 @@ def connect_rank(
         group = _open_group(settings, role, device)
         _compare(group, facts)
     each_talks = settings.replica_size == 1 or run.train.parallelism == "fsdp"
-    place, wire = _place_and_wire(run, role, settings.replica_size if each_talks else 1, facts)
+    place = Place(
+        replica=role.replica,
+        num_replicas=settings.replicas,
+        position=role.position,
+        ranks_per_replica=settings.replica_size if each_talks else 1,
+        rendezvous=role.rendezvous,
+        torchrun=role.torchrun.master if role.torchrun and role.rendezvous is None else None,
+        attempt=role.torchrun.attempt if role.torchrun else "0",
+        host=settings.listen_host,
+        ports="-".join(dict.fromkeys(map(str, settings.listen_ports))),
+        secret=read_secret(settings.secret_file, "network.secret_file"),
+    )
+    rules = Rules(
+        **_time_outs(settings, facts),
+        continue_without_lost=settings.on_loss == "continue",
+        together=settings.on_loss != "continue" or settings.replica_size > 1,
+    )
+    return fleet_over_tcp(place, rules, held_step, group, led=not each_talks)
+
+
+def fleet_over_tcp(
+    place: Place, rules: Rules, held_step: int = -1, group: ReplicaGroup | None = None, *, led: bool = False
+) -> PeerFleet:
+    """Connect to the other replicas over TCP. The arguments are those of `connect` and `PeerFleet`."""
     connected = None
-    if each_talks or group.leads:
-        connected = connect(place, wire, held_step=held_step)
+    if group is None or group.leads or not led:
+        connected = connect(place, rules, held_step=held_step)
         choose_threads(_on_this_machine(connected))
-    return TorchFleet(connected, place, wire, group)
+    kept: list[socket.socket] = []  # where this process listens while it searches, so that it stays reachable
+
+    def again(fleet: PeerFleet, views: LastViews, patience_s: float) -> Connected:
+        if not kept:
+            kept.append(cast(TcpStreams, fleet.transport.connections.streams).keep())
+        fleet.transport.close()
+        connected = connect_again(place, rules, fleet.connected, kept[0].dup(), views, patience_s)
+        close()
+        return connected
+
+    def close() -> None:
+        while kept:
+            kept.pop().close()
+
+    def details(fleet: PeerFleet) -> dict[str, str]:
+        entries = sorted(fleet.connected.table.entries.items())
+        return {"control addresses": ", ".join(f"{rank} at {entry.address}" for rank, entry in entries)}
+
+    meeting = Meeting(
+        num_replicas=place.num_replicas,
+        again=None if rules.together else again,
+        close=close,
+        addresses=lambda connected: (str(connected.transport.address),),
+        details=details,
+    )
+    return PeerFleet(meeting, connected, group, led=led)
 
 
-def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> SwarmFleet:
+def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> PeerFleet:
     """Join the swarm that ``run.swarm`` names, or found it.
 
     Args:
@@ -101,25 +156,92 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Sw
         name=visible(platform.node() if network.name is None else network.name, MAX_NAME),
         join_window_s=_NEW_WINDOW_S if held.step < 0 else _RESUMED_WINDOW_S,
     )
-    wire = Wire(
-        **_exchange(network, facts),
+    rules = Rules(
+        **_time_outs(network, facts),
         continue_without_lost=True,
-        comes_back=True,
+        together=False,
         late_s=network.late_s,
         split="stop" if network.on_loss == "stop" else "go-on",
     )
-    return SwarmFleet(
-        place,
-        wire,
-        held,
-        start_replicas=network.replicas,
-        margin=2 * run.sync.inner_steps + 1,
-        batch_size=run.train.batch_size,
+    return fleet_in_swarm(
+        place, rules, held, network.replicas, margin=2 * run.sync.inner_steps + 1, batch_size=run.train.batch_size
     )
 
 
-def _exchange(network: NetworkSettings, facts: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings that every kind of wire takes."""
+def fleet_in_swarm(
+    place: SwarmPlace, rules: Rules, held: Held, replicas: int, *, margin: int, batch_size: int
+) -> PeerFleet:
+    """Join a swarm over Hivemind's DHT and libp2p, or found it.
+
+    Args:
+        held: the checkpoint from which this replica could resume.
+        replicas: the number of replicas at which training starts; see `Elastic` for the rest.
+    """
+    number = held.replica if place.replica is None else place.replica
+    place = replace(place, replica=number, held_swarm=held.swarm, closed=_STARTING)
+    connected = enter_swarm(place, rules, held_step=held.step)
+
+    def again(fleet: PeerFleet, views: LastViews, patience_s: float) -> Connected:
+        transport = fleet.transport
+        known = [address for entry in transport.known_entries() for address in entry.places]
+        join, listen = (*place.node.join, *known), same_port(place.node.listen, fleet.addresses)
+        node = replace(place.node, join=tuple(dict.fromkeys(join)), listen=listen, insists=False)
+        number, swarm = transport.replica, fleet.connected.swarm
+        transport.close()
+        found = replace(place, replica=number, swarm=swarm, views=views, patience_s=patience_s, node=node)
+        return enter_swarm(found, rules, held_step=transport.step)
+
+    def addresses(connected: Connected) -> tuple[str, ...]:
+        node = cast(PeerStreams, connected.transport.connections.streams).node
+        found = connected.transport.connections.call(node.addresses())
+        return tuple(sorted(found, key=lambda address: address.startswith("/ip4/127.")))
+
+    def details(fleet: PeerFleet) -> dict[str, str]:
+        transport, clock = fleet.transport, {}
+        streams = cast(PeerStreams, transport.connections.streams)
+        if abs(off_s := streams.node.clock_off_s) >= _CLOCK_OFF_S:
+            side = "ahead of" if off_s > 0 else "behind"
+            clock = {"clock": f"{abs(off_s):,.0f} s {side} the clocks of the others, which does no harm"}
+        return {
+            "number": f"{transport.replica}, peer {transport.address}",
+            "swarm": fleet.connected.swarm,
+            "listens at": ", ".join(fleet.addresses) or "no address: it opens all connections itself",
+            "payload links": streams.direct_description,
+            **clock,
+            "lost replicas": f"noticed after at most {transport.rules.silence_s:g} s; the others then continue",
+        }
+
+    elastic = Elastic(
+        run=place.admission.run,
+        name=place.name,
+        start_replicas=replicas,
+        margin=margin,
+        batch_size=batch_size,
+        status=place.status,
+        join=place.node.join,
+    )
+    meeting = Meeting(num_replicas=replicas, elastic=elastic, again=again, addresses=addresses, details=details)
+    return PeerFleet(meeting, connected, notes=_use_of(held, connected, place))
+
+
+def _use_of(held: Held, connected: Connected, place: SwarmPlace) -> tuple[str, ...]:
+    """Return sentences about the use of the checkpoint from which this replica could resume; none without one."""
+    if held.step < 0:
+        return ()
+    if not connected.joining:
+        alone = "No other peer was found" if place.node.join else "It knows no other peer (no --join)"
+        return (f"{alone}, so it founds a new swarm at step {held.step}. Peers that join adopt its state.",)
+    lost, table = "the work that it had not shared by then is lost", connected.table
+    if connected.swarm != held.swarm and table.founded_step < held.step:
+        lost = f"the others continued from step {table.founded_step} and do not have the later steps either"
+    return (
+        f"It adopts the state of the others, which are at step {table.step}. Its own checkpoint of step {held.step} is "
+        f"not used: {lost}.",
+    )
+
+
+def _time_outs(network: NetworkSettings, facts: Mapping[str, str]) -> dict[str, Any]:
+    """Return the rules that both networks take from the settings alike."""
     return {
         "heartbeat_s": network.heartbeat_s,
         "silence_s": network.silence,
@@ -163,27 +285,3 @@ def _on_this_machine(connected: Connected) -> int:
     rank, entries = connected.transport.rules.rank, connected.table.entries
     here = parse_address(entries[rank].address).host
     return sum(parse_address(entry.address).host == here for entry in entries.values())
-
-
-def _place_and_wire(
-    run: RunSettings, role: Role, ranks_per_replica: int, facts: Mapping[str, str]
-) -> tuple[Place, TcpWire]:
-    network = run.network
-    place = Place(
-        replica=role.replica,
-        num_replicas=network.replicas,
-        position=role.position,
-        ranks_per_replica=ranks_per_replica,
-        rendezvous=role.rendezvous,
-        torchrun=role.torchrun.master if role.torchrun and role.rendezvous is None else None,
-        attempt=role.torchrun.attempt if role.torchrun else "0",
-    )
-    wire = TcpWire(
-        host=network.listen_host,
-        ports="-".join(dict.fromkeys(map(str, network.listen_ports))),
-        secret=read_secret(network.secret_file, "network.secret_file"),
-        **_exchange(network, facts),
-        continue_without_lost=network.on_loss == "continue",
-        comes_back=network.on_loss == "continue" and network.replica_size == 1,
-    )
-    return place, wire

@@ -16,17 +16,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from diloco.algorithm import data_parallel_bytes, make_codec, plan_exchange, trainable_parameters
+from diloco.algorithm import MeanEncoding, data_parallel_bytes, make_codec, plan_exchange, trainable_parameters
 from diloco.model import LanguageModel, ModelSettings, base_digest, build_language_model
 from diloco.outer import argument_facts, frozen_digests
 from diloco.protocol import PROTOCOL_VERSION
-from diloco.train.components import (
-    make_configured_codec,
-    make_fragments,
-    make_mean_encoding,
-    make_outer_optimizer,
-    outer_arguments,
-)
+from diloco.train.components import make_fragments, outer_arguments, outer_components
 from diloco.train.resolve import make_schedule
 from diloco.train.settings import RunSettings
 from diloco.units import format_bytes, format_ratio
@@ -47,7 +41,7 @@ def identity(settings: RunSettings, model: LanguageModel, data: str = "", base: 
     """
     train, network = settings.train, settings.network
     replicas = f"{network.replicas} of {network.replica_size} ranks"
-    if network.transport == "hivemind":
+    if network.transport == "swarm":
         replicas = f"any number, {network.replicas} to begin with"
     outer = {"codec": str(settings.sync.codec)}
     if settings.algorithm in ("streaming", "diloco"):
@@ -133,8 +127,9 @@ def describe(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
 def _describe_rounds(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
     """Return what an algorithm with an outer loop sends, and when."""
     start, replicas = settings.train.data_parallel_steps, settings.network.replicas
-    schedule, codec = make_schedule(settings), make_configured_codec(settings.sync)
-    mean, whole = make_mean_encoding(settings.sync), settings.sync.whole_contributions
+    schedule, components = make_schedule(settings), outer_components(settings.sync)
+    codec, mean = components["codec"], MeanEncoding.of(components["mean_codec"])
+    whole = settings.sync.whole_contributions
     local_steps = settings.train.steps - start
     sizes = [fragment.numel for fragment in make_fragments(settings.sync, model)]
     sent = sum(
@@ -162,7 +157,7 @@ def bytes_per_trained(settings: RunSettings) -> int:
     if settings.algorithm not in ("streaming", "diloco"):
         return 16
     value = torch.zeros(1, dtype=torch.float32, device="cpu")
-    slots = len(make_outer_optimizer(settings.sync, 1).init(value).slots)
+    slots = len(outer_components(settings.sync)["outer_optimizer"].init(value).slots)
     return 16 + 4 + 4 * slots + (4 if settings.sync.error_feedback else 0)
 
 

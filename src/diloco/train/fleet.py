@@ -1,81 +1,69 @@
-"""The replicas of this process and their connection to the others: in one process, or one rank of one replica."""
+"""The replicas of this process and their connection to the others: all in one process, or one rank of one replica."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-from diloco.data import Assignment, Shares
+from diloco.data import Assignment, Shares, as_message, read_message
 from diloco.errors import RendezvousError, ReplicaLostError, TransportError
-from diloco.events import Event
+from diloco.events import Event, StateFetched
 from diloco.membership import LastViews, NextView, Ranks, View, enough_without
 from diloco.protocol import WireMessage, decode, encode
 from diloco.transport import (
     Connected,
     InProcessTransport,
     LeaderTransport,
+    PeerStatus,
     PeerTransport,
-    Place,
     ReplicaGroup,
-    TcpStreams,
-    TcpWire,
     Transport,
     VirtualNetwork,
-    connect_again,
     join,
 )
 from diloco.waiting import waiting_for
 
-__all__ = ["Fleet", "PeerFleet", "TorchFleet", "WelcomeNote"]
+__all__ = ["Elastic", "Fleet", "Meeting", "PeerFleet"]
 
 Answer = TypeVar("Answer")
 
+_ROUND_MAY_TAKE_S = 4.0  # time for a round in flight to end before a replica of a swarm that is to stop leaves
+
 
 class Fleet:
-    """The replicas of a run that all train in this process. The subclasses replace what several processes need."""
+    """The replicas of a run that all train in this process. `PeerFleet` replaces what several processes need."""
 
     elastic: bool = False  # whether replicas may join and leave
     rejoins: bool = False  # whether this process searches for the other replicas after losing them
     group: ReplicaGroup = ReplicaGroup()  # the ranks of the local replica
+    hub: InProcessTransport | None  # the transport of all replicas, if they train in this process
 
     def __init__(self, hub: InProcessTransport | None) -> None:
-        self._hub = hub
-
-    @property
-    def in_one_process(self) -> bool:
-        """Whether this process trains all replicas of the run."""
-        return self._hub is not None
-
-    @property
-    def hub(self) -> InProcessTransport:
-        """The transport of all replicas, if they train in this process."""
-        assert self._hub is not None, "the replicas have processes of their own"
-        return self._hub
+        self.hub = hub
 
     @property
     def local(self) -> tuple[int, ...]:
         """The numbers of the replicas that train in this process."""
-        return self.hub.view.members
+        return self.hub.view.members if self.hub else ()
 
     @property
     def num_members(self) -> int:
         """The number of replicas in all processes: the members of an elastic fleet, else the planned number."""
         return len(self.local)
 
-    @property
     def leads(self) -> bool:
-        """Whether this process evaluates and reports for all replicas."""
+        """Return whether this process evaluates and reports for all replicas. Call it on all ranks of a replica."""
         return True
 
     @property
     def network(self) -> VirtualNetwork | None:
         """The emulated links with a virtual clock, or None."""
-        return self._hub.network if self._hub else None
+        return self.hub.network if self.hub else None
 
     @property
     def failure(self) -> TransportError | None:
@@ -84,6 +72,7 @@ class Fleet:
 
     def endpoint(self, replica: int) -> Transport:
         """Return the transport of a local replica."""
+        assert self.hub is not None, "the replicas have processes of their own"
         return self.hub.endpoint(replica)
 
     def take_assignments(self) -> tuple[Assignment, ...]:
@@ -100,7 +89,6 @@ class Fleet:
 
     def close_to_joiners(self, reason: str) -> None:
         """Refuse replicas that ask to join, giving ``reason``; "" admits them again."""
-        return None
 
     def facts(self) -> dict[str, str]:
         """Return what identifies this replica, to print at the start, by name."""
@@ -116,19 +104,45 @@ class Fleet:
 
     def finish(self) -> None:
         """Wait until the other replicas have finished too, then disconnect."""
-        return None
 
     def close(self) -> None:
         """Disconnect at once."""
-        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the connection for a checkpoint."""
-        return self.hub.state_dict()
+        return self.hub.state_dict() if self.hub else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
-        self.hub.load_state_dict(state)
+        if self.hub:
+            self.hub.load_state_dict(state)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Elastic:
+    """A run whose replicas join and leave."""
+
+    run: str  # its name
+    name: str  # what people call this replica
+    start_replicas: int  # the number of replicas at which training starts
+    margin: int  # the number of inner steps within which every member has to wait for a round
+    batch_size: int  # sequences per batch of a replica (B)
+    status: PeerStatus  # what those see who watch this replica
+    join: tuple[str, ...] = ()  # the addresses at which it was told to find others
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """How the replicas of a run meet over one kind of network."""
+
+    num_replicas: int  # as planned
+    elastic: Elastic | None = None  # None: the number of replicas is fixed
+    # Closes the lost connection of a fleet and finds the others, or founds the view after the given ones with replicas
+    # that also search; it has the given time in seconds. None: a replica that has lost the others ends.
+    again: Callable[[PeerFleet, LastViews, float], Connected] | None = None
+    close: Callable[[], None] = lambda: None  # closes what ``again`` keeps open for another attempt
+    addresses: Callable[[Connected], tuple[str, ...]]  # where others can join; loopback addresses come last
+    details: Callable[[PeerFleet], dict[str, str]]
 
 
 class WelcomeNote(WireMessage):
@@ -147,18 +161,33 @@ class PeerFleet(Fleet):
     itself.
 
     Args:
+        meeting: how it met the others, and meets them again.
         connected: the connection to the other replicas; None on a rank for which position 0 communicates.
         group: the ranks of the replica; None: this rank alone.
         led: whether position 0 communicates for all of them.
+        notes: sentences for the user about the beginning.
     """
 
-    connected: Connected  # set only if this rank communicates, like `transport`
+    connected: Connected  # set only if this rank communicates, like `transport` and `addresses`
     transport: PeerTransport
+    addresses: tuple[str, ...]  # where others can join
     _endpoint: Transport
 
-    def __init__(self, connected: Connected | None, group: ReplicaGroup | None = None, *, led: bool = False) -> None:
+    def __init__(
+        self,
+        meeting: Meeting,
+        connected: Connected | None,
+        group: ReplicaGroup | None = None,
+        *,
+        led: bool = False,
+        notes: tuple[str, ...] = (),
+    ) -> None:
         super().__init__(None)
+        self.meeting = meeting
         self.group = group or ReplicaGroup()
+        self.notes = notes
+        self.elastic, self.rejoins = meeting.elastic is not None, meeting.again is not None
+        self.left_at: tuple[str, ...] = ()  # once it has left a swarm: addresses at which the run goes on without it
         self._led = self.group if led else ReplicaGroup()
         self._talks = connected is not None
         self._changed = threading.Condition()
@@ -169,6 +198,11 @@ class PeerFleet(Fleet):
         self.gathering = False  # whether a view founded after a loss still has too few members
         self._reported_links: Mapping[int, str] = {}
         self.joining = False  # whether the others were already training when this process joined or rejoined
+        self.begun = not self.elastic  # whether there have been enough replicas to start training
+        self.shares = Shares.of((0,))  # who draws which data, in an elastic run
+        self._assignments: tuple[Assignment, ...] = ()
+        self._taken: tuple[Assignment, ...] = ()
+        self._leaving: threading.Timer | None = None
         if connected is not None:
             self._connect(connected)
         if led:
@@ -182,6 +216,11 @@ class PeerFleet(Fleet):
         self._endpoint = connected.transport
         self.transport.on_change = lambda following: encode(self._follow(following))
         self.joining = connected.joining
+        self.addresses = self.meeting.addresses(connected)
+        if elastic := self.meeting.elastic:
+            self.note(state="joining", name=elastic.name)
+            if not self.joining:
+                self._share(Shares.of(self.local), 1)
 
     def _ask(self, question: Callable[[], Answer]) -> Answer:
         """Return the answer of the rank that communicates for this one."""
@@ -196,6 +235,14 @@ class PeerFleet(Fleet):
         return self._endpoint
 
     @property
+    def view(self) -> View:
+        """The current view."""
+        return self._endpoint.view
+
+    @property
+    def num_members(self) -> int:
+        return len(self.view.members) if self.elastic else self.meeting.num_replicas
+
     def leads(self) -> bool:
         return bool(self.group.share(self._talks and self.transport.replica == self.transport.view.members[0]))
 
@@ -211,11 +258,22 @@ class PeerFleet(Fleet):
             self.transport.close_to_joiners(reason)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.transport.state_dict() if self._talks else {}
+        if not self._talks:
+            return {}
+        with self._changed:
+            more = {"shares": as_message(self.shares), "begun": self.begun, "swarm": self.connected.swarm}
+            return self.transport.state_dict() | (more if self.elastic else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state that `state_dict` returned; in an elastic run, with this replica as the only member."""
         if self._talks:
             self.transport.load_state_dict(state)
+        if elastic := self.meeting.elastic:
+            with self._changed:
+                continued = read_message(state["shares"], Shares).following(
+                    self.transport.step, self.local, joined=(), margin=0, batch_size=elastic.batch_size
+                )
+                self._share(Shares(continued.chain[-1:]))  # earlier assignments no longer matter
 
     # Queries of the training loop between two steps.
 
@@ -230,47 +288,131 @@ class PeerFleet(Fleet):
         links = self.transport.link_descriptions if self._talks else {}
         news = {replica: link for replica, link in links.items() if self._reported_links.get(replica) != link}
         self._reported_links = {**self._reported_links, **news}
-        sentences = [f"Payloads to replica {replica} go over {link}." for replica, link in sorted(news.items())]
-        return " ".join(sentences)
+        return " ".join(f"Payloads to replica {replica} go over {link}." for replica, link in sorted(news.items()))
 
-    @property
-    def view(self) -> View:
-        """The current view."""
-        return self._endpoint.view
-
-    def announce_speed(self, steps_per_s: float) -> None:
-        """Announce to the other members how many inner steps per second this replica takes."""
-        self.transport.announce_speed(steps_per_s)
-
-    def speeds(self) -> Mapping[int, float]:
-        """Return the inner steps per second of each other member that has announced its speed."""
-        return self.transport.speeds()
+    def take_assignments(self) -> tuple[Assignment, ...]:
+        with self._changed:
+            taken = tuple(each for each in self._assignments if each not in self._taken)
+            self._taken = self._assignments
+            return taken
 
     def note(self, **seen: Any) -> None:
         """Publish facts about this replica for the status page."""
-        return None
+        if self.meeting.elastic:
+            self.meeting.elastic.status.seen.update(seen)
 
     def publish(self, event: Event) -> None:
         """Publish an event for the status page."""
-        return None
+        if self.meeting.elastic:
+            self.meeting.elastic.status.add(event)
+            if isinstance(event, StateFetched):
+                self.note(state_received_bytes=event.received_bytes, state_expected_bytes=event.expected_bytes)
+
+    def names(self) -> dict[str, str]:
+        if self.meeting.elastic is None:
+            return {}
+        known = {self.transport.replica: self.meeting.elastic.name}
+        known |= {entry.rank: entry.name for entry in self.transport.known_entries()}
+        often = Counter(known.values())
+        return {
+            str(number): name if often[name] == 1 else f"{name}/{number % 10_000}"
+            for number, name in known.items()
+            if name
+        }
+
+    def facts(self) -> dict[str, str]:
+        if self.meeting.elastic is None:
+            return self._ask(lambda: {"replica": f"{self.transport.rules.replica}, in its own process"})
+        name = self.names().get(str(self.transport.replica), "it")
+        return {"replica": f"{name}, of {self.num_members} in run {self.meeting.elastic.run!r}"}
+
+    def details(self) -> dict[str, str]:
+        return self._ask(lambda: self.meeting.details(self))
+
+    # The beginning and the end.
 
     def wait_for_start(self, stopped: Callable[[], bool]) -> None:
         """Wait until there are enough replicas to start training, or ``stopped`` returns True."""
-        return None
+        if self.begun:
+            return
+        self.close_to_joiners("")
+        with waiting_for(self._missing), self._changed:
+            while not self.begun and not stopped() and self.failure is None:
+                self._changed.wait(0.2)
 
-    def leave_soon(self) -> None:
-        """Prepare to leave within seconds because the user asked to stop, if the others continue without this replica.
+    def _missing(self) -> str:
+        start = self.meeting.elastic.start_replicas if self.meeting.elastic else 0
+        more = start - self.num_members
+        return f"{more} more replica{'s' if more > 1 else ''}, to start with {start} (Ctrl-C leaves),"
 
-        Work that is not shared is kept.
+    def stop_soon(self) -> None:
+        """Act on the user's request to stop as soon as it arrives, in any thread, whatever the training waits for.
+
+        Replicas that stop together ask for it here, or one of them would wait for a round of another that has already
+        asked and waits for it. A replica of a swarm leaves within seconds; work that is not shared is kept.
         """
-        return None
+        if self.elastic:
+            self._leaving = threading.Timer(_ROUND_MAY_TAKE_S, lambda: self.transport.leave_at_once())
+            self._leaving.daemon = True
+            self._leaving.start()
+        elif self._talks:
+            self.transport.ask_to_stop()
+
+    def stop_step(self, step: int, *, wanted: bool) -> int | None:
+        if self.elastic:  # each replica stops on its own, and the others continue
+            return step if wanted else None
+        wanted = self._led.any(wanted)
+        return self._ask(lambda: self._agreed_stop_step(step, wanted=wanted))
+
+    def _agreed_stop_step(self, step: int, *, wanted: bool) -> int | None:
+        transport = self.transport
+        if wanted and self.rejoins and (transport.failure is not None or transport.last_view is None):
+            return step  # no other replica is left to agree with
+        if wanted:
+            transport.ask_to_stop()
+        return transport.stop_step()
+
+    def tell_finished(self) -> None:
+        """Announce that all steps are done, for replicas that rejoin later. A failure is only logged."""
+        if not self._talks:
+            return
+        try:
+            self.connected.finish()
+        except Exception:  # errors of the DHT have no common base class
+            logging.getLogger(__name__).debug("announcing that the run has ended failed", exc_info=True)
+
+    def finish(self) -> None:
+        if not self.elastic:
+            self._ask(lambda: self.transport.finish())
+        self.close()
+
+    def close(self) -> None:
+        """Disconnect; leave a swarm explicitly, so that the others do not have to detect the loss of this replica."""
+        self.meeting.close()
+        if self._leaving is not None:
+            self._leaving.cancel()
+        if elastic := self.meeting.elastic:
+            self.left_at = self._others_at(elastic)
+            self.transport.leave()
+        if self._talks:
+            self.transport.close()
+        self.group.close()
+
+    def _others_at(self, elastic: Elastic) -> tuple[str, ...]:
+        """Return addresses of the other members, and those given as --join that are not of replicas that have left."""
+        view, known = self.transport.last_view, self.transport.known_entries()
+        members = () if view is None else view.members
+        gone = {entry.address for entry in known if entry.rank not in members}
+        given = [address for address in elastic.join if address.rpartition("/p2p/")[2] not in gone]
+        there = [address for entry in known if entry.rank in members for address in entry.places]
+        return tuple(dict.fromkeys([*given, *sorted(there, key=lambda address: address.startswith("/ip4/127."))]))
 
     # Joining and rejoining.
 
     @property
     def others_have_trained(self) -> bool:
         """Whether the others have a state that a joiner can adopt."""
-        return True
+        return not self.elastic or self.connected.table.step > 0
 
     def gives_up(self, until_s: float) -> bool:
         """Return whether there is no connection to another replica, or `time.monotonic` has reached ``until_s``."""
@@ -300,15 +442,23 @@ class PeerFleet(Fleet):
                     f"The welcome note from the members can't be read: {error}. This replica does not take part."
                 ) from error
         self.joining = False
+        if self.elastic:
+            with self._changed:
+                self._taken = ()
+                self._share(self.shares, self.num_members)
         return step
 
     def _read_welcome(self, note: WelcomeNote) -> None:
         """Process the welcome note, which `_follow` of a member returned when this replica joined.
 
-        The note is empty if the run had just started.
+        Without shares of data, it is empty if the run had just started.
         """
         if members := set(note.gathers):
             self._lost_view, self.gathering = View(self.transport.view.id, tuple(sorted(members))), True
+        if self.elastic:
+            if note.shares is None:
+                raise ValueError("it does not say who draws which data")
+            self.begun, self.shares = note.begun, note.shares
 
     def rejoin(self, patience_s: float) -> None:
         """Find the other replicas after losing them, or found another view for the replicas that also search.
@@ -316,6 +466,7 @@ class PeerFleet(Fleet):
         Raises:
             TransportError: if no replica is found in time, or the members refuse. The call may be repeated.
         """
+        assert self.meeting.again is not None, "the run ends with the loss"
         lost, state = self.transport, self.state_dict()
         if self._views is None or (lost.last_view and not self._searching):  # else what it promised earlier still holds
             last = lost.last_view or self._lost_view
@@ -325,20 +476,13 @@ class PeerFleet(Fleet):
             self._lost_view, self.gathering = last, False
             self._views = LastViews(last, lost.agreed_view)
         self._searching = True
-        self._connect(self._connect_again(self._views, patience_s))
+        self._connect(self.meeting.again(self, self._views, patience_s))
         self._searching = False
         self.gathering = not self.joining
         self.transport.sent_bytes, self.transport.received_bytes = lost.sent_bytes, lost.received_bytes
         self.transport.step = lost.step
         if not self.joining:
             self.load_state_dict(state)
-
-    def _connect_again(self, views: LastViews, patience_s: float) -> Connected:
-        """Close the transport and find the others, or found the view after ``views`` with replicas that also search.
-
-        After a failure, only what keeps this process reachable at its address stays open for the next attempt.
-        """
-        raise NotImplementedError
 
     def gather(self, timeout_s: float) -> None:
         """Wait in a founded view until the replicas outside it are too few to continue from the lost view.
@@ -366,90 +510,34 @@ class PeerFleet(Fleet):
     def _enough(self, view: View) -> bool:
         """Return whether ``view`` has so many members of the lost view that the rest can't continue without them."""
         last = self._lost_view
-        return last is None or enough_without(last, {*last.members} - {*view.members}, self.transport.policies.quorum)
+        return last is None or enough_without(last, {*last.members} - {*view.members}, self.transport.rules.policy)
 
-    def tell_finished(self) -> None:
-        """Announce that all steps are done, for replicas that rejoin later. A failure is only logged."""
-        if not self._talks:
-            return
-        try:
-            self.connected.finish()
-        except Exception:  # errors of the DHT have no common base class
-            logging.getLogger(__name__).debug("announcing that the run has ended failed", exc_info=True)
+    # View changes, in the control thread.
 
     def _follow(self, following: NextView) -> WelcomeNote:
-        """Record an adopted view, in the control thread, and return the welcome note for the replicas that join it."""
+        """Record an adopted view, divide the data again, and return the welcome note for the replicas that join it."""
+        elastic, view = self.meeting.elastic, following.view
         with self._changed:
-            lacks = self.gathering and following.view is not None and not self._enough(following.view)
-            if following.view is not None:
+            if view is not None:
+                if elastic:
+                    shares = self.shares.following(
+                        following.from_step - 1,
+                        view.members,
+                        joined=following.joined,
+                        margin=elastic.margin if self.begun else 0,  # no replica takes a step before the run begins
+                        batch_size=elastic.batch_size,
+                    )
+                    self._share(shares, len(view.members))
                 self._news.append(dataclasses.replace(following, reason=self.transport.reason))
+            lacks = self.gathering and view is not None and not self._enough(view)
             self._changed.notify_all()
-            return WelcomeNote(self._lost_view.members if lacks and self._lost_view else ())
+            gathers = self._lost_view.members if lacks and self._lost_view else ()
+            return WelcomeNote(gathers, self.begun, self.shares) if elastic else WelcomeNote(gathers)
 
-
-class TorchFleet(PeerFleet):
-    """A replica of a run with a fixed number of replicas.
-
-    Args:
-        connected: the connection to the other replicas; None on a rank for which position 0 of its replica
-            communicates.
-    """
-
-    def __init__(
-        self, connected: Connected | None, place: Place, wire: TcpWire, group: ReplicaGroup | None = None
-    ) -> None:
-        self._place = place
-        self._wire = wire
-        self._listening: socket.socket | None = None
-        self.rejoins = wire.comes_back
-        super().__init__(connected, group, led=group is not None and group.size > place.ranks_per_replica)
-
-    @property
-    def num_members(self) -> int:
-        return self._place.num_replicas
-
-    def _connect_again(self, views: LastViews, patience_s: float) -> Connected:
-        if self._listening is None:
-            self._listening = cast(TcpStreams, self.transport.connections.streams).keep()
-        self.transport.close()
-        listening = self._listening.dup()
-        connected = connect_again(self._place, self._wire, self.connected, listening, views, patience_s)
-        self._stop_listening()
-        return connected
-
-    def _stop_listening(self) -> None:
-        if self._listening is not None:
-            self._listening.close()
-            self._listening = None
-
-    def stop_step(self, step: int, *, wanted: bool) -> int | None:
-        wanted = self._led.any(wanted)
-        return self._ask(lambda: self._agreed_stop_step(step, wanted=wanted))
-
-    def _agreed_stop_step(self, step: int, *, wanted: bool) -> int | None:
-        transport = self.transport
-        if wanted and self.rejoins and (transport.failure is not None or transport.last_view is None):
-            return step  # no other replica is left to agree with
-        if wanted:
-            transport.ask_to_stop()
-        return transport.stop_step()
-
-    def facts(self) -> dict[str, str]:
-        return self._ask(lambda: {"replica": f"{self.transport.rules.replica}, in its own process"})
-
-    def details(self) -> dict[str, str]:
-        return {"control addresses": self._ask(self._addresses)}
-
-    def _addresses(self) -> str:
-        entries = self.connected.table.entries
-        return ", ".join(f"{rank} at {entry.address}" for rank, entry in sorted(entries.items()))
-
-    def finish(self) -> None:
-        self._ask(lambda: self.transport.finish())
-        self.close()
-
-    def close(self) -> None:
-        self._stop_listening()
-        if self._talks:
-            self.transport.close()
-        self.group.close()
+    def _share(self, shares: Shares, members: int = 0) -> None:
+        """Divide the data as ``shares`` say; training begins once there are enough members."""
+        self.shares, self._assignments = shares, shares.of_member(self.transport.replica)
+        if members and self.meeting.elastic:
+            self.begun = self.begun or members >= self.meeting.elastic.start_replicas
+            if not self.joining:
+                self.note(state="training" if self.begun else "waiting for replicas")

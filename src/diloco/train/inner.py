@@ -22,12 +22,10 @@ from diloco.devices import to_device
 from diloco.errors import ConfigurationError, NonFiniteError, nearest
 from diloco.model import documents_of
 from diloco.plugins import check_arguments, find, is_own, takes
-from diloco.train.parallel import ParallelModel
+from diloco.train.parallel import AUTOCAST, ParallelModel
 from diloco.train.settings import OptimizerSettings
 
 __all__ = ["InnerLoop", "InnerStep", "check_inner_arguments", "inner_learning_rate", "make_inner_optimizer"]
-
-AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)

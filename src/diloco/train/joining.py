@@ -18,7 +18,7 @@ from diloco.train.description import diff
 from diloco.train.fleet import PeerFleet
 from diloco.train.replica import Replica
 from diloco.train.session import Session
-from diloco.train.session_state import load_session, newest_checkpoints
+from diloco.train.state import load_session, newest_checkpoints
 from diloco.train.stopping import StopAsked, StopRequest
 from diloco.waiting import waiting_for
 
@@ -93,7 +93,7 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
                 members=now,
                 joined=news.joined,
                 left=tuple(sorted(left)),
-                lost=tuple(sorted(left - {replica for replica, _ in news.left})),
+                lost=tuple(sorted(left.difference(news.left))),
                 reason=news.reason,
                 names=fleet.names(),
             )

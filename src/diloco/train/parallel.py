@@ -31,6 +31,7 @@ from diloco.transport import ReplicaGroup
 
 __all__ = ["ParallelModel", "Strategy", "blocks_of", "parallelise", "prepare_blocks", "prepare_model"]
 
+AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _LOSS_CHUNK_TOKENS = 8192  # the logits of a larger batch never exist at once
 
 
@@ -193,20 +194,24 @@ class _ShardedModel(ParallelModel):
     """A model of which every rank holds a shard of each parameter.
 
     Dimension 0 is divided as by ``torch.chunk``, so a shard may be empty. A layer's parameters are gathered before its
-    forward and its backward pass, and dropped after each. The parameters outside layers form one more such unit. Under
-    autocast, the cast copies of the weights are kept from forward to backward, 2 bytes per parameter.
+    forward and its backward pass, and dropped after each. The parameters outside layers form one more such unit. The
+    layers are gathered in the autocast type, to which they would be cast anyway; gradients are averaged in float32.
     """
 
-    def __init__(self, model: LanguageModel, group: ReplicaGroup, device: torch.device) -> None:
+    def __init__(
+        self, model: LanguageModel, group: ReplicaGroup, device: torch.device, autocast: torch.dtype | None
+    ) -> None:
         # this import takes most of a second
-        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
         super().__init__(model, group)
         self.num_shards = group.size
         mesh = group.mesh(device)
         # the root is also dropped after its forward pass, or parameters that evaluation gathered would miss a merge
         for layer in blocks_of(model):
-            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+            cast = autocast if all(parameter.is_floating_point() for parameter in layer.parameters()) else None
+            policy = MixedPrecisionPolicy(cast, torch.float32 if cast else None, cast_forward_inputs=False)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
         self._sharded = fully_shard(model, mesh=mesh, reshard_after_forward=True)
         if not model.loss_calls_model:
             register_fsdp_forward_method(model, "loss")
@@ -232,14 +237,21 @@ class _Loss(nn.Module):
         return self.model.loss(tokens, targets, documents)
 
 
-def parallelise(model: LanguageModel, strategy: Strategy, group: ReplicaGroup, device: torch.device) -> ParallelModel:
+def parallelise(
+    model: LanguageModel,
+    strategy: Strategy,
+    group: ReplicaGroup,
+    device: torch.device,
+    precision: Literal["float32", "bfloat16", "float16"] = "float32",
+) -> ParallelModel:
     """Move ``model`` to ``device`` and distribute it over the ranks of its replica.
 
     Create the optimizer afterwards, because this may replace the parameters.
 
     Args:
         model: a model with its initial weights, the same on all ranks. With ``fsdp`` it may be larger than the device's
-            memory, because it is copied from the host layer by layer.
+            memory, because it is copied from the host layer by layer, or on ``meta``; then fill it afterwards.
+        precision: the autocast type of the forward pass.
 
     Raises:
         ConfigurationError: if ``strategy`` does not fit the group.
@@ -250,6 +262,6 @@ def parallelise(model: LanguageModel, strategy: Strategy, group: ReplicaGroup, d
             "model. Use ddp or fsdp, or one rank."
         )
     if strategy == "fsdp":
-        return _ShardedModel(model, group, device)
+        return _ShardedModel(model, group, device, AUTOCAST.get(precision))
     model.to(device)
     return _ReplicatedModel(model, group) if strategy == "ddp" else ParallelModel(model, group)

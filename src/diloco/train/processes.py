@@ -108,18 +108,18 @@ def role_of(settings: NetworkSettings, torchrun: TorchRun | None) -> Role:
     Raises:
         ConfigurationError: if the settings don't match the way in which the process was started.
 
-    >>> role_of(NetworkSettings(transport="torch", replicas=2), None).kind
+    >>> role_of(NetworkSettings(transport="tcp", replicas=2), None).kind
     'launcher'
     >>> mine = TorchRun(1, 4, 1, Address("127.0.0.1", 29500), "0")
-    >>> one = role_of(NetworkSettings(transport="torch", replicas=2, replica_size=4, replica=1, join=("a:1",)), mine)
+    >>> one = role_of(NetworkSettings(transport="tcp", replicas=2, replica_size=4, replica=1, join=("a:1",)), mine)
     >>> one.replica, one.position, str(one.rendezvous)
     (1, 1, 'a:1')
     """
-    if settings.transport != "torch":
+    if settings.transport != "tcp":
         if torchrun is not None and torchrun.world_size > 1:
             raise ConfigurationError(
                 f"torchrun started {torchrun.world_size} processes, but network.transport={settings.transport!r} uses "
-                "a single one. Use --transport torch."
+                "a single one. Use --transport tcp."
             )
         return Role("alone" if settings.transport == "in-process" else "peer")
     size = settings.replica_size
@@ -186,11 +186,11 @@ def launch(
     Returns:
         One exit code for all ranks, see `exit_code`.
     """
-    from diloco.protocol import Registry, Timing
+    from diloco.protocol import Registry, Rules
     from diloco.transport import ConnectionManager, TcpStreams, serve
 
     secret = read_secret(settings.secret_file, "network.secret_file")
-    connections = ConnectionManager(-1, Timing(), TcpStreams(secret=secret))
+    connections = ConnectionManager(Rules(rank=-1), TcpStreams(secret=secret))
     try:
         host = settings.listen_host or "127.0.0.1"
         address = connections.listen(host, range(1), host)

@@ -94,7 +94,7 @@ def notes(settings: RunSettings) -> tuple[str, ...]:
                 "sync.merge_alpha=1: local parameters ignore the global parameters, so every replica trains alone."
             )
         found += _notes_on_rounds(settings)
-    alone = settings.network.replicas == 1 and settings.network.transport != "hivemind"
+    alone = settings.network.replicas == 1 and settings.network.transport != "swarm"
     if alone and settings.algorithm != "none":
         found.append("network.replicas=1: the mean is over a single replica.")
     return tuple(found)
@@ -299,29 +299,29 @@ def _check_network(settings: RunSettings) -> None:
     """Refuse settings that the chosen transport does not support."""
     network = settings.network
     chosen = f"network.transport={network.transport!r}"
-    if network.transport == "hivemind":
+    if network.transport == "swarm":
         _check_swarm(settings)
     else:
         _refuse_if(
             network.run is not None,
-            f"--run {network.run} needs a swarm, but {chosen}. Add --transport hivemind, or leave --run out.",
+            f"--run {network.run} needs a swarm, but {chosen}. Add --transport swarm, or leave --run out.",
         )
         _refuse_if(
             network.straggler != "wait",
             f"network.straggler={network.straggler!r} can't be used with {chosen}: only a swarm continues without a "
-            "late replica. Use --transport hivemind, or leave it out.",
+            "late replica. Use --transport swarm, or leave it out.",
         )
         for name in ("allow", "announce", "behind_nat"):
             _refuse_if(
                 bool(getattr(network, name)),
-                f"network.{name} can't be used with {chosen}. Use --transport hivemind, or leave it out.",
+                f"network.{name} can't be used with {chosen}. Use --transport swarm, or leave it out.",
             )
     if network.transport == "in-process":
         for name in ("secret_file", "join", "listen"):
             _refuse_if(
                 bool(getattr(network, name)),
                 f"network.{name}={getattr(network, name)!s} can't be used with {chosen}, which has a single process. "
-                "Use --transport torch or hivemind, or leave it out.",
+                "Use --transport tcp or swarm, or leave it out.",
             )
     else:
         _refuse_if(
@@ -333,25 +333,22 @@ def _check_network(settings: RunSettings) -> None:
 def _check_swarm(settings: RunSettings) -> None:
     """Check the settings that a swarm needs, and refuse those that can't work with replicas that join and leave."""
     network = settings.network
-    chosen = "network.transport='hivemind'"
+    chosen = "network.transport='swarm'"
     _refuse_if(
         network.run is None,
         f"{chosen} needs the name of the run. Use --run NAME, the same for all peers of the run.",
     )
-    for name, value, works in (
-        ("network.replica_size", network.replica_size, 1),
-        ("sharding", settings.data.sharding, "shuffled"),
-    ):
-        _refuse_if(value != works, f"{name}={value!r} can't be used with {chosen}. Use {works!r}.")
+    size = network.replica_size
+    _refuse_if(size != 1, f"network.replica_size={size} can't be used with {chosen}. Use 1.")
     _refuse_if(
         settings.data.streaming,
         f"data.streaming=true can't be used with {chosen}, because replicas that join and leave can't divide data that "
-        "is read while training. Pass a folder made by `diloco tokenize` as --data, or use --transport torch.",
+        "is read while training. Pass a folder made by `diloco tokenize` as --data, or use --transport tcp.",
     )
     _refuse_if(
         settings.algorithm == "data-parallel",
         f"algorithm='data-parallel' can't be used with {chosen}, because replicas that join and leave can't average "
-        "gradients at every step. Use --algorithm streaming or diloco, or --transport torch.",
+        "gradients at every step. Use --algorithm streaming or diloco, or --transport tcp.",
     )
     _refuse_if(
         network.min_replicas > network.replicas,

@@ -32,14 +32,14 @@ from diloco.events import (
 )
 from diloco.model import check_vocabulary, with_vocabulary
 from diloco.private_files import make_private_folder
-from diloco.train.components import make_configured_codec, make_transport, outline, stored_definition
+from diloco.train.components import make_transport, outer_components, outline, stored_definition
 from diloco.train.description import describe, describe_environment, identity, untrained_digest
 from diloco.train.fleet import Fleet, PeerFleet
 from diloco.train.joining import find_beginning, follow_views
 from diloco.train.replica import seed_process
 from diloco.train.session import DynamicSteps, Session
-from diloco.train.session_state import save_session
 from diloco.train.settings import RunSettings
+from diloco.train.state import save_session
 from diloco.train.stopping import StopRequest
 from diloco.trained import evaluate, generate, mean_evaluation, read_weights
 from diloco.units import format_count
@@ -154,9 +154,9 @@ class _Run:
     def train(self, notes: Sequence[str]) -> dict[str, Any]:
         session, fleet, peers = self.session, self.session.fleet, self.peers
         self._emit_start()
-        for note in notes:
+        for note in (*notes, *(peers.notes if peers else ())):
             self.emit(Note(step=self.step, text=note))
-        with StopRequest(peers.leave_soon if peers else lambda: None) as stop:
+        with StopRequest(peers.stop_soon if peers else lambda: None) as stop:
             if peers and self.step < self.settings.train.steps:
                 peers.wait_for_start(lambda: stop.signal is not None)
             session.open_to_joiners()
@@ -175,9 +175,9 @@ class _Run:
             if interrupted:
                 self.emit(Interrupted(step=self.step, signal=interrupted))
             evaluation = None
-            if not interrupted and fleet.leads:
+            if not interrupted and fleet.leads():
                 evaluation = self._evaluate(final=True)
-            if finished and fleet.leads:
+            if finished and fleet.leads():
                 self._sample()
             if finished:
                 self._leave_adapter()
@@ -214,7 +214,7 @@ class _Run:
                     continue
             self._train_step()
             self._count_time()
-            if due(evaluate_every) and fleet.leads:
+            if due(evaluate_every) and fleet.leads():
                 self._evaluate(final=False)
             if due(save_every):
                 self._save()
@@ -242,7 +242,7 @@ class _Run:
         device = f"{session.device}, {threads} thread{'' if threads == 1 else 's'}"
         device += "" if threads == cores else f" on {cores} cores"
         device += f", {format_count(peak)} operations/s at most" if peak is not None else ""
-        codec = make_configured_codec(settings.sync)
+        codec = outer_components(settings.sync)["codec"]
         facts = {
             "data": data,
             **describe(settings, session.replicas[0].model),

@@ -12,19 +12,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.algorithm import StepRate, digest_tensors, named_parameters, steps_to_train, trains_at
+from diloco.algorithm import (
+    StepRate,
+    digest_tensors,
+    make_codec,
+    named_parameters,
+    persistent_buffers,
+    steps_to_train,
+    trains_at,
+)
 from diloco.checkpoint import Whole
 from diloco.data import Corpus
 from diloco.devices import flops_utilization, known_peak_flops_per_s
 from diloco.events import Event, StepFinished
 from diloco.membership import View
-from diloco.model import LanguageModel
+from diloco.model import ENDS, LanguageModel, Transformer, build_language_model
 from diloco.outer import DiLoCo
-from diloco.train.data_parallel import average_gradients
+from diloco.train.components import outer_arguments
+from diloco.train.data_parallel import GradientAverager, average_gradients
 from diloco.train.fleet import Fleet, PeerFleet
-from diloco.train.inner import InnerLoop, InnerStep
-from diloco.train.replica import Replica, ReplicaMaker
+from diloco.train.inner import InnerLoop, InnerStep, inner_learning_rate, make_inner_optimizer
+from diloco.train.parallel import Strategy, parallelise, prepare_model
+from diloco.train.replica import RandomState, Replica
 from diloco.train.settings import RunSettings
+from diloco.train.state import ReplicaState
+from diloco.trained import load_parameters
 
 __all__ = ["DynamicSteps", "Session", "Totals"]
 
@@ -88,7 +100,7 @@ class DynamicSteps:
             return
         if self._announced is None or self._announced[1] != view or step - self._announced[0] >= self._inner_steps:
             self._announced = step, view
-            self._others.announce_speed(speed)
+            self._others.transport.announce_speed(speed)
             self._others.note(pace=self.fraction)
 
     def _trains(self, replica: int, step: int) -> bool:
@@ -96,7 +108,7 @@ class DynamicSteps:
 
     def steps_of(self, replica: int) -> int:
         """Return how many of H scheduled steps a member trains, as far as this replica knows."""
-        known = dict(self._others.speeds())
+        known = dict(self._others.transport.speeds())
         if (mine := self._rate.steps_per_s) is not None:
             known[self._replica] = mine
         return steps_to_train(replica, known, self._inner_steps)
@@ -134,11 +146,10 @@ class Session:
         self.on_event = on_event
         self.identity = identity or {}
         self.totals = Totals()
-        self._maker = ReplicaMaker(settings, corpus, fleet, device, initial, definition)
+        self._definition = definition
         self.replicas: list[Replica] = []
         for number in fleet.local:
-            like = self.replicas[0] if self.replicas and self.averages_gradients else None
-            self.replicas.append(self._maker.replica(number, like))
+            self.replicas.append(self._make_replica(number, initial))
         self.pace: DynamicSteps | None = None  # chooses the scheduled steps to train; None: all of them
         self._loss = 0.0
         self._inner: tuple[InnerStep, ...] = ()  # results of the last trained step
@@ -153,8 +164,17 @@ class Session:
 
     def part_models(self) -> None:
         """Give each replica its own model, unless gradients are still averaged."""
-        if not self.averages_gradients:
-            self._maker.part(self.replicas[0], self.replicas[1:])
+        if self.averages_gradients:
+            return
+        first, *others = self.replicas
+        for replica in others:
+            if replica.model is first.model:
+                inner = self._make_inner(None)
+                inner.model.load_saved_state(first.model.saved_state())
+                inner.load_state_dict(first.inner.state_dict())
+                replica.model, replica.inner = inner.model, inner
+                endpoint = self.fleet.endpoint(replica.number)
+                replica.gradients = GradientAverager(inner.model, endpoint, replica.gradients.codec)
 
     def open_to_joiners(self) -> None:
         """Admit joining replicas, unless the replicas average gradients at every step."""
@@ -248,7 +268,18 @@ class Session:
         If there is none yet, create it with the replica's parameters as global parameters, and admit joining replicas.
         """
         if replica.diloco is None:
-            replica.diloco = self._maker.diloco(replica, self.replicas[0], self._emit)
+            # an Apple GPU lacks some operations of the codecs
+            on_host = self.settings.train.global_device == "cpu" or replica.inner.device.type == "mps"
+            replica.diloco = DiLoCo(
+                replica.model,
+                replica.inner.optimizer,
+                transport=self.fleet.endpoint(replica.number),
+                **outer_arguments(self.settings, replica.model),
+                global_device="cpu" if on_host else None,
+                on_event=self._emit,
+                compare_arguments=False,  # the replicas compared their settings when they met
+                global_state_of=self.replicas[0].diloco,
+            )
             replica.diloco.recovery.data_order = replica.sampler.order
             replica.diloco.recovery.begun_after = self.totals.steps
             self.fleet.close_to_joiners("")
@@ -276,7 +307,11 @@ class Session:
 
         They are DTensors if the ranks of a replica shard the parameters.
         """
-        return self.replicas[0].state.global_params()
+        return self.states()[0].global_params()
+
+    def states(self) -> list[ReplicaState]:
+        """Return what each replica saves."""
+        return [ReplicaState(replica.inner, replica.diloco) for replica in self.replicas]
 
     def global_digest(self) -> str:
         """Return the digest of the global parameters, or of the parameters of all independent replicas.
@@ -369,6 +404,61 @@ class Session:
         if len(self.replicas) > 1 and not replica.inner.scaler.is_enabled():
             replica.inner.optimizer.zero_grad(set_to_none=True)  # the mean replaces them
         return time.perf_counter() - started_s
+
+    def _make_replica(self, number: int, initial: Mapping[str, Tensor] | None) -> Replica:
+        """Return replica ``number`` at step 0, without an outer loop.
+
+        While gradients are averaged, all replicas hold the same values after every step. So they share a model and
+        inner loop then, until `part_models`, unless the model has buffers, which each replica's batches change, or the
+        gradient scaler of float16 checks the gradients of each replica.
+        """
+        settings, fleet, group = self.settings, self.fleet, self.fleet.group
+        first = self.replicas[0].inner if self.replicas else None
+        may_share = self.averages_gradients and settings.train.precision != "float16"
+        if first and may_share and not first.model.source_has and not persistent_buffers(first.model):
+            inner = first
+        else:
+            inner = self._make_inner(initial)
+        codec = settings.sync.codec if settings.algorithm == "data-parallel" else None
+        return Replica(
+            number,
+            inner.model,
+            inner,
+            self.corpus.batches(
+                sequence_length=self.settings.train.sequence_length,
+                batch_size=self.settings.train.batch_size,
+                seed=self.settings.seed,
+                replica=number,
+                num_replicas=None if self.fleet.elastic else self.settings.network.replicas,
+            ),
+            RandomState(settings.seed, number),
+            GradientAverager(inner.model, fleet.endpoint(number), make_codec(codec or "float32"), group),
+        )
+
+    def _make_inner(self, initial: Mapping[str, Tensor] | None) -> InnerLoop:
+        settings, train, group = self.settings, self.settings.train, self.fleet.group
+        strategy: Strategy = train.parallelism if group.size > 1 else "none"
+        place = self.device
+        if strategy == "fsdp":  # no rank may have room for the whole model
+            place = torch.device("meta" if settings.model.kind == "native" else "cpu")
+        model = build_language_model(settings.model, seed=settings.seed, device=place, definition=self._definition)
+        prepare_model(model, train)
+        parallel = parallelise(model, strategy, group, self.device, train.precision)
+        if place.type == "meta" and isinstance(model, Transformer):
+            model.to_empty(device=self.device)
+            model.initialise(torch.Generator("cpu").manual_seed(settings.seed))
+        if initial is not None:
+            load_parameters(model, initial)
+        end = self.corpus.tokenizer.eos_id if settings.data.document_masks else None
+        return InnerLoop(
+            parallel,
+            make_inner_optimizer(settings.optimizer, model),
+            learning_rate=inner_learning_rate(settings.optimizer, train.steps),
+            clip_norm=settings.optimizer.clip_norm,
+            precision=train.precision,
+            accumulation=train.gradient_accumulation,
+            end_of_document=ENDS if self.corpus.train.marks_ends else end,
+        )
 
     def _begin_diloco_if_due(self) -> None:
         """Start the outer loops if the shared start has ended."""

@@ -33,7 +33,7 @@ class StopRequest:
     Outside the main thread, where Python can't handle signals, it installs nothing.
 
     Args:
-        asked: called once, when the first request arrives.
+        asked: called once, in a thread of its own, as soon as the first signal arrives, whatever the main thread does.
 
     >>> with StopRequest() as stop:
     ...     signal.raise_signal(signal.SIGTERM)
@@ -87,12 +87,16 @@ class StopRequest:
             self._interrupts = False
 
     def _watch(self, signals: int) -> None:
-        """Watch for signals in a thread, because Python handles none while the main thread waits in a C library."""
+        """Watch for signals in a thread, because Python handles none while the main thread waits in a C library.
+
+        It may also call what a handler must not, such as functions that take locks.
+        """
         first, first_s = "", 0.0
         with os.fdopen(signals, "rb", buffering=0) as pipe:
             while number := int.from_bytes(pipe.read(1)):
                 if number in SIGNALS and not first:
                     first, first_s = signal.Signals(number).name, time.monotonic()
+                    self._asked()
                 elif number in SIGNALS and not is_echo(number, first, time.monotonic() - first_s):
                     time.sleep(HANDLED_S)  # meanwhile the handler ends the process, if it can run
                     if self._pipe is not None:
@@ -101,7 +105,6 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal is None:
             self.signal, self._asked_s = signal.Signals(number).name, time.monotonic()
-            self._asked()
             if self._interrupts:
                 raise StopAsked
             return

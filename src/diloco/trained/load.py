@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from diloco.algorithm import all_parameters, local_shard, model_state, trainable_parameters
+from diloco.algorithm import all_parameters, local_shard, model_state, set_whole_, trainable_parameters
 from diloco.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 from diloco.data import ChatTokenizer, Tokenizer, has_template, load_tokenizer
 from diloco.devices import choose_device
@@ -274,7 +274,7 @@ def load_parameters(model: LanguageModel, values: Mapping[str, Tensor]) -> None:
                 f"{name} holds values that are not finite in the initial weights, so they are damaged. Use another "
                 "copy, or an earlier checkpoint."
             )
-        state[name].copy_(value)
+        set_whole_(state[name], value)
 
 
 def rest_of_state(model: LanguageModel, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -22,42 +22,42 @@ _LISTEN = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^:/\s]*):(?P<first>\d{1,5})(
 class NetworkSettings:
     """How replicas find each other and exchange their contributions."""
 
-    transport: Annotated[Literal["in-process", "torch", "hivemind"], arg(aliases=["--transport"])] = "in-process"
-    """in-process: all replicas in this process; torch: a process per replica, over TCP; hivemind: a swarm, which
+    transport: Annotated[Literal["in-process", "tcp", "swarm"], arg(aliases=["--transport"])] = "in-process"
+    """in-process: all replicas in this process; tcp: a process per replica, over TCP; swarm: a swarm, which
     replicas join and leave at any time."""
     replicas: Annotated[int, arg(aliases=["--replicas"])] = 4
-    """Number of replicas (M). hivemind: how many must have joined before training begins, by default 1."""
+    """Number of replicas (M). swarm: how many must have joined before training begins, by default 1."""
     replica: Annotated[int | None, arg(aliases=["--replica"])] = None
-    """torch: start only this replica here, and the others elsewhere with the same --join."""
+    """tcp: start only this replica here, and the others elsewhere with the same --join."""
     replica_size: Annotated[int, arg(aliases=["--replica-size"])] = 1
-    """torch: number of processes (ranks) of one replica."""
+    """tcp: number of processes (ranks) of one replica."""
     on_loss: Annotated[Literal["stop", "continue"], arg(aliases=["--on-loss"])] = "stop"
-    """torch: what the others do when a replica is lost. hivemind: what the smaller side of a split network does."""
+    """tcp: what the others do when a replica is lost. swarm: what the smaller side of a split network does."""
     min_replicas: int = 1
     """After a loss, training continues only if at least this many replicas are left."""
     run: Annotated[str | None, arg(aliases=["--run"])] = None
-    """hivemind: name of the run; peers that give the same name train together."""
+    """swarm: name of the run; peers that give the same name train together."""
     name: Annotated[str | None, arg(aliases=["--name"])] = None
-    """hivemind: what the other peers call this replica. Default: the name of this machine."""
+    """swarm: what the other peers call this replica. Default: the name of this machine."""
     join: Annotated[tuple[str, ...], arg(aliases=["--join"])] = ()
-    """torch: HOST:PORT at which all replicas meet, where replica 0 listens. hivemind: addresses of any peers."""
+    """tcp: HOST:PORT at which all replicas meet, where replica 0 listens. swarm: addresses of any peers."""
     listen: str | None = None
-    """HOST:PORT or HOST:FIRST-LAST to listen at, such as 0.0.0.0:31330; port 0 is any free one. hivemind uses FIRST for
+    """HOST:PORT or HOST:FIRST-LAST to listen at, such as 0.0.0.0:31330; port 0 is any free one. swarm uses FIRST for
     libp2p and LAST for direct connections. Default: any free port."""
     announce: tuple[str, ...] = ()
-    """hivemind: addresses HOST:PORT to announce to other peers instead of those that this peer listens at."""
+    """swarm: addresses HOST:PORT to announce to other peers instead of those that this peer listens at."""
     behind_nat: bool = False
-    """hivemind: do not listen. Others are reached over connections that this peer opens, and through relays."""
+    """swarm: do not listen. Others are reached over connections that this peer opens, and through relays."""
     secret_file: Annotated[Path | None, arg(aliases=["--secret-file"])] = None
     """A file with a secret that all replicas share, as `diloco secret FILE` writes it. Others are rejected."""
     allow: tuple[str, ...] = ()
-    """hivemind: identities of the peers that may take part. Empty: all that know the run's name and secret."""
+    """swarm: identities of the peers that may take part. Empty: all that know the run's name and secret."""
     round_timeout: Duration = 600.0
     """A round is void if it takes longer than this from its first contribution to its last commit."""
     silence: Duration = 15.0
     """A replica from which nothing is received for this long counts as lost."""
     straggler: Literal["wait", "skip", "dynamic"] = "wait"
-    """hivemind: what happens if a contribution is late. wait: the others wait until the round times out; skip: for
+    """swarm: what happens if a contribution is late. wait: the others wait until the round times out; skip: for
     twice `silence`. Then they continue without that replica, and it rejoins. dynamic: a replica slower than the fastest
     takes only as many inner steps as it can in the time of the fastest, and weighs less (DyLU)."""
     compress: bool = True
@@ -70,7 +70,7 @@ class NetworkSettings:
 
     @property
     def rendezvous(self) -> str | None:
-        """torch: HOST:PORT at which replicas meet."""
+        """tcp: HOST:PORT at which replicas meet."""
         return self.join[0] if self.join else None
 
     @property
@@ -108,7 +108,7 @@ class NetworkSettings:
         return match["host"].strip("[]"), first, last
 
     def __post_init__(self) -> None:
-        most = None if self.transport == "hivemind" else self.replicas
+        most = None if self.transport == "swarm" else self.replicas
         for name, low, high in (
             ("replicas", 1, None),
             ("replica_size", 1, None),
@@ -125,11 +125,11 @@ class NetworkSettings:
                 f"{Duration(self.silence)} and {Duration(self.round_timeout)}."
             )
         self._listen_parts()
-        if self.transport == "torch" and len(self.join) > 1:
-            raise ConfigurationError(f"--join must be one address HOST:PORT with --transport torch, got {self.join}.")
+        if self.transport == "tcp" and len(self.join) > 1:
+            raise ConfigurationError(f"--join must be one address HOST:PORT with --transport tcp, got {self.join}.")
         for address in self.announce:
             multiaddress(address, "network.announce")
-        for address in self.join if self.transport == "hivemind" else ():
+        for address in self.join if self.transport == "swarm" else ():
             if "/p2p/" not in address:
                 raise ConfigurationError(
                     "--join must be an address as a peer prints it, such as "

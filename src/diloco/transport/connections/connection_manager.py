@@ -31,7 +31,7 @@ from diloco.protocol import (
     Pulse,
     Refused,
     Replaced,
-    Timing,
+    Rules,
     WireMessage,
     silent_ones,
 )
@@ -138,16 +138,16 @@ class ConnectionManager(ControlThread):
     """The control connections of this process, by rank.
 
     Args:
-        rank: The rank of this process; -1 for one that is not a member, such as a launcher.
+        rules: The rules of the run, and which rank this is.
         on_event: Called in the control thread when a connection is made or ends, when a message arrives, and once for
             each rank that is lost. If it raises `MessageError`, the connection of that message ends.
     """
 
     def __init__(
-        self, rank: int, timing: Timing, streams: Streams, on_event: Callable[[Event], object] = lambda event: None
+        self, rules: Rules, streams: Streams, on_event: Callable[[Event], object] = lambda event: None
     ) -> None:
-        super().__init__(rank)
-        self.timing = timing
+        super().__init__(rules.rank)
+        self.rules = rules
         self.streams = streams
         self.address = Address("", 0)  # where this process listens
         self.services: dict[type[WireMessage], Service] = {Who: say_who}  # type of the first message -> service
@@ -156,13 +156,13 @@ class ConnectionManager(ControlThread):
         self.entries: Mapping[int, Entry] = {}  # known ranks; a peer with another proven identity can't claim them
         self._on_event = on_event
         self._connections: dict[int, ControlConnection] = {}
-        self._pending_hellos = PendingHellos(rank)
+        self._pending_hellos = PendingHellos(rules.rank)
         self._members: frozenset[int] = frozenset()
         self._open_limit = ConnectionLimit[asyncio.StreamWriter](MOST_OPEN, MOST_OPEN_OF_ONE)
         self._unknown_peers = ConnectionLimit[int](_MOST_UNKNOWN_PEERS, _MOST_UNKNOWN_PEERS_OF_ONE)
         self._numbers = itertools.count(1)
         self._watch: asyncio.Task[None] | None = None
-        self.pulse = Pulse(timing)  # detects stalls of this process itself
+        self.pulse = Pulse(rules)  # detects stalls of this process itself
 
     # From any thread.
 
@@ -218,7 +218,7 @@ class ConnectionManager(ControlThread):
             writer.close()
             return
         try:
-            self.streams.tune(writer, self.timing.silence_s)
+            self.streams.tune(writer, self.rules.silence_s)
             with self._pending_hellos.to(rank) as hello:
                 crossed = await send_hello((reader, writer), self.rank, self.address, hello, rank, address)
                 self._register(rank, address, (reader, writer), hello, opened=True, crossed=crossed)
@@ -250,7 +250,7 @@ class ConnectionManager(ControlThread):
             self.hang_up(connection.rank)
             self._on_event(ConnectionEnded(connection.rank))
         for connection in silent:
-            text = f"nothing was received from {connection.address} for {self.timing.silence_s:g} s"
+            text = f"nothing was received from {connection.address} for {self.rules.silence_s:g} s"
             self._on_event(Lost(connection.rank, Loss("silent", text)))
 
     async def listen_at(self, *where: Any) -> Address:
@@ -295,7 +295,7 @@ class ConnectionManager(ControlThread):
         crossed = await self._pending_hellos.before(rank)
         if (before := self._connections.get(rank)) is not None and before.crossed == hello.hello:
             return  # it said so before it answered this process's own hello, and the connection is registered
-        if before is not None and not identity and await before.answers(self.timing.heartbeat_s):
+        if before is not None and not identity and await before.answers(self.rules.heartbeat_s):
             reason = f"rank {rank} is connected from {before.address}, which still answers"
             writer.write(pack(Refused(reason)))
             return
@@ -305,7 +305,7 @@ class ConnectionManager(ControlThread):
                 return
             if out is not None:
                 self._drop(self._connections[out], "too many connected peers are not members")
-        self.streams.tune(writer, self.timing.silence_s)
+        self.streams.tune(writer, self.rules.silence_s)
         writer.write(pack(Greeting(self.rank, crossed)))
         self._register(rank, address, (reader, writer), hello.hello, opened=False)
 
@@ -342,7 +342,7 @@ class ConnectionManager(ControlThread):
         self._unknown_peers.leave(connection.rank)
         connection.writer.close()
         self._on_event(ConnectionEnded(connection.rank))
-        was_suspended, longest_s = self.pulse.was_suspended(self.loop.time()), min(2.0, self.timing.silence_s)
+        was_suspended, longest_s = self.pulse.was_suspended(self.loop.time()), min(2.0, self.rules.silence_s)
         loss = await connection.why_lost(ended, self.open, longest_s, was_suspended=was_suspended)
         if connection.rank not in self._connections:  # else a new process of that rank has connected, and was reported
             self._on_event(Lost(connection.rank, loss))
@@ -351,13 +351,13 @@ class ConnectionManager(ControlThread):
         beat = pack(Beat())
         self.pulse.begin(self.loop.time())
         while True:
-            await asyncio.sleep(self.timing.heartbeat_s)
+            await asyncio.sleep(self.rules.heartbeat_s)
             now_s = self.loop.time()
             if self.pulse.beat(now_s):  # this process itself stalled
                 for connection in self._connections.values():
                     connection.heard_s = now_s
             quiet_s = {rank: now_s - each.heard_s for rank, each in self._connections.items()}
-            self.drop_silent(silent_ones(quiet_s, self.timing, self._members))
+            self.drop_silent(silent_ones(quiet_s, self.rules, self._members))
             for connection in self._connections.values():
                 connection.writer.write(beat)
 

@@ -313,20 +313,13 @@ class Linked(WireMessage):
 class PeerLinks:
     """The links of one rank to its connected peers. Everything runs in the control thread.
 
-    Args:
-        patience_s: How long a link may have no stripe before the peer counts as lost.
-        connect_timeout_s: How long the first stripe may take.
-        compresses: Whether to compress payloads on slow paths; see `Stripe`.
+    A peer whose link has no stripe for `Rules.silence_s` counts as lost.
     """
 
-    def __init__(
-        self, connections: ConnectionManager, patience_s: float, connect_timeout_s: float, *, compresses: bool = True
-    ) -> None:
+    def __init__(self, connections: ConnectionManager) -> None:
         self.by_rank: dict[int, PeerLink] = {}
         self.connections = connections
-        self._patience_s = patience_s
-        self.connect_timeout_s = connect_timeout_s
-        self._compresses = compresses
+        self.rules = connections.rules
         self._meter = UplinkMeter()
         self._wanted: frozenset[int] = frozenset()  # ranks to which there are to be stripes
         connections.services[LinkAsked] = self._serve
@@ -391,7 +384,7 @@ class PeerLinks:
     def _start(self, link: PeerLink) -> None:
         link.started = True
         self.begin_stripes(link)
-        self._watch(link, self.connect_timeout_s)
+        self._watch(link, self.rules.connect_timeout_s)
 
     def _watch(self, link: PeerLink, patience_s: float) -> None:
         """Lose the peer unless a stripe is made within ``patience_s``; do nothing while there is one."""
@@ -411,7 +404,7 @@ class PeerLinks:
     async def _keep(self, link: PeerLink, index: int) -> None:
         """Maintain one stripe: dial it, and dial it again when it ends."""
         clock = self.connections.loop
-        times = (_RETRY_S, self._patience_s / _RETRY_PART) if index == 0 else (_RETRY_MORE_S, _RETRY_MORE_AT_MOST_S)
+        times = (_RETRY_S, self.rules.silence_s / _RETRY_PART) if index == 0 else (_RETRY_MORE_S, _RETRY_MORE_AT_MOST_S)
         backoff = Backoff(*times, seed=f"{self.connections.rank} {link.rank} {index}")
         while not link.ended:
             began_s = clock.time()
@@ -423,7 +416,7 @@ class PeerLinks:
     async def _dial(self, link: PeerLink, index: int) -> None:
         writer: asyncio.StreamWriter | None = None
         try:
-            async with asyncio.timeout(self.connect_timeout_s):
+            async with asyncio.timeout(self.rules.connect_timeout_s):
                 reader, writer = await self.open_stripe(link)
                 writer.write(pack(LinkAsked(link.token, self.connections.rank, index)))
                 answer, _ = await read_frame(reader, Linked | Refused)
@@ -458,7 +451,7 @@ class PeerLinks:
         transport.pause_reading()
         reader.feed_eof()  # so that `read` returns what has already arrived without waiting for more
         already = await reader.read()
-        stripe = Stripe(link, transport, self._patience_s, compresses=self._compresses)
+        stripe = Stripe(link, transport, self.rules.silence_s, compresses=self.rules.compress)
         try:
             if link.ended:
                 return
@@ -469,4 +462,4 @@ class PeerLinks:
             await stripe.ended
         finally:
             stripe.end()
-            self._watch(link, self._patience_s)
+            self._watch(link, self.rules.silence_s)

@@ -5,36 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakSet
 
 import torch
 
 from diloco.algorithm import Contribution
 
-__all__ = ["HostCopies", "Threads", "in_thread"]
-
-T = TypeVar("T")
-
-
-def in_thread(function: Callable[[], T], name: str) -> Future[T]:
-    """Call ``function`` in a daemon thread. The future gets its result or its error.
-
-    >>> in_thread(lambda: 1 + 1, "sum").result()
-    2
-    """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
+__all__ = ["HostCopies", "Threads"]
 
 
 class Threads:

@@ -1,25 +1,16 @@
-"""The settings of a connection between replicas, a connected transport, and joining a running run."""
+"""A connected transport, and joining a running run."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from itertools import chain
-from numbers import Real
-from typing import Any, Literal, Self, get_args
+from dataclasses import dataclass
 
-from diloco.algorithm import check_choice, check_whole
-from diloco.errors import ConfigurationError, RendezvousError, nearest
-from diloco.membership import Policy
-from diloco.protocol import Entry, Policies, Rules, Welcome
+from diloco.errors import RendezvousError
+from diloco.protocol import Entry, Welcome
 from diloco.transport.connections.limits import Backoff
 from diloco.transport.peers.transport import PeerTransport
 
-__all__ = ["Connected", "Table", "Wire", "join"]
-
-Split = Literal["stop", "go-on"]
+__all__ = ["Connected", "Table", "join"]
 
 _ANSWER_S = 30.0
 _AGAIN_S = 0.3, 2.0  # pauses between two requests to join
@@ -85,74 +76,3 @@ def join(connected: Connected, timeout_s: float) -> int:
         connected.refresh()
     transport.enter(answer)
     return transport.step
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wire:
-    """Settings for the exchange of contributions between ranks, independent of the network that carries them."""
-
-    piece_bytes: int = 1 << 19  # approximate size of the pieces of a payload
-    heartbeat_s: float = 2.0  # see `Timing`, as for the next one
-    silence_s: float = 15.0
-    round_timeout_s: float = 600.0  # from a rank's contribution to its vote
-    rendezvous_timeout_s: float = 300.0  # for all ranks to find and connect to each other
-    min_contributors: int | None = None  # a round with fewer is void; None: all are needed
-    min_replicas: int = 1  # least number of replicas with which a run continues
-    continue_without_lost: bool = False  # whether the survivors of a loss form a smaller view
-    # whether a replica that has lost its view searches for the others; otherwise it stops, and with it all others
-    comes_back: bool = False
-    # a replica that contributes this much later than this rank is left behind; None: never
-    late_s: float | None = None
-    split: Split = "stop"  # what the smaller side of a partitioned network does
-    raise_on_loss: bool = True  # see `Policies`
-    compress: bool = True  # whether payloads are compressed without loss on slow paths
-    facts: Mapping[str, str] = field(default_factory=dict)  # what must be equal on all ranks: name -> displayed value
-
-    def __post_init__(self) -> None:
-        for name, least in (("piece_bytes", 1), ("min_replicas", 1), ("min_contributors", 1)):
-            if (value := getattr(self, name)) is not None:
-                check_whole(name, value, least)
-        for name in ("heartbeat_s", "silence_s", "round_timeout_s", "rendezvous_timeout_s", "late_s"):
-            value = getattr(self, name)
-            if not (value is None and name == "late_s") and not (isinstance(value, Real) and float(value) > 0):
-                raise ConfigurationError(f"{name} must be more than 0 s, got {value!r}.")
-        check_choice("split", self.split, get_args(Split))
-        if not isinstance(self.facts, Mapping) or not all(isinstance(each, str) for each in chain(*self.facts.items())):
-            raise ConfigurationError(f"facts must be a mapping of names to texts, got {self.facts!r}.")
-        if self.heartbeat_s > self.silence_s / 2:
-            raise ConfigurationError(
-                f"heartbeat_s={self.heartbeat_s} is too long for silence_s={self.silence_s}. It must be at most half "
-                "of it, or healthy replicas would count as lost."
-            )
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any], **more: Any) -> Self:
-        """Return the settings given by name; raise `ConfigurationError`, with the nearest name, for an unknown one."""
-        known = [each.name for each in dataclasses.fields(cls)]
-        for name in fields:
-            if name not in known:
-                raise ConfigurationError(f"There is no argument {name!r}; {nearest(name, known)}")
-        return cls(**{**more, **fields})
-
-    def rules_and_policies(
-        self, replica: int, position: int, ranks_per_replica: int, others: int
-    ) -> tuple[Rules, Policies]:
-        """Return the settings of rounds and of views for one rank of ``others + 1`` replicas."""
-        rules = Rules(
-            rank=replica * ranks_per_replica + position,
-            replica=replica,
-            ranks_per_replica=ranks_per_replica,
-            min_contributors=self.min_contributors,
-            round_timeout_s=self.round_timeout_s,
-            piece_bytes=self.piece_bytes,
-            late_s=self.late_s,
-            unsteady_s=1.5 * self.heartbeat_s,
-            settle_s=self.silence_s,
-        )
-        policies = Policies(
-            quorum=Policy(self.min_replicas, self.split),
-            continue_without_lost=self.continue_without_lost,
-            raise_on_loss=self.raise_on_loss,
-            connect_timeout_s=min(self.rendezvous_timeout_s, max(10.0, 4 * self.silence_s)),
-        )
-        return rules, policies

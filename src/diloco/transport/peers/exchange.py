@@ -314,7 +314,9 @@ class PayloadExchange:
         except CancelledError:
             yield ExchangeEnded(self._view_id, round_id)
         except TransportError as error:
-            yield ExchangeEnded(self._view_id, round_id, str(error), link_broken=True)
+            links = self._messages.links.values()
+            peer_lost = len(links) + 1 < len(self.members) or any(link.ended for link in links)
+            yield ExchangeEnded(self._view_id, round_id, str(error), peer_lost=peer_lost)
         except Exception as error:  # of any kind: the other ranks must not wait for this rank's vote
             words = (str(error) or type(error).__name__).splitlines()[0]
             spoiler = error.replica if isinstance(error, CodecError) else None

@@ -1,4 +1,4 @@
-"""Running a rank's protocol: events are passed to its machine, and the machine's actions are carried out."""
+"""Running a rank's protocol: events are passed to its machine, and their effects are carried out."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from diloco.algorithm import RoundId
 from diloco.errors import ConfigurationError, RendezvousError, RoundVoidError, TransportError
 from diloco.membership import NextView, View
 from diloco.protocol import (
+    Average,
+    Effects,
     Entry,
     FactsMessage,
+    GiveVerdict,
     Header,
     Machine,
     Meet,
     MessageError,
-    Policies,
     Registry,
     Rules,
+    StartExchange,
     Store,
-    Timing,
+    Timer,
     Welcome,
-    actions,
     events,
 )
 from diloco.transport.address import Address
@@ -42,7 +45,7 @@ _STOP_TOGETHER_S = 5.0  # how long a rank that is to stop waits for others that 
 
 
 class ProtocolRunner:
-    """One rank's machine, and the connections, timers, payload links and threads that its actions need.
+    """One rank's machine, and the connections, timers, payload links and threads that its effects need.
 
     The machine handles one event at a time, in the control thread and under a lock. Other threads read its state under
     the same lock.
@@ -51,34 +54,22 @@ class ProtocolRunner:
     view: View  # the current view
     registry: Registry
 
-    def __init__(
-        self,
-        rules: Rules,
-        policies: Policies,
-        timing: Timing,
-        streams: Streams,
-        links: type[PeerLinks],
-        *,
-        compress: bool,
-    ) -> None:
+    def __init__(self, rules: Rules, streams: Streams, links: type[PeerLinks]) -> None:
         self.rules = rules
-        self.policies = policies
-        self.timing = timing
-        # longer than any round takes unless there is an unforeseen fault
-        self._guard_s = 3 * rules.round_timeout_s + 3 * timing.silence_s
         self.reason = ""  # why the current view replaced the one before
         # called in the control thread with each next view; its result is sent to the ranks that join with that view
         self.on_change: Callable[[NextView], bytes | None] = lambda following: None
-        self._machine = Machine(rules, policies)
+        self._machine = Machine(rules)
         self._changed = threading.Condition()  # its lock guards the machine; notified after each event
         self._contributed = Contributed()
         self._closed = False
-        self._timers: dict[actions.Timer, asyncio.TimerHandle] = {}
+        self._asked_to_stop = False
+        self._timers: dict[Timer, asyncio.TimerHandle] = {}
         self._exchanges: dict[tuple[int, RoundId], PayloadExchange] = {}
-        self.connections = ConnectionManager(rules.rank, self.timing, streams, self._on_event)
+        self.connections = ConnectionManager(rules, streams, self._on_event)
         self.connections.on_fault = self._end_waiting
         self._threads = Threads(self._fail)
-        self.links = links(self.connections, timing.silence_s, policies.connect_timeout_s, compresses=compress)
+        self.links = links(self.connections)
 
     # For any thread.
 
@@ -87,7 +78,7 @@ class ProtocolRunner:
         self.connections.post(self._handle, event)
 
     def _call(self, event: events.Event, timeout_s: float | None = None) -> None:
-        """Let the machine handle an event, and wait until the resulting actions are carried out.
+        """Let the machine handle an event, and wait until its effects are carried out.
 
         Raises:
             TransportError: The connections are closed, or an internal error has ended them.
@@ -141,9 +132,9 @@ class ProtocolRunner:
             )
 
     def ask_to_stop(self) -> None:
-        """Ask all ranks to agree soon on the step that `stop_step` returns."""
+        """Ask all ranks to agree soon on the step that `stop_step` returns. For any thread; it does not wait."""
+        self._asked_to_stop = True
         self._post(events.Announce(Meet("stop", 0)))
-        self._wait_for(lambda: self._machine.barriers.stopping, self.timing.silence_s)
 
     def stop_step(self) -> int | None:
         """Return the inner step after which this rank stops, or None if it does not.
@@ -151,11 +142,13 @@ class ProtocolRunner:
         All stop after the same step if more members ask for it than could lie. One that is alone leaves.
         """
         machine = self._machine
+        if self._asked_to_stop:
+            self._wait_for(lambda: machine.barriers.stopping, self.rules.silence_s)
         if not machine.barriers.stopping:
             return None
         if not machine.stop_is_agreed():
             with contextlib.suppress(TimeoutError), self._changed:
-                self._wait_for(machine.stop_is_agreed, min(_STOP_TOGETHER_S, self.timing.silence_s))
+                self._wait_for(machine.stop_is_agreed, min(_STOP_TOGETHER_S, self.rules.silence_s))
         return max(self._met("stop").values()) + 1 if machine.stop_is_agreed() else machine.rounds.step
 
     def meet(self, name: str, value: int) -> dict[int, int]:
@@ -166,7 +159,7 @@ class ProtocolRunner:
     def _met(self, name: str, *, unless: Callable[[], bool] = lambda: False) -> dict[int, int]:
         """Wait until all connected ranks have reached a barrier, or ``unless`` holds. Return the values by rank."""
         barriers, present = self._machine.barriers, self._machine.present
-        self._wait_for(lambda: unless() or not barriers.awaited(name, present()), self._guard_s)
+        self._wait_for(lambda: unless() or not barriers.awaited(name, present()), self.rules.guard_s)
         return barriers.values(name)
 
     # In the control thread.
@@ -189,7 +182,7 @@ class ProtocolRunner:
         self._handle(event)
 
     def _handle(self, event: events.Event) -> None:
-        """Let the machine handle an event, and carry out all resulting actions, whatever happens to one of them.
+        """Let the machine handle an event, and carry out all its effects, whatever happens to one of them.
 
         Raises:
             MessageError: The event is a malformed message. Any other error ends this transport.
@@ -198,21 +191,22 @@ class ProtocolRunner:
             if isinstance(event, events.Submitted):
                 self._end_waiting()
             return
-        wanted: list[actions.Action] = []
-        errors: list[Exception] = []
         try:
             with self._changed:
-                wanted = self._machine.handle(event, time.monotonic())
+                effects = self._machine.handle(event, time.monotonic())
                 self._changed.notify_all()
         except Exception as error:
             if isinstance(event, events.Received) and isinstance(error, MessageError):
                 raise
-            errors.append(error)
-        for action in wanted:
-            try:
-                self._do(action)
-            except Exception as error:
-                errors.append(error)
+            self.connections.fail(error)
+            return
+        errors = []
+        for act, many in self._acts(effects):
+            for each in many:
+                try:
+                    act(*each)
+                except Exception as error:
+                    errors.append(error)
         if errors:
             self.connections.fail(errors[0])
 
@@ -226,65 +220,85 @@ class ProtocolRunner:
         with self._changed:
             self._changed.notify_all()
         self._contributed.end(
-            lambda each: fault if self.policies.raises(each) else RoundVoidError(f"{each} is void: {fault}")
+            lambda each: fault if self.rules.raises(each) else RoundVoidError(f"{each} is void: {fault}")
         )
         self.links.close()
         for exchange in list(self._exchanges.values()):
             if not exchange.verdict.done():
                 exchange.verdict.set_exception(fault)
 
-    def _do(self, action: actions.Action) -> None:
-        match action:
-            case actions.SendMessage(rank, message):
-                self.connections.send(rank, message)
-            case actions.HangUp(rank):
-                self.links.disconnect(rank)
-                self.connections.hang_up(rank)
-            case actions.SetTimer(timer, delay_s):
-                self._timers[timer] = self.connections.loop.call_later(delay_s, self._fire, timer)
-            case actions.CancelTimer(timer):
-                if handle := self._timers.pop(timer, None):
-                    handle.cancel()
-            case actions.OpenLinks(view):
-                self.links.want(self._peers(view))
-            case actions.CloseLinks(view):
-                self._cancel(lambda key: key[0] == view.id)
-            case actions.StartExchange(view, contribution):
-                key = view.id, contribution.round
-                self._exchanges[key] = PayloadExchange(action, self.connections.loop, self.rules.piece_bytes)
-                here = {self.rules.replica_of(rank): self.links.by_rank.get(rank) for rank in self._peers(view)}
-                self._exchanges[key].begin({replica: link for replica, link in here.items() if link is not None})
-                self._threads.start(self._exchange, key, name=f"diloco-{contribution.round.fragment}")
-            case actions.GiveVerdict(view_id, round_id):
-                exchange = self._exchanges.get((view_id, round_id))
-                if exchange is not None and not exchange.verdict.done():  # else the exchange has failed
-                    exchange.verdict.set_result(action)
-                    if action.verdict.void:  # at once: nothing more of it is sent
-                        exchange.cancel()
-            case actions.Commit(average):
-                self._contributed.resolve(average.round, average)
-            case actions.Void(round_id, failure):
-                self._cancel(lambda key: key[1] == round_id)
-                self._contributed.resolve(round_id, failure)
-            case actions.Adopt(following, reason, joined):
-                self.view, self.reason = following.view or self.view, reason
-                self.connections.trust(self.rules.ranks(self.view.members))
-                note = self.on_change(following) or b""
-                for rank in joined:
-                    self.connections.send(rank, Welcome(following, note))
-            case actions.Register(entry):
-                self.registry.note(entry, keep={*self.rules.ranks(self.view.members), *self.connections.connected})
-            case actions.Introduce(entry):
-                address = self.connections.streams.calls_back_at(entry)
-                if address is not None and entry.rank not in self.connections.connected:
-                    self.connections.begin(self._call_back(entry.rank, address))
+    def _acts(self, effects: Effects) -> list[tuple[Callable[..., object], Iterable[tuple[Any, ...]]]]:
+        """Return what the effects of an event come to: functions, and the arguments of all calls of each."""
+        return [
+            (self.connections.send, effects.messages),
+            (self._hang_up, zip(effects.hang_ups)),
+            (self._set_timer, effects.timers.items()),
+            (self._resolve, effects.outcomes),
+            (self._adopt, effects.adopted),
+            (self._start, zip(effects.exchanges)),
+            (self._give, zip(effects.verdicts)),
+            (self._open, [(effects.view,)] if effects.view is not None else []),
+            (self._cancel, [(lambda key: True,)] if effects.closed else []),
+            (self._register, zip(effects.registered)),
+            (self._introduce, zip(effects.introduced)),
+        ]
+
+    def _hang_up(self, rank: int) -> None:
+        self.links.disconnect(rank)
+        self.connections.hang_up(rank)
+
+    def _set_timer(self, timer: Timer, delay_s: float | None) -> None:
+        if handle := self._timers.pop(timer, None):
+            handle.cancel()
+        if delay_s is not None:
+            self._timers[timer] = self.connections.loop.call_later(delay_s, self._fire, timer)
+
+    def _resolve(self, round_id: RoundId, outcome: Average | TransportError) -> None:
+        if isinstance(outcome, TransportError):
+            self._cancel(lambda key: key[1] == round_id)
+        self._contributed.resolve(round_id, outcome)
+
+    def _adopt(self, following: NextView, reason: str, joined: Sequence[int]) -> None:
+        self.view, self.reason = following.view or self.view, reason
+        self.connections.trust(self.rules.ranks(self.view.members))
+        note = self.on_change(following) or b""
+        for rank in joined:
+            self.connections.send(rank, Welcome(following, note))
+
+    def _start(self, started: StartExchange) -> None:
+        key = started.view.id, started.contribution.round
+        exchange = PayloadExchange(started, self.connections.loop, self.rules.piece_bytes)
+        self._exchanges[key] = exchange
+        here = {self.rules.replica_of(rank): self.links.by_rank.get(rank) for rank in self._peers(started.view)}
+        exchange.begin({replica: link for replica, link in here.items() if link is not None})
+        self._threads.start(self._exchange, key, name=f"diloco-{key[1].fragment}")
+
+    def _give(self, given: GiveVerdict) -> None:
+        exchange = self._exchanges.get((given.view_id, given.round))
+        if exchange is not None and not exchange.verdict.done():  # else the exchange has failed
+            exchange.verdict.set_result(given)
+            if given.verdict.void:  # at once: nothing more of it is sent
+                exchange.cancel()
+
+    def _open(self, view: View) -> None:
+        """Keep payload links to the members of a view, and end the exchanges of earlier ones."""
+        self.links.want(self._peers(view))
+        self._cancel(lambda key: key[0] != view.id)
+
+    def _register(self, entry: Entry) -> None:
+        self.registry.note(entry, keep={*self.rules.ranks(self.view.members), *self.connections.connected})
+
+    def _introduce(self, entry: Entry) -> None:
+        address = self.connections.streams.calls_back_at(entry)
+        if address is not None and entry.rank not in self.connections.connected:
+            self.connections.begin(self._call_back(entry.rank, address))
 
     async def _call_back(self, rank: int, address: Address) -> None:
         """Open a connection to a rank that can't open it itself."""
         with contextlib.suppress(OSError, EOFError, TransportError, TimeoutError):
-            await within(self.timing.silence_s, self.connections.connect(rank, address))
+            await within(self.rules.silence_s, self.connections.connect(rank, address))
 
-    def _fire(self, timer: actions.Timer) -> None:
+    def _fire(self, timer: Timer) -> None:
         self._timers.pop(timer, None)
         self._handle(events.TimerFired(timer))
 

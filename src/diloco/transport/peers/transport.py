@@ -17,11 +17,9 @@ from diloco.protocol import (
     Entry,
     Join,
     Meet,
-    Policies,
     Registry,
     Rules,
     Speed,
-    Timing,
     Welcome,
     events,
 )
@@ -29,10 +27,11 @@ from diloco.transport.address import Address
 from diloco.transport.base import Fetching, Pending, SnapshotSource, Transport
 from diloco.transport.connections.link import PeerLinks
 from diloco.transport.connections.streams import Streams
-from diloco.transport.peers.background import HostCopies, in_thread
+from diloco.transport.peers.background import HostCopies
 from diloco.transport.peers.pending import PeerPending
 from diloco.transport.peers.runner import ProtocolRunner
 from diloco.transport.peers.state import StateTransfer
+from diloco.waiting import in_thread
 
 __all__ = ["PeerTransport"]
 
@@ -47,24 +46,13 @@ class PeerTransport(ProtocolRunner, Transport):
     methods are for the training thread.
 
     Args:
-        rules, policies, timing, streams: See `ProtocolRunner`.
+        rules: The rules of the run, and which rank this is.
+        streams: How connections are opened and accepted.
         links: The class of the payload links, which the network may choose.
-        together: Whether all ranks stop when one has to.
-        compress: Whether to compress payloads on slow paths.
     """
 
-    def __init__(
-        self,
-        rules: Rules,
-        policies: Policies,
-        timing: Timing,
-        streams: Streams,
-        links: type[PeerLinks] = PeerLinks,
-        *,
-        together: bool = True,
-        compress: bool = True,
-    ) -> None:
-        super().__init__(rules, replace(policies, together=together), timing, streams, links, compress=compress)
+    def __init__(self, rules: Rules, streams: Streams, links: type[PeerLinks] = PeerLinks) -> None:
+        super().__init__(rules, streams, links)
         self.replica = rules.replica
         self.run_is_over = False  # whether others have finished the run while this rank was not a member
         self.welcome_note = b""  # the result of a member's `on_change` when this rank joined
@@ -125,7 +113,7 @@ class PeerTransport(ProtocolRunner, Transport):
 
     def average(self, contribution: Contribution) -> Pending:
         self.check_name(contribution)
-        pending = self._contributed.add(contribution, self._guard_s, self)
+        pending = self._contributed.add(contribution, self.rules.guard_s, self)
         submitted = events.Submitted(contribution, self.step, pending.sent_s, uplink=self.uplink)
         if contribution.payload.is_cuda:
             host, copied = self._copies.start(contribution)

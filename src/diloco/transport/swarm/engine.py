@@ -60,11 +60,11 @@ def load_engine() -> Any:
             from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
             from hivemind.utils.multiaddr import Multiaddr
     except ImportError as error:
-        remedy = "Install it with pip install 'diloco[hivemind]'."
+        remedy = "Install it with pip install 'diloco[swarm]'."
         if sys.platform == "win32":  # its daemon is built for Linux and macOS
-            remedy = "It does not run on native Windows: use WSL 2, or --transport torch."
+            remedy = "It does not run on native Windows: use WSL 2, or --transport tcp."
         raise ConfigurationError(
-            f"network.transport='hivemind' needs Hivemind, which can't be imported ({error}). {remedy}"
+            f"network.transport='swarm' needs Hivemind, which can't be imported ({error}). {remedy}"
         ) from error
     finally:
         # importing Hivemind changes it for the whole process

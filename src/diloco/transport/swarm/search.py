@@ -12,14 +12,13 @@ from collections.abc import Mapping, Sequence
 
 from diloco.errors import RendezvousError, RunFinishedError
 from diloco.membership import BootstrapElection, Candidates, View
-from diloco.protocol import Entry, Registry
+from diloco.protocol import Entry, Registry, Rules
 from diloco.transport.connections.limits import Backoff
-from diloco.transport.hivemind.daemon import plainly
-from diloco.transport.hivemind.identity import PeerRecord
-from diloco.transport.hivemind.peer_config import SwarmPlace
-from diloco.transport.hivemind.peer_streams import PeerStreams
-from diloco.transport.hivemind.swarm import MemberDialer, NotNowError, SwarmTable
-from diloco.transport.peers.connected import Wire
+from diloco.transport.swarm.daemon import plainly
+from diloco.transport.swarm.identity import PeerRecord
+from diloco.transport.swarm.peer_config import SwarmPlace
+from diloco.transport.swarm.peer_streams import PeerStreams
+from diloco.transport.swarm.swarm import MemberDialer, NotNowError, SwarmTable
 
 __all__ = ["Announcer", "Search"]
 
@@ -97,7 +96,7 @@ class Search:
     def __init__(
         self,
         place: SwarmPlace,
-        wire: Wire,
+        rules: Rules,
         streams: PeerStreams,
         dialer: MemberDialer,
         announcer: Announcer,
@@ -109,9 +108,9 @@ class Search:
         self._dialer = dialer
         self._announcer = announcer
         self._election = election
-        self._silence_s = wire.silence_s
+        self._silence_s = rules.silence_s
         self._run = place.admission.run
-        self.patience_s = wire.rendezvous_timeout_s if place.patience_s is None else place.patience_s
+        self.patience_s = rules.rendezvous_timeout_s if place.patience_s is None else place.patience_s
 
     def awaited(self) -> str:
         """Return what the search waits for, as text."""

@@ -15,20 +15,20 @@ from typing import Any
 from diloco.algorithm import check_whole
 from diloco.errors import ConfigurationError, RendezvousError
 from diloco.membership import MOST_RANK, BootstrapElection
-from diloco.protocol import Registry, Timing
+from diloco.protocol import Registry, Rules
 from diloco.transport.connections.limits import Backoff
-from diloco.transport.hivemind.identity import load_identity, number_of
-from diloco.transport.hivemind.node import Node
-from diloco.transport.hivemind.payload_routes import SwarmLinks
-from diloco.transport.hivemind.peer_config import Admission, NodePlace, SwarmPlace
-from diloco.transport.hivemind.peer_streams import PeerStreams
-from diloco.transport.hivemind.search import Announcer, Search
-from diloco.transport.hivemind.swarm import MemberDialer, SwarmService
-from diloco.transport.peers.connected import Connected, Table, Wire, join
+from diloco.transport.peers.connected import Connected, Table, join
 from diloco.transport.peers.transport import PeerTransport
+from diloco.transport.swarm.identity import load_identity, number_of
+from diloco.transport.swarm.node import Node
+from diloco.transport.swarm.payload_routes import SwarmLinks
+from diloco.transport.swarm.peer_config import Admission, NodePlace, SwarmPlace
+from diloco.transport.swarm.peer_streams import PeerStreams
+from diloco.transport.swarm.search import Announcer, Search
+from diloco.transport.swarm.swarm import MemberDialer, SwarmService
 from diloco.waiting import waiting_for
 
-__all__ = ["SwarmConnected", "connect_peer", "connect_swarm", "run_peer"]
+__all__ = ["SwarmConnected", "connect_swarm", "enter_swarm", "run_peer"]
 
 
 _START_AGAIN_S = 0.5, 4.0  # pauses between two attempts to enter the network
@@ -60,12 +60,12 @@ class SwarmConnected(Connected):
         self.transport.connections.call(self.announcer.announce(), _FAREWELL_S)
 
 
-def connect_swarm(place: SwarmPlace, wire: Wire, *, held_step: int = -1) -> SwarmConnected:
+def enter_swarm(place: SwarmPlace, rules: Rules, *, held_step: int = -1) -> SwarmConnected:
     """Find the members of the run and connect to all of them, or found the swarm if there are none.
 
     Args:
         place: this peer and its run.
-        wire: how the peers exchange contributions.
+        rules: the rules of the run.
         held_step: the newest step that this peer could resume from; -1 for none, in which case the peer can't found a
             swarm that replaces an earlier one.
 
@@ -77,12 +77,10 @@ def connect_swarm(place: SwarmPlace, wire: Wire, *, held_step: int = -1) -> Swar
     identity = load_identity(place.identity)
     number = number_of(identity.peer_id) if place.replica is None else place.replica
     streams = PeerStreams(identity, place.node, place.admission)
-    rules, policies = wire.rules_and_policies(number, 0, 1, others=1)
-    timing = Timing(wire.heartbeat_s, wire.silence_s)
-    transport = PeerTransport(rules, policies, timing, streams, SwarmLinks, together=False, compress=wire.compress)
+    transport = PeerTransport(dataclasses.replace(rules, rank=number, together=False), streams, SwarmLinks)
     try:
-        _start(transport, place, wire.rendezvous_timeout_s)
-        return _connect(transport, streams, place, wire, held_step)
+        _start(transport, place, rules.rendezvous_timeout_s)
+        return _connect(transport, streams, place, rules, held_step)
     except BaseException:
         transport.close()
         raise
@@ -104,22 +102,22 @@ def _start(transport: PeerTransport, place: SwarmPlace, timeout_s: float) -> Non
 
 
 def _connect(
-    transport: PeerTransport, streams: PeerStreams, place: SwarmPlace, wire: Wire, held_step: int
+    transport: PeerTransport, streams: PeerStreams, place: SwarmPlace, rules: Rules, held_step: int
 ) -> SwarmConnected:
     connections, number, registry = transport.connections, transport.replica, Registry(0)
-    announcer = Announcer(place, streams, registry, number, wire.facts, held_step)
+    announcer = Announcer(place, streams, registry, number, rules.facts, held_step)
     connections.call(announcer.refresh())
     connections.entries = registry.entries
-    dialer = MemberDialer(connections, streams, registry, wire.silence_s)
+    dialer = MemberDialer(connections, streams, registry, rules.silence_s)
     election = BootstrapElection(
         number=number,
         held_step=held_step,
         views=place.views,
         alone=not place.node.join,
         window_s=place.join_window_s,
-        policy=transport.policies.quorum,
+        policy=rules.policy,
     )
-    search = Search(place, wire, streams, dialer, announcer, election)
+    search = Search(place, rules, streams, dialer, announcer, election)
     with waiting_for(search.awaited, search.patience_s):
         view, found = connections.call(search.find())
     announcer.swarm = found.swarm if found else place.swarm or secrets.token_hex(8)
@@ -148,7 +146,7 @@ _CHECK_S = 0.1
 
 
 @contextmanager
-def connect_peer(
+def connect_swarm(
     *,
     run: str,
     num_replicas: int,
@@ -159,12 +157,12 @@ def connect_peer(
     allow: Sequence[str] = (),
     on_address: Callable[[str], None] = print,
     node: NodePlace | None = None,
-    **wire: Any,
+    **rules: Any,
 ) -> Iterator[PeerTransport]:
     """Find the other replicas of ``run``, connect to them over libp2p, and yield the transport.
 
     All replicas begin together, as soon as ``num_replicas`` are connected. No replica can join later, because your
-    training loop can't be moved to the step of the others (``diloco train --transport hivemind`` can do that). A
+    training loop can't be moved to the step of the others (``diloco train --transport swarm`` can do that). A
     replica that is lost later stays lost, and the others continue without it. At the end of the ``with`` block this
     replica leaves, and the others continue.
 
@@ -180,7 +178,7 @@ def connect_peer(
         allow: identities of the peers that may take part; empty means all.
         on_address: called with each address at which others can join, before waiting for them.
         node: where to listen, if not at every address of this machine.
-        wire: any field of `Wire`, such as ``round_timeout_s=60`` or ``facts=...``.
+        rules: any field of `diloco.protocol.Rules`, such as ``round_timeout_s=60`` or ``facts=...``.
 
     Raises:
         RendezvousError: if the others do not join in time or are incompatible, or the run has already begun.
@@ -190,14 +188,14 @@ def connect_peer(
     check_whole("num_replicas", num_replicas, 1)
     if replica is not None and check_whole("replica", replica, 0) > MOST_RANK:
         raise ConfigurationError(f"replica must be at most {MOST_RANK}, got {replica}.")
-    exchange = Wire.of(wire, continue_without_lost=True)
+    exchange = Rules.of(rules, continue_without_lost=True)
     place = SwarmPlace(
         identity=Path(identity),
         admission=Admission(run, secret, frozenset(allow)),
         node=dataclasses.replace(node or NodePlace(), join=tuple(join_at)),
         replica=replica,
     )
-    connected = connect_swarm(place, exchange)
+    connected = enter_swarm(place, exchange)
     transport = connected.transport
     try:
         if connected.joining and connected.table.step > 0:

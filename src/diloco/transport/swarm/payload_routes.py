@@ -11,8 +11,8 @@ from diloco.errors import TransportError
 from diloco.protocol import Store, WireMessage, decode, encode
 from diloco.transport.connections.link import PeerLink, PeerLinks
 from diloco.transport.connections.streams import Stream
-from diloco.transport.hivemind.direct_streams import DirectOffer, hosts_in
-from diloco.transport.hivemind.peer_streams import PeerStreams
+from diloco.transport.swarm.direct_streams import DirectOffer, hosts_in
+from diloco.transport.swarm.peer_streams import PeerStreams
 
 __all__ = ["SwarmLinks"]
 
@@ -74,7 +74,7 @@ class SwarmLinks(PeerLinks):
     async def _agree(self, link: PeerLink) -> None:
         """Agree on a route with the peer, and open the first stripe if that is up to this end."""
         try:
-            async with asyncio.timeout(self.connect_timeout_s):
+            async with asyncio.timeout(self.rules.connect_timeout_s):
                 await self._choose(link)
         except TimeoutError:
             self.connections.drop(link.rank, "it has not agreed on a route for payloads")

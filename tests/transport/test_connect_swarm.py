@@ -1,4 +1,4 @@
-"""`connect_peer`: replicas with a training loop of their own that find each other by the name of a run."""
+"""`connect_swarm`: replicas with a training loop of their own that find each other by the name of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco import DiLoCo, SyncSchedule, connect_peer
+from diloco import DiLoCo, SyncSchedule, connect_swarm
 from diloco.errors import RendezvousError
 from diloco.transport import NodePlace, PeerStatus, PeerTransport, new_secret
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LOOPBACK, QUICK
@@ -34,7 +34,7 @@ def peer(keys: Path, number: int, join_at: Sequence[str] = (), **others: Any) ->
         "node": NodePlace(listen=LOOPBACK, map_ports=False),
         "secret": SECRET,
     }
-    return connect_peer(**(given | QUICK | others))
+    return connect_swarm(**(given | QUICK | others))
 
 
 def test_two_find_each_other_and_train_and_nobody_comes_later(keys: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.membership import Tally, Vote, tally
+from diloco.membership import Vote
+from diloco.protocol import Tally, tally
 
 VOTES = st.one_of(
     st.sampled_from([Vote(True, "a"), Vote(True, "b")]),

@@ -23,9 +23,9 @@ from diloco.transport.connections.streams import (
     read_frame,
     within,
 )
-from diloco.transport.hivemind.peer_streams import PeerAddress, PeerStreams
-from diloco.transport.hivemind.status import PeerStatus
 from diloco.transport.peers.transport import PeerTransport
+from diloco.transport.swarm.peer_streams import PeerAddress, PeerStreams
+from diloco.transport.swarm.status import PeerStatus
 from diloco.units import visible
 
 __all__ = ["MemberDialer", "NotNowError", "StatusAnswer", "StatusAsked", "SwarmService", "SwarmTable", "ask_peer"]

@@ -17,10 +17,10 @@ import msgspec
 from diloco.errors import RendezvousError, TransportError
 from diloco.membership import GREATEST, MOST_RANK
 from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, UNKNOWN_PEER_BYTES, within
-from diloco.transport.hivemind.identity import PeerRecord, load_identity
-from diloco.transport.hivemind.peer_config import Admission, NodePlace
-from diloco.transport.hivemind.peer_streams import PeerStreams
-from diloco.transport.hivemind.swarm import StatusAnswer, StatusAsked, ask_peer
+from diloco.transport.swarm.identity import PeerRecord, load_identity
+from diloco.transport.swarm.peer_config import Admission, NodePlace
+from diloco.transport.swarm.peer_streams import PeerStreams
+from diloco.transport.swarm.swarm import StatusAnswer, StatusAsked, ask_peer
 from diloco.units import visible
 
 __all__ = ["PeerReport", "StatusClient", "absences", "open_status_client", "status_of"]

@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -16,21 +16,21 @@ import torch.distributed as dist
 from diloco.algorithm import check_choice, check_replica
 from diloco.errors import ConfigurationError, RendezvousError, TransportError
 from diloco.membership import BootstrapElection, LastViews, View
-from diloco.protocol import Entry, Registry, Timing
+from diloco.protocol import Entry, Registry, Rules
 from diloco.transport.address import Address, local_host_towards, parse_address, parse_ports
 from diloco.transport.base import Transport
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.tcp_streams import TcpStreams
 from diloco.transport.leader import LeaderTransport
-from diloco.transport.peers.connected import Connected, Wire
+from diloco.transport.peers.connected import Connected
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.replica_group import ReplicaGroup
 from diloco.transport.secret import TurnedAwayError, check_secret
-from diloco.transport.torch_distributed.doctor import serve_probes
-from diloco.transport.torch_distributed.reconnect import Reconnection, TorchConnected, serve_candidates
-from diloco.transport.torch_distributed.rendezvous import ask, cause, connect_to_all, greet, serve, share_text
+from diloco.transport.tcp.doctor import serve_probes
+from diloco.transport.tcp.reconnect import Reconnection, TorchConnected, serve_candidates
+from diloco.transport.tcp.rendezvous import ask, cause, connect_to_all, greet, serve, share_text
 
-__all__ = ["Place", "TcpWire", "connect", "connect_again", "connect_replica"]
+__all__ = ["Place", "connect", "connect_again", "connect_tcp"]
 
 
 PORT_TIMEOUT_S = 5.0  # how long the owner of the rendezvous port may take to answer as a diloco or release the port
@@ -39,7 +39,7 @@ _LISTEN_AGAIN_S = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The number of this rank, and the address at which it meets the others."""
+    """The number of this rank, where it listens, and the address at which it meets the others."""
 
     replica: int  # m
     num_replicas: int  # M
@@ -51,19 +51,6 @@ class Place:
     # instead of ``rendezvous``: the address of ``torchrun``'s store, in which rank 0 publishes its own address
     torchrun: Address | None = None
     attempt: str = "0"  # number of the attempt of ``torchrun``, which restarts all workers of a group together
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "replica", check_replica(self.replica, self.num_replicas))  # maybe one of NumPy's
-
-    @property
-    def rank(self) -> int:
-        return self.replica * self.ranks_per_replica + self.position
-
-
-@dataclass(frozen=True, kw_only=True)
-class TcpWire(Wire):
-    """The settings of ranks that are connected over TCP."""
-
     host: str = ""  # address of this machine to listen at; "": the one from which the rendezvous is reached
     ports: str = "0"  # ports for control connections: ``0`` for any, ``FIRST`` or ``FIRST-LAST``
     interface: str = ""  # network interface of the payload connections; "": that of ``host``
@@ -75,11 +62,15 @@ class TcpWire(Wire):
     join_window_s: float = 3.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_secret(self.secret)
+        object.__setattr__(self, "replica", check_replica(self.replica, self.num_replicas))  # maybe one of NumPy's
+
+    @property
+    def rank(self) -> int:
+        return self.replica * self.ranks_per_replica + self.position
 
 
-def connect(place: Place, wire: TcpWire, *, held_step: int = -1) -> Connected:
+def connect(place: Place, rules: Rules, *, held_step: int = -1) -> Connected:
     """Find the other ranks and connect to all of them, to begin a run or to join a running one.
 
     If ``joining`` is true in the result, adopt the others' state and become a member::
@@ -94,29 +85,29 @@ def connect(place: Place, wire: TcpWire, *, held_step: int = -1) -> Connected:
 
     Args:
         place: this rank and its rendezvous.
-        wire: how the ranks are connected.
+        rules: the rules of the run.
         held_step: the newest step that this rank could resume from, which is sent to the others; -1 for none.
 
     Raises:
         RendezvousError: if this does not succeed in time, or the ranks are incompatible; nothing stays open.
         TransportError: if this machine can't listen at the given address.
     """
-    transport = _open(place, wire)
+    transport = _open(place, rules)
     try:
-        return _connect(transport, place, wire, held_step)
+        return _connect(transport, place, rules, held_step)
     except BaseException:
         transport.close()
         raise
 
 
 def connect_again(
-    place: Place, wire: TcpWire, lost: Connected, listening: socket.socket, views: LastViews, patience_s: float
+    place: Place, rules: Rules, lost: Connected, listening: socket.socket, views: LastViews, patience_s: float
 ) -> Connected:
     """Find the other ranks again, or found a new view with them, after this rank has lost its view.
 
     Args:
         place: this rank and its rendezvous.
-        wire: how the ranks are connected.
+        rules: the rules of the run.
         lost: the connection that this rank has lost; its transport must be closed.
         listening: the socket at which the rank listened, as `TcpStreams.keep` returned it.
         views: what the rank has been and promised; its vote is recorded there.
@@ -125,14 +116,14 @@ def connect_again(
     Raises:
         TransportError: if this does not succeed in time; nothing stays open.
     """
-    before, transport = lost.transport, _open(place, wire, listening)
+    before, transport = lost.transport, _open(place, rules, listening)
     try:
         host, transport.run_is_over = before.address.host, before.run_is_over
         transport.connections.listen(host, range(0), host)
-        entry = Entry(place.rank, str(transport.address), wire.facts, before.step, _payload_places(transport, wire))
+        entry = Entry(place.rank, str(transport.address), rules.facts, before.step, _payload_places(transport, place))
         entries = [entry, *before.known_entries()]
         registry = Registry(len(entries), place.ranks_per_replica, entries)
-        election = _election(place, wire, before.step, views)
+        election = _election(place, rules, before.step, views)
         search = Reconnection(transport, entry, election, registry, place.rendezvous, patience_s)
         transport.connections.entries = registry.entries
         return search.connect()
@@ -141,36 +132,29 @@ def connect_again(
         raise
 
 
-def _election(place: Place, wire: TcpWire, held_step: int, views: LastViews | None) -> BootstrapElection:
-    _, policies = wire.rules_and_policies(
-        place.replica, place.position, place.ranks_per_replica, place.num_replicas - 1
-    )
+def _election(place: Place, rules: Rules, held_step: int, views: LastViews | None) -> BootstrapElection:
     return BootstrapElection(
         number=place.replica,
         held_step=held_step,
         views=views,
         alone=False,
-        window_s=wire.join_window_s,
-        policy=policies.quorum,
+        window_s=place.join_window_s,
+        policy=rules.policy,
     )
 
 
-def _open(place: Place, wire: TcpWire, listening: socket.socket | None = None) -> PeerTransport:
-    rules, policies = wire.rules_and_policies(
-        place.replica, place.position, place.ranks_per_replica, place.num_replicas - 1
-    )
-    timing = Timing(wire.heartbeat_s, wire.silence_s)
-    streams = TcpStreams(listening, wire.secret)
-    transport = PeerTransport(rules, policies, timing, streams, together=not wire.comes_back, compress=wire.compress)
+def _open(place: Place, rules: Rules, listening: socket.socket | None = None) -> PeerTransport:
+    rules = replace(rules, rank=place.rank, ranks_per_replica=place.ranks_per_replica)
+    transport = PeerTransport(rules, TcpStreams(listening, place.secret))
     serve_probes(transport.connections)
     return transport
 
 
-def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: int) -> Connected:
+def _connect(transport: PeerTransport, place: Place, rules: Rules, held_step: int) -> Connected:
     connections, size = transport.connections, place.ranks_per_replica
     connections.most_ranks = place.num_replicas * size
-    host = wire.host or _my_host(place)
-    ports = parse_ports(wire.ports, key="network.listen")
+    host = place.host or _my_host(place)
+    ports = parse_ports(place.ports, key="network.listen")
     hosting = place.torchrun is not None and place.rank == 0
     if place.rank == 0 and place.rendezvous is not None:
         hosting = connections.call(_host_rendezvous(connections, place.rendezvous, host))
@@ -181,19 +165,19 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
     meeting = connections.address if hosting else place.rendezvous
     if place.torchrun is not None:
         mine = str(connections.address) if place.rank == 0 else None
-        text = share_text(place.torchrun, mine, wire.rendezvous_timeout_s, f"address (attempt {place.attempt})")
+        text = share_text(place.torchrun, mine, rules.rendezvous_timeout_s, f"address (attempt {place.attempt})")
         meeting = parse_address(text, key="the address of rank 0")
     if meeting is None:
         raise RendezvousError(
             f"replica {place.replica} was given no rendezvous. Use HOST:PORT of replica 0, or of any replica of a "
             "running training."
         )
-    entry = Entry(place.rank, str(connections.address), wire.facts, held_step, _payload_places(transport, wire))
-    table = ask(connections, meeting, entry, wire.rendezvous_timeout_s)
+    entry = Entry(place.rank, str(connections.address), rules.facts, held_step, _payload_places(transport, place))
+    table = ask(connections, meeting, entry, rules.rendezvous_timeout_s)
     registry = Registry(len(table.entries), size, list(table.entries.values()))
     transport.connections.entries = registry.entries
     # ranks that begin together are reachable now or lost, while those of a running training may be starting
-    patience_s = wire.rendezvous_timeout_s if table.running else min(wire.silence_s, wire.rendezvous_timeout_s)
+    patience_s = rules.rendezvous_timeout_s if table.running else min(rules.silence_s, rules.rendezvous_timeout_s)
     siblings = range(place.replica * size, (place.replica + 1) * size)
     lacking = connect_to_all(connections, table, siblings, patience_s)
     reached = table.entries.keys() - {*siblings} - lacking.keys()
@@ -202,24 +186,24 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
             f"the run that {meeting} knows of has ended: none of its replicas answers. Restart all replicas."
         )
     for rank, reason in {} if table.running else lacking.items():
-        if not wire.continue_without_lost or rank in siblings:  # otherwise the first view declares it lost
+        if not rules.continue_without_lost or rank in siblings:  # otherwise the first view declares it lost
             raise RendezvousError(reason, replicas=[rank // size])
     members = sorted({rank // size for rank in reached})
     view = View(-1, tuple(members)) if table.running else View.of(place.num_replicas)
-    election = _election(place, wire, held_step, None)
+    election = _election(place, rules, held_step, None)
     serve(connections, registry)
     serve_candidates(transport, registry, election)
     transport.begin(view, registry, member=not table.running)
-    search = Reconnection(transport, entry, election, registry, meeting, wire.rendezvous_timeout_s)
+    search = Reconnection(transport, entry, election, registry, meeting, rules.rendezvous_timeout_s)
     return TorchConnected(transport=transport, table=table, joining=table.running, reconnection=search)
 
 
-def _payload_places(transport: PeerTransport, wire: TcpWire) -> tuple[str, ...]:
+def _payload_places(transport: PeerTransport, place: Place) -> tuple[str, ...]:
     """Return the addresses at which this rank accepts payload connections, if they differ from that of all others."""
     streams = transport.connections.streams
-    if not wire.interface or not isinstance(streams, TcpStreams):
+    if not place.interface or not isinstance(streams, TcpStreams):
         return ()
-    return (str(transport.connections.call(streams.listen_for_payloads(wire.interface))),)
+    return (str(transport.connections.call(streams.listen_for_payloads(place.interface))),)
 
 
 async def _host_rendezvous(connections: ConnectionManager, address: Address, host: str) -> bool:
@@ -272,7 +256,7 @@ def _my_host(place: Place) -> str:
 
 
 @contextmanager
-def connect_replica(
+def connect_tcp(
     *,
     replica: int,
     num_replicas: int,
@@ -280,7 +264,11 @@ def connect_replica(
     ranks: Literal["alone", "whole", "sharded"] = "alone",
     on_failure: Literal["stop", "continue"] = "stop",
     facts: Mapping[str, str] | None = None,
-    **wire: Any,
+    host: str = "",
+    ports: str = "0",
+    interface: str = "",
+    secret: str = "",
+    **rules: Any,
 ) -> Iterator[Transport]:
     """Connect to the other replicas, which do the same in processes of their own, and yield the transport.
 
@@ -298,21 +286,25 @@ def connect_replica(
         on_failure: what happens when a replica is lost. ``stop``: every later round raises `ReplicaLostError` on the
             others. ``continue``: the others continue in a smaller view.
         facts: what must be the same on all replicas, name -> value; a difference raises before training starts.
-        wire: any field of `TcpWire`, such as ``streams=2`` or ``round_timeout_s=60``.
+        host: address of this machine to listen at; default: the one from which the rendezvous is reached.
+        ports: ports to listen at, ``FIRST`` or ``FIRST-LAST``; ``0``: any.
+        interface: network interface of the payload connections; default: that of ``host``.
+        secret: what all replicas prove to know, as ``diloco secret`` writes it; default: no proof is needed.
+        rules: any field of `diloco.protocol.Rules`, such as ``round_timeout_s=60``.
 
     Raises:
         ConfigurationError: if an argument can't work; at the call, before any connection.
         RendezvousError: if the replicas do not find each other in time, are incompatible, or already train.
-            (`diloco.transport.torch_distributed.connect.connect` can join a running training.)
+            (`diloco.transport.tcp.connect.connect` can join a running training.)
 
-    >>> with connect_replica(replica=0, num_replicas=1, rendezvous="127.0.0.1:0") as transport:
+    >>> with connect_tcp(replica=0, num_replicas=1, rendezvous="127.0.0.1:0") as transport:
     ...     transport.view
     View(id=0, members=(0,))
     """
     check_choice("ranks", ranks, ("alone", "whole", "sharded"))
     check_choice("on_failure", on_failure, ("stop", "continue"))
     check_replica(replica, num_replicas)
-    settings = TcpWire.of(wire, continue_without_lost=on_failure == "continue", facts=facts or {})
+    settings = Rules.of(rules, continue_without_lost=on_failure == "continue", facts=facts or {})
     group = ReplicaGroup(_process_group(), replica=replica) if ranks != "alone" else ReplicaGroup(replica=replica)
     position, size = (group.position, group.size) if ranks == "sharded" else (0, 1)
     place = Place(
@@ -321,6 +313,10 @@ def connect_replica(
         position=position,
         ranks_per_replica=size,
         rendezvous=parse_address(rendezvous, key="the rendezvous"),
+        host=host,
+        ports=ports,
+        interface=interface,
+        secret=secret,
     )
     opened: list[PeerTransport] = []
 

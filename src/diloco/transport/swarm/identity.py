@@ -19,8 +19,8 @@ from msgspec import Meta
 from diloco.errors import ConfigurationError
 from diloco.membership import GREATEST, MOST_RANK, Candidate, Count, View
 from diloco.private_files import create_private, make_private_folder, read_private
-from diloco.transport.hivemind.engine import load_engine
-from diloco.transport.hivemind.peer_config import Admission
+from diloco.transport.swarm.engine import load_engine
+from diloco.transport.swarm.peer_config import Admission
 
 __all__ = [
     "MAX_RECORD_BYTES",

@@ -17,7 +17,7 @@ from diloco.transport.connections.limits import Backoff
 from diloco.transport.connections.streams import pack, within
 from diloco.transport.peers.connected import Connected, Table
 from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.torch_distributed.rendezvous import question, serve
+from diloco.transport.tcp.rendezvous import question, serve
 from diloco.waiting import waiting_for
 
 __all__ = ["Reconnection", "TorchConnected", "serve_candidates"]

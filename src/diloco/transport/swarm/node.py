@@ -15,10 +15,10 @@ from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
 from diloco.transport.connections.streams import Stream, within
-from diloco.transport.hivemind.daemon import Daemon, Handler, plainly
-from diloco.transport.hivemind.engine import load_engine
-from diloco.transport.hivemind.identity import Identity, PeerRecord, make_subkey, make_validator, owner_of
-from diloco.transport.hivemind.peer_config import Admission, NodePlace
+from diloco.transport.swarm.daemon import Daemon, Handler, plainly
+from diloco.transport.swarm.engine import load_engine
+from diloco.transport.swarm.identity import Identity, PeerRecord, make_subkey, make_validator, owner_of
+from diloco.transport.swarm.peer_config import Admission, NodePlace
 
 __all__ = ["Node"]
 

@@ -1,4 +1,4 @@
-"""Payloads of a swarm over direct streams and libp2p; the code for the rest of the contract is the same as torch's."""
+"""Payloads of a swarm over direct streams and libp2p; the code for the rest of the contract is the same as over TCP."""
 
 from __future__ import annotations
 

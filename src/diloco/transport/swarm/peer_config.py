@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from diloco.membership import LastViews
-from diloco.transport.hivemind.status import PeerStatus
 from diloco.transport.secret import check_secret, is_proof, proof
+from diloco.transport.swarm.status import PeerStatus
 
 __all__ = ["Admission", "NodePlace", "SwarmPlace", "same_port"]
 
@@ -78,7 +78,7 @@ class SwarmPlace:
     name: str = ""  # what people call the replica, at most `MAX_NAME` characters that print; "": its number
     swarm: str = ""  # the swarm that the peer was a member of before; "": none
     views: LastViews | None = None  # what the peer has been and promised in that swarm; None for a new process
-    # how long the peer searches for the others; None: the wire's ``rendezvous_timeout_s``
+    # how long the peer searches for the others; None: the rules' ``rendezvous_timeout_s``
     patience_s: float | None = None
     held_swarm: str = ""  # the swarm in which the peer reached the newest step it could resume from; "": unknown
     # how long a peer that finds no member waits for other searching peers before one of them founds a swarm

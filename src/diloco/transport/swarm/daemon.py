@@ -15,7 +15,7 @@ from typing import Any
 
 from diloco.transport.connections.streams import Stream, within
 from diloco.transport.connections.tcp_streams import stop_listening
-from diloco.transport.hivemind.engine import load_engine
+from diloco.transport.swarm.engine import load_engine
 
 __all__ = ["Daemon", "Handler", "plainly"]
 

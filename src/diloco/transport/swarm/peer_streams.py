@@ -10,11 +10,11 @@ from weakref import WeakKeyDictionary, WeakSet
 from diloco.protocol import Entry
 from diloco.transport.address import Address
 from diloco.transport.connections.streams import Accept, Stream, within
-from diloco.transport.hivemind.direct_streams import DirectStreams, hosts_in
-from diloco.transport.hivemind.identity import Identity
-from diloco.transport.hivemind.node import Node
-from diloco.transport.hivemind.peer_config import Admission, NodePlace
 from diloco.transport.secret import PROOF_BYTES, TurnedAwayError
+from diloco.transport.swarm.direct_streams import DirectStreams, hosts_in
+from diloco.transport.swarm.identity import Identity
+from diloco.transport.swarm.node import Node
+from diloco.transport.swarm.peer_config import Admission, NodePlace
 
 __all__ = ["PeerAddress", "PeerStreams"]
 

@@ -1,0 +1,211 @@
+"""What a rank knows of the others: their connections, the numbers of barriers, and the arguments of training loops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+from diloco.membership import View, byzantine_quorum
+from diloco.protocol.registry import Entry, difference
+from diloco.protocol.rules import Rules
+from diloco.protocol.wire import FactsMessage, MessageError
+
+__all__ = ["Agreement", "Barriers", "Roster"]
+
+_MOST_UNSTEADY = 2
+_UNSTEADY_PERIODS = 10  # a quiet period is remembered for this many times the limit that makes it one
+_MOST_BARRIERS = 64  # most barriers that one rank may name; a run has two kinds of them
+_MOST_FACTS = 1024  # most non-member ranks whose facts are kept
+
+
+class Roster:
+    """The connections by rank, and which are those of the view's members rather than of processes in their place."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.connections: dict[int, int] = {}  # rank -> number of its connection
+        self.addresses: dict[int, str] = {}  # rank -> the address on which it listens
+        # rank -> number of messages received over its connection, heartbeats included
+        self.message_counts: dict[int, int] = {}
+        self._heard_s: dict[int, float] = {}  # rank -> when its last message was received
+        self._quiet_s: dict[int, float] = {}  # rank -> when its last quiet period ended
+        self.in_doubt: set[int] = set()  # ranks whose connection has ended for a reason that is still unknown
+        self._rules = rules
+        # rank -> its connection; None: it was not connected when the view began
+        self._members: dict[int, int | None] = {}
+
+    def connect(self, rank: int, connection: int, address: str, now_s: float) -> None:
+        """Record an open connection."""
+        self.connections[rank], self.addresses[rank], self.message_counts[rank] = connection, address, 0
+        self._heard_s[rank] = now_s
+        self.in_doubt.discard(rank)
+
+    def note_message(self, rank: int, now_s: float) -> None:
+        """Record a message of a rank, a heartbeat or another one."""
+        if rank in self.message_counts:
+            self.message_counts[rank] += 1
+            if now_s - self._heard_s[rank] > self._rules.unsteady_s:
+                self._quiet_s[rank] = now_s
+            self._heard_s[rank] = now_s
+
+    def unsteady(self, view: View, now_s: float) -> frozenset[tuple[int, int]]:
+        """Return this replica paired with each connected member of ``view`` that is quiet, or has been recently.
+
+        The set is empty if more than two are quiet: then this replica, or its machine, is more likely to have been
+        suspended.
+        """
+        mine, limit_s = self._rules.replica, self._rules.unsteady_s
+        quiet = {
+            self._rules.replica_of(rank)
+            for rank in filter(self.is_connected, self._rules.ranks(view.members))
+            if now_s - self._quiet_s.get(rank, -math.inf) < _UNSTEADY_PERIODS * limit_s
+            or now_s - self._heard_s[rank] > limit_s
+        }
+        quiet.discard(mine)
+        return frozenset((mine, each) for each in quiet if len(quiet) <= _MOST_UNSTEADY)
+
+    def disconnect(self, rank: int) -> None:
+        """Record the end of a connection."""
+        for known in (self.connections, self.addresses, self.message_counts, self._heard_s, self._quiet_s):
+            known.pop(rank, None)
+
+    def set_members(self, view: View) -> None:
+        """Make the processes that are connected now the members of ``view``; those that were members before stay."""
+        self._members = {
+            rank: self._members.get(rank, self.connections.get(rank)) for rank in self._rules.ranks(view.members)
+        }
+
+    def set_connections(self, connections: Mapping[int, int]) -> None:
+        """Make the processes with these connections the members, even if others have replaced them since."""
+        self._members.update(connections)
+
+    def remove(self, rank: int) -> None:
+        """Remove the process of a rank from the members."""
+        self._members.pop(rank, None)
+
+    def mark_replaced(self, rank: int) -> None:
+        """Record that the process connected as ``rank`` has taken the place of the member."""
+        self._members[rank] = None
+
+    def has(self, rank: int) -> bool:
+        """Return whether a process of that rank is a member, connected or not."""
+        return rank in self._members
+
+    def is_from_member(self, rank: int, connection: int | None) -> bool:
+        """Return whether a message is from a member; ``connection`` is None if it has ended since."""
+        return self.has(rank) and (connection is None or connection == self._members[rank])
+
+    def is_connected(self, rank: int) -> bool:
+        """Return whether the process connected as ``rank`` is the member."""
+        return self.has(rank) and rank in self.connections and self._members[rank] == self.connections[rank]
+
+    def reaches(self, replica: int) -> bool:
+        """Return whether all ranks of a replica are connected; if they are members, as the members' processes."""
+        ranks = self._rules.ranks((replica,))
+        return all(self.is_connected(rank) if self.has(rank) else rank in self.connections for rank in ranks)
+
+    def unreached(self, view: View) -> frozenset[int]:
+        """Return the other members of ``view``, the current view, that are not connected."""
+        there = {member for member in view.members if all(map(self.is_connected, self._rules.ranks((member,))))}
+        return frozenset(view.members) - there - {self._rules.replica}
+
+    def replaced(self, replicas: Collection[int]) -> frozenset[int]:
+        """Return those of ``replicas`` whose place other processes have taken, which shows that they have ended."""
+        return frozenset(
+            replica
+            for replica in replicas
+            if any(rank in self.connections and not self.is_connected(rank) for rank in self._rules.ranks((replica,)))
+        )
+
+
+class Barriers:
+    """The number that each rank has reported at each barrier.
+
+    >>> barriers = Barriers()
+    >>> barriers.record(0, "finished", 7)
+    >>> barriers.awaited("finished", {0, 1}), barriers.values("finished")
+    ({1}, {0: 7})
+    """
+
+    def __init__(self) -> None:
+        self.stopping = False  # whether this rank stops, by itself or with the others
+        self._values: dict[str, dict[int, int]] = {}
+
+    def record(self, rank: int, name: str, value: int) -> None:
+        """Record that a rank reported ``value`` at the barrier ``name``.
+
+        Raises:
+            MessageError: the rank has named too many barriers.
+        """
+        if name not in self._values and sum(rank in values for values in self._values.values()) >= _MOST_BARRIERS:
+            raise MessageError(f"the sender has named more than {_MOST_BARRIERS} barriers")
+        self._values.setdefault(name, {})[rank] = value
+
+    def values(self, name: str) -> dict[int, int]:
+        """Return the value that each rank has reported at the barrier ``name``, by rank."""
+        return dict(self._values.get(name, {}))
+
+    def awaited(self, name: str, present: Collection[int]) -> set[int]:
+        """Return the ranks in ``present`` that have not reported a value."""
+        return set(present) - self._values.get(name, {}).keys()
+
+
+class Agreement:
+    """The facts about this rank's training loop and those of the others.
+
+    Each rank sends its facts to all connected ranks. A rank that has already sent its own answers with them, so that a
+    joining replica learns those of the members. A rank compares once, when its own loop begins. A joiner with other
+    arguments therefore stops without disturbing the others.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self.mine: Entry | None = None  # the facts that this rank has announced, or None
+        self._rules = rules
+        self._theirs: dict[int, Entry] = {}
+        self._were_members: set[int] = set()
+        self._replicas: set[int] = set()  # the members of the current view
+
+    def receive(self, sender: int, message: FactsMessage) -> Entry | None:
+        """Record another rank's facts. Return this rank's own facts if the sender expects them in answer.
+
+        Raises:
+            MessageError: the message names another rank as its source.
+        """
+        if message.entry.rank != sender:
+            raise MessageError("the message holds the facts of another rank")
+        self._theirs[sender] = message.entry
+        others = [rank for rank in self._theirs if rank not in self._were_members]
+        if sender not in self._were_members and len(others) > _MOST_FACTS:
+            del self._theirs[others[0]]
+        return None if message.answer else self.mine
+
+    def begin_view(self, members: Collection[int]) -> None:
+        """Note the replicas of a view, whose facts stay when their connections end."""
+        self._replicas = {*members}
+        self._were_members.update(self._rules.ranks(members))
+
+    def forget(self, rank: int) -> None:
+        """Handle the end of a rank's connection. The facts of a rank that was a member stay."""
+        if rank not in self._were_members:
+            self._theirs.pop(rank, None)
+
+    def refusal(self) -> str:
+        """Return the first difference from a current or former member, naming both sides, or "" if this rank goes on.
+
+        Where the survivors of a loss continue, it goes on if no more members differ from it than could lie: these are
+        the ones to stop.
+        """
+        if self.mine is None:
+            return ""
+        size, mine = self._rules.ranks_per_replica, self.mine
+        counting = sorted(self._were_members & self._theirs.keys())
+        words = {rank: difference(mine, self._theirs[rank], size) for rank in counting}
+        differing = {self._rules.replica_of(rank) for rank, why in words.items() if why}
+        members = self._replicas.union(map(self._rules.replica_of, counting), {self._rules.replica})
+        few = self._rules.replica not in differing and len(differing) < byzantine_quorum(len(members))
+        if self._rules.continue_without_lost and few:
+            return ""
+        return next(filter(None, words.values()), "")
+
+    def awaited(self, present: Collection[int]) -> set[int]:
+        """Return the ranks in ``present`` that have not sent their facts."""
+        return set(present) - self._theirs.keys() - (set() if self.mine is None else {self.mine.rank})

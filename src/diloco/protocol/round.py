@@ -1,0 +1,247 @@
+"""One round as one rank knows it: headers, the verdict on them, votes, and the outcome that follows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+
+import torch
+
+from diloco.algorithm import Contribution, Exchange, Mean, RoundId, Uplink, Verdict, judge
+from diloco.errors import CodecError, DivergedError, RoundVoidError, TransportError
+from diloco.membership import View, Vote, byzantine_quorum
+from diloco.protocol.events import Average, Submitted
+from diloco.protocol.suspicion import Lateness
+from diloco.protocol.wire import Header, RoundVote
+
+__all__ = ["Round", "Tally", "header_of", "judge_headers", "tally"]
+
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+@dataclass(eq=False)
+class Round:
+    """What a rank knows of a round in one view; a round that continues in the next view starts anew there."""
+
+    id: RoundId
+    headers: dict[int, Header] = field(default_factory=dict)  # by rank
+    votes: dict[int, Vote] = field(default_factory=dict)  # by rank
+    heard_s: dict[int, float] = field(default_factory=dict)  # rank -> when its header came, by this rank's clock
+    premature: dict[int, RoundVote] = field(default_factory=dict)  # votes that depend on headers not received yet
+    fault: DivergedError | None = None  # set if this rank's state differs from the majority's; reported as the outcome
+    begun: Submitted | None = None  # this rank's contribution; None before it contributes and after the round has ended
+    plan: Exchange | None = None  # the plan of the payload exchange
+    taking_over: bool = False  # whether this rank is still adopting the fragment's state
+    donor: int | None = None  # a replica with the state that the round applies to, if this rank has a different one
+    verdict: Verdict | None = None  # whose contributions are summed; None until all headers have been received
+    mean: Mean | None = None  # the mean that this rank has computed
+    committed: bool | None = None  # True: applied by all; False: void for all; None: undecided
+    # this rank has voted for the round and others against it; the view change decides which it is
+    disputed: bool = False
+    reason: str = ""  # why the round is void
+    exchanging: bool = False  # whether the payload exchange is running
+    concluded: bool = False  # whether the outcome was reported
+    # of replicas that the round waits for ("round"), and of those that send nothing at all ("anything")
+    lateness: Lateness = field(default_factory=Lateness)
+    # of replicas whose votes are missing since this rank voted for the round at ``voted_s``
+    vote_lateness: Lateness = field(default_factory=Lateness)
+    voted_s: float = math.inf
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The fragment and the outer step."""
+        return self.id.fragment, self.id.outer_step
+
+    @property
+    def was_begun(self) -> bool:
+        """Whether this rank contributed to the round."""
+        return self.begun is not None or self.concluded
+
+    def sealed_digest(self, digest: str) -> str:
+        """Return a digest of an average's digest and what the next round's plan takes from the headers: the uplinks.
+
+        Since votes cover it, every rank that commits the round has the same uplinks.
+        """
+        taken = (str(self.headers[rank].uplink) for rank in sorted(self.headers))
+        return blake2b("\0".join((digest, *taken)).encode(), digest_size=16).hexdigest()
+
+    def free(self) -> None:
+        """Release tensors that are no longer needed."""
+        if self.concluded and not self.exchanging:
+            self.begun = self.mean = None
+
+    def outcome(self, view: View, here: Mapping[int, int], note: str) -> Average | TransportError:
+        """Return what this rank gets of a round that is decided: the average, or why there is none.
+
+        Args:
+            view: the view.
+            here: member -> its rank at this rank's position.
+            note: what is reported with an average.
+        """
+        if self.fault is not None or not self.committed:
+            return self.fault or RoundVoidError(f"{self.id} is void: {self.reason}.", round=str(self.id))
+        assert self.begun is not None
+        assert self.mean is not None
+        assert self.plan is not None
+        me = view.members.index(self.begun.contribution.replica)
+        heard_s = [self.heard_s[here[member]] for member in self.mean.contributors]
+        return Average(
+            **vars(self.mean),
+            round=self.id,
+            view=view,
+            sent_bytes=self.plan.sent_bytes(me),
+            received_bytes=self.plan.received_bytes(me),
+            wait_s=0.0,
+            note=note,
+            donor=self.donor,
+            held="" if self.donor is None else self.headers[here[self.donor]].digest,
+            late_s=tuple(round(each - min(self.heard_s.values()), 3) for each in heard_s),
+        )
+
+
+# The verdict, which every rank derives alike from the headers of all ranks.
+
+
+def header_of(contribution: Contribution, view_id: int, uplink: Uplink, *, taking_over: bool) -> Header:
+    """Return the header of a contribution. The sender checks the payload, and withdraws an invalid one."""
+    withdrawn = contribution.withdrawn
+    if not withdrawn:
+        try:
+            contribution.codec.validate(contribution.payload, contribution.numel)
+        except CodecError as error:
+            withdrawn = str(error)
+    buffers, integers = contribution.buffers, contribution.integers
+    return Header(
+        view_id,
+        (contribution.round.fragment, contribution.round.outer_step),
+        contribution.numel,
+        contribution.weight,
+        contribution.base_weight,
+        contribution.digest,
+        None if buffers is None else buffers.numel(),
+        None if integers is None else integers.numel(),
+        withdrawn,
+        taking_over,
+        uplink.bits_per_s,
+        uplink.full,
+    )
+
+
+def judge_headers(
+    headers: Mapping[int, Header],
+    sample: Contribution,
+    *,
+    members: Sequence[int],
+    ranks_per_replica: int,
+    min_contributors: int | None,
+) -> Verdict:
+    """Return the verdict on a round, which is the same on every rank.
+
+    The ranks at position s of their replicas, which hold the same shard, are judged together. A replica is in the mean
+    if all its positions are.
+
+    Args:
+        headers: rank -> header, for every rank of every member.
+        sample: a contribution with the codec of the round.
+        members: the members of the view.
+        ranks_per_replica: S.
+        min_contributors: None: all members except those that are still adopting the state.
+    """
+    size = ranks_per_replica
+    absent = {
+        member: "is still fetching the state"
+        for member in members
+        if any(headers[member * size + position].taking_over for position in range(size))
+    }
+    there = [member for member in members if member not in absent]
+    needed = max(1, len(there) if min_contributors is None else min_contributors)
+    verdicts = [
+        judge(
+            {member: _bare(headers[member * size + position], member, sample) for member in there},
+            members=members,
+            min_contributors=needed,
+            absent=absent,
+            contents=False,
+            holders=byzantine_quorum(len(there)),
+        )
+        for position in range(size)
+    ]
+    diverged = tuple(sorted({replica for verdict in verdicts for replica in verdict.diverged}))
+    if diverged:
+        worst = next(verdict for verdict in verdicts if verdict.diverged)
+        donors = [verdict.donor for verdict in verdicts if verdict.diverged and verdict.donor not in diverged]
+        return replace(worst, diverged=diverged, donor=donors[0] if donors else worst.donor)
+    common = set.intersection(*(set(verdict.contributors) for verdict in verdicts))
+    worst = min(verdicts, key=lambda verdict: len(verdict.contributors))
+    refused = tuple(sorted({replica for verdict in verdicts for replica in verdict.refused}))
+    if len(common) < needed:
+        words = worst.reason or "too few replicas have usable contributions at every position"
+        return Verdict((), words, refused=refused)
+    return Verdict(tuple(sorted(common)), worst.reason, donor=verdicts[0].donor, refused=refused)
+
+
+def _bare(header: Header, member: int, sample: Contribution) -> Contribution:
+    return Contribution(
+        round=header.id,
+        replica=member,
+        codec=sample.codec,
+        numel=header.numel,
+        payload=_EMPTY,
+        weight=header.weight,
+        base_weight=header.base_weight,
+        digest=header.digest,
+        buffers=None if header.buffers is None else _EMPTY.new_empty(header.buffers, device="meta"),
+        integers=None if header.integers is None else _EMPTY.new_empty(header.integers, device="meta"),
+        withdrawn=header.withdrawn,
+    )
+
+
+# Votes.
+
+
+@dataclass(frozen=True)
+class Tally:
+    """The state of a round, as far as one member can tell from the votes."""
+
+    committed: bool | None  # True: every member applies it; False: void for every member; None: undecided
+    reason: str = ""
+    # this member has voted for the round and others against it, while a third member may have committed it
+    disputed: bool = False
+
+
+def tally(
+    voters: Collection[int], votes: Mapping[int, Vote], *, me: int, groups: Mapping[int, int] | None = None
+) -> Tally:
+    """Return what the ``votes`` received so far, by voter, mean for the voter ``me``.
+
+    A member commits a round once every member has voted for the average that the member itself holds. A member that has
+    not voted for the round therefore knows that no other member can commit it, and may declare it void. A member that
+    has voted for it and receives a vote against it can't know what that voter sent to the others, so the view change
+    settles the outcome. Digests must be equal within each of the ``groups``: ranks at the same position of their
+    replicas hold the same shard.
+
+    >>> tally([0, 1, 2], {0: Vote(True, "a"), 1: Vote(True, "a")}, me=0)
+    Tally(committed=None, reason='', disputed=False)
+    >>> tally([0, 1, 2], {0: Vote(True, "a"), 1: Vote(True, "b")}, me=0)
+    Tally(committed=None, reason='rank 1 holds a different average than rank 0', disputed=True)
+    >>> tally([0, 1, 2], {1: Vote(False, reason="it is late")}, me=0)
+    Tally(committed=False, reason='it is late', disputed=False)
+    """
+    others = [voter for voter in sorted(voters) if voter != me]
+    against = {voter: votes[voter].reason for voter in others if voter in votes and not votes[voter].ok}
+    mine = votes.get(me)
+    if mine is None or not mine.ok:
+        against = against if mine is None else {me: mine.reason}
+        return Tally(False, next(iter(against.values()))) if against else Tally(None)
+    firsts: dict[int, int] = {}
+    for voter in (me, *others):
+        if voter in votes and votes[voter].ok:
+            first = firsts.setdefault(groups[voter] if groups else 0, voter)
+            if votes[first].digest != votes[voter].digest:
+                against[voter] = f"rank {voter} holds a different average than rank {first}"
+    if not against:
+        return Tally(True if all(voter in votes for voter in others) else None)
+    reason = against[min(against)]
+    return Tally(False, reason) if len(against) == len(others) else Tally(None, reason, disputed=True)

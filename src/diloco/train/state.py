@@ -1,0 +1,482 @@
+"""Saving and loading of a session: all replicas of a process in one checkpoint, or one replica sharded over its ranks.
+
+The number of replicas may change between saving and loading:
+
+- A replica that existed before keeps its whole state except for the rounds in flight, which were between other replicas
+  and count as void. The next rounds contain their work, because the global parameters did not change.
+- A new replica starts with the global parameters and outer state, and a fresh inner optimizer.
+- A replica that no longer exists loses only its work since its fragments were last sent.
+- The data continues where it was: no sequence is drawn twice, and the current replicas draw the remaining ones.
+
+If each replica is a process, the run folder of replica 0 contains the run folders of the others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from diloco.algorithm import RoundId, named_parameters
+from diloco.checkpoint import Checkpoint, SavedTensor, list_checkpoints, open_checkpoint, save_checkpoint
+from diloco.data import Cursor
+from diloco.errors import CheckpointError
+from diloco.outer import DiLoCo
+from diloco.state_tree import readable_state
+from diloco.train.inner import InnerLoop
+from diloco.train.replica import load_process_random, process_random
+from diloco.trained import REST, rest_of_state, saved_once
+
+if TYPE_CHECKING:
+    from diloco.train.replica import Replica
+    from diloco.train.session import Session
+
+__all__ = [
+    "Held",
+    "ReplicaState",
+    "held_checkpoint",
+    "held_step",
+    "load_session",
+    "newest_checkpoints",
+    "save_session",
+]
+
+_REPLICA = re.compile(r"replica-(\d+)\Z")  # a replica's part of a checkpoint; its shards have longer names
+
+_VALUES = ("global_params", "slots", "residual")
+_OF_RANKS = ("in_flight", "candidate")
+"""The keys in the state of a fragment that have the shape of its parameters, and those that only its rank can use."""
+
+
+class ReplicaState:
+    """The state of an inner loop and, if there is one, of the `DiLoCo` around it, as a rank of the replica saves it."""
+
+    def __init__(self, inner: InnerLoop, diloco: DiLoCo | None) -> None:
+        self.inner = inner
+        self.diloco = diloco
+        self.names = {id(parameter): name for name, parameter in named_parameters(inner.model).items()}
+        # those that were trainable at the start, in the order of the model: one frozen since stays in the state
+        trained = inner.parameters if diloco is None else diloco.named_parameters()
+        self.parameters = {name: trained[name] for name in self.names.values() if name in trained}
+
+    def values(self) -> dict[str, Tensor]:
+        """Return this replica's values with the shape of a parameter (or buffer), without copying.
+
+        They are called ``model/NAME``, ``inner/SLOT/NAME`` and ``residual/NAME`` (of error feedback), and are DTensors
+        if the model is sharded.
+        """
+        values = {f"model/{name}": tensor for name, tensor in saved_once(self.inner.model).items()}
+        for parameter, slots in self.inner.optimizer.state.items():
+            for slot, value in slots.items():
+                if _is_shaped_as(value, parameter):
+                    values[f"inner/{slot}/{self.names[id(parameter)]}"] = value
+        for fragment in self.diloco.fragments if self.diloco else ():
+            if fragment.residual is not None:
+                for name, piece in fragment.layout.named(fragment.residual).items():
+                    values[f"residual/{name}"] = self._laid_out(piece, name)
+        return values
+
+    def global_params(self) -> dict[str, Tensor]:
+        """Return the global parameters by name, or the model's parameters without an outer loop, without copying.
+
+        They are DTensors if the model is sharded.
+        """
+        if self.diloco is None:
+            return {name: parameter.detach() for name, parameter in self.parameters.items()}
+        named = self.diloco.named_global_params()
+        return {name: self._laid_out(values, name) for name, values in named.items()}
+
+    def outer_state(self) -> dict[str, Tensor]:
+        """Return the outer state as ``SLOT/NAME``, without copying; empty without an outer loop."""
+        return {
+            f"{slot}/{name}": self._laid_out(piece, name)
+            for fragment in (self.diloco.fragments if self.diloco else ())
+            for slot, vector in fragment.state.outer.slots.items()
+            for name, piece in fragment.layout.named(vector).items()
+        }
+
+    def common(self) -> dict[str, Any]:
+        """Return what is the same on all ranks: steps, learning rates, the gradient scaler, counters."""
+        saved, outer = self.inner.state_dict(), None
+        rest = {
+            self.names[id(parameter)]: {
+                slot: value for slot, value in slots.items() if not _is_shaped_as(value, parameter)
+            }
+            for parameter, slots in self.inner.optimizer.state.items()
+        }
+        if self.diloco is not None:
+            outer, not_common = self.diloco.state_dict(), {*_VALUES, *_OF_RANKS}
+            fragments = [{name: state[name] for name in state.keys() - not_common} for state in outer["fragments"]]
+            flights = [[round_id.fragment, round_id.outer_step] for round_id in self.diloco.in_flight]
+            outer = {**outer, "fragments": fragments, "rounds_in_flight": flights}
+        inner = {"groups": saved["optimizer"]["param_groups"], "rest": rest, "scaler": saved["scaler"]}
+        return {"inner": inner, "diloco": outer}
+
+    def own(self) -> dict[str, Any]:
+        """Return what only this rank can use: rounds in flight, which were encoded shard by shard."""
+        if self.diloco is None:
+            return {}
+        fragments = self.diloco.state_dict()["fragments"]
+        return {"fragments": [{name: fragment[name] for name in _OF_RANKS} for fragment in fragments]}
+
+    def load(
+        self,
+        checkpoint: Checkpoint,
+        part: str,
+        common: Mapping[str, Any],
+        own: Mapping[str, Any] | None,
+        *,
+        same_replicas: bool = True,
+    ) -> tuple[RoundId, ...]:
+        """Restore all kinds of state, on any number of ranks. If a `DiLoCo` was saved, this state must have one.
+
+        Args:
+            part: the part of the checkpoint that has the result of `values`.
+            common: the result of `common`.
+            own: the result of `own` at the same position of the same number of ranks. None: the number of ranks
+                differs; the rounds in flight were encoded for other shards and count as void.
+            same_replicas: whether the rounds in flight were between the same replicas. If not, they count as void.
+
+        Returns:
+            The void rounds. Their work is in the next rounds, because the global parameters did not change.
+
+        Raises:
+            CheckpointError: if the state belongs to another model, optimizer or algorithm.
+        """
+        slots = self._make_slots(checkpoint.tensors(part))
+        parts = {part: self.values() | {name: value for name, (_, _, value) in slots.items()}}
+        if self.diloco is not None:
+            parts |= {"global": self.global_params(), "outer": self.outer_state()}
+        for name, values in parts.items():
+            if odd := sorted(values.keys() ^ checkpoint.tensors(name).keys()):
+                raise CheckpointError(
+                    f"{checkpoint.path} belongs to another model, optimizer or algorithm: only one of the checkpoint "
+                    f"and this run has {', '.join(odd[:5])}. Nothing was loaded."
+                )
+        for name, values in parts.items():
+            checkpoint.load_into(name, values)
+        self._load_inner(slots, common["inner"])
+        if self.diloco is None:
+            return ()
+        return self._load_diloco(self.diloco, common["diloco"], own["fragments"] if own and same_replicas else None)
+
+    def _laid_out(self, local: Tensor, name: str) -> Tensor:
+        """Return ``local``, this rank's shard of parameter ``name``, as a DTensor if the parameter is one."""
+        parameter: Any = self.parameters[name]
+        if not hasattr(parameter, "to_local"):
+            return local
+        from torch.distributed.tensor import DTensor
+
+        # on a mesh of the device of ``local``, which may differ from the parameter's, so that nothing is copied
+        mesh = self.inner.parallel.group.mesh(local.device)
+        shape, stride = parameter.shape, parameter.stride()
+        return DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
+
+    def _make_slots(self, saved: Mapping[str, SavedTensor]) -> dict[str, tuple[str, str, Tensor]]:
+        """Return the parameter, slot and an empty tensor for each saved value of the inner optimizer, by name."""
+        slots = {}
+        for name, tensor in saved.items():
+            kind, _, place = name.partition("/")
+            slot, _, parameter = place.partition("/")
+            if kind == "inner" and parameter in self.parameters:
+                room = torch.empty_like(self.parameters[parameter], dtype=tensor.dtype, requires_grad=False)
+                slots[name] = (parameter, slot, room)
+        return slots
+
+    def _load_inner(self, slots: Mapping[str, tuple[str, str, Tensor]], common: Mapping[str, Any]) -> None:
+        optimizer = self.inner.optimizer
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        index = {self.names[id(parameter)]: number for number, parameter in enumerate(held)}
+        state: dict[int, dict[str, Any]] = {index[name]: dict(kept) for name, kept in common["rest"].items()}
+        for parameter, slot, value in slots.values():
+            state.setdefault(index[parameter], {})[slot] = value
+        optimizer.load_state_dict({"state": state, "param_groups": common["groups"]})
+        self.inner.scaler.load_state_dict(dict(common["scaler"]))
+
+    def _load_diloco(self, diloco: DiLoCo, common: Mapping[str, Any], own: Any) -> tuple[RoundId, ...]:
+        void = () if own is not None else tuple(RoundId(int(p), int(k)) for p, k in common["rounds_in_flight"])
+        lost = {r.fragment: {"in_flight": {"outer_step": r.outer_step}} for r in void}
+        # the values have already been loaded in place, so loading them from here changes nothing
+        fragments = [
+            {**{name: now[name] for name in _VALUES}, **dict.fromkeys(_OF_RANKS), **saved, **more}
+            for now, saved, more in zip(
+                diloco.state_dict()["fragments"],
+                common["fragments"],
+                own if own is not None else [lost.get(fragment.index, {}) for fragment in diloco.fragments],
+                strict=True,
+            )
+        ]
+        diloco.load_state_dict({**common, "fragments": fragments}, resubmit=own is not None)
+        return void
+
+
+def _is_shaped_as(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
+
+
+def save_session(session: Session, folder: Path, keep: int) -> Path:
+    """Save the state that the session needs to resume. Call it on all ranks of a replica.
+
+    Parts ``global`` and ``outer`` have what all replicas agree on, ``replica-M-values`` the named tensors of replica M,
+    ``replica-M`` what else its ranks have in common, and ``replica-M-own-S`` what only its rank S can use. Another
+    number of ranks can load all but the last.
+
+    Args:
+        folder: the checkpoints folder.
+        keep: the number of newest checkpoints to keep.
+
+    Raises:
+        CheckpointError: if saving failed. Earlier complete checkpoints are unchanged.
+    """
+    run = {"totals": vars(session.totals), "transport": session.fleet.state_dict(), "random": process_random()}
+    first, group = session.states()[0], session.fleet.group
+    parts: dict[str, Any] = {"run": run, "global": first.global_params(), "outer": first.outer_state()}
+    if rest := rest_of_state(session.replicas[0].model, first.parameters):
+        parts[REST] = rest
+    own = {}
+    for replica, state in zip(session.replicas, session.states(), strict=True):
+        name = f"replica-{replica.number}"
+        parts[name] = {"common": state.common(), "sampler": replica.sampler.state_dict()}
+        parts[f"{name}-values"] = state.values()
+        if group.position < _num_shards(session):  # else position 0 saves the same
+            own[f"{name}-own"] = {"diloco": state.own(), "random": replica.random_state.state_dict()}
+    return save_checkpoint(folder, session.totals.steps, parts, own=own, about=_about(session), keep=keep, group=group)
+
+
+def _about(session: Session) -> dict[str, Any]:
+    """Return the metadata that can be read without loading a checkpoint, as JSON. Call it on all ranks of a replica."""
+    settings, model, diloco = session.settings, session.replicas[0].model, session.replicas[0].diloco
+    return {
+        "algorithm": settings.algorithm,
+        "num_replicas": settings.network.replicas,
+        "parameters": model.num_parameters(),
+        "sequence_length": settings.train.sequence_length,
+        "seed": settings.seed,
+        "model": settings.model.described(),
+        "definition": model.definition(),
+        "identity": dict(session.identity),
+        "threads": torch.get_num_threads(),
+        "global_params_digest": session.global_digest(),
+        "fragments": [
+            {"index": f.index, "parameters": list(f.names), "numel": f.numel, "outer_step": f.state.outer.step}
+            for f in (diloco.fragments if diloco else ())
+        ],
+        "rounds_in_flight": [str(round_id) for round_id in diloco.in_flight] if diloco else [],
+    }
+
+
+def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[str, ...]:
+    """Restore the session that `save_session` saved. Call it on all ranks of a replica.
+
+    Args:
+        checkpoint: the checkpoint of the session's replicas, or that of replica 0 for a new replica in its own process.
+        home: the replica's run folder.
+
+    Returns:
+        Sentences about the differences to the saved run: another number of replicas, and rounds in flight that are now
+        void.
+
+    Raises:
+        CheckpointError: if the checkpoint belongs to another model or another kind of run.
+    """
+    run = checkpoint.load("run")
+    session.totals = replace(session.totals, **run["totals"])
+    if _replicas_in(checkpoint)[:1] == session.fleet.local[:1]:  # a checkpoint of all replicas has those of the first
+        load_process_random(run["random"])
+    session.part_models()
+    saved = _saved_replicas(session, checkpoint, home)
+    if saved.differ and session.settings.algorithm == "none":
+        raise CheckpointError(
+            f"{checkpoint.path} holds {saved.number} independent replicas, which share no state from which another "
+            f"number of replicas ({saved.now}) could resume. Use the same number of replicas."
+        )
+    session.fleet.load_state_dict(_fleet_state(session, saved, run["transport"]))
+    void: tuple[RoundId, ...] = ()
+    for replica in session.replicas:
+        source = saved.source(replica.number)
+        state = saved.of(source).load(f"replica-{source}")
+        void = _load_replica(session, replica, saved, state["common"])
+        if saved.differ:
+            replica.sampler.resume_from(saved.cursor_of, saved.number)
+        else:
+            replica.sampler.load_state_dict(state["sampler"])
+        if replica.diloco is not None:
+            replica.diloco.recovery.data_order = replica.sampler.order
+            replica.diloco.recovery.begun_after = session.totals.steps - replica.diloco.steps
+            if source != replica.number:  # a new replica keeps only the shared state
+                replica.diloco.begin_from_global()
+                replica.inner.optimizer.state.clear()
+    lost = (f"{round_id} was in flight between other replicas and counts as void." for round_id in void)
+    return (*saved.changes(), *dict.fromkeys(lost))
+
+
+def _load_replica(
+    session: Session, replica: Replica, saved: _SavedReplicas, common: Mapping[str, Any]
+) -> tuple[RoundId, ...]:
+    """Load this rank's share of what a replica's ranks saved and return the rounds in flight that are now void."""
+    source = saved.source(replica.number)
+    checkpoint = saved.of(source)
+    if common["diloco"] is not None:
+        session.begin_diloco(replica)
+    own, shards, name = None, _num_shards(session), f"replica-{source}-own"
+    if source == replica.number and sum(part.startswith(f"{name}-") for part in checkpoint.parts) == shards:
+        own = checkpoint.load(f"{name}-{session.fleet.group.position % shards}")
+        replica.random_state.load_state_dict(own["random"])
+    rounds = None if own is None else own["diloco"]
+    state = ReplicaState(replica.inner, replica.diloco)
+    return state.load(checkpoint, f"replica-{source}-values", common, rounds, same_replicas=not saved.differ)
+
+
+def _num_shards(session: Session) -> int:
+    """Return S if the ranks of a replica shard the parameters, 1 if each holds all of them."""
+    return session.fleet.group.size if session.settings.train.parallelism == "fsdp" else 1
+
+
+# Which replicas have saved a checkpoint, and which checkpoint a replica resumes from.
+
+
+@dataclass(frozen=True)
+class _SavedReplicas:
+    """The replicas that saved a checkpoint."""
+
+    checkpoint: Checkpoint  # the replica's own, or that of replica 0 for a new replica
+    base: Path | None  # run folder of replica 0, which contains the others; None: in a swarm each has only its own
+    number: int  # number of replicas that saved it
+    now: int  # number of replicas that resume
+
+    @property
+    def differ(self) -> bool:
+        """Whether another number of replicas resumes."""
+        return self.number != self.now
+
+    def source(self, replica: int) -> int:
+        """Return the number of the saved replica from whose state a replica starts: its own, or 0 if it is new."""
+        return replica if self.base is None or replica < self.number else 0
+
+    def of(self, replica: int) -> Checkpoint:
+        """Return the checkpoint that has the state of a saved replica."""
+        part = f"replica-{replica}"
+        if part in self.checkpoint.parts or self.base is None:
+            return self.checkpoint
+        place = (self.base / part if replica else self.base) / "checkpoints" / self.checkpoint.path.name
+        try:
+            return open_checkpoint(place)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"The checkpoint of replica {replica}, {place}, is needed for {self.now} replicas to go on here, but "
+                f"it can't be opened: {error} Copy the folders of all replicas into that of replica 0."
+            ) from error
+
+    def cursor_of(self, replica: int) -> Cursor:
+        """Return the data position of a saved replica."""
+        cursor: Cursor = self.of(replica).load(f"replica-{replica}")["sampler"]
+        return cursor
+
+    def changes(self) -> tuple[str, ...]:
+        """Return a sentence about the new number of replicas, if it has changed."""
+        if not self.differ:
+            return ()
+        change = f"only the work of the other {self.number - self.now} since they last sent is lost"
+        if (new := self.now - self.number) > 0:
+            change = f"the {new} new ones start with the global parameters and a fresh inner optimizer"
+        return (
+            f"{self.now} replicas continue where {self.number} stopped: {change}. The data continues where it was.",
+        )
+
+
+def _saved_replicas(session: Session, checkpoint: Checkpoint, home: Path) -> _SavedReplicas:
+    now, mine = session.settings.network.replicas, session.replicas[0].number
+    if not session.fleet.elastic:
+        base = _base_home(home, mine) if session.fleet.hub is None else checkpoint.path.parent.parent
+        return _SavedReplicas(checkpoint, base, checkpoint.fact("num_replicas", int), now)
+    if mine not in (theirs := _replicas_in(checkpoint)):  # in a swarm, each replica resumes only from its own
+        held = f"the state of replica {', '.join(map(str, theirs))}" if theirs else "no replica's state"
+        advice = f"Pass --replica {theirs[0]}, or leave it out." if theirs else "Use a checkpoint of this replica."
+        raise CheckpointError(f"{checkpoint.path} holds {held}, but this is replica {mine}. {advice}")
+    return _SavedReplicas(checkpoint, None, now, now)
+
+
+def _fleet_state(session: Session, saved: _SavedReplicas, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the state for the fleet. New replicas have sent nothing, and their clock starts at that of replica 0."""
+    mine, numbers = session.replicas[0].number, range(min(saved.now, saved.number))
+    together = "network" in state  # saved by one process for all replicas
+    if session.fleet.hub is None:
+        if together:
+            state = {"traffic": state["traffic"][saved.source(mine)], "step": session.totals.steps}
+        return state if saved.source(mine) == mine or not state else {**state, "traffic": [0, 0]}
+    if together and not saved.differ:
+        return state
+    traffic = state["traffic"] if together else [saved.of(m).load("run")["transport"]["traffic"] for m in numbers]
+    new, network = saved.now - len(numbers), state.get("network")
+    if network is not None:
+        network = {name: [*values[: len(numbers)], *[values[0]] * new] for name, values in network.items()}
+    return {"traffic": [*traffic[: len(numbers)], *[[0, 0]] * new], "network": network, "decided": []}
+
+
+@dataclass(frozen=True)
+class Held:
+    """Facts about a peer's newest checkpoint that are needed before it is loaded."""
+
+    step: int = -1  # inner steps done; -1: there is no checkpoint
+    replica: int | None = None  # the replica that saved it
+    swarm: str = ""  # the swarm of which the replica was a member then; "" if unknown
+
+
+def held_checkpoint(resume: Path | None) -> Held:
+    """Return the facts about the checkpoint that ``--resume`` names.
+
+    A checkpoint that does not exist is no error here: a replica that ended before its first checkpoint can still join
+    others.
+
+    Raises:
+        CheckpointError: if the state of an existing checkpoint can't be read.
+    """
+    if resume is None:
+        return Held()
+    try:
+        checkpoint = open_checkpoint(resume)
+    except CheckpointError:  # reported when it is loaded
+        return Held()
+    replicas = _replicas_in(checkpoint)
+    with readable_state(str(checkpoint.path)):
+        swarm = str(checkpoint.load("run")["transport"].get("swarm", ""))
+    return Held(checkpoint.step, replicas[0] if len(replicas) == 1 else None, swarm)
+
+
+def _replicas_in(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """Return the replicas whose state a checkpoint holds."""
+    return tuple(int(found[1]) for found in map(_REPLICA.match, checkpoint.parts) if found)
+
+
+def held_step(home: Path, replica: int, resume: Path) -> int:
+    """Return the step from which a replica could resume: that of ``resume``, or else the newest; -1 for none."""
+    name = resume.name if resume.name.startswith("step-") else ""
+    return max((checkpoint.step for checkpoint in newest_checkpoints(home, replica, name)), default=-1)
+
+
+def newest_checkpoints(home: Path, replica: int, name: str) -> list[Checkpoint]:
+    """Return the newest checkpoints from which a replica in a process of its own can resume, at most two.
+
+    One is in the run folder of replica 0, if the replica is new or was saved there, by one process for all replicas.
+    The other is in the replica's own.
+
+    Args:
+        home: the replica's own run folder, which is inside that of replica 0.
+        name: the name of the checkpoint; "": any.
+    """
+    own, shared = list_checkpoints(home / "checkpoints"), []
+    if replica and (there := list_checkpoints(_base_home(home, replica) / "checkpoints")):
+        is_new = replica >= there[-1].fact("num_replicas", int)
+        shared = [checkpoint for checkpoint in there if is_new or f"replica-{replica}" in checkpoint.parts]
+    named = ([each for each in found if name in ("", each.path.name)] for found in (shared, own))
+    return [checkpoint for found in named for checkpoint in found[-1:]]
+
+
+def _base_home(home: Path, replica: int) -> Path:
+    """Return the run folder of replica 0."""
+    return home.parent if replica else home
