@@ -172,6 +172,5 @@ def run_secret(arguments: Sequence[str]) -> int:
         raise ConfigurationError(f"{path} exists. Choose another name, or remove it first.") from error
     except OSError as error:
         raise ConfigurationError(f"{path} can't be written: {error}.") from error
-    print(f"diloco: wrote a new secret to {path}. Copy it to every machine of the run with its mode kept (scp -p), and")
-    print("pass it as --secret-file.")
+    print(f"diloco: wrote a new secret to {path}. Copy it to every machine of the run (scp -p) for --secret-file.")
     return 0

@@ -250,19 +250,12 @@ class PresetsOptions:
       diloco train --preset streaming-35m --data texts/ --print-config
     """
 
-    json: bool = False
-    """Print one JSON object with every setting of every preset, by name."""
-
 
 def run_presets(arguments: Sequence[str]) -> int:
     """Print the table."""
-    options = parse_options(PresetsOptions, "presets", arguments)
-    presets = [get_preset(name) for name in preset_names()]
-    if options.json:
-        print(json.dumps({p.name: {**asdict(p), "settings": preset_values(p.name)} for p in presets}, indent=2))
-        return 0
+    parse_options(PresetsOptions, "presets", arguments)
     rows = []
-    for preset in presets:
+    for preset in map(get_preset, preset_names()):
         values, model = preset_values(preset.name), preset.model
         heads = str(model.heads) if model.kv_heads is None else f"{model.heads}/{model.kv_heads}"
         inner_steps = values.get("sync.inner_steps", SyncSettings().inner_steps)

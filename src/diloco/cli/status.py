@@ -214,8 +214,6 @@ def _remarks(reports: Sequence[PeerReport], run: str | None) -> Iterator[str]:
             "peers at the same step show different digests. If they still do in the next query, their states differ, "
             "and the next round decides which one all of them adopt"
         )
-    elif len({digest for _, digest in states}) > 1:
-        yield "the digests differ because the peers answered at different steps"
     if not reports:
         yield (
             f"no peer of run {run!r} has been seen within the last half hour. Check that its replicas were started "

@@ -248,7 +248,6 @@ def _show_help(
 
 
 def _show(value: Any) -> str:
-    """Return a default as it would be typed."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, tuple):
@@ -257,7 +256,6 @@ def _show(value: Any) -> str:
 
 
 def _metavar(key: Key) -> str:
-    """Return the placeholder of a value: the type in capitals, or the choices."""
     if key.metavar or key.is_positional:
         return key.metavar or key.name.upper()
     if get_origin(key.kind) is Literal:

@@ -185,9 +185,6 @@ RENAMED: dict[str, str] = {
 """Key or short flag of versions before 0.6 -> the new key, or what else replaces it; empty if nothing does."""
 
 
-RENAMED_VALUES: dict[str, str] = _NAMES["values"]
-
-
 class OldKeyError(ConfigurationError):
     """A key of a version before 0.6."""
 
@@ -348,7 +345,7 @@ def convert(key: Key, value: Any, what: str, *, typed: bool = False) -> Any:
             raise msgspec.ValidationError("a value that is not empty")
         return freeze(msgspec.convert(value, key.annotation, strict=is_text or not typed, dec_hook=_decode))
     except msgspec.ValidationError as error:
-        if new := RENAMED_VALUES.get(f"{key.name}={value}"):
+        if new := _NAMES["values"].get(f"{key.name}={value}"):
             raise OldKeyError(f"{what}; it is now {new}.") from None
         works = str(error).partition(" - at ")[0]
         if works.startswith(("Expected", "Invalid")):
@@ -359,7 +356,6 @@ def convert(key: Key, value: Any, what: str, *, typed: bool = False) -> Any:
 
 
 def _decode(kind: type, value: Any) -> Any:
-    """Convert a value of TOML to a type that msgspec does not know."""
     if kind is Path:
         if not isinstance(value, str) or "\0" in value:
             raise msgspec.ValidationError("a path in quotes, without null characters")

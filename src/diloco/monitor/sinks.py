@@ -86,9 +86,6 @@ def read_metrics(path: Path, event: str | None = None) -> list[dict[str, Any]]:
     return records if event is None else [record for record in records if record["event"] == event]
 
 
-_MEASURES = ("mean_norm", "mean_cosine", "momentum_cosine", "gain", "spread")
-
-
 class _Tracker:
     """The curves of a run: names with units, and a value for each event that has one."""
 
@@ -116,7 +113,7 @@ class _Tracker:
                 }
             case events.RoundCommitted() if (event.fragment, event.outer_step) != self._round:
                 self._round = event.fragment, event.outer_step
-                values = {f"fragment {event.fragment}/{name}": getattr(event, name) for name in _MEASURES}
+                values = {f"fragment {event.fragment}/{name}": getattr(event, name) for name in events.TELEMETRY}
                 values["transport/wait(s)"] = event.wait_s
             case events.Evaluated():
                 values = {"loss/heldout(nats)": event.heldout_loss}
@@ -202,11 +199,8 @@ class WandbSink(_Tracker):
                 settings=wandb.Settings(console="off", silent=True, finish_timeout=60.0),
             )
         except Exception as error:  # wandb's errors have no common base class
-            why, _, _ = str(error).partition("\n")
-            raise ConfigurationError(
-                f"W&B can't be reached ({why}). With WANDB_MODE=offline the run is written to {folder / 'wandb'}, for "
-                "`wandb sync`."
-            ) from error
+            ways = f"With WANDB_MODE=offline the run is written to {folder / 'wandb'}, for `wandb sync`."
+            raise ConfigurationError(f"W&B can't be reached ({str(error).partition(chr(10))[0]}). {ways}") from error
 
     def handle(self, event: events.Event) -> None:
         """Pass ``event`` to wandb's own process, which sends it."""
@@ -284,10 +278,8 @@ def make_sinks(
     """
     kind = settings.console
     if kind == "live" and not is_terminal:
-        raise ConfigurationError(
-            'monitor.console="live" needs a terminal, but standard output is not one. Use "plain", or "auto" to choose '
-            "automatically."
-        )
+        ways = 'Use "plain", or "auto" to choose automatically.'
+        raise ConfigurationError(f'monitor.console="live" needs a terminal, but standard output is not one. {ways}')
     offered = {"config": config or {}, "name": name or folder.resolve().name, "group": group}
     sinks = {text: _make_sink(text, folder, offered) for text in settings.sinks}
     sinks["metrics.jsonl"] = MetricsFile(folder / "metrics.jsonl")

@@ -107,7 +107,6 @@ def read_study(path: Path) -> list[Run]:
 
 
 def _run(path: Path, base: Mapping[str, Any], point: Mapping[str, Any]) -> Run:
-    """Return the run at one point of the axes."""
     varied: dict[str, Any] = {}
     for names, value in point.items():
         keys = [name.strip() for name in names.split(",")]

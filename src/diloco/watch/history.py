@@ -162,7 +162,6 @@ class Grid:
 
 _MAX_REPLICAS = 1_024
 _RECENT = 101  # steps
-_TELEMETRY = ("mean_norm", "mean_cosine", "momentum_cosine", "gain", "spread")
 _BANDS = ("loss", "gradient_norm")
 _MEANS = ("learning_rate", "mfu", "compute", "sent_bytes", "tokens_per_s")
 
@@ -246,7 +245,7 @@ class ProcessHistory:
     interrupted: str = ""  # the signal that stopped it, or ""
     steps: Series = field(default_factory=lambda: Series(_BANDS, _MEANS))  # curves over its steps
     evaluations: Series = field(default_factory=lambda: Series(("heldout_loss",), (), 256))
-    outer: Series = field(default_factory=lambda: Series((), _TELEMETRY, 256))  # the mean over fragments
+    outer: Series = field(default_factory=lambda: Series((), events.TELEMETRY, 256))  # the mean over fragments
     evaluated_at: int = -1  # the step of the newest evaluation or sample; -1 if there is none
     samples: deque[events.SampleGenerated] = field(default_factory=lambda: deque(maxlen=8))
     notes: deque[events.Note] = field(default_factory=lambda: deque(maxlen=30))
@@ -292,7 +291,7 @@ class ProcessHistory:
                 self.evaluations.add(place, [event.heldout_loss])
             case events.RoundCommitted() if event.fragment < MAX_FRAGMENTS:
                 if self._rounds.get(event.fragment, (-1,))[0] < event.outer_step:  # not also from its other replicas
-                    self._rounds[event.fragment] = event.outer_step, [getattr(event, name) for name in _TELEMETRY]
+                    self._rounds[event.fragment] = event.outer_step, [getattr(event, name) for name in events.TELEMETRY]
                     by_name = zip(*(values for _, values in self._rounds.values()), strict=True)
                     known = [
                         [each for each in values if each is not None and math.isfinite(each)] for values in by_name
