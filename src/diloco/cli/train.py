@@ -231,7 +231,7 @@ def _train_peer(plan: RunPlan, folder: Path) -> int:
     """Train as a peer of a swarm, and print how others join and, if it is stopped, how it resumes."""
     from diloco.train import connect_peer
 
-    settings, fleets = plan.configuration, list[PeerFleet]()
+    settings, fleets = plan.configuration, []
     join = join_command(settings, folder)
 
     def meet(facts: Mapping[str, str], own: Path) -> PeerFleet:
