@@ -26,7 +26,6 @@ from diloco import (
     make_codec,
     testing,
 )
-from diloco.algorithm import AVERAGES, CODECS, MERGE_RULES, OUTER_OPTIMIZERS
 from diloco.cli import main
 from diloco.config import plan_run
 from diloco.errors import ConfigurationError
@@ -145,25 +144,6 @@ def test_the_examples_train_by_the_command_and_go_on_from_elsewhere(
     whole, part = (read_json(own / name / "summary.json") for name in ("whole", "part"))
     assert whole["rounds_committed"] > 0
     assert part["global_params_digest"] == whole["global_params_digest"]
-
-
-def test_registered_components_train_by_their_names_as_by_their_files(own: Path) -> None:
-    """A codec, an outer optimizer, an average and a merge rule: one line in the registry is all that names one."""
-    for registry, key, name in (
-        (CODECS, "sync.codec", "largest"),
-        (OUTER_OPTIMIZERS, "sync.outer", "signs"),
-        (AVERAGES, "sync.average", "median"),
-        (MERGE_RULES, "sync.merge", "share"),
-    ):
-        registry.register(name, find(key, f"{name}.py:{name.capitalize()}", KINDS[key]))
-    run = ["train", "run.toml", "--data", "text.jsonl", "--out"]
-    named = [re.sub(r"^(largest|signs|median|share)\.py:\w+$", r"\1", word) for word in OWN]
-    assert named != OWN
-    assert main([*run, str(own / "files"), *OWN]) == 0
-    assert main([*run, str(own / "names"), *named]) == 0
-    files, names = (read_json(own / name / "summary.json") for name in ("files", "names"))
-    assert names["global_params_digest"] == files["global_params_digest"]
-    assert names["rounds_committed"] > 0
 
 
 def test_what_is_ones_own_is_printed(own: Path, capsys: pytest.CaptureFixture[str]) -> None:

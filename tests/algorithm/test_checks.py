@@ -1,8 +1,10 @@
-"""Invalid values are refused when an object is constructed, not when it is used."""
+"""Components by name, and values that can't work: refused when an object is constructed, not when it is used."""
 
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,78 +12,47 @@ import numpy as np
 import pytest
 from torch import nn
 
-from diloco import (
-    Adam,
-    AlphaMerge,
-    InProcessTransport,
-    Nesterov,
-    Sgd,
-    SyncSchedule,
-    ValueSchedule,
-    make_codec,
-    partition,
-)
+from diloco import Adam, AlphaMerge, InProcessTransport, Nesterov, Sgd, SyncSchedule, ValueSchedule
+from diloco.algorithm import AVERAGES, CODECS, MERGE_RULES, OUTER_OPTIMIZERS, Registry, SendersMean, make_codec
+from diloco.algorithm import partition as divide
 from diloco.errors import ConfigurationError, FragmentError
 from diloco.protocol import Rules
 
 NAN, INF = math.nan, math.inf
 
 
-def layers() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+def partition(**arguments: Any) -> object:
+    return divide(nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))), **arguments)
 
 
-@pytest.mark.parametrize(
-    ("make", "given"),
-    [
-        (SyncSchedule, {"inner_steps": 2.5}),
-        (SyncSchedule, {"inner_steps": True}),
-        (SyncSchedule, {"inner_steps": "10"}),
-        (SyncSchedule, {"inner_steps": 10, "overlap_steps": 1.5}),
-        (SyncSchedule, {"inner_steps": 10, "overlap_steps": -1}),
-        (SyncSchedule, {"inner_steps": 10, "num_fragments": 2.0}),
-        (SyncSchedule, {"inner_steps": 10, "offsets": (0.5,)}),
-        (Sgd, {"learning_rate": INF}),
-        (Sgd, {"learning_rate": NAN}),
-        (Sgd, {"learning_rate": "fast"}),
-        (Nesterov, {"learning_rate": INF}),
-        (Nesterov, {"momentum": NAN}),
-        (Adam, {"learning_rate": -1.0}),
-        (Adam, {"epsilon": -1.0}),
-        (Adam, {"epsilon": NAN}),
-        (Adam, {"epsilon": INF}),
-        (Adam, {"epsilon": 0}),
-        (Adam, {"betas": (0.9, 1.0)}),
-        (Adam, {"betas": (0.9, NAN)}),
-        (Adam, {"betas": (0.9,)}),
-        (AlphaMerge, {"alpha": NAN}),
-        (AlphaMerge, {"alpha": -0.01}),
-        (AlphaMerge, {"alpha": 1.01}),
-        (AlphaMerge, {"alpha": "half"}),
-        (ValueSchedule, {"peak": NAN}),
-        (ValueSchedule, {"peak": 1.0, "final_ratio": NAN}),
-        (ValueSchedule, {"peak": 1.0, "final_ratio": 2.0}),
-        (ValueSchedule, {"peak": 1.0, "total_steps": 1.5}),
-        (ValueSchedule, {"peak": 1.0, "warmup_steps": -1}),
-        (ValueSchedule, {"peak": 1.0, "kind": "cosin"}),
-        (make_codec, {"name": "int8", "block_size": 8.0}),
-        (InProcessTransport, {"num_replicas": 0}),
-        (InProcessTransport, {"num_replicas": 1.5}),
-        (InProcessTransport, {"num_replicas": 2, "min_contributors": 3}),
-        (InProcessTransport, {"num_replicas": 1, "round_timeout_s": NAN}),
-        (Rules, {"silence_s": NAN}),
-        (Rules, {"round_timeout_s": 0}),
-        (Rules, {"heartbeat_s": 10.0}),
-        (lambda **given: partition(layers(), **given), {"num_fragments": 2.0}),
-        (lambda **given: partition(layers(), **given), {"num_fragments": 0}),
-        (lambda **given: partition(layers(), **given), {"num_fragments": 1, "strategy": "even"}),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
+REFUSED: tuple[tuple[Callable[..., object], dict[str, Any]], ...] = (
+    *((SyncSchedule, {"inner_steps": value}) for value in (2.5, True, "10", 0)),
+    *((SyncSchedule, {"inner_steps": 4, "overlap_steps": value}) for value in (1.5, -1, 5)),
+    *((SyncSchedule, {"inner_steps": 4, "num_fragments": value}) for value in (2.0, 0, 5)),
+    *((SyncSchedule, {"inner_steps": 4, "offsets": value}) for value in ((0.5,), (4,), (0, 1))),
+    *((Sgd, {"learning_rate": value}) for value in (INF, NAN, "fast")),
+    *((Nesterov, {"momentum": value}) for value in (NAN, 1.5)),
+    *((Adam, {"epsilon": value}) for value in (-1.0, NAN, INF, 0)),
+    *((Adam, {"betas": value}) for value in ((0.9, 1.0), (0.9, NAN), (0.9,))),
+    *((AlphaMerge, {"alpha": value}) for value in (NAN, -0.01, 1.01, "half")),
+    *((ValueSchedule, {"peak": 1.0, "final_ratio": value}) for value in (NAN, 2.0)),
+    *((ValueSchedule, {"peak": 1.0} | value) for value in ({"total_steps": 1.5}, {"warmup_steps": -1})),
+    *((ValueSchedule, value) for value in ({"peak": NAN}, {"peak": 1.0, "kind": "cosin"})),
+    *((make_codec, {"name": name, "block_size": n}) for name in ("int8", "fp4") for n in (0, -2, 1, 7, 65538, 8.0)),
+    *((InProcessTransport, {"num_replicas": value}) for value in (0, 1.5)),
+    (InProcessTransport, {"num_replicas": 2, "min_contributors": 3}),
+    (InProcessTransport, {"num_replicas": 1, "round_timeout_s": NAN}),
+    *((Rules, value) for value in ({"silence_s": NAN}, {"round_timeout_s": 0}, {"heartbeat_s": 10.0})),
+    *((partition, {"num_fragments": value}) for value in (2.0, 0)),
+    (partition, {"num_fragments": 1, "strategy": "even"}),
 )
-def test_what_can_not_work_is_refused_at_once(make: Callable[..., object], given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=r"must be|There is no|(was|were) given") as caught:
-        make(**given)
-    assert str(next(reversed(given.values()))).strip("(),") in str(caught.value)
+
+
+@pytest.mark.parametrize(("make", "arguments"), REFUSED, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_what_can_not_work_is_refused_at_once(make: Callable[..., object], arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"must be|is unknown|(was|were) given") as caught:
+        make(**arguments)
+    assert str(next(reversed(arguments.values()))).strip("(),") in str(caught.value)
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
@@ -95,20 +66,47 @@ def test_a_model_without_numbered_layers_is_told_what_works() -> None:
     """torch's RNN is such a model."""
     model = nn.RNN(2, 3)
     with pytest.raises(FragmentError) as caught:
-        partition(model, num_fragments=2)
+        divide(model, num_fragments=2)
     works = 'partition(model, num_fragments=2, strategy="balanced")'
-    assert "A model with no numbered layers can't have 2 strided fragments" in str(caught.value)
+    assert "can't have 2 strided fragments" in str(caught.value)
     assert f"Use 1 fragment, or fragments={works}" in str(caught.value)
-    assert len(eval(works)) == 2
+    assert len(eval(works, {"model": model, "partition": divide})) == 2
 
 
-def test_wsd_stays_then_falls_in_a_straight_line() -> None:
-    schedule = ValueSchedule(peak=1.0, kind="wsd", total_steps=10, decay_steps=4)
-    assert [schedule(step) for step in range(5, 11)] == [1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+@pytest.mark.parametrize("registry", [AVERAGES, CODECS, MERGE_RULES, OUTER_OPTIMIZERS])
+def test_every_name_has_code(registry: Registry) -> None:
+    for name in registry.names:
+        registry.check(name)
+        registry.make(name)
 
 
-def test_impossible_shapes_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="warm-up can't be longer than"):
-        ValueSchedule(peak=1.0, kind="cosine", total_steps=5, warmup_steps=6)
-    with pytest.raises(ConfigurationError, match="1 to 3"):
-        ValueSchedule(peak=1.0, kind="wsd", total_steps=5, warmup_steps=2, decay_steps=4)
+def test_components_take_what_is_offered_and_fits_and_all_of_their_arguments() -> None:
+    for name in CODECS.names:
+        codec = make_codec(name)
+        assert codec.name == name
+        assert dict(make_codec(name, **codec.parameters()).parameters()) == dict(codec.parameters())
+    assert make_codec("fp4", block_size=64).parameters() == {"block_size": 64}
+    outer = OUTER_OPTIMIZERS.make("nesterov", learning_rate=0.5, momentum=0.3, betas=(0, 0))
+    assert outer == Nesterov(learning_rate=0.5, momentum=0.3)
+    assert MERGE_RULES.make("alpha", {"alpha": 0.5}, alpha=0.25) == AlphaMerge(0.5)
+    assert (AVERAGES.make("mean"), AVERAGES.make("senders")) == (None, SendersMean())
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: make_codec("bfloat"), r"no codec 'bfloat'; did you mean 'bfloat16'\?"),
+        (lambda: make_codec("fp4", blok_size=64), r"no parameter 'blok_size'; did you mean 'block_size'\?"),
+        (lambda: make_codec("float16", block_size=64), "'float16' has no parameter 'block_size'; it has none"),
+        (lambda: OUTER_OPTIMIZERS.make("sgd", {"momentum": 0.9}), "outer optimizer 'sgd' has no parameter 'momentum'"),
+        (lambda: MERGE_RULES.check("rebased"), "'rebased'; did you mean 'rebase'.* as module:Class or FILE"),
+    ],
+)
+def test_names_and_arguments_that_do_not_fit_are_refused(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        make()
+
+
+def test_names_are_known_without_torch() -> None:
+    code = "import sys; from diloco.algorithm import CODECS; CODECS.check('fp4'); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm import Muon, hidden_matrices, muon, orthogonalised
+from diloco.algorithm import Muon, muon, orthogonalised
 from diloco.errors import ConfigurationError
 from diloco.testing import check_inner_optimizer
+
+HIDDEN = ("layers.0.weight", "layers.1.weight", "layers.2.weight", "down.weight")
 
 
 class Model(nn.Module):
@@ -18,6 +20,7 @@ class Model(nn.Module):
 
     def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.embedding = nn.Embedding(20, 8)
         self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 24)])
         self.down = nn.Linear(24, 8)
@@ -30,34 +33,33 @@ class Model(nn.Module):
         hidden = self.embedding(tokens)
         for layer in self.layers:
             hidden = torch.tanh(layer(hidden))
-        return self.head(self.norm(self.down(hidden)))  # type: ignore[no-any-return]
+        return self.head(self.norm(self.down(hidden)))  # type: ignore[no-any-return]  # of an untyped module
 
 
-@pytest.fixture
-def model() -> Model:
-    torch.manual_seed(0)
-    return Model()
+def orthogonalised_names(model: Model, optimizer: Muon) -> tuple[str, ...]:
+    ids = {id(p) for group in optimizer.param_groups if group["orthogonalise"] for p in group["params"]}
+    return tuple(name for name, parameter in model.named_parameters() if id(parameter) in ids)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_matrices_move_as_with_torchs_muon_and_the_rest_as_with_adamw(model: Model, nesterov: bool) -> None:
-    other = copy.deepcopy(model)
-    hidden = hidden_matrices(other)
-    rest = [p for p in other.parameters() if id(p) not in set(map(id, hidden.values()))]
-    theirs = torch.optim.Muon(hidden.values(), lr=0.01, weight_decay=0.1, momentum=0.95, nesterov=nesterov)
+def test_matrices_move_as_with_torchs_muon_and_the_rest_as_with_adamw(nesterov: bool) -> None:
+    model, other = Model(), Model()
+    named = dict(other.named_parameters())
+    matrices, rest = [named[name] for name in HIDDEN], [p for name, p in named.items() if name not in HIDDEN]
+    theirs = torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, momentum=0.95, nesterov=nesterov)
     vectors, tables = [p for p in rest if p.dim() < 2], [p for p in rest if p.dim() == 2]
     groups = [{"params": tables}, {"params": vectors, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, 1e-3, (0.9, 0.95), weight_decay=0.1)
     mine = muon(model, lr=1e-3, nesterov=nesterov)
+    assert orthogonalised_names(model, mine) == HIDDEN
     before = copy.deepcopy(model.state_dict())
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         a.grad = torch.randn_like(a)
         b.grad = a.grad.clone()
-    mine.step()
-    theirs.step()
-    adamw.step()
+    for optimizer in (mine, theirs, adamw):
+        optimizer.step()
     for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
-        if name in hidden:  # torch iterates in bfloat16
+        if name in HIDDEN:  # torch iterates in bfloat16
             assert bool((a - b).norm() < 0.05 * (b - before[name]).norm()), name
         else:
             assert torch.equal(a, b), name
@@ -75,16 +77,11 @@ def test_orthogonalised_has_the_singular_vectors_and_values_near_one(shape: tupl
     assert values.shape == rotated.shape[:2]
 
 
-def test_it_holds_everything_and_goes_on_from_its_state(model: Model) -> None:
+def test_it_holds_everything_and_goes_on_from_its_state() -> None:
     check_inner_optimizer(lambda model: muon(model, lr=1e-2))
-    second = muon(model, lr=1.0)
-    second.load_state_dict(muon(model).state_dict())
+    second = muon(Model(), lr=1.0)
+    second.load_state_dict(muon(Model()).state_dict())
     assert second.param_groups[0]["lr"] == pytest.approx(4e-3)
-
-
-def test_embeddings_and_heads_are_left_to_adamw_tied_or_not() -> None:
-    expected = ["layers.0.weight", "layers.1.weight", "layers.2.weight", "down.weight"]
-    assert list(hidden_matrices(Model())) == list(hidden_matrices(Model(tied=True))) == expected
 
 
 def test_matrices_with_inputs_first_move_as_much_as_their_transposes() -> None:
@@ -99,15 +96,14 @@ def test_matrices_with_inputs_first_move_as_much_as_their_transposes() -> None:
     assert float(torch.linalg.svdvals(moved[0]).max()) > 0.1 * 2 * 0.6  # sqrt(16 / 4) times the learning rate
 
 
-def test_patterns_name_what_adamw_shall_train(model: Model) -> None:
-    assert list(hidden_matrices(model, ["layers.?.weight"])) == ["down.weight"]
-    with pytest.raises(ConfigurationError, match=r"The pattern 'layer\.\*' matches no trainable matrix .* layers\.0"):
-        muon(model, adamw=["layer.*"])
-    with pytest.raises(ConfigurationError, match="has none besides its embeddings and head"):
-        muon(model, adamw=["layers.*", "down.*"])
+def test_embeddings_heads_and_what_patterns_name_are_left_to_adamw() -> None:
+    model = Model(tied=True)
+    assert orthogonalised_names(model, muon(model)) == HIDDEN
+    assert orthogonalised_names(model, muon(model, adamw=["layers.?.weight"])) == ("down.weight",)
 
 
-def test_a_parameter_without_a_gradient_stays(model: Model) -> None:
+def test_a_parameter_without_a_gradient_stays() -> None:
+    model = Model()
     optimizer = muon(model)
     matrices = [model.down.weight, model.layers[0].weight]
     before = [matrix.clone() for matrix in matrices]
@@ -116,9 +112,17 @@ def test_a_parameter_without_a_gradient_stays(model: Model) -> None:
     assert [torch.equal(matrix, held) for matrix, held in zip(matrices, before, strict=True)] == [True, False]
 
 
-@pytest.mark.parametrize("values", [{"momentum": 1.0}, {"momentum": -0.1}, {"newton_schulz_steps": 0}])
-def test_values_out_of_range_are_refused(model: Model, values: dict[str, float]) -> None:
-    with pytest.raises(ConfigurationError, match="Muon"):
-        muon(model, **values)
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"momentum": 1.0}, "momentum"),
+        ({"newton_schulz_steps": 0}, "newton_schulz_steps"),
+        ({"adamw": ["layer.*"]}, r"The pattern 'layer\.\*' matches no trainable matrix .* layers\.0"),
+        ({"adamw": ["layers.*", "down.*"]}, "has none besides its embeddings and head"),
+    ],
+)
+def test_what_can_not_work_is_refused(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        muon(Model(), **arguments)  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(ConfigurationError, match=r"shape \(3,\)"):
         Muon([{"params": [nn.Parameter(torch.zeros(3))], "orthogonalise": True}])

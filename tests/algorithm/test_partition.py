@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from diloco.algorithm import (
     check_coverage,
     flatten,
     group_layers,
-    match_patterns,
     partition,
     unflatten_,
 )
@@ -37,47 +37,31 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding.weight
 
 
-def layer_numbers(fragment: FragmentLayout) -> set[int]:
-    return {int(name.split(".")[1]) for name in fragment.names if name.startswith("layers")}
-
-
 @pytest.mark.parametrize("strategy", ["strided", "sequential", "balanced"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_exactly_once_for_every_number_of_fragments(strategy: Strategy, tied: bool) -> None:
-    """Test the property for all small numbers of layers and fragments."""
+    """For all small numbers of layers and fragments; balanced ones differ by no more than the largest tensor."""
     for num_layers in range(1, 8):
         model = Decoder(num_layers, tied=tied)
         for num_fragments in range(1, num_layers + 2):
             fragments = partition(model, num_fragments=num_fragments, strategy=strategy)
             names = [name for fragment in fragments for name in fragment.names]
+            sizes = [fragment.numel for fragment in fragments]
             assert len(fragments) == num_fragments
             assert sorted(names) == sorted(name for name, _ in model.named_parameters())
-            assert sum(fragment.numel for fragment in fragments) == sum(p.numel() for p in model.parameters())
+            assert sum(sizes) == sum(p.numel() for p in model.parameters())
+            assert strategy != "balanced" or max(sizes) - min(sizes) <= max(p.numel() for p in model.parameters())
+        with pytest.raises(FragmentError, match="Use "):
+            partition(model, num_fragments=40, strategy=strategy)
 
 
 def test_strided_takes_every_nth_layer_and_the_rest_travels_apart() -> None:
     fragments = partition(Decoder(7), num_fragments=4)
     assert fragments[0].names == ("embedding.weight", "head.weight")
-    assert [layer_numbers(fragment) for fragment in fragments[1:]] == [{0, 3, 6}, {1, 4}, {2, 5}]
-
-
-def test_a_model_of_nothing_but_layers_has_only_fragments_of_layers() -> None:
-    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
-    fragments = partition(model, num_fragments=2)
-    assert [fragment.names for fragment in fragments] == [("0.weight", "2.weight"), ("1.weight",)]
-
-
-def test_balanced_is_as_even_as_the_largest_tensor_allows() -> None:
-    model = Decoder(5)
-    largest = max(p.numel() for p in model.parameters())
-    sizes = [fragment.numel for fragment in partition(model, num_fragments=4, strategy="balanced")]
-    assert max(sizes) - min(sizes) <= largest
-
-
-def test_tied_weights_are_counted_once_under_either_name() -> None:
-    model = Decoder(1, tied=True)
-    fragments = partition(model, strategy="patterns", patterns=[["head.weight"], ["layers.*"]])
-    assert fragments[0].names == ("embedding.weight",)
+    numbers = [{int(name.split(".")[1]) for name in fragment.names} for fragment in fragments[1:]]
+    assert numbers == [{0, 3, 6}, {1, 4}, {2, 5}]
+    layers = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
+    assert [each.names for each in partition(layers, num_fragments=2)] == [("0.weight", "2.weight"), ("1.weight",)]
 
 
 def test_frozen_parameters_are_in_none() -> None:
@@ -86,22 +70,6 @@ def test_frozen_parameters_are_in_none() -> None:
     names = [name for fragment in partition(model, num_fragments=2) for name in fragment.names]
     assert "embedding.weight" not in names
     assert "head.weight" in names
-
-
-def test_two_parameters_on_one_memory_are_refused() -> None:
-    model = Decoder(1)
-    model.head.weight = nn.Parameter(model.embedding.weight.detach())
-    with pytest.raises(FragmentError, match=r"'embedding.weight' and 'head.weight'"):
-        partition(model)
-
-
-@pytest.mark.parametrize("strategy", ["strided", "sequential", "balanced"])
-def test_more_fragments_than_there_are_parts_is_refused(strategy: Strategy) -> None:
-    with pytest.raises(FragmentError, match="Use "):
-        partition(Decoder(2), num_fragments=40, strategy=strategy)
-
-
-def test_a_model_with_nothing_to_train_is_refused() -> None:
     with pytest.raises(FragmentError, match="no trainable parameters"):
         partition(nn.ReLU())
 
@@ -154,87 +122,59 @@ def test_copies_between_gpus_or_on_the_host_wait_for_nothing(monkeypatch: pytest
     assert cuda.log == []
 
 
-LLAMA = {
-    "model.embed_tokens.weight": 1000,
-    **{f"model.layers.{n}.{part}.weight": 100 for n in range(12) for part in ("self_attn.q_proj", "mlp.up_proj")},
-    "model.norm.weight": 8,
-    "lm_head.weight": 1000,
-}
-GPT2 = {
-    "transformer.wte.weight": 5000,
-    "transformer.wpe.weight": 900,
-    **{
-        f"transformer.h.{n}.{part}": 60 for n in range(11) for part in ("ln_1.weight", "attn.c_attn.weight", "mlp.bias")
-    },
-    "transformer.ln_f.weight": 8,
-}
-EXPERTS = {
-    "embedding.weight": 10,
-    **{f"layers.{n}.experts.{e}.w": 500 for n in range(3) for e in range(8)},
-    **{f"layers.{n}.router": 1 for n in range(3)},
-}
-LARGE_HEAD = {
-    "embedding.weight": 500,
-    **{f"blocks.{n}.{part}": 5 for n in range(4) for part in ("mix.weight", "mix.bias")},
-    "head.0.weight": 5,
-    "head.1.weight": 500,
-}
-IN_SEQUENCE = {
-    "0.weight": 500,
-    **{f"1.layers.{n}.w": 5 for n in range(4)},
-    "2.weight": 400,
-}
-ONE_LAYER_OF_EXPERTS = {"embedding": 10, **{f"layers.0.experts.{n}.w": 5 for n in range(4)}, "layers.0.norm": 1}
-DENSE_THEN_EXPERTS = {
-    **{f"layers.{n}.attention.w": 3 for n in range(2)},
-    "layers.0.ffn.w": 20,
-    **{f"layers.1.experts.{n}.w": 20 for n in range(4)},
-}
-TWO_STACKS = {
-    **{f"encoder.layers.{n}.w": 10 for n in range(6)},
-    **{f"decoder.layers.{n}.w": 30 for n in range(4)},
-    "shared": 50,
+def layers(prefix: str, count: int, **parts: int) -> dict[str, int]:
+    names = {part.replace("__", "."): size for part, size in parts.items()}
+    return {f"{prefix}.{n}.{part}": size for n in range(count) for part, size in names.items()}
+
+
+# the parameters outside the layers, the layers, and the number of layers
+MODELS: dict[str, tuple[dict[str, int], dict[str, int], int]] = {
+    "Llama": (
+        {"model.embed_tokens.weight": 1000, "model.norm.weight": 8, "lm_head.weight": 1000},
+        layers("model.layers", 12, self_attn__q_proj=100, mlp__up_proj=100),
+        12,
+    ),
+    "GPT-2": (
+        {"transformer.wte.weight": 5000, "transformer.wpe.weight": 900, "transformer.ln_f.weight": 8},
+        layers("transformer.h", 11, ln_1=60, attn__c_attn=60),
+        11,
+    ),
+    "experts in layers": (
+        {"embedding.weight": 10},
+        layers("layers", 3, **{f"experts__{e}__w": 500 for e in range(8)}, router=1),
+        3,
+    ),
+    "a large head": (
+        {"embedding.weight": 500, "head.0.weight": 5, "head.1.weight": 500},
+        layers("blocks", 4, mix__weight=5, mix__bias=5),
+        4,
+    ),
+    "parts in sequence": ({"0.weight": 500, "2.weight": 400}, layers("1.layers", 4, w=5), 4),
+    "one layer": ({"embedding": 10}, layers("layers", 1, **{f"experts__{n}__w": 5 for n in range(4)}, norm=1), 1),
+    "unlike layers": (
+        {},
+        layers("layers", 2, attention=3) | {"layers.0.ffn": 20} | layers("layers.1.experts", 4, w=20),
+        2,
+    ),
+    "the larger of two stacks": (
+        layers("encoder.layers", 6, w=10) | {"shared": 50},
+        layers("decoder.layers", 4, w=30),
+        4,
+    ),
+    "no numbers": ({"first.weight": 3, "layer2.weight": 4}, {}, 0),
 }
 
 
-def numbers(layers: list[list[str]], position: int) -> list[set[int]]:
-    return [{int(name.split(".")[position]) for name in layer} for layer in layers]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "position", "count", "outside"),
-    [
-        (LLAMA, 2, 12, ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]),
-        (GPT2, 2, 11, ["transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight"]),
-        (EXPERTS, 1, 3, ["embedding.weight"]),
-        (LARGE_HEAD, 1, 4, ["embedding.weight", "head.0.weight", "head.1.weight"]),
-        (IN_SEQUENCE, 2, 4, ["0.weight", "2.weight"]),
-        (ONE_LAYER_OF_EXPERTS, 1, 1, ["embedding"]),
-        (DENSE_THEN_EXPERTS, 1, 2, []),
-        (TWO_STACKS, 2, 4, [*(f"encoder.layers.{n}.w" for n in range(6)), "shared"]),
-    ],
-    ids=[
-        "Llama",
-        "GPT-2",
-        "experts in layers",
-        "a large head",
-        "parts in sequence",
-        "one layer",
-        "unlike layers",
-        "the larger of two stacks",
-    ],
-)
-def test_layers_are_found_in_the_order_of_their_numbers(
-    sizes: dict[str, int], position: int, count: int, outside: list[str]
-) -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_layers_are_found_in_the_order_of_their_numbers(model: str) -> None:
     """The embedding may be larger than all layers, numbers may have two digits, and layers may have numbered parts."""
-    rest, layers = group_layers(sizes)
-    assert rest == outside
-    assert numbers(layers, position) == [{number} for number in range(count)]
-
-
-def test_a_model_without_numbers_has_no_layers() -> None:
-    assert group_layers({"first.weight": 3, "layer2.weight": 4}) == (["first.weight", "layer2.weight"], [])
+    outside, inside, count = MODELS[model]
+    rest, found = group_layers(outside | inside)
+    assert rest == list(outside)
+    assert len(found) == count
+    assert sorted(name for layer in found for name in layer) == sorted(inside)
+    for number, layer in enumerate(found):
+        assert all(re.search(rf"(layers|h|blocks)\.{number}\.", name) for name in layer)
 
 
 NAMES = st.lists(st.sampled_from(["a", "b", "layers", "0", "1", "2", "17"]), min_size=1, max_size=4).map(".".join)
@@ -243,30 +183,28 @@ NAMES = st.lists(st.sampled_from(["a", "b", "layers", "0", "1", "2", "17"]), min
 @given(st.dictionaries(NAMES, st.integers(1, 100), max_size=15))
 def test_every_name_is_in_exactly_one_place(sizes: dict[str, int]) -> None:
     """Property: this holds for any names, and no layer is empty."""
-    rest, layers = group_layers(sizes)
-    assert sorted([*rest, *(name for layer in layers for name in layer)]) == sorted(sizes)
-    assert all(layers)
-    assert bool(layers) == any(part.isdigit() for name in sizes for part in name.split("."))
+    rest, found = group_layers(sizes)
+    assert sorted([*rest, *(name for layer in found for name in layer)]) == sorted(sizes)
+    assert all(found)
+    assert bool(found) == any(part.isdigit() for name in sizes for part in name.split("."))
 
 
-ALIASES = {"embedding.weight": ["embedding.weight", "head.weight"], "layers.0.w": ["layers.0.w"], "W": ["W"]}
+def test_a_pattern_may_use_any_name_of_a_tied_weight() -> None:
+    fragments = partition(Decoder(1, tied=True), strategy="patterns", patterns=[["head.*"], ["layers.[0-3].*"]])
+    assert fragments[0].names == ("embedding.weight",)
 
 
-class TestPatterns:
-    def test_a_pattern_may_use_any_name_of_a_tied_weight(self) -> None:
-        groups = match_patterns(ALIASES, [["layers.[0-3].*", "W"], ["head.*"]])
-        assert groups == [["layers.0.w", "W"], ["embedding.weight"]]
-
-    @pytest.mark.parametrize(
-        ("patterns", "words"),
-        [
-            ([["embedding.*"], ["head.*", "layers.*", "W"]], r"'embedding.weight' matches the patterns of .* \[0, 1\]"),
-            ([["*.weight"], ["layers.*"]], "'W' matches no pattern of any fragment"),
-            ([["*.weight"], ["layers.*", "w"]], "'W' matches no pattern"),  # capitals count
-            ([["*"], ["layer.*"]], r"The pattern 'layer\.\*' of fragment 1 matches no trainable parameter"),
-            ([], "matches no pattern"),
-        ],
-    )
-    def test_what_is_ambiguous_or_idle_is_refused_by_name(self, patterns: list[list[str]], words: str) -> None:
-        with pytest.raises(FragmentError, match=words):
-            match_patterns(ALIASES, patterns)
+@pytest.mark.parametrize(
+    ("patterns", "words"),
+    [
+        ([["embedding.*"], ["head.*", "layers.*"]], r"'embedding.weight' matches the patterns of .* \[0, 1\]"),
+        ([["layers.*.weight"], ["head.*"]], r"'layers.0.0.bias' matches no pattern of any fragment"),
+        ([["head.*"], ["Layers.*"]], r"'layers.0.0.weight' matches no pattern"),  # capitals count
+        ([["*"], ["layer.*"]], r"The pattern 'layer\.\*' of fragment 1 matches no trainable parameter"),
+        ([], "matches no pattern"),
+        (["layers.*"], "must be a list of patterns for each fragment"),
+    ],
+)
+def test_patterns_that_are_ambiguous_or_idle_are_refused_by_name(patterns: list[list[str]], words: str) -> None:
+    with pytest.raises(FragmentError, match=words):
+        partition(Decoder(1, tied=True), strategy="patterns", patterns=patterns)

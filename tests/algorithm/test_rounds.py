@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -15,30 +14,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco import (
-    AlphaMerge,
     ConfigurationError,
     ContractError,
     DiLoCo,
-    InProcessTransport,
-    Nesterov,
     SendersMean,
 )
 from diloco.algorithm import (
     CODECS,
     LARGEST_MEAN,
     Contribution,
-    Send,
     SyncSchedule,
     Verdict,
-    contribution_weight,
     judge,
     make_codec,
-    scale_factors,
     vector_norm,
     weighted_mean,
 )
 from diloco.errors import CodecError
-from diloco.events import RoundCommitted
 from diloco.testing import check_average_rule
 from tests.algorithm.contributions import SIZE, contribution
 from tests.replicas import Swarm, Vectors, quadratic
@@ -117,37 +109,24 @@ class TestJudge:
 
     @settings(max_examples=60, deadline=None)
     @given(
-        st.lists(
-            st.tuples(st.sampled_from(["a", "a", "a", "b"]), st.sampled_from([1.0, 1.0, 2.0, 0.0]), st.booleans()),
-            min_size=1,
-            max_size=6,
-        ),
+        st.lists(st.tuples(st.sampled_from("aaab"), st.sampled_from([1.0, 2.0, 0.0]), st.booleans()), min_size=1),
         st.integers(1, 6),
         st.randoms(use_true_random=False),
     )
     def test_the_order_of_arrival_does_not_matter(self, cases: Any, least: int, random: Any) -> None:
         """Property: every replica receives the same contributions in a different order."""
         arrived = [contribution(m, digest=d, weight=w) for m, (d, w, here) in enumerate(cases) if here]
-        absent = {m: "was not heard of" for m, (_, _, here) in enumerate(cases) if not here}
-
-        def verdict() -> Verdict:
+        absent = [m for m, (_, _, here) in enumerate(cases) if not here]
+        verdicts = set()
+        for _ in range(4):
             random.shuffle(arrived)
-            names = list(absent)
-            random.shuffle(names)
-            return judge(
-                {each.replica: each for each in arrived},
-                members=range(len(cases)),
-                min_contributors=least,
-                absent={name: absent[name] for name in names},
-            )
-
-        verdicts = {verdict() for _ in range(4)}
-        assert len(verdicts) == 1
+            random.shuffle(absent)
+            reasons = {f"r{m}": "was not heard of" for m in absent}
+            verdicts.add(decide(arrived, num_replicas=len(cases), least=least, **reasons))
         (only,) = verdicts
         assert only.void or (not only.diverged and len(only.contributors) >= least)
-        assert only.void or only.contributors == tuple(sorted(only.contributors))
-        usable = {each.replica for each in arrived if each.weight > 0}
-        assert set(only.contributors) <= usable
+        assert only.contributors == tuple(sorted(only.contributors))
+        assert set(only.contributors) <= {each.replica for each in arrived if each.weight > 0}
 
 
 class TestMean:
@@ -193,15 +172,14 @@ class TestMean:
 
     def test_the_sum_is_float32_in_the_order_of_replicas(self) -> None:
         """(1 + 2^-24) + 2^-24 is 1 in float32; in the other order it would be 1 + 2^-23."""
-        values = [1.0, 2.0**-24, 2.0**-24]
-        given = [contribution(m, torch.tensor([value])) for m, value in enumerate(values)]
+        given = [contribution(m, torch.tensor([value])) for m, value in enumerate((1.0, 2.0**-24, 2.0**-24))]
         assert weighted_mean(given[::-1]).values.item() == torch.tensor(1.0).div(3).item()
 
     def test_one_replica_gets_its_own_bits_back(self) -> None:
-        """Invariant 13 holds from subnormal values to the largest that a mean may contain, including zero."""
-        limits = torch.finfo(torch.float32)
-        values = torch.cat([torch.tensor([0.0, limits.tiny / 4, LARGEST_MEAN, -LARGEST_MEAN]), torch.randn(SIZE)])
-        buffers = torch.tensor([limits.max, 1e-30])
+        """Invariant 12 holds from subnormal values to the largest that a mean may contain, including zero."""
+        tiny = torch.finfo(torch.float32).tiny
+        values = torch.cat([torch.tensor([0.0, tiny / 4, LARGEST_MEAN, -LARGEST_MEAN]), torch.randn(SIZE)])
+        buffers = torch.tensor([torch.finfo(torch.float32).max, 1e-30])
         mean = weighted_mean([contribution(3, values, buffers=buffers, integers=torch.tensor([9]))])
         assert torch.equal(mean.values.view(torch.int32), values.view(torch.int32))
         assert mean.buffers is not None
@@ -269,7 +247,6 @@ class TestMean:
 
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
-NORMS = st.dictionaries(st.integers(0, 30), st.floats(0, 1e30), min_size=1, max_size=12)
 
 
 def folded(squares: list[float]) -> float:
@@ -301,15 +278,6 @@ def test_norm_is_accurate_for_any_layout_and_number_of_threads(numel: int) -> No
         torch.set_num_threads(threads)
 
 
-@given(NORMS, st.floats(1e-20, 1e20))
-def test_factors_are_the_bound_over_the_norm(norms: dict[int, float], max_norm: float) -> None:
-    factors = scale_factors(max_norm, norms)
-    assert factors == {
-        m: float(torch.tensor(max_norm / n, dtype=torch.float32)) for m, n in norms.items() if n > max_norm
-    }
-    assert list(factors) == sorted(factors)
-
-
 def contributions(codec: str, scales: list[float], weights: list[float], max_norm: float | None) -> list[Contribution]:
     values = [scale * torch.randn(700, generator=torch.Generator().manual_seed(m)) for m, scale in enumerate(scales)]
     pairs = enumerate(zip(values, weights, strict=True))
@@ -336,35 +304,6 @@ def test_nobody_moves_the_mean_by_more_than_its_weight_times_the_bound(
     assert vector_norm(mean.values) <= bound * (1 + 1e-4)
 
 
-def test_converges_although_one_replica_pulls_far_the_other_way() -> None:
-    """Four replicas share a target; the last one moves up to a thousand times as far in the opposite direction."""
-    honest = quadratic(shared=True)
-
-    def gradient(replica: int, step: int, model: Any) -> None:
-        honest(replica, step, model)
-        if replica == 3:
-            for parameter in model.parameters():
-                parameter.grad.mul_(-30.0)
-
-    def distance(max_norm: float | None, steps: int) -> float:
-        outer = Nesterov(learning_rate=0.5, momentum=0.5)
-        swarm = Swarm(4, SyncSchedule(inner_steps=4), outer=outer, merge=AlphaMerge(0.0), max_norm=max_norm)
-        swarm.run(steps, gradient)
-        clipped = {m for event in swarm.events if isinstance(event, RoundCommitted) for m in event.clipped}
-        assert (3 in clipped) == (max_norm is not None)
-        generator = torch.Generator().manual_seed(0)
-        target = torch.cat([torch.randn(p.shape, generator=generator).flatten() for p in swarm.models[0].parameters()])
-        return float((swarm.global_params(0) - target).abs().max())
-
-    assert distance(0.2, steps=300) < 0.15
-    assert distance(None, steps=40) > 100
-
-
-def drawn(count: int, numel: int = 40, *, seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(numel, generator=generator) for _ in range(count)]
-
-
 def senders(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return SendersMean().combine(zip(weights, values, strict=True), [len(values[0])])
 
@@ -388,20 +327,7 @@ class Lengthened:
 def test_the_mean_over_senders_divides_by_the_weights_of_those_who_sent_the_value() -> None:
     values = [torch.tensor([2.0, 0.0, -1.0, 0.0]), torch.tensor([0.0, 0.0, 3.0, 8.0])]
     assert senders(values, [3.0, 1.0]).tolist() == [2.0, 0.0, 0.0, 8.0]  # (3 * -1 + 1 * 3) / 4
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    seed=st.integers(0, 1000),
-    weights=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=7),
-    scale=st.floats(1e-15, 1e15),
-)
-def test_the_mean_over_senders_is_the_mean_where_all_send_everything(
-    seed: int, weights: list[float], scale: float
-) -> None:
-    values = [each * scale for each in drawn(len(weights), seed=seed)]
-    expected = sum(w * each.double() for w, each in zip(weights, values, strict=True)) / sum(weights)
-    torch.testing.assert_close(senders(values, weights).double(), expected, rtol=1e-4, atol=1e-6 * scale)
+    assert torch.equal(senders([values[0], values[0]], [3.0, 1.0]), values[0])
 
 
 def test_a_broken_rule_is_found_by_the_contract() -> None:
@@ -437,15 +363,6 @@ def test_replicas_agree_and_go_on_from_a_checkpoint_with_a_round_in_flight(rule:
     assert torch.equal(plain.global_params(0), whole.global_params(0)) == isinstance(rule, SendersMean)
 
 
-def test_replicas_that_average_differently_are_refused() -> None:
-    transport, models = InProcessTransport(2), [Vectors(), Vectors()]
-    inner = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    DiLoCo(models[0], inner[0], transport=transport.endpoint(0), average=SendersMean())
-    words = r"replica 0 has average = SendersMean\(\) and replica 1 has average = weighted mean"
-    with pytest.raises(ConfigurationError, match=words):
-        DiLoCo(models[1], inner[1], transport=transport.endpoint(1))
-
-
 def test_whole_tensors_are_refused_where_ranks_share_them_out() -> None:
     model = Vectors()
     for parameter in model.parameters():
@@ -456,22 +373,3 @@ def test_whole_tensors_are_refused_where_ranks_share_them_out() -> None:
     with pytest.raises(ConfigurationError, match=r"first and 2 more parameters are sharded over ranks.*\(ddp\)"):
         DiLoCo(model, inner, max_norm=1.0)
     DiLoCo(model, inner, average=SendersMean())
-
-
-@given(st.floats(1e-9, 1e9), st.integers(1, 10_000), st.integers(1, 10_000))
-def test_the_weight_is_the_plain_formula(base: float, trained: int, scheduled: int) -> None:
-    expected = Fraction(base) * trained / scheduled
-    assert contribution_weight(base, float(trained), scheduled) == pytest.approx(float(expected), rel=1e-15)
-
-
-@given(st.integers(1, 12), st.integers(1, 4), st.data())
-def test_windows_are_the_steps_between_two_sends(inner_steps: int, num_fragments: int, data: Any) -> None:
-    num_fragments = min(inner_steps, num_fragments)
-    offsets = tuple(data.draw(st.integers(0, inner_steps - 1)) for _ in range(num_fragments))
-    schedule = SyncSchedule(inner_steps=inner_steps, num_fragments=num_fragments, offsets=offsets)
-    last = dict.fromkeys(range(num_fragments), 0)
-    for step in range(1, 5 * inner_steps):
-        for action in schedule.actions(step):
-            if isinstance(action, Send):
-                assert schedule.window_steps(action.fragment, action.outer_step) == step - last[action.fragment]
-                last[action.fragment] = step

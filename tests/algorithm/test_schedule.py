@@ -5,28 +5,22 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.algorithm import Merge, Nesterov, Send, StepRate, SyncSchedule, steps_to_train, trains_at
+from diloco.algorithm import Merge, Send, StepRate, SyncSchedule, ValueSchedule, steps_to_train, trains_at
 from diloco.errors import ConfigurationError
-from tests.replicas import Swarm, quadratic
 
 
-def steps_of(schedule: SyncSchedule, kind: type, fragment: int, steps: int) -> list[int]:
-    return [
-        step
-        for step in range(1, steps + 1)
-        for action in schedule.actions(step)
-        if isinstance(action, kind) and action.fragment == fragment
-    ]
+def steps_of(schedule: SyncSchedule, fragment: int, steps: int) -> list[int]:
+    sent = [(step, action) for step in range(1, steps + 1) for action in schedule.actions(step)]
+    return [step for step, action in sent if isinstance(action, Send) and action.fragment == fragment]
 
 
 def test_the_papers_example() -> None:
     schedule = SyncSchedule(inner_steps=100, num_fragments=2)
-    assert steps_of(schedule, Send, 0, 400) == [100, 200, 300, 400]
-    assert steps_of(schedule, Send, 1, 400) == [150, 250, 350]
+    assert steps_of(schedule, 0, 400) == [100, 200, 300, 400]
+    assert steps_of(schedule, 1, 400) == [150, 250, 350]
 
 
 @pytest.mark.parametrize("inner_steps", range(1, 25))
@@ -69,38 +63,24 @@ def test_custom_offsets_may_coincide() -> None:
     assert schedule.actions(5) == ()
 
 
-@pytest.mark.parametrize(("steps", "rounds"), [(0, 0), (9, 0), (10, 1), (14, 1), (15, 2), (20, 3), (25, 4)])
-def test_rounds_counts_the_sends(steps: int, rounds: int) -> None:
-    schedule = SyncSchedule(inner_steps=10, num_fragments=2)
-    assert schedule.rounds(steps) == rounds
-    assert rounds == sum(isinstance(a, Send) for step in range(1, steps + 1) for a in schedule.actions(step))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"inner_steps": 0}, "inner_steps must be at least 1, got 0"),
-        ({"inner_steps": 4, "num_fragments": 5}, "num_fragments must be from 1 to 4 .* got 5"),
-        ({"inner_steps": 4, "num_fragments": 0}, "num_fragments must be from 1 to 4 .* got 0"),
-        ({"inner_steps": 4, "overlap_steps": 5}, "overlap_steps must be from 0 to 4 .* got 5"),
-        ({"inner_steps": 4, "overlap_steps": -1}, "overlap_steps must be from 0 to 4 .* got -1"),
-        ({"inner_steps": 4, "num_fragments": 2, "offsets": (0,)}, "2 values from 0 to 3"),
-        ({"inner_steps": 4, "num_fragments": 2, "offsets": (0, 4)}, "2 values from 0 to 3"),
-    ],
-)
-def test_impossible_schedules_are_refused(arguments: dict[str, object], words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        SyncSchedule(**arguments)  # type: ignore[arg-type]  # wrong on purpose
-
-
-def test_the_busy_steps_are_those_with_actions() -> None:
-    for schedule in (
-        SyncSchedule(inner_steps=7, num_fragments=3, overlap_steps=5),
-        SyncSchedule(inner_steps=1),
-        SyncSchedule(inner_steps=9, num_fragments=2, offsets=(8, 8)),
-    ):
-        for steps in (0, 6, 40):
-            assert schedule.busy_steps(steps) == tuple(step for step in range(steps + 1) if schedule.actions(step))
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(0, 40), st.data())
+def test_figures_of_a_schedule_are_those_of_its_actions(
+    inner_steps: int, num_fragments: int, steps: int, data: st.DataObject
+) -> None:
+    num_fragments = min(inner_steps, num_fragments)
+    schedule = SyncSchedule(
+        inner_steps=inner_steps,
+        num_fragments=num_fragments,
+        overlap_steps=data.draw(st.integers(0, inner_steps)),
+        offsets=tuple(data.draw(st.integers(0, inner_steps - 1)) for _ in range(num_fragments)),
+    )
+    assert schedule.busy_steps(steps) == tuple(step for step in range(steps + 1) if schedule.actions(step))
+    for fragment in range(num_fragments):
+        sent = steps_of(schedule, fragment, steps)
+        assert schedule.rounds_of(fragment, steps) == len(sent)
+        assert [schedule.sent_at(fragment, k) for k in range(len(sent))] == sent
+        windows = [b - a for a, b in zip([0, *sent], sent, strict=False)]
+        assert [schedule.window_steps(fragment, k) for k in range(len(sent))] == windows
 
 
 SPEEDS = st.dictionaries(st.integers(0, 9), st.floats(1e-300, 1e300), min_size=1)
@@ -129,51 +109,19 @@ def test_as_many_of_any_window_are_trained_and_evenly(inner_steps: int, data: st
     assert abs(trained - Fraction(length * steps, inner_steps)) < 1, "every range has its share of trained steps"
 
 
-@pytest.mark.parametrize(("steps", "inner_steps"), [(0, 4), (5, 4), (-1, 4)])
-def test_a_share_that_is_none_is_refused(steps: int, inner_steps: int) -> None:
-    with pytest.raises(ConfigurationError, match=r"must be from 1 to 4, got"):
-        trains_at(0, steps, inner_steps)
+@pytest.mark.parametrize("impossible", [0.0, -1.0, float("nan"), float("inf")])
+def test_the_rate_is_that_of_the_last_steps_and_passes_over_times_that_no_step_can_take(impossible: float) -> None:
+    rate = StepRate()
+    for seconds in [1.0] * 50 + [0.1] * 50:
+        rate.add(seconds)
+        rate.add(impossible)
+    assert rate.steps_per_s == pytest.approx(10.0, rel=0.06)
 
 
-class TestStepRate:
-    def test_the_last_steps_count_most(self) -> None:
-        rate = StepRate()
-        for seconds in [1.0] * 50 + [0.1] * 50:
-            rate.add(seconds)
-        assert rate.steps_per_s == pytest.approx(10.0, rel=0.06)
-
-    @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
-    def test_what_no_step_can_take_is_passed_over(self, seconds: float) -> None:
-        rate = StepRate()
-        for each in (1.0, *[0.5] * 6):
-            rate.add(each)
-            rate.add(seconds)
-        assert rate.steps_per_s == pytest.approx(2.0)
-
-
-def paced(shares: list[int], steps: int, *, shared: bool = False) -> Swarm:
-    """A swarm in which each replica trains its share of the scheduled steps."""
-    schedule = SyncSchedule(inner_steps=8)
-    swarm = Swarm(len(shares), schedule, outer=Nesterov(learning_rate=0.5, momentum=0.5))
-    gradient = quadratic(shared=shared)
-    for step in range(steps):
-        members = zip(swarm.models, swarm.inner, swarm.replicas, shares, strict=True)
-        for number, (model, inner, diloco, share) in enumerate(members):
-            trains = trains_at(step, share, 8)
-            if trains:
-                gradient(number, step, model)
-                inner.step()
-                inner.zero_grad()
-            diloco.begin(1.0 if trains else 0.0)
-        for diloco in swarm.replicas:
-            diloco.finish()
-    return swarm
-
-
-@pytest.mark.parametrize("shares", [[8, 8, 8], [8, 5, 1], [8, 1, 1]])
-def test_converges_to_the_target_with_slow_replicas_too(shares: list[int]) -> None:
-    swarm = paced(shares, 400, shared=True)
-
-    generator = torch.Generator().manual_seed(0)
-    target = torch.cat([torch.randn(p.shape, generator=generator).flatten() for p in swarm.models[0].parameters()])
-    torch.testing.assert_close(swarm.global_params(0), target, atol=0.15, rtol=0)
+def test_wsd_stays_then_falls_in_a_straight_line() -> None:
+    schedule = ValueSchedule(peak=1.0, kind="wsd", total_steps=10, decay_steps=4)
+    assert [schedule(step) for step in range(5, 11)] == [1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    with pytest.raises(ConfigurationError, match="warm-up can't be longer than"):
+        ValueSchedule(peak=1.0, kind="cosine", total_steps=5, warmup_steps=6)
+    with pytest.raises(ConfigurationError, match="1 to 3"):
+        ValueSchedule(peak=1.0, kind="wsd", total_steps=5, warmup_steps=2, decay_steps=4)

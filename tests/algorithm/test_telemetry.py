@@ -52,14 +52,6 @@ def test_cosines_of_orthogonal_and_opposite_means() -> None:
     assert found[2].gain == pytest.approx(1 + 0.5 + 0.25 * -1)  # 1 + mu + mu^2 <b, Delta> / |Delta|^2
 
 
-def test_measuring_changes_no_bit_of_the_step() -> None:
-    mean, outer = torch.randn(40_200), Nesterov()
-    plain, measured_values = torch.zeros(40_200), torch.zeros(40_200)
-    outer.update(mean, outer.init(plain), plain)
-    measured_outer_step(outer, mean, outer.init(measured_values), measured_values, None)
-    assert torch.equal(plain, measured_values)
-
-
 def contributions(values: list[Tensor], weights: list[float], codec: str = "float32") -> list[Contribution]:
     pairs = enumerate(zip(values, weights, strict=True))
     return [contribution(m, each, codec=codec, weight=weight, telemetry=True) for m, (each, weight) in pairs]

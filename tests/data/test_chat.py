@@ -1,8 +1,10 @@
-"""Conversations as tokens: the chat template, what counts, what is cut and left out."""
+"""Conversations: the shapes in which they are read, the text that a model sees, what counts, is cut and left out."""
 
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,9 @@ from diloco.data import (
 from diloco.errors import DataError
 from diloco.model import ENDS, document_numbers
 from tests.finetuning import SPECIAL, TEMPLATE, asked, write_records, write_sums, write_tokenizer
+from tests.lazy import Lazy
+
+pyarrow, parquet = Lazy("pyarrow"), Lazy("pyarrow.parquet")
 
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>{% endif %}"
@@ -38,18 +43,215 @@ MARKED = (
 )
 
 
+CALLS = (
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+)
+CALLING = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}:"
+    "{% if m.thinking %}({{ m.thinking }}){% endif %}{{ m.content }}" + CALLS
+)
+RAW_ARGUMENTS = CALLING.replace("c.function.arguments | tojson", "c.function.arguments")
+JOINED_ARGUMENTS = CALLING.replace("c.function.arguments | tojson", "'=' + c.function.arguments")
+
+
+@pytest.fixture(scope="module")
+def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None], ChatTokenizer]:
+    tokenizers: dict[str | None, ChatTokenizer] = {}
+
+    def make(template: str | None) -> ChatTokenizer:
+        if template not in tokenizers:
+            folder = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), template=template)
+            tokenizers[template] = ChatTokenizer(str(folder))
+        return tokenizers[template]
+
+    return make
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-@pytest.fixture(scope="module")
-def chatml(folder: Path) -> ChatTokenizer:
-    return ChatTokenizer(str(folder))
+@pytest.fixture
+def read(tokenizer_of: Any, tmp_path: Path) -> Callable[..., list[str]]:
+    """Return a function that returns each of some conversations as text: what is learned in «», < and > around a
+    message."""
+
+    def rows_of(records: Any, template: str = CALLING, **changes: Any) -> list[str]:
+        data = records if isinstance(records, Path) else write_records(tmp_path / "a.jsonl", records)
+        settings = DataSettings(format="chat", paths=(data,), tokenizer="unused", packing="single", **changes)
+        length = 1024
+        rows = heldout_rows(settings, tokenizer_of(template), length, [data])
+        tokens = rows[0 : len(rows)].astype("int64")
+        rows.mark(1, targets := tokens[1:].copy())
+        learned = [False, *(targets >= 0).tolist()]
+        text = b""
+        for place, token in enumerate(tokens.tolist()):
+            if place % length == 0:
+                text += b"\0"
+            elif learned[place] != learned[place - 1]:
+                text += ("«" if learned[place] else "»").encode()
+            text += bytes([token]) if token < 256 else {256: b"", 257: b"<", 258: b">"}[token]
+        return text.decode().split("\0")[1:-1]
+
+    return rows_of
 
 
-def with_template(place: Path, template: str | None) -> ChatTokenizer:
-    return ChatTokenizer(str(write_tokenizer(place, template=template)))
+def said(*turns: Any, **more: Any) -> dict[str, Any]:
+    """Return a record with messages of alternating roles; a turn may be a dictionary of its own."""
+    roles = ("user", "assistant")
+    messages = [
+        {"role": roles[number % 2], "content": turn} if isinstance(turn, str) else turn
+        for number, turn in enumerate(turns)
+    ]
+    return {"messages": messages, **more}
+
+
+def answer(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+def called(arguments: Any, content: Any = "", name: str = "f") -> dict[str, Any]:
+    return answer(content, tool_calls=[{"type": "function", "function": {"name": name, "arguments": arguments}}])
+
+
+def share(*turns: tuple[str, Any], **more: Any) -> dict[str, Any]:
+    return {"conversations": [{"from": role, "value": value} for role, value in turns], **more}
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}
+TOOL_TEXT = json.dumps([TOOL])
+FUNCTION = '{"name": "f", "arguments": {"a": 1}}'
+BOTH = "<user:q>" + "<assistant:«a>»"
+
+
+SHAPES: dict[str, tuple[dict[str, Any], str]] = {
+    "text": ({"text": "plain"}, "p«lain»"),  # the first token is not predicted
+    "messages": (said("q", "a"), BOTH),
+    "ShareGPT": (share(("human", "q"), ("gpt", "a")), BOTH),
+    "messages as JSON": ({"messages": json.dumps(said("q", "a")["messages"])}, BOTH),
+    "prompt and completion": ({"prompt": "q", "completion": "a"}, BOTH),
+    "chosen": ({"prompt": "q", "chosen": "a", "rejected": "b"}, BOTH),
+    "prompt as JSON": ({"prompt": json.dumps(said("q")["messages"]), "completion": [answer("a")]}, BOTH),
+    "chosen alone": ({"chosen": said("q", "a")["messages"], "rejected": said("q", "b")["messages"]}, BOTH),
+    "Alpaca": ({"instruction": "add", "input": "1 2", "output": "3"}, "<user:add\n\n1 2><assistant:«3>»"),
+    "system beside ShareGPT": (share(("human", "q"), ("gpt", "a"), system="s"), f"<system:s>{BOTH}"),
+    "answer first": (share(("gpt", "w"), ("human", "q"), ("gpt", "a")), f"<assistant:«w>»{BOTH}"),
+    "two answers in a row": (said("q", "a", answer("b")), f"{BOTH}<assistant:«b>»"),
+    "empty answer": (said("q", ""), "<user:q><assistant:«>»"),
+    "parts": (said({"role": "user", "content": [{"type": "text", "text": "q"}, "!"]}, "a"), "<user:q!><assistant:«a>»"),
+    "weight 0": (said("p", answer("b", weight=0), "q", answer("a", weight=1)), f"<user:p><assistant:b>{BOTH}"),
+    "tools as JSON": (said("q", "a", tools=TOOL_TEXT), f"{TOOL_TEXT}{BOTH}"),
+    "call": (said("q", called({"a": 1})), '<user:q><assistant:«f{"a": 1}>»'),
+    "arguments as JSON": (said("q", called('{"a": 1}')), '<user:q><assistant:«f{"a": 1}>»'),
+    "null argument of another tool": (
+        said("q", called({"a": 1, "b": None}), tools=[TOOL]),
+        TOOL_TEXT + '<user:q><assistant:«f{"a": 1}>»',
+    ),
+    "calls as JSON": (
+        said("q", answer("", tool_calls=json.dumps([{"name": "f", "arguments": '{"a": 1}'}]))),
+        '<user:q><assistant:«f{"a": 1}>»',
+    ),
+    "ShareGPT with tools": (
+        share(
+            ("human", "q"),
+            ("function_call", '{"name": "f", "arguments": {"a": 1}}'),
+            ("observation", "o"),
+            ("gpt", "a"),
+        ),
+        '<user:q><assistant:«f{"a": 1}>»<tool:o><assistant:«a>»',
+    ),
+    "thoughts": (said("q", answer("a", thinking="t")), "<user:q><assistant:«(t)a>»"),
+    "null fields": (said("q", answer("a", tool_calls=None, name=None, weight=None), tools=None, system=None), BOTH),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_conversation_of_any_shape_is_read_and_its_answers_are_learned(read: Any, shape: str) -> None:
+    record, expected = SHAPES[shape]
+    assert read([record]) == [expected]
+
+
+@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'], ids=["object", "JSON"])
+@pytest.mark.parametrize("template", [CALLING, RAW_ARGUMENTS, JOINED_ARGUMENTS], ids=["tojson", "raw", "joined"])
+def test_arguments_are_json_whatever_form_a_template_expects(read: Any, template: str, arguments: Any) -> None:
+    joined = "=" if template is JOINED_ARGUMENTS else ""
+    records = [said("q", called(arguments, None), {"role": "tool", "content": "o"}, "a")]
+    assert read(records, template) == [f'<user:q><assistant:«f{joined}{{"a": 1}}>»<tool:o><assistant:«a>»']
+
+
+def tool(name: str, *properties: str, **more: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {each: {"type": "string"} for each in properties}}
+    return {"type": "function", "function": {"name": name, **more, "parameters": schema}}
+
+
+TABLE = [
+    said("q", called({"a": "1"}, name="f"), tools=[tool("f", "a", description="d")]),
+    said("q", called({"b": {"c": 2}}, name="g"), tools=[tool("g", "b"), tool("h", "a")]),
+    said("q", answer("a", weight=1)),
+]
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl with all columns"])
+def test_columns_of_other_rows_enter_neither_tools_nor_answers(read: Any, tmp_path: Path, form: str) -> None:
+    table, data = pyarrow.Table.from_pylist(TABLE), tmp_path / "table.parquet"
+    parquet.write_table(table, data)
+    plain = read(TABLE)
+    assert plain[0].endswith('<user:q><assistant:«f{"a": "1"}>»')
+    assert read(data if form == "parquet" else table.to_pylist()) == plain
+
+
+BAD: tuple[tuple[dict[str, Any], str], ...] = (
+    (said("q", answer("a", weight=0.5)), r"weight is 0\.5"),
+    (said("q", answer("a", train_detail=[1])), r"train_detail is \[1\]"),
+    (said("q", "a", completion_mask=[0, 1, 1]), "completion_mask marks parts of the record, which can't be followed"),
+    (said({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, "a"), "the part .*image_url"),
+    ({"messages": [{"content": "q"}]}, "must be a list of messages"),
+    (said("q", called('{"a":')), "arguments of f are not a JSON object"),
+    (said("q", "a", tools="f(x)"), "tools must be a list of objects"),
+    ({"question": "a"}, "has the fields 'question'. A conversation needs 'messages'"),
+    ({"prompt": "a", "completion": []}, "completion must be text or a list of messages"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
+    (said({"role": "\ud800", "content": "q"}, "a"), "surrogate"),
+)
+
+
+@pytest.mark.parametrize(("record", "problem"), BAD, ids=lambda each: str(each)[:40])
+def test_what_cannot_be_followed_is_refused_by_its_line_or_left_out(
+    read: Any, record: dict[str, Any], problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(DataError, match=rf"a\.jsonl:2.*{problem}.*--data\.skip-bad"):
+        read([said("q", "a"), record])
+    assert read([said("q", "a"), record], skip_bad=True) == [BOTH]
+    assert "1 of 2 rows can't be used and are left out" in caplog.text
+    assert "a.jsonl:2" in caplog.text
+
+
+def test_a_system_text_stands_before_a_system_message_without_one(read: Any) -> None:
+    empty = {"role": "system", "tool_calls": [{"name": "f"}]}
+    assert read([said(empty, "q", "a", system="brief")])[0].startswith("<system:brief><system:")
+
+
+UNUSED = (
+    (said("q", "a", source="web"), "the field 'source' is not used"),
+    ({"prompt": "q", "chosen": "a", "rejected": "b"}, "the field 'rejected' is not used"),
+    (said("q", "a", chat_template_kwargs={"chat_template": "x"}), "the field 'chat_template_kwargs' is not used"),
+)
+
+
+@pytest.mark.parametrize(("record", "words"), UNUSED, ids=lambda each: str(each)[:40])
+def test_what_is_not_used_is_named_once(
+    read: Any, record: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        read([record, record])
+    assert [words in each.getMessage() for each in caplog.records if each.levelno == logging.WARNING] == [True]
+
+
+@pytest.mark.parametrize("arguments", [{"a": SPECIAL[2]}, {SPECIAL[2]: 1}, '{"a": "\\u003c|im_end|>"}'], ids=str)
+def test_a_special_token_in_an_argument_leaves_the_conversation_out(read: Any, arguments: Any) -> None:
+    assert read([said("q", called(arguments)), said("q", "a")]) == [BOTH]
 
 
 def spelled(tokens: Any) -> str:
@@ -66,7 +268,8 @@ def settings_of(folder: Path, data: Path, **changes: Any) -> DataSettings:
     return DataSettings(format="chat", paths=(data,), tokenizer=str(folder), **({"heldout_fraction": 0.3} | changes))
 
 
-def test_answers_count_with_what_ends_them_and_nothing_else_does(chatml: ChatTokenizer) -> None:
+def test_answers_count_with_what_ends_them_and_nothing_else_does(tokenizer_of: Any) -> None:
+    chatml = tokenizer_of(TEMPLATE)
     said = [
         {"role": "system", "content": "Be brief."},
         *asked("2+2?", "4")["messages"],
@@ -85,8 +288,9 @@ texts = st.text(alphabet="ab \n?é🙂", max_size=6)
 @settings(max_examples=25)
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=3))
 def test_a_model_is_asked_with_the_tokens_that_it_learned_an_answer_after(
-    chatml: ChatTokenizer, turns: list[tuple[str, str]]
+    tokenizer_of: Any, turns: list[tuple[str, str]]
 ) -> None:
+    chatml = tokenizer_of(TEMPLATE)
     said = [message for question, answer in turns for message in asked(question, answer)["messages"]]
     example, _ = chatml.conversation(said)
     prompt = chatml.prompt(said[:-1])
@@ -96,21 +300,21 @@ def test_a_model_is_asked_with_the_tokens_that_it_learned_an_answer_after(
     assert counted(example) == answers
 
 
-def test_a_template_that_marks_its_answers_is_believed(tmp_path: Path) -> None:
-    tokenizer = with_template(tmp_path, MARKED)
-    example, _ = tokenizer.conversation([*asked("a", "b")["messages"], *asked("c", "d")["messages"]])
-    assert (spelled(example.tokens), counted(example)) == ("a|b<|im_end|>c|d<|im_end|>", "b<|im_end|>d<|im_end|>")
+TURNS = [*asked("a", "b")["messages"], *asked("c", "d")["messages"]]
+TEMPLATES = {
+    "marks its answers": (MARKED, "a|b<|im_end|>c|d<|im_end|>", "b<|im_end|>d<|im_end|>", True),
+    "changes earlier answers": (THINKING, "<|im_start|>user\na", "<think>d<|im_end|>", False),
+    "shows the date": (DATED, "26 Jul 2024<|im_start|>user", "b<|im_end|>\nd<|im_end|>\n", True),
+}
 
 
-def test_where_a_template_changes_earlier_answers_only_the_last_counts(tmp_path: Path) -> None:
-    tokenizer = with_template(tmp_path, THINKING)
-    example, all_count = tokenizer.conversation([*asked("a", "b")["messages"], *asked("c", "d")["messages"]])
-    assert (all_count, counted(example)) == (False, "<think>d<|im_end|>")
-
-
-def test_a_template_shows_the_same_date_on_every_day(tmp_path: Path) -> None:
-    example, _ = with_template(tmp_path, DATED).conversation(asked("a", "b")["messages"])
-    assert spelled(example.tokens).startswith("26 Jul 2024<|im_start|>user")
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_the_template_decides_what_counts(tokenizer_of: Any, kind: str) -> None:
+    """It is believed if it marks its answers; where it changes earlier ones, only the last counts."""
+    template, begin, answers, all_count = TEMPLATES[kind]
+    example, all_counted = tokenizer_of(template).conversation(TURNS)
+    assert spelled(example.tokens).startswith(begin)
+    assert (counted(example), all_counted) == (answers, all_count)
 
 
 def corpus_of(folder: Path, place: Path, records: list[dict[str, Any]], length: int = 64) -> Any:
@@ -124,8 +328,8 @@ def corpus_of(folder: Path, place: Path, records: list[dict[str, Any]], length: 
     return build_chat_corpus(settings_of(folder, write_records(place / "data.jsonl", written)), length)
 
 
-def test_without_a_template_a_prompt_and_its_completion_are_plain_text(tmp_path: Path) -> None:
-    tokenizer = with_template(tmp_path / "plain", None)
+def test_without_a_template_a_prompt_and_its_completion_are_plain_text(tokenizer_of: Any) -> None:
+    tokenizer = tokenizer_of(None)
     example = tokenizer.completion("2+2=", "4")
     assert (spelled(example.tokens), counted(example)) == ("2+2=4<|endoftext|>", "4<|endoftext|>")
     with pytest.raises(DataError, match="has no chat template, which messages need"):

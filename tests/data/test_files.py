@@ -11,7 +11,6 @@ import os
 import sys
 import tarfile
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +33,16 @@ def in_zstandard(content: bytes) -> bytes:
     return zstandard.ZstdCompressor().compress(content)
 
 
-def in_tar(content: bytes) -> bytes:
+def in_archive(content: bytes, kind: str) -> bytes:
     packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        about = tarfile.TarInfo("a.jsonl")
-        about.size = len(content)
-        archive.addfile(about, io.BytesIO(content))
-    return packed.getvalue()
-
-
-def in_zip(content: bytes) -> bytes:
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:
-        archive.writestr("a.jsonl", content)
+    if kind == "zip":
+        with zipfile.ZipFile(packed, "w") as archive:
+            archive.writestr("a.jsonl", content)
+    else:
+        with tarfile.open(fileobj=packed, mode="w") as tar:
+            about = tarfile.TarInfo("a.jsonl")
+            about.size = len(content)
+            tar.addfile(about, io.BytesIO(content))
     return packed.getvalue()
 
 
@@ -59,11 +55,6 @@ def in_parquet(**columns: Any) -> bytes:
 def write(path: Path, content: str | bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return path
-
-
-def write_parquet(path: Path, **columns: Sequence[object]) -> Path:
-    parquet.write_table(pyarrow.table({name: list(values) for name, values in columns.items()}), path)
     return path
 
 
@@ -112,7 +103,7 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
     "tar": ("a.tar", b"tar", "Unpack an archive"),
     "parquet by another name": ("a.txt", b"parquet", "give a table the suffix"),
     "cut gzip": ("a.jsonl.gz", gzip.compress(LINES)[:-9], CUT_OFF),
-    "cut parquet": ("a.parquet", b"PAR1 cut", "cannot be read by datasets"),
+    "cut parquet": ("a.parquet", b"PAR1 cut", "cannot be read"),
     "broken array": ("a.json", b'[{"text": "one"},', "is not JSON"),
     "array of texts": ("a.json", b'["one"]', "record 0 must be a JSON object"),
     "empty": ("a.jsonl", b"", "holds no text"),
@@ -122,8 +113,9 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_read_is_named_with_its_cause(tmp_path: Path, kind: str) -> None:
     name, content, words = REFUSED[kind]
-    special = {b"zip": lambda: in_zip(LINES), b"tar": lambda: in_tar(LINES), b"parquet": in_parquet}
-    (tmp_path / name).write_bytes(special.get(content, lambda: content)())
+    if content in (b"zip", b"tar"):
+        content = in_archive(LINES, content.decode())
+    write(tmp_path / name, in_parquet() if content == b"parquet" else content)
     with pytest.raises(DataError, match=rf"{name}.*({words})"):
         documents_of([tmp_path / name])
 
@@ -146,15 +138,16 @@ def test_a_place_without_data_is_named(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_folder_names_once_what_it_holds_besides(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for name in ("a.jsonl.gz", "b.txt"):
-        (tmp_path / name).write_bytes(gzip.compress(LINES) if name.endswith("gz") else b"three")
-    for name in ("c.csv", "d.json", ".hidden.txt"):
-        (tmp_path / name).write_bytes(LINES)
-    (tmp_path / ".git").mkdir()
+    """It is searched to the bottom, in sorted order."""
+    for name in ("b/a.txt", "b/c/z.MD", "b.txt", "d.rst"):
+        write(tmp_path / name, name)
+    write(tmp_path / "a.jsonl.gz", gzip.compress(LINES))
+    for name in ("c.csv", "d.json", ".hidden.txt", ".git/x.txt"):
+        write(tmp_path / name, LINES)
     (tmp_path / "link").symlink_to(tmp_path)
     os.mkfifo(tmp_path / "pipe.txt")
     for _ in range(2):
-        assert documents_of([tmp_path]) == [*READ, "three"]
+        assert documents_of([tmp_path]) == [*READ, "b.txt", "b/a.txt", "b/c/z.MD", "d.rst"]
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 1
     assert all(name in told[0] for name in (".git/", ".hidden.txt", "link/", "c.csv", "d.json", "and 1 more"))
@@ -192,15 +185,6 @@ def test_a_bad_row_is_refused_by_its_place_or_left_out_counted_and_named(
     assert caplog.text.count(name) >= 1
 
 
-def test_a_folder_is_searched_to_the_bottom_in_sorted_order(tmp_path: Path) -> None:
-    for name in ("b.txt", "a/z.md", "a/b/c.py", "c.TXT", "a.rst"):
-        write(tmp_path / name, name)
-    for name in (".hidden.txt", ".git/x.txt", "a/.cache/x.txt", "picture.png", "no_suffix"):
-        write(tmp_path / name, "not this")
-    write(tmp_path / "empty.txt", "")
-    assert documents_of([tmp_path]) == ["a.rst", "a/b/c.py", "a/z.md", "b.txt", "c.TXT"]
-
-
 def test_a_separator_cuts_text_files_only(tmp_path: Path) -> None:
     text = write(tmp_path / "a.txt", "one\n\ntwo\nlines\n\n\n\nthree")
     records = write(tmp_path / "b.jsonl", json.dumps({"text": "not\n\ncut"}))
@@ -217,14 +201,14 @@ def test_jsonl_reads_the_named_field_and_skips_blank_lines(tmp_path: Path) -> No
 
 def test_parquet_reads_the_named_column_across_batches(tmp_path: Path) -> None:
     texts = [f"row {i}" for i in range(2500)]
-    path = write_parquet(tmp_path / "a.parquet", other=list(range(2500)), body=texts)
-    parquet.write_table(parquet.read_table(path).slice(0, 0), tmp_path / "0.parquet")  # without rows
+    write(tmp_path / "a.parquet", in_parquet(other=list(range(2500)), body=texts))
+    write(tmp_path / "0.parquet", in_parquet(body=pyarrow.array([], "string")))  # without rows
     assert documents_of([tmp_path], text_field="body") == texts
 
 
 @pytest.mark.parametrize("data", ["a.parquet", "hf:some/data"])
 def test_data_that_needs_datasets_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str) -> None:
-    write_parquet(tmp_path / "a.parquet", text=["x"])
+    write(tmp_path / "a.parquet", in_parquet())
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigurationError, match=r"needs datasets, .* pip install 'diloco\[hf\]'"):

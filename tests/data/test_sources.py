@@ -88,22 +88,18 @@ def test_field_split_and_config_are_those_that_were_asked_for(files: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "field", "words"),
     [
-        ("hf:nobody/nothing", "cannot be read by datasets: .* and the connection to the hub"),
-        ("hf:{files}/hub:test", "cannot be read by datasets: .*test"),
+        ("hf:nobody/nothing", "text", "cannot be read: .* and the connection to the hub"),
+        ("hf:{files}/hub:test", "text", "cannot be read: .*test"),
+        ("hf:{files}/saved", "txt", r"no field 'txt' .*did you mean 'text'"),
+        ("hf:{files}/hub", "txt", r"no field 'txt' .*did you mean 'text'"),
     ],
 )
-def test_what_is_not_there_is_told(data: str, words: str, files: Path) -> None:
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_is_not_there_is_told(files: Path, data: str, field: str, words: str, streaming: bool) -> None:
     with pytest.raises(DataError, match=words):
-        Source(SourceSettings(data=(data.format(files=files),)))
-
-
-def test_a_field_that_is_not_there_is_told(files: Path) -> None:
-    for kind in ("saved", "folder", "folder, streamed"):
-        about = KINDS[kind](files)
-        with pytest.raises(DataError, match=r"no field 'txt' .*did you mean 'text'"):
-            Source(SourceSettings(data=about.data, text_field="txt", streaming=about.streaming))
+        Source(SourceSettings(data=(data.format(files=files),), text_field=field, streaming=streaming))
 
 
 def test_places_become_absolute_and_names_stay(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,48 +6,44 @@ import json
 import os
 import resource
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from diloco.cli import main
-from diloco.data import (
-    ByteTokenizer,
-    DataSettings,
-    Sampler,
-    TokenFolder,
-    build_corpus,
-    heldout_tokens,
-    tokenize,
-)
+from diloco.data import ByteTokenizer, DataSettings, Sampler, build_corpus, heldout_tokens, tokenize
 from diloco.errors import ConfigurationError, DataError
-from tests.command_lines import load_configuration
 from tests.data.streams import numbered
 from tests.runs import train
 
 SPLITS = ("train", "heldout")
-TEXTS = [*numbered(300, longest=200), "ünï☃", "<|endoftext|> is text"]
+
+
+def of(*paths: Path, **settings: object) -> DataSettings:
+    return DataSettings(paths=paths, heldout_fraction=0.2, **settings)  # type: ignore[arg-type]  # varied by name
+
+
+def write(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    return path
-
-
-def of(text: Path, **settings: object) -> DataSettings:
-    return DataSettings(paths=(text,), heldout_fraction=0.2, **settings)  # type: ignore[arg-type]  # varied by name
+    texts = [*numbered(300, longest=200), "ünï☃", "<|endoftext|> is text"]
+    return write(tmp_path_factory.mktemp("text") / "text.jsonl", texts)
 
 
 @pytest.fixture(scope="module")
 def folder(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("tokens") / "tokens"
-    tokenize(of(text), place)
-    return place
+    return tokenize(of(text), tmp_path_factory.mktemp("tokens") / "tokens").path
+
+
+@pytest.fixture(scope="module")
+def bpe(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tokenize(of(text, tokenizer="bpe:270"), tmp_path_factory.mktemp("bpe") / "tokens").path
 
 
 @pytest.fixture
@@ -56,118 +52,98 @@ def mine(folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(folder, tmp_path / "mine"))
 
 
-@pytest.mark.parametrize("more", [{}, {"tokenizer": "bpe:270"}])
-def test_a_folder_is_the_corpus_that_it_was_made_of(text: Path, tmp_path: Path, more: dict[str, object]) -> None:
-    expected = build_corpus(of(text, **more))
-    made = tokenize(of(text, **more), tmp_path / "tokens")
-    corpus = build_corpus(DataSettings(paths=(tmp_path / "tokens",)))
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:270"])
+def test_a_folder_is_the_corpus_that_it_was_made_of(text: Path, folder: Path, bpe: Path, tokenizer: str) -> None:
+    place, settings = folder if tokenizer == "bytes" else bpe, of(text, tokenizer=tokenizer)
+    expected, corpus = build_corpus(settings), build_corpus(DataSettings(paths=(place,)))
     assert corpus.train[:].tolist() == expected.train[:].tolist()
     assert corpus.heldout[:].tolist() == expected.heldout[:].tolist()
     assert corpus.train.dtype == expected.train.dtype == np.uint16
-    assert (corpus.fingerprint, corpus.description()) == (
-        expected.fingerprint,
-        expected.description().replace("; held", ", in files; held"),
-    )
+    assert corpus.fingerprint == expected.fingerprint
+    assert corpus.description() == expected.description().replace("; held", ", in files; held")
     assert corpus.tokenizer.to_json() == expected.tokenizer.to_json()
-    assert heldout_tokens(of(text, **more), expected.tokenizer)[:].tolist() == expected.heldout[:].tolist()
-    assert (
-        heldout_tokens(DataSettings(paths=(made.path,)), expected.tokenizer)[:].tolist() == corpus.heldout[:].tolist()
-    )
+    for each in (settings, DataSettings(paths=(place,))):
+        assert heldout_tokens(each, expected.tokenizer)[:].tolist() == expected.heldout[:].tolist()
 
 
 def test_training_on_a_folder_is_training_on_its_text(text: Path, folder: Path, tmp_path: Path) -> None:
     whole = train(text, tmp_path / "text", "--data.heldout-fraction 0.2")
-    mapped = train(folder, tmp_path / "tokens", "--stop-after 5")
+    train(folder, tmp_path / "tokens", "--stop-after 5")
     mapped = train(folder, tmp_path / "tokens", f"--resume {tmp_path / 'tokens'}")
     for name in ("global_params_digest", "heldout_loss", "bits_per_byte", "epochs"):
         assert mapped[name] == whole[name], name
 
 
-def test_folders_with_weights_and_one_after_the_other(folder: Path, text: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    (tmp_path / "other.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in numbered(90, prefix="o"))
-    )
-    tokenize(of(tmp_path / "other.jsonl"), other)
-    one, two = (build_corpus(DataSettings(paths=(place,))) for place in (folder, other))
-    both = build_corpus(DataSettings(paths=(folder, other)))
+def test_folders_with_weights_and_one_after_the_other(folder: Path, tmp_path: Path) -> None:
+    lines = write(tmp_path / "other.jsonl", numbered(90, prefix="o"))
+    other = tokenize(of(lines), tmp_path / "other").path
+    one, two, both = (build_corpus(DataSettings(paths=places)) for places in ((folder,), (other,), (folder, other)))
     assert both.train[:].tolist() == [*one.train[:].tolist(), *two.train[:].tolist()]
     assert both.fingerprint not in (one.fingerprint, two.fingerprint)
-    sources = {"a": {"data": str(folder), "weight": 3}, "b": {"data": str(tmp_path / "other.jsonl")}}
+    sources = {"a": {"data": str(folder), "weight": 3}, "b": {"data": str(lines)}}
     mixed = build_corpus(DataSettings(sources=sources, heldout_fraction=0.2))
     assert mixed.train.shares == {"a": 0.75, "b": 0.25}
     assert mixed.heldout[:].tolist() == [*one.heldout[:].tolist(), *two.heldout[:].tolist()]
-    toml = tmp_path / "run.toml"
-    toml.write_text(f'[data.sources]\na = {{ data = "{folder}", weight = 3 }}\nb = {{ data = "{other}" }}\n')
-
-    assert load_configuration([str(toml)]).data.parsed_sources()[0].weight == 3
 
 
-def damage_manifest(folder: Path, **members: object) -> None:
+def change(folder: Path, **members: object) -> None:
     manifest = folder / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | members))
 
 
-def make_fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
+def make_fifo(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    os.mkfifo(folder / "manifest.json")
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (lambda path: (path / "train-00000.tokens").unlink(), "No such file.*train-00000.tokens"),
-        (lambda path: (path / "train-00000.tokens").write_bytes(b"x"), "train-00000.tokens has 1 bytes, but"),
-        (lambda path: damage_manifest(path, format_version=9), "version 9, but diloco"),
-        (lambda path: damage_manifest(path, train=None), "cannot be read"),
-        (lambda path: damage_manifest(path, dtype="float64"), "cannot be read"),
-        (lambda path: damage_manifest(path, vocab_size=float("inf")), "cannot be read"),
-        (lambda path: damage_manifest(path, made=3), "cannot be read"),
-        (lambda path: make_fifo(path / "manifest.json"), "holds no text"),
-    ],
+DAMAGES: tuple[tuple[Callable[[Path], object], str], ...] = (
+    (lambda path: (path / "train-00000.tokens").unlink(), "No such file.*train-00000.tokens"),
+    (lambda path: (path / "train-00000.tokens").write_bytes(b"x"), "train-00000.tokens has 1 bytes, but"),
+    (lambda path: change(path, format_version=9), "version 9, but diloco"),
+    (lambda path: change(path, train=None), "cannot be read"),
+    (lambda path: change(path, dtype="float64"), "cannot be read"),
+    (lambda path: change(path, vocab_size=float("inf")), "cannot be read"),
+    (lambda path: change(path, made=3), "cannot be read"),
+    (make_fifo, "holds no text"),
 )
-def test_what_is_not_whole_is_refused(mine: Path, damage, words: str) -> None:  # type: ignore[no-untyped-def]
-    TokenFolder(mine)
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=[str(n) for n in range(len(DAMAGES))])
+def test_what_is_not_whole_is_refused(mine: Path, damage: Callable[[Path], object], words: str) -> None:
     damage(mine)
     with pytest.raises(DataError, match=words):
         build_corpus(DataSettings(paths=(mine,)))
 
 
-def test_a_folder_of_version_1_is_still_read(mine: Path) -> None:
+def test_a_folder_of_version_1_is_still_read(mine: Path, folder: Path) -> None:
     """It counts the documents of each file, and has files of where they end."""
     manifest = json.loads((mine / "manifest.json").read_text())
     splits = {name: manifest[name] | {"shards": [[size, 3] for size in manifest[name]["shards"]]} for name in SPLITS}
-    before = build_corpus(DataSettings(paths=(mine,)))
-    damage_manifest(mine, format_version=1, fingerprint="of another kind", **splits)
+    change(mine, format_version=1, fingerprint="of another kind", **splits)
     (mine / "train-00000.ends").write_bytes(b"not read")
-    after = build_corpus(DataSettings(paths=(mine,)))
+    before, after = (build_corpus(DataSettings(paths=(place,))) for place in (folder, mine))
     assert after.train[:].tolist() == before.train[:].tolist()
     assert after.fingerprint == before.fingerprint
 
 
-def test_settings_that_tokens_cannot_follow_are_refused(text: Path, folder: Path, tmp_path: Path) -> None:
-    bpe = tmp_path / "bpe"
-    tokenize(of(text, tokenizer="bpe:270"), bpe)
+def test_settings_that_tokens_cannot_follow_are_refused(text: Path, folder: Path, bpe: Path, tmp_path: Path) -> None:
     for settings, words in (
         (DataSettings(paths=(folder, text)), "one source can't mix the two"),
         (DataSettings(paths=(folder, bpe)), "with different tokenizers"),
         (DataSettings(paths=(folder,), tokenizer="bpe"), "was made with another tokenizer"),
         (DataSettings(paths=(folder,), tokenizer=str(bpe)), "was made with another tokenizer"),
+        (DataSettings(paths=(folder,), heldout_fraction=0.3), "was made with a heldout_fraction of 0.2"),
     ):
         with pytest.raises(ConfigurationError, match=words):
             build_corpus(settings)
     assert build_corpus(DataSettings(paths=(bpe,), tokenizer=str(bpe))).tokenizer.vocab_size == 270
-    with pytest.raises(ConfigurationError, match="already contains tokens"):
-        tokenize(DataSettings(paths=(folder,)), tmp_path / "again")
     two = {"a": {"data": str(text)}, "b": {"data": str(text)}}
-    with pytest.raises(ConfigurationError, match="a folder for each"):
-        tokenize(DataSettings(sources=two), tmp_path / "again")
-
-
-def write_over(file: Path, place: int, token: int) -> None:
-    tokens = np.fromfile(file, dtype="<u2")
-    tokens[place] = token
-    tokens.tofile(file)
+    for settings, words in (
+        (DataSettings(paths=(folder,)), "already contains tokens"),
+        (DataSettings(sources=two), "a folder for each"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            tokenize(settings, tmp_path / "again")
 
 
 @pytest.mark.parametrize("kind", ["one", "two", "mixture"])
@@ -177,10 +153,9 @@ def test_an_id_beyond_the_vocabulary_never_reaches_a_model(folder: Path, mine: P
         "two": DataSettings(paths=(folder, mine)),
         "mixture": DataSettings(sources={"a": {"data": str(folder)}, "b": {"data": str(mine)}}),
     }[kind]
-    whole = build_corpus(settings)
-    assert int(whole.train[:].max()) == 256, "the last id must be valid"
-    write_over(mine / "train-00000.tokens", 77, 257)
-    write_over(mine / "heldout-00000.tokens", -1, 65535)
+    assert int(build_corpus(settings).train[:].max()) == 256, "the last id must be valid"
+    for name, place, token in (("train", 77, 257), ("heldout", -1, 65535)):
+        np.memmap(mine / f"{name}-00000.tokens", dtype="<u2", mode="r+")[place] = token
     corpus = build_corpus(settings)
     sampler = Sampler(corpus.train, sequence_length=16, batch_size=16, replica=0, num_replicas=1, seed=0)
     drawn = (max(int(each.max()) for each in sampler.next_batch()) for _ in range(200))
@@ -191,31 +166,23 @@ def test_an_id_beyond_the_vocabulary_never_reaches_a_model(folder: Path, mine: P
             heldout[:]
 
 
-def test_another_tokenizer_beside_the_tokens_is_refused(text: Path, mine: Path, tmp_path: Path) -> None:
-    other = tokenize(of(text, tokenizer="bpe:270"), tmp_path / "bpe").path
+def test_another_tokenizer_beside_the_tokens_is_refused(mine: Path, bpe: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(other / name, mine / name)
+        shutil.copy(bpe / name, mine / name)
     with pytest.raises(DataError, match=r"has 270 ids and ends documents with 0, but the tokens have 257"):
         build_corpus(DataSettings(paths=(mine,)))
-
-
-@contextmanager
-def room_for(size_bytes: int) -> Iterator[None]:
-    """Limit the size of files, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_is_told_and_nothing_is_left(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = f"tokenize --data {text} --data.heldout-fraction 0.2 --out {tmp_path / 'new' / 'tokens'}"
-    with room_for(1000):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # files can't grow, as on a full disk
+    try:
         assert main(flags.split()) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "can't be written: [Errno 27] File too large. Give a writable path" in capsys.readouterr().err
     assert not any((tmp_path / "new").iterdir())
 
@@ -227,12 +194,10 @@ def test_who_comes_second_changes_nothing(text: Path, tmp_path: Path, there: boo
         place.mkdir()
 
     def another(documents: int, size_bytes: int) -> None:
-        written = place / "manifest.json"
-        written.parent.mkdir(exist_ok=True)
-        written.write_text("of another")
+        place.mkdir(exist_ok=True)
+        (place / "manifest.json").write_text("of another")
 
-    with pytest.raises(ConfigurationError, match="tokens already exists and is not an empty folder"):
-        tokenize(of(text), place, progress=another)
-    assert [path.name for path in tmp_path.rglob("*")] == ["tokens", "manifest.json"]
-    with pytest.raises(ConfigurationError, match="tokens already exists and is not an empty folder"):
-        tokenize(of(text), place)
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="tokens already exists and is not an empty folder"):
+            tokenize(of(text), place, progress=another)
+        assert [path.name for path in tmp_path.rglob("*")] == ["tokens", "manifest.json"]

@@ -179,7 +179,7 @@ def test_what_can_not_be_trained_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="expected int, got str"):
         built(llama, weights="fresh", num_hidden_layers="three")
     (tmp_path / "odd").mkdir()
-    with pytest.raises(ConfigurationError, match=r"has no config\.json"):
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
         built(tmp_path / "odd")
     (tmp_path / "odd" / "config.json").write_text('{"model_type": "mine", "auto_map": {}}', encoding="utf-8")
     with pytest.raises(ConfigurationError, match="does not know, and code that comes with a model is not run"):

@@ -56,7 +56,7 @@ class Replicas:
             rate = ValueSchedule(peak=1e-2)
             loop = InnerLoop(ParallelModel(model), optimizer, learning_rate=rate, precision=precision)
             self.loops.append(loop)
-            self.averagers.append(GradientAverager(model, self.hub.endpoint(m), make_codec(codec)))
+            self.averagers.append(GradientAverager(model, self.hub.endpoint(m), make_codec(codec), ReplicaGroup()))
 
     def compute(self, step: int, spoilt: int | None = None, odd: float = math.inf) -> None:
         for m, loop in enumerate(self.loops):

@@ -1,7 +1,10 @@
-"""Exported runs: transformers gives the same loss and token ids, and a new run can begin from the export."""
+"""Exported runs: transformers gives the same loss and token ids, a new run can begin there, and files are kept."""
 
 from __future__ import annotations
 
+import json
+import resource
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,17 +97,8 @@ def test_a_new_run_begins_from_the_folder_with_its_sizes_and_tokenizer(run: Path
     assert begun.model.described()["arguments"] == before["arguments"] | {"max_sequence_length": 16, "z_loss": 0.0}
     assert (begun.data.tokenizer, begun.sync.inner_steps) == (str(exported), 500)
     assert same(read_weights(exported, begun.model), read_weights(run))
-    flags = [
-        "--init-from",
-        str(exported),
-        "--model.arguments.layers",
-        "3",
-        "--model.arguments.rope-theta",
-        "5",
-        "--data",
-        "absent",
-    ]
-    changed = load_configuration(flags)
+    flags = f"--init-from {exported} --model.arguments.layers 3 --model.arguments.rope-theta 5 --data absent"
+    changed = load_configuration(flags.split())
     words = r"model\.arguments\.layers=3, model\.arguments\.rope_theta=5\.0 can't be combined with .* layers 2"
     with pytest.raises(ConfigurationError, match=words):
         read_weights(exported, changed.model)
@@ -198,26 +192,55 @@ def test_nothing_is_overwritten_unless_asked_and_then_only_an_export(
     assert (place / "note").exists()
     assert main([*arguments, "--overwrite"]) == 0
     assert not (place / "note").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-    assert main(["export", str(run), "--to", "hf", "--out", str(run), "--overwrite"]) == 2
-    assert "exists and is not an exported model. Use another path" in capsys.readouterr().err
+    other = tmp_path / "project"
+    other.mkdir()
+    (other / "config.json").write_text("{}")  # which many programs write
+    for folder in (run, other):
+        assert main(["export", str(run), "--to", "hf", "--out", str(folder), "--overwrite"]) == 2
+        assert "exists and is not an exported model. Use another path" in capsys.readouterr().err
     assert main(["export", str(run), "--to", "safetensors", "--out", str(tmp_path / "weights")]) == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "project"]
 
 
-def test_a_failure_leaves_what_was_there_and_nothing_else(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_link_stays_a_link(run: Path, tmp_path: Path, filled: bool) -> None:
+    trained, disk, link = load_trained(run), tmp_path / "disk" / "model", tmp_path / "link"
+    disk.mkdir(parents=True)
+    link.symlink_to(disk)
+    if filled:
+        export_huggingface(trained, link)
+    export_huggingface(trained, link, overwrite=True)
+    (tmp_path / "weights.safetensors").symlink_to(tmp_path / "disk" / "weights.safetensors")
+    export_safetensors(trained, tmp_path / "weights.safetensors")
+    assert all(path.is_symlink() for path in (link, tmp_path / "weights.safetensors"))
+    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["model", "weights.safetensors"]
+    assert load_trained(disk).sequence_length == 16
+
+
+@pytest.mark.parametrize(("write", "name"), [(export_huggingface, "hf"), (export_safetensors, "w.safetensors")])
+def test_what_cannot_be_written_is_told_and_nothing_is_left(
+    run: Path, tmp_path: Path, write: Callable[..., object], name: str
 ) -> None:
-    place = tmp_path / "hf"
+    trained = load_trained(run)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"can't be written: .*What was there before is unchanged"):
+        write(trained, tmp_path / "file" / name)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # as on a full disk
+    try:
+        with pytest.raises(CheckpointError, match=r"can't be written: .*File too large"):
+            write(trained, tmp_path / name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_failure_leaves_the_earlier_export(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, trained = tmp_path / "hf", load_trained(run)
     export_huggingface(load_trained(run), place)
     before = {path.name: path.read_bytes() for path in place.iterdir()}
-
-    def fail(folder: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    trained = load_trained(run)
-    monkeypatch.setattr(trained.tokenizer, "save", fail)
-    with pytest.raises(CheckpointError, match=r"No space left on device.*What was there before is unchanged"):
+    monkeypatch.setattr(trained.tokenizer, "save", lambda folder: (folder / "absent" / "file").write_text(""))
+    with pytest.raises(CheckpointError, match=r"No such file.*What was there before is unchanged"):
         export_huggingface(trained, place, dtype="float16", overwrite=True)
     assert {path.name: path.read_bytes() for path in place.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
@@ -241,3 +264,60 @@ def test_a_model_without_a_counterpart_says_what_would_work(run: Path, tmp_path:
         export_huggingface(odd, tmp_path / "hf")
     export_safetensors(odd, tmp_path / "w.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
+
+
+SHORT = (
+    "--steps 4 --data-parallel-steps 0 --inner-steps 2 --replicas 2 --optimizer.warmup-steps 0 --sequence-length 16 "
+    "--device cpu --monitor.console quiet --evaluation.sample-prompts"
+)
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2, which the native decoder can't express, trained for 4 steps."""
+    folder = tmp_path_factory.mktemp("models")
+    shape = {"vocab_size": 257, "n_positions": 64, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, bos_token_id=None, eos_token_id=256)).save_pretrained(
+        folder / "gpt2"
+    )
+    data = ["--data", str(write_text(folder)), "--out", str(folder / "run")]
+    assert main(["train", "--model", f"hf:{folder / 'gpt2'}", *SHORT.split(), *data]) == 0
+    assert main(["export", str(folder / "run"), "--to", "hf", "--out", str(folder / "out")]) == 0
+    return folder / "run"
+
+
+def test_the_export_is_the_model_that_was_trained(gpt2: Path) -> None:
+    other = transformers.AutoModelForCausalLM.from_pretrained(gpt2.parent / "out")
+    assert (type(other), other.config.n_positions) == (transformers.GPT2LMHeadModel, 64)
+    assert (other.config.bos_token_id, other.config.eos_token_id) == (256, 256)
+    trained = load_trained(gpt2)
+    tokens = torch.tensor([trained.tokenizer.encode("alpha beta")])
+    assert (
+        transformers.AutoTokenizer.from_pretrained(gpt2.parent / "out")("alpha beta")["input_ids"] == tokens[0].tolist()
+    )
+    with torch.no_grad():
+        assert torch.equal(other(tokens).logits, trained.model(tokens))
+
+
+def test_its_folder_is_evaluated_and_continued_as_the_run_is(gpt2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, texts = [], []
+    for path in (gpt2, gpt2.parent / "out"):
+        assert main(["evaluate", str(path), "--data", str(gpt2.parent / "text.jsonl"), "--json"]) == 0
+        results.append(json.loads(capsys.readouterr().out))
+        assert main(["generate", str(path), "--prompt", "al", "--tokens", "9"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    for key in ("heldout_loss", "tokens", "bytes"):
+        assert results[0][key] == results[1][key]
+
+
+def test_a_run_begins_from_its_folder_as_the_same_model_only(
+    gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, data = gpt2.parent / "out", ["--data", str(gpt2.parent / "text.jsonl"), "--out", str(tmp_path / "on")]
+    begun = ["train", "--init-from", str(out), *SHORT.split(), *data, "--learning-rate", "1e-30"]
+    assert main(begun) == 2
+    assert "holds a model of type 'gpt2', but the native decoder equals only" in capsys.readouterr().err
+    assert main([*begun, "--model", f"hf:{gpt2.parent / 'gpt2'}", "--algorithm", "none"]) == 0
+    after, before = read_weights(tmp_path / "on"), read_weights(gpt2)
+    assert all(torch.allclose(after[name], before[name], rtol=0, atol=1e-20) for name in before)

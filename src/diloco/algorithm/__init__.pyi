@@ -28,7 +28,6 @@ from .merge import MergeRule as MergeRule
 from .merge import RebaseMerge as RebaseMerge
 from .merge import carry_over as carry_over
 from .muon import Muon as Muon
-from .muon import hidden_matrices as hidden_matrices
 from .muon import muon as muon
 from .muon import orthogonalised as orthogonalised
 from .optim import Adam as Adam
@@ -50,13 +49,11 @@ from .partition import flatten as flatten
 from .partition import group_layers as group_layers
 from .partition import holding as holding
 from .partition import layer_container as layer_container
-from .partition import match_patterns as match_patterns
 from .partition import partition as partition
 from .partition import trainable_parameters as trainable_parameters
 from .partition import unflatten_ as unflatten_
 from .registry import AVERAGES as AVERAGES
 from .registry import CODECS as CODECS
-from .registry import INNER_OPTIMIZERS as INNER_OPTIMIZERS
 from .registry import MERGE_RULES as MERGE_RULES
 from .registry import OUTER_OPTIMIZERS as OUTER_OPTIMIZERS
 from .registry import Registry as Registry

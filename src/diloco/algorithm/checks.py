@@ -1,4 +1,4 @@
-"""Checks of numbers given by the user, and schedules of a number over steps."""
+"""Checks of numbers and names given by the user."""
 
 from __future__ import annotations
 
@@ -11,14 +11,9 @@ from typing import Any
 
 from diloco.errors import ConfigurationError, nearest
 
-__all__ = ["check_choice", "check_number", "check_replica", "check_type", "check_whole"]
-
 
 def check_whole(name: str, value: Any, least: int | None = None) -> int:
     """Return ``value`` as an int. It must be a whole number, and at least ``least`` if that is given.
-
-    Raises:
-        ConfigurationError: if it is not.
 
     >>> check_whole("inner_steps", 2.5, 1)
     Traceback (most recent call last):
@@ -35,15 +30,7 @@ def check_whole(name: str, value: Any, least: int | None = None) -> int:
 
 
 def check_replica(replica: Any, num_replicas: Any) -> int:
-    """Return the number of a replica as an int. It must be from 0 to ``num_replicas - 1``.
-
-    Raises:
-        ConfigurationError: if it is not, or ``num_replicas`` is not a whole number of at least 1.
-
-    >>> check_replica(5, 2)
-    Traceback (most recent call last):
-    diloco.errors.ConfigurationError: replica must be from 0 to 1 with num_replicas=2, got 5.
-    """
+    """Return the number of a replica as an int, which must be from 0 to ``num_replicas - 1``."""
     last = check_whole("num_replicas", num_replicas, 1) - 1
     if not 0 <= (number := check_whole("replica", replica)) <= last:
         raise ConfigurationError(f"replica must be from 0 to {last} with num_replicas={num_replicas}, got {replica}.")
@@ -67,11 +54,8 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         raise ConfigurationError(f"{name}={value!r} is unknown; {nearest(str(value), choices)}")
 
 
-def check_number(name: str, value: Any, low: float, high: float = math.inf, *, above: bool = False) -> None:
-    """Check that ``value`` is a finite number from ``low`` to ``high``; ``above`` excludes ``low`` itself.
-
-    Raises:
-        ConfigurationError: if it is not.
+def check_number(name: str, value: Any, low: float = -math.inf, high: float = math.inf, *, above: bool = False) -> None:
+    """Raise `ConfigurationError` unless ``value`` is a finite number from ``low`` to ``high``; ``above``: not ``low``.
 
     >>> check_number("momentum", 1.5, 0, 1)
     Traceback (most recent call last):
@@ -83,10 +67,6 @@ def check_number(name: str, value: Any, low: float, high: float = math.inf, *, a
     number = float(value) if not isinstance(value, bool) and isinstance(value, Real) else math.nan
     if math.isfinite(number) and low <= number <= high and not (above and number == low):
         return
-    if high < math.inf:
-        wanted = f"a number from {low:g} to {high:g}"
-    elif low > -math.inf:
-        wanted = f"a finite number {'above' if above else 'of at least'} {low:g}"
-    else:
-        wanted = "a finite number"
-    raise ConfigurationError(f"{name} must be {wanted}, got {value!r}.")
+    bound = "" if low == -math.inf else f" {'above' if above else 'of at least'} {low:g}"
+    works = f"a number from {low:g} to {high:g}" if high < math.inf else f"a finite number{bound}"
+    raise ConfigurationError(f"{name} must be {works}, got {value!r}.")

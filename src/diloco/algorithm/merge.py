@@ -15,8 +15,6 @@ from torch import Tensor
 
 from diloco.algorithm.checks import check_number
 
-__all__ = ["AlphaMerge", "MergeRule", "RebaseMerge", "carry_over"]
-
 
 @runtime_checkable
 class MergeRule(Protocol):

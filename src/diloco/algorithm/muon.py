@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from diloco.algorithm.partition import trainable_parameters
 from diloco.errors import ConfigurationError
 
-__all__ = ["Muon", "muon", "orthogonalised"]
-
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _LEAST_SIDE = 64  # for smaller matrices bfloat16 costs more than it gains
 _BATCH_VALUES = 1 << 24  # the most values orthogonalised together, which bounds the scratch memory
@@ -63,10 +61,11 @@ class Muon(torch.optim.Optimizer):
         eps: float = 1e-8,
         fused: bool | None = None,
     ) -> None:
-        if not 0.0 <= momentum < 1.0:
-            raise ConfigurationError(f"Muon's momentum must be from 0 to less than 1, got {momentum}.")
-        if newton_schulz_steps < 1:
-            raise ConfigurationError(f"Muon needs at least one Newton-Schulz step, got {newton_schulz_steps}.")
+        if not 0.0 <= momentum < 1.0 or newton_schulz_steps < 1:
+            raise ConfigurationError(
+                "Muon's momentum must be from 0 to less than 1 and its newton_schulz_steps at least 1, got "
+                f"{momentum} and {newton_schulz_steps}."
+            )
         groups = [dict(group) for group in params]
         for group in groups:
             group.setdefault("lr", lr * group.setdefault("lr_ratio", 1.0))
@@ -76,24 +75,27 @@ class Muon(torch.optim.Optimizer):
             group.setdefault("inputs_first", False)
             group.update(momentum=momentum, nesterov=nesterov, newton_schulz_steps=newton_schulz_steps)
             for parameter in group["params"]:
-                _check_matrix(parameter)
+                if hasattr(parameter, "to_local") or parameter.dim() != 2:
+                    shape = "sharded over ranks" if parameter.dim() == 2 else f"of shape {tuple(parameter.shape)}"
+                    raise ConfigurationError(
+                        f"Muon orthogonalises whole matrices, but a parameter is {shape}. Use AdamW for it, or keep "
+                        "all parameters on every rank (ddp)."
+                    )
         self._adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
         super().__init__(self._adamw.param_groups, {})
         self._share()
 
     def _share(self) -> None:
-        """Restrict AdamW to its own groups and let it share this optimizer's state."""
+        # AdamW steps its own groups alone, and has its state in this optimizer's
         self._adamw.param_groups = [group for group in self.param_groups if not group["orthogonalise"]]
         self._adamw.state = self.state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state that ``state_dict()`` returned; see ``torch.optim.Optimizer``."""
         super().load_state_dict(dict(state_dict))
         self._share()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -204,31 +206,6 @@ def muon(
     >>> [(group["orthogonalise"], group["lr"], len(group["params"])) for group in optimizer.param_groups]
     [(True, 0.01, 2), (False, 0.001, 2), (False, 0.001, 2)]
     """
-    hidden = hidden_matrices(model, adamw)
-    if not hidden:
-        raise ConfigurationError(
-            "Muon needs hidden matrices, but this model has none besides its embeddings and head. Use AdamW."
-        )
-    names = {id(parameter) for parameter in hidden.values()}
-    others = [p for p in model.parameters() if p.requires_grad and id(p) not in names]
-    # GPT-2's layers have transposed matrices, (inputs, outputs)
-    turned = {id(module.weight) for module in model.modules() if type(module).__name__ == "Conv1D"}
-    matrices = {"orthogonalise": True, "lr_ratio": matrix_lr_ratio}
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in hidden.values() if id(p) not in turned], **matrices},
-        {"params": [p for p in hidden.values() if id(p) in turned], **matrices, "inputs_first": True},
-        {"params": [p for p in others if p.dim() >= 2]},
-        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return Muon([group for group in groups if group["params"]], lr, weight_decay=weight_decay, **arguments)
-
-
-def hidden_matrices(model: nn.Module, adamw: Sequence[str] = ()) -> dict[str, nn.Parameter]:
-    """Return name -> trainable matrix that `muon` orthogonalises.
-
-    Raises:
-        ConfigurationError: if a pattern matches no trainable matrix.
-    """
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     apart = {id(weight) for weight in tables}
     for shape in {weight.shape for weight in tables}:
@@ -237,22 +214,27 @@ def hidden_matrices(model: nn.Module, adamw: Sequence[str] = ()) -> dict[str, nn
             apart |= {id(weight) for weight in heads}
     matrices = {name: p for name, p in trainable_parameters(model).items() if p.dim() == 2}
     for pattern in adamw:
-        if not fnmatch.filter(matrices, pattern):
+        names = fnmatch.filter(matrices, pattern)
+        if not names:
             raise ConfigurationError(
                 f"The pattern {pattern!r} matches no trainable matrix of this model, whose matrices are "
                 f"{', '.join(list(matrices)[:5])}{', ...' if len(matrices) > 5 else ''}."
             )
-    return {
-        name: p
-        for name, p in matrices.items()
-        if id(p) not in apart and not any(fnmatch.fnmatchcase(name, pattern) for pattern in adamw)
-    }
-
-
-def _check_matrix(parameter: Tensor) -> None:
-    if hasattr(parameter, "to_local") or parameter.dim() != 2:
-        what = "sharded over the ranks of a replica" if parameter.dim() == 2 else f"of shape {tuple(parameter.shape)}"
+        apart |= {id(matrices[name]) for name in names}
+    hidden = [p for p in matrices.values() if id(p) not in apart]
+    if not hidden:
         raise ConfigurationError(
-            f"Muon orthogonalises whole matrices, but a parameter is {what}. Use AdamW for it, or keep all parameters "
-            "on every rank (ddp)."
+            "Muon needs hidden matrices, but this model has none besides its embeddings and head. Use AdamW."
         )
+    ours = set(map(id, hidden))
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in ours]
+    # GPT-2's layers have transposed matrices, (inputs, outputs)
+    turned = {id(module.weight) for module in model.modules() if type(module).__name__ == "Conv1D"}
+    shared = {"orthogonalise": True, "lr_ratio": matrix_lr_ratio}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in hidden if id(p) not in turned], **shared},
+        {"params": [p for p in hidden if id(p) in turned], **shared, "inputs_first": True},
+        {"params": [p for p in others if p.dim() >= 2]},
+        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return Muon([group for group in groups if group["params"]], lr, weight_decay=weight_decay, **arguments)

@@ -20,19 +20,6 @@ from diloco.algorithm.checks import check_number, check_type
 from diloco.algorithm.codec.base import divisor, pieces
 from diloco.errors import ConfigurationError
 
-__all__ = [
-    "PIECE_BYTES",
-    "Adam",
-    "Nesterov",
-    "OuterOptimizer",
-    "OuterState",
-    "ScalarSchedule",
-    "Sgd",
-    "digest_state",
-    "digest_tensors",
-    "host_pieces",
-]
-
 ScalarSchedule = float | Callable[[int], float]  # a number, or a pure function of the outer step (counted from 0)
 
 

@@ -21,25 +21,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm.checks import check_type, check_whole
+from diloco.algorithm.checks import check_choice, check_type, check_whole
 from diloco.algorithm.tensors import all_parameters, local_shard, named_parameters, overlaps, unfit_parameter
-from diloco.errors import ConfigurationError, FragmentError, nearest
-
-__all__ = [
-    "FragmentLayout",
-    "Strategy",
-    "bind",
-    "check_coverage",
-    "check_parameters",
-    "flatten",
-    "group_layers",
-    "holding",
-    "layer_container",
-    "match_patterns",
-    "partition",
-    "trainable_parameters",
-    "unflatten_",
-]
+from diloco.errors import FragmentError
 
 Strategy = Literal["strided", "sequential", "balanced", "patterns"]
 
@@ -79,10 +63,9 @@ class FragmentLayout:
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return name -> trainable parameter. Tied parameters appear once. Wrappers of torch do not change the names.
+    """Return name -> trainable parameter, or raise as `check_parameters`.
 
-    Raises:
-        FragmentError: see `check_parameters`.
+    Tied parameters appear once. Wrappers of torch do not change the names.
     """
     parameters = {name: parameter for name, parameter in named_parameters(model).items() if parameter.requires_grad}
     check_parameters(parameters)
@@ -122,7 +105,8 @@ def partition(
       0 holds layers, too.
     - ``sequential``: like ``strided``, but with blocks of neighbouring layers.
     - ``balanced``: single tensors packed into fragments of nearly equal size, the largest first.
-    - ``patterns``: fragment i holds the names that match one of ``patterns[i]`` (shell-style, ``layers.[01].*``).
+    - ``patterns``: fragment i holds the names that match one of ``patterns[i]`` (shell-style, ``layers.[01].*``). A
+      pattern may match any name of a tied weight, and must match at least one.
 
     A single fragment holds the whole model under every strategy except ``patterns``.
 
@@ -134,22 +118,20 @@ def partition(
     >>> [fragment.names for fragment in partition(model, num_fragments=2, strategy="balanced")]
     [('1.weight', '0.weight'), ('2.weight',)]
     """
-    if strategy not in get_args(Strategy):
-        raise ConfigurationError(
-            f"There is no fragment strategy {strategy!r}; {nearest(str(strategy), get_args(Strategy))}"
-        )
+    check_choice("strategy", strategy, get_args(Strategy))
     check_type("model", model, nn.Module, "a torch.nn.Module")
     num_fragments, parameters = check_whole("num_fragments", num_fragments, 1), trainable_parameters(model)
     if not parameters:
         raise FragmentError("The model has no trainable parameters, so there is nothing to synchronise.")
+    sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     if strategy == "patterns":
-        groups = match_patterns(_names_with_aliases(model, parameters), patterns)
+        groups = _matching(model, parameters, patterns)
     elif num_fragments == 1:
         groups = [list(parameters)]
     elif strategy == "balanced":
-        groups = _balanced({name: p.numel() for name, p in parameters.items()}, num_fragments)
+        groups = _balanced(sizes, num_fragments)
     else:
-        groups = _layered({name: p.numel() for name, p in parameters.items()}, num_fragments, strategy)
+        groups = _layered(sizes, num_fragments, strategy)
     fragments = tuple(
         FragmentLayout(index, tuple(names), tuple(tuple(local_shard(parameters[name]).shape) for name in names))
         for index, names in enumerate(groups)
@@ -221,8 +203,8 @@ def unflatten_(values: Tensor, tensors: Sequence[Tensor]) -> None:
 def holding(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """Set ``parameters`` to ``values`` of the same names inside a ``with`` block and restore them at its end.
 
-    For a DTensor parameter, ``values`` contains this rank's shard. What the parameters held waits in host memory, so
-    that a GPU does not need room for all of them twice, and is what the block gets.
+    For a DTensor parameter, ``values`` contains this rank's shard. What the parameters held waits in host memory
+    (pinned if it is of a GPU, which then does not need room for all of them twice), and is what the block gets.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> before = model.weight.item()
@@ -233,7 +215,10 @@ def holding(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> I
     True
     """
     shards = {name: local_shard(parameter) for name, parameter in parameters.items()}
-    before = {name: _host_copy(shard) for name, shard in shards.items()}
+    before = {
+        name: torch.empty(shard.shape, dtype=shard.dtype, device="cpu", pin_memory=shard.is_cuda).copy_(shard)
+        for name, shard in shards.items()
+    }
     try:
         for name, shard in shards.items():
             shard.copy_(values[name])
@@ -243,20 +228,33 @@ def holding(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> I
             shard.copy_(before[name])
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
-    """Return a copy of ``tensor`` in host memory, which is pinned if it is on a GPU."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
-    return copy.copy_(tensor)
-
-
-def _names_with_aliases(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:
-    """Return first name -> all names of the same parameter, those of wrappers too: a pattern may match any of them."""
+def _matching(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], patterns: Sequence[Sequence[str]]
+) -> list[list[str]]:
+    listed = isinstance(patterns, Sequence) and not isinstance(patterns, str)
+    if not listed or any(isinstance(group, str) or not isinstance(group, Sequence) for group in patterns):
+        raise FragmentError(
+            "patterns must be a list of patterns for each fragment, such as [['layers.0.*'], ['layers.1.*', 'head.*']],"
+            f" got {patterns!r}."
+        )
     first = {id(parameter): name for name, parameter in parameters.items()}
-    aliases: dict[str, list[str]] = {name: [] for name in parameters}
-    for name, parameter in [*all_parameters(model), *model.named_parameters(remove_duplicate=False)]:
-        if id(parameter) in first:
-            aliases[first[id(parameter)]].append(name)
-    return aliases
+    # all names of every parameter, those of wrappers too
+    named = [*all_parameters(model), *model.named_parameters(remove_duplicate=False)]
+    hits: dict[str, set[int]] = {name: set() for name in parameters}
+    idle = []
+    for index, group in enumerate(patterns):
+        for pattern in group:
+            names = {first[id(p)] for name, p in named if id(p) in first and fnmatchcase(name, pattern)}
+            for name in names:
+                hits[name].add(index)
+            idle += [] if names else [f"The pattern {pattern!r} of fragment {index} matches no trainable parameter."]
+    for name, indices in hits.items():
+        if len(indices) != 1:
+            where = f"the patterns of fragments {sorted(indices)}" if indices else "no pattern of any fragment"
+            raise FragmentError(f"The parameter {name!r} matches {where}; it must match those of exactly one fragment.")
+    if idle:
+        raise FragmentError(idle[0])
+    return [[name for name in parameters if index in hits[name]] for index in range(len(patterns))]
 
 
 def _layered(sizes: Mapping[str, int], num_fragments: int, strategy: str) -> list[list[str]]:
@@ -305,15 +303,13 @@ def group_layers(sizes: Mapping[str, int]) -> tuple[list[str], list[list[str]]]:
     (['embedding'], [['layers.0.w'], ['layers.1.w', 'layers.1.b']])
     """
     container = layer_container(sizes)
-    if container is None:
-        return list(sizes), []
     rest: list[str] = []
     layers: dict[int, list[str]] = {}
     for name in sizes:
-        parts = tuple(name.split("."))
-        depth = len(container)
-        if parts[:depth] == container and len(parts) > depth and parts[depth].isdigit():
-            layers.setdefault(int(parts[depth]), []).append(name)
+        parts, depth = name.split("."), len(container or ())
+        number = "".join(parts[depth : depth + 1])
+        if container is not None and tuple(parts[:depth]) == container and number.isdigit():
+            layers.setdefault(int(number), []).append(name)
         else:
             rest.append(name)
     return rest, [layers[number] for number in sorted(layers)]
@@ -333,63 +329,19 @@ def layer_container(sizes: Mapping[str, int]) -> tuple[str, ...] | None:
     >>> layer_container({"head.0.w": 9, "head.1.w": 900, "blocks.0.w": 4, "blocks.1.w": 4})
     ('blocks',)
     """
-    children: dict[tuple[str, ...], dict[str, dict[str, int]]] = {}
+    # prefix -> the number, the name below it and the size of each parameter
+    inside: dict[tuple[str, ...], list[tuple[str, str, int]]] = {}
     for name, size in sizes.items():
-        parts = tuple(name.split("."))
+        parts = name.split(".")
         for position, part in enumerate(parts):
             if part.isdigit():
-                inside = children.setdefault(parts[:position], {}).setdefault(part, {})
-                inside[".".join(parts[position + 1 :])] = size
-    alike = {prefix: _have_something_in_common(list(numbered.values())) for prefix, numbered in children.items()}
-    closed = [prefix for prefix, numbered in children.items() if alike[prefix] or len(numbered) == 1]
+                inside.setdefault(tuple(parts[:position]), []).append((part, ".".join(parts[position + 1 :]), size))
+    alike = {prefix: len({each[1:] for each in below}) < len(below) for prefix, below in inside.items()}
+    closed = [prefix for prefix, below in inside.items() if alike[prefix] or len({part for part, *_ in below}) == 1]
     outermost = [
         prefix
-        for prefix in children
+        for prefix in inside
         if not any(len(other) < len(prefix) and prefix[: len(other)] == other for other in closed)
     ]
-    totals = {prefix: sum(sum(child.values()) for child in children[prefix].values()) for prefix in outermost}
+    totals = {prefix: sum(size for *_, size in inside[prefix]) for prefix in outermost}
     return max(outermost, key=lambda prefix: (alike[prefix], totals[prefix], -len(prefix)), default=None)
-
-
-def _have_something_in_common(children: Sequence[Mapping[str, int]]) -> bool:
-    """Return whether two children have a parameter of equal name and size."""
-    parameters = [parameter for child in children for parameter in child.items()]
-    return len(set(parameters)) < len(parameters)
-
-
-def match_patterns(aliases: Mapping[str, Sequence[str]], patterns: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Group parameter names by the list of shell-style patterns that they match.
-
-    Args:
-        aliases: Parameter name -> all its names (tied weights have several). A pattern may match any of them.
-        patterns: The patterns of each fragment.
-
-    Raises:
-        FragmentError: if a name matches the patterns of no fragment or of several, or a pattern matches no name.
-
-    >>> match_patterns({"a.w": ["a.w"], "b.w": ["b.w"]}, [["b.*"], ["a.*"]])
-    [['b.w'], ['a.w']]
-    """
-    listed = isinstance(patterns, Sequence) and not isinstance(patterns, str)
-    if not listed or any(isinstance(group, str) or not isinstance(group, Sequence) for group in patterns):
-        raise FragmentError(
-            "patterns must be a list of patterns for each fragment, such as [['layers.0.*'], ['layers.1.*', 'head.*']],"
-            f" got {patterns!r}."
-        )
-    groups: list[list[str]] = [[] for _ in patterns]
-    for name, names in aliases.items():
-        hits = [
-            index
-            for index, group in enumerate(patterns)
-            if any(fnmatchcase(alias, pattern) for pattern in group for alias in names)
-        ]
-        if len(hits) != 1:
-            where = f"the patterns of fragments {hits}" if hits else "no pattern of any fragment"
-            raise FragmentError(f"The parameter {name!r} matches {where}; it must match those of exactly one fragment.")
-        groups[hits[0]].append(name)
-    every = [alias for names in aliases.values() for alias in names]
-    for index, group in enumerate(patterns):
-        for pattern in group:
-            if not any(fnmatchcase(alias, pattern) for alias in every):
-                raise FragmentError(f"The pattern {pattern!r} of fragment {index} matches no trainable parameter.")
-    return groups

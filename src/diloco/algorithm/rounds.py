@@ -24,28 +24,6 @@ from diloco.algorithm.exchange import PLAIN_MEAN, Exchange, MeanEncoding, Uplink
 from diloco.algorithm.telemetry import sampled_ranges, spread, spread_terms
 from diloco.errors import CodecError, DivergedError
 
-__all__ = [
-    "GREATEST_WEIGHT",
-    "LARGEST_MEAN",
-    "LEAST_WEIGHT",
-    "AverageRule",
-    "Contribution",
-    "Mean",
-    "RoundId",
-    "SendersMean",
-    "Verdict",
-    "bounded_weights",
-    "check_mean",
-    "combined",
-    "contribution_weight",
-    "judge",
-    "mean_of_buffers",
-    "plan_round",
-    "scale_factors",
-    "vector_norm",
-    "weighted_mean",
-]
-
 Value = TypeVar("Value", bound=Hashable)
 
 LARGEST_MEAN = 2.0**100  # a larger mean makes the round void: momentum and outer steps would overflow
@@ -229,6 +207,9 @@ def judge(
 ) -> Verdict:
     """Decide about a round, given the contribution of each member or the reason for its absence.
 
+    A replica has diverged if its digest is not the most frequent one; on a tie the digest of the lowest replica counts.
+    The most frequent sizes are determined in the same way, and contributions of other sizes are refused.
+
     Args:
         contributions: Replica -> its contribution.
         members: The replicas of the view.
@@ -238,30 +219,24 @@ def judge(
             checked on arrival.
         holders: The least number of replicas that must hold a state for it to be the majority's. It exceeds the number
             of replicas that may be malicious.
-
-    Returns:
-        The verdict. A replica has diverged if its digest is not the most frequent one; on a tie the digest of the
-        lowest replica counts. The most frequent sizes are determined in the same way, and contributions of other sizes
-        are refused.
     """
     reasons = {replica: f"replica {replica} {why}" for replica, why in absent.items()}
     if not contributions:
         return Verdict((), "; ".join(reasons[replica] for replica in sorted(reasons)) or "no replica contributed")
     ordered = sorted(contributions)
     majority = _most_frequent([contributions[replica].digest for replica in ordered])
-    donor = next(replica for replica in ordered if contributions[replica].digest == majority)
     diverged = tuple(replica for replica in ordered if contributions[replica].digest != majority)
+    donor = next(replica for replica in ordered if replica not in diverged)
+    what = "global parameters or outer state of"
     if len(ordered) - len(diverged) < min(holders, len(ordered)):
         names = ", ".join(map(str, ordered))
-        reason = f"global parameters or outer state of replicas {names} differ, and no {holders} of them hold the same"
-        return Verdict((), reason)
+        return Verdict((), f"{what} replicas {names} differ, and no {holders} of them hold the same")
     if diverged:
         names = ", ".join(map(str, diverged))
-        reason = f"global parameters or outer state of replica {names} differ from those of replica {donor}"
-        return Verdict((), reason, diverged, donor)
-    expected = _most_frequent([_layout(contributions[replica]) for replica in ordered])
+        return Verdict((), f"{what} replica {names} differ from those of replica {donor}", diverged, donor)
+    layout = _most_frequent([_layout(contributions[replica]) for replica in ordered])
     for replica in ordered:
-        if why := _refusal(contributions[replica], expected, contents=contents):
+        if why := _refusal(contributions[replica], layout, contents=contents):
             reasons[replica] = f"the contribution of replica {replica} was refused: {why}"
     usable = tuple(replica for replica in ordered if replica not in reasons)
     refused = tuple(each for each in ordered if each in reasons and not contributions[each].withdrawn)
@@ -287,35 +262,41 @@ def weighted_mean(contributions: Sequence[Contribution]) -> Mean:
     Raises:
         CodecError: if the mean is not finite or too large. The error names the replica that contributed most to it.
     """
-    ordered = sorted(contributions, key=lambda contribution: contribution.replica)
-    first = ordered[0]
+    ordered = {each.replica: each for each in sorted(contributions, key=lambda each: each.replica)}
+    first = next(iter(ordered.values()))
+    numel = first.numel
     weights = bounded_weights(
-        {each.replica: each.weight for each in ordered}, {each.replica: each.base_weight for each in ordered}
+        {m: each.weight for m, each in ordered.items()}, {m: each.base_weight for m, each in ordered.items()}
     )
     total = sum(weights.values())
     factors: dict[int, float] = {}
     if first.max_norm is not None:
-        norms = {each.replica: vector_norm(each.codec.decode(each.payload, each.numel)) for each in ordered}
+        norms = {m: vector_norm(each.codec.decode(each.payload, numel)) for m, each in ordered.items()}
         factors = scale_factors(first.max_norm, norms)
-    scaled = {replica: weight * factors.get(replica, 1.0) for replica, weight in weights.items()}
+    addends = {m: (each.codec, each.payload, weights[m] * factors.get(m, 1.0)) for m, each in ordered.items()}
     if first.average_rule is None:
-        values = torch.zeros(first.numel, dtype=torch.float32, device=first.payload.device)
-        for each in ordered:
-            each.codec.accumulate(each.payload, values, scaled[each.replica])
+        values = torch.zeros(numel, dtype=torch.float32, device=first.payload.device)
+        for codec, payload, weight in addends.values():
+            codec.accumulate(payload, values, weight)
         values.div_(divisor(total, values))
     else:
-        decoded = ((each.replica, each.codec.decode(each.payload, each.numel)) for each in ordered)
+        decoded = ((m, each.codec.decode(each.payload, numel)) for m, each in ordered.items())
         values = combined(first.average_rule, decoded, weights, factors, first.tensors)
-    check_mean(values, {each.replica: (each.codec, each.payload, scaled[each.replica]) for each in ordered})
-    held = {each.replica: each.buffers for each in ordered if each.buffers is not None}
+    check_mean(values, addends)
+    buffers = {m: each.buffers for m, each in ordered.items() if each.buffers is not None}
+    distance = None
+    if first.telemetry:
+        payloads = [(weights[m], each.payload) for m, each in ordered.items()]
+        ranges = sampled_ranges(numel, first.codec.block_size)
+        distance = spread(*spread_terms(first.codec, payloads, numel, ranges), total)
     return Mean(
         values=values,
-        contributors=tuple(contribution.replica for contribution in ordered),
+        contributors=tuple(ordered),
         weight=total,
-        buffers=mean_of_buffers(held, weights) if held else None,
+        buffers=mean_of_buffers(buffers, weights) if buffers else None,
         integers=first.integers,
         clipped=tuple(factors),
-        spread=_spread(ordered, weights) if first.telemetry else None,
+        spread=distance,
     )
 
 
@@ -345,13 +326,6 @@ def combined(
     return rule.combine(
         ((weights[replica], values.mul_(factors.get(replica, 1.0))) for replica, values in decoded), tensors
     )
-
-
-def _spread(contributions: Sequence[Contribution], weights: Mapping[int, float]) -> float | None:
-    codec, numel = contributions[0].codec, contributions[0].numel
-    payloads = [(weights[each.replica], each.payload) for each in contributions]
-    terms = spread_terms(codec, payloads, numel, sampled_ranges(numel, codec.block_size))
-    return spread(*terms, sum(weights.values()))
 
 
 def scale_factors(max_norm: float, norms: Mapping[int, float]) -> dict[int, float]:

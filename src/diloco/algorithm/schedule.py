@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
-from diloco.algorithm.checks import check_number, check_type, check_whole
-from diloco.errors import ConfigurationError, nearest
-
-__all__ = ["Merge", "Send", "StepRate", "SyncSchedule", "ValueSchedule", "steps_to_train", "trains_at"]
+from diloco.algorithm.checks import check_choice, check_number, check_type, check_whole
+from diloco.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
@@ -67,29 +65,25 @@ class SyncSchedule:
 
     def __post_init__(self) -> None:
         # object.__setattr__ is how a frozen dataclass sets derived fields
-        for name in ("inner_steps", "num_fragments", "overlap_steps"):
-            object.__setattr__(self, name, check_whole(name, getattr(self, name)))
-        inner_steps, num_fragments = self.inner_steps, self.num_fragments
-        if inner_steps < 1:
-            raise ConfigurationError(f"inner_steps must be at least 1, got {inner_steps}.")
-        if not 1 <= num_fragments <= inner_steps:
-            raise ConfigurationError(
-                f"num_fragments must be from 1 to {inner_steps} with inner_steps={inner_steps}, so that no two "
-                f"fragments need the same step; got {num_fragments}."
-            )
-        if not 0 <= self.overlap_steps <= inner_steps:
-            raise ConfigurationError(
-                f"overlap_steps must be from 0 to {inner_steps} with inner_steps={inner_steps}, because a fragment "
-                f"must be merged before it is sent again; got {self.overlap_steps}."
-            )
-        spread = (p * inner_steps // num_fragments for p in range(num_fragments))
-        given = spread if self.offsets is None else self.offsets
-        check_type("offsets", given, Iterable, f"{num_fragments} whole numbers, one for each fragment")
-        object.__setattr__(self, "offsets", tuple(check_whole("an offset", offset) for offset in given))
+        object.__setattr__(self, "inner_steps", check_whole("inner_steps", self.inner_steps, 1))
+        for name, least, why in (
+            ("num_fragments", 1, "so that no two fragments need the same step"),
+            ("overlap_steps", 0, "because a fragment must be merged before it is sent again"),
+        ):
+            object.__setattr__(self, name, number := check_whole(name, getattr(self, name)))
+            if not least <= number <= self.inner_steps:
+                raise ConfigurationError(
+                    f"{name} must be from {least} to {self.inner_steps} with inner_steps={self.inner_steps}, {why}; "
+                    f"got {number}."
+                )
+        spread = (p * self.inner_steps // self.num_fragments for p in range(self.num_fragments))
+        values = spread if self.offsets is None else self.offsets
+        check_type("offsets", values, Iterable, f"{self.num_fragments} whole numbers, one for each fragment")
+        object.__setattr__(self, "offsets", tuple(check_whole("an offset", value) for value in values))
         offsets = self.fragment_offsets
-        if len(offsets) != num_fragments or any(not 0 <= offset < inner_steps for offset in offsets):
+        if len(offsets) != self.num_fragments or any(not 0 <= offset < self.inner_steps for offset in offsets):
             raise ConfigurationError(
-                f"offsets must be {num_fragments} values from 0 to {inner_steps - 1}, one for each fragment, "
+                f"offsets must be {self.num_fragments} values from 0 to {self.inner_steps - 1}, one for each fragment, "
                 f"got {offsets}."
             )
 
@@ -129,14 +123,6 @@ class SyncSchedule:
             busy.update(sent, (step + self.overlap_steps for step in sent))
         return tuple(sorted(step for step in busy if step <= steps))
 
-    def rounds(self, steps: int) -> int:
-        """Return the number of sends of all fragments in steps 1..``steps``.
-
-        >>> SyncSchedule(inner_steps=100, num_fragments=2).rounds(200)
-        3
-        """
-        return sum(self.rounds_of(fragment, steps) for fragment in range(self.num_fragments))
-
     def rounds_of(self, fragment: int, steps: int) -> int:
         """Return the number of sends of one fragment in steps 1..``steps``."""
         return max(0, (steps - self.fragment_offsets[fragment]) // self.inner_steps)
@@ -156,12 +142,12 @@ class SyncSchedule:
         >>> schedule.window_steps(1, outer_step=0), schedule.window_steps(1, outer_step=1)
         (150, 100)
         """
-        return self.inner_steps + (self.fragment_offsets[fragment] if outer_step == 0 else 0)
+        return self.sent_at(fragment, 0) if outer_step == 0 else self.inner_steps
 
     def _sent(self, step: int) -> list[tuple[int, int]]:
         """Return the fragments sent after ``step``, each with its round."""
-        begun, offset = divmod(step, self.inner_steps)
-        return [(p, begun - 1) for p in self._fragments_at.get(offset, ())] if begun >= 1 else []
+        cycles, offset = divmod(step, self.inner_steps)
+        return [(p, cycles - 1) for p in self._fragments_at.get(offset, ())] if cycles >= 1 else []
 
     @cached_property
     def _fragments_at(self) -> dict[int, tuple[int, ...]]:
@@ -170,16 +156,11 @@ class SyncSchedule:
         return {at: tuple(p for p, offset in enumerate(offsets) if offset == at) for at in set(offsets)}
 
 
-_KEPT = 0.9  # the weight that each step leaves to the earlier ones, so that about ten steps count
-
-_SHORTEST_S, _LONGEST_S = 1e-9, 1e9
-
-_MOST_TIMES = 8  # the fastest replica counts as at most this many times as fast as the second fastest
-_ENOUGH_STEPS = 6  # the least number of steps for a meaningful mean
+_MAX_SPEEDUP = 8  # the fastest replica counts as at most this many times as fast as the second fastest
 
 
 def steps_to_train(replica: int, steps_per_s: Mapping[int, float], inner_steps: int) -> int:
-    """Return ``k = floor(v / max v * H)``, at least 1: the scheduled steps of H that a replica trains.
+    """Return ``k = floor(v / max v * H)``, at least 1: the scheduled steps of H that a replica trains (DyLU).
 
     It is H for the fastest replica, and for one whose speed is not in ``steps_per_s``.
 
@@ -195,20 +176,19 @@ def steps_to_train(replica: int, steps_per_s: Mapping[int, float], inner_steps: 
     if replica not in steps_per_s:
         return inner_steps
     mine, speeds = steps_per_s[replica], sorted(steps_per_s.values())
-    fastest = min(speeds[-1], _MOST_TIMES * speeds[-2]) if len(speeds) > 1 else speeds[-1]
+    fastest = min(speeds[-1], _MAX_SPEEDUP * speeds[-2]) if len(speeds) > 1 else speeds[-1]
     return inner_steps if mine >= fastest else max(1, math.floor(mine / fastest * inner_steps))
 
 
 def trains_at(step: int, steps: int, inner_steps: int) -> bool:
     """Return whether the scheduled step ``step`` (t, from 0) is trained: ``floor((t + 1) k / H) > floor(t k / H)``.
 
-    Exactly ``steps`` (k) of any ``inner_steps`` (H) consecutive steps are trained, spread as evenly as possible.
+    Exactly ``steps`` (k, from 1 to H) of any ``inner_steps`` (H) consecutive steps are trained, spread as evenly as
+    possible.
 
     >>> ["." if not trains_at(step, 3, inner_steps=8) else "x" for step in range(8)]
     ['.', '.', 'x', '.', '.', 'x', '.', 'x']
     """
-    if not 1 <= steps <= inner_steps:
-        raise ConfigurationError(f"The number of trained steps must be from 1 to {inner_steps}, got {steps}.")
     return (step + 1) * steps // inner_steps > step * steps // inner_steps
 
 
@@ -229,22 +209,21 @@ class StepRate:
 
     def __init__(self) -> None:
         self._steps = 0
-        self._sum_s = 0.0
-        self._weight = 0.0
+        self._sum_s = self._weight = 0.0
 
     def add(self, compute_s: float) -> None:
         """Count a step with this compute time, which excludes waiting for others. Ignore impossible times."""
-        if not _SHORTEST_S <= compute_s <= _LONGEST_S:
+        if not 1e-9 <= compute_s <= 1e9:
             return
         self._steps += 1
         if self._steps > 1:
-            self._sum_s = _KEPT * self._sum_s + compute_s
-            self._weight = _KEPT * self._weight + 1
+            self._sum_s = 0.9 * self._sum_s + compute_s
+            self._weight = 0.9 * self._weight + 1
 
     @property
     def steps_per_s(self) -> float | None:
         """The inner steps per second, or None before enough steps were counted."""
-        return self._weight / self._sum_s if self._steps >= _ENOUGH_STEPS else None
+        return self._weight / self._sum_s if self._steps >= 6 else None
 
 
 _Kind = Literal["constant", "linear", "cosine", "wsd"]
@@ -284,12 +263,11 @@ class ValueSchedule:
     decay_steps: int = 0
 
     def __post_init__(self) -> None:
-        check_number("peak", self.peak, -math.inf)
+        check_choice("kind", self.kind, get_args(_Kind))
+        check_number("peak", self.peak)
         check_number("final_ratio", self.final_ratio, 0, 1)
         for name in ("total_steps", "warmup_steps", "decay_steps"):
             check_whole(name, getattr(self, name), 0)
-        if self.kind not in get_args(_Kind):
-            raise ConfigurationError(f"There is no kind {self.kind!r}; {nearest(str(self.kind), get_args(_Kind))}")
         if self.kind != "constant" and self.warmup_steps > self.total_steps:
             raise ConfigurationError(
                 f"The warm-up can't be longer than the run, got warmup_steps={self.warmup_steps} with "

@@ -15,8 +15,6 @@ from tyro.conf import arg
 
 from diloco.errors import ConfigurationError, nearest
 
-__all__ = ["AUTO_MEANS_FROM_REPLICAS", "SyncSettings"]
-
 AUTO_MEANS_FROM_REPLICAS = 8  # the least number of replicas for which the mean codec "auto" encodes means
 
 ROLES = ("codec", "outer", "merge", "average")

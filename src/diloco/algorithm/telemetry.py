@@ -7,7 +7,7 @@ have no effect on training.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,11 +15,9 @@ from torch import Tensor
 from diloco.algorithm.codec.base import Codec
 from diloco.algorithm.optim import OuterOptimizer, OuterState
 
-__all__ = ["measured_outer_step", "sample", "sampled_ranges", "spread", "spread_terms"]
-
 _SAMPLED_BLOCKS, _SAMPLED_BLOCK = 128, 128  # 16384 values: the standard error of a cosine is 0.008
 
-_RANGE, _VALUES_PER_RANGE, _MOST_RANGES = 1 << 12, 1 << 18, 16
+_RANGE, _VALUES_PER_RANGE, _MAX_RANGES = 1 << 12, 1 << 18, 16
 """A range of 4096 values of each contribution is decoded for every 262144 values of the fragment, up to 16 ranges."""
 
 _PIECE = 1 << 20  # values whose squares are summed in float32; longer sums would lose precision
@@ -46,34 +44,27 @@ def measured_outer_step(
         - gain: the step along the mean in lengths of the mean, ``<theta before - theta after, Delta> / |Delta|^2``. For
           Nesterov ``lr (1 + mu)`` in the first step, and ``lr / (1 - mu)`` after many equal means.
     """
-    delta, before = sample(mean), sample(values)
+    delta, before = _sample(mean), _sample(values)
     momentum = state.slots.get("momentum", state.slots.get("mean"))  # Adam calls its first moment "mean"
-    momentum = None if momentum is None else sample(momentum)
+    momentum = None if momentum is None else _sample(momentum)
     optimizer.update(mean, state, values)
-    moved = before.sub_(sample(values))
-    dots = {"square": delta.dot(delta), "moved": delta.dot(moved)}
-    if last is not None:
-        dots |= {"last": delta.dot(last), "last square": last.dot(last)}
-    if momentum is not None:
-        dots |= {"momentum": delta.dot(momentum), "momentum square": momentum.dot(momentum)}
+    zero = torch.zeros_like(delta)  # its cosines are undefined
+    others = [before.sub_(_sample(values)), zero if last is None else last, zero if momentum is None else momentum]
+    dots = [delta.dot(delta), *(delta.dot(each) for each in others), *(each.dot(each) for each in others[1:])]
     squares = [piece.dot(piece) for piece in torch.split(mean, _PIECE)]
-    numbers = torch.stack([*dots.values(), *squares]).tolist()
-    found = dict(zip(dots, numbers, strict=False))
+    numbers = torch.stack([*dots, *squares]).tolist()  # waits for the device once
+    square, moved, with_last, with_momentum, of_last, of_momentum = numbers[: len(dots)]
     measures = {
         "mean_norm": math.sqrt(sum(numbers[len(dots) :])),
-        "mean_cosine": _cosine(found, "last"),
-        "momentum_cosine": _cosine(found, "momentum"),
-        "gain": _ratio(found["moved"], found["square"]),
+        "mean_cosine": _ratio(with_last, math.sqrt(square * of_last)),
+        "momentum_cosine": _ratio(with_momentum, math.sqrt(square * of_momentum)),
+        "gain": _ratio(moved, square),
     }
     return measures, delta
 
 
-def sample(values: Tensor) -> Tensor:
-    """Return a copy of at most 16384 of ``values``, ``(numel,)``: 128 evenly spaced ranges of 128, or all if fewer.
-
-    >>> sample(torch.arange(5.0)), len(sample(torch.zeros(1_000_000)))
-    (tensor([0., 1., 2., 3., 4.]), 16384)
-    """
+def _sample(values: Tensor) -> Tensor:
+    """Return a copy of at most 16384 of ``values``, ``(numel,)``: 128 evenly spaced ranges of 128, or all if fewer."""
     if values.numel() <= _SAMPLED_BLOCKS * _SAMPLED_BLOCK:
         return values.clone()
     stride = values.numel() // _SAMPLED_BLOCKS
@@ -86,10 +77,10 @@ def sampled_ranges(numel: int, block_size: int) -> list[tuple[int, int]]:
     >>> sampled_ranges(1000, 256), sampled_ranges(600_000, 256)
     ([(0, 1000)], [(0, 4096), (300032, 304128)])
     """
-    count = max(1, min(_MOST_RANGES, numel // _VALUES_PER_RANGE))
-    blocks, each = -(-numel // block_size), max(1, _RANGE // block_size) * block_size
+    count = max(1, min(_MAX_RANGES, numel // _VALUES_PER_RANGE))
+    blocks, length = -(-numel // block_size), max(1, _RANGE // block_size) * block_size
     starts = (position * blocks // count * block_size for position in range(count))
-    return [(start, min(start + each, numel)) for start in starts]
+    return [(start, min(start + length, numel)) for start in starts]
 
 
 def spread_terms(
@@ -120,10 +111,6 @@ def spread(squares: float, of_sum: float, total_weight: float) -> float | None:
     """
     ratio = _ratio(squares * total_weight, of_sum)
     return None if ratio is None else math.sqrt(max(0.0, ratio - 1))
-
-
-def _cosine(dots: Mapping[str, float], name: str) -> float | None:
-    return _ratio(dots.get(name, 0.0), math.sqrt(dots["square"] * dots.get(f"{name} square", 0.0)))
 
 
 def _ratio(one: float, other: float) -> float | None:

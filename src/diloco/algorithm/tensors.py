@@ -8,33 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from diloco.errors import ConfigurationError
-
-__all__ = [
-    "all_parameters",
-    "buffer_layout",
-    "check_buffers",
-    "collect_buffers",
-    "content_of",
-    "local_shard",
-    "model_state",
-    "named_parameters",
-    "not_finite",
-    "overlaps",
-    "persistent_buffers",
-    "reshard",
-    "restore_buffers_",
-    "set_whole_",
-    "unfit_buffer",
-    "unfit_parameter",
-    "unwrapped_name",
-]
 
 Named = TypeVar("Named", bound=Tensor)
 
@@ -46,8 +28,6 @@ _WRAPPERS = {
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
 }
 """The classes of torch that wrap a module, by name (importing them is slow) -> the attribute that holds the module."""
-
-_TRAINABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def content_of(module: nn.Module) -> nn.Module | None:
@@ -64,15 +44,6 @@ def content_of(module: nn.Module) -> nn.Module | None:
         if attribute and list(module._modules) == [attribute] and not module._parameters and not module._buffers:
             return module._modules[attribute]
     return None
-
-
-def unwrapped_name(name: str) -> str:
-    """Return a tensor's name without parts that wrappers of torch may have put into it.
-
-    >>> unwrapped_name("module._orig_mod.head.weight")
-    'head.weight'
-    """
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS.values())
 
 
 def reshard(model: nn.Module) -> None:
@@ -136,34 +107,31 @@ def unfit_parameter(parameter: Tensor) -> str:
         return f"{why}. Train a plain, dense torch.nn.Parameter with memory of its own"
     if shard.is_inference():
         return "was made in inference mode. Use a clone() made outside it"
-    if shard.dtype not in _TRAINABLE:
+    if shard.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"is {shard.dtype}, which float32 global parameters can't hold. Use float32, bfloat16 or float16"
     return ""
 
 
-def unfit_buffer(buffer: Tensor) -> str:
-    """Return why a persistent buffer can't be averaged in float32, nor copied as bytes if it is not floating, or ""."""
-    if is_lazy(buffer):
-        return "has no shape yet. Run one batch through the model first"
-    why = _unfit_memory(buffer)
-    if hasattr(buffer, "to_local"):
-        why = "is sharded over ranks"
-    elif not why and not _averageable(buffer.dtype):
-        why = f"is {buffer.dtype}, which float32 means can't hold"
-    return why and f"{why}. Register a plain, dense, real buffer, or with persistent=False if it is derived"
-
-
 def overlaps(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
     """Yield the names of each two of the tensors that have memory in common. All must be strided."""
-    shards = [(name, shard) for name, each in tensors.items() if (shard := local_shard(each)).numel()]
-    placed = sorted(((str(t.device), t.data_ptr(), name, t) for name, t in shards if not t.is_meta), key=_place)
-    earlier: list[tuple[str, int, str, Tensor]] = []
-    for device, start, name, tensor in placed:
-        earlier = [each for each in earlier if each[0] == device and each[1] + _extent(each[3]) > start]
-        for *_, other, theirs in earlier:
-            if _meet(theirs, tensor):
-                yield other, name
-        earlier.append((device, start, name, tensor))
+    shards = [(name, local_shard(tensor)) for name, tensor in tensors.items()]
+    shards = [(name, shard) for name, shard in shards if shard.numel() and not shard.is_meta]
+    shards.sort(key=lambda pair: (str(pair[1].device), pair[1].data_ptr()))
+    earlier: list[tuple[torch.device, int, str, Any]] = []
+    for name, shard in shards:
+        start, memory = shard.data_ptr(), _memory(shard)
+        earlier = [each for each in earlier if each[0] == shard.device and each[1] > start]
+        yield from ((other, name) for *_, other, theirs in earlier if np.shares_memory(theirs, memory))
+        length = 1 + sum(stride * (size - 1) for stride, size in zip(shard.stride(), shard.shape, strict=True))
+        earlier.append((shard.device, start + length * shard.element_size(), name, memory))
+
+
+def _memory(tensor: Tensor) -> np.ndarray:
+    """Return an array at the address of ``tensor``, on any device: for comparison, never to be read."""
+    size = tensor.element_size()
+    address = {"data": (tensor.data_ptr(), True), "shape": tuple(tensor.shape), "typestr": f"|V{size}", "version": 3}
+    strides = tuple(stride * size for stride in tensor.stride())
+    return np.asarray(SimpleNamespace(__array_interface__=address | {"strides": strides}))
 
 
 def _modules(module: nn.Module, prefix: str = "", above: tuple[nn.Module, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
@@ -219,32 +187,16 @@ def _averageable(dtype: torch.dtype) -> bool:
     return True
 
 
-def _place(placed: tuple[str, int, str, Tensor]) -> tuple[str, int]:
-    return placed[:2]
-
-
-def _extent(tensor: Tensor) -> int:
-    """Return the number of bytes from the first to the last value."""
-    steps = zip(tensor.stride(), tensor.shape, strict=True)
-    return (1 + sum(stride * (size - 1) for stride, size in steps)) * tensor.element_size()
-
-
-def _meet(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors whose ranges of addresses overlap have a byte in common; columns may alternate."""
-    if one.is_contiguous() and other.is_contiguous():
-        return True
-    start = min(one.data_ptr(), other.data_ptr())
-    stop = max(each.data_ptr() + _extent(each) for each in (one, other))
-    taken = torch.zeros(stop - start, dtype=torch.bool, device="cpu")
-    _bytes_of(one, taken, start).fill_(True)
-    return bool(_bytes_of(other, taken, start).any())
-
-
-def _bytes_of(tensor: Tensor, memory: Tensor, start: int) -> Tensor:
-    """Return the part of ``memory``, one element per byte from the address ``start``, that a tensor occupies."""
-    size = tensor.element_size()
-    strides = (*(stride * size for stride in tensor.stride()), 1)
-    return memory.as_strided((*tensor.shape, size), strides, tensor.data_ptr() - start)
+def _unfit_buffer(buffer: Tensor) -> str:
+    """Return why a persistent buffer can't be averaged in float32, nor copied as bytes if it is not floating, or ""."""
+    if is_lazy(buffer):
+        return "has no shape yet. Run one batch through the model first"
+    why = _unfit_memory(buffer)
+    if hasattr(buffer, "to_local"):
+        why = "is sharded over ranks"
+    elif not why and not _averageable(buffer.dtype):
+        why = f"is {buffer.dtype}, which float32 means can't hold"
+    return why and f"{why}. Register a plain, dense, real buffer, or with persistent=False if it is derived"
 
 
 def check_buffers(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -254,7 +206,7 @@ def check_buffers(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> N
     """
     buffers = persistent_buffers(model)
     for name, buffer in buffers.items():
-        if why := unfit_buffer(buffer):
+        if why := _unfit_buffer(buffer):
             raise ConfigurationError(f"The buffer {name!r} {why}.")
     for one, other in overlaps({**parameters, **buffers}):
         alike = one in buffers and other in buffers and buffers[one].dtype == buffers[other].dtype
@@ -280,27 +232,21 @@ def collect_buffers(model: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     ([0.0, 0.0, 1.0, 1.0], 8)
     """
     floating, others = _split(model)
-    floats = torch.cat([b.detach().float().cpu().reshape(-1) for b in floating.values()]) if floating else None
-    integers = None
-    if others:
-        integers = torch.cat([b.detach().cpu().reshape(-1).view(torch.uint8) for b in others.values()])
-    return floats, integers
+    floats = [buffer.detach().float().cpu().reshape(-1) for buffer in floating.values()]
+    integers = [buffer.detach().cpu().reshape(-1).view(torch.uint8) for buffer in others.values()]
+    return torch.cat(floats) if floats else None, torch.cat(integers) if integers else None
 
 
 def restore_buffers_(model: nn.Module, floats: Tensor | None, integers: Tensor | None) -> None:
     """Copy the values returned by `collect_buffers` into the model's buffers, in their own dtype and device."""
-    floating, others = _split(model)
-    start = 0
-    for buffer in floating.values():
-        assert floats is not None
-        buffer.detach().copy_(floats[start : start + buffer.numel()].view(buffer.shape))
-        start += buffer.numel()
-    start = 0
-    for buffer in others.values():
-        assert integers is not None
-        stop = start + buffer.numel() * buffer.element_size()
-        buffer.detach().copy_(integers[start:stop].clone().view(buffer.dtype).view(buffer.shape))
-        start = stop
+    for source, buffers in zip((floats, integers), _split(model), strict=True):
+        start = 0
+        for buffer in buffers.values():
+            assert source is not None
+            stop = start + buffer.numel() * (1 if source is floats else buffer.element_size())
+            values = source[start:stop] if source is floats else source[start:stop].clone().view(buffer.dtype)
+            buffer.detach().copy_(values.view(buffer.shape))
+            start = stop
 
 
 def not_finite(model: nn.Module, floats: Tensor, agreed: Tensor | None) -> list[str]:
@@ -319,6 +265,7 @@ def not_finite(model: nn.Module, floats: Tensor, agreed: Tensor | None) -> list[
 
 
 def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the floating-point buffers and all others."""
     buffers = persistent_buffers(model)
     floating = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
     return floating, {name: buffer for name, buffer in buffers.items() if name not in floating}

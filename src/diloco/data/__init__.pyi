@@ -35,7 +35,6 @@ from .text import read_documents as read_documents
 from .text import read_rows as read_rows
 from .text import read_standard_library as read_standard_library
 from .text import split_documents as split_documents
-from .token_folder import TokenFolder as TokenFolder
 from .token_folder import tokenize as tokenize
 from .tokenizer import ByteTokenizer as ByteTokenizer
 from .tokenizer import Tokenizer as Tokenizer

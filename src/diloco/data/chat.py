@@ -58,7 +58,7 @@ def build_chat_corpus(settings: DataSettings, sequence_length: int) -> Corpus:
                 f"Of {reader.counts['read']} conversations, data.heldout_fraction={settings.heldout_fraction:g} leaves "
                 f"none to {use} on ({'; '.join(notes)}). Give more conversations, or change the fraction."
             )
-    train, heldout_part = (PackedRows.of(side, settings, tokenizer, sequence_length) for side in sides)
+    train, heldout_part = (_rows(side, settings, tokenizer, sequence_length) for side in sides)
     counts = (
         f"{train.documents:,} conversations in {len(train) // sequence_length:,} rows of {sequence_length} tokens, "
         f"{train.efficiency:.0%} full; {train.counted_tokens:,} tokens count"
@@ -75,7 +75,12 @@ def heldout_rows(
     chosen = [example for example, heldout in examples if paths or heldout]
     if not chosen:
         raise DataError("There are no conversations to evaluate on.")
-    return PackedRows.of(chosen, settings, tokenizer, sequence_length)
+    return _rows(chosen, settings, tokenizer, sequence_length)
+
+
+def _rows(examples: Sequence[Example], settings: DataSettings, tokenizer: ChatTokenizer, length: int) -> PackedRows:
+    together = settings.packing != "single"
+    return PackedRows(examples, length, padding=tokenizer.eos_id, together=together, dtype=tokenizer.dtype)
 
 
 class _Reader:
@@ -182,14 +187,6 @@ class PackedRows(PackedTokens):
         self.marks_ends = together
         self.efficiency = sum(sizes) / (len(tokens) - 1)  # fraction of the tokens that are not padding
         self.counted_tokens = int(self._counted.sum())  # tokens that the loss counts
-
-    @classmethod
-    def of(
-        cls, examples: Sequence[Example], settings: DataSettings, tokenizer: ChatTokenizer, length: int
-    ) -> PackedRows:
-        """Return the rows that ``settings`` ask for."""
-        together = settings.packing != "single"
-        return cls(examples, length, padding=tokenizer.eos_id, together=together, dtype=tokenizer.dtype)
 
     @property
     def digest(self) -> str:

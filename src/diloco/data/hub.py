@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from diloco.data.settings import HUB_PREFIX, SourceSettings
 from diloco.errors import ConfigurationError, DataError, from_extra, nearest
 from diloco.waiting import fetching
 
-__all__ = ["open_data_set", "parquet_rows", "rows_of"]
+__all__ = ["as_data_error", "open_data_set", "parquet_rows", "rows_of"]
 
 
 def _parsed(text: str) -> tuple[str, str | None, str | None]:
@@ -42,7 +41,7 @@ def open_data_set(place: str, settings: SourceSettings) -> Any:
     with from_extra("hf", f"{place} needs datasets"):
         import datasets
     folder = Path(path).expanduser()
-    with _as_data_error(place):
+    with _reading(place):
         if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():  # written by save_to_disk
             rows = _split_of(datasets.load_from_disk(str(folder)), split)
         else:
@@ -65,27 +64,21 @@ def open_data_set(place: str, settings: SourceSettings) -> Any:
 def parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of a Parquet file, as `rows_of` does."""
     with from_extra("hf", f"{path} needs datasets"):
-        import datasets
-    with _as_data_error(str(path)):
-        files = glob.escape(str(path))
-        data_set = datasets.load_dataset(
-            "parquet",
-            data_files=files,
-            split="train",
-            streaming=True,
-            trust_remote_code=False,
-            batch_size=1024,  # the default, as many rows as the first group has, fails for a file without rows
-        )
-    yield from rows_of(data_set, str(path))
+        import datasets  # noqa: F401  # the extra installs pyarrow with it
+        from pyarrow.parquet import ParquetFile
+    with _reading(str(path)), ParquetFile(path) as file:
+        rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
+        for number, row in enumerate(rows):
+            yield f"{path}, row {number}", row
 
 
 def rows_of(data_set: Any, place: str, *, first: int = 0, size: int = 100) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of a data set, the next one being number ``first``. Its state is exact after each ``size``."""
     row = first
-    with _as_data_error(place):
+    with _reading(place):
         batches = data_set.iter(size)
     while True:
-        with _as_data_error(place):
+        with _reading(place):
             batch = next(batches, None)
         if batch is None:
             return
@@ -106,15 +99,19 @@ def _split_of(loaded: Any, split: str | None) -> Any:
 
 
 @contextmanager
-def _as_data_error(place: str) -> Iterator[None]:
-    """Turn any error of the library into a `DataError` that says what to do."""
+def as_data_error(what: str, advice: str) -> Iterator[None]:
+    """Turn any error of datasets or transformers, of which there are many types, into a `DataError`."""
     try:
         yield
     except (DataError, ConfigurationError):
         raise
-    except Exception as error:  # many types without a common base
+    except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise DataError(
-            f"{place} cannot be read by datasets: {reason} Check the name, config (hf:NAME/CONFIG) and split (:SPLIT), "
-            "and the connection to the hub (HF_HUB_OFFLINE=1 disables it)."
-        ) from error
+        if "trust_remote_code" in reason:
+            raise DataError(f"{what} is code of its own, which is not run. Use another.") from error
+        hub = "and the connection to the hub (HF_HUB_OFFLINE=1 disables it)"
+        raise DataError(f"{what} cannot be read: {reason} {advice}, {hub}.") from error
+
+
+def _reading(place: str) -> AbstractContextManager[None]:
+    return as_data_error(place, "Check the name, config (hf:NAME/CONFIG) and split (:SPLIT)")

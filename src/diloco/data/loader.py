@@ -18,12 +18,13 @@ from diloco.data.order import Assignment, as_message, read_message
 from diloco.data.packed import PackedTokens, TokenArray, num_windows
 from diloco.errors import CheckpointError, ConfigurationError, DataError
 
-__all__ = ["Batch", "Batches", "Cursor", "Drawing", "Sampler", "check_cursor", "heldout_batches"]
+__all__ = ["Batch", "Batches", "Cursor", "Drawing", "Sampler", "State", "check_cursor", "heldout_batches"]
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 """Inputs and targets, each ``(batch_size, sequence_length)`` int64 on the CPU; negative targets are not counted."""
 
 Cursor: TypeAlias = Mapping[str, Any]  # the JSON value that `Batches.state_dict` returns
+State: TypeAlias = tuple[Cursor, Mapping[str, float]]  # a cursor, and the epochs there
 
 
 class Drawing(TypedDict):
@@ -47,13 +48,13 @@ class Batches(ABC):
     def __init__(self, replica: int, ahead: int) -> None:
         self._replica, self._ahead = replica, ahead
         self._thread = ThreadPoolExecutor(1, f"batches of replica {replica}")  # it starts with the first batch
-        self._prepared: deque[Future[tuple[Batch, Cursor, Mapping[str, float]]]] = deque()
-        self._after: tuple[Cursor, Mapping[str, float]]  # cursor and epochs after the last batch that was returned
+        self._prepared: deque[Future[tuple[Batch, State]]] = deque()
+        self._after: State  # after the last batch that was returned
 
     @property
     def epochs(self) -> Mapping[str, float]:
         """Source -> how often all replicas together have drawn all of it so far; one source alone is called ``""``."""
-        return self._after[1] if self._prepared else self._epochs()
+        return (self._after if self._prepared else self._state())[1]
 
     @property
     def order(self) -> str:
@@ -65,12 +66,11 @@ class Batches(ABC):
         if not self._ahead:
             return self._draw()
         if not self._prepared:
-            self._after = self._place(), self._epochs()
+            self._after = self._state()
         while len(self._prepared) <= self._ahead:
-            self._prepared.append(self._thread.submit(lambda: (self._draw(), self._place(), self._epochs())))
-        batch, *after = self._prepared[0].result()
+            self._prepared.append(self._thread.submit(lambda: (self._draw(), self._state())))
+        batch, self._after = self._prepared[0].result()
         self._prepared.popleft()
-        self._after = after[0], after[1]
         return batch
 
     @abstractmethod
@@ -87,7 +87,7 @@ class Batches(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor: the position after the last batch that `next_batch` returned, as JSON."""
-        return dict(self._after[0] if self._prepared else self._place())
+        return dict((self._after if self._prepared else self._state())[0])
 
     @abstractmethod
     def load_state_dict(self, state: Cursor) -> None:
@@ -121,12 +121,8 @@ class Batches(ABC):
         """Make the next batch, in whichever thread."""
 
     @abstractmethod
-    def _epochs(self) -> Mapping[str, float]:
-        """Return `epochs` after the last batch that was made."""
-
-    @abstractmethod
-    def _place(self) -> dict[str, Any]:
-        """Return the cursor after the last batch that was made."""
+    def _state(self) -> State:
+        """Return cursor and epochs after the last batch that was made."""
 
     @abstractmethod
     def _restore(self, state: Cursor) -> None:
@@ -280,12 +276,9 @@ class Sampler(Batches):
                 assignment = msgspec.json.decode(order, type=Assignment)
                 assignment.positions(self._replica, step, self._batch_size)
             except (msgspec.MsgspecError, ConfigurationError) as error:
-                raise CheckpointError(
-                    f"The order {order!r:.200} of another replica can't be followed: {error}"
-                ) from error
+                raise CheckpointError(f"The data order {order!r:.200} can't be followed: {error}") from error
             self._assignments = [assignment]
-        if self._num_replicas is None:
-            self._assignments = []
+        self._assignments = [] if self._num_replicas is None else self._assignments
         self._drawn = step
 
     def load_state_dict(self, state: Cursor) -> None:
@@ -311,15 +304,13 @@ class Sampler(Batches):
         self._advance()
         return batch
 
-    def _epochs(self) -> Mapping[str, float]:
+    def _state(self) -> State:
+        """Return cursor and epochs. Replicas at the same step have equal cursors."""
+        cursor = {**self._origin, "drawn": self._drawn, "assignments": as_message(self._assignments)}
         if self._assigned is None:
-            return {}
-        position = self._assigned.positions(self._replica, self._drawn, self._batch_size)[0]
-        return self._tokens.epochs_at(int(position), self._length, self._batch_size)
-
-    def _place(self) -> dict[str, Any]:
-        """Return the cursor. Replicas at the same step have equal cursors."""
-        return {**self._origin, "drawn": self._drawn, "assignments": as_message(self._assignments)}
+            return cursor, {}
+        position = int(self._assigned.positions(self._replica, self._drawn, self._batch_size)[0])
+        return cursor, self._tokens.epochs_at(position, self._length, self._batch_size)
 
     def _restore(self, state: Cursor) -> None:
         self._drawn, self._assignments = state["drawn"], read_message(state["assignments"], list[Assignment])

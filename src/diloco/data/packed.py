@@ -174,11 +174,10 @@ class Mixture(PackedTokens):
     @property
     def digest(self) -> str:
         """A hash that is equal for the same sources in the same shares."""
-        named = [
-            [name, tokens.digest, count]
-            for (name, tokens), count in zip(self._sources.items(), self._counts.tolist(), strict=True)
-        ]
-        return xxhash.xxh3_64_hexdigest(repr(named).encode())
+        counts = zip(self._sources.items(), self._counts.tolist(), strict=True)
+        return xxhash.xxh3_64_hexdigest(
+            repr([[name, tokens.digest, count] for (name, tokens), count in counts]).encode()
+        )
 
     def check(self, sequence_length: int, batch_size: int, num_replicas: int) -> None:
         """Raise `DataError` if a source has too few tokens for one window."""
@@ -201,10 +200,8 @@ class Mixture(PackedTokens):
         return begins
 
     def epochs_at(self, position: int, sequence_length: int, batch_size: int) -> Mapping[str, float]:
-        return {
-            name: position * count / CYCLE / num_windows(tokens, sequence_length)
-            for (name, tokens), count in zip(self._sources.items(), self._counts.tolist(), strict=True)
-        }
+        counts = zip(self._sources.items(), self._counts.tolist(), strict=True)
+        return {n: position * count / CYCLE / num_windows(tokens, sequence_length) for (n, tokens), count in counts}
 
     def _ordinals(self, positions: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return, for each position, the number of its source and how many positions of that source come before it."""

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from diloco.data.hub import open_data_set, rows_of
-from diloco.data.loader import Batch, Batches, Cursor, Drawing, check_cursor
+from diloco.data.loader import Batch, Batches, Cursor, Drawing, State, check_cursor
 from diloco.data.order import Assignment, as_message, permute, read_message
 from diloco.data.settings import HUB_PREFIX, SourceSettings
 from diloco.data.text import is_heldout, read_documents, text_of, usable
@@ -256,14 +256,12 @@ class DocumentStream(Batches):
         super().close()
         self._readers.clear()  # iterators of `datasets` that end with the interpreter print errors
 
-    def _epochs(self) -> Mapping[str, float]:
-        """Return 0 for a source until its end is first reached."""
+    def _state(self) -> State:
+        """Return cursor and epochs, which are 0 for a source until its end is first reached."""
         positions = {reader.name: reader.position for reader in self._readers}
-        return {name: each.block / each.blocks if each.blocks else 0.0 for name, each in positions.items()}
-
-    def _place(self) -> dict[str, Any]:
         begun = {"drawn": self._drawn, "source": self._source, "token": self._token}
-        return {**self._origin, **begun, "sources": as_message([reader.position for reader in self._readers])}
+        cursor = {**self._origin, **begun, "sources": as_message(list(positions.values()))}
+        return cursor, {name: at.block / at.blocks if at.blocks else 0.0 for name, at in positions.items()}
 
     def _restore(self, state: Cursor) -> None:
         self._drawn, self._source, self._token = state["drawn"], state["source"], state["token"]
@@ -271,7 +269,7 @@ class DocumentStream(Batches):
             reader.go_on(position)
 
     def _draw(self) -> Batch:
-        before = self._place()
+        before, _ = self._state()
         try:
             pieces, missing = [self._last_token()], self._shape[0] * self._shape[1]
             while missing:

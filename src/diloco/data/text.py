@@ -19,7 +19,7 @@ import re
 import stat
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -180,13 +180,12 @@ def text_of(field: str) -> Callable[[str, Any], str]:
 
 def checked_text(value: Any, place: str, field: str) -> str:
     """Return ``value`` if it can be a document; raise `RowError` if it is not text or UTF-8 can't encode it."""
-    if not isinstance(value, str):
-        raise RowError(f"{place}: the field {field!r} holds {type(value).__name__}, not text.")
     try:
         value.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair
-        raise RowError(f"{place}: the field {field!r} holds half of a surrogate pair, which is not text.") from error
-    return value
+    except (AttributeError, UnicodeEncodeError) as error:  # JSON can contain half of a surrogate pair
+        what = "half of a surrogate pair" if isinstance(value, str) else type(value).__name__
+        raise RowError(f"{place}: the field {field!r} holds {what}, not text.") from error
+    return str(value)
 
 
 @functools.cache
@@ -252,15 +251,22 @@ def _key(text: str) -> float:
 
 def _rows(path: Path, separator: str | None) -> Iterator[Row]:
     """Yield the records of a file, or the documents of a text file."""
-    match RECORDS.get(_suffix(path)):
-        case "lines":
+    kind = RECORDS.get(_suffix(path))
+    if kind == "parquet":
+        yield from parquet_rows(path)
+    elif kind == "json":  # an array, a record alone, or lines
+        ((_, content),) = _pieces(path, None)
+        try:
+            records = json.loads(content.decode("utf-8-sig"))
+        except (ValueError, RecursionError):
             yield from _json_lines(path)
-        case "json":
-            yield from _json_file(path)
-        case "parquet":
-            yield from parquet_rows(path)
-        case _:
-            yield from (_text_row(path, *piece) for piece in _pieces(path, separator.encode() if separator else None))
+        else:
+            for number, record in enumerate(records if isinstance(records, list) else [records]):
+                yield _record(f"{path}, record {number}", record)
+    elif kind == "lines":
+        yield from _json_lines(path)
+    else:
+        yield from (_text_row(path, *piece) for piece in _pieces(path, separator.encode() if separator else None))
 
 
 def _text_row(path: Path, offset: int, content: bytes) -> Row:
@@ -282,35 +288,14 @@ def _json_lines(path: Path) -> Iterator[Row]:
             yield place, text
         elif text := text.strip().removeprefix("\ufeff"):  # files that were joined have a mark in the middle
             try:
-                yield place, _record(place, json.loads(text))
+                yield _record(place, json.loads(text))
             except (ValueError, RecursionError) as error:
                 yield place, RowError(f"{place} is not JSON: {error}.")
 
 
-def _json_file(path: Path) -> Iterator[Row]:
-    """Yield the records of a JSON file: of an array, a record alone, or JSON lines."""
-    ((_, content),) = _pieces(path, None)
-    text = _text_row(path, 0, content)[1]
-    if isinstance(text, RowError):
-        raise text
-    try:
-        records = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        try:
-            json.loads(text.lstrip().partition("\n")[0])
-        except (ValueError, RecursionError):
-            raise DataError(f"{path} is not JSON: {error}.") from error
-        yield from _json_lines(path)
-        return
-    for number, record in enumerate(records if isinstance(records, list) else [records]):
-        yield (place := f"{path}, record {number}"), _record(place, record)
-
-
-def _record(place: str, value: Any) -> Any:
-    """Return a record, or the `RowError` that says that it is none."""
-    kind = type(value).__name__
-    problem = f"{place} must be a JSON object with the fields of a record, got a {kind}."
-    return value if isinstance(value, dict) else RowError(problem)
+def _record(place: str, value: Any) -> Row:
+    wrong = f"{place} must be a JSON object with the fields of a record, got a {type(value).__name__}."
+    return place, value if isinstance(value, dict) else RowError(wrong)
 
 
 def _files_of(path: Path, suffixes: Iterable[str]) -> list[Path]:
@@ -323,20 +308,19 @@ def _files_of(path: Path, suffixes: Iterable[str]) -> list[Path]:
         raise NoDataError(f"{path}{link} does not exist.") from error
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}.") from error
+    if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
+        raise DataError(f"{path} is a pipe, socket or device, but data may be read several times. Write it to a file.")
     if stat.S_ISREG(mode):
         return [path]
-    if not stat.S_ISDIR(mode):
-        raise DataError(f"{path} is a pipe, socket or device, but data may be read several times. Write it to a file.")
     files, others = _walk(path)
     data = [file for file in files if _suffix(file) in suffixes and (file.is_file() or not file.exists())]
-    others += [file.relative_to(path).as_posix() for file in sorted(set(files) - set(data))]
-    if others:
-        names = _listed(others)
-        warn_once(f"{path}: not read, because they are hidden, links to folders or files of another type: {names}.")
+    if others := [*others, *(file.relative_to(path).as_posix() for file in sorted({*files} - {*data}))]:
+        why = "hidden, links to folders or files of another type"
+        warn_once(f"{path}: not read, because they are {why}: {_listed(others)}.")
     return data
 
 
-def _walk(folder: Path, leave_out: frozenset[str] = frozenset()) -> tuple[list[Path], list[str]]:
+def _walk(folder: Path, leave_out: Collection[str] = ()) -> tuple[list[Path], list[str]]:
     """Return every file below ``folder`` sorted by path, and the names of what is hidden or a link to a folder."""
 
     def refuse(error: OSError) -> None:
@@ -345,12 +329,14 @@ def _walk(folder: Path, leave_out: frozenset[str] = frozenset()) -> tuple[list[P
     files: list[Path] = []
     others: list[str] = []
     for parent, folders, names in os.walk(folder, onerror=refuse):
-        for name in sorted(folders):
-            if name.startswith(".") or name in leave_out or os.path.islink(os.path.join(parent, name)):
-                folders.remove(name)
-                others.append(f"{Path(parent, name).relative_to(folder).as_posix()}/")
-        files += [Path(parent, name) for name in names if not name.startswith(".")]
-        others += [Path(parent, name).relative_to(folder).as_posix() for name in names if name.startswith(".")]
+        below = Path(parent).relative_to(folder)
+        skipped = [
+            name for name in folders if name[0] == "." or name in leave_out or (Path(parent) / name).is_symlink()
+        ]
+        folders[:] = [name for name in folders if name not in skipped]
+        others += [f"{(below / name).as_posix()}/" for name in skipped]
+        others += [(below / name).as_posix() for name in names if name[0] == "."]
+        files += [Path(parent, name) for name in names if name[0] != "."]
     return sorted(files, key=lambda file: file.relative_to(folder).as_posix()), sorted(others)
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from diloco.data.hub import as_data_error
 from diloco.data.settings import HUB_PREFIX, DataSettings
 from diloco.errors import ConfigurationError, DataError, from_extra, nearest
 from diloco.private_files import read_regular
@@ -304,7 +305,7 @@ def load_hub_tokenizer(name: str) -> Tokenizer:
     if not file.exists():
         from huggingface_hub import snapshot_download
 
-        with _as_data_error(name), fetching(place):
+        with _loading(name), fetching(place):
             file = Path(snapshot_download(place, allow_patterns=["tokenizer.json", "tokenizer_config.json"]))
     if file.is_file() or (file / "tokenizer.json").is_file():
         return load_tokenizer(file)
@@ -318,7 +319,7 @@ def library_tokenizer(name: str, extra: str, needs: str) -> Any:
         from transformers import AutoTokenizer
     place = name.removeprefix(HUB_PREFIX)
     local = Path(place).expanduser()
-    with _as_data_error(name), fetching(place):
+    with _loading(name), fetching(place):
         library: Any = AutoTokenizer.from_pretrained(str(local) if local.exists() else place, trust_remote_code=False)
         library.backend_tokenizer.to_str()
     if library.eos_token is None:
@@ -326,18 +327,8 @@ def library_tokenizer(name: str, extra: str, needs: str) -> Any:
     return library
 
 
-@contextmanager
-def _as_data_error(name: str) -> Iterator[None]:
-    """Turn any error of the libraries into a `DataError` that says what to do."""
-    try:
-        yield
-    except Exception as error:  # many types: no such repository, no access, no connection, an invalid name
-        if "trust_remote_code" in str(error):
-            raise DataError(f"The tokenizer of {name} is code of its own, which is not run. Use another.") from error
-        raise DataError(
-            f"The tokenizer of {name} cannot be read: {' '.join(str(error).split())} Check the connection to the hub "
-            "(HF_HUB_OFFLINE=1 disables it), or give a local model folder or tokenizer.json."
-        ) from error
+def _loading(name: str) -> AbstractContextManager[None]:
+    return as_data_error(f"The tokenizer of {name}", "Check the name (or give a local folder or tokenizer.json)")
 
 
 def _json_object(path: Path) -> tuple[str, dict[str, Any]]:

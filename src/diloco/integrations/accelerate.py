@@ -15,8 +15,6 @@ from diloco.transport import Transport
 with from_extra("hf", "AcceleratedDiLoCo needs accelerate"):
     from accelerate import Accelerator
 
-__all__ = ["AcceleratedDiLoCo"]
-
 
 class AcceleratedDiLoCo(DiLoCo):
     """`DiLoCo` for a model and an optimizer that an `Accelerator` prepared.

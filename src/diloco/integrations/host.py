@@ -35,20 +35,6 @@ from diloco.errors import CheckpointError, ConfigurationError
 from diloco.outer import DiLoCo, check_kinds
 from diloco.transport import Transport
 
-__all__ = [
-    "HostedReplica",
-    "Parameters",
-    "StepWatch",
-    "has_state",
-    "held_values",
-    "load_state",
-    "names_of",
-    "refuse_unfit",
-    "replica_share",
-    "save_state",
-    "unwrapped",
-]
-
 Parameters = Literal["global", "local"]
 """Which parameters are evaluated, saved as the model, and left in the model at the end: the global ones, which are the
 same on all replicas, or this replica's local ones."""

@@ -15,7 +15,6 @@ from diloco.transport import Transport
 with from_extra("lightning", "DiLoCoCallback needs lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer
 
-__all__ = ["Connect", "DiLoCoCallback"]
 
 Connect = Callable[[], AbstractContextManager[Transport]]
 """Connects to the other replicas when training starts, such as a `functools.partial` of `connect_tcp`."""

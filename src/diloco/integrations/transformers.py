@@ -22,8 +22,6 @@ with from_extra("hf", "DiLoCoCallback needs transformers and accelerate"):
     import accelerate  # noqa: F401  # the Trainer needs it
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-__all__ = ["DiLoCoCallback"]
-
 
 class DiLoCoCallback(TrainerCallback):
     """Makes a `Trainer` one of several replicas.

@@ -7,10 +7,10 @@ from .folders import native_weights as native_weights
 from .folders import stored_tensors as stored_tensors
 from .folders import without_progress_bars as without_progress_bars
 from .huggingface import HuggingFaceModel as HuggingFaceModel
+from .huggingface import base_digest as base_digest
 from .language_model import LanguageModel as LanguageModel
 from .language_model import LossChunks as LossChunks
 from .language_model import LossParts as LossParts
-from .language_model import base_digest as base_digest
 from .language_model import build_language_model as build_language_model
 from .language_model import check_vocabulary as check_vocabulary
 from .language_model import document_numbers as document_numbers
@@ -23,7 +23,6 @@ from .loss import cross_entropy_with_z_loss as cross_entropy_with_z_loss
 from .loss import projected_cross_entropy as projected_cross_entropy
 from .settings import DecoderSettings as DecoderSettings
 from .settings import ModelSettings as ModelSettings
-from .settings import count_parameters as count_parameters
 from .settings import get_preset as get_preset
 from .settings import parse_source as parse_source
 from .settings import preset_names as preset_names

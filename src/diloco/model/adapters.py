@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
-__all__ = ["ADAPTER_FOLDER", "CONFIG_FILE", "add_adapters", "merge_adapters", "save_adapter"]
 
 ADAPTER_FOLDER = "adapter"  # the folder to which a run writes its adapter
 CONFIG_FILE = "adapter_config.json"  # present in every folder with an adapter
@@ -28,11 +27,7 @@ _NAME = "default"  # peft's name for the only adapter of a model; names in files
 
 
 def lora_config(settings: ModelSettings) -> LoraConfig:
-    """Return the configuration of ``peft`` for settings with a rank.
-
-    Raises:
-        ConfigurationError: ``peft`` is not installed.
-    """
+    """Return the configuration of ``peft`` for settings with a rank."""
     with from_extra("finetune", "LoRA needs peft"):
         from peft import LoraConfig
     options = settings.huggingface

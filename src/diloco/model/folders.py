@@ -1,16 +1,10 @@
 """Folders of ``transformers``: weights, configuration, and the stock models that equal the native decoder.
 
-=================  ===========================  ====================================
-feed-forward       without QK-norm              with QK-norm
-=================  ===========================  ====================================
-swiglu             ``LlamaForCausalLM``         ``Qwen3ForCausalLM``
-gelu (tanh)        ``ArceeForCausalLM``         ``ApertusForCausalLM``
-=================  ===========================  ====================================
-
-The last two are published with other activations. With ``hidden_act="gelu_pytorch_tanh"``, and for Apertus plain rotary
-positions, they equal the native decoder. The names of parameters are the same, but for two norms of Apertus. Rotary
-angles are float64 here and float32 in ``transformers``, so the logits differ by round-off that grows with the position.
-Pickles are never read.
+Its feed-forward and QK-norm decide: SwiGLU is ``LlamaForCausalLM``, and with QK-norm ``Qwen3ForCausalLM``; GELU (tanh)
+is ``ArceeForCausalLM`` and ``ApertusForCausalLM``, which are published with other activations, but equal it with
+``hidden_act="gelu_pytorch_tanh"``, and for Apertus plain rotary positions. The names of parameters are the same, but
+for two norms of Apertus. Rotary angles are float64 here and float32 in ``transformers``, so the logits differ by
+round-off that grows with the position. Pickles are never read.
 """
 
 from __future__ import annotations
@@ -36,18 +30,6 @@ if TYPE_CHECKING:
 
     from diloco.model.transformer import Transformer
 
-__all__ = [
-    "as_huggingface",
-    "has_weights",
-    "import_transformers",
-    "is_huggingface_folder",
-    "native_settings",
-    "native_weights",
-    "read_json",
-    "stored_tensors",
-    "weights_digest",
-    "without_progress_bars",
-]
 
 CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME = "config.json", "model.safetensors", "model.safetensors.index.json"
 MODEL_TYPES: dict[tuple[Literal["swiglu", "gelu"], bool], str] = {
@@ -84,16 +66,12 @@ def as_huggingface(model: Transformer) -> PreTrainedModel:
     """Return ``model`` as the stock architecture with the same logits, in evaluation mode.
 
     The parameters are shared with ``model``, not copied. No random generator advances.
-
-    Raises:
-        ConfigurationError: ``transformers`` is not installed.
     """
     embedding = model.model.embed_tokens.weight
     config = _configuration(model.settings)
     config.dtype = embedding.dtype
     with torch.device("meta"):
-        auto = import_transformers().AutoModelForCausalLM
-        wrapped = auto.from_config(config, trust_remote_code=False)
+        wrapped = import_transformers().AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     with torch.device(embedding.device):  # the rotary table is computed, not loaded
         wrapped.model.rotary_emb = type(wrapped.model.rotary_emb)(config)
     state = {_stock_name(name, config.model_type): value.detach() for name, value in model.named_parameters()}
@@ -184,11 +162,7 @@ def _stock_name(name: str, model_type: str, *, back: bool = False) -> str:
 
 
 def import_transformers() -> Any:
-    """Return the library, which takes seconds to import.
-
-    Raises:
-        ConfigurationError: it is not installed, or its import fails.
-    """
+    """Return the library, which takes seconds to import, or raise `ConfigurationError`."""
     with from_extra("hf", "A model of transformers needs that package"):
         import transformers
     return transformers
@@ -249,9 +223,6 @@ def weights_digest(folder: Path) -> str:
     """Return a digest of all weights in ``folder``: names, types, shapes and values, in any division into files.
 
     Files that have not changed since the last call are not read again.
-
-    Raises:
-        CheckpointError: as `stored_tensors`.
     """
     files = (path.stat() for path in sorted(folder.glob("*.safetensors*")))
     return _digest(folder, tuple((file.st_ino, file.st_size, file.st_mtime_ns) for file in files))

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraModel
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["HuggingFaceModel", "build_huggingface", "stored_digest"]
 
 UNLIMITED = 1 << 30  # the maximum length for a model without a position limit, such as a recurrent one
 
@@ -89,6 +88,8 @@ class HuggingFaceModel(LanguageModel):
         self._caches = "past_key_values" in accepted
         coefficient = getattr(config, "router_aux_loss_coef", None) or 0.0
         self.balance_loss = float(coefficient) if "output_router_logits" in accepted else 0.0
+        experts = next((int(n) for name in _EXPERTS if (n := getattr(config, name, None))), 1)
+        self._expert_share = int(getattr(config, "num_experts_per_tok", None) or experts) / experts
         kinds = set(getattr(config, "layer_types", None) or ())
         attends = kinds <= {"full_attention", "sliding_attention", "chunked_attention"}
         # a recurrent state would carry one document into the next
@@ -96,20 +97,20 @@ class HuggingFaceModel(LanguageModel):
         self._has_windows = bool(kinds - {"full_attention"} or getattr(config, "sliding_window", None))
 
     def forward(self, tokens: Tensor, cache: _Cache | None = None, documents: Tensor | None = None) -> Tensor:
-        start, new = 0 if cache is None else cache.length, tokens.shape[1]
-        if start + new > self.max_sequence_length:
+        new = tokens.shape[1]
+        length = new + (0 if cache is None else cache.length)
+        if length > self.max_sequence_length:
             raise ConfigurationError(
-                f"A sequence of {start + new} tokens is longer than max_position_embeddings={self.max_sequence_length} "
+                f"A sequence of {length} tokens is longer than max_position_embeddings={self.max_sequence_length} "
                 f"of {type(self.wrapped).__name__}. Shorten it."
             )
-        if cache is None:
-            return self._call(self.wrapped, tokens, documents).logits.view(*tokens.shape, -1)  # type: ignore[no-any-return]  # a tensor
-        seen = cache.extend(tokens)
         logits: Tensor
-        if cache.past is None:
-            logits = self.wrapped(input_ids=seen).logits[:, -new:]
+        if cache is None:
+            logits = self._call(self.wrapped, tokens, documents).logits.view(*tokens.shape, -1)
         else:
-            logits = self.wrapped(input_ids=tokens, past_key_values=cache.past, use_cache=True).logits
+            seen = cache.extend(tokens)
+            past = {} if cache.past is None else {"past_key_values": cache.past, "use_cache": True}
+            logits = self.wrapped(input_ids=tokens if past else seen, **past).logits[:, -new:]
         return logits
 
     def hidden(self, tokens: Tensor, documents: Tensor | None) -> Tensor:
@@ -133,15 +134,12 @@ class HuggingFaceModel(LanguageModel):
     def new_cache(self) -> _Cache:
         return _Cache(self.wrapped.config if self._caches else None)
 
-    def flops_per_token(self, sequence_length: int | None = None) -> float:
-        """Return the estimated floating-point operations of training on one token, forward and backward.
+    def used_share(self, name: str) -> float:
+        return self._expert_share if ".experts." in name else 1.0
 
-        ``6 * N + 12 * layers * width * context``, as for the native decoder. N counts the matrices that one token
-        passes through: the output projection also when tied, of the experts only those chosen, and no embeddings. Width
-        is that of all heads. Context is the average number of tokens that a token sees, limited by ``sliding_window``.
-        """
-        config, head = self.wrapped.config, self.wrapped.get_output_embeddings()
-        length = self.max_sequence_length if sequence_length is None else sequence_length
+    def attended(self, length: int) -> float:
+        """Recurrent layers have no attention, and ``sliding_window`` limits what a token sees."""
+        config = self.wrapped.config
         heads = int(getattr(config, "num_attention_heads", 0) or 0)
         head_width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
         window = min(getattr(config, "sliding_window", None) or length, length)
@@ -150,19 +148,12 @@ class HuggingFaceModel(LanguageModel):
             "full_attention": (length + 1) / 2,
             "sliding_attention": (window * (window + 1) / 2 + (length - window) * window) / length,
         }
-        experts = next((int(n) for name in _EXPERTS if (n := getattr(config, name, None))), 1)
-        chosen = int(getattr(config, "num_experts_per_tok", None) or experts)
-        tables = {id(module.weight) for module in self.wrapped.modules() if isinstance(module, nn.Embedding)}
-        matrices = 0.0 if head is None else float(head.weight.numel())
-        for name, weight in self.wrapped.named_parameters():
-            if weight.dim() >= 2 and id(weight) not in tables and (head is None or weight is not head.weight):
-                matrices += weight.numel() * (chosen / experts if ".experts." in name else 1.0)
-        return 6.0 * matrices + 12.0 * heads * head_width * sum(contexts.get(kind, 0.0) for kind in kinds)
+        return float(heads * head_width * sum(contexts.get(kind, 0.0) for kind in kinds))
 
     def definition(self) -> dict[str, Any]:
         config = json.loads(self.wrapped.config.to_json_string(use_diff=False))
         definition: dict[str, Any] = {"architecture": type(self.wrapped).__name__, "config": config}
-        return definition | {"base": self.base} if self.base else definition
+        return definition | ({"base": self.base} if self.base else {})
 
     def to_huggingface(self) -> PreTrainedModel:
         """Return the model itself, in evaluation mode. Adapters are merged into the weights."""
@@ -232,30 +223,27 @@ def build_huggingface(
         CheckpointError: weights are missing or damaged.
     """
     auto, options = import_transformers().AutoModelForCausalLM, settings.huggingface
-    base = "" if definition is None else str(definition.get("base", ""))
-    folder = None
-    if definition is not None and not settings.lora_rank:
+    base = str((definition or {}).get("base", ""))
+    folder, stored = None, False
+    if definition and not settings.lora_rank:
         config = _config_of(definition.get("config"), {}, "the checkpoint", options)
     else:
         folder = _find_folder(settings, with_weights=not on_meta)
-        config = _read_config(folder, settings)
-    stored = folder is not None and not on_meta and _has_stored(folder, settings)
-    if folder is not None and stored:
-        there = weights_digest(folder)
-        if base not in ("", there):
+        config = _config_of(read_json(folder / CONFIG_NAME), settings.config_changes, str(folder), options)
+        stored = not on_meta and _has_stored(folder, settings)
+        if options.vocab_size not in (None, config.vocab_size):
+            if options.weights != "fresh" and has_weights(folder):
+                raise ConfigurationError(
+                    f"model.arguments.vocab_size={options.vocab_size} does not fit the weights in {folder}, which have "
+                    f"{config.vocab_size}. Leave it out, or use --model.arguments.weights fresh."
+                )
+            config.vocab_size = options.vocab_size
+        if stored and base not in ("", there := weights_digest(folder)):
             raise ConfigurationError(
                 f"The adapters in the checkpoint were trained with other weights ({base}) than those in "
                 f"{settings.source} ({there}). Put the original model there."
             )
-        base = there
-    size = options.vocab_size
-    if folder is not None and size is not None and size != config.vocab_size:
-        if options.weights != "fresh" and has_weights(folder):
-            raise ConfigurationError(
-                f"model.arguments.vocab_size={size} does not fit the weights in {folder}, which have "
-                f"{config.vocab_size}. Leave it out, or use --model.arguments.weights fresh."
-            )
-        config.vocab_size = size
+        base = weights_digest(folder) if stored else base
     pad = getattr(config, "pad_token_id", None)  # not every architecture has one
     if isinstance(pad, int) and not 0 <= pad < config.vocab_size:
         config.pad_token_id = None  # it belongs to a larger vocabulary; nothing is padded here
@@ -271,8 +259,8 @@ def build_huggingface(
     return HuggingFaceModel(wrapped, z_loss=options.z_loss, base=base)
 
 
-def stored_digest(settings: ModelSettings, definition: Mapping[str, Any] | None = None) -> str:
-    """Return a digest of the weights from which a model of ``transformers`` begins; "" if they are fresh.
+def base_digest(settings: ModelSettings, definition: Mapping[str, Any] | None = None) -> str:
+    """Return a digest of the stored weights from which a model of ``transformers`` begins; "" if there are none.
 
     Args:
         definition: as for `build_huggingface`; it gives the digest if the weights are not read.
@@ -280,7 +268,9 @@ def stored_digest(settings: ModelSettings, definition: Mapping[str, Any] | None 
     Raises:
         ConfigurationError, CheckpointError: the folder does not exist, or its weights can't be read.
     """
-    if definition is not None and not settings.lora_rank:
+    if settings.kind != "hf":
+        return ""
+    if definition and not settings.lora_rank:
         return str(definition.get("base", ""))
     folder = _find_folder(settings, with_weights=True)
     return weights_digest(folder) if _has_stored(folder, settings) else ""
@@ -317,24 +307,13 @@ def _has_stored(folder: Path, settings: ModelSettings) -> bool:
     return weights != "fresh" and (needed or has_weights(folder))
 
 
-def _read_config(folder: Path, settings: ModelSettings) -> PretrainedConfig:
-    from transformers import PretrainedConfig
-
-    if not (folder / CONFIG_NAME).is_file():
-        raise ConfigurationError(
-            f"{folder} has no config.json, which describes the model. Give a folder written by save_pretrained."
-        )
-    with _refusals(str(folder)):
-        values, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
-    return _config_of(values, settings.config_changes, str(folder), settings.huggingface)
-
-
 def _config_of(stored: Any, changes: Mapping[str, Any], where: str, options: HuggingFaceSettings) -> PretrainedConfig:
+    """Return the configuration that ``stored``, of a file, describes, after ``changes`` by the user."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, __version__
 
     values: dict[str, Any] = dict(stored) if isinstance(stored, Mapping) else {}
-    model_type = values.pop("model_type", None)
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+    model_type = str(values.pop("model_type", None))
+    if model_type not in CONFIG_MAPPING:
         custom = ", and code that comes with a model is not run" if "auto_map" in values else ""
         raise ConfigurationError(
             f"{where} has model_type={model_type!r}, which transformers {__version__} does not know{custom}. Try a "
@@ -344,7 +323,7 @@ def _config_of(stored: Any, changes: Mapping[str, Any], where: str, options: Hug
         kind = CONFIG_MAPPING[model_type]
         known = kind()
         for name in changes:
-            if name not in values and not hasattr(known, name):
+            if name not in values and not hasattr(known, name):  # the library would take it in silence
                 raise ConfigurationError(
                     f"model.arguments.{name} is not a part of {kind.__name__}; {nearest(name, vars(known).keys())}"
                 )
@@ -352,16 +331,15 @@ def _config_of(stored: Any, changes: Mapping[str, Any], where: str, options: Hug
         if options.attn_implementation is not None:
             values["attn_implementation"] = options.attn_implementation
         _check_implementations(values, where)
-        config: PretrainedConfig = kind.from_dict(
-            {name: value for name, value in values.items() if name not in _NAMES_OF_CODE}
-        )
-    is_causal = getattr(config, "is_decoder", True) or model_type.startswith("gpt_neox")  # which is always causal
+        safe = {name: value for name, value in values.items() if name not in _NAMES_OF_CODE}
+        config: PretrainedConfig = kind.from_dict(safe)
     if (
         type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
         or getattr(config, "is_encoder_decoder", False)
         or config.get_text_config() is not config
         or getattr(config, "quantization_config", None) is not None
-        or not is_causal
+        # GPT-NeoX is always causal, whatever it says
+        or not (getattr(config, "is_decoder", True) or model_type.startswith("gpt_neox"))
     ):
         raise ConfigurationError(
             f"{where} ({kind.__name__}) is not a causal language model of text alone with weights that can be trained. "
@@ -398,7 +376,7 @@ def _load(folder: Path, config: PretrainedConfig, settings: ModelSettings) -> Pr
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, BitsAndBytesConfig, GenerationConfig
 
-    quantised: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if settings.quantization is not None:
         try:
             import bitsandbytes  # noqa: F401  # transformers imports it later, with a less specific error
@@ -407,24 +385,22 @@ def _load(folder: Path, config: PretrainedConfig, settings: ModelSettings) -> Pr
                 f"model.quantization={settings.quantization!r} needs bitsandbytes, which can't be imported ({error}): "
                 "pip install bitsandbytes, or use --model.arguments.base-dtype bfloat16."
             ) from error
-        configure: Any = BitsAndBytesConfig
         dtype = getattr(torch, settings.huggingface.base_dtype)
         four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
-        quantised["quantization_config"] = configure(
-            **(four if settings.quantization == "nf4" else {"load_in_8bit": True})
-        )
-    generation = folder / "generation_config.json"
+        bits = four if settings.quantization == "nf4" else {"load_in_8bit": True}
+        arguments["quantization_config"] = BitsAndBytesConfig(**bits)  # type: ignore[no-untyped-call]  # of the library
+    if (generation := folder / "generation_config.json").is_file():
+        arguments["generation_config"] = GenerationConfig.from_dict(read_json(generation))
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with without_progress_bars():
-        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         wrapped, report = model_class.from_pretrained(
             None,
             config=config,
-            generation_config=GenerationConfig.from_dict(read_json(generation)) if generation.is_file() else None,
             state_dict=dict(stored_tensors(folder)),
             dtype=torch.float32,
             output_loading_info=True,
             trust_remote_code=False,
-            **quantised,
+            **arguments,
         )
     if missing := sorted(report["missing_keys"]):
         raise ConfigurationError(
@@ -435,8 +411,7 @@ def _load(folder: Path, config: PretrainedConfig, settings: ModelSettings) -> Pr
         if hasattr(module, "support_avx512bf16_for_cpu"):
             # bitsandbytes 0.50 on a CPU: after one evaluation, training would use the fast kernel, without gradients
             module.support_avx512bf16_for_cpu = False
-    model: PreTrainedModel = wrapped
-    return model
+    return wrapped  # type: ignore[no-any-return]  # a model
 
 
 @contextmanager

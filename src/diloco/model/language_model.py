@@ -22,21 +22,6 @@ from diloco.plugins import call, takes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "ForeignModel",
-    "LanguageModel",
-    "LossChunks",
-    "LossParts",
-    "TokensSeen",
-    "base_digest",
-    "build_language_model",
-    "check_vocabulary",
-    "document_numbers",
-    "documents_of",
-    "even_batches",
-    "is_even",
-]
-
 
 class LossParts(NamedTuple):
     """The result of `LanguageModel.loss`: two float32 scalars in nats per token."""
@@ -66,8 +51,9 @@ _even: ContextVar[bool] = ContextVar("even", default=False)
 
 @contextmanager
 def even_batches() -> Iterator[None]:
-    """Say that the passes inside the context have the shapes of few kinds of batches, so that compiled blocks serve
-    them also without gradients. Generation has varying shapes.
+    """Say that passes inside the context have the shapes of few kinds of batches, unlike those of generation.
+
+    Compiled blocks then serve them also without gradients.
     """
     token = _even.set(True)
     try:
@@ -179,20 +165,34 @@ class LanguageModel(nn.Module):
     def flops_per_token(self, sequence_length: int | None = None) -> float:
         """Return the estimated floating-point operations of training on one token, forward and backward.
 
-        Here ``6 * N``, where N counts the matrices except embeddings; attention is unknown and left out.
+        ``6 * N + 12 * A``. There are two operations per weight forward and four backward, and N counts the matrices
+        that a token passes through: the output projection also when it is tied, but no embeddings. A is `attended`.
+        Left out are the embedding lookup, norms, positions, softmax, activation functions, loss and optimizer.
 
         Args:
             sequence_length: tokens per sequence; default: ``max_sequence_length``.
         """
         tables = {id(module.weight) for module in self.modules() if isinstance(module, nn.Embedding)}
-        matrices = {id(module.weight) for module in self.modules() if isinstance(module, nn.Linear)}
-        counted = (p for p in self.parameters() if p.dim() >= 2 and (id(p) not in tables or id(p) in matrices))
-        return 6.0 * sum(parameter.numel() for parameter in counted)
+        products = {id(module.weight) for module in self.modules() if isinstance(module, nn.Linear)}
+        skipped = tables - products - {id(self.projection)}
+        matrices = [(name, p) for name, p in self.named_parameters() if p.dim() >= 2 and id(p) not in skipped]
+        length = self.max_sequence_length if sequence_length is None else sequence_length
+        return 6.0 * sum(p.numel() * self.used_share(name) for name, p in matrices) + 12.0 * self.attended(length)
+
+    def used_share(self, name: str) -> float:
+        """Return the share of a parameter that one token passes through; less than 1 for experts."""
+        return 1.0
+
+    def attended(self, length: int) -> float:
+        """Return the width of all heads times the average number of tokens that one sees, summed over the layers.
+
+        PaLM's appendix B counts all of them; half are masked. Here 0: the attention of a module is unknown.
+        """
+        return 0.0
 
     def definition(self) -> dict[str, Any]:
-        """Return, as JSON, what its settings do not say about the model, so that it can be built without its source.
-
-        It is an argument of `build_language_model`. It is empty if the settings are sufficient.
+        """Return, as JSON, what its settings do not say about the model: an argument of `build_language_model`, which
+        then needs no source.
         """
         return {}
 
@@ -229,22 +229,17 @@ class LanguageModel(nn.Module):
             tensor.copy_(values[name])
 
     def num_trained(self) -> int:
-        """Return the number of trainable parameters; tied ones count once."""
         return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
 
     def num_parameters(self) -> int:
-        """Return the number of trainable and frozen parameters; tied ones count once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 
 def document_numbers(tokens: Tensor, end: int) -> Tensor:
     """Return the number of the document in its row that each token belongs to, from 0; ``(batch, sequence)`` int64.
 
-    Args:
-        tokens: packed documents, ``(batch, sequence)`` int64.
-        end: the token that ends each document, and belongs to it.
+    ``tokens`` are packed documents, ``(batch, sequence)`` int64, each with the token ``end`` as its last.
 
-    >>> import torch
     >>> document_numbers(torch.tensor([[5, 9, 6, 7, 9, 8]]), end=9)
     tensor([[0, 0, 1, 1, 1, 2]])
     """
@@ -253,13 +248,9 @@ def document_numbers(tokens: Tensor, end: int) -> Tensor:
 
 
 def documents_of(tokens: Tensor, targets: Tensor, end: int | None) -> Tensor | None:
-    """Return `document_numbers` of ``tokens``, ``(batch, sequence)`` int64.
+    """Return `document_numbers` of ``tokens``, whose next ones are ``targets``, both ``(batch, sequence)`` int64.
 
-    Args:
-        tokens: packed documents.
-        targets: the token that follows each of them.
-        end: the token that ends a document. `ENDS`: the targets mark the ends. None: documents are not distinguished,
-            and the result is None.
+    ``end`` ends a document. `ENDS`: the targets mark the ends. None: documents are not distinguished.
     """
     if end is None:
         return None
@@ -292,18 +283,18 @@ class ForeignModel(LanguageModel):
                 f"A sequence of {tokens.shape[1]} tokens is longer than max_sequence_length="
                 f"{self.max_sequence_length}. Shorten it, or increase model.arguments.max_sequence_length."
             )
-        arguments = {} if documents is None else {"documents": documents}
-        if documents is not None and not takes(self.wrapped.forward, "documents"):
+        name, arguments = type(self.wrapped).__name__, {} if documents is None else {"documents": documents}
+        if arguments and not takes(self.wrapped.forward, "documents"):
             raise ConfigurationError(
-                f"{type(self.wrapped).__name__}.forward can't mask the documents of a packed row from each other, "
-                "because it has no argument `documents`. Add one, or turn off document masks."
+                f"{name}.forward can't mask the documents of a packed row from each other, because it has no argument "
+                "`documents`. Add one, or turn off document masks."
             )
         output = self.wrapped(tokens, **arguments)
         logits: Any = getattr(output, "logits", output)
         shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         if shape != (*tokens.shape, self.vocab_size):
             raise ConfigurationError(
-                f"{type(self.wrapped).__name__} returned {shape}, not logits of shape (batch, sequence, vocab) = "
+                f"{name} returned {shape}, not logits of shape (batch, sequence, vocab) = "
                 f"{(*tokens.shape, self.vocab_size)}."
             )
         return logits[:, -new:]  # type: ignore[no-any-return]  # a tensor, as checked above
@@ -342,7 +333,7 @@ def build_language_model(
         from diloco.model.huggingface import build_huggingface
 
         with _drawing_from(seed):
-            model = build_huggingface(settings, on_meta=on_meta, definition=definition or None)
+            model = build_huggingface(settings, on_meta=on_meta, definition=definition)
         if settings.lora_rank:
             from diloco.model.adapters import add_adapters
 
@@ -364,8 +355,8 @@ def _build_foreign(settings: ModelSettings) -> LanguageModel:
     - ``max_sequence_length``: int, ``model.arguments.max_sequence_length``;
     - everything else in ``model.arguments`` but ``z_loss``, which it must take.
 
-    It returns a `LanguageModel`, which is used directly, or another module, which is wrapped in a `ForeignModel`. The
-    attributes ``vocab_size`` and ``max_sequence_length`` of such a module take precedence over the arguments.
+    It returns a `LanguageModel`, or another module, which is wrapped in a `ForeignModel`. The attributes ``vocab_size``
+    and ``max_sequence_length`` of such a module take precedence over the arguments.
     """
     source, arguments = settings.source or "", dict(settings.arguments)
     vocab_size, length = arguments.pop("vocab_size", None), arguments.pop("max_sequence_length", 1024)
@@ -384,22 +375,6 @@ def _build_foreign(settings: ModelSettings) -> LanguageModel:
     return ForeignModel(model, vocab_size=vocab_size, max_sequence_length=longest, z_loss=z_loss)
 
 
-def base_digest(settings: ModelSettings, definition: Mapping[str, Any] | None = None) -> str:
-    """Return a digest of the stored weights from which a model begins; "" if there are none.
-
-    Args:
-        definition: as for `build_language_model`.
-
-    Raises:
-        ConfigurationError, CheckpointError: the weights can't be read.
-    """
-    if settings.kind != "hf":
-        return ""
-    from diloco.model.huggingface import stored_digest
-
-    return stored_digest(settings, definition or None)
-
-
 def check_vocabulary(model: LanguageModel, tokens: int) -> None:
     """Raise `ConfigurationError` unless the ``tokens`` ids of a tokeniser fit in the model's vocabulary."""
     if tokens > model.vocab_size:
@@ -414,18 +389,16 @@ def check_vocabulary(model: LanguageModel, tokens: int) -> None:
 def _drawing_from(seed: int) -> Iterator[None]:
     """Seed the global CPU generators of Python, NumPy and torch inside the context, and restore them afterwards.
 
-    It is for code that draws from global generators, such as third-party models. CUDA generators are not touched:
-    models are built on the CPU, for the same bits on every device.
+    Third-party models draw from them. Models are built on the CPU, for the same bits on every device.
     """
     words = [int(word) for word in np.random.SeedSequence(seed).generate_state(3, np.uint64)]
-    python, numpy, generator = random.getstate(), np.random.get_state(legacy=False), torch.default_generator
-    state = generator.get_state()
+    python, numpy, state = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
     try:
         random.seed(words[0])
         np.random.seed(words[1] % 2**32)
-        generator.manual_seed(words[2])
+        torch.default_generator.manual_seed(words[2])
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-        generator.set_state(state)
+        torch.set_rng_state(state)

@@ -18,15 +18,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = [
-    "ENDS",
-    "NOT_COUNTED",
-    "cross_entropy_with_z_loss",
-    "losses_and_gradient",
-    "product_dtype",
-    "projected_cross_entropy",
-]
-
 NOT_COUNTED = -100  # a target that is not counted, like every negative one
 ENDS = -101  # also not counted; it marks that the input token is the last one of its document
 

@@ -21,19 +21,6 @@ from tyro.conf import arg
 from diloco.errors import ConfigurationError, nearest
 from diloco.plugins import is_own, split
 
-__all__ = [
-    "DecoderSettings",
-    "HuggingFaceSettings",
-    "ModelSettings",
-    "Preset",
-    "Source",
-    "count_parameters",
-    "get_preset",
-    "parse_source",
-    "preset_names",
-    "with_vocabulary",
-]
-
 Kind = TypeVar("Kind")
 
 
@@ -177,7 +164,6 @@ class ModelSettings:
 
     @property
     def kind(self) -> Literal["native", "hf", "module"]:
-        """What builds the model."""
         return "native" if self.source is None else parse_source(self.source).kind
 
     @cached_property
@@ -268,32 +254,11 @@ class Preset:
 
     name: str
     model: DecoderSettings  # the sizes; ``vocab_size`` is None if the tokeniser decides it
+    parameters: int  # the exact count, with ``vocab_size`` tokens and tied embeddings counted once
     source: str
     alias: str = ""  # another name of the same preset
     sequence_length: int = 1024  # tokens per sequence in the source's training
-    vocab_size: int = 257  # the vocabulary to which the count refers: that of the model, or bytes
-    parameters: int = field(init=False)  # the exact count, with tied embeddings counted once
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "vocab_size", self.model.vocab_size or self.vocab_size)
-        object.__setattr__(self, "parameters", count_parameters(self.model, self.vocab_size))
-
-
-def count_parameters(model: DecoderSettings, vocab_size: int) -> int:
-    """Return the parameter count of a model without building it; tied embeddings count once.
-
-    ``E V W + L (2 W^2 + 2 W K + F W G + 2 W + Q) + W``, with V tokens, width W, L layers, keys and values of K =
-    ``kv_heads`` * head width, feed-forward width G in F = 3 (swiglu) or 2 (gelu) matrices, E = 1 (tied) or 2, and Q = 2
-    * head width with QK-norm, else 0.
-
-    >>> count_parameters(DecoderSettings(layers=22, width=2048, ffn_width=5632, heads=32, kv_heads=4), 32_000)
-    1100048384
-    """
-    width, head_width = model.width, model.width // model.heads
-    layer = 2 * width * width + 2 * width * (model.kv_heads or model.heads) * head_width
-    layer += (3 if model.ffn == "swiglu" else 2) * width * model.ffn_width
-    layer += 2 * width + (2 * head_width if model.qk_norm else 0)
-    return (1 if model.tie_embeddings else 2) * vocab_size * width + model.layers * layer + width
+    vocab_size: int = 32_000  # that of the model, or 257: bytes
 
 
 def get_preset(name: str) -> Preset:
@@ -305,9 +270,9 @@ def get_preset(name: str) -> Preset:
     >>> get_preset("opendiloco-150m").name, get_preset("35m").name
     ('150m', 'streaming-35m')
     """
-    aliases = {preset.alias: preset for preset in PRESETS.values() if preset.alias}
-    if name not in (presets := aliases | PRESETS):
-        raise ConfigurationError(f"there is no preset {name!r}; {nearest(name, (*PRESETS, *aliases))}")
+    presets = {preset.alias: preset for preset in PRESETS.values() if preset.alias} | PRESETS
+    if name not in presets:
+        raise ConfigurationError(f"there is no preset {name!r}; {nearest(name, presets)}")
     return presets[name]
 
 
@@ -322,34 +287,44 @@ def preset_names() -> tuple[str, ...]:
 
 def _presets() -> Iterator[Preset]:
     for name in ("tiny", "tiny-muon"):
-        model = DecoderSettings(ffn_width=352)
-        yield Preset(name=name, model=model, source="this project, for the quick start", sequence_length=128)
+        model, source = DecoderSettings(ffn_width=352), "this project, for the quick start"
+        yield Preset(name=name, model=model, parameters=869_760, source=source, sequence_length=128, vocab_size=257)
     llama = DecoderSettings(max_sequence_length=2048, vocab_size=32_000)
-    for name, layers, width, ffn_width, heads in (
-        ("2m", 2, 64, 256, 2),
-        ("14m", 6, 128, 512, 4),
-        ("60m", 3, 1024, 2688, 16),
-        ("150m", 12, 1024, 2688, 16),
-        ("1b", 22, 2048, 5632, 32),  # TinyLlama
+    for name, layers, width, ffn_width, heads, kv_heads, vocab_size, parameters in (
+        ("2m", 2, 64, 256, 2, None, 1024, 262_464),
+        ("14m", 6, 128, 512, 4, None, 32_000, 9_766_528),
+        ("60m", 3, 1024, 2688, 16, None, 32_000, 102_898_688),
+        ("150m", 12, 1024, 2688, 16, None, 32_000, 214_983_680),
+        ("1b", 22, 2048, 5632, 32, 4, 32_000, 1_100_048_384),  # TinyLlama
     ):
-        model = replace(llama, layers=layers, width=width, ffn_width=ffn_width, heads=heads)
-        model = replace(model, vocab_size=1024) if name == "2m" else model
-        model = replace(model, kv_heads=4) if name == "1b" else model
-        source = f"OpenDiLoCo (2407.07852), its configuration config_{name}.json"
-        yield Preset(name=name, model=model, source=source, alias=f"opendiloco-{name}")
+        model = replace(llama, layers=layers, width=width, ffn_width=ffn_width, heads=heads, kv_heads=kv_heads)
+        model = replace(model, vocab_size=vocab_size)
+        yield Preset(
+            name=name,
+            model=model,
+            parameters=parameters,
+            source=f"OpenDiLoCo (2407.07852), its configuration config_{name}.json",
+            alias=f"opendiloco-{name}",
+            vocab_size=vocab_size,
+        )
     chinchilla = replace(llama, ffn="gelu", qk_norm=True, z_loss=1e-4, tie_embeddings=True)
-    for name, layers, width, heads in (
-        ("35m", 6, 512, 8),
-        ("100m", 9, 768, 12),
-        ("200m", 12, 1024, 16),
-        ("300m", 15, 1280, 20),
-        ("500m", 18, 1536, 24),
-        ("1b", 24, 2048, 32),
-        ("4b", 36, 3072, 48),
+    for name, layers, width, heads, parameters in (
+        ("35m", 6, 512, 8, 35_265_792),
+        ("100m", 9, 768, 12, 88_292_736),
+        ("200m", 12, 1024, 16, 183_790_080),
+        ("300m", 15, 1280, 20, 335_913_600),
+        ("500m", 18, 1536, 24, 558_819_072),
+        ("1b", 24, 2048, 32, 1_273_598_976),
+        ("4b", 36, 3072, 48, 4_175_396_352),
     ):
         model = replace(chinchilla, layers=layers, width=width, ffn_width=4 * width, heads=heads)
-        source = "Streaming DiLoCo (2501.18512), table 2"
-        yield Preset(name=f"streaming-{name}", model=model, source=source, alias="" if name == "1b" else name)
+        yield Preset(
+            name=f"streaming-{name}",
+            model=model,
+            parameters=parameters,
+            source="Streaming DiLoCo (2501.18512), table 2",
+            alias="" if name == "1b" else name,
+        )
 
 
 PRESETS = {preset.name: preset for preset in _presets()}

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
     from transformers import PreTrainedModel
 
-__all__ = ["KeyValueCache", "Transformer", "attend", "block_mask", "boolean_mask", "build_model"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -127,20 +126,8 @@ class Transformer(LanguageModel):
 
         return as_huggingface(self)
 
-    def flops_per_token(self, sequence_length: int | None = None) -> float:
-        """Return the estimated floating-point operations of training on one token, forward and backward.
-
-        ``6 * N + 6 * layers * width * (sequence_length + 1)``. There are two operations per weight forward and four
-        backward, and N counts the matrices of the layers and the output projection (also when tied). The second term is
-        the products with keys and values, over the ``(sequence_length + 1) / 2`` tokens that a token sees on average
-        (PaLM's appendix B counts all ``sequence_length``). Left out are the embedding lookup, norms, rotary positions,
-        softmax, the activation function, loss and optimizer.
-        """
-        settings = self.settings
-        length = settings.max_sequence_length if sequence_length is None else sequence_length
-        matrices = sum(weight.numel() for weight in self.model.layers.parameters() if weight.ndim == 2)
-        matrices += self.model.embed_tokens.weight.numel()  # the output projection has the same size
-        return 6.0 * matrices + 6.0 * settings.layers * settings.width * (length + 1)
+    def attended(self, length: int) -> float:
+        return self.settings.layers * self.settings.width * (length + 1) / 2
 
 
 def build_model(settings: DecoderSettings, *, seed: int, device: torch.device | str = "cpu") -> Transformer:
@@ -357,7 +344,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask |
         grouped: whether several heads share the same keys and values.
     """
     if mask is not None and not isinstance(mask, Tensor):
-        attended: Tensor = _flex_attention(query)(query, key, value, block_mask=mask, enable_gqa=grouped)
+        from torch.nn.attention.flex_attention import flex_attention
+
+        attended: Tensor = _fused(flex_attention, query)(query, key, value, block_mask=mask, enable_gqa=grouped)
         return attended
     # is_causal aligns queries and keys at the first token, so it is right only if nothing came before.
     causal = mask is None and query.shape[2] == key.shape[2]
@@ -390,18 +379,18 @@ def block_mask(documents: Tensor) -> BlockMask:
         return (query >= key) & (documents[batch, query] == documents[batch, key])
 
     rows, length = documents.shape
-    return create_block_mask(sees, rows, None, length, length, device=str(documents.device))
+    mask: BlockMask = _fused(create_block_mask, documents)(
+        sees, rows, None, length, length, device=str(documents.device)
+    )
+    return mask
 
 
-def _flex_attention(query: Tensor) -> Callable[..., Any]:
-    """Return FlexAttention, compiled on a GPU, where it would otherwise store all scores.
+def _fused(function: Callable[..., Any], tensor: Tensor) -> Callable[..., Any]:
+    """Return ``function``, compiled on a GPU, where it would otherwise store a value for each query and key.
 
     A caller that is compiled itself gets the plain function.
     """
-    from torch.nn.attention.flex_attention import flex_attention
-
-    plain: Callable[..., Any] = flex_attention
-    return _compiled(plain) if query.is_cuda and not torch.compiler.is_compiling() else plain
+    return _compiled(function) if tensor.is_cuda and not torch.compiler.is_compiling() else function
 
 
 @cache

@@ -37,16 +37,14 @@ class GradientAverager:
 
     Args:
         codec: the codec for gradients; float32 is plain data-parallel training.
-        group: the ranks of the replica, each of which averages the values it holds. None: this rank alone.
+        group: the ranks of the replica, each of which averages the values it holds.
     """
 
-    def __init__(
-        self, model: LanguageModel, transport: Transport, codec: Codec, group: ReplicaGroup | None = None
-    ) -> None:
+    def __init__(self, model: LanguageModel, transport: Transport, codec: Codec, group: ReplicaGroup) -> None:
         self.parameters = list(trainable_parameters(model).values())
         self.transport = transport
         self.codec = codec
-        self.group = group or ReplicaGroup()
+        self.group = group
         self._pending: Pending | None = None
         self._contribution: Contribution | None = None
 
@@ -95,12 +93,11 @@ class GradientAverager:
         while True:
             try:
                 unflatten_(self._pending.wait().values, self._gradients())
+                return None
             except ViewChangedError:
                 self._pending = self.transport.average(self._contribution)
             except RoundVoidError as error:
                 return error
-            else:
-                return None
 
     def forget(self) -> None:
         """Release the contribution and the average, each as large as the model."""
@@ -150,10 +147,8 @@ def average_gradients(
             emit(Note(step=0, text=f"{void[0]} The round is tried again."))
             for averager in averagers:
                 averager.begin_again()
-    except RoundVoidError:
-        raise
-    except TransportError:
-        if not may_lose:
+    except TransportError as error:
+        if isinstance(error, RoundVoidError) or not may_lose:
             raise
         return False
     finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -414,13 +413,13 @@ class PeerFleet(Fleet):
         """Whether the others have a state that a joiner can adopt."""
         return not self.elastic or self.connected.table.step > 0
 
-    def gives_up(self, until_s: float) -> bool:
-        """Return whether there is no connection to another replica, or `time.monotonic` has reached ``until_s``."""
-        return bool(self._ask(lambda: time.monotonic() >= until_s or not self._sees_others()))
+    def sees_nobody(self) -> bool:
+        """Return whether there is no connection to another replica."""
 
-    def _sees_others(self) -> bool:
-        rules = self.transport.rules
-        return any(rules.replica_of(rank) != rules.replica for rank in self.transport.connections.connected)
+        def seen() -> set[int]:
+            return {self.transport.rules.replica_of(rank) for rank in self.transport.connections.connected}
+
+        return bool(self._ask(lambda: not seen() - {self.transport.rules.replica}))
 
     def held_steps(self) -> dict[int, int]:
         """Return the newest step from which each rank could resume; -1 for none."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from diloco.algorithm import INNER_OPTIMIZERS, Muon, ValueSchedule, local_shard, trainable_parameters
+from diloco.algorithm import Muon, ValueSchedule, local_shard, muon, trainable_parameters
 from diloco.devices import to_device
 from diloco.errors import ConfigurationError, NonFiniteError, nearest
 from diloco.model import documents_of
@@ -58,8 +58,6 @@ class InnerLoop:
 
     Args:
         model: from `parallelise`, or a `ParallelModel` if the replica has one rank.
-        optimizer: the optimizer of the model's trainable parameters.
-        learning_rate: the schedule, a function of the global step.
         clip_norm: the largest global gradient norm, or None for no clipping.
         precision: the autocast type of the forward pass. float16 scales the loss, for the inner optimizer only.
         accumulation: the number of pieces in which a batch is computed, as even as its size allows. A rank with fewer
@@ -141,10 +139,7 @@ class InnerLoop:
     def apply(self, step: int, *, skip: bool = False) -> InnerStep:
         """Clip, step the optimizer with the learning rate of ``step`` (counted from 0), and clear the gradients.
 
-        This calls `begin` and `end` for a single replica and waits for the device once.
-
         Args:
-            step: the number of inner steps finished before this one.
             skip: whether to skip the step because another replica had to or the other replicas are lost; this lowers
                 the loss scale, as on that replica.
 
@@ -300,7 +295,7 @@ def _constructor(name: str) -> tuple[Callable[..., torch.optim.Optimizer], Param
         for key, value in vars(torch.optim).items()
         if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
-    known |= {each: INNER_OPTIMIZERS.find(each) for each in INNER_OPTIMIZERS.names}
+    known["Muon"] = muon
     if name in UNFIT:
         raise ConfigurationError(f"optimizer.name={name!r} {UNFIT[name]}. Use AdamW or SGD.")
     if name not in known:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -22,28 +21,19 @@ from diloco.train.state import load_session, newest_checkpoints
 from diloco.train.stopping import StopAsked, StopRequest
 from diloco.waiting import waiting_for
 
-__all__ = ["OVER", "find_beginning", "follow_views", "join_run", "rejoin"]
+__all__ = ["OVER", "find_beginning", "follow_views"]
 
 _GATHER_S = 60.0  # wait this long for a founded view, then search: the others may have found each other without it
 _RETRY_S = 1.0
 
-Looking = Callable[[], AbstractContextManager[None]]
-
 OVER = "the others, which have finished"  # what stops a replica that rejoins a run which has ended
 
 
-def join_run(session: Session, fleet: PeerFleet, timeout_s: float) -> None:
+def _join_run(session: Session, fleet: PeerFleet) -> None:
     """Adopt the global parameters, step and data position of the other replicas, and become a member.
 
     Global parameters and outer state are fetched while the others keep training. Fragments that change meanwhile are
     adopted afterwards. The inner optimizer starts fresh.
-
-    Args:
-        timeout_s: the limit for becoming a member.
-
-    Raises:
-        ConfigurationError: if the algorithm of the run has no global state to adopt.
-        TransportError: if there is no replica to fetch the state from, or the members refuse.
     """
     (replica,) = session.replicas
     fleet.close_to_joiners("")
@@ -54,7 +44,7 @@ def join_run(session: Session, fleet: PeerFleet, timeout_s: float) -> None:
         )
     if fleet.others_have_trained:
         _adopt_state(session, replica, fleet)
-    _become_member(session, replica, fleet, timeout_s)
+    _become_member(session, replica, fleet)
 
 
 def _adopt_state(session: Session, replica: Replica, fleet: PeerFleet) -> None:
@@ -67,7 +57,7 @@ def _adopt_state(session: Session, replica: Replica, fleet: PeerFleet) -> None:
                 return diloco.take_over(fleet.view.members)
             except TransportError as error:
                 why = str(error).partition(". ")[0]
-                if fleet.gives_up(math.inf):
+                if fleet.sees_nobody():
                     raise
             time.sleep(_RETRY_S)
 
@@ -75,9 +65,7 @@ def _adopt_state(session: Session, replica: Replica, fleet: PeerFleet) -> None:
 def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Callable[[Event], None]) -> None:
     """Report the view changes since the last step, and rejoin the other replicas if this replica has lost them.
 
-    Args:
-        stop: a replica that was asked to stop does not search for the others.
-
+    A replica that was asked to stop does not search for the others.
     """
     step = session.totals.steps
     if notice := fleet.take_notices():
@@ -107,7 +95,7 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
         while True:
             try:
                 if lost:  # otherwise it has just joined a view that waits for more replicas
-                    rejoin(session, fleet, math.inf, stop.interrupting)
+                    _rejoin(session, fleet, stop)
                 lost = True  # if too few replicas come, so that the next attempt rejoins
                 with stop.interrupting():
                     fleet.gather(min(session.settings.network.start_timeout_s, _GATHER_S))
@@ -128,64 +116,47 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
     emit(Note(step=session.totals.steps, text=f"This replica {how}."))
 
 
-def rejoin(
-    session: Session,
-    fleet: PeerFleet,
-    patience_s: float,
-    looking: Looking = nullcontext,
-) -> None:
+def _rejoin(session: Session, fleet: PeerFleet, stop: StopRequest) -> None:
     """Rejoin the other replicas after losing them: adopt their state and keep the work that is not shared yet.
 
     If all replicas have lost each other, one of them founds another view instead, in which `PeerFleet.gather` waits.
     During the shared start there is no state to adopt yet: a replica that finds the others waits for its end, and a
     replica that founds a view ends it.
 
-    Args:
-        looking: a context that is entered while searching. If it raises, nothing has changed.
-
     Raises:
         TransportError: if the others are not found, or refuse. The call may be repeated.
+        StopAsked: if the user asks to stop during the search. Nothing has changed.
     """
     (replica,) = session.replicas
     if replica.diloco is not None:
         # rounds in flight fail, and their work stays in the local parameters
         replica.diloco.drain(take_over=False)
-    with looking():
-        fleet.rejoin(patience_s)
+    with stop.interrupting():
+        fleet.rejoin(math.inf)
     replica.gradients.transport = fleet.endpoint(replica.number)
     if replica.diloco is not None:
         replica.diloco.change_transport(fleet.endpoint(replica.number))
-    if fleet.joining:
-        _join_again(session, replica, fleet, looking)
-    else:
-        _found_again(session, replica, fleet)
-
-
-def _join_again(session: Session, replica: Replica, fleet: PeerFleet, looking: Looking) -> None:
-    """Adopt the state of the others, which are still training, and become a member."""
+    if not fleet.joining:  # it has founded a view, which the others may join
+        if replica.diloco is None and session.settings.algorithm in ("streaming", "diloco"):
+            session.end_shared_start()
+        session.open_to_joiners()
+        fleet.gathering = replica.diloco is not None  # a run that averages gradients can't be joined
+        return
     session.open_to_joiners()
     if replica.diloco is not None:
         replica.diloco.take_over(fleet.view.members, keep_work=True)
     else:
         try:
-            with looking():
+            with stop.interrupting():
                 _adopt_state(session, replica, fleet)
         except BaseException:  # the replica stays in the shared start
             replica.diloco = None
             raise
-    _become_member(session, replica, fleet, session.settings.network.start_timeout_s)
+    _become_member(session, replica, fleet)
 
 
-def _found_again(session: Session, replica: Replica, fleet: PeerFleet) -> None:
-    """Continue in a view that this replica has founded, which the others may join."""
-    if replica.diloco is None and session.settings.algorithm in ("streaming", "diloco"):
-        session.end_shared_start()
-    session.open_to_joiners()
-    fleet.gathering = replica.diloco is not None  # a run that averages gradients can't be joined
-
-
-def _become_member(session: Session, replica: Replica, fleet: PeerFleet, timeout_s: float) -> None:
-    totals = session.totals
+def _become_member(session: Session, replica: Replica, fleet: PeerFleet) -> None:
+    totals, timeout_s = session.totals, session.settings.network.start_timeout_s
     before = totals.steps
     with waiting_for(lambda: "the other replicas to admit this one", timeout_s):
         totals.steps = fleet.join(timeout_s)
@@ -214,7 +185,7 @@ def find_beginning(session: Session, fleet: PeerFleet | None, home: Path, emit: 
     """
     settings = session.settings
     if fleet is not None and fleet.joining:
-        join_run(session, fleet, settings.network.start_timeout_s)
+        _join_run(session, fleet)
         return "the other replicas"
     path = settings.checkpoint.resume
     if path is None:

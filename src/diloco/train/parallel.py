@@ -60,11 +60,8 @@ def prepare_blocks(
     gathers and drops their parameters stays outside. Generation has varying shapes and runs uncompiled.
 
     Args:
-        model: a model with a list of blocks. It may call them with keyword arguments.
-        checkpointing: ``none``; ``full``: keep a block's input and recompute everything else in the backward pass;
-            ``selective``: also keep the outputs of matrix products and attention.
-        compiled: whether to use torch.compile, with static shapes.
-        backend: the backend of torch.compile.
+        checkpointing: ``full``: keep a block's input and recompute everything else in the backward pass; ``selective``:
+            also keep the outputs of matrix products and attention.
         whole_graphs: whether a break in a block's graph, which costs speed, is an error.
     """
     run = {"none": _whole, "full": _recomputed, "selective": _partly_recomputed}[checkpointing]
@@ -130,15 +127,9 @@ Strategy = Literal["none", "ddp", "fsdp"]
 
 
 class ParallelModel:
-    """A model as one rank of its replica trains it. This base class serves a replica of one rank.
+    """A model as one rank of its replica trains it. This base class serves a replica of one rank."""
 
-    Attributes:
-        model: the model; this rank's parameters and gradients are whole tensors or DTensors.
-        group: the ranks of the replica.
-        num_shards: the number of shards of each parameter; 1 if every rank holds all of it.
-    """
-
-    num_shards = 1
+    num_shards = 1  # of each parameter; 1 if every rank holds all of it
 
     def __init__(self, model: LanguageModel, group: ReplicaGroup | None = None) -> None:
         self.model = model

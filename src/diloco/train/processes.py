@@ -174,17 +174,13 @@ def launch(
     talking_ranks: int = 1,
     lock: int | None = None,
 ) -> int:
-    """Start ``settings.num_ranks`` processes, and wait for them.
+    """Start ``settings.num_ranks`` processes, wait for them, and return one exit code for all, see `exit_code`.
 
     Args:
         command: returns the arguments of a rank's process from its replica, its position and the address of the
             rendezvous.
-        say: prints a message for the user.
         talking_ranks: the number of ranks of each replica that communicate with other replicas.
         lock: the lock of the run's folder, which rank 0 shares; see `diloco.checkpoint.lock`.
-
-    Returns:
-        One exit code for all ranks, see `exit_code`.
     """
     from diloco.protocol import Registry, Rules
     from diloco.transport import ConnectionManager, TcpStreams, serve
@@ -200,8 +196,10 @@ def launch(
 
         def start(replica: int) -> Ranks:
             ranks, size, shared = {}, settings.replica_size, lock if replica == 0 else None
-            if size > 1:
-                stores[replica] = _inner_store(host)
+            if size > 1:  # for the process groups inside the replica
+                from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs lack it
+
+                stores[replica] = TCPStore(host, 0, is_master=True, wait_for_workers=False)
             for position in range(size):
                 variables = {POSITION: str(position)}
                 if size > 1:
@@ -273,10 +271,7 @@ def _watch(
 
 
 def insisted(asked: Sequence[tuple[int, float]]) -> bool:
-    """Return whether the user asked to stop more than once.
-
-    Args:
-        asked: the signals received, each with its time in seconds.
+    """Return whether the user asked to stop more than once, by signals and the times in seconds when they arrived.
 
     >>> echoed = [(signal.SIGTERM, 10.0), (signal.SIGTERM, 10.1)]
     >>> insisted(echoed), insisted([(signal.SIGINT, 10.0), (signal.SIGINT, 11.0)])
@@ -288,11 +283,7 @@ def insisted(asked: Sequence[tuple[int, float]]) -> bool:
 def exit_code(codes: Collection[int], *, survivors_continue: bool, asked: bool) -> int:
     """Combine the exit codes of all ranks: 2 after a usage error, 130 if stopped by request, 0 if finished, else 1.
 
-    Args:
-        codes: the exit codes of the ranks; a rank that was ended by a signal has its negative number.
-        survivors_continue: whether the others continue without a lost replica; if so, one rank that finished is enough
-            for 0.
-        asked: whether a signal asked the run to stop.
+    If the others continue without a lost replica, one rank that finished is enough for 0.
 
     >>> [exit_code([0, -9], survivors_continue=each, asked=False) for each in (True, False)]
     [0, 1]
@@ -304,13 +295,6 @@ def exit_code(codes: Collection[int], *, survivors_continue: bool, asked: bool) 
     if set(codes) == {0} or (survivors_continue and 0 in codes):
         return 0
     return 1
-
-
-def _inner_store(host: str) -> Any:
-    """Start a torch store, on its own port, for the process groups inside replicas."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs lack it
-
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False)
 
 
 def start_process(
@@ -326,7 +310,6 @@ def start_process(
 
     Args:
         lock: the lock that the process shares; see `diloco.checkpoint.lock`.
-        variables: changes of the environment.
         output: where it writes, with nothing to read. None: where this process does.
     """
     environment = {**os.environ, **(variables or {})}

@@ -5,9 +5,8 @@ It is pure and does not import torch, so that it can run before anything else.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping
+from dataclasses import replace
 from operator import attrgetter
 from typing import TypeVar
 
@@ -43,15 +42,14 @@ def resolve(settings: S, *, num_layers: int | None = None, max_sequence_length: 
     Raises:
         ConfigurationError: if the settings can't work; the message says which values would.
     """
-    train, sync, resume = settings.train, settings.sync, settings.checkpoint.resume
+    train, sync, evaluation, checkpoint = settings.train, settings.sync, settings.evaluation, settings.checkpoint
     _check_lengths(settings, max_sequence_length)
-    _check_averaging(settings)
-    _check_network(settings)
+    _check_together(settings)
     check_device("train.device", train.device)
     _refuse_if(
-        resume is not None and train.init_from is not None,
-        f"checkpoint.resume={resume} can't be combined with train.init_from={train.init_from}. Use one of them: "
-        "--resume continues a run, --init-from starts a new run from saved parameters.",
+        checkpoint.resume is not None and train.init_from is not None,
+        f"checkpoint.resume={checkpoint.resume} can't be combined with train.init_from={train.init_from}. Use one of "
+        "them: --resume continues a run, --init-from starts a new run from saved parameters.",
     )
     rule, alpha = _merge(settings)
     number, overlap = _fragments_and_overlap(settings, num_layers)
@@ -59,22 +57,29 @@ def resolve(settings: S, *, num_layers: int | None = None, max_sequence_length: 
     AVERAGES.check(sync.average)
     if sync.mean_codec != "auto":
         CODECS.check(sync.mean_codec)
-    derived: dict[str, object] = {
-        "sync.codec": _codec(settings),
-        "sync.merge": rule,
-        "sync.merge_alpha": alpha,
-        "sync.num_fragments": number,
-        "sync.overlap_steps": overlap,
-        # a data-parallel run consists of such steps only
-        "train.data_parallel_steps": 0 if settings.algorithm == "data-parallel" else train.data_parallel_steps,
-    }
-    defaults: dict[str, float] = {
-        "sync.outer_learning_rate": 0.4 if settings.algorithm == "streaming" else 0.7,
-        "evaluation.every_steps": max(1, train.steps // 10),
-        "checkpoint.every_steps": max(1, train.steps // 4),
-    }
-    missing = {name: value for name, value in defaults.items() if attrgetter(name)(settings) is None}
-    return _with(settings, derived | missing)
+    if (rate := sync.outer_learning_rate) is None:
+        rate = 0.4 if settings.algorithm == "streaming" else 0.7
+    if (evaluate := evaluation.every_steps) is None:
+        evaluate = max(1, train.steps // 10)
+    if (save := checkpoint.every_steps) is None:
+        save = max(1, train.steps // 4)
+    if settings.algorithm == "data-parallel":  # it consists of such steps only
+        train = replace(train, data_parallel_steps=0)
+    return replace(
+        settings,
+        train=train,
+        sync=replace(
+            sync,
+            codec=_codec(settings),
+            merge=rule,
+            merge_alpha=alpha,
+            num_fragments=number,
+            overlap_steps=overlap,
+            outer_learning_rate=rate,
+        ),
+        evaluation=replace(evaluation, every_steps=evaluate),
+        checkpoint=replace(checkpoint, every_steps=save),
+    )
 
 
 def make_schedule(settings: RunSettings) -> SyncSchedule:
@@ -87,56 +92,38 @@ def make_schedule(settings: RunSettings) -> SyncSchedule:
 
 def notes(settings: RunSettings) -> tuple[str, ...]:
     """Return warnings, a sentence each, about resolved settings that are allowed but probably a mistake."""
-    found = []
-    if settings.algorithm in ("streaming", "diloco"):
-        if settings.sync.merge_alpha == 1:
-            found.append(
-                "sync.merge_alpha=1: local parameters ignore the global parameters, so every replica trains alone."
+    sentences, start, schedule = [], settings.train.data_parallel_steps, make_schedule(settings)
+    outer_loop = settings.algorithm in ("streaming", "diloco")
+    if outer_loop and settings.sync.merge_alpha == 1:
+        sentences.append(
+            "sync.merge_alpha=1: local parameters ignore the global parameters, so every replica trains alone."
+        )
+    steps, after = settings.train.steps - start, " after the shared start" if start else ""
+    if outer_loop and steps > 0:
+        rounds = [schedule.rounds_of(fragment, steps) for fragment in range(schedule.num_fragments)]
+        unsent, gain = [fragment for fragment, count in enumerate(rounds) if not count], settings.sync.lasting_gain
+        if not any(rounds):
+            sentences.append(
+                f"No fragment is ever sent, so the global parameters do not change: the {steps} steps{after} are fewer "
+                f"than sync.inner_steps={schedule.inner_steps}."
             )
-        found += _notes_on_rounds(settings)
+        elif unsent:
+            sentences.append(
+                f"Never sent in the {steps} steps{after}: fragment {', '.join(map(str, unsent))}. Its global "
+                f"parameters do not change. With sync.inner_steps={schedule.inner_steps} the last fragment is first "
+                f"sent after step {schedule.inner_steps + max(schedule.fragment_offsets)}."
+            )
+        # after a shared start, a high gain was best even with 40 rounds (benchmarks/parity)
+        if any(rounds) and gain is not None and gain > _HIGH_GAIN and max(rounds) < _MANY_ROUNDS and not start:
+            sentences.append(
+                f"The outer optimizer has a gain of {gain:.3g} but too few rounds per fragment ({max(rounds)}) for its "
+                f"momentum to build up. Below about {_MANY_ROUNDS} rounds, a gain of 1 to 2 often gives a lower loss. "
+                "Try --outer-learning-rate 0.7 --outer-momentum 0.6."
+            )
     alone = settings.network.replicas == 1 and settings.network.transport != "swarm"
     if alone and settings.algorithm != "none":
-        found.append("network.replicas=1: the mean is over a single replica.")
-    return tuple(found)
-
-
-def _notes_on_rounds(settings: RunSettings) -> list[str]:
-    """Return warnings about a number of rounds that is too small."""
-    start, schedule = settings.train.data_parallel_steps, make_schedule(settings)
-    steps, after = settings.train.steps - start, " after the shared start" if start else ""
-    if steps <= 0:
-        return []
-    rounds = [schedule.rounds_of(fragment, steps) for fragment in range(schedule.num_fragments)]
-    if not any(rounds):
-        return [
-            f"No fragment is ever sent, so the global parameters do not change: the {steps} steps{after} are fewer "
-            f"than sync.inner_steps={schedule.inner_steps}."
-        ]
-    found = []
-    if unsent := [fragment for fragment, count in enumerate(rounds) if not count]:
-        found.append(
-            f"Never sent in the {steps} steps{after}: fragment {', '.join(map(str, unsent))}. Its global "
-            f"parameters do not change. With sync.inner_steps={schedule.inner_steps} the last fragment is first "
-            f"sent after step {schedule.inner_steps + max(schedule.fragment_offsets)}."
-        )
-    gain = settings.sync.lasting_gain
-    # after a shared start, a high gain was best even with 40 rounds (benchmarks/parity)
-    if gain is not None and gain > _HIGH_GAIN and max(rounds) < _MANY_ROUNDS and not start:
-        found.append(
-            f"The outer optimizer has a gain of {gain:.3g} but too few rounds per fragment ({max(rounds)}) for its "
-            f"momentum to build up. Below about {_MANY_ROUNDS} rounds, a gain of 1 to 2 often gives a lower loss. Try "
-            "--outer-learning-rate 0.7 --outer-momentum 0.6."
-        )
-    return found
-
-
-def _with(settings: S, values: Mapping[str, object]) -> S:
-    """Return the settings with new ``values`` by key, such as ``train.steps``."""
-    for key, value in values.items():
-        section, name = key.split(".")
-        changed = dataclasses.replace(getattr(settings, section), **{name: value})
-        settings = dataclasses.replace(settings, **{section: changed})
-    return settings
+        sentences.append("network.replicas=1: the mean is over a single replica.")
+    return tuple(sentences)
 
 
 def _codec(settings: RunSettings) -> str:
@@ -176,11 +163,6 @@ def _merge(settings: RunSettings) -> tuple[str, float | None]:
         f"sync.merge_alpha={alpha} can't be used with sync.merge={sync.merge!r}, which has no alpha. Use one of the "
         "two.",
     )
-    _refuse_if(
-        bool(alpha) and algorithm != "streaming",
-        f"sync.merge_alpha={alpha} can't be used with algorithm={algorithm!r}, which does not mix local and global "
-        "parameters. Use --algorithm streaming.",
-    )
     rule = sync.merge or ("rebase" if algorithm == "streaming" and alpha is None else "alpha")
     MERGE_RULES.check(rule)
     _refuse_if(
@@ -213,11 +195,6 @@ def _fragments_and_overlap(settings: RunSettings, num_layers: int | None) -> tup
             f"{min(num_layers + 1, longest_cycle)} (one is for the parameters outside layers), or "
             "--sync.fragment-strategy balanced, which may split layers.",
         )
-    _refuse_if(
-        bool(overlap) and not streaming,
-        f"sync.overlap_steps={overlap} can't be used with algorithm={algorithm!r}: only Streaming DiLoCo trains while "
-        "a fragment is in flight. Use --algorithm streaming.",
-    )
     if overlap is None:
         overlap = 1 if streaming and sync.inner_steps > 1 else 0
     # the constructor checks the values
@@ -228,6 +205,57 @@ def _fragments_and_overlap(settings: RunSettings, num_layers: int | None) -> tup
         "was trained since the fragment was sent: here everything. Use --sync.merge rebase, or fewer overlap steps.",
     )
     return number, overlap
+
+
+_NEEDS: tuple[tuple[str, str, tuple[object, ...], str, tuple[str, ...]], ...] = (
+    ("sync.average", "sync.average", ("mean",), "algorithm", ("streaming", "diloco")),
+    ("sync.arguments.average.codec", "sync.mean_codec", ("auto", "float32"), "algorithm", ("streaming", "diloco")),
+    ("sync.arguments.average.max_norm", "sync.max_norm", (), "algorithm", ("streaming", "diloco")),
+    ("sync.merge_alpha", "sync.merge_alpha", (), "algorithm", ("streaming",)),
+    ("sync.overlap_steps", "sync.overlap_steps", (), "algorithm", ("streaming",)),
+    ("network.straggler", "network.straggler", ("wait",), "network.transport", ("swarm",)),
+    *((f"network.{each}",) * 2 + ((), "network.transport", ("swarm",)) for each in ("run", "allow", "announce")),
+    ("network.behind_nat", "network.behind_nat", (), "network.transport", ("swarm",)),
+    *(
+        (f"network.{each}",) * 2 + ((), "network.transport", ("tcp", "swarm"))
+        for each in ("secret_file", "join", "listen")
+    ),
+    ("algorithm", "algorithm", ("streaming", "diloco", "data-parallel"), "network.transport", ("in-process",)),
+    # replicas that join and leave can't average gradients at every step, or divide data that is read while training
+    ("algorithm", "algorithm", ("streaming", "diloco", "none"), "network.transport", ("in-process", "tcp")),
+    ("data.streaming", "data.streaming", (), "network.transport", ("in-process", "tcp")),
+)
+"""What can only be used with some algorithms or transports: its key, where its value is, the values that always work
+(none: all that are false), the setting that it depends on, and the values of that one with which the others work."""
+
+
+def _check_together(settings: RunSettings) -> None:
+    """Refuse what the chosen algorithm or transport does not support."""
+    network, sync = settings.network, settings.sync
+    for key, place, usual, other, works in _NEEDS:
+        value, choice = attrgetter(place)(settings), attrgetter(other)(settings)
+        _refuse_if(
+            (value not in usual if usual else bool(value)) and choice not in works,
+            f"{key}={value!r} can't be used with {other}={choice!r}. Leave it out, or use "
+            f"--{other.rpartition('.')[2]} {' or '.join(works)}.",
+        )
+    _refuse_if(
+        sync.max_norm is not None and network.replica_size > 1 and settings.train.parallelism == "fsdp",
+        f"sync.arguments.average.max_norm={sync.max_norm} needs whole contributions, but with train.parallelism='fsdp' "
+        f"and network.replica_size={network.replica_size} each rank has only shards. Use --train.parallelism ddp.",
+    )
+    if network.transport == "swarm":
+        _refuse_if(
+            network.run is None,
+            "network.transport='swarm' needs the name of the run. Use --run NAME, the same for all peers of the run.",
+        )
+        size = network.replica_size
+        _refuse_if(size != 1, f"network.replica_size={size} can't be used with network.transport='swarm'. Use 1.")
+        _refuse_if(
+            network.min_replicas > network.replicas,
+            f"network.replicas must be at least network.min_replicas={network.min_replicas}, got {network.replicas}. "
+            f"Use --replicas {network.min_replicas} or more.",
+        )
 
 
 def _refuse_if(wrong: bool, message: str) -> None:
@@ -265,93 +293,3 @@ def _check_lengths(settings: RunSettings, longest: int | None) -> None:
         value = attrgetter(name)(settings)
         wrong = value is not None and not least <= value <= steps
         _refuse_if(wrong, f"{name} must be from {least} to train.steps={steps}, got {value}.")
-
-
-def _check_averaging(settings: RunSettings) -> None:
-    """Check clipping, which needs the norm of whole contributions, and what only some algorithms average."""
-    sync, algorithm = settings.sync, settings.algorithm
-    outer_loop = algorithm in ("streaming", "diloco")
-    _refuse_if(
-        sync.average != "mean" and not outer_loop,
-        f"sync.average={sync.average!r} can't be used with algorithm={algorithm!r}: only streaming and diloco send "
-        "contributions that can be averaged by another rule than the mean. Leave it out.",
-    )
-    _refuse_if(
-        sync.mean_codec not in ("auto", "float32") and not outer_loop,
-        f"sync.arguments.average.codec={sync.mean_codec!r} can't be used with algorithm={algorithm!r}: only the means "
-        "of streaming and diloco are encoded. Leave it out.",
-    )
-    if sync.max_norm is not None:
-        bound = f"sync.arguments.average.max_norm={sync.max_norm}"
-        _refuse_if(
-            not outer_loop,
-            f"{bound} can't be used with algorithm={algorithm!r}: only streaming and diloco send contributions to "
-            "clip. Leave it out, or use optimizer.clip_norm to clip gradients.",
-        )
-        _refuse_if(
-            settings.network.replica_size > 1 and settings.train.parallelism == "fsdp",
-            f"{bound} needs whole contributions, but with train.parallelism='fsdp' and network.replica_size="
-            f"{settings.network.replica_size} each rank has only shards. Use --train.parallelism ddp.",
-        )
-
-
-def _check_network(settings: RunSettings) -> None:
-    """Refuse settings that the chosen transport does not support."""
-    network = settings.network
-    chosen = f"network.transport={network.transport!r}"
-    if network.transport == "swarm":
-        _check_swarm(settings)
-    else:
-        _refuse_if(
-            network.run is not None,
-            f"--run {network.run} needs a swarm, but {chosen}. Add --transport swarm, or leave --run out.",
-        )
-        _refuse_if(
-            network.straggler != "wait",
-            f"network.straggler={network.straggler!r} can't be used with {chosen}: only a swarm continues without a "
-            "late replica. Use --transport swarm, or leave it out.",
-        )
-        for name in ("allow", "announce", "behind_nat"):
-            _refuse_if(
-                bool(getattr(network, name)),
-                f"network.{name} can't be used with {chosen}. Use --transport swarm, or leave it out.",
-            )
-    if network.transport == "in-process":
-        for name in ("secret_file", "join", "listen"):
-            _refuse_if(
-                bool(getattr(network, name)),
-                f"network.{name}={getattr(network, name)!s} can't be used with {chosen}, which has a single process. "
-                "Use --transport tcp or swarm, or leave it out.",
-            )
-    else:
-        _refuse_if(
-            settings.algorithm == "none",
-            f"algorithm='none' sends nothing and can't be used with {chosen}. Use --transport in-process.",
-        )
-
-
-def _check_swarm(settings: RunSettings) -> None:
-    """Check the settings that a swarm needs, and refuse those that can't work with replicas that join and leave."""
-    network = settings.network
-    chosen = "network.transport='swarm'"
-    _refuse_if(
-        network.run is None,
-        f"{chosen} needs the name of the run. Use --run NAME, the same for all peers of the run.",
-    )
-    size = network.replica_size
-    _refuse_if(size != 1, f"network.replica_size={size} can't be used with {chosen}. Use 1.")
-    _refuse_if(
-        settings.data.streaming,
-        f"data.streaming=true can't be used with {chosen}, because replicas that join and leave can't divide data that "
-        "is read while training. Pass a folder made by `diloco tokenize` as --data, or use --transport tcp.",
-    )
-    _refuse_if(
-        settings.algorithm == "data-parallel",
-        f"algorithm='data-parallel' can't be used with {chosen}, because replicas that join and leave can't average "
-        "gradients at every step. Use --algorithm streaming or diloco, or --transport tcp.",
-    )
-    _refuse_if(
-        network.min_replicas > network.replicas,
-        f"network.replicas must be at least network.min_replicas={network.min_replicas}, got {network.replicas}. Use "
-        f"--replicas {network.min_replicas} or more.",
-    )

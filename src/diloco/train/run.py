@@ -125,27 +125,21 @@ def _read_corpus(settings: RunSettings) -> Corpus:
     return open_stream(settings.data) if settings.data.streaming else build_corpus(settings.data)
 
 
+@dataclasses.dataclass
 class _Run:
-    """The state of a run that the parts of `run_training` share."""
+    """What the parts of `run_training` share."""
 
-    def __init__(
-        self,
-        session: Session,
-        peers: PeerFleet | None,
-        emit: Callable[[Event], None],
-        folder: Path,
-        home: Path,
-        resumed_from: str | None,
-    ) -> None:
-        self.settings = session.settings
-        self.session = session
-        self.peers = peers
-        self.emit = emit
-        self.folder = folder
-        self.home = home
-        self.resumed_from = resumed_from
-        self.saved_at = self.step if resumed_from else -1
-        self.wall_before_s, self.started_s = session.totals.wall_s, time.perf_counter()
+    session: Session
+    peers: PeerFleet | None
+    emit: Callable[[Event], None]
+    folder: Path
+    home: Path
+    resumed_from: str | None
+
+    def __post_init__(self) -> None:
+        self.settings = self.session.settings
+        self.saved_at = self.step if self.resumed_from else -1
+        self.wall_before_s, self.started_s = self.session.totals.wall_s, time.perf_counter()
 
     @property
     def step(self) -> int:
@@ -238,18 +232,11 @@ class _Run:
     def _emit_start(self) -> None:
         settings, session, first = self.settings, self.session, self.session.replicas[0].diloco
         data, _, more = session.corpus.description().partition("; ")
-        threads, cores, peak = torch.get_num_threads(), usable_cores(), session.peak_flops_per_s
-        device = f"{session.device}, {threads} thread{'' if threads == 1 else 's'}"
-        device += "" if threads == cores else f" on {cores} cores"
+        threads, peak, model = torch.get_num_threads(), session.peak_flops_per_s, session.replicas[0].model
+        device = f"{session.device}, {threads} thread{'' if threads == 1 else 's'} on {usable_cores()} cores"
         device += f", {format_count(peak)} operations/s at most" if peak is not None else ""
+        facts = {"data": data, **describe(settings, model), "device": device, **session.fleet.facts()}
         codec = outer_components(settings.sync)["codec"]
-        facts = {
-            "data": data,
-            **describe(settings, session.replicas[0].model),
-            "device": device,
-            **session.fleet.facts(),
-            "run folder": str(self.folder),
-        }
         details = {
             "further data": more,
             **({"codec kernels": codec.implementation} if codec.parameters() else {}),
@@ -262,15 +249,13 @@ class _Run:
                 total_steps=settings.train.steps,
                 algorithm=settings.algorithm,
                 num_replicas=settings.network.replicas,
-                parameters=session.replicas[0].model.num_parameters(),
+                parameters=model.num_parameters(),
                 tokens_per_step=session.sequences_per_step * settings.train.sequence_length,
                 resumed_from=self.resumed_from,
                 flops_per_token=session.flops_per_token,
                 peak_flops_per_s=peak,
-                data_parallel_bytes_per_step=data_parallel_bytes(
-                    session.replicas[0].model.num_trained(), settings.network.replicas, 1
-                ),
-                facts=facts,
+                data_parallel_bytes_per_step=data_parallel_bytes(model.num_trained(), settings.network.replicas, 1),
+                facts={**facts, "run folder": str(self.folder)},
                 details=details,
                 names=session.fleet.names(),
                 best_heldout_loss=session.totals.best_heldout_loss,
@@ -312,7 +297,7 @@ class _Run:
         return evaluation
 
     def _sample(self) -> None:
-        """Generate a sample for each prompt with the first model, from a generator that training does not use."""
+        """Generate a sample for each prompt from a generator that training does not use."""
         session, tokenizer = self.session, self.session.corpus.tokenizer
         generator = torch.Generator(session.device).manual_seed(self.settings.seed)
         for prompt in self.settings.evaluation.sample_prompts:

@@ -59,9 +59,6 @@ class DynamicSteps:
 
     A slow replica trains an evenly spaced share of the steps. A skipped step only advances the schedule: learning rate,
     rounds and data continue as on every other replica, and its sequences are not trained in this epoch.
-
-    Args:
-        inner_steps: H.
     """
 
     def __init__(self, replica: int, inner_steps: int, others: PeerFleet) -> None:
@@ -76,11 +73,7 @@ class DynamicSteps:
         return self._trains(self._replica, step)
 
     def members_training(self, step: int, *, trained: bool) -> int:
-        """Return how many members train scheduled step ``step``, as far as this replica knows.
-
-        Args:
-            trained: whether this replica trained it.
-        """
+        """Return how many members train step ``step``, as far as this replica knows; ``trained``: whether it did."""
         others = (member for member in self._others.view.members if member != self._replica)
         return trained + sum(self._trains(member, step) for member in others)
 
@@ -173,8 +166,7 @@ class Session:
                 inner.model.load_saved_state(first.model.saved_state())
                 inner.load_state_dict(first.inner.state_dict())
                 replica.model, replica.inner = inner.model, inner
-                endpoint = self.fleet.endpoint(replica.number)
-                replica.gradients = GradientAverager(inner.model, endpoint, replica.gradients.codec)
+                replica.gradients = self._average_gradients_of(replica.number, inner)
 
     def open_to_joiners(self) -> None:
         """Admit joining replicas, unless the replicas average gradients at every step."""
@@ -303,10 +295,7 @@ class Session:
                 replica.diloco.drain()
 
     def global_params(self) -> dict[str, Tensor]:
-        """Return the global parameters by name, or those of the first replica if nothing is exchanged.
-
-        They are DTensors if the ranks of a replica shard the parameters.
-        """
+        """Return what `ReplicaState.global_params` of the first replica does."""
         return self.states()[0].global_params()
 
     def states(self) -> list[ReplicaState]:
@@ -412,28 +401,27 @@ class Session:
         inner loop then, until `part_models`, unless the model has buffers, which each replica's batches change, or the
         gradient scaler of float16 checks the gradients of each replica.
         """
-        settings, fleet, group = self.settings, self.fleet, self.fleet.group
+        settings = self.settings
         first = self.replicas[0].inner if self.replicas else None
         may_share = self.averages_gradients and settings.train.precision != "float16"
         if first and may_share and not first.model.source_has and not persistent_buffers(first.model):
             inner = first
         else:
             inner = self._make_inner(initial)
-        codec = settings.sync.codec if settings.algorithm == "data-parallel" else None
-        return Replica(
-            number,
-            inner.model,
-            inner,
-            self.corpus.batches(
-                sequence_length=self.settings.train.sequence_length,
-                batch_size=self.settings.train.batch_size,
-                seed=self.settings.seed,
-                replica=number,
-                num_replicas=None if self.fleet.elastic else self.settings.network.replicas,
-            ),
-            RandomState(settings.seed, number),
-            GradientAverager(inner.model, fleet.endpoint(number), make_codec(codec or "float32"), group),
+        batches = self.corpus.batches(
+            sequence_length=settings.train.sequence_length,
+            batch_size=settings.train.batch_size,
+            seed=settings.seed,
+            replica=number,
+            num_replicas=None if self.fleet.elastic else settings.network.replicas,
         )
+        random = RandomState(settings.seed, number)
+        return Replica(number, inner.model, inner, batches, random, self._average_gradients_of(number, inner))
+
+    def _average_gradients_of(self, number: int, inner: InnerLoop) -> GradientAverager:
+        name = self.settings.sync.codec if self.settings.algorithm == "data-parallel" else None
+        endpoint, codec = self.fleet.endpoint(number), make_codec(name or "float32")
+        return GradientAverager(inner.model, endpoint, codec, self.fleet.group)
 
     def _make_inner(self, initial: Mapping[str, Tensor] | None) -> InnerLoop:
         settings, train, group = self.settings, self.settings.train, self.fleet.group

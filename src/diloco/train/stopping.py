@@ -30,7 +30,7 @@ class StopAsked(Exception):
 class StopRequest:
     """A context that records a request to stop: ``signal`` is None before the request, then the signal's name.
 
-    Outside the main thread, where Python can't handle signals, it installs nothing.
+    Outside the main thread, where Python can't handle signals, it does nothing.
 
     Args:
         asked: called once, in a thread of its own, as soon as the first signal arrives, whatever the main thread does.

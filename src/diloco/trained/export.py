@@ -23,10 +23,9 @@ from diloco.trained.load import ORIGIN_FILE, Trained
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["DTYPES", "Dtype", "export_adapter", "export_huggingface", "export_safetensors"]
+__all__ = ["Dtype", "export_adapter", "export_huggingface", "export_safetensors"]
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def export_huggingface(
@@ -59,10 +58,11 @@ def export_huggingface(
     longest = trained.length(None, "") if native else trained.model.max_sequence_length
     _check_place(folder, overwrite, is_export=(folder / ORIGIN_FILE).is_file())
     made = trained.model.to_huggingface()
-    made.to(DTYPES[dtype])  # type: ignore[arg-type]  # its stubs do not accept a dtype
-    _check_finite(made, dtype)
+    _convert(made, dtype)
     tokenizer = trained.tokenizer
-    _describe(made, tokenizer, longest if native else None)
+    if native:
+        made.config.max_position_embeddings = longest
+    _name_special_tokens(made, tokenizer)
     if trained.has_template:
         tokenizer = chat = trained.chat_tokenizer()
         made.generation_config.eos_token_id = sorted({chat.eos_id, chat.answer_end})
@@ -100,7 +100,7 @@ def export_safetensors(trained: Trained, file: Path, *, dtype: Dtype = "float32"
     if file.suffix != ".safetensors":
         raise ConfigurationError(f"The name of the exported file must end in .safetensors, got {file}.")
     _check_place(file, overwrite, is_export=file.is_file())
-    _check_finite(trained.model.to(DTYPES[dtype]), dtype)
+    _convert(trained.model, dtype)
     with _as_checkpoint_error(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(file, tensor_chunks(named_parameters(trained.model)))
@@ -124,17 +124,14 @@ def export_adapter(trained: Trained, folder: Path, *, overwrite: bool = False) -
 def _check_place(place: Path, overwrite: bool, *, is_export: bool) -> None:
     """Raise `ConfigurationError` unless the path is free, or is an earlier export that may be overwritten."""
     is_empty = place.is_dir() and not any(place.iterdir())
-    if not place.exists() or is_empty or (overwrite and is_export):
-        return
-    what, use = (
-        ("already exists", "--overwrite, or another path")
-        if is_export
-        else ("exists and is not an exported model", "another path")
-    )
-    raise ConfigurationError(f"{place} {what}. Use {use}.")
+    if place.exists() and not is_empty and not is_export:
+        raise ConfigurationError(f"{place} exists and is not an exported model. Use another path.")
+    if is_export and not overwrite:
+        raise ConfigurationError(f"{place} already exists. Use --overwrite, or another path.")
 
 
-def _check_finite(model: torch.nn.Module, dtype: Dtype) -> None:
+def _convert(model: torch.nn.Module, dtype: Dtype) -> None:
+    model.to(getattr(torch, dtype))
     for name, parameter in named_parameters(model).items():
         if not bool(parameter.isfinite().all()):
             raise CheckpointError(
@@ -143,12 +140,10 @@ def _check_finite(model: torch.nn.Module, dtype: Dtype) -> None:
             )
 
 
-def _describe(made: PreTrainedModel, tokenizer: Tokenizer, longest: int | None) -> None:
-    """Set length and special tokens in the configurations. The token that ends a document also begins the first one."""
+def _name_special_tokens(made: PreTrainedModel, tokenizer: Tokenizer) -> None:
+    """Set them in the configurations. The token that ends a document also begins the first one."""
     end = tokenizer.eos_id
     config, generation = made.config, made.generation_config
-    if longest is not None:
-        config.max_position_embeddings = longest
     config.eos_token_id = end
     if config.bos_token_id is None or config.bos_token_id >= tokenizer.vocab_size:
         config.bos_token_id = end

@@ -54,9 +54,11 @@ class Sampling:
             )
         if self.temperature == 0:
             return int(logits.argmax())
-        candidates, tokens = logits.sort(descending=True, stable=True)
-        if self.top_k is not None:
-            candidates, tokens = candidates[: self.top_k], tokens[: self.top_k]
+        # Only what may be among the top_k is sorted; top_p alone needs all, as any number of tokens may have its mass.
+        count = min(self.top_k or len(logits), len(logits))
+        chosen = (logits >= logits.topk(count).values[-1]).nonzero().flatten()  # more than that many if some are equal
+        candidates, order = logits[chosen].sort(descending=True, stable=True)
+        candidates, tokens = candidates[:count], chosen[order[:count]]
         # Subtracting the largest first makes a tiny temperature give 0 and -inf instead of inf - inf.
         probabilities = ((candidates - candidates[0]) / self.temperature).softmax(0)
         if self.top_p is not None:

@@ -14,18 +14,6 @@ from diloco.algorithm.checks import check_type
 from diloco.algorithm.registry import CODECS
 from diloco.errors import CodecError
 
-__all__ = [
-    "BFloat16",
-    "Codec",
-    "Float16",
-    "Float32",
-    "divisor",
-    "encode_with_feedback",
-    "largest_magnitude",
-    "make_codec",
-    "pieces",
-]
-
 
 class Codec(abc.ABC):
     """A codec encodes float32 values as bytes and decodes them, with equal results on every replica and device.
@@ -33,6 +21,9 @@ class Codec(abc.ABC):
     Decoding gives finite values for every payload that the codec encoded and every payload that passes `validate`. The
     payload of NaN or infinite values is undefined, so check values before encoding. Each codec documents its sign,
     rounding and error bounds. Bytes are little-endian.
+
+    Every public method raises `CodecError`, before anything is written, if a tensor has another shape, type, layout or
+    device than documented.
 
     Attributes:
         name: The name by which replicas compare codecs.
@@ -68,9 +59,6 @@ class Codec(abc.ABC):
 
         Returns:
             ``(payload_bytes(numel),)`` uint8 on the same device, sharing no memory with ``values``.
-
-        Raises:
-            CodecError: if ``values`` has another shape, type or layout. Nothing was encoded.
         """
         _check_floats(f"{self.name} can't encode", values)
         with torch.no_grad():
@@ -89,9 +77,6 @@ class Codec(abc.ABC):
 
         Returns:
             ``(numel,)`` float32; ``out`` if it was given.
-
-        Raises:
-            CodecError: if a tensor has another shape, type, layout or device. Nothing was written.
         """
         self._check_payload(payload, numel)
         if out is None:
@@ -104,16 +89,12 @@ class Codec(abc.ABC):
     def accumulate(self, payload: Tensor, out: Tensor, weight: float = 1.0) -> None:
         """Compute ``out += weight * decode(payload)`` in place.
 
-        The product and the sum are rounded to float32 separately, never fused. The package's codecs need no
-        tensor-sized temporary.
+        The product and the sum are rounded to float32 separately, never fused. No temporary is as long as ``out``.
 
         Args:
             payload: ``(payload_bytes(out.numel()),)`` uint8, contiguous.
             out: ``(numel,)`` float32, contiguous, on the payload's device.
             weight: The weight, rounded to float32.
-
-        Raises:
-            CodecError: if a tensor has another shape, type, layout or device. Nothing was added.
         """
         self._check_payload(payload, out.numel())
         self._check_out(payload, out.numel(), out)
@@ -146,9 +127,6 @@ class Codec(abc.ABC):
         Returns:
             ``(payload_bytes(stop - start),)`` uint8, contiguous. It may share memory with ``payload``.
 
-        Raises:
-            CodecError: if the payload has the wrong length or type, or ``start`` or ``stop`` is not between blocks.
-
         >>> from diloco.algorithm.codec.blockwise import Int8
         >>> codec, values = Int8(block_size=4), torch.arange(10.0)
         >>> torch.equal(codec.cut(codec.encode(values), 10, 4, 10), codec.encode(values[4:]))
@@ -172,10 +150,13 @@ class Codec(abc.ABC):
         """Write the values of a checked ``payload`` of ``out.numel()`` values."""
 
     def _accumulate(self, payload: Tensor, out: Tensor, weight: float) -> None:
-        """Add the weighted values of a checked ``payload``. This default uses a temporary as long as ``out``."""
-        values = torch.empty_like(out)
-        self._decode(payload, values)
-        out.add_(values.mul_(weight))
+        """Add the weighted values of a checked ``payload``. This default cuts it into pieces and decodes them."""
+        scratch = None
+        for start, stop in pieces(out.numel(), out.device, self.block_size):
+            scratch = torch.empty_like(out[start:stop]) if scratch is None else scratch
+            values = scratch[: stop - start]
+            self._decode(self._cut(payload, out.numel(), start, stop), values)
+            out[start:stop].add_(values.mul_(weight))
 
     def _cut(self, payload: Tensor, numel: int, start: int, stop: int) -> Tensor:
         """Return the bytes of a checked ``payload`` for the whole blocks from value ``start`` to ``stop``.
@@ -192,13 +173,12 @@ class Codec(abc.ABC):
 
     def _check_payload(self, payload: Tensor, numel: int) -> None:
         expected = self.payload_bytes(numel)
-        if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() != expected:
+        if payload.dtype != torch.uint8 or tuple(payload.shape) != (expected,) or not payload.is_contiguous():
+            layout = "contiguous" if payload.is_contiguous() else "strided"
             raise CodecError(
                 f"the {self.name} payload of {numel} values must be a tensor of shape ({expected},) and type "
-                f"torch.uint8, got {tuple(payload.shape)} and {payload.dtype}"
+                f"torch.uint8, contiguous, got {tuple(payload.shape)} and {payload.dtype}, {layout}"
             )
-        if not payload.is_contiguous():
-            raise CodecError(f"the {self.name} payload must be contiguous, got a strided tensor")
 
     def _check_out(self, payload: Tensor, numel: int, out: Tensor) -> None:
         _check_floats(f"{self.name} can't decode to", out)
@@ -278,6 +258,13 @@ def make_codec(name: str, **parameters: Any) -> Codec:
     return codec
 
 
+def aligned(payload: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return bytes as ``dtype``: a view if they lie at a multiple of its size, else, in a larger message, a copy."""
+    if payload.storage_offset() % dtype.itemsize or payload.data_ptr() % dtype.itemsize:
+        payload = payload.clone()
+    return payload.view(dtype)
+
+
 class _Cast(Codec):
     """A codec that rounds each value to ``wire_type`` (to nearest, half to even) and clamps it to the finite range."""
 
@@ -296,32 +283,13 @@ class _Cast(Codec):
             numbers[start:stop].copy_(clamped)
 
     def _decode(self, payload: Tensor, out: Tensor) -> None:
-        for start, stop in pieces(out.numel(), out.device):
-            out[start:stop].copy_(self._numbers(payload, start, stop))
-
-    def _accumulate(self, payload: Tensor, out: Tensor, weight: float) -> None:
-        scratch = None
-        for start, stop in pieces(out.numel(), out.device):
-            scratch = torch.empty_like(out[start:stop]) if scratch is None else scratch
-            term = scratch[: stop - start]
-            term.copy_(self._numbers(payload, start, stop)).mul_(weight)
-            out[start:stop].add_(term)
+        out.copy_(aligned(payload, self.wire_type))
 
     def _find_fault(self, payload: Tensor, numel: int) -> str | None:
-        for start, stop in pieces(numel, payload.device):
-            numbers = self._numbers(payload, start, stop)
-            if not math.isfinite(largest_magnitude(numbers)):
-                first = start + int(torch.nonzero(~torch.isfinite(numbers))[0])
-                return f"contains NaN or infinity at value {first}"
-        return None
-
-    def _numbers(self, payload: Tensor, start: int, stop: int) -> Tensor:
-        """Return the values ``start`` to ``stop`` of the payload, as ``wire_type``."""
-        size = self.wire_type.itemsize
-        part = payload[start * size : stop * size]
-        if part.storage_offset() % size or part.data_ptr() % size:  # unaligned part of a larger message
-            part = part.clone()
-        return part.view(self.wire_type)
+        numbers = aligned(payload, self.wire_type)
+        if math.isfinite(largest_magnitude(numbers)):
+            return None
+        return f"contains NaN or infinity at value {int(torch.nonzero(~torch.isfinite(numbers))[0])}"
 
 
 class Float32(_Cast):

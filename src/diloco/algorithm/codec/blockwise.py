@@ -9,37 +9,17 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from diloco.algorithm.codec import native
-from diloco.algorithm.codec.base import Codec, pieces
+from diloco.algorithm.codec.base import Codec, aligned, pieces
 from diloco.errors import ConfigurationError
 
-__all__ = ["FP4", "BlockwiseCodec", "Int8"]
-
-_LARGEST_BLOCK = 65536
-
-
-@dataclass(frozen=True)
-class _BlockRange:
-    """Consecutive blocks of equal length: values ``start`` to ``stop``, as rows of ``columns`` values.
-
-    Only a short last block may have ``columns`` beyond ``stop``, which fill its last byte.
-    """
-
-    start: int
-    stop: int
-    columns: int
-    scales: Tensor
-    codes: Tensor
-
-    @property
-    def padding(self) -> int:
-        return len(self.scales) * self.columns - (self.stop - self.start)
+_MAX_BLOCK = 65536
 
 
 class BlockwiseCodec(Codec):
@@ -57,11 +37,9 @@ class BlockwiseCodec(Codec):
     codes_per_byte: ClassVar[int]
 
     def __init__(self, block_size: int = 256, *, implementation: Literal["torch", "native"] | None = None) -> None:
-        if isinstance(block_size, bool) or not isinstance(block_size, int):
-            raise ConfigurationError(f"{self.name}: block_size must be a whole number, got {block_size!r}.")
-        if not 2 <= block_size <= _LARGEST_BLOCK or block_size % 2:
+        if type(block_size) is not int or not 2 <= block_size <= _MAX_BLOCK or block_size % 2:
             raise ConfigurationError(
-                f"{self.name}: block_size must be an even number from 2 to {_LARGEST_BLOCK}, got {block_size}."
+                f"{self.name}: block_size must be an even whole number from 2 to {_MAX_BLOCK}, got {block_size!r}."
             )
         self.block_size = block_size
         self._kernels = native.load(self.name, native.BLOCKWISE, implementation)
@@ -85,77 +63,59 @@ class BlockwiseCodec(Codec):
             scales, codes = self._addresses(payload, values.numel())
             self._kernels["encode"](values.data_ptr(), values.numel(), self.block_size, scales, codes)
             return
-        scratch = self._scratch(values, rows=2).view(2, -1)
-        for blocks in self._block_ranges(payload, values.numel()):
-            rows = values[blocks.start : blocks.stop]
-            if blocks.padding:
-                rows = torch.nn.functional.pad(rows, (0, blocks.padding))
-            self._encode_blocks(rows.view(-1, blocks.columns), blocks.scales, blocks.codes, scratch)
+        scratch = None
+        for part, block_scales, block_codes in self._block_ranges(payload, values.numel()):
+            rows = values[part].view(len(block_scales), -1)
+            if padding := block_codes.shape[1] * self.codes_per_byte - rows.shape[1]:
+                rows = F.pad(rows, (0, padding))
+            if scratch is None:  # the first range is the longest
+                scratch = torch.empty(2, rows.numel(), dtype=torch.int32, device=values.device)
+            self._encode_blocks(rows, block_scales, block_codes, scratch)
 
     def _decode(self, payload: Tensor, out: Tensor) -> None:
         if self._kernels and out.device.type == "cpu":
             addresses = self._addresses(payload, out.numel())
             self._kernels["decode"](*addresses, out.numel(), self.block_size, out.data_ptr())
             return
-        scratch = self._scratch(out)
-        for blocks in self._block_ranges(payload, out.numel()):
-            out[blocks.start : blocks.stop].copy_(self._decoded(blocks, scratch))
+        for part, scales, codes in self._block_ranges(payload, out.numel()):
+            rows = out[part].view(len(scales), -1)
+            columns = codes.shape[1] * self.codes_per_byte
+            whole = rows if columns == rows.shape[1] else rows.new_empty(1, columns)
+            self._decode_blocks(scales, codes, whole)
+            if whole is not rows:
+                rows.copy_(whole[:, : rows.shape[1]])
 
     def _accumulate(self, payload: Tensor, out: Tensor, weight: float) -> None:
         if self._kernels and out.device.type == "cpu":
             addresses = self._addresses(payload, out.numel())
             self._kernels["accumulate"](*addresses, out.numel(), self.block_size, weight, out.data_ptr())
-            return
-        scratch = self._scratch(out)
-        for blocks in self._block_ranges(payload, out.numel()):
-            out[blocks.start : blocks.stop].add_(self._decoded(blocks, scratch).mul_(weight))
+        else:
+            super()._accumulate(payload, out, weight)
 
     def _cut(self, payload: Tensor, numel: int, start: int, stop: int) -> Tensor:
-        codes = payload[self._scale_bytes(numel) :]
-        parts = (
-            payload[self._scale_bytes(start) : self._scale_bytes(stop)],
-            codes[start // self.codes_per_byte : -(-stop // self.codes_per_byte)],
-        )
-        return torch.cat(
-            parts, out=torch.empty(self.payload_bytes(stop - start), dtype=torch.uint8, device=payload.device)
-        )
+        scales, codes = payload[: self._scale_bytes(numel)], payload[self._scale_bytes(numel) :]
+        parts = scales[self._scale_bytes(start) : self._scale_bytes(stop)], codes[self._codes(start, stop)]
+        return torch.cat(parts)
 
-    def _decoded(self, blocks: _BlockRange, scratch: Tensor) -> Tensor:
-        """Decode blocks into ``scratch`` and return its values."""
-        shape = len(blocks.scales), blocks.columns
-        rows = scratch[: shape[0] * shape[1]].view(torch.float32).view(shape)
-        self._decode_blocks(blocks.scales, blocks.codes, rows)
-        return rows.view(-1)[: blocks.stop - blocks.start]
+    def _codes(self, start: int, stop: int) -> slice:
+        return slice(start // self.codes_per_byte, -(-stop // self.codes_per_byte))
 
-    def _scratch(self, like: Tensor, rows: int = 1) -> Tensor:
-        """Return ``(rows * n,)`` int32, where n is large enough for any `_BlockRange` of ``like``."""
-        longest = next(pieces(like.numel(), like.device, self.block_size), (0, 0))[1]
-        # the codes of a short last block fill its last byte
-        return torch.empty(rows * (longest + -longest % self.codes_per_byte), dtype=torch.int32, device=like.device)
+    def _block_ranges(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield ``(slice of values, (blocks,) scales, (blocks, bytes) codes)``: whole blocks, then the short last one.
 
-    def _block_ranges(self, payload: Tensor, numel: int) -> Iterator[_BlockRange]:
-        """Yield the whole blocks, piece by piece, then the short last block."""
+        Codes of zeros may fill its last byte.
+        """
         scales, codes = self._scales(payload, numel), payload[self._scale_bytes(numel) :]
-        size, per_byte = self.block_size, self.codes_per_byte
+        size = self.block_size
         whole = numel // size * size
-        for start, stop in pieces(whole, payload.device, size):
-            yield _BlockRange(
-                start,
-                stop,
-                size,
-                scales[start // size : stop // size],
-                codes[start // per_byte : stop // per_byte].view(-1, size // per_byte),
-            )
-        if whole < numel:
-            last = codes[whole // per_byte :].view(1, -1)
-            yield _BlockRange(whole, numel, last.shape[1] * per_byte, scales[-1:], last)
+        last = [(whole, numel)] if whole < numel else []
+        for start, stop in (*pieces(whole, payload.device, size), *last):
+            part = scales[start // size : -(-stop // size)]
+            yield slice(start, stop), part, codes[self._codes(start, stop)].view(len(part), -1)
 
     def _scales(self, payload: Tensor, numel: int) -> Tensor:
         """Return the scales, ``(num_blocks,)`` of ``scale_type``: a view of the payload if it is aligned."""
-        scales, size = payload[: self._scale_bytes(numel)], self.scale_type.itemsize
-        if scales.storage_offset() % size or scales.data_ptr() % size:
-            scales = scales.clone()
-        return scales.view(self.scale_type)
+        return aligned(payload[: self._scale_bytes(numel)], self.scale_type)
 
     @abc.abstractmethod
     def _encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor, scratch: Tensor) -> None:
@@ -170,13 +130,7 @@ class BlockwiseCodec(Codec):
 
     @abc.abstractmethod
     def _decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor) -> None:
-        """Write the values of some blocks.
-
-        Args:
-            scales: ``(blocks,)`` of ``scale_type``.
-            codes: ``(blocks, columns / codes_per_byte)`` uint8.
-            out: ``(blocks, columns)`` float32.
-        """
+        """Write the values of some blocks, ``(blocks, columns)`` float32."""
 
 
 _LARGEST_FLOAT = torch.finfo(torch.float32).max

@@ -16,8 +16,6 @@ from typing import Any
 
 from diloco.errors import ConfigurationError
 
-__all__ = ["BLOCKWISE", "SPARSE", "load"]
-
 _VERSION = 2  # must equal KERNELS_VERSION of _kernels.c
 
 _ADDRESS, _COUNT, _WEIGHT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -39,30 +37,21 @@ def load(
 ) -> Mapping[str, Callable[..., None]] | None:
     """Return name -> compiled function of a codec, or None to compute with torch operations.
 
-    Args:
-        codec: Its name.
-        functions: `BLOCKWISE` or `SPARSE`.
-        implementation: ``"torch"``, ``"native"``, or None: native if it was built.
-
-    Raises:
-        ConfigurationError: if it is another one, or ``"native"`` was asked for and is not available.
+    ``implementation`` is ``"torch"``, ``"native"``, or None: native if it was built.
     """
     if implementation not in (None, "torch", "native"):
         raise ConfigurationError(f"{codec}: implementation must be 'torch' or 'native', got {implementation!r}.")
-    if implementation == "torch":
+    library, reason = (None, "") if implementation == "torch" else _load_library()
+    if library is None:
+        if implementation == "native":
+            raise ConfigurationError(
+                f"{codec}: the native implementation is not available ({reason}). Use implementation='torch'."
+            )
         return None
-    library, reason = _load_library()
-    if library is None and implementation == "native":
-        raise ConfigurationError(
-            f"{codec}: the native implementation is not available ({reason}). Use implementation='torch'."
-        )
-    return None if library is None else {name: _function(library, codec, name, functions[name]) for name in functions}
-
-
-def _function(library: ctypes.CDLL, codec: str, name: str, types: tuple[Any, ...]) -> Callable[..., None]:
-    function = library[f"diloco_{codec}_{name}"]
-    function.argtypes, function.restype = types, None
-    return function
+    compiled = {name: library[f"diloco_{codec}_{name}"] for name in functions}
+    for name, function in compiled.items():
+        function.argtypes, function.restype = functions[name], None
+    return compiled
 
 
 @functools.cache
@@ -71,11 +60,9 @@ def _load_library() -> tuple[ctypes.CDLL | None, str]:
     if sys.byteorder != "little":
         return None, "the kernels write little-endian scales and this machine is big-endian"
     folder = Path(__file__).parent
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        path = folder / f"_kernels{suffix}"
-        if path.exists():
-            break
-    else:
+    paths = [folder / f"_kernels{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    path = next((path for path in paths if path.exists()), None)
+    if path is None:
         return None, f"{folder} has no compiled _kernels: there was no C compiler when the package was installed"
     try:
         library = ctypes.CDLL(str(path))

@@ -11,8 +11,6 @@ from torch import Tensor
 from diloco.algorithm.codec import native
 from diloco.algorithm.codec.base import Codec, pieces
 
-__all__ = ["TopK2"]
-
 _TILE = 4096
 _KEPT = 64
 _SPREAD = _TILE // _KEPT
