@@ -76,7 +76,7 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         (["train", "--transport", "swarm"], "--run NAME"),
         (["train", "--transport", "tcp", "--replica", "0"], "Pass --join HOST:PORT, an address"),
         (["train", "--join", "10.0.0.1", "--transport", "tcp"], "needs --replica. Pass --replica 0"),
-        (["train", "--algorithm", "diloco", "--overlap-steps", "1"], "Use --algorithm streaming"),
+        (["train", "--algorithm", "diloco", "--overlap-steps", "1"], "use --algorithm streaming"),
         (["train", "--algorithm", "data-parallel", "--codec", "fp4"], "--codec float32"),
         (["train", "--fragments", "6"], "Use 1 to 5"),
         (["train", "--steps", "0"], "train.steps must be at least 1, got 0"),
