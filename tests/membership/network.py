@@ -11,30 +11,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
-from typing import Any, Protocol
+from typing import Any
 
 from hypothesis import strategies as st
 
-__all__ = ["LIMITS", "NUMBERS", "Limits", "Network", "Node", "explore", "wander"]
-
-
-class Node(Protocol):
-    """One rank's side of a protocol."""
-
-    def act(self) -> bool:
-        """Do the node's next pending thing; return False if there is none."""
-
-    def receive(self, sender: int, message: Any) -> None:
-        """Receive a message."""
-
-    def lose(self, rank: int, *, gone: bool) -> None:
-        """Handle the end of the connection to ``rank``; ``gone``: its process has ended."""
-
-    def may(self, what: str) -> bool:
-        """Return whether one of the node's own faults, see `Limits`, can happen to it now."""
-
-    def suffer(self, what: str, number: int) -> None:
-        """Let such a fault happen; ``number`` decides open details."""
+__all__ = ["LIMITS", "NUMBERS", "Limits", "Network", "explore", "wander"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +33,7 @@ class Limits:
     deaf: int = 0
     """Links between two ranks on which, in one direction, nothing arrives any more."""
     own: Mapping[str, int] = field(default_factory=dict)
-    """Further faults of a node, by the name that `Node.may` and `Node.suffer` use."""
+    """Further faults of a node, by the name that its ``may`` and ``suffer`` use."""
 
 
 NUMBERS = st.lists(st.integers(0, 1 << 16), max_size=200)
@@ -64,7 +45,7 @@ LIMITS = st.builds(
 
 
 class Network:
-    """The connections between ``ranks``.
+    """The connections between ``ranks``, and a node for each, with the methods of `tests.protocol.simulated_rank.Rank`.
 
     Attributes:
         ranks: all ranks.
@@ -72,10 +53,10 @@ class Network:
         make: returns the node of a restarted rank.
     """
 
-    make: Callable[[int], Node]
+    make: Callable[[int], Any]
 
     def __init__(self, ranks: Iterable[int], limits: Limits) -> None:
-        self.nodes: dict[int, Node] = {}
+        self.nodes: dict[int, Any] = {}
         self.ranks = tuple(ranks)
         self.alive = set(self.ranks)
         self._abrupt = limits.abrupt

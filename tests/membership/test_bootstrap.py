@@ -70,7 +70,7 @@ def test_at_most_one_founds_and_only_if_nobody_else_can_be_going_on(looking: lis
     for view in views:
         (founder,) = view.members
         assert view.id == newest.id + 1
-        held = {each.number: each.held_step for each in looking}
+        held = {each.number: each.held_step for each in looking if each.number in newest.members}
         assert founder == min(number for number, step in held.items() if step == max(held.values()))
 
 
@@ -119,6 +119,35 @@ def test_what_one_had_agreed_to_binds_it_also_where_the_others_may_not_know_it()
     assert not elect(two, three, four)
     assert elect(two, three, four, Candidate(1, 10, view)) == {1: View(6, (1,))}
     assert not elect(Candidate(2, 10, view, View(5, (2, 3, 4))), three), "two of three, but two of five"
+
+
+@pytest.mark.parametrize(
+    "liar",
+    [
+        Candidate(9, 5, View(1 << 53, (9, 10, 11))),
+        Candidate(9, 1 << 53),
+        Candidate(9, 5, View(4, (0, 1, 2)), View(1 << 52, (9,)), View(1 << 52, (9,))),
+        Candidate(2, 5, View(1 << 53, (2, 9, 10))),
+        Candidate(2, 5, View(4, (0, 1, 2)), View(1 << 53, (2, 9))),
+    ],
+    ids=str,
+)
+def test_nobody_keeps_the_others_from_founding_by_what_does_not_exist(liar: Candidate) -> None:
+    """The last two are members: two of three are enough without them."""
+    view = View(4, (0, 1, 2))
+    zero, one = (candidacy(Candidate(number, 10, view)) for number in (0, 1))
+    for _ in range(2):
+        assert one.founds([liar, zero.me], NOW_S) is None
+        founded = zero.founds([liar, one.me], NOW_S)
+    assert founded == View(5, (0,))
+
+
+def test_one_that_has_finished_is_not_waited_for() -> None:
+    """It alone can't end the search of two others, and they need not wait for it."""
+    view = View(4, (0, 1, 2))
+    one = candidacy(Candidate(1, 10, view), Policy(min_replicas=1))
+    assert one.founds((), NOW_S, left={0}) is None, "2 may be continuing"
+    assert one.founds((), NOW_S, left={0, 2}) == View(5, (1,))
 
 
 def test_a_vote_is_bound_to_a_founder_until_that_one_votes_otherwise_or_has_ended() -> None:

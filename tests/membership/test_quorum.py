@@ -112,14 +112,6 @@ def test_of_sides_that_go_on_by_themselves_one_does_where_more_than_half_are_ask
     assert len(going_on) <= 1 or 2 * least <= len(split.view.members)
 
 
-def test_who_leaves_is_never_silent() -> None:
-    decision = decide(View.of(3), lost={0, 1}, gone=(), joining=(), policy=Policy(), left={0, 1})
-    assert decision == Decision((2,), "replicas 0, 1 have left; replica 2 continues")
-    both = decide(View.of(3), lost={0, 1}, gone={0}, joining=(), policy=Policy(), left={1})
-    assert both == Decision((2,), "replica 0 is lost; replica 1 has left; replica 2 continues")
-    assert decide(View.of(3), lost={0, 1}, gone=(), joining=(), policy=Policy(), left={1}).members is None
-
-
 @pytest.mark.parametrize("members", [(), (1, 0), (0, 0), (2, 1, 0)])
 def test_a_view_names_each_replica_once_in_ascending_order(members: tuple[int, ...]) -> None:
     with pytest.raises(ConfigurationError, match="at least one replica, each once, in ascending order"):

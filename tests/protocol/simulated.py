@@ -14,17 +14,7 @@ from tests.protocol.simulated_rank import LATE_S, TIMEOUT_S, Rank, weight_of
 class Stranger:
     """A connected rank that is no member; the test sends its messages."""
 
-    def act(self) -> bool:
-        return False
-
-    def receive(self, sender: int, message: Any) -> None: ...
-
-    def lose(self, rank: int, *, gone: bool) -> None: ...
-
-    def may(self, what: str) -> bool:
-        return False
-
-    def suffer(self, what: str, number: int) -> None: ...
+    act = receive = lose = may = suffer = lambda *arguments, **more: False  # it does nothing
 
 
 def rules_of(policy: Policy | None = None, *, survive: bool = True) -> Rules:

@@ -186,7 +186,7 @@ class Rank:
             delay_s, timer = self.timers.pop(number % len(self.timers))
             if timer.kind == "settle":  # its handler checks the clock for progress
                 self.now_s += delay_s
-            self.handle(events.TimerFired(timer))
+            self.handle(timer)
         elif what == "breaks":
             view_id, round_id = list(self._exchanges)[number % len(self._exchanges)]
             del self._exchanges[view_id, round_id]
@@ -319,8 +319,10 @@ class Rank:
     def _submit(self, step: int) -> None:
         self.errors.pop(step, None)
         given = self._given[step]
+        taken = max((each for each in self.averages if each <= step - 3), default=None)  # rounds take up to three steps
+        after = None if taken is None else self._given[taken].round
         uplink = Uplink(10 ** ((self.rank + step) % 3), full=True)
-        self._todo.append(events.Submitted(given, step, self.now_s, uplink=uplink))
+        self._todo.append(events.Submitted(given, step, self.now_s, uplink=uplink, after=after))
 
     def _step_of(self, round_id: RoundId) -> int:
         return next(step for step, given in self._given.items() if given.round == round_id)

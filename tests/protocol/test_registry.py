@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from diloco.errors import RendezvousError
 from diloco.membership import MOST_RANK
@@ -62,13 +60,6 @@ def test_a_difference_is_named_on_both_sides_the_likeliest_mistake_first() -> No
         "sides need the same value."
     )
     assert made.missing == (0, 1), "a refused rank is not registered"
-
-
-@given(st.dictionaries(st.sampled_from("abc"), st.sampled_from("xy")),
-       st.dictionaries(st.sampled_from("abc"), st.sampled_from("xy")))  # fmt: skip
-def test_there_is_a_difference_exactly_where_facts_differ(one: dict[str, str], other: dict[str, str]) -> None:
-    """Property: also if a fact is missing on either side, as between versions."""
-    assert bool(difference(Entry(0, "a:1", one), Entry(1, "b:1", other))) == (one != other)
 
 
 def test_who_leaves_before_all_are_in_may_come_back_and_later_may_not_be_forgotten() -> None:

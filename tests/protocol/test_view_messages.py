@@ -210,22 +210,3 @@ def test_who_is_still_in_a_view_that_has_ended_elsewhere_is_told_how(
     done = asking.machine.handle(events.Received(through.rank, answers.messages[0][1]), 0.0)
     assert [adopted.view for adopted, _, _ in done.adopted] == [following.view]
     assert (asking.failure is None) == (through.failure is None) == (members is not None)
-
-
-def test_a_member_that_says_what_is_no_message_is_lost() -> None:
-    network = simulated(3)
-    begin(network, 0, 1)
-    rank(network, 0).receive(2, encode(msgspec.structs.replace(HEADER, numel=-1)))
-    explore(network, [])
-    assert rank(network, 2).left
-    assert [rank(network, number).view.members for number in (0, 1)] == [(0, 1)] * 2
-
-
-def test_nobody_can_fill_the_memory_with_views_to_come() -> None:
-    network = simulated(3)
-    for _ in range(1000):
-        assert_nothing(rank(network, 0).handle(events.Received(2, in_view(VOTE, 9))))
-    rank(network, 0).handle(events.Received(2, in_view(VOTE, 9)))
-    assert "rank 2 exceeded the hold-back limit" in rank(network, 0).sent_of(Change)[0].why
-    explore(network, [])
-    assert [rank(network, number).view.members for number in (0, 1)] == [(0, 1)] * 2

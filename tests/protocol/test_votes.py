@@ -42,26 +42,6 @@ def test_what_a_liar_tells_each_makes_no_two_outcomes(honest: dict[int, Vote], l
         assert all(each.committed or each.disputed for each in told.values())
 
 
-@given(st.sets(st.integers(0, 7), min_size=3), st.data())
-def test_one_vote_against_is_enough_for_who_has_not_voted_and_gives_the_reason(
-    voters: set[int], data: st.DataObject
-) -> None:
-    against, me = data.draw(st.permutations(sorted(voters)))[:2]
-    come = {against: Vote(False, reason="its link ended")}
-    assert tally(voters, come, me=me) == Tally(False, "its link ended")
-    all_votes = dict.fromkeys(voters, Vote(True, "a")) | come
-    assert tally(voters, all_votes, me=me) == Tally(None, "its link ended", disputed=True)
-    assert tally(voters, all_votes, me=against) == Tally(False, "its link ended")
-
-
-def test_of_two_members_one_vote_against_is_enough() -> None:
-    """No third member could have committed."""
-    assert tally([0, 1], {0: Vote(True, "a"), 1: Vote(False, reason="late")}, me=0) == Tally(False, "late")
-    assert tally([0, 1], {0: Vote(True, "a"), 1: Vote(True, "b")}, me=0) == Tally(
-        False, "rank 1 holds a different average than rank 0"
-    )
-
-
 def test_digests_must_be_equal_within_a_group_and_only_there() -> None:
     """Two replicas of two ranks: ranks at the same position hold the same shard."""
     positions = {0: 0, 1: 1, 2: 0, 3: 1}

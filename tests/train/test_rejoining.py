@@ -152,7 +152,7 @@ def test_who_looks_when_the_others_have_finished_hears_that_the_run_is_over(meet
     first.tell_finished()
     first.close()
     for _ in range(1000):
-        if second.transport.run_is_over:
+        if second.transport.finishers:
             break
         second.transport.connections.call(asyncio.sleep(0.01))
     with pytest.raises(RunFinishedError, match="the others have finished the run, and no member is left to join"):

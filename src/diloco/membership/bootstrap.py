@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from diloco.membership.quorum import Policy, decide
 from diloco.membership.values import View
 
-__all__ = ["BootstrapElection", "Candidate", "Candidates", "LastViews"]
+_MAX_VIEWS_AHEAD = 1000  # a view that a member names can't be later than another one's by more than this
 
 
 @dataclass
@@ -79,12 +79,14 @@ class BootstrapElection:
         views = () if self.views is None else (self.views.last, self.views.agreed, self.views.vote)
         return Candidate(self.number, self.held_step, *views)
 
-    def founds(self, others: Sequence[Candidate], waited_s: float, *, had_members: bool = False) -> View | None:
+    def founds(
+        self, others: Sequence[Candidate], waited_s: float, *, had_members: bool = False, left: Collection[int] = ()
+    ) -> View | None:
         """Vote, and return the view of this replica alone that it founds for the others to join, or None.
 
         The founder is the replica with the newest step; of several, the one with the lowest number. If any of them was
-        a member, it founds a view only if enough members of the newest view vote for it, so that no others can be
-        continuing from it, nor from a view that one of them had agreed to.
+        a member, it is one of the newest view, and founds only if enough members of that vote for it, so that no others
+        can be continuing from it, nor from a view that one of them had agreed to.
 
         Args:
             others: the other replicas that are searching, each as it was heard after this replica's last vote.
@@ -93,6 +95,7 @@ class BootstrapElection:
                 here.
             had_members: whether any replica announces that it was a member. In that case a replica without a checkpoint
                 founds none.
+            left: replicas that have finished the run; of these, none can be continuing.
 
         >>> newest = BootstrapElection(number=2, held_step=150, alone=False, window_s=3.0, policy=Policy())
         >>> newest.founds([Candidate(1, 100)], 2.0), newest.founds([Candidate(1, 100)], 3.0)
@@ -106,9 +109,10 @@ class BootstrapElection:
         """
         if self.held_step < 0 and had_members:
             return None
+        newest, others = self._credible(others)
         there = (self.me, *others)
-        newest = max((each.last for each in there if each.last is not None), key=lambda view: view.id, default=None)
-        first = min(there, key=lambda each: (-each.held_step, each.number)).number
+        eligible = [each for each in there if newest is None or each.number in newest.members] or [self.me]
+        first = min(eligible, key=lambda each: (-each.held_step, each.number)).number
         agreed = [each.agreed.id for each in there if each.agreed is not None]
         founded = View(max([-1 if newest is None else newest.id, *agreed]) + 1, (first,))  # later than all of them
         if self.alone and self.views is None:
@@ -116,12 +120,39 @@ class BootstrapElection:
         if waited_s < self.window_s:
             return None
         if self.views is not None and newest is not None and self._may_vote(newest, founded, others):
-            if self._are_enough(newest, founded, there, [each.number for each in there if each.last is not None]):
+            if self._are_enough(newest, founded, there, left, [each.number for each in there if each.last is not None]):
                 self.views.vote = founded
             there = (self.me, *others)
         voters = [each.number for each in there if each.last is not None and each.vote == founded]
-        enough = newest is None or self._are_enough(newest, founded, there, voters)
+        enough = newest is None or self._are_enough(newest, founded, there, left, voters)
         return founded if first == self.number and enough else None
+
+    def _credible(self, others: Sequence[Candidate]) -> tuple[View | None, list[Candidate]]:
+        """Return the newest view that counts, and the other candidates that do.
+
+        A view that some of a view's members continued in follows it soon, and has one of them among the searching: two
+        sets that may continue share a member. So only members of a view that counts can name a later one, not much
+        later, and a stranger can't keep others from founding by naming a view, or a step, that does not exist.
+        """
+        if self.views is None:
+            newest = max(
+                (each.last for each in others if each.last is not None), key=lambda view: view.id, default=None
+            )
+            return newest, [*others]
+        newest, members = self.views.last, {*self.views.last.members}
+        while True:
+            latest = newest.id + _MAX_VIEWS_AHEAD
+            there = [
+                each
+                for each in others
+                if each.number in members
+                and all(view is None or view.id <= latest for view in (each.last, each.agreed, each.vote))
+            ]
+            later = max([newest, *(each.last for each in there if each.last)], key=lambda view: view.id)
+            if later is newest:
+                return newest, there
+            newest = later
+            members.update(later.members)
 
     def _may_vote(self, newest: View, founded: View, others: Sequence[Candidate]) -> bool:
         """Return whether the founder that this replica voted for before, if it did, can't found a view any more."""
@@ -131,10 +162,17 @@ class BootstrapElection:
         voted_for = (each for each in others if each.number in before.members)
         return all(each.last is None or each.vote == founded for each in voted_for)
 
-    def _are_enough(self, newest: View, founded: View, there: Sequence[Candidate], counted: Collection[int]) -> bool:
+    def _are_enough(
+        self,
+        newest: View,
+        founded: View,
+        there: Sequence[Candidate],
+        left: Collection[int],
+        counted: Collection[int],
+    ) -> bool:
         """Return whether the members that are ``counted`` may continue from every view that others may be in."""
         promised = [view for each in there for view in (each.agreed, each.vote) if view and view.id > newest.id]
-        ended = {each.number for each in there if each.last is None}
+        ended = {*left, *(each.number for each in there if each.last is None)}
         joining = {each.number for each in there}.difference(counted)
         return all(
             decide(

@@ -11,8 +11,6 @@ from collections.abc import Collection, Iterable, Sequence
 from diloco.membership.quorum import Policy, byzantine_quorum, decide, makes_one_history
 from diloco.membership.values import Agreed, NextView, Report, View
 
-__all__ = ["largest_set", "next_view", "reachable_from", "staying_members"]
-
 _MAX_EXACT = 16  # the most members among which `largest_set` tries all choices
 
 
@@ -52,11 +50,7 @@ def next_view(view: View, reports: Sequence[Report], staying: Sequence[int], pol
         digests = {key: {(report.rank % size, report.held[key]) for report in reports} for key in held - void}
         claims |= {key for key, each in digests.items() if len(each) == size}
     commits = {key: digest for key, digest in known.held.items() if key in held & claims}
-    wishing = known.joining - known.gone - {other for one, other in known.unheard if one in staying}
-    joining: set[int] = set()
-    for each in sorted(wishing):  # two joiners may not be connected to each other yet
-        if joining.isdisjoint({one for pair in known.unheard if each in pair for one in pair}):
-            joining.add(each)
+    joining = known.joining - known.gone - {other for one, other in known.unheard if one in staying}
     decision = decide(view, lost=lost, gone=known.gone, joining=joining, policy=policy, left=known.left)
     if decision.members is not None:  # else others may have agreed on a different view since
         earlier = _standing(view, reports, size, policy)

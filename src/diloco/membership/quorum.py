@@ -8,16 +8,6 @@ from typing import Literal, NamedTuple
 
 from diloco.membership.values import View
 
-__all__ = [
-    "Decision",
-    "Policy",
-    "byzantine_quorum",
-    "decide",
-    "enough_without",
-    "makes_one_history",
-    "names_of",
-]
-
 _MOST_NAMED = 8  # members compare reasons, which are sent as strings of bounded length
 
 

@@ -14,28 +14,6 @@ from msgspec import Meta
 from diloco.errors import ConfigurationError
 from diloco.units import visible
 
-__all__ = [
-    "GREATEST",
-    "LEAST_FRAGMENT",
-    "MAX_MEMBERS",
-    "MAX_PAIRS",
-    "MOST_RANK",
-    "Agreed",
-    "Commits",
-    "Count",
-    "Digest",
-    "NextView",
-    "Rank",
-    "Ranks",
-    "Report",
-    "RoundKey",
-    "RoundKeys",
-    "View",
-    "Vote",
-    "Words",
-    "could_follow",
-]
-
 GREATEST = 1 << 53
 """The upper bound of every step, size and count."""
 
@@ -158,7 +136,7 @@ class Report:
 
     rank: Rank
     view_id: Count
-    # pairs of replicas of which the first can't hear the second; for two joining replicas, as others report
+    # pairs of replicas of which the first can't hear the second
     unheard: _Pairs = frozenset()
     # pairs of replicas of which the first hears the second, and has waited too long for its contribution, or found
     # that it spoils rounds

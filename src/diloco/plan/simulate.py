@@ -150,11 +150,6 @@ class Conditions:
     # round trips lost in queues while the payload fills the link; a smaller payload loses a part of them
     queue_trips: float = 0.0
 
-    @property
-    def measures_uplinks(self) -> bool:
-        """Whether replicas learn how fast they can send, so that slow ones sum less: where losses don't slow them."""
-        return self.congestion_control in ("bbr", None)
-
     def scaled(self, work: float) -> Conditions:
         """Return the conditions with ``work`` times the work."""
         names = ("average_s_per_value", "send_s_per_value", "merge_s_per_value")
@@ -213,6 +208,15 @@ class Site:
     links: tuple[Link, ...]  # one for each replica
     step_time_s: tuple[float, ...]  # compute time of an inner step, one for each replica
     conditions: Conditions = Conditions()
+
+    def uplinks(self, transfer_steps: float) -> tuple[Uplink, ...]:
+        """Return what the replicas learn of their uplinks; see `SyncSchedule.transfer_steps`.
+
+        Slow ones sum less where losses don't slow them all.
+        """
+        full = self.conditions.congestion_control in ("bbr", None)
+        each = zip(self.links, self.step_time_s, strict=True)
+        return tuple(replace(link.uplink, full=full, window_s=transfer_steps * step_s) for link, step_s in each)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from diloco.algorithm import UNKNOWN_UPLINK, Contribution, Exchange, Mean, RoundId, Uplink, Verdict
 from diloco.errors import TransportError
@@ -17,37 +17,16 @@ from diloco.protocol.registry import Entry
 from diloco.protocol.suspicion import Loss
 from diloco.protocol.wire import FactsMessage, Join, Meet, Message, Speed, WireMessage
 
-__all__ = [
-    "Announce",
-    "Average",
-    "Begin",
-    "Close",
-    "Computed",
-    "ConnectionEnded",
-    "ConnectionMade",
-    "Effects",
-    "Enter",
-    "Event",
-    "ExchangeEnded",
-    "GiveVerdict",
-    "Leave",
-    "Lost",
-    "Outbox",
-    "Received",
-    "RoundsFailed",
-    "StartExchange",
-    "Submitted",
-    "Timer",
-    "TimerFired",
-    "ViewBegan",
-]
+
+class Event:
+    """What the machine handles."""
 
 
 # Events: from the network.
 
 
 @dataclass(frozen=True)
-class ConnectionMade:
+class ConnectionMade(Event):
     """A control connection is open; it replaces an earlier one to the same rank."""
 
     rank: int
@@ -56,14 +35,14 @@ class ConnectionMade:
 
 
 @dataclass(frozen=True)
-class ConnectionEnded:
+class ConnectionEnded(Event):
     """A control connection has ended; the reason is still unknown."""
 
     rank: int
 
 
 @dataclass(frozen=True)
-class Lost:
+class Lost(Event):
     """The reason why the connection to a rank has ended or was dropped."""
 
     rank: int
@@ -71,7 +50,7 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Received:
+class Received(Event):
     """A control message was received, which may be a mere heartbeat."""
 
     sender: int
@@ -79,8 +58,8 @@ class Received:
 
 
 @dataclass(frozen=True)
-class Timer:
-    """The identity of a timer."""
+class Timer(Event):
+    """A timer, which is also the event that it has run out."""
 
     # ``expire``: a round, or the votes on it, have taken too long; ``look``: check which replicas keep a round waiting;
     # ``settle``: a view change has taken too long
@@ -89,18 +68,11 @@ class Timer:
     round: RoundId | None = None  # None for ``settle``
 
 
-@dataclass(frozen=True)
-class TimerFired:
-    """A timer has run out."""
-
-    timer: Timer
-
-
 # Events: from the exchange of a round's payloads.
 
 
 @dataclass(frozen=True, eq=False)
-class Computed:
+class Computed(Event):
     """This rank holds the mean of a round; ``digest`` covers everything that the mean would change."""
 
     view_id: int
@@ -110,7 +82,7 @@ class Computed:
 
 
 @dataclass(frozen=True)
-class ExchangeEnded:
+class ExchangeEnded(Event):
     """The exchange of a round's payloads has ended."""
 
     view_id: int
@@ -124,7 +96,7 @@ class ExchangeEnded:
 
 
 @dataclass(frozen=True)
-class Begin:
+class Begin(Event):
     """The control connections are open, and the machine starts."""
 
     view: View  # the first view
@@ -133,7 +105,7 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class Enter:
+class Enter(Event):
     """This rank becomes a member of the view that a welcome names.
 
     ``connections`` maps each rank to its connection at the time of the welcome.
@@ -144,7 +116,7 @@ class Enter:
 
 
 @dataclass(frozen=True, eq=False)
-class Submitted:
+class Submitted(Event):
     """This rank submits a contribution."""
 
     contribution: Contribution  # its tensors are on the CPU
@@ -153,22 +125,25 @@ class Submitted:
     # how much of the time since then went into view changes, during which the round made no progress
     paused_s: float = 0.0
     uplink: Uplink = UNKNOWN_UPLINK  # what is known about this rank's uplink
+    # the last round whose average this rank had taken by then, the same on all ranks; its headers name the uplinks by
+    # which this round is planned
+    after: RoundId | None = None
 
 
 @dataclass(frozen=True)
-class Announce:
+class Announce(Event):
     """This rank is to announce a message."""
 
     message: Meet | FactsMessage | Speed | Join
 
 
 @dataclass(frozen=True)
-class Leave:
+class Leave(Event):
     """This rank leaves for good; the others continue."""
 
 
 @dataclass(frozen=True)
-class Close:
+class Close(Event):
     """This rank no longer takes part; rounds in flight end with ``failure``."""
 
     failure: TransportError
@@ -178,7 +153,7 @@ class Close:
 
 
 @dataclass(frozen=True)
-class ViewBegan:
+class ViewBegan(Event):
     """A view has begun."""
 
     following: NextView | None = None  # None: the view is the first one
@@ -186,7 +161,7 @@ class ViewBegan:
 
 
 @dataclass(frozen=True)
-class RoundsFailed:
+class RoundsFailed(Event):
     """The view is to end without some replicas, or because a round is disputed."""
 
     view_id: int
@@ -194,25 +169,6 @@ class RoundsFailed:
     behind: frozenset[int]  # replicas that keep a round waiting, or spoil rounds, and still send something
     unheard: frozenset[int]
     anyway: bool  # whether the view ends even if the others can't continue
-
-
-Event: TypeAlias = (
-    ConnectionMade
-    | ConnectionEnded
-    | Lost
-    | Received
-    | TimerFired
-    | Computed
-    | ExchangeEnded
-    | Begin
-    | Enter
-    | Submitted
-    | Announce
-    | Leave
-    | Close
-    | ViewBegan
-    | RoundsFailed
-)
 
 
 # Effects.
@@ -254,6 +210,7 @@ class Average(Mean):
     # fragment's state, which the donor holds, and its own contribution did not count.
     donor: int | None = None
     held: str = ""  # the digest of the donor's state
+    choice: str = ""  # what slow uplinks have changed in the plan of the round, and what that costs; "": nothing
 
 
 @dataclass(eq=False)
@@ -262,7 +219,7 @@ class Effects:
 
     messages: list[tuple[int, WireMessage]] = field(default_factory=list)  # to which rank, if it is connected
     hang_ups: list[int] = field(default_factory=list)  # ranks whose connection to close; that is no loss
-    # timer -> after how many seconds to deliver `TimerFired`, in place of an earlier setting; None: not at all
+    # timer -> after how many seconds to deliver it, in place of an earlier setting; None: not at all
     timers: dict[Timer, float | None] = field(default_factory=dict)
     # rounds that were applied by every replica, with the average, or by none, with the error
     outcomes: list[tuple[RoundId, Average | TransportError]] = field(default_factory=list)

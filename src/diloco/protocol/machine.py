@@ -41,8 +41,6 @@ from diloco.protocol.wire import (
     encode,
 )
 
-__all__ = ["Answer", "Machine"]
-
 Answer = tuple[Welcome | Refused, Mapping[int, int]]
 """A message, and rank -> connection at the time when the message was received."""
 
@@ -146,14 +144,12 @@ class Machine:
                 rounds.end_exchange(event)
             case events.RoundsFailed():
                 views.handle_failed(event)
-            case events.TimerFired(timer):
-                match timer.kind:
-                    case "settle":
-                        views.settle(timer.view_id)
-                    case "expire":
-                        rounds.expire(timer)
-                    case "look":
-                        rounds.look(timer)
+            case events.Timer("settle", view_id):
+                views.settle(view_id)
+            case events.Timer("expire"):
+                rounds.expire(event)
+            case events.Timer():
+                rounds.look(event)
             case events.Begin(view, member, closed):
                 self._began = True
                 views.closed_to_joiners = closed
@@ -244,7 +240,6 @@ class Machine:
             self._stop()
 
     def _process(self, sender: int, message: Message, connection: int | None) -> None:
-        """Process a message that needs a view."""
         views = self.views
         match message:
             case Meet():
@@ -267,7 +262,6 @@ class Machine:
                 self._process_view_message(sender, message, connection)
 
     def _process_view_message(self, sender: int, message: ViewMessage, connection: int | None) -> None:
-        """Process a message about a round or a view."""
         views, rounds = self.views, self.rounds
         is_from_member = self.roster.is_from_member(sender, connection)
         ahead = message.view - views.view.id

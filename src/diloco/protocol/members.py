@@ -10,8 +10,6 @@ from diloco.protocol.registry import Entry, difference
 from diloco.protocol.rules import Rules
 from diloco.protocol.wire import FactsMessage, MessageError
 
-__all__ = ["Agreement", "Barriers", "Roster"]
-
 _MOST_UNSTEADY = 2
 _UNSTEADY_PERIODS = 10  # a quiet period is remembered for this many times the limit that makes it one
 _MOST_BARRIERS = 64  # most barriers that one rank may name; a run has two kinds of them
@@ -34,13 +32,11 @@ class Roster:
         self._members: dict[int, int | None] = {}
 
     def connect(self, rank: int, connection: int, address: str, now_s: float) -> None:
-        """Record an open connection."""
         self.connections[rank], self.addresses[rank], self.message_counts[rank] = connection, address, 0
         self._heard_s[rank] = now_s
         self.in_doubt.discard(rank)
 
     def note_message(self, rank: int, now_s: float) -> None:
-        """Record a message of a rank, a heartbeat or another one."""
         if rank in self.message_counts:
             self.message_counts[rank] += 1
             if now_s - self._heard_s[rank] > self._rules.unsteady_s:
@@ -64,7 +60,6 @@ class Roster:
         return frozenset((mine, each) for each in quiet if len(quiet) <= _MOST_UNSTEADY)
 
     def disconnect(self, rank: int) -> None:
-        """Record the end of a connection."""
         for known in (self.connections, self.addresses, self.message_counts, self._heard_s, self._quiet_s):
             known.pop(rank, None)
 
@@ -79,7 +74,6 @@ class Roster:
         self._members.update(connections)
 
     def remove(self, rank: int) -> None:
-        """Remove the process of a rank from the members."""
         self._members.pop(rank, None)
 
     def mark_replaced(self, rank: int) -> None:
@@ -179,12 +173,10 @@ class Agreement:
         return None if message.answer else self.mine
 
     def begin_view(self, members: Collection[int]) -> None:
-        """Note the replicas of a view, whose facts stay when their connections end."""
         self._replicas = {*members}
         self._were_members.update(self._rules.ranks(members))
 
     def forget(self, rank: int) -> None:
-        """Handle the end of a rank's connection. The facts of a rank that was a member stay."""
         if rank not in self._were_members:
             self._theirs.pop(rank, None)
 

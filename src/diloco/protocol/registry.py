@@ -12,8 +12,6 @@ from diloco.errors import ConfigurationError, RendezvousError
 from diloco.membership import GREATEST, Rank
 from diloco.units import visible
 
-__all__ = ["MAX_NAME", "Entries", "Entry", "Facts", "Registry", "difference"]
-
 MAX_NAME = 32
 """The most characters of the name of a replica."""
 

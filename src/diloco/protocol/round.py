@@ -16,8 +16,6 @@ from diloco.protocol.events import Average, Submitted
 from diloco.protocol.suspicion import Lateness
 from diloco.protocol.wire import Header, RoundVote
 
-__all__ = ["Round", "Tally", "header_of", "judge_headers", "tally"]
-
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
@@ -51,12 +49,10 @@ class Round:
 
     @property
     def key(self) -> tuple[int, int]:
-        """The fragment and the outer step."""
         return self.id.fragment, self.id.outer_step
 
     @property
     def was_begun(self) -> bool:
-        """Whether this rank contributed to the round."""
         return self.begun is not None or self.concluded
 
     def sealed_digest(self, digest: str) -> str:
@@ -68,7 +64,6 @@ class Round:
         return blake2b("\0".join((digest, *taken)).encode(), digest_size=16).hexdigest()
 
     def free(self) -> None:
-        """Release tensors that are no longer needed."""
         if self.concluded and not self.exchanging:
             self.begun = self.mean = None
 
@@ -96,6 +91,7 @@ class Round:
             wait_s=0.0,
             note=note,
             donor=self.donor,
+            choice=self.plan.choice,
             held="" if self.donor is None else self.headers[here[self.donor]].digest,
             late_s=tuple(round(each - min(self.heard_s.values()), 3) for each in heard_s),
         )
@@ -126,6 +122,7 @@ def header_of(contribution: Contribution, view_id: int, uplink: Uplink, *, takin
         taking_over,
         uplink.bits_per_s,
         uplink.full,
+        uplink.window_s,
     )
 
 

@@ -35,8 +35,6 @@ from diloco.protocol.rules import Rules
 from diloco.protocol.suspicion import MOST_SPOILT, Lateness, Spoilers
 from diloco.protocol.wire import Header, RoundVote, WireMessage
 
-__all__ = ["Rounds"]
-
 _LEAST_LEAD_STEPS, _LEAD_WINDOWS = 1000, 4
 """How far ahead other members can be: one window and a part of another, and some more for void rounds."""
 _UNKNOWN_LEAD_STEPS = 1 << 32  # the same before this rank has contributed
@@ -139,7 +137,6 @@ class Rounds:
             self.submit(replace(submitted, paused_s=self._outbox.now_s - submitted.sent_s))
 
     def _begin(self, submitted: Submitted) -> None:
-        """Contribute to a round, which may be carried over from the previous view."""
         assert self.view is not None
         contribution = submitted.contribution
         fragment, outer_step = contribution.round.fragment, contribution.round.outer_step
@@ -152,7 +149,7 @@ class Rounds:
         if each.key in self._void and each.committed is None:  # others decided so before this view began
             self._decide(each, False, _VOTED_AGAINST)
             return
-        each.plan = plan_round(contribution, len(self.view.members), self._uplinks_before(fragment, outer_step))
+        each.plan = plan_round(contribution, len(self.view.members), self._uplinks(submitted.after))
         each.heard_s[self._rules.rank] = submitted.sent_s
         header = header_of(contribution, self.view.id, submitted.uplink, taking_over=each.taking_over)
         each.headers[self._rules.rank] = header
@@ -243,7 +240,6 @@ class Rounds:
         return ""
 
     def receive_header(self, sender: int, header: Header) -> None:
-        """Process the header of a member's contribution to a round."""
         if sender not in self._ranks:
             return
         name = f"a contribution of replica {self._rules.replica_of(sender)} to {header.id} was refused"
@@ -265,7 +261,6 @@ class Rounds:
     # What others ask about rounds.
 
     def missing(self, round_id: RoundId) -> tuple[int, ...]:
-        """Return the replicas that have not announced a contribution to a round."""
         return self._missing(self._rounds.get(round_id) or Round(round_id))
 
     def others_have_contributed(self) -> bool:
@@ -416,7 +411,6 @@ class Rounds:
             self._fail(why, behind=too_often)
 
     def _give_verdict(self, each: Round, verdict: Verdict) -> None:
-        """Pass the verdict to the round's exchange, if that is still running."""
         each.verdict = verdict
         if each.exchanging:
             assert self.view is not None
@@ -481,7 +475,6 @@ class Rounds:
             self._conclude(each, failure)
 
     def _conclude(self, each: Round, instead: TransportError | None = None) -> None:
-        """Report the outcome of a round."""
         assert self.view is not None
         if instead is not None and each.fault is None:
             self._report(each.id, instead)
@@ -497,7 +490,6 @@ class Rounds:
     # The table of rounds.
 
     def _find(self, view_id: int, round_id: RoundId | None) -> Round | None:
-        """Return a round of this view, or None if it belongs to another view."""
         assert round_id is not None
         return self._rounds.get(round_id) if self.view is not None and view_id == self.view.id else None
 
@@ -512,22 +504,19 @@ class Rounds:
         return each.headers[self._here(member)]
 
     def _missing(self, each: Round) -> tuple[int, ...]:
-        """Return the replicas with a rank whose header has not been received."""
         return tuple(sorted({self._rules.replica_of(rank) for rank in self._ranks if rank not in each.headers}))
 
     def _without_vote(self, each: Round) -> frozenset[int]:
-        """Return the other replicas with a rank whose vote has not been received."""
         waited_for = frozenset(self._rules.replica_of(rank) for rank in self._ranks if rank not in each.votes)
         return waited_for - {self._rules.replica}
 
-    def _uplinks_before(self, fragment: int, outer_step: int) -> tuple[Uplink, ...]:
-        """Return the members' uplinks according to the fragment's last round; () if this view has not committed it.
+    def _uplinks(self, after: RoundId | None) -> tuple[Uplink, ...]:
+        """Return the members' uplinks according to an earlier round; () if this view has not committed it.
 
-        A fragment's round is decided on every rank before the rank begins the next one. So all members of the view,
-        which have the same votes, plan the next one alike.
+        All members have taken its average, so they have the same votes on it, and plan the next round alike.
         """
         assert self.view is not None
-        last = self._rounds.get(RoundId(fragment, outer_step - 1))
+        last = None if after is None else self._rounds.get(after)
         if last is None or not last.committed:
             return ()
         return tuple(self._header_of(last, member).uplink for member in self.view.members)
@@ -568,7 +557,6 @@ class Rounds:
         self._outbox.queue.append(RoundsFailed(self.view.id, why, behind, unheard, anyway))
 
     def _broadcast(self, message: WireMessage) -> None:
-        """Send a message to all other ranks of the view."""
         self._outbox.send((rank for rank in self._ranks if rank != self._rules.rank), message)
 
     def validate(self) -> None:

@@ -12,8 +12,6 @@ from diloco.algorithm import RoundId, check_choice, check_number, check_whole
 from diloco.errors import ConfigurationError, nearest
 from diloco.membership import Policy
 
-__all__ = ["Rules"]
-
 _Split = Literal["stop", "go-on"]
 
 

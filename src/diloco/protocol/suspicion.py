@@ -10,8 +10,6 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from diloco.protocol.rules import Rules
 
-__all__ = ["MOST_SPOILT", "Lateness", "Loss", "Pulse", "Spoilers", "silent_ones"]
-
 K = TypeVar("K")
 
 MOST_SPOILT = 3  # a member that has spoilt this many recent rounds is to be excluded

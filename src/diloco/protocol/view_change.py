@@ -40,8 +40,6 @@ from diloco.protocol.rounds import Rounds
 from diloco.protocol.rules import Rules
 from diloco.protocol.wire import Change
 
-__all__ = ["ViewChange", "believed"]
-
 T = TypeVar("T")
 
 _LONGEST = 4  # times `silence_s`: after that this rank waits for no answer, even if the change still makes progress
@@ -113,7 +111,6 @@ class ViewChange:
         gone: frozenset[int] = _NOTHING,
         joining: frozenset[int] = _NOTHING,
         left: frozenset[int] = _NOTHING,
-        apart: frozenset[tuple[int, int]] = frozenset(),
     ) -> NextView | None:
         """Add what this rank has observed. Return what to adopt now, or None.
 
@@ -123,10 +120,9 @@ class ViewChange:
             gone: replicas whose process has ended.
             joining: replicas that ask to join.
             left: replicas that leave.
-            apart: pairs of joining replicas without a connection to each other.
         """
         before = self.mine
-        facts = Report(before.rank, before.view_id, unheard=apart, gone=gone, joining=joining, left=left)
+        facts = Report(before.rank, before.view_id, gone=gone, joining=joining, left=left)
         self._extend(unheard, behind, facts)
         if self.mine != before:
             self._news_s = self._outbox.now_s
@@ -175,7 +171,7 @@ class ViewChange:
         me, ended, before = self._rules.replica, self.mine.gone, self.mine
         pairs = frozenset((me, other) for other in unheard if other not in ended)
         late = frozenset((me, other) for other in behind if other not in ended)
-        self._merge(replace(facts, unheard=facts.unheard | pairs, behind=late))
+        self._merge(replace(facts, unheard=pairs, behind=late))
         self._advance(before)
 
     def _merge(self, other: Report) -> None:
@@ -264,7 +260,6 @@ class ViewChange:
         return following if self.mine.ready and same else None
 
     def _advance(self, before: Report) -> None:
-        """Become ready if all staying members know what this rank knows."""
         if self.mine is not before and self.mine.known != before.known:
             self.mine = replace(self.mine, ready=False)
             if not self._still_stay(before):
@@ -297,7 +292,6 @@ class ViewChange:
         return True
 
     def _alike(self) -> list[Report] | None:
-        """Return the reports of all staying ranks if all equal ``mine.known``, else None."""
         if self.is_left_out or not self._all(self._differing, lambda report: report.known == self.mine.known):
             return None
         return [self._reports[rank] for rank in self._rules.ranks(self.staying)]
@@ -356,13 +350,11 @@ def believed(report: Report, mine: Report, view: View, *, sender: int, me: int, 
     def own(pairs: frozenset[tuple[int, int]], known: frozenset[tuple[int, int]]) -> frozenset[tuple[int, int]]:
         return frozenset(pair for pair in pairs if pair in known or may_report_on(pair[0]))
 
-    # any member may report that two joiners don't hear each other: at worst they join one after the other
-    joiners = frozenset(pair for pair in report.unheard if mine.joining.issuperset(pair))
     left = frozenset(each for each in report.left if each in mine.left or may_report_on(each))
     ended = mine.gone | left
     return replace(
         report,
-        unheard=own(report.unheard, mine.unheard) | joiners,
+        unheard=own(report.unheard, mine.unheard),
         behind=own(report.behind, mine.behind),
         unsteady=own(report.unsteady, mine.unsteady),
         gone=frozenset(each for each in report.gone if each in ended or (each != me and not hears(each))),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from diloco.errors import ReplicaLostError, TransportError
 from diloco.membership import (
     NextView,
-    Report,
     RoundKeys,
     View,
     byzantine_quorum,
@@ -25,9 +23,7 @@ from diloco.protocol.suspicion import Loss
 from diloco.protocol.view_change import ViewChange
 from diloco.protocol.wire import Adopted, Change, Excluded, Leaving, Refused
 
-__all__ = ["Views"]
-
-_MOST_AT_ONCE = 32  # replicas that join by one change: what must be known of them grows with the square of their number
+_MAX_JOINERS = 32  # the most replicas that join by one change
 _TRY_AGAIN = Refused("a view change is in progress")
 
 
@@ -49,10 +45,7 @@ class Views:
         self._outbox = outbox
         self._leaving: set[int] = set()  # ranks that have announced that they leave this view
         self._parted: set[int] = set()  # replicas that report that they continue, or stop, without this one
-        # replica -> each of its ranks that asked to join -> the ranks that it is connected to
-        self._asked: dict[int, dict[int, frozenset[int]]] = {}
-        # the same for the replicas that join by the current change
-        self._admitted: dict[int, dict[int, frozenset[int]]] = {}
+        self._asked: dict[int, set[int]] = {}  # replica -> its ranks that have asked to join
         self._ended_early: set[int] = set()  # replicas that ended before this rank was a member
 
     @property
@@ -73,11 +66,8 @@ class Views:
     @property
     def agreed_view(self) -> View | None:
         """The view after `last_view` that this rank was ready for, and that others may have adopted; or None."""
-        agreed = (
-            self._agreed
-            if self.change is None or self.change.mine.agreed is None
-            else self.change.mine.agreed.following.view
-        )
+        mine = None if self.change is None else self.change.mine.agreed
+        agreed = self._agreed if mine is None else mine.following.view
         return agreed if agreed is not None and agreed.id > self.view.id else None
 
     @property
@@ -86,7 +76,6 @@ class Views:
         return frozenset() if self.change is None else self.change.mine.joining
 
     def others(self) -> list[int]:
-        """Return all other ranks of the view."""
         return [rank for rank in self._rules.ranks(self.view.members) if rank != self._rules.rank]
 
     # Requests of this rank's owner.
@@ -138,7 +127,6 @@ class Views:
             self._hang_up(rank)
 
     def hang_up_on_others(self) -> None:
-        """Hang up on the other replicas."""
         for rank in self.others():
             if self._rules.replica_of(rank) != self._rules.replica:
                 self._hang_up(rank)
@@ -165,7 +153,6 @@ class Views:
             self._outbox.effects.timers[Timer("settle", self.view.id)] = None
 
     def lose(self, rank: int, loss: Loss) -> None:
-        """Handle the loss of the connection to a rank."""
         replica = self._rules.replica_of(rank)
         of_mine = f"rank {rank} of " if replica == self._rules.replica else ""
         self.drop(rank, f"{of_mine}replica {replica} is lost: {loss.text}", gone=loss.kind == "gone")
@@ -216,7 +203,6 @@ class Views:
     # Messages about the current view.
 
     def receive_change(self, sender: int, received: Change) -> None:
-        """Process a member's report on the end of a view."""
         last, step = self.adopted_last, received.report.step
         if last is not None and received.view == last.previous.id:
             self._outbox.send([sender], Adopted(last))  # the sender is still in the view that has ended here
@@ -227,7 +213,6 @@ class Views:
             self._follow(change.absorb(received.report))
 
     def receive_leaving(self, sender: int, leaving: Leaving) -> None:
-        """Process a member's announcement that it leaves."""
         replica = self._rules.replica_of(sender)
         if replica == self._rules.replica:
             # and announce it, in case this rank's connections end before the other rank's message arrives
@@ -281,7 +266,8 @@ class Views:
 
         Args:
             rank: the rank that asks.
-            connected: the ranks to which it is connected. If a member is missing, the rank is asked to try again.
+            connected: the ranks to which it is connected. If a member is missing, or another joiner, the rank is asked
+                to try again.
         """
         replica, joining, members = self._rules.replica_of(rank), self.joining, self.view.members
         if self._roster.is_connected(rank):
@@ -293,14 +279,14 @@ class Views:
             self._outbox.send([rank], Refused(why, for_good=self.failure is not None))
         elif (
             (self.change is not None and not self.change.accepts_joiners and replica not in joining.union(members))
-            or len(joining - {replica}) >= _MOST_AT_ONCE
-            or not connected.issuperset(self._rules.ranks(each for each in members if each != replica))
+            or len(joining - {replica}) >= _MAX_JOINERS
+            or not connected.issuperset(self._rules.ranks(joining.union(members) - {replica}))
         ):
             self._outbox.send([rank], _TRY_AGAIN)
         else:
             self._ended_early.discard(replica)
-            asked = self._asked.setdefault(replica, {})
-            asked[rank] = connected
+            asked = self._asked.setdefault(replica, set())
+            asked.add(rank)
             if len(asked) < self._rules.ranks_per_replica:
                 pass
             elif replica in members:  # it is back before its loss was noticed: lose it first
@@ -309,25 +295,15 @@ class Views:
                 self._admit([replica])
 
     def _admit(self, replicas: Collection[int]) -> None:
-        """Let replicas join, and report which of the joining ones are not connected to each other."""
-        if not replicas:
-            return
-        self._admitted.update((each, self._asked.pop(each)) for each in replicas)
-        pairs = itertools.combinations(sorted(self.joining.union(replicas)), 2)
-        apart = frozenset(pair for pair in pairs if not {*pair}.isdisjoint(replicas) and not self._are_connected(*pair))
-        words = f"{names_of(replicas)} {'ask' if len(replicas) > 1 else 'asks'} to join"
-        self.end(words, joining=frozenset(replicas), apart=apart)
-
-    def _are_connected(self, one: int, other: int) -> bool:
-        """Return whether all ranks of two joining replicas are connected, as one of each pair reports."""
-        reach = {**self._admitted.get(one, {}), **self._admitted.get(other, {})}
-        pairs = itertools.product(self._rules.ranks((one,)), self._rules.ranks((other,)))
-        return all(there in reach.get(here, ()) or here in reach.get(there, ()) for here, there in pairs)
+        for each in replicas:
+            self._asked.pop(each)
+        if replicas:
+            words = f"{names_of(replicas)} {'ask' if len(replicas) > 1 else 'asks'} to join"
+            self.end(words, joining=frozenset(replicas))
 
     # The next view.
 
     def _follow(self, following: NextView | None) -> None:
-        """Adopt ``following``, if it is known by now."""
         if following is not None:
             self._adopt(following)
 
@@ -371,7 +347,6 @@ class Views:
         return ReplicaLostError(f"{side}. Committed rounds stay committed.", replicas=lost)
 
     def _open(self, carried: Sequence[Submitted], void: RoundKeys) -> None:
-        """Open the current view with the rounds that are carried over; ``void`` ones are not."""
         self._roster.set_members(self.view)
         self._parted.clear()
         self._leaving.clear()
@@ -381,18 +356,21 @@ class Views:
 
     def on_view_began(self, began: ViewBegan) -> None:
         """Handle members that can't be reached and replicas that ask to join, as a view has begun."""
-        self._admitted.clear()
-        following, mine, view = began.following, began.mine, self.view
-        unheard = self._roster.unreached(view)
+        mine, following, me = began.mine, began.following, self._rules.replica
+        members = frozenset(self.view.members)
+        unheard, gone, left = self._roster.unreached(self.view), frozenset[int](), frozenset[int]()
+        if mine is None:  # what it knows of members that ended before it was one
+            gone = unheard & (self._ended_early | self._roster.replaced(unheard))
+        elif following is not None and self.view is following.view:  # they have no connection whose end it will notice
+            unheard |= {other for one, other in mine.unheard if one == me} & members
+            gone, left = mine.gone & members, mine.left & members
+        else:
+            unheard = frozenset()
+        if unheard | gone:
+            words = f"replica {me} can't reach every member of view {self.view.id}: {names_of(unheard | gone)}"
+            self.end(words, unheard=unheard, gone=gone, left=left)
         if following is None or mine is None:
-            if unheard:
-                gone = unheard & (self._ended_early | self._roster.replaced(unheard))
-                how = "joins" if following else "begins with"
-                words = f"replica {self._rules.replica} can't reach every member that it {how}: {names_of(unheard)}"
-                self.end(words, unheard=unheard, gone=gone)
             return
-        if view is following.view:
-            self._lose_unreachable(mine, unheard)
         complete = [replica for replica, asked in self._asked.items() if len(asked) == self._rules.ranks_per_replica]
         waiting = [each for each in dict.fromkeys((*complete, *mine.joining)) if each not in self.view.members]
         # they may not be connected to those that have just joined
@@ -400,17 +378,7 @@ class Views:
         for replica in again:
             self._asked.pop(replica, None)
             self._outbox.send(self._rules.ranks((replica,)), _TRY_AGAIN)
-        self._admit([each for each in waiting if each not in again][:_MOST_AT_ONCE])
-
-    def _lose_unreachable(self, mine: Report, unheard: frozenset[int]) -> None:
-        """Lose members that were lost before this view was agreed on; they have no connection whose end would be
-        noticed."""
-        me, members = self._rules.replica, frozenset(self.view.members)
-        gone, left = mine.gone & members, mine.left & members
-        unheard |= frozenset(other for one, other in mine.unheard if one == me) & members
-        if gone | unheard:
-            words = f"replica {me} can't reach every member of the next view: {names_of(gone | unheard)}"
-            self.end(words, unheard=unheard, gone=gone, left=left)
+        self._admit([each for each in waiting if each not in again][:_MAX_JOINERS])
 
     def _disconnect(self, lost: Sequence[int], following: NextView) -> None:
         for rank in self._rules.ranks(lost):

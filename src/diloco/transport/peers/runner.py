@@ -300,7 +300,7 @@ class ProtocolRunner:
 
     def _fire(self, timer: Timer) -> None:
         self._timers.pop(timer, None)
-        self._handle(events.TimerFired(timer))
+        self._handle(timer)
 
     def _peers(self, view: View) -> list[int]:
         """Return the ranks of the same position in the other replicas of a view."""

@@ -118,7 +118,7 @@ def connect_again(
     """
     before, transport = lost.transport, _open(place, rules, listening)
     try:
-        host, transport.run_is_over = before.address.host, before.run_is_over
+        host, transport.finishers = before.address.host, before.finishers
         transport.connections.listen(host, range(0), host)
         entry = Entry(place.rank, str(transport.address), rules.facts, before.step, _payload_places(transport, place))
         entries = [entry, *before.known_entries()]

@@ -10,7 +10,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from diloco.errors import RendezvousError, RunFinishedError, TransportError
-from diloco.membership import GREATEST, BootstrapElection, Candidate, Count, Rank, Ranks, View
+from diloco.membership import GREATEST, BootstrapElection, Candidate, Count, Rank, Ranks, View, byzantine_quorum
 from diloco.protocol import Entries, Entry, Refused, Registry, WireMessage
 from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.limits import Backoff
@@ -53,7 +53,9 @@ class Members(WireMessage):
 
 
 class Over(WireMessage):
-    """The run has ended."""
+    """The run has ended for the sender's replica."""
+
+    replica: Rank
 
 
 _Answer = Looking | Members | Refused
@@ -86,7 +88,7 @@ def serve_candidates(transport: PeerTransport, registry: Registry, election: Boo
         await writer.drain()
 
     async def note_end_of_run(asked: Over, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        transport.run_is_over = True
+        transport.finishers.add(asked.replica)
 
     transport.connections.services[Look] = answer
     transport.connections.services[Over] = note_end_of_run
@@ -110,7 +112,7 @@ class TorchConnected(Connected):
         async def tell(address: Address) -> None:
             with contextlib.suppress(OSError, TimeoutError):
                 _, writer = await within(_OVER_S, transport.connections.streams.open(address))
-                writer.write(pack(Over()))
+                writer.write(pack(Over(transport.replica)))
                 await within(_OVER_S, writer.drain())
                 writer.close()
 
@@ -173,6 +175,15 @@ class Reconnection:
         looking = f"{1 + len(self._looking)} of them are searching"
         return f"enough of the {len(members) or 'other'} replicas to continue ({looking})"
 
+    def _is_over(self) -> bool:
+        """Return whether more members of the last view than could lie have finished the run; fewer have just left."""
+        views, size = self._election.views, self._registry.ranks_per_replica
+        members = {rank // size for rank in self._registry.entries} if views is None else {*views.last.members}
+        return len(self._transport.finishers & members) >= byzantine_quorum(len(members))
+
+    def _found(self, waited_s: float) -> View | None:
+        return self._election.founds(self._looking, waited_s, left=self._transport.finishers)
+
     async def _find(self) -> tuple[View, int | None]:
         """Return the view of the members, after connecting to them, and their step; or the view to found, and None."""
         clock = asyncio.get_running_loop()
@@ -185,9 +196,9 @@ class Reconnection:
             for answer in running:
                 if members := await self._connected_members(answer):
                     return View(-1, members), answer.step
-            if self._transport.run_is_over and not running:
+            if self._is_over() and not running:
                 raise RunFinishedError("the others have finished the run, and no member is left to join.")
-            if not running and (view := self._election.founds(self._looking, asked_s - began_s)):
+            if not running and (view := self._found(asked_s - began_s)):
                 return view, None
             if refused := next((each.reason for each in answers if isinstance(each, Refused)), ""):
                 raise RendezvousError(refused)
