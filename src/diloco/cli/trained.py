@@ -143,9 +143,6 @@ def run_evaluate(arguments: Sequence[str]) -> int:
     return 0
 
 
-_LARGEST_SEED = 2**63 - 1  # the largest seed that a torch generator accepts
-
-
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(AppliedOptions):
     """Continue a text with a trained model, or chat with it (--chat).
@@ -176,8 +173,8 @@ class GenerateOptions(AppliedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.seed <= _LARGEST_SEED:
-            raise ConfigurationError(f"--seed must be from 0 to {_LARGEST_SEED}, got {self.seed}.")
+        if not 0 <= self.seed < 2**63:  # what a torch generator accepts
+            raise ConfigurationError(f"--seed must be from 0 to {2**63 - 1}, got {self.seed}.")
         if self.chat and self.json:
             raise ConfigurationError("--chat can't be combined with --json. Leave one of them out.")
         if self.system and not self.chat:

@@ -39,8 +39,7 @@ class RunProgress:
         # (outcome, fragment) -> the outer step of the last round with it, and the replicas that reported it
         self._reported: dict[tuple[type[events.Event], int], tuple[int, set[int]]] = {}
         self._void_reason = self._round_note = ""
-        self._saturated: set[int] = set()
-        self._choices: set[str] = set()  # those that were printed
+        self._told: set[int | str] = set()  # fragments whose values were clamped, and choices of an exchange
         self._skipped = False
 
     def take(self, event: events.Event, now_s: float) -> str:
@@ -71,8 +70,8 @@ class RunProgress:
                 before, self._skipped = self._skipped, event.skipped_replicas > 0
                 if self._skipped and not before:
                     return f"the gradient scaler skipped the inner step of {counted(event.skipped_replicas)}"
-            case events.RoundSent() if event.saturated and event.fragment not in self._saturated:
-                self._saturated.add(event.fragment)
+            case events.RoundSent() if event.saturated and event.fragment not in self._told:
+                self._told.add(event.fragment)
                 what = "values outside the codec's range were clamped (reported once per fragment)"
                 return f"fragment {event.fragment}: {what}"
             case events.RoundCommitted():
@@ -80,8 +79,8 @@ class RunProgress:
                 if event.note and event.note != self._round_note:
                     self._round_note = event.note
                     return f"fragment {event.fragment}, outer step {event.outer_step}, committed: {event.note}"
-                if event.choice and event.choice not in self._choices:
-                    self._choices.add(event.choice)
+                if event.choice and event.choice not in self._told:
+                    self._told.add(event.choice)
                     return event.choice
             case events.RoundVoid():
                 name = f"fragment {event.fragment}, outer step {event.outer_step}"
