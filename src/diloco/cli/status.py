@@ -283,14 +283,8 @@ def run_watch(arguments: Sequence[str]) -> int:
         print(f"diloco: wrote {options.out}, a self-contained page for any browser")
         return 0
     with _listening(options.host, options.port) as server, contextlib.suppress(KeyboardInterrupt):
-        seen = (
-            "from this machine only"
-            if server.is_local
-            else (
-                "the first browser that opens it sees losses, settings, text samples, peers and paths of the runs, but can "
-                "change nothing; the connection is not encrypted"
-            )
-        )
+        seen = "the first browser that opens it sees losses, settings, samples, peers and paths, but can change nothing"
+        seen = "from this machine only" if server.is_local else f"{seen}; the connection is not encrypted"
         print(f"diloco: watch at {_address(server)} ({seen}; Ctrl-C stops)", flush=True)
         asyncio.run(follow(server))
     return 0
