@@ -282,6 +282,13 @@ def test_help_names_values_as_people_do(command: str, capsys: pytest.CaptureFixt
     assert not re.search(r"\{None\}|\[(STR|PATH|INT)\b|\bSTR\|", shown)
 
 
+def test_torchrun_shows_a_refusal_of_all_its_ranks_once(tmp_path: Path) -> None:
+    words = f"-m torch.distributed.run --standalone --nproc-per-node 2 -m diloco train --codec zip --out {tmp_path}/run"
+    _, err = python(*words.split()).communicate()
+    assert err.count("diloco: There is no codec 'zip'") == 1
+    assert not (tmp_path / "run").exists()
+
+
 def test_help_of_finetune_shows_what_finetune_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import hashlib
 import importlib
 import os
 import re
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DiLoCoError as error:
         if DEBUG.get():
             traceback.print_exc()
-        else:
+        elif not _said_already(str(error)):
             trains = isinstance(error, ConfigurationError) and words[:1] in (["train"], ["finetune"])
             nothing = " Nothing was started." if trains else ""
             print(f"diloco: {error}{_near_paths(str(error), words)}{nothing}", file=sys.stderr)
@@ -87,6 +88,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         if arguments is not None:  # otherwise the traceback of an unexpected error is still to be printed
             sys.stdout, sys.stderr = streams
+
+
+def _said_already(message: str) -> bool:
+    """Return whether another process of the same torchrun has printed it on this machine; it is noted among its logs."""
+    name = f"said-{hashlib.sha256(message.encode()).hexdigest()}"
+    try:
+        (Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1] / name).touch(exist_ok=False)
+    except (LookupError, OSError) as error:
+        return isinstance(error, FileExistsError)
+    return False
 
 
 def _near_paths(message: str, words: Sequence[str]) -> str:
