@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _said_already(message: str) -> bool:
-    """Return whether another process of the same torchrun has printed it on this machine; it is noted among its logs."""
+    """Return whether another process of the same torchrun has printed it here; that is noted among its logs."""
     name = f"said-{hashlib.sha256(message.encode()).hexdigest()}"
     try:
         (Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1] / name).touch(exist_ok=False)
