@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from diloco.errors import ConfigurationError
 
-__all__ = ["Backoff", "ConnectionLimit", "TokenBucket"]
+__all__ = ["Backoff", "ConnectionLimit", "TokenBucket", "few_at_once"]
 
 
 T = TypeVar("T", bound=Hashable)
+S = TypeVar("S")
+R = TypeVar("R")
 
 
 class ConnectionLimit(Generic[T]):
@@ -54,6 +57,23 @@ class ConnectionLimit(Generic[T]):
     def leave(self, one: T) -> None:
         """Release the place of ``one``, if it has one."""
         self._inside.pop(one, None)
+
+
+async def few_at_once(ask: Callable[[S], Awaitable[R]], whom: Iterable[S], most: int = 64) -> list[R]:
+    """Return what ``ask`` returns for each, in their order. No more than ``most`` calls run at a time.
+
+    >>> async def half(number: int) -> int:
+    ...     return 100 // number
+    >>> asyncio.run(few_at_once(half, [50, 20]))
+    [2, 5]
+    """
+    places = asyncio.Semaphore(most)
+
+    async def one(item: S) -> R:
+        async with places:
+            return await ask(item)
+
+    return await asyncio.gather(*map(one, whom))
 
 
 class TokenBucket:

@@ -21,7 +21,7 @@ from diloco.membership import GREATEST, BootstrapElection, Candidate, Count, Ran
 from diloco.protocol import Entries, Entry, Introduce, Refused, Registry, WireMessage, difference
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.limits import Backoff
+from diloco.transport.connections.limits import Backoff, few_at_once
 from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, Stream, pack, read_frame, within
 from diloco.transport.peers.transport import PeerTransport
 
@@ -192,13 +192,13 @@ class Directory:
         while True:
             places, asked_s = await self.addresses(), clock.time()
             known_s = min(known_s, asked_s)
-            answers = await asyncio.gather(*(self.ask(place) for place in places), return_exceptions=True)
+            answers = await few_at_once(self._answer_or_error, places)
             why: dict[str, str] = {}
             refusals: list[RendezvousError] = []
             there = False  # whether a member answers, even if it can't be joined now
             for place, answer in zip(places, answers, strict=True):
                 try:
-                    if isinstance(answer, BaseException):
+                    if isinstance(answer, Exception):
                         raise answer
                     if isinstance(answer, Members):
                         self.check(answer)
@@ -232,6 +232,12 @@ class Directory:
     @property
     def _entry(self) -> Entry:
         return self.registry.entries[self.connections.rank]
+
+    async def _answer_or_error(self, address: Address) -> Members | Looking | Exception:
+        try:
+            return await self.ask(address)
+        except (OSError, EOFError, TransportError, ValueError, RendezvousError) as error:
+            return error
 
     async def ask(self, address: Address) -> Members | Looking:
         """Ask a process who the members are.

@@ -16,6 +16,7 @@ import msgspec
 
 from diloco.errors import RendezvousError, TransportError
 from diloco.membership import GREATEST, MOST_RANK
+from diloco.transport.connections.limits import few_at_once
 from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, UNKNOWN_PEER_BYTES, within
 from diloco.transport.peers.directory import question
 from diloco.transport.swarm.identity import PeerRecord, load_identity
@@ -71,9 +72,9 @@ class StatusClient:
             self._streams.know(record.peer_id, record.addresses)
         asked = {each.peer_id: _question(each.peer_id, since) for each in records}
         self._most_bytes = max(UNKNOWN_PEER_BYTES, min(MAX_MESSAGE_BYTES, _MOST_ANSWERS_BYTES // max(1, len(records))))
-        seen = await asyncio.gather(*(self._asked(each, asked[each.peer_id]) for each in records))
+        seen = await few_at_once(lambda each: self._asked(each, asked[each.peer_id]), records)
         there = [each.peer_id for each in seen if each.status]
-        return list(await asyncio.gather(*(self._asked_through(there, each, asked[each.peer_id]) for each in seen)))
+        return await few_at_once(lambda each: self._asked_through(there, each, asked[each.peer_id]), seen)
 
     async def _asked(self, record: PeerRecord, asked: StatusAsked) -> PeerReport:
         report = PeerReport(record.peer_id, record.number, finished=record.finished)
