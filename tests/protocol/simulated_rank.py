@@ -126,11 +126,6 @@ class Rank:
         return dict.fromkeys(self.errors, False) | dict.fromkeys(self.averages, True)
 
     @property
-    def given(self) -> dict[int, RoundId]:
-        """Step -> the round to which the rank contributed."""
-        return {step: contribution.round for step, contribution in self._given.items()}
-
-    @property
     def exchanging(self) -> set[tuple[int, RoundId]]:
         """The view and round of exchanges that have not ended."""
         return set(self._exchanges)
@@ -196,6 +191,10 @@ class Rank:
         else:
             others = [rank for rank in self.network.ranks if rank != self.rank]
             self.receive(others[number % len(others)], self._garbage[number // 8 % len(self._garbage)])
+
+    def fire(self, kind: str) -> None:
+        """Let the first timer of a kind run out."""
+        self.suffer("timers", [timer.kind for _, timer in self.timers].index(kind))
 
     # The machine.
 
@@ -319,8 +318,10 @@ class Rank:
     def _submit(self, step: int) -> None:
         self.errors.pop(step, None)
         given = self._given[step]
+        taken = max((each for each in self.averages if each <= step - 3), default=None)  # rounds take up to three steps
+        after = None if taken is None else self._given[taken].round
         uplink = Uplink(10 ** ((self.rank + step) % 3), full=True)
-        self._todo.append(events.Submitted(given, step, self.now_s, uplink=uplink))
+        self._todo.append(events.Submitted(given, step, self.now_s, uplink=uplink, after=after))
 
     def _step_of(self, round_id: RoundId) -> int:
         return next(step for step, given in self._given.items() if given.round == round_id)
