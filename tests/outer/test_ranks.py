@@ -22,7 +22,7 @@ from tests.processes import Processes
 
 
 class Others(Transport):
-    """The other replicas, which hold ``state``; ``outcome`` is how a round ends in which this rank holds another one."""
+    """The other replicas, which hold ``state``; a round in which this rank holds another one ends with ``outcome``."""
 
     def __init__(self, outcome: Literal["missed", "diverged", "committed"], *, answer: bool = True) -> None:
         self.replica, self.view, self.outcome = 1, View(1, (0, 1)), outcome
