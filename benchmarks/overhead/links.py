@@ -23,7 +23,16 @@ from typing import Any, TypeVar, cast
 import torch
 
 from diloco.algorithm import RoundId, make_codec
-from diloco.transport import ControlConnection, DirectStreams, PeerLink, RoundMessages, Stripe, UplinkMeter, round_tag
+from diloco.transport import (
+    ControlConnection,
+    DirectStreams,
+    PeerLink,
+    RoundMessages,
+    Stripe,
+    TcpCounters,
+    UplinkMeter,
+    round_tag,
+)
 
 HOST, LIMIT_S = "127.0.0.1", 60.0
 LINKS, VALUES = 7, 6_295_552 // 8
@@ -82,7 +91,7 @@ class End:
 
     async def _use(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         control = cast(ControlConnection, SimpleNamespace(rank=0, token="", opened=True))
-        link, transport = PeerLink(self._loop, control, UplinkMeter()), writer.transport
+        link, transport = PeerLink(self._loop, control, UplinkMeter(TcpCounters)), writer.transport
         assert isinstance(transport, asyncio.Transport)
         transport.pause_reading()
         reader.feed_eof()

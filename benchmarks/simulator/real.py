@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import mean
@@ -56,9 +55,8 @@ def compare() -> Iterator[dict[str, Any]]:
 def _predict(row: Mapping[str, Any], bare_s: float) -> Prediction:
     link, work = next(link for link in LINKS if link.name == row["link"]), Work(**row["work"])
     options = next(method.options for method in METHODS if method.name == row["method"])
-    slow = min(link.rate_bits_per_s, link.up_bits_per_s or math.inf)  # a round needs both directions
-    slow_replicas = link.slow_replicas or link.replicas
-    rates = [slow] * slow_replicas + [link.rate_bits_per_s] * (link.replicas - slow_replicas)
+    rates = [min(rate, link.rate_bits_per_s) for rate in link.up_bits_per_s]  # a round needs both directions
+    rates += [link.rate_bits_per_s] * (link.replicas - len(rates))
     usual, sharing = Conditions(), max(1.0, link.replicas / CORES)
     conditions = Conditions(
         congestion_control=congestion_control(link),

@@ -54,9 +54,8 @@ class Network:
         """
         try:
             self._do("up", *link.arguments())
-            if link.up_bits_per_s:
-                for node in map(str, range(link.slow_replicas)) if link.slow_replicas else ("all",):
-                    self._do("set", node, f"up={link.up_bits_per_s / 1e6:g}mbit")
+            for node, rate in enumerate(link.up_bits_per_s):
+                self._do("set", str(node), f"up={rate / 1e6:g}mbit")
             self._check_congestion_control(link)
             yield
         finally:

@@ -21,8 +21,7 @@ class Link:
         congestion_control: that of TCP; empty: the kernel's default.
         real_packets: whether packets have 1500 bytes where TCP would pass larger ones to the link; on a lossy link
             they always have.
-        up_bits_per_s: the uplink's rate, if it differs.
-        slow_replicas: how many replicas have that uplink; 0: all.
+        up_bits_per_s: the uplinks' rates, from the first replica on; those of the others don't differ.
     """
 
     name: str
@@ -32,8 +31,7 @@ class Link:
     loss_percent: float = 0.0
     congestion_control: str = ""
     real_packets: bool = False
-    up_bits_per_s: float | None = None
-    slow_replicas: int = 0
+    up_bits_per_s: tuple[float, ...] = ()
 
     def arguments(self) -> list[str]:
         """Return the arguments of the network script's ``up``.
@@ -69,9 +67,11 @@ LINKS = (
     Link("50 Mbit/s, 300 ms, cubic", 2, 50e6, 0.3, congestion_control="cubic"),
     Link("200 Mbit/s, 500 ms, 2 replicas", 2, 200e6, 0.5),
     Link("200 Mbit/s, 500 ms, cubic", 2, 200e6, 0.5, congestion_control="cubic"),
-    Link("100 down / 20 up, 150 ms, 3 replicas", 3, 100e6, 0.15, up_bits_per_s=20e6),
-    Link("100 Mbit/s, 100 ms, 3 replicas, one sends at 20", 3, 100e6, 0.1, up_bits_per_s=20e6, slow_replicas=1),
-    Link("100 Mbit/s, 100 ms, 8 replicas, one sends at 20", 8, 100e6, 0.1, up_bits_per_s=20e6, slow_replicas=1),
+    Link("100 down / 20 up, 150 ms, 3 replicas", 3, 100e6, 0.15, up_bits_per_s=(20e6,) * 3),
+    Link("40 down / 15 up, 80 ms, 4 replicas", 4, 40e6, 0.08, up_bits_per_s=(15e6,) * 4),
+    Link("40 down / 15 up, 80 ms, 4 replicas, one sends at 5", 4, 40e6, 0.08, up_bits_per_s=(5e6, 15e6, 15e6, 15e6)),
+    Link("100 Mbit/s, 100 ms, 3 replicas, one sends at 20", 3, 100e6, 0.1, up_bits_per_s=(20e6,)),
+    Link("100 Mbit/s, 100 ms, 8 replicas, one sends at 20", 8, 100e6, 0.1, up_bits_per_s=(20e6,)),
     Link("300 Mbit/s, 80 ms, 0.5 % loss, cubic, 3 replicas", 3, 300e6, 0.08, 0.5, "cubic"),
     Link("300 Mbit/s, 80 ms, 0.5 % loss, bbr, 3 replicas", 3, 300e6, 0.08, 0.5, "bbr"),
 )

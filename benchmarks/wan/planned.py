@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from benchmarks.wan.plan import Link
 from diloco.plan import CongestionControl
 from diloco.transport import Link as EmulatedLink
@@ -18,5 +16,5 @@ def congestion_control(link: Link) -> CongestionControl:
 
 def planner_links(link: Link) -> list[EmulatedLink]:
     """Return one emulated link per replica, at the rate of its slower direction, because a round needs both."""
-    rate = min(link.rate_bits_per_s, link.up_bits_per_s or math.inf)
+    rate = min(link.rate_bits_per_s, *link.up_bits_per_s)
     return [EmulatedLink(rate, link.rtt_s / 2)] * link.replicas

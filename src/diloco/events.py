@@ -102,6 +102,7 @@ class RoundCommitted(Event):
     wait_s: float
     clipped: tuple[int, ...] = ()  # contributors whose contributions were scaled down for being too large
     note: str = ""  # replicas left out of the mean or whose messages were refused, with reasons; else empty
+    choice: str = ""  # what slow uplinks have changed in the exchange, and what that costs; else empty
     mean_norm: float | None = None
     """The L2 norm of the mean pseudo-gradient. This field and the following ones up to ``spread`` are None
     with ``DiLoCo(telemetry=False)``, or if the value is undefined. All but this one are estimated from samples of the

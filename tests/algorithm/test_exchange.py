@@ -202,7 +202,7 @@ def test_auto_is_int8_from_eight_replicas_on_where_contributions_are_coarse(
         plan_exchange(OfBits(bits), 5000, num_replicas, mean=mean)
         for mean in (MeanEncoding.of("auto"), MeanEncoding(chosen))
     )
-    assert (auto.mean.codec.name, auto.mean.codec.parameters()) == (chosen.name, chosen.parameters())
+    assert (auto.mean.name, auto.mean.parameters()) == (chosen.name, chosen.parameters())
     assert (auto.sent, auto.received) == (plain.sent, plain.received)
 
 
@@ -299,3 +299,65 @@ def test_shares_are_equal_unless_a_slow_uplink_is_known(uplinks: tuple[Uplink, .
     equal = plan_exchange(contributions, 64 * BLOCK, 3, mean=mean)
     assert equal.pattern == "reduce-scatter"
     assert plan_exchange(contributions, 64 * BLOCK, 3, mean=mean, uplinks=uplinks) == equal
+
+
+# Means that follow from the uplinks ("auto").
+
+
+def links(rates: list[int], window_s: float, *, full: bool = False) -> list[Uplink]:
+    return [Uplink(rate, full, window_s) for rate in rates]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rates=st.lists(st.integers(0, 200_000_000), min_size=1, max_size=9),
+    window_s=st.one_of(st.floats(0, 100), st.just(float("nan"))),
+    full=st.booleans(),
+    codec=st.sampled_from(["fp4", "int8", "bfloat16", "float32"]),
+    whole=st.booleans(),
+)
+def test_auto_is_the_usual_choice_where_that_fits_and_never_later_and_never_coarser_than_contributions(
+    rates: list[int], window_s: float, full: bool, codec: str, whole: bool
+) -> None:
+    """Property: also for rates and windows that a member makes up."""
+    uplinks, contributions = links(rates, window_s, full=full), make_codec(codec)
+    auto = MeanEncoding.of("auto")
+
+    def planned(mean: MeanEncoding) -> Exchange:
+        return plan_exchange(contributions, 1_000_000, len(rates), mean=mean, whole=whole, uplinks=uplinks)
+
+    def late_s(plan: Exchange) -> float:
+        return max(link.late_s(sent) for link, sent in zip(uplinks, plan.sent, strict=True))
+
+    chosen = planned(auto)
+    usual = planned(MeanEncoding(auto.choices(len(rates), contributions)[0]))
+    assert planned(auto) == chosen, "the same inputs give the same plan"
+    if late_s(usual) == 0:
+        assert (chosen.mean.name, chosen.shards, chosen.choice) == (usual.mean.name, usual.shards, "")
+    assert late_s(chosen) <= late_s(usual)
+    assert bool(chosen.choice) == (chosen.mean.name != usual.mean.name)
+    if chosen.choice:
+        assert late_s(chosen) <= 0.8 * late_s(usual)
+        assert chosen.mean.payload_bytes(BLOCK) >= contributions.payload_bytes(BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("rates", "window_s", "name"),
+    [
+        ([1_000_000_000] * 4, 2.6, "float32"),
+        ([0] * 4, 2.6, "float32"),  # unknown
+        ([20_000_000] * 4, 3.0, "int8"),
+        ([15_000_000] * 4, 2.6, "fp4"),
+        ([15_000_000] * 2, 1.0, "float32"),  # two replicas send each other their contributions and no means
+        ([1_000_000] * 4, 0.0, "fp4"),  # still late, but by less
+    ],
+)
+def test_the_first_codec_whose_round_fits_into_the_windows_is_taken(
+    rates: list[int], window_s: float, name: str
+) -> None:
+    """A fragment of 6.3M values: contributions and fp4 means take 0.5 bytes each, int8 means 1, float32 means 4."""
+    plan = plan_exchange(
+        make_codec("fp4"), 6_300_000, len(rates), mean=MeanEncoding.of("auto"), uplinks=links(rates, window_s)
+    )
+    assert plan.mean.name == name
+    assert (name in plan.choice) == (name != "float32")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,12 @@ from torch import Tensor
 
 from diloco.checkpoint import (
     Checkpoint,
+    CheckpointWriter,
     Whole,
     list_checkpoints,
     open_checkpoint,
     save_checkpoint,
+    whole,
 )
 from diloco.errors import CheckpointError
 from tests.processes import Processes
@@ -96,6 +101,32 @@ def test_all_ranks_save_or_none(tmp_path: Path) -> None:
             assert f"position {position}: " in seen["words"]
             assert f"position {1 - position}: " not in seen["words"]
             assert ("elsewhere is not the folder" if who == "elsewhere" else who) in seen["words"]
+
+
+def ranks_write_while_they_train(position: int, folder: Path) -> tuple[list[Path | None], Sequence[str]]:
+    """Rank 1 is slow to write. Return what `poll` said before and after it had, and what was not saved as it was."""
+    setup = Setup(strategy="fsdp", size=2)
+    rank, slow, fsync = Rank(setup, open_group(setup, position, folder)), threading.Event(), os.fsync
+    rank.step()
+    state = {name: whole(value).clone() for name, value in rank.state.values().items()}
+    writer = CheckpointWriter(rank.group)
+    with pytest.MonkeyPatch.context() as patch:
+        if position == 1:
+            patch.setattr(os, "fsync", lambda file: (slow.wait(), fsync(file)))
+        writer.save(folder / "checkpoints", 1, {"values": rank.state.values()}, about={}, keep=1)
+        rank.train(2)
+        polls = [writer.poll()]
+        slow.set()
+        polls.append(writer.poll(wait=True))
+    rank.group.close()
+    return polls, unequal(open_checkpoint(folder).load("values"), state)
+
+
+def test_ranks_train_until_all_have_written_their_shards(tmp_path: Path) -> None:
+    with Processes() as processes:
+        processes.start(2, ranks_write_while_they_train, tmp_path)
+        for rank in processes.results(timeout_s=300).values():
+            assert rank == ([None, tmp_path / "checkpoints" / "step-00000001"], [])
 
 
 VALUES = {

@@ -30,7 +30,7 @@ def bridge(replicas: int, seed: int) -> Network:
 
 
 def trouble(replicas: int, seed: int) -> Network:
-    """Let ranks and machines end and return, links break in one direction or both, timers run out, and members leave."""
+    """Let ranks and machines end and return, links break in one direction or both, timers run out and members leave."""
     chance = random.Random(seed)
     limits = Limits(
         ends=chance.randrange(3),

@@ -7,19 +7,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
-from torch.nn import functional as F
 
 from diloco.checkpoint import open_checkpoint
 from diloco.cli import main
 from diloco.config import plan_run
-from diloco.data import ByteTokenizer, DataSettings, Sampler, build_corpus
+from diloco.data import ByteTokenizer
 from diloco.errors import ConfigurationError
-from diloco.model import ModelSettings, build_language_model
 from diloco.trained import load_trained
 from tests.command_lines import command_line
-from tests.huggingface import config_of, write_config
+from tests.huggingface import write_config
 from tests.runs import Listener
 from tests.train.source_runs import plan_of, trained
 
@@ -41,48 +37,6 @@ def test_replicas_of_every_kind_of_architecture_agree_to_the_bit(name: str, data
     model = load_trained(tmp_path / "run").model
     assert names == {name for name, _ in model.named_parameters()}
     assert summary["heldout_loss"] < 5.7  # ln(272) = 5.6 at the start
-
-
-def test_a_llama_equals_a_loop_by_hand(data: Path, tmp_path: Path) -> None:
-    """DiLoCo written with only transformers and torch: two replicas, AdamW, and an outer SGD with Nesterov momentum."""
-    from transformers import LlamaForCausalLM
-
-    folder = write_config(tmp_path, "Llama")
-    arguments = {"betas": (0.9, 0.95), "weight_decay": 0.0}
-    inner = {"optimizer__schedule": "constant", "optimizer__warmup_steps": 0, "optimizer__arguments": arguments}
-    plan = plan_of(
-        f"hf:{folder}", data, algorithm="diloco", sync__outer_learning_rate=0.7, optimizer__learning_rate=3e-3, **inner
-    )
-    trained(tmp_path / "run", plan)
-    mine = open_checkpoint(tmp_path / "run").load("global")
-
-    start = build_language_model(ModelSettings(source=f"hf:{folder}"), seed=0).wrapped.state_dict()  # type: ignore[union-attr, operator]
-    replicas = [LlamaForCausalLM(config_of("Llama")) for _ in range(2)]
-    for model in replicas:
-        model.load_state_dict(start)
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=3e-3, **arguments) for model in replicas]  # type: ignore[arg-type]
-    corpus = build_corpus(DataSettings(paths=(data,)))
-    shape = {"sequence_length": 16, "batch_size": 2}
-    samplers = [Sampler(corpus.train, **shape, replica=m, num_replicas=2, seed=0) for m in range(2)]
-    shared = [nn.Parameter(parameter.detach().clone()) for parameter in replicas[0].parameters()]
-    outer = torch.optim.SGD(shared, lr=0.7, momentum=0.9, nesterov=True)
-    for step in range(1, 13):
-        for model, optimizer, sampler in zip(replicas, optimizers, samplers, strict=True):
-            tokens, targets = sampler.next_batch()
-            F.cross_entropy(model(input_ids=tokens).logits.flatten(0, 1), targets.flatten()).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        if step % 4 == 0:
-            with torch.no_grad():
-                for parameter, *local in zip(shared, *(model.parameters() for model in replicas), strict=True):
-                    parameter.grad = parameter - torch.stack(local).mean(0)
-                outer.step()
-                for model in replicas:
-                    for parameter, agreed in zip(model.parameters(), shared, strict=True):
-                        parameter.copy_(agreed)
-    for (name, _), value in zip(replicas[0].named_parameters(), shared, strict=True):
-        torch.testing.assert_close(mine[f"wrapped.{name}"], value.detach(), atol=2e-6, rtol=2e-5)
 
 
 def test_a_run_goes_on_exactly_when_its_source_is_gone(

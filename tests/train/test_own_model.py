@@ -1,9 +1,11 @@
-"""The user's own model, from a function: its training in a run, and the messages about mistakes."""
+"""Runs of a user's own model: plain, or one that freezes, wraps or hides what it holds, or can't be synchronised."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +13,70 @@ import torch
 from diloco.checkpoint import open_checkpoint
 from diloco.config import plan_run
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.trained import load_trained
+from diloco.train import run_training
+from diloco.trained import export_safetensors, load_trained
 from tests.command_lines import command_line
+from tests.runs import Listener
 from tests.train.source_runs import plan_of, trained
 
 NETS = """
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+class Net(nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, 8)
+        self.blocks = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        self.head = nn.Linear(8, vocab_size)
+
+    def forward(self, tokens):
+        return self.head(self.blocks(self.embedding(tokens)).tanh())
+
+class Freezing(Net):
+    steps = 0
+
+    def forward(self, tokens):
+        self.steps += self.training
+        if self.steps == 3:
+            self.head.requires_grad_(False)
+        return super().forward(tokens)
+
+class Hiding(Net):
+    def __init__(self, vocab_size):
+        super().__init__(vocab_size)
+        self.blocks.append(nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(8)))
+
+    def forward(self, tokens):
+        hidden = self.blocks[:4](self.embedding(tokens))
+        return self.head(self.blocks[4](hidden).view(hidden.shape))
+
+    def state_dict(self, *args, **kwargs):
+        return {}
+
+class Routing(Net):
+    def __init__(self, vocab_size):
+        super().__init__(vocab_size)
+        self.bias = nn.Parameter(torch.zeros(8), requires_grad=False)
+
+    def forward(self, tokens):
+        if self.training:
+            self.bias += 1
+        return super().forward(tokens)
+
+def wrapped(vocab_size):
+    net = Net(vocab_size)
+    net.blocks = nn.Sequential(*(checkpoint_wrapper(block, preserve_rng_state=False) for block in net.blocks))
+    return net
+
+def double(vocab_size):
+    return Net(vocab_size).double()
+
+def masked(vocab_size):
+    net = Net(vocab_size)
+    net.register_buffer("mask", torch.zeros(1, 4).expand(4, 4))
+    return net
 
 class Block(nn.Module):
     def __init__(self, width):
@@ -28,7 +87,7 @@ class Block(nn.Module):
         so_far = hidden.cumsum(1) / torch.arange(1, hidden.shape[1] + 1)[:, None]
         return hidden + self.mix(so_far).tanh()
 
-class Net(nn.Module):
+class Mixing(nn.Module):
     def __init__(self, vocab_size, width):
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, width)
@@ -43,14 +102,86 @@ class Net(nn.Module):
         return self.head(self.blocks(self.embedding(tokens) * self.scale))
 
 def build(vocab_size, width=8):
-    return Net(vocab_size, width)
+    return Mixing(vocab_size, width)
 """
 
 
-def test_a_function_of_ones_own(data: Path, tmp_path: Path) -> None:
-    """The layers of a plain module are found though its head is larger; frozen parameters and buffers are kept."""
+@pytest.fixture
+def nets(tmp_path: Path) -> Path:
     file = tmp_path / "nets.py"
     file.write_text(NETS, encoding="utf-8")
+    return file
+
+
+def test_a_parameter_frozen_in_mid_run_is_the_global_one_in_the_final_model(
+    nets: Path, data: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    trained(run, plan_of(f"{nets}:Freezing", data, train__steps=14))
+    agreed = open_checkpoint(run).load("global")
+    assert {"wrapped.head.weight", "wrapped.head.bias"} <= agreed.keys()
+    model = load_trained(run, source=f"{nets}:Freezing").model
+    assert all(torch.equal(value, agreed[name]) for name, value in model.named_parameters())
+    resumed = plan_run(command_line(checkpoint__resume=run, train__steps=18, model__source=f"{nets}:Freezing"))
+    whole = trained(tmp_path / "whole", plan_of(f"{nets}:Freezing", data, train__steps=18))
+    assert trained(run, resumed)["parameters"] == whole["parameters"]
+
+
+@pytest.mark.parametrize("source", ["wrapped", "Hiding"])
+def test_stop_and_resume_of_a_model_that_is_wrapped_or_has_its_own_state_dict(
+    nets: Path, data: Path, tmp_path: Path, source: str
+) -> None:
+    """Invariant 6. Names in checkpoints are those of the plain model, and buffers are in them."""
+    whole = trained(tmp_path / "whole", plan_of(f"{nets}:{source}", data, train__steps=14))
+    trained(tmp_path / "run", plan_of(f"{nets}:{source}", data, train__steps=14, train__stop_after=6))
+    again = plan_run(command_line(checkpoint__resume=tmp_path / "run", model__source=f"{nets}:{source}"))
+    resumed = trained(tmp_path / "run", again)
+    assert resumed["global_params_digest"] == whole["global_params_digest"]
+    one, other = (open_checkpoint(tmp_path / name).load("replica-0-values") for name in ("whole", "run"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert not any("_checkpoint_wrapped_module" in name for name in one)
+    assert ("model/wrapped.blocks.4.1.running_mean" in one) == (source == "Hiding")
+    export_safetensors(load_trained(tmp_path / "run", source=f"{nets}:{source}"), tmp_path / "net.safetensors")
+    trained(tmp_path / "next", plan_of(f"{nets}:{source}", data, train__init_from=tmp_path / "net.safetensors"))
+
+
+def test_replicas_compare_what_their_models_freeze(nets: Path, data: Path, tmp_path: Path) -> None:
+    """The values come from the user's own code, which may differ between machines."""
+
+    class Met(Exception):
+        pass
+
+    facts: list[Mapping[str, str]] = []
+
+    def meet(mine: Mapping[str, str], folder: Path) -> Any:
+        facts.append(mine)
+        raise Met
+
+    other = tmp_path / "other.py"
+    other.write_text(NETS.replace("torch.zeros(8)", "torch.ones(8)"), encoding="utf-8")
+    for source in (nets, nets, other):
+        plan = plan_of(f"{source}:Routing", data)
+        with pytest.raises(Met):
+            run_training(plan.configuration, folder=tmp_path, sink=Listener(), config_toml=plan.record, meet=meet)
+    assert facts[0] == facts[1]
+    assert {name for name in facts[0] if facts[0][name] != facts[2][name]} == {"base model"}
+
+
+@pytest.mark.parametrize(
+    ("source", "words"), [("double", "embedding.weight' is torch.float64"), ("masked", "'wrapped.mask' repeats")]
+)
+def test_what_can_not_be_synchronised_is_refused_before_the_run_begins(
+    nets: Path, data: Path, tmp_path: Path, source: str, words: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        trained(tmp_path / "run", plan_of(f"{nets}:{source}", data))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_function_of_ones_own(nets: Path, data: Path, tmp_path: Path) -> None:
+    """The layers of a plain module are found though its head is larger; frozen parameters and buffers are kept."""
+    file = nets
     plan = plan_of(f"{file}:build", data, model__arguments={"width": 12})
     summary = trained(tmp_path / "run", plan)
     assert plan.configuration.sync.num_fragments == 3  # four layers, three per fragment, and the rest

@@ -9,14 +9,33 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.algorithm import digest_tensors, local_shard, make_codec
+from diloco.algorithm import (
+    SyncSchedule,
+    bind,
+    digest_tensors,
+    flatten,
+    local_shard,
+    make_codec,
+    partition,
+    unflatten_,
+)
 from diloco.data import build_corpus
+from diloco.errors import ReplicaLostError
 from diloco.model import build_model
-from diloco.train import Fleet, GradientAverager, Session, make_transport
+from diloco.outer import DiLoCo
+from diloco.train import (
+    Fleet,
+    GradientAverager,
+    OptimizerSettings,
+    Session,
+    make_inner_optimizer,
+    make_transport,
+    parallelise,
+)
 from diloco.transport import InProcessTransport, ReplicaGroup
-from tests.processes import Processes
+from tests.processes import Processes, receive, report
 from tests.runs import settings_of
-from tests.train.ranks import MODEL, STEPS, Rank, Setup, largest_difference, open_group, unequal, whole
+from tests.train.ranks import CPU, MODEL, STEPS, Rank, Setup, largest_difference, open_group, unequal, whole
 
 CLIPPED = {"clip_norm": 0.25, "accumulation": 2, "batch_size": 5}
 """Uneven shares of a batch in pieces, with clipping in effect."""
@@ -196,3 +215,73 @@ def test_a_sharded_model_begins_with_the_same_bits_though_no_rank_holds_all_of_i
             assert odd == []
             assert losses[0] == pytest.approx(losses[1], abs=1e-6)
     assert sum(done["new"][1] for done in ranks) == next(iter(ranks))["new"][2]
+
+
+# Edge cases: empty shards, and a rank that dies.
+
+
+def rank_with_an_empty_shard(position: int, folder: Path) -> dict[str, Any]:
+    """A fragment consists of one norm, whose 4 values are sharded over 3 ranks as 2, 2 and none."""
+    group = open_group(Setup(strategy="fsdp", size=3), position, folder)
+    narrow = replace(MODEL, width=4, layers=1)
+    model = parallelise(build_model(narrow, seed=0), "fsdp", group, CPU).model
+    fragments = partition(
+        model, num_fragments=2, strategy="patterns", patterns=[["model.norm.*"], ["model.[!n]*", "lm_head.*"]]
+    )
+    diloco = DiLoCo(
+        model,
+        make_inner_optimizer(OptimizerSettings(), model),
+        fragments=fragments,
+        schedule=SyncSchedule(inner_steps=2, num_fragments=2),
+        codec="fp4",
+        error_feedback=True,
+    )
+    norm = bind(model, fragments[0])
+    unflatten_(flatten(norm, torch.empty(fragments[0].numel)) + 1 + position, norm)
+    for _ in range(4):
+        diloco.step()
+    with diloco.global_model():
+        agreed = whole(norm[0]).tolist()
+    result = {
+        "numel": fragments[0].numel,
+        "committed": diloco.rounds_committed,
+        "agreed": agreed,
+        "local": local_shard(norm[0]).tolist(),
+    }
+    group.close()
+    return result
+
+
+def test_a_rank_may_hold_nothing_of_a_fragment(tmp_path: Path) -> None:
+    with Processes() as processes:
+        processes.start(3, rank_with_an_empty_shard, tmp_path)
+        ranks = list(processes.results(timeout_s=300).values())
+    assert [rank["numel"] for rank in ranks] == [2, 2, 0]
+    assert [rank["committed"] for rank in ranks] == [3] * 3
+    assert all(rank["agreed"] == ranks[0]["agreed"] for rank in ranks)
+    assert [value for rank in ranks for value in rank["local"]] == ranks[0]["agreed"]
+    assert min(ranks[0]["agreed"]) > 1.0, "the pseudo-gradient was applied"
+
+
+def rank_that_dies(position: int, setup: Setup, folder: Path) -> str:
+    group = open_group(setup, position, folder, replica=3)
+    rank = Rank(setup, group)
+    rank.step()
+    report("ready")
+    receive(timeout_s=300)
+    try:
+        while True:
+            rank.step()
+    except ReplicaLostError as error:
+        return f"{error.replicas} {error}"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_loss_of_a_rank_is_named(strategy: Any, tmp_path: Path) -> None:
+    with Processes() as processes:
+        processes.start(2, rank_that_dies, Setup(strategy=strategy, size=2), tmp_path)
+        assert [processes.next_report(rank, timeout_s=300) for rank in (0, 1)] == ["ready", "ready"]
+        processes.kill(1)
+        processes.send(0, "continue")
+        words = processes.results(timeout_s=300)[0]
+    assert words.startswith("(3,) A rank of replica 3 has ended or does not respond, so its position 0 can't continue")

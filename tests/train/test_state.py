@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import shutil
@@ -14,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from diloco.checkpoint import list_checkpoints, open_checkpoint
+from diloco.checkpoint import CheckpointWriter, list_checkpoints, open_checkpoint
 from diloco.cli import main
 from diloco.data import DataSettings, Sampler, build_corpus
 from diloco.errors import CheckpointError
 from diloco.events import Note, RoundCommitted
 from diloco.model import with_vocabulary
-from diloco.train import Fleet, Session, held_step, load_session, make_transport, resolve, save_session
+from diloco.train import Fleet, RandomState, Session, held_step, load_session, make_transport, resolve, save_session
 from tests.command_lines import load_configuration
 from tests.data.streams import numbered as numbered_texts
 from tests.processes import Processes, free_port
@@ -140,16 +141,19 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         for replica in session.replicas:
             with replica.random_state.active():
                 torch.rand(3)
-    save_session(session, tmp_path / "checkpoints", keep=1)
+    writer = CheckpointWriter()
+    save_session(session, writer, tmp_path / "checkpoints", keep=1)
+    before, totals, traffic = copy.deepcopy(held_by(session)), dict(vars(session.totals)), session.traffic()
     following = (random.random(), np.random.random())
+    session.step()  # while the checkpoint is written
+    assert writer.poll(wait=True) == tmp_path / "checkpoints" / "step-00000010"
     other = make_session(data, arguments)
     assert load_session(other, open_checkpoint(tmp_path), tmp_path) == ()
     assert (random.random(), np.random.random()) == following, "the generators of the process go on as well"
-    before, after = held_by(session), held_by(other)
     assert any(fragment["in_flight"] for fragment in before[0]["diloco"]["fragments"])
-    assert same(after, before)
-    assert vars(other.totals) == vars(session.totals)
-    assert other.traffic() == session.traffic()
+    assert same(held_by(other), before)
+    assert vars(other.totals) == totals
+    assert other.traffic() == traffic
 
 
 def test_independent_replicas_cannot_be_shared_out_anew(tmp_path: Path) -> None:
@@ -212,3 +216,41 @@ def test_a_run_moves_between_one_process_and_several(tmp_path: Path) -> None:
             assert random_numbers[0] != random_numbers[1], "each process has its own"
     for key in ("global_params_digest", "heldout_loss", "sent_bytes_per_replica", "rounds_committed", "rounds_void"):
         assert summary[key] == whole[key], key
+
+
+def draw() -> tuple[Any, ...]:
+    """Draw an odd number of normal numbers, so that one is left in the generator's cache."""
+    return torch.rand(3).tolist(), torch.randn(1).item(), torch.nn.functional.dropout(torch.ones(8)).tolist()
+
+
+def drawn(state: RandomState, times: int = 1) -> list[tuple[Any, ...]]:
+    result = []
+    for _ in range(times):
+        with state.active():
+            result.append(draw())
+    return result
+
+
+def test_replicas_in_turns_draw_what_each_would_draw_alone() -> None:
+    """They draw only their own random numbers, and the process keeps its own."""
+    alone = [drawn(RandomState(3, replica), times=3) for replica in range(3)]
+    together = [RandomState(3, replica) for replica in range(3)]
+    in_turns: list[list[tuple[Any, ...]]] = [[], [], []]
+    for _ in range(3):
+        for replica, state in enumerate(together):
+            in_turns[replica] += drawn(state)
+            draw()  # the process keeps drawing too
+    assert in_turns == alone
+
+
+@pytest.mark.parametrize("draws", [0, 1, 2])
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_saved_state_goes_on_where_it_was(draws: int, gpus: int) -> None:
+    """Also without the GPU of the machine on which it was saved."""
+    state, other = RandomState(0, 0), RandomState(5, 5)
+    drawn(state, draws)
+    saved = state.state_dict()
+    saved["torch"] += [torch.zeros(16, dtype=torch.uint8)] * gpus
+    expected = drawn(state, times=3)  # the saved state does not change with it
+    other.load_state_dict(saved)
+    assert drawn(other, times=3) == expected

@@ -124,6 +124,7 @@ class Contribution:
     tensors: tuple[int, ...] = ()  # the sizes of the tensors that the values consist of, for ``average_rule``
     telemetry: bool = False  # whether to measure the spread of the round's contributions where they are available
     mean: MeanEncoding = PLAIN_MEAN  # the encoding of means in a reduce-scatter; the same on all replicas
+    transfer_steps: float = math.inf  # see `SyncSchedule`; infinite: the uplinks change no means
 
     @property
     def whole(self) -> bool:

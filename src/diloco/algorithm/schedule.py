@@ -14,6 +14,8 @@ from typing import Literal, get_args
 from diloco.algorithm.checks import check_choice, check_number, check_type, check_whole
 from diloco.errors import ConfigurationError
 
+_STANDING = 0.03  # share of the time for which training may stand still
+
 
 @dataclass(frozen=True)
 class Send:
@@ -97,6 +99,12 @@ class SyncSchedule:
     def whole_round_late(self) -> bool:
         """Whether tau = H, so that a round is merged when the next round of the same fragment is sent."""
         return self.overlap_steps == self.inner_steps
+
+    @property
+    def transfer_steps(self) -> float:
+        """How many inner steps a round may take before training stands still for more than 3 % of the time."""
+        apart = self.inner_steps / self.num_fragments
+        return min(self.overlap_steps, apart) + _STANDING * apart
 
     def actions(self, step: int) -> tuple[Send | Merge, ...]:
         """Return the actions after inner step ``step``, counted from 1.

@@ -72,8 +72,7 @@ class SyncSettings:
 
     @property
     def mean_codec(self) -> str:
-        """The codec of means. auto: int8 with 8 or more replicas whose contributions have less than 16 bits per value,
-        else float32."""
+        """The codec of means; auto: see `MeanEncoding.choices`."""
         name: str = self.arguments_of("average").get("codec", "auto")
         return name
 

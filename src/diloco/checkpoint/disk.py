@@ -79,10 +79,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
     Raises:
         DiLoCoError: if the file can't be written. An earlier file is then unchanged.
     """
-    temporary = path.with_name(f".{path.name}.partial")
     try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        os.replace(temporary, path)
+        replace_file(path, [content.encode() if isinstance(content, str) else content])
     except OSError as error:
         raise DiLoCoError(
             f"{path} can't be written: {error.strerror or error}. Its folder must be writable and have free space. "
@@ -110,8 +108,6 @@ def check_size(path: Path, facts: FileFacts) -> None:
         status = path.lstat()
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing.") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error}.") from error
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path} is not a regular file and may point outside the checkpoint's folder.")
     if status.st_size != facts.size_bytes:
@@ -127,13 +123,9 @@ def check_content(path: Path, facts: FileFacts) -> None:
         CheckpointError: if it is not.
     """
     check_size(path, facts)
-    try:
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error}.") from error
-    if digest != facts.digest:
-        raise CheckpointError(f"{path} is damaged: its digest differs from the manifest's.")
+    with open(path, "rb") as file:
+        if hashlib.file_digest(file, xxhash.xxh3_128).hexdigest() != facts.digest:
+            raise CheckpointError(f"{path} is damaged: its digest differs from the manifest's.")
 
 
 def hidden_name(place: Path, fate: str) -> Path:

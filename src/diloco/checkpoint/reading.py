@@ -1,30 +1,135 @@
-"""Finding, opening and loading checkpoints."""
+"""Finding, opening and loading checkpoints.
+
+``manifest.json`` lists the content of a checkpoint. It is written last: a folder without it is not a checkpoint. Its
+member ``digest`` is the xxh3_128 digest of the others as JSON, so that damage to the manifest is found too.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from diloco.checkpoint.disk import HIDDEN_NAME, LATEST, STEP_NAME, check_content, check_size
-from diloco.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
+from diloco.checkpoint.disk import HIDDEN_NAME, LATEST, STEP_NAME, FileFacts, check_content, check_size, write_file
 from diloco.checkpoint.tensors import OpenFiles, SavedTensor, find_tensors
 from diloco.errors import CheckpointError, NoCheckpointError, nearest
 from diloco.private_files import read_regular
 from diloco.state_tree import UNREADABLE, unflatten
 
-__all__ = ["Checkpoint", "find_checkpoint", "list_checkpoints", "open_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "Manifest",
+    "check_part_name",
+    "find_checkpoint",
+    "list_checkpoints",
+    "open_checkpoint",
+    "read_manifest",
+    "write_manifest",
+]
 
 T = TypeVar("T")
 
+_FORMAT_VERSION = 3  # incremented if a reader of the previous version can't read new checkpoints
+_MANIFEST_NAME = "manifest.json"
+_PART_NAME = re.compile(r"(?!manifest\Z)[a-z0-9][a-z0-9_-]*\Z")  # lower case, as some file systems ignore case
 _PICKLES = {".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The content of a manifest."""
+
+    step: int  # inner steps finished when it was saved
+    serial: int  # number of checkpoints saved to this folder before, which orders them without a clock
+    versions: Mapping[str, str]  # of diloco, torch and Python, when it was saved
+    about: Mapping[str, Any]  # metadata from the caller
+    parts: Mapping[str, Mapping[str, FileFacts]] = field(repr=False)
+    """The facts about the files of each part, by part and file name, in the order in which they were saved."""
+
+
+def check_part_name(part: str) -> None:
+    """Refuse the name of a part that is no portable file name, or that of the manifest."""
+    if not _PART_NAME.match(part):
+        raise CheckpointError(
+            f"The name of a checkpoint part must consist of lower-case letters, digits, _ and -, and must not be "
+            f"'manifest'; got {part!r}. Nothing was saved or loaded."
+        )
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write ``manifest.json`` into ``folder``.
+
+    Raises:
+        CheckpointError: if ``about`` holds values that JSON can't represent.
+        OSError: if the file can't be written.
+    """
+    try:
+        content = _sealed({"format_version": _FORMAT_VERSION, **asdict(manifest)})
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"The metadata of a checkpoint can't be saved as JSON ({error}). Use only text, finite numbers, lists and "
+            "dictionaries. Nothing was saved."
+        ) from error
+    write_file(folder / _MANIFEST_NAME, [content])
+
+
+def _sealed(members: Mapping[str, Any]) -> bytes:
+    """Return ``members`` as JSON, with their digest."""
+    digest = xxhash.xxh3_128_hexdigest(json.dumps(members, indent=2, allow_nan=False).encode())
+    return json.dumps({**members, "digest": digest}, indent=2).encode()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and verify ``folder/manifest.json``. The files that it names, all in ``folder``, are not checked yet.
+
+    Raises:
+        CheckpointError: if the manifest is missing or damaged, has another format version, or names files outside
+            ``folder``.
+    """
+    path = folder / _MANIFEST_NAME
+    try:
+        raw = read_regular(path)
+        members = json.loads(raw)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has no {_MANIFEST_NAME}, so it is not a complete checkpoint.") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}.") from error
+    number = members.get("format_version") if isinstance(members, dict) else None
+    if number != _FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format version {number!r}, but diloco {version('diloco')} reads only version "
+            f"{_FORMAT_VERSION}. The version of diloco that saved it can resume and evaluate it, and export it for use "
+            "with this one."
+        )
+    if raw != _sealed({name: value for name, value in members.items() if name != "digest"}):
+        raise CheckpointError(f"{path} is damaged: its content does not match its digest.")
+    try:
+        manifest = msgspec.convert(members, Manifest)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{path} is malformed: {error}.") from error
+    for part, files in manifest.parts.items():
+        check_part_name(part)
+        for name in files:
+            # only the plain names of a part are allowed, so no path can point outside the folder
+            if not re.fullmatch(rf"{part}(\.json|(-rank-\d+)?\.safetensors)", name) or f"{part}.json" not in files:
+                raise CheckpointError(
+                    f"{path} is refused: part {part!r} names the file {name!r}, which may be outside the checkpoint's "
+                    "folder."
+                )
+    return manifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +188,7 @@ class Checkpoint(Manifest):
         Raises:
             CheckpointError: if a tensor was not saved or has another shape or dtype, or a file is damaged.
         """
-        tensors: dict[str, SavedTensor] = self.tensors(part)
-        opened: OpenFiles = {}
+        tensors, opened = self.tensors(part), OpenFiles()
         with self._reading(part):
             for name, value in values.items():
                 if name not in tensors:
@@ -131,8 +235,8 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
             names.add(entry.name)
         elif hidden and hidden["fate"] == "replaced":
             names.add(hidden["name"])
-    found = [checkpoint for name in names if (checkpoint := find_checkpoint(folder / name)) is not None]
-    return sorted(found, key=lambda checkpoint: (checkpoint.serial, checkpoint.path))
+    complete = [checkpoint for name in names if (checkpoint := find_checkpoint(folder / name)) is not None]
+    return sorted(complete, key=lambda checkpoint: (checkpoint.serial, checkpoint.path))
 
 
 def find_checkpoint(place: Path) -> Checkpoint | None:
@@ -178,7 +282,7 @@ def _resolve(path: Path) -> Path:
         return _stand_in(path)
     if path.name == LATEST and not path.is_dir():
         return _newest(path.parent)
-    if (path / MANIFEST_NAME).exists():
+    if (path / _MANIFEST_NAME).exists():
         return path
     if path.is_dir():
         return _newest(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
@@ -198,8 +302,8 @@ def _newest(folder: Path) -> Path:
             return _stand_in(folder / name)
         raise _refused(latest, f"{latest} contains {name!r:.100}, which is not the name of a checkpoint.")
     # `latest` is missing if a save was killed right after the first checkpoint was complete
-    if found := list_checkpoints(folder):
-        return found[-1].path
+    if complete := list_checkpoints(folder):
+        return complete[-1].path
     pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix in _PICKLES) if folder.is_dir() else []
     why = f" ({pickles[0]} is a pickle, which could run arbitrary code and is not read)" if pickles else ""
     raise CheckpointError(

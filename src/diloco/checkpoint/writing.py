@@ -1,4 +1,4 @@
-"""Saving a checkpoint, from one process or from all ranks of a replica, in the layout of `diloco.checkpoint`.
+"""Saving a checkpoint beside the training, from one process or from all ranks of a replica; see `diloco.checkpoint`.
 
 All ranks of a replica must see the same folder, in which only position 0 renames.
 """
@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from diloco.checkpoint.disk import (
     HIDDEN_NAME,
@@ -24,16 +30,158 @@ from diloco.checkpoint.disk import (
     sync_folder,
     write_file,
 )
-from diloco.checkpoint.manifest import Manifest, check_part_name, running_versions, write_manifest
-from diloco.checkpoint.reading import find_checkpoint, list_checkpoints
+from diloco.checkpoint.reading import Manifest, check_part_name, find_checkpoint, list_checkpoints, write_manifest
 from diloco.checkpoint.tensors import shards_of, tensor_chunks
 from diloco.errors import CheckpointError
 from diloco.state_tree import flatten
 from diloco.transport import ReplicaGroup
+from diloco.waiting import in_thread
 
-__all__ = ["save_checkpoint"]
+__all__ = ["CheckpointWriter", "save_checkpoint"]
 
-Files = dict[str, dict[str, FileFacts]]  # part -> file name -> facts for the manifest
+
+class CheckpointWriter:
+    """Writes the checkpoints of a replica, one at a time, in a thread of each rank while they train.
+
+    All ranks of the replica call its methods in the same order, between the same steps.
+
+    Args:
+        group: the ranks of the replica. None: this process is alone.
+    """
+
+    def __init__(self, group: ReplicaGroup | None = None) -> None:
+        self._group = group or ReplicaGroup()
+        self._saving: Generator[Future[Any], None, Path] | None = None  # yields the work that it waits for
+        self._work: Future[Any] = Future()
+
+    def save(
+        self,
+        folder: Path,
+        step: int,
+        parts: Mapping[str, Any],
+        *,
+        about: Mapping[str, Any],
+        keep: int,
+        own: Mapping[str, Any] | None = None,
+        copies: bool = True,
+    ) -> None:
+        """Begin to save ``folder/step-XXXXXXXX``, then to delete all but the last ``keep`` checkpoints.
+
+        The state is copied to host memory before this returns. `poll` must have reported the previous checkpoint.
+
+        Args:
+            folder: the checkpoints folder, which all ranks must see.
+            step: the number of finished inner steps.
+            parts: part name -> nested state, see `diloco.state_tree`. Each rank saves its shards of the DTensors, and
+                position 0 everything else.
+            about: metadata to read without loading anything, as JSON: algorithm, replicas, fragments in flight.
+            keep: the number of checkpoints to keep, at least 1.
+            own: part name -> nested state of this rank, saved as the part ``NAME-POSITION``.
+            copies: False if the state does not change before `poll` reports the checkpoint.
+
+        Raises:
+            CheckpointError: on all ranks, as `poll`.
+        """
+        assert self._saving is None, "one checkpoint is written at a time"
+        if step < 0 or keep < 1:
+            raise CheckpointError(
+                f"step must be at least 0 and keep at least 1, got step={step} and keep={keep}. Nothing was saved."
+            )
+        place = folder / f"step-{step:08d}"
+        saving = self._save(place, parts, about=about, keep=keep, own=own or {}, copies=copies)
+        self._work = next(saving)
+        self._saving = saving
+
+    def poll(self, *, wait: bool = False) -> Path | None:
+        """Return the path of the checkpoint that has been completed since the last call, or None.
+
+        It is then on disk and named by ``folder/latest``. Between checkpoints the ranks exchange nothing.
+
+        Args:
+            wait: whether to wait for it.
+
+        Raises:
+            CheckpointError: on all ranks, if saving failed on any rank. Earlier complete checkpoints are unchanged, and
+                no partial checkpoint is left.
+        """
+        while self._saving is not None:
+            if wait:
+                self._work.exception()
+            if not self._group.all(self._work.done()):
+                return None
+            try:
+                self._work = next(self._saving)
+            except StopIteration as stop:
+                self._saving = None
+                path: Path = stop.value
+                return path
+            except BaseException:
+                self._saving = None
+                raise
+        return None
+
+    def close(self) -> None:
+        """End the checkpoint that is being written after a failure: a lone rank completes it, others remove it."""
+        if self._saving is not None and self._group.size == 1:
+            with suppress(CheckpointError):
+                self.poll(wait=True)
+        if self._saving is not None:
+            self._work.exception()
+            self._saving.close()
+            self._saving = None
+
+    def _save(
+        self,
+        place: Path,
+        parts: Mapping[str, Any],
+        *,
+        about: Mapping[str, Any],
+        keep: int,
+        own: Mapping[str, Any],
+        copies: bool,
+    ) -> Generator[Future[Any], None, Path]:
+        """Save in stages: each ends when the work that it yields is done on all ranks."""
+        group, folder = self._group, place.parent
+        partial = folder / group.share(hidden_name(place, "partial").name)
+        failed = f"Saving {place} failed: ", ". Earlier complete checkpoints are unchanged."
+        serial = 0
+        try:
+            with _on_all_or_none(group, *failed):
+                if group.leads:
+                    serial = _begin(partial)
+            with _on_all_or_none(group, *failed):
+                if not partial.is_dir():
+                    raise CheckpointError(
+                        f"{partial.parent} is not the folder to which position 0 of this replica saves; all ranks of a "
+                        "replica must see the same folder, on one machine or a shared file system"
+                    )
+                mine = {part: _content(part, tree, group, copies) for part, tree in parts.items()}
+                for part, tree in own.items():
+                    mine[f"{part}-{group.position}"] = _content(f"{part}-{group.position}", tree, None, copies)
+            written = in_thread(lambda: _write(partial, mine), "checkpoint")
+            yield written
+            facts: dict[str, dict[str, FileFacts]] = {}
+            with _on_all_or_none(group, *failed):
+                facts = written.result()
+            rows = group.gather_texts(json.dumps({p: {n: vars(f) for n, f in fs.items()} for p, fs in facts.items()}))
+            files: dict[str, dict[str, FileFacts]] = {}
+            for part, entries in (item for row in rows for item in json.loads(row).items()):
+                files.setdefault(part, {}).update({name: FileFacts(**entry) for name, entry in entries.items()})
+            versions = {"diloco": version("diloco"), "torch": torch.__version__, "python": platform.python_version()}
+            manifest = Manifest(step=int(place.name[5:]), serial=serial, versions=versions, about=about, parts=files)
+            completed = in_thread(lambda: _complete(partial, place, manifest) if group.leads else None, "checkpoint")
+            yield completed
+            with _on_all_or_none(group, *failed):
+                completed.result()
+        except BaseException:
+            if group.leads:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        deleted = in_thread(lambda: _delete_all_but(folder, keep) if group.leads else None, "checkpoint")
+        yield deleted
+        with _on_all_or_none(group, f"{place} is saved, but ", ". Delete it by hand."):
+            deleted.result()
+        return place
 
 
 def save_checkpoint(
@@ -46,66 +194,15 @@ def save_checkpoint(
     own: Mapping[str, Any] | None = None,
     group: ReplicaGroup | None = None,
 ) -> Path:
-    """Save ``folder/step-XXXXXXXX`` and delete all but the last ``keep`` checkpoints. Call it on all ranks.
-
-    Args:
-        folder: the checkpoints folder, which all ranks must see.
-        step: the number of finished inner steps.
-        parts: part name -> nested state, see `diloco.state_tree`. Each rank saves its shards of the DTensors, and
-            position 0 everything else.
-        about: metadata to read without loading anything, as JSON: algorithm, replicas, fragments in flight.
-        keep: the number of checkpoints to keep, at least 1.
-        own: part name -> nested state of this rank, saved as the part ``NAME-POSITION``.
-        group: the ranks of the replica. None: this process is alone.
-
-    Returns:
-        The path of the new checkpoint, which is on disk and named by ``folder/latest``.
-
-    Raises:
-        CheckpointError: on all ranks, if saving failed on any rank. Earlier complete checkpoints are unchanged, and no
-            partial checkpoint is left.
-    """
-    if step < 0 or keep < 1:
-        raise CheckpointError(
-            f"step must be at least 0 and keep at least 1, got step={step} and keep={keep}. Nothing was saved."
-        )
-    group = group or ReplicaGroup()
-    place = folder / f"step-{step:08d}"
-    partial = folder / group.share(hidden_name(place, "partial").name)
-    failed = f"Saving {place} failed: ", ". Earlier complete checkpoints are unchanged."
-    serial, files = 0, Files()
+    """Save a checkpoint at once, as `CheckpointWriter.save` does, and return its path. Call it on all ranks."""
+    writer = CheckpointWriter(group)
+    writer.save(folder, step, parts, about=about, keep=keep, own=own, copies=False)
     try:
-        with _on_all_or_none(group, *failed):
-            if group.leads:
-                serial = _begin(partial)
-        with _on_all_or_none(group, *failed):
-            if not partial.is_dir():
-                raise CheckpointError(
-                    f"{partial.parent} is not the folder to which position 0 of this replica saves; all ranks of a "
-                    "replica must see the same folder, on one machine or a shared file system"
-                )
-            mine = {part: _write_part(partial, part, tree, group) for part, tree in parts.items()}
-            for part, tree in (own or {}).items():
-                name = f"{part}-{group.position}"
-                mine[name] = _write_part(partial, name, tree)
-        for text in group.gather_texts(json.dumps({p: {n: vars(f) for n, f in fs.items()} for p, fs in mine.items()})):
-            for part, facts in json.loads(text).items():
-                files.setdefault(part, {}).update({name: FileFacts(**fact) for name, fact in facts.items()})
-        with _on_all_or_none(group, *failed):
-            if group.leads:
-                manifest = Manifest(step=step, serial=serial, versions=running_versions(), about=about, parts=files)
-                write_manifest(partial, manifest)
-                sync_folder(partial)
-                move_in(partial, place)
-                replace_file(folder / LATEST, [f"{place.name}\n".encode()])
-    except BaseException:
-        if group.leads:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-    with _on_all_or_none(group, f"{place} is saved, but ", ". Delete it by hand."):
-        if group.leads:
-            _delete_all_but(folder, keep)
-    return place
+        path = writer.poll(wait=True)
+    finally:
+        writer.close()
+    assert path is not None, "it has been saved"
+    return path
 
 
 @contextmanager
@@ -143,28 +240,46 @@ def _begin(partial: Path) -> int:
     return 1 + max((checkpoint.serial for checkpoint in list_checkpoints(folder)), default=-1)
 
 
-def _write_part(folder: Path, part: str, tree: Any, group: ReplicaGroup | None = None) -> dict[str, FileFacts]:
-    """Write what this rank saves of a part, and return the facts about the files.
+def _content(part: str, tree: Any, group: ReplicaGroup | None, copies: bool) -> dict[str, Iterable[Any]]:
+    """Return the content of the files that this rank writes of a part, in chunks by file name.
 
     Args:
         group: the ranks that save the part. None: this rank alone.
     """
     check_part_name(part)
-    files = {}
     try:
         skeleton, tensors = flatten(tree)
     except CheckpointError as error:
         raise CheckpointError(f"Part {part!r}: {error}") from error
     shards, metadata = shards_of(tensors)
+    files: dict[str, Iterable[Any]] = {}
     if group is None or group.leads:
-        text = json.dumps(skeleton, separators=(",", ":"), allow_nan=False).encode()
-        files[f"{part}.json"] = write_file(folder / f"{part}.json", [text])
+        files[f"{part}.json"] = [json.dumps(skeleton, separators=(",", ":"), allow_nan=False).encode()]
         plain = {name: tensor for name, tensor in tensors.items() if not hasattr(tensor, "to_local")}
-        files[f"{part}.safetensors"] = write_file(folder / f"{part}.safetensors", tensor_chunks(plain))
+        files[f"{part}.safetensors"] = tensor_chunks(_copied(plain) if copies else plain)
     if shards:
         name = f"{part}-rank-{group.position if group else 0}.safetensors"
-        files[name] = write_file(folder / name, tensor_chunks(shards, metadata))
+        files[name] = tensor_chunks(_copied(shards) if copies else shards, metadata)
     return files
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def _write(folder: Path, parts: dict[str, dict[str, Iterable[Any]]]) -> dict[str, dict[str, FileFacts]]:
+    """Write the files of parts, and return the facts about them. Each copy is dropped once it is on disk."""
+    facts: dict[str, dict[str, FileFacts]] = {}
+    for part, files in parts.items():
+        facts[part] = {name: write_file(folder / name, files.pop(name)) for name in list(files)}
+    return facts
+
+
+def _complete(partial: Path, place: Path, manifest: Manifest) -> None:
+    write_manifest(partial, manifest)
+    sync_folder(partial)
+    move_in(partial, place)
+    replace_file(place.parent / LATEST, [f"{place.name}\n".encode()])
 
 
 def _delete_all_but(folder: Path, keep: int) -> None:

@@ -58,6 +58,7 @@ class RunProgress:
         self._reported: dict[tuple[type[events.Event], int], tuple[int, set[int]]] = {}
         self._void_reason = self._round_note = ""
         self._saturated: set[int] = set()
+        self._choices: set[str] = set()  # those that were printed
         self._skipped = False
 
     def take(self, event: events.Event, now_s: float) -> str:
@@ -100,6 +101,9 @@ class RunProgress:
                 if event.note and event.note != self._round_note:
                     self._round_note = event.note
                     return f"fragment {event.fragment}, outer step {event.outer_step}, committed: {event.note}"
+                if event.choice and event.choice not in self._choices:
+                    self._choices.add(event.choice)
+                    return event.choice
             case events.RoundVoid():
                 name = f"fragment {event.fragment}, outer step {event.outer_step}"
                 reason, is_new = event.reason.replace(name, ""), self._is_new(event)

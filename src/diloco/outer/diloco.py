@@ -63,7 +63,10 @@ from diloco.transport import InProcessTransport, Transport
 
 __all__ = ["DiLoCo"]
 
-_OF_AVERAGES = ("contributors", "sent_bytes", "received_bytes", "wait_s", "clipped", "note", "spread", "late_s")
+_OF_AVERAGES = (
+    *("contributors", "sent_bytes", "received_bytes", "wait_s", "late_s"),
+    *("clipped", "note", "choice", "spread"),
+)
 """The fields that `RoundCommitted` takes from the average."""
 
 
@@ -107,7 +110,7 @@ class DiLoCo:
         telemetry: Whether to measure norms, cosines, gain and spread of each round for `RoundCommitted`.
         mean_codec: How means are encoded in rounds in which each replica sums a part of the values (see
             `plan_exchange`): a codec, its name, or "auto". "auto" is int8 among at least 8 replicas whose contributions
-            take less than 16 bits per value, else float32.
+            take less than 16 bits per value, else float32; int8 or fp4 where uplinks are too slow for that.
         on_event: Called with `RoundSent`, `RoundCommitted`, `RoundVoid` and `StateFetched`, with a `Note` for every
             other failure, and with the `StepFinished` of `log`. None warns of void rounds and failures, once for each
             reason.
@@ -180,6 +183,7 @@ class DiLoCo:
             average_rule=average,
             telemetry=telemetry,
             mean=MeanEncoding.of(mean_codec),
+            transfer_steps=self.schedule.transfer_steps,
         )
         self._greatest = greatest_of_ranks(model)
         self.fragments: tuple[Fragment, ...] = tuple(

@@ -80,6 +80,8 @@ class Reports:
                 )
             case RoundCommitted(note=note) if note:
                 words = f"A round was merged with a fault: {note}."
+            case RoundCommitted(choice=choice) if choice:
+                words = f"Rounds have changed: {choice}."
             case Note():
                 words = event.text
             case _:

@@ -52,8 +52,7 @@ def predict(exchange: Exchange, site: Site) -> Prediction:
 
     def simulated(conditions: Conditions) -> tuple[tuple[Parcel, ...], Simulated]:
         place = replace(site, conditions=conditions.scaled(0.0) if exchange.gradients else conditions)
-        uplinks = [link.uplink for link in site.links] if conditions.measures_uplinks else ()
-        parcels = exchange.parcels(len(site.links), uplinks)
+        parcels = exchange.parcels(len(site.links), place.uplinks(schedule.transfer_steps))
         begin, dynamic = 3 * schedule.inner_steps, exchange.dynamic_steps  # every fragment has had two rounds
         steps = begin + schedule.inner_steps
         return parcels, simulate(schedule, parcels, place, steps=steps, measure_from=begin, dynamic=dynamic)

@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 
+from diloco.algorithm import Uplink
 from diloco.plan.exchange import Floats
 from diloco.transport import Link
 
@@ -47,11 +48,6 @@ class Conditions:
     merge_s_per_value: float = 1.9e-9
     # round trips lost in queues while the payload fills the link; a smaller payload loses a part of them
     queue_trips: float = 0.0
-
-    @property
-    def measures_uplinks(self) -> bool:
-        """Whether replicas learn how fast they can send, so that slow ones sum less: where losses don't slow them."""
-        return self.congestion_control in ("bbr", None)
 
     def scaled(self, work: float) -> Conditions:
         """Return the conditions with ``work`` times the work."""
@@ -115,3 +111,14 @@ class Site:
     links: tuple[Link, ...]  # one for each replica
     step_time_s: tuple[float, ...]  # compute time of an inner step, one for each replica
     conditions: Conditions = Conditions()
+
+    def uplinks(self, transfer_steps: float) -> tuple[Uplink, ...]:
+        """Return what the replicas learn of their uplinks; see `SyncSchedule.transfer_steps`.
+
+        Slow ones sum less where losses don't slow them all.
+        """
+        full = self.conditions.congestion_control in ("bbr", None)
+        return tuple(
+            replace(link.uplink, full=full, window_s=transfer_steps * step_s)
+            for link, step_s in zip(self.links, self.step_time_s, strict=True)
+        )

@@ -125,6 +125,9 @@ class Submitted(Event):
     # how much of the time since then went into view changes, during which the round made no progress
     paused_s: float = 0.0
     uplink: Uplink = UNKNOWN_UPLINK  # what is known about this rank's uplink
+    # the last round whose average this rank had taken by then, the same on all ranks; its headers name the uplinks by
+    # which this round is planned
+    after: RoundId | None = None
 
 
 @dataclass(frozen=True)
@@ -207,6 +210,7 @@ class Average(Mean):
     # fragment's state, which the donor holds, and its own contribution did not count.
     donor: int | None = None
     held: str = ""  # the digest of the donor's state
+    choice: str = ""  # what slow uplinks have changed in the plan of the round, and what that costs; "": nothing
 
 
 @dataclass(eq=False)

@@ -157,6 +157,7 @@ class Round:
             wait_s=0.0,
             note=note,
             donor=self.donor,
+            choice=self.plan.choice,
             held="" if self.donor is None else self.header_of(self.donor).digest,
             late_s=tuple(round(each - min(self.heard_s.values()), 3) for each in heard_s),
         )
@@ -187,6 +188,7 @@ def header_of(contribution: Contribution, view_id: int, uplink: Uplink, *, takin
         taking_over,
         uplink.bits_per_s,
         uplink.full,
+        uplink.window_s,
     )
 
 

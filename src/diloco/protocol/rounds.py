@@ -149,7 +149,7 @@ class Rounds:
         if each.key in self._void and each.committed is None:  # others decided so before this view began
             self._decide(each, False, _VOTED_AGAINST)
             return
-        each.plan = plan_round(contribution, len(self.view.members), self._uplinks_before(fragment, outer_step))
+        each.plan = plan_round(contribution, len(self.view.members), self._uplinks(submitted.after))
         each.heard_s[self._rules.rank] = submitted.sent_s
         header = header_of(contribution, self.view.id, submitted.uplink, taking_over=each.taking_over)
         each.headers[self._rules.rank] = header
@@ -455,14 +455,13 @@ class Rounds:
         assert self.view is not None
         return self._rounds.setdefault(round_id, Round(round_id, self.view, self._rules))
 
-    def _uplinks_before(self, fragment: int, outer_step: int) -> tuple[Uplink, ...]:
-        """Return the members' uplinks according to the fragment's last round; () if this view has not committed it.
+    def _uplinks(self, after: RoundId | None) -> tuple[Uplink, ...]:
+        """Return the members' uplinks according to an earlier round; () if this view has not committed it.
 
-        A fragment's round is decided on every rank before the rank begins the next one. So all members of the view,
-        which have the same votes, plan the next one alike.
+        All members have taken its average, so they have the same votes on it, and plan the next round alike.
         """
         assert self.view is not None
-        last = self._rounds.get(RoundId(fragment, outer_step - 1))
+        last = None if after is None else self._rounds.get(after)
         if last is None or not last.committed:
             return ()
         return tuple(last.header_of(member).uplink for member in self.view.members)

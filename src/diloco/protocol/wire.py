@@ -175,6 +175,7 @@ class Header(WireMessage):
     # what the sender knows of its uplink, for the plan of the fragment's next round
     uplink_bits_per_s: Count = UNKNOWN_UPLINK.bits_per_s
     uplink_full: bool = UNKNOWN_UPLINK.full
+    uplink_window_s: float = UNKNOWN_UPLINK.window_s
 
     @property
     def id(self) -> RoundId:
@@ -184,7 +185,7 @@ class Header(WireMessage):
     @property
     def uplink(self) -> Uplink:
         """What the sender knows of its uplink."""
-        return Uplink(self.uplink_bits_per_s, self.uplink_full)
+        return Uplink(self.uplink_bits_per_s, self.uplink_full, self.uplink_window_s)
 
 
 class RoundVote(WireMessage, tag="vote"):

@@ -8,13 +8,14 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from diloco.algorithm import check_buffers, data_parallel_bytes
-from diloco.checkpoint import open_checkpoint, whole, write_whole
+from diloco.checkpoint import CheckpointWriter, open_checkpoint, whole, write_whole
 from diloco.cores import usable_cores
 from diloco.data import Corpus, build_chat_corpus, build_corpus, open_stream
 from diloco.devices import choose_threads, use_device
@@ -112,7 +113,9 @@ def run_training(
                 corpus.tokenizer.save(folder)
             environment = json.dumps(describe_environment(device), indent=2)
             write_whole(folder / "environment.json", environment + "\n")
-        return _Run(session, peers, emit, folder, home, resumed_from).train(notes)
+        run = _Run(session, peers, emit, folder, home, resumed_from)
+        with closing(run.writer):
+            return run.train(notes)
     finally:
         if session is not None:
             session.close()
@@ -139,6 +142,7 @@ class _Run:
     def __post_init__(self) -> None:
         self.settings = self.session.settings
         self.saved_at = self.step if self.resumed_from else -1
+        self.writer, self.save_began_s = CheckpointWriter(self.session.fleet.group), 0.0
         self.wall_before_s, self.started_s = self.session.totals.wall_s, time.perf_counter()
 
     @property
@@ -160,6 +164,7 @@ class _Run:
                 session.drain()
             if self.saved_at != self.step or finished:
                 self._save()
+            self._report_saved(wait=True)
             if (failure := fleet.failure) is not None and not (peers and peers.rejoins):
                 self.emit(Note(step=self.step, text=f"{failure} The state at step {self.step} is saved."))
                 raise failure
@@ -200,6 +205,7 @@ class _Run:
                     follow_views(peers, self.session, stop, self.emit)
                 except TransportError:
                     self._save()
+                    self._report_saved(wait=True)
                     raise
             if agreed is None:
                 agreed = fleet.stop_step(self.step, wanted=stop.signal is not None)
@@ -208,6 +214,7 @@ class _Run:
                     continue
             self._train_step()
             self._count_time()
+            self._report_saved(wait=False)
             if due(evaluate_every) and fleet.leads():
                 self._evaluate(final=False)
             if due(save_every):
@@ -315,16 +322,23 @@ class _Run:
             self.emit(SampleGenerated(step=self.step, prompt=prompt, text=text, final=True))
 
     def _save(self) -> None:
-        started_s = time.perf_counter()
-        path = save_session(self.session, self.home / "checkpoints", self.settings.checkpoint.keep)
+        """Begin to save this step, after the checkpoint that is being written."""
+        self._report_saved(wait=True)
+        self.save_began_s = time.perf_counter()
+        save_session(self.session, self.writer, self.home / "checkpoints", self.settings.checkpoint.keep)
+        self.saved_at = self.step
+
+    def _report_saved(self, *, wait: bool) -> None:
+        """Report a checkpoint that has been written since. Call it on all ranks of a replica."""
+        if (path := self.writer.poll(wait=wait)) is None:
+            return
         size_bytes, free_bytes = self.session.fleet.group.done_by_leader(
             lambda: [open_checkpoint(path).size_bytes, shutil.disk_usage(path).free]
         )
-        save_s = time.perf_counter() - started_s
+        save_s = time.perf_counter() - self.save_began_s
         self.emit(
             CheckpointSaved(step=self.step, path=str(path), size_bytes=size_bytes, save_s=save_s, free_bytes=free_bytes)
         )
-        self.saved_at = self.step
 
     def _leave_adapter(self) -> None:
         """Save a model with adapters in the format of ``peft``, with the tokeniser. Call it on all ranks."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm import RoundId, named_parameters
-from diloco.checkpoint import Checkpoint, SavedTensor, list_checkpoints, open_checkpoint, save_checkpoint
+from diloco.checkpoint import Checkpoint, CheckpointWriter, SavedTensor, list_checkpoints, open_checkpoint
 from diloco.data import Cursor
 from diloco.errors import CheckpointError
 from diloco.outer import DiLoCo
@@ -219,19 +219,20 @@ def _is_shaped_as(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
 
 
-def save_session(session: Session, folder: Path, keep: int) -> Path:
-    """Save the state that the session needs to resume. Call it on all ranks of a replica.
+def save_session(session: Session, writer: CheckpointWriter, folder: Path, keep: int) -> None:
+    """Begin to save the state that the session needs to resume. Call it on all ranks of a replica.
 
     Parts ``global`` and ``outer`` have what all replicas agree on, ``replica-M-values`` the named tensors of replica M,
     ``replica-M`` what else its ranks have in common, and ``replica-M-own-S`` what only its rank S can use. Another
     number of ranks can load all but the last.
 
     Args:
+        writer: writes the checkpoint, while the session goes on.
         folder: the checkpoints folder.
         keep: the number of newest checkpoints to keep.
 
     Raises:
-        CheckpointError: if saving failed. Earlier complete checkpoints are unchanged.
+        CheckpointError: if saving can't begin. Earlier complete checkpoints are unchanged.
     """
     run = {"totals": vars(session.totals), "transport": session.fleet.state_dict(), "random": process_random()}
     first, group = session.states()[0], session.fleet.group
@@ -245,7 +246,7 @@ def save_session(session: Session, folder: Path, keep: int) -> Path:
         parts[f"{name}-values"] = state.values()
         if group.position < _num_shards(session):  # else position 0 saves the same
             own[f"{name}-own"] = {"diloco": state.own(), "random": replica.random_state.state_dict()}
-    return save_checkpoint(folder, session.totals.steps, parts, own=own, about=_about(session), keep=keep, group=group)
+    writer.save(folder, session.totals.steps, parts, own=own, about=_about(session), keep=keep)
 
 
 def _about(session: Session) -> dict[str, Any]:

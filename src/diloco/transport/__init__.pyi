@@ -12,6 +12,7 @@ from .connections.limits import ConnectionLimit as ConnectionLimit
 from .connections.limits import TokenBucket as TokenBucket
 from .connections.link import PeerLink as PeerLink
 from .connections.link import round_tag as round_tag
+from .connections.pace import TcpCounters as TcpCounters
 from .connections.pace import UplinkMeter as UplinkMeter
 from .connections.pace import streams_to_each as streams_to_each
 from .connections.stripe import Stripe as Stripe

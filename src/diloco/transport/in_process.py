@@ -179,7 +179,8 @@ class InProcessTransport:
 
     def _decide(self, round_id: RoundId, state: _Round) -> None:
         sample = next(iter(state.contributions.values()))
-        uplinks = [self.network.links[member].uplink for member in self.view.members] if self.network else ()
+        network = self.network
+        uplinks = [network.uplink(member, sample.transfer_steps) for member in self.view.members] if network else ()
         state.exchange = plan_round(sample, len(self.view.members), uplinks)
         verdict = self.judge(state.contributions)
         state.commit_at_s = self._commit_time_s(round_id, state)
@@ -193,7 +194,7 @@ class InProcessTransport:
                 verdict = Verdict((), str(error))
         state.verdict = verdict
         if state.mean is not None and state.exchange.pattern == "reduce-scatter":
-            encode_mean(state.mean.values, state.exchange.mean.codec)  # ranges consist of whole blocks
+            encode_mean(state.mean.values, state.exchange.mean)  # ranges consist of whole blocks
 
     def _commit_time_s(self, round_id: RoundId, state: _Round) -> float:
         if self.network is None:
@@ -241,6 +242,7 @@ class InProcessTransport:
             received_bytes=received_bytes,
             wait_s=waited_s,
             note=verdict.reason,
+            choice=exchange.choice,
         )
 
     def _decided(self, replica: int, round_id: RoundId, timeout_s: float) -> _Round:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -201,6 +201,10 @@ class VirtualNetwork:
         self.now_s = [0.0] * len(links)
         self.wait_s = [0.0] * len(links)
         self.states: tuple[LinkState, ...] = (LinkState(),) * len(links)
+
+    def uplink(self, replica: int, transfer_steps: float) -> Uplink:
+        """Return what ``replica`` knows of its uplink; see `SyncSchedule.transfer_steps`."""
+        return replace(self.links[replica].uplink, window_s=transfer_steps * self.step_time_s[replica])
 
     def tick(self, replica: int) -> None:
         """Advance the clock of ``replica`` by one inner step."""

@@ -29,7 +29,7 @@ from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.control_connection import ControlConnection
 from diloco.transport.connections.limits import Backoff
-from diloco.transport.connections.pace import Pace, TcpCounters, UplinkMeter, streams_to_each
+from diloco.transport.connections.pace import Pace, TcpCounters, UplinkMeter, streams_to_each, sum_of
 from diloco.transport.connections.streams import Stream, pack, read_frame
 from diloco.transport.connections.stripe import (
     LEAST_PART_BYTES,
@@ -99,8 +99,6 @@ class PeerLink:
         """End the link for good: current and later operations fail with ``why``. Later calls have no effect."""
         if self._error is not None:
             return
-        if self._in_flight:
-            self._meter.end(self._loop.time(), 0)
         self._error = error = TransportError(f"a payload connection ended: {why}")
         for message in (*self._in_flight, *(each for held in self._held.values() for each in held)):
             message.sent.set_exception(error)
@@ -108,6 +106,7 @@ class PeerLink:
             incoming.received.set_exception(error)
         for messages in (self._incoming, self._held, self._in_flight, self._unsent, self._to_resend):
             messages.clear()
+        self._note_sending()
         for stripe in list(self.stripes.values()):
             stripe.end()
         for task in self.keeping:
@@ -166,8 +165,7 @@ class PeerLink:
         for message in cancelled:
             self._missing_bytes -= message.missing
             message.sent.set_result(None)
-        if not self._in_flight:
-            self._meter.end(self._loop.time(), 0)  # of what was sent, nobody knows how much has arrived
+        self._note_sending()
 
     # Sending.
 
@@ -189,12 +187,12 @@ class PeerLink:
         if not self._in_flight:
             self._began_s, self._counted = self._loop.time(), self._counters()
             self._transfer_bytes = self._missing_bytes = 0
-            self._meter.begin(self._began_s)
         self._in_flight.add(message)
         self._unsent.append(message)
         self.waiting_bytes += len(message.data)
         self._transfer_bytes += len(message.data)
         self._missing_bytes += len(message.data)
+        self._note_sending()
         if not self._wake_scheduled:  # waits for further messages of this iteration, which allow larger parts
             self._wake_scheduled = True
             self._loop.call_soon(self.wake)
@@ -209,6 +207,7 @@ class PeerLink:
         free = list(self.stripes.values())
         while free and (self._unsent or self._to_resend):
             free = [each for each in free if each.write_next()]
+        self._note_sending()
 
     def take(self, *, compressed: bool = False) -> Part | None:
         """Return the next part for a free stripe, or None.
@@ -229,6 +228,7 @@ class PeerLink:
         else:
             return None
         self.waiting_bytes -= len(part.data)
+        self._meter.written_bytes += len(part.body)
         return part
 
     def acknowledge(self, part: Part) -> None:
@@ -248,7 +248,6 @@ class PeerLink:
     def _end_transfer(self) -> None:
         """Take note of a transfer of which everything has been acknowledged."""
         now_s, now, before = self._loop.time(), self._counters(), self._counted
-        self._meter.end(now_s, self._transfer_bytes)
         self.pace.note(
             self._transfer_bytes,
             now_s - self._began_s,
@@ -259,10 +258,10 @@ class PeerLink:
 
     def _counters(self) -> TcpCounters:
         """Return what TCP has counted for all stripes together."""
-        if not self.stripes:
-            return TcpCounters()
-        sent, resent, trips_s = zip(*(each.counters() for each in self.stripes.values()), strict=True)
-        return TcpCounters(sum(sent), sum(resent), min(filter(None, trips_s), default=0.0))
+        return sum_of(stripe.counters() for stripe in self.stripes.values())
+
+    def _note_sending(self) -> None:
+        self._meter.note(self, bool(self._unsent or self._to_resend), self._loop.time())
 
     # Receiving.
 
@@ -320,9 +319,13 @@ class PeerLinks:
         self.by_rank: dict[int, PeerLink] = {}
         self.connections = connections
         self.rules = connections.rules
-        self._meter = UplinkMeter()
+        self._meter = UplinkMeter(self._counters)
         self._wanted: frozenset[int] = frozenset()  # ranks to which there are to be stripes
         connections.services[LinkAsked] = self._serve
+
+    def _counters(self) -> TcpCounters:
+        """Return what TCP has counted for all links together."""
+        return sum_of(stripe.counters() for link in self.by_rank.values() for stripe in link.stripes.values())
 
     @property
     def uplink(self) -> Uplink:

@@ -10,14 +10,16 @@ import math
 import socket
 import struct
 import sys
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
 from diloco.algorithm import UNKNOWN_UPLINK, Uplink
 
-__all__ = ["NEAR_S", "Pace", "TcpCounters", "UplinkMeter", "streams_to_each", "tcp_counters"]
+__all__ = ["NEAR_S", "Pace", "TcpCounters", "UplinkMeter", "streams_to_each", "sum_of", "tcp_counters"]
 
 NEAR_S = 0.002  # over a shorter round trip, one connection is as good as many, and compression is not worth its time
 _FULL_TRIPS, _FULL_BYTES = 2.0, 1 << 18  # a transfer is full if it takes so many round trips, and is as large as this
+_LONG_TRIPS = 8.0  # a transfer of so many round trips fills the path
 _OVERFLOW = 0.05  # share of the segments that are sent again if a queue overflows; loss alone is usually lower
 _FADING = 0.95  # of the highest rate, per full transfer: the path may have become slower
 _SEARCH, _GROWTH, _RETREAT = 1.25, 1.05, 0.9
@@ -47,6 +49,7 @@ class TcpCounters(NamedTuple):
     sent: int = 0  # segments with payload, those that were sent again included
     resent: int = 0
     round_trip_s: float = 0.0  # the shortest one; 0: unknown
+    acked: int = 0  # bytes that have been acknowledged
 
 
 def tcp_counters(connection: Any) -> TcpCounters:
@@ -57,7 +60,18 @@ def tcp_counters(connection: Any) -> TcpCounters:
         resent, least_us, sent = (struct.unpack_from("=I", info, offset)[0] for offset in (100, 148, 156))
     except (AssertionError, AttributeError, OSError, struct.error):
         return TcpCounters()  # no TCP, closed, or another system
-    return TcpCounters(sent, resent, least_us / 1e6 if least_us < 1 << 31 else 0.0)
+    (acked,) = struct.unpack_from("=Q", info, 120)
+    return TcpCounters(sent, resent, least_us / 1e6 if least_us < 1 << 31 else 0.0, acked)
+
+
+def sum_of(counters: Iterable[TcpCounters]) -> TcpCounters:
+    """Return the counters of several connections together.
+
+    >>> sum_of([TcpCounters(1, 0, 0.2, 100), TcpCounters(3, 1, 0.1, 50), TcpCounters()])
+    TcpCounters(sent=4, resent=1, round_trip_s=0.1, acked=150)
+    """
+    sent, resent, trips_s, acked = zip(TcpCounters(), *counters, strict=True)
+    return TcpCounters(sum(sent), sum(resent), min(filter(None, trips_s), default=0.0), sum(acked))
 
 
 class Pace:
@@ -111,33 +125,40 @@ class Pace:
 
 
 class UplinkMeter:
-    """The rate at which this process sends to all others together, while it sends anything.
+    """The rate at which this process sends to all others together, while it has anything to send.
 
-    >>> meter = UplinkMeter()
-    >>> meter.begin(1.0), meter.begin(1.0), meter.end(1.1, 1_000_000), meter.end(1.2, 1_500_000)
-    (None, None, None, None)
-    >>> meter.uplink(full=True)
-    Uplink(bits_per_s=100000000, full=True)
+    The kernel's acknowledgements count, since those of a peer whose uplink is slow wait behind what that peer sends.
+    They may include bytes from before, so that no more count than were written meanwhile.
+
+    >>> acknowledged = iter([TcpCounters(acked=0), TcpCounters(acked=2_500_000, round_trip_s=0.02)])
+    >>> meter = UplinkMeter(lambda: next(acknowledged))
+    >>> for link, sending, now_s in [("a", True, 1.0), ("b", True, 1.0), ("a", False, 1.1), ("b", False, 1.2)]:
+    ...     meter.note(link, sending, now_s)
+    ...     meter.written_bytes += 1_000_000
+    >>> meter.uplink(full=True).bits_per_s
+    100000000
     """
 
-    def __init__(self) -> None:
-        self._active = self._bytes = 0
-        self._began_s = 0.0
+    def __init__(self, counters: Callable[[], TcpCounters]) -> None:
+        self._counters = counters  # of all links together
+        self._sending: set[Hashable] = set()
+        self.written_bytes = 0  # by all links
+        self._began_s, self._acked, self._written_bytes = 0.0, 0, 0
         self._bits_per_s = 0.0
+        self._was_full = False  # whether the path was full, which is not known where it is near
 
-    def begin(self, now_s: float) -> None:
-        """Take note that one more link has something to send."""
-        if not self._active:
-            self._began_s, self._bytes = now_s, 0
-        self._active += 1
-
-    def end(self, now_s: float, num_bytes: int) -> None:
-        """Take note that a link's transfer of ``num_bytes`` has been acknowledged."""
-        self._active -= 1
-        self._bytes += num_bytes
-        if not self._active and self._bytes >= _FULL_BYTES and now_s > self._began_s:
-            self._bits_per_s = 8 * self._bytes / (now_s - self._began_s)
+    def note(self, link: Hashable, sending: bool, now_s: float) -> None:
+        """Take note of whether a link has anything that no stripe has taken yet."""
+        if sending and not self._sending:
+            self._began_s, self._acked, self._written_bytes = now_s, self._counters().acked, self.written_bytes
+        elif self._sending == {link} and not sending:
+            now, seconds = self._counters(), now_s - self._began_s
+            num_bytes, trip_s = min(now.acked - self._acked, self.written_bytes - self._written_bytes), now.round_trip_s
+            if num_bytes >= _FULL_BYTES and seconds > _LONG_TRIPS * trip_s:
+                self._bits_per_s = 8 * num_bytes / seconds
+                self._was_full = trip_s > NEAR_S
+        (self._sending.add if sending else self._sending.discard)(link)
 
     def uplink(self, *, full: bool) -> Uplink:
         """Return what is known; ``full``: whether a link has a pace, so that the rate is that of the path."""
-        return Uplink(int(self._bits_per_s), full) if self._bits_per_s else UNKNOWN_UPLINK
+        return Uplink(int(self._bits_per_s), full or self._was_full) if self._bits_per_s else UNKNOWN_UPLINK

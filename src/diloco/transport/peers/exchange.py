@@ -178,8 +178,8 @@ class MeanExchange:
     ) -> None:
         self._shards = dict(zip(members, plan.shards, strict=True))
         self.owned = self._shards[contribution.replica]  # the slice whose mean this rank sends
-        self._unsent = deque(enumerate(messages.pieces(*self.owned, plan.mean.codec)))
-        self._codec = plan.mean.codec
+        self._unsent = deque(enumerate(messages.pieces(*self.owned, plan.mean)))
+        self._codec = plan.mean
         self._messages = messages
         self._values = values
         self._incoming = [

@@ -49,13 +49,14 @@ class PeerPending:
             )
         outcome, self.outcome = self.outcome, None  # keeps no tensors alive, as this object may live longer
         assert outcome is not None
-        self.transport.count(self, outcome)
+        waited_s = time.monotonic() - started_s
+        self.transport.count(self, outcome, waited_s)
         if isinstance(outcome, TransportError):
             try:
                 raise outcome
             finally:
                 del outcome  # its traceback refers to this frame, and so to the caller's contribution
-        return replace(outcome, wait_s=time.monotonic() - started_s)
+        return replace(outcome, wait_s=waited_s)
 
 
 class Contributed:

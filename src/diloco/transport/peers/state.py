@@ -5,6 +5,9 @@ donors for offers, and takes a snapshot that more of them hold than could be fau
 donors finish a round one after the other, they are asked again. It then fetches the bytes from one of these donors, and
 continues at the next one where the last one stopped. What arrives must match the digest and be finite.
 
+A donor keeps a snapshot for its fetchers, and no newer one beside it, until all have fetched it or a time has passed in
+which all of it could have been sent. Who has kept it until then does not keep the next one.
+
 ::
 
     fetcher  Fetch(fragment, after)
@@ -22,31 +25,33 @@ import math
 import os
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-import msgspec
 import xxhash
 
 from diloco.errors import TransportError
 from diloco.membership import Count, Digest, Words, byzantine_quorum
-from diloco.protocol import Entry, Refused, Rules, WireMessage
+from diloco.protocol import Entry, Refused, WireMessage
 from diloco.transport.address import Address
 from diloco.transport.base import SnapshotSource
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.limits import Backoff
+from diloco.transport.connections.limits import Backoff, ConnectionLimit
 from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, Streams, pack, read_frame
-from diloco.transport.peers.state_wire import Description, TensorBytes, describe, not_finite
+from diloco.transport.peers.state_wire import Offer, TensorBytes, describe, not_finite
 
 __all__ = ["StateTransfer"]
 
 T = TypeVar("T")
 
-MAX_CHUNK_BYTES, MAX_FETCHERS = 1 << 18, 4
+MAX_CHUNK_BYTES = 1 << 18
+MAX_FETCHERS, MAX_OF_ONE = 16, 4  # connections, in total and of one peer or host
+MAX_OVERDUE = 1000  # origins that are remembered for having kept a snapshot for too long
 _IDLE_S = _STALLED_S = 30.0  # longest pause of a fetcher before its next request, and in reading
 _FRESH_S = 0.5  # age at which a snapshot of a state without versions is outdated
-_HELD_S, _KEPT_S = 10.0, 30.0  # how long a snapshot stays for a fetcher whose connection broke, and unused
+_KEPT_S = 30.0  # how long a snapshot stays unused, or for a fetcher whose connection broke
+_LEAST_BYTES_PER_S = 125_000  # a snapshot stays for as long as it takes at this rate, but at most for a round
 _SLOW_S = 15.0  # a donor that sends nothing for this long, or too little to finish in time, has failed once
 _MOST_FAILURES = 3
 _PAUSES_S = 0.05, 1.0
@@ -61,15 +66,6 @@ class Fetch(WireMessage):
     after: Count  # rounds that the state must include
     snapshot: Digest = ""  # "": which one?
     offset: Count = 0
-
-
-class Offer(WireMessage):
-    """A `Description` of a snapshot, which checks it."""
-
-    skeleton: Any
-    tensors: Any
-    bytes: Any
-    snapshot: Any
 
 
 class Chunk(WireMessage):
@@ -97,24 +93,24 @@ class Snapshot:
     """A copy of a fragment's state at one moment."""
 
     version: object  # of the donor's state when it was copied
-    description: Description
+    offer: Offer
     values: TensorBytes  # the bytes of its tensors, which never change
-    users: int = 0  # connections over which it is being sent
-    held_until_s: float = -math.inf  # reserved until then for a fetcher whose connection broke
-    left_s: float = -math.inf  # when it was last used
+    until_s: float  # for how long fetchers may keep it
+    used_s: float  # when it was last used
+    leases: dict[tuple[str, ...], float] = field(default_factory=dict)  # origins of a fetcher -> when it last read
 
 
 class StateTransfer:
     """Serves and fetches the state of one rank."""
 
-    def __init__(self, rules: Rules, connections: ConnectionManager) -> None:
+    def __init__(self, connections: ConnectionManager) -> None:
         self.fetched_bytes = 0  # received in all fetches
-        self._rules = rules
         self._connections = connections
         self._source: SnapshotSource | None = None
         self._version: Callable[[int], object] | None = None
         self._snapshots: dict[int, Snapshot] = {}  # fragment -> its snapshot, one at a time
-        self._fetchers = 0
+        self._fetchers = ConnectionLimit[asyncio.StreamWriter](MAX_FETCHERS, MAX_OF_ONE)
+        self._overdue: dict[str, None] = {}  # origins that have kept a snapshot for too long, the oldest first
         self._copying = asyncio.Lock()  # one copy at a time, to limit the donor's memory
         connections.services[Fetch] = self._serve
 
@@ -140,9 +136,8 @@ class StateTransfer:
         Raises:
             TransportError: No donor provides it in time; the error gives the reason for each donor.
         """
-        rules, streams = self._rules, self._connections.streams
-        size = rules.ranks_per_replica
-        ranks = {donor: donor * size + rules.rank % size for donor in donors if donor != rules.replica}
+        rules, streams = self._connections.rules, self._connections.streams
+        ranks = {donor: rules.ranks([donor])[rules.position] for donor in donors if donor != rules.replica}
         there = {
             donor: streams.address(entries[rank].address)
             for donor, rank in ranks.items()
@@ -168,45 +163,47 @@ class StateTransfer:
 
     async def _serve(self, asked: Fetch, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the requests of one connection until it ends."""
-        if self._fetchers >= MAX_FETCHERS:
-            await _write(writer, Later(f"it is serving {self._fetchers} others"))
+        origins = self._connections.streams.origins(writer)
+        if (out := self._fetchers.enter(writer, origins)) is writer:
+            await _write(writer, Later(f"it is serving {MAX_OF_ONE} others from there"))
             return
-        self._fetchers += 1
+        if out is not None:
+            out.transport.abort()  # its fetcher requests again what it has not received
         try:
             while True:
-                await self._answer(asked, writer)
+                await self._answer(asked, writer, origins)
                 async with asyncio.timeout(_IDLE_S):
                     asked, _ = await read_frame(reader, Fetch)
         except asyncio.IncompleteReadError:
             pass  # the fetcher has what it wants
         except BaseException:
-            writer.transport.abort()  # the fetcher requests again what it has not received
+            writer.transport.abort()  # as above
             raise
         finally:
-            self._fetchers -= 1
+            self._fetchers.leave(writer)
 
-    async def _answer(self, asked: Fetch, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, asked: Fetch, writer: asyncio.StreamWriter, origins: tuple[str, ...]) -> None:
         if not asked.snapshot:
             await _write(writer, await self._offer(asked.fragment, asked.after))
             return
-        snapshot = self._snapshots.get(asked.fragment)
-        if snapshot is None or snapshot.description.digest != asked.snapshot:
+        snapshot, clock, start = self._snapshots.get(asked.fragment), asyncio.get_running_loop(), asked.offset
+        if snapshot is None or snapshot.offer.snapshot != asked.snapshot:
             await _write(writer, Moved())
             return
         size_bytes = snapshot.values.size_bytes
-        if asked.offset >= size_bytes:
-            raise TransportError(f"byte {asked.offset} of {size_bytes} was requested")
-        snapshot.users += 1
-        try:
-            for start in range(asked.offset, size_bytes, MAX_CHUNK_BYTES):
-                data = snapshot.values.read(start, min(MAX_CHUNK_BYTES, size_bytes - start))
-                await _write(writer, Chunk(start, xxhash.xxh3_64_hexdigest(data)), data)
-        except BaseException:
-            snapshot.held_until_s = asyncio.get_running_loop().time() + _HELD_S
-            raise
-        finally:
-            snapshot.users -= 1
-            self._leave(asked.fragment, snapshot)
+        if start >= size_bytes:
+            raise TransportError(f"byte {start} of {size_bytes} was requested")
+        while start < size_bytes:
+            if self._snapshots.get(asked.fragment) is not snapshot:
+                await _write(writer, Moved())
+                return
+            snapshot.used_s = snapshot.leases[origins] = clock.time()
+            data = snapshot.values.read(start, min(MAX_CHUNK_BYTES, size_bytes - start))
+            await _write(writer, Chunk(start, xxhash.xxh3_64_hexdigest(data)), data)
+            start += len(data)
+        snapshot.leases.pop(origins, None)
+        for origin in origins:
+            self._overdue.pop(origin, None)
 
     async def _offer(self, fragment: int, after: int) -> WireMessage:
         try:
@@ -217,10 +214,10 @@ class StateTransfer:
             return Refused(f"{type(error).__name__}: {error}")
         if snapshot is None:
             return Later("it is still sending an earlier state")
-        finished = snapshot.description.finished_rounds
+        finished = snapshot.offer.finished_rounds
         if finished is not None and finished < after:
             return Later(f"it has finished {finished} of {after} rounds")
-        return Offer(**snapshot.description.to_message())
+        return snapshot.offer
 
     async def _snapshot(self, fragment: int) -> Snapshot | None:
         """Return a snapshot of the current state, copied if necessary; None while an earlier one is being sent.
@@ -229,32 +226,44 @@ class StateTransfer:
             TransportError: Nothing is published.
             Exception: Any error that the source raises.
         """
-        loop = asyncio.get_running_loop()
+        clock = asyncio.get_running_loop()
         async with self._copying:
             source = self._source
             if source is None:
                 raise TransportError("it has published nothing")
-            version = (source, loop.time() // _FRESH_S if self._version is None else self._version(fragment))
+            version = (source, clock.time() // _FRESH_S if self._version is None else self._version(fragment))
             before = self._snapshots.get(fragment)
             if before is not None and before.version == version:
+                before.used_s = clock.time()
                 return before
-            if before is not None and (before.users or loop.time() < before.held_until_s):
+            if before is not None and self._is_kept(before):
                 return None
-            snapshot = Snapshot(version, *await loop.run_in_executor(None, lambda: describe(source(fragment))))
-            self._snapshots[fragment] = snapshot
-            self._leave(fragment, snapshot)
+            offer, values = await clock.run_in_executor(None, lambda: describe(source(fragment)))
+            least_s = min(_KEPT_S + offer.bytes / _LEAST_BYTES_PER_S, self._connections.rules.round_timeout_s)
+            now_s = clock.time()
+            self._snapshots[fragment] = snapshot = Snapshot(version, offer, values, now_s + least_s, now_s)
+            self._drop_unused(fragment, snapshot)
             return snapshot
 
-    def _leave(self, fragment: int, snapshot: Snapshot) -> None:
-        """Drop a snapshot that is not used again for a while."""
+    def _is_kept(self, snapshot: Snapshot) -> bool:
+        """Return whether a fetcher keeps an outdated snapshot."""
+        now_s = asyncio.get_running_loop().time()
+        keepers = [origins for origins, read_s in snapshot.leases.items() if now_s - read_s < _KEPT_S]
+        if now_s < snapshot.until_s:
+            return any(self._overdue.keys().isdisjoint(origins) for origins in keepers)
+        self._overdue.update(dict.fromkeys(origin for origins in keepers for origin in origins))
+        while len(self._overdue) > MAX_OVERDUE:
+            del self._overdue[next(iter(self._overdue))]
+        return False
+
+    def _drop_unused(self, fragment: int, snapshot: Snapshot) -> None:
+        """Drop a snapshot once it has not been used for a while."""
         loop = asyncio.get_running_loop()
-        snapshot.left_s = left_s = loop.time()
-
-        def drop() -> None:
-            if self._snapshots.get(fragment) is snapshot and snapshot.left_s == left_s and not snapshot.users:
+        if self._snapshots.get(fragment) is snapshot:
+            if (left_s := snapshot.used_s + _KEPT_S - loop.time()) > 0:
+                loop.call_later(left_s, self._drop_unused, fragment, snapshot)
+            else:
                 del self._snapshots[fragment]
-
-        loop.call_later(_KEPT_S, drop)
 
 
 async def _write(writer: asyncio.StreamWriter, message: WireMessage, data: bytes = b"") -> None:
@@ -354,9 +363,9 @@ class _Fetch:
                 self._drop(donor, f"{self._trouble[donor]} (at {self._donors[donor]})")
         return None
 
-    async def _offers(self) -> dict[int, Description]:
+    async def _offers(self) -> dict[int, Offer]:
         """Ask all donors that are left what they hold. Who takes long is not waited for if enough others agree."""
-        offers: dict[int, Description] = {}
+        offers: dict[int, Offer] = {}
 
         async def ask(donor: int) -> None:
             if (offer := await self._visit(donor, partial(self._ask, donor))) is not None:
@@ -378,22 +387,22 @@ class _Fetch:
                 task.result()  # raises an error of ours
         return {donor: offer for donor, offer in offers.items() if donor in self._donors}
 
-    async def _ask(self, donor: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Description | None:
+    async def _ask(self, donor: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Offer | None:
         writer.write(pack(Fetch(self._fragment, self._after)))
         message, _ = await self._read(reader)
         if not isinstance(message, Offer):
             self._take_reason(donor, message)
             return None
         try:
-            offer = Description.from_message(msgspec.structs.asdict(message), self._expected_bytes)
+            message.check(self._expected_bytes)
         except TransportError as error:
             raise _Dropped(str(error)) from error
-        finished = self._after if offer.finished_rounds is None else offer.finished_rounds
+        finished = self._after if message.finished_rounds is None else message.finished_rounds
         self._trouble[donor] = "it offered its state but has not sent all of it"
         if finished < self._after:
             self._trouble[donor] = f"it has finished {finished} of {self._after} rounds"
             return None
-        return offer
+        return message
 
     def _take_reason(self, donor: int, message: Answer) -> None:
         """Process an answer that holds no state: note its reason, or drop the donor."""
@@ -407,7 +416,7 @@ class _Fetch:
         async with asyncio.timeout(_SLOW_S):
             return await read_frame(reader, Answer, MAX_MESSAGE_BYTES, MAX_CHUNK_BYTES)
 
-    async def _receive(self, wanted: Description, holders: Sequence[int]) -> dict[str, Any] | None:
+    async def _receive(self, wanted: Offer, holders: Sequence[int]) -> dict[str, Any] | None:
         """Fetch a snapshot from one donor after the other. Return None if none of them has all of it any more."""
         try:
             arrival = _Arrival(wanted)
@@ -426,10 +435,10 @@ class _Fetch:
             if self._alone and not arrival.complete:
                 arrival = _Arrival(wanted)
         bad = await asyncio.get_running_loop().run_in_executor(None, not_finite, arrival.state)
-        if arrival.digest != wanted.digest:  # by the fault of a sender, not of all that hold the snapshot
+        if arrival.digest != wanted.snapshot:  # by the fault of a sender, not of all that hold the snapshot
             self._alone = len(arrival.senders) > 1
             for donor in () if self._alone else arrival.senders or holders:
-                self._drop(donor, f"it does not match the digest {wanted.digest}")
+                self._drop(donor, f"it does not match the digest {wanted.snapshot}")
             return None
         for donor in holders if bad else ():
             self._drop(donor, f"its {', '.join(bad)} hold NaN or infinity")
@@ -440,8 +449,8 @@ class _Fetch:
     ) -> bool:
         """Receive what is missing. Return True if the donor no longer has the snapshot."""
         clock = asyncio.get_running_loop()
-        began_s, began, size = clock.time(), arrival.offset, arrival.wanted.size_bytes
-        writer.write(pack(Fetch(self._fragment, self._after, arrival.wanted.digest, began)))
+        began_s, began, size = clock.time(), arrival.offset, arrival.wanted.bytes
+        writer.write(pack(Fetch(self._fragment, self._after, arrival.wanted.snapshot, began)))
         while not arrival.complete:
             message, data = await self._read(reader)
             if not isinstance(message, Chunk):
@@ -466,7 +475,7 @@ class _Arrival:
         TransportError: There is not enough memory.
     """
 
-    def __init__(self, wanted: Description) -> None:
+    def __init__(self, wanted: Offer) -> None:
         self.wanted = wanted
         self.state, self._values = wanted.allocate()
         self.offset = 0  # all bytes before it have arrived
@@ -475,7 +484,7 @@ class _Arrival:
 
     @property
     def complete(self) -> bool:
-        return self.offset == self.wanted.size_bytes
+        return self.offset == self.wanted.bytes
 
     @property
     def digest(self) -> str:
@@ -484,7 +493,7 @@ class _Arrival:
 
     def put(self, chunk: Chunk, data: bytes, sender: int) -> None:
         """Add a chunk; raise `TransportError` unless it is undamaged and holds the next bytes."""
-        if chunk.offset != self.offset or not 0 < len(data) <= self.wanted.size_bytes - self.offset:
+        if chunk.offset != self.offset or not 0 < len(data) <= self.wanted.bytes - self.offset:
             raise TransportError(f"{len(data)} bytes at {chunk.offset} arrived where byte {self.offset} was next")
         if chunk.checksum != xxhash.xxh3_64_hexdigest(data):
             raise TransportError(f"bytes {self.offset} to {self.offset + len(data)} were damaged in transit")
@@ -494,7 +503,7 @@ class _Arrival:
         self.senders.add(sender)
 
 
-def _choice(offers: Mapping[int, Description], donors: int, *, certain: bool = False) -> Description | None:
+def _choice(offers: Mapping[int, Offer], donors: int, *, certain: bool = False) -> Offer | None:
     """Return the snapshot that more of the donors offer than could be faulty, or None.
 
     If there are two such snapshots, it is the one with more finished rounds.

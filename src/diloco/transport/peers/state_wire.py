@@ -14,26 +14,29 @@ import bisect
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from diloco.algorithm import largest_magnitude
 from diloco.errors import CheckpointError, TransportError
-from diloco.state_tree import JSON, flatten, unflatten
+from diloco.membership import Count
+from diloco.protocol import WireMessage, decode, encode
+from diloco.state_tree import flatten, unflatten
 
-__all__ = ["Description", "TensorBytes", "describe", "not_finite"]
+__all__ = ["Offer", "TensorBytes", "describe", "not_finite"]
 
 MAX_DEPTH = 8
 MAX_ENTRIES = 4096
-MAX_NAME_CHARACTERS = 1000
 MAX_STATE_BYTES = 1 << 40
 
-_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8)}
+Name = Annotated[str, Meta(max_length=1000)]
+Dtype = Literal["torch.float32", "torch.float64", "torch.int64", "torch.int32", "torch.uint8"]
+Shape = Annotated[list[Annotated[int, Meta(ge=0, le=MAX_STATE_BYTES)]], Meta(max_length=MAX_DEPTH)]
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name.removeprefix("torch.")) for name in get_args(Dtype)}
 
 
 class TensorBytes:
@@ -45,9 +48,9 @@ class TensorBytes:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._parts = [_bytes_of(tensor) for tensor in tensors if tensor.numel()]
+        self.parts = [each.detach().view(-1).view(torch.uint8).numpy().data for each in tensors if each.numel()]
         self._starts = [0]
-        for part in self._parts:
+        for part in self.parts:
             self._starts.append(self._starts[-1] + len(part))
 
     @property
@@ -65,72 +68,60 @@ class TensorBytes:
             piece[:] = data[written : written + len(piece)]
             written += len(piece)
 
-    def add_to(self, digest: hashlib._Hash) -> None:
-        """Let a digest cover all bytes."""
-        for part in self._parts:
-            digest.update(part)
-
     def _pieces(self, offset: int, size_bytes: int) -> Iterator[memoryview]:
         end = offset + size_bytes
-        if not 0 <= offset <= end <= self.size_bytes:
-            raise ValueError(f"bytes {offset} to {end} of {self.size_bytes}")
+        assert 0 <= offset <= end <= self.size_bytes, f"bytes {offset} to {end} of {self.size_bytes}"
         index = bisect.bisect_right(self._starts, offset) - 1
         while offset < end:
-            part, start = self._parts[index], self._starts[index]
+            part, start = self.parts[index], self._starts[index]
             upto = min(end, start + len(part))
             yield part[offset - start : upto - start]
             offset, index = upto, index + 1
 
 
-@dataclass(frozen=True)
-class Description:
-    """The description of a snapshot, which a donor sends before its bytes."""
+class Offer(WireMessage):
+    """The description of a snapshot, which a donor sends before its bytes. `check` one from the network."""
 
-    skeleton: JSON  # see `diloco.state_tree.flatten`
-    tensors: Mapping[str, list[Any]]  # name -> dtype and shape, in alphabetical order
-    size_bytes: int  # of all tensors
-    digest: str  # SHA-256 of everything, in hexadecimal
+    skeleton: Any  # see `diloco.state_tree.flatten`
+    tensors: dict[Name, tuple[Dtype, Shape]]
+    bytes: Count  # of all tensors
+    snapshot: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]  # the digest
 
-    def to_message(self) -> dict[str, Any]:
-        """Return the description as JSON."""
-        return {
-            "skeleton": self.skeleton,
-            "tensors": self.tensors,
-            "bytes": self.size_bytes,
-            "snapshot": self.digest,
-        }
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any], limit_bytes: int | None = None) -> Description:
-        """Parse and check what `to_message` returned, without allocating memory for the state.
+    def check(self, limit_bytes: int | None = None) -> None:
+        """Check what the types of the fields don't say, without allocating memory for the state.
 
         Args:
-            message: A message from the network.
             limit_bytes: A larger state is refused; None: `MAX_STATE_BYTES`.
 
         Raises:
-            TransportError: The message is invalid.
+            TransportError: The state is malformed or too large.
         """
-        skeleton = message.get("skeleton")
-        tensors: Any = message.get("tensors")
-        size_bytes = _checked_size_bytes(skeleton, tensors, MAX_STATE_BYTES if limit_bytes is None else limit_bytes)
-        if message.get("bytes") != size_bytes:
-            raise TransportError(
-                f"it announces {str(message.get('bytes'))[:40]} bytes, but its tensors have {size_bytes}"
-            )
-        digest = message.get("snapshot")
-        if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{64}", digest):
-            raise TransportError(f"it names its snapshot {str(digest)[:40]!r} instead of giving its digest")
-        return cls(skeleton, dict(sorted(tensors.items())), size_bytes, digest)
+        if sorted(_tensor_names(self.skeleton)) != sorted(self.tensors):
+            raise TransportError("it offers a malformed state, which does not use each of its tensors exactly once")
+        limit_bytes = MAX_STATE_BYTES if limit_bytes is None else limit_bytes
+        size_bytes = 0
+        for dtype, shape in self.tensors.values():
+            room = _DTYPES[dtype].itemsize * math.prod(max(size, 1) for size in shape)
+            if room > MAX_STATE_BYTES:  # counts a size of 0 as 1, so that it can't hide a huge one
+                raise TransportError(f"it offers a tensor of the excessive shape {shape}")
+            size_bytes += 0 if 0 in shape else room
+        if size_bytes > limit_bytes:
+            raise TransportError(f"it offers a state of {size_bytes} bytes, but at most {limit_bytes} are expected")
+        if self.bytes != size_bytes:
+            raise TransportError(f"it announces {self.bytes} bytes, but its tensors have {size_bytes}")
 
     @property
     def key(self) -> str:
-        """A text that is equal for equal descriptions."""
-        return json.dumps([self.digest, self.skeleton, self.tensors], sort_keys=True)
+        """A text that is equal for equal offers."""
+        return self.snapshot + self._outline
+
+    @property
+    def _outline(self) -> str:
+        return json.dumps([self.skeleton, self.tensors], sort_keys=True)
 
     def begin_digest(self) -> hashlib._Hash:
         """Return a digest of the skeleton and the tensors, to which the bytes are to be added."""
-        return hashlib.sha256(json.dumps([self.skeleton, self.tensors], sort_keys=True).encode())
+        return hashlib.sha256(self._outline.encode())
 
     @property
     def finished_rounds(self) -> int | None:
@@ -141,7 +132,7 @@ class Description:
         return None
 
     def allocate(self) -> tuple[dict[str, Any], TensorBytes]:
-        """Allocate a state of this description. Return it and the bytes of its tensors, which are uninitialised.
+        """Allocate the state. Return it and the bytes of its tensors, which are uninitialised.
 
         Raises:
             TransportError: There is not enough memory.
@@ -149,31 +140,34 @@ class Description:
         try:
             tensors = {
                 name: torch.empty(shape, dtype=_DTYPES[dtype], device="cpu")
-                for name, (dtype, shape) in self.tensors.items()
+                for name, (dtype, shape) in sorted(self.tensors.items())
             }
         except (RuntimeError, MemoryError) as error:
-            raise TransportError(f"there is no memory for a state of {self.size_bytes} bytes: {error}") from error
+            raise TransportError(f"there is no memory for a state of {self.bytes} bytes: {error}") from error
         return unflatten(self.skeleton, tensors), TensorBytes(list(tensors.values()))
 
 
-def describe(state: Mapping[str, Any]) -> tuple[Description, TensorBytes]:
+def describe(state: Mapping[str, Any]) -> tuple[Offer, TensorBytes]:
     """Return the description and the bytes of a state, whose tensors must not change from now on.
 
     Raises:
         TransportError: The state contains something that a receiver would refuse.
     """
     try:
-        skeleton, found = flatten(state)
-        held = {name: found[name].cpu().contiguous() for name in sorted(found)}
-        tensors = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in held.items()}
-        size_bytes = _checked_size_bytes(skeleton, tensors, MAX_STATE_BYTES)
-    except (CheckpointError, TransportError) as error:
+        skeleton, tensors = flatten(state)
+        held = {name: tensors[name].cpu().contiguous() for name in sorted(tensors)}
+        values = TensorBytes(list(held.values()))
+        outline = {name: (str(tensor.dtype), list(tensor.shape)) for name, tensor in held.items()}
+        fields = {"skeleton": skeleton, "tensors": outline, "bytes": values.size_bytes, "snapshot": "0" * 64}
+        offer: Offer = decode(encode({"kind": "offer", **fields}), Offer)
+        offer.check()
+    except (CheckpointError, TransportError, ValueError, OverflowError) as error:
         raise TransportError(f"its state can't be sent: {error}") from error
-    values = TensorBytes(list(held.values()))
-    description = Description(skeleton, tensors, size_bytes, "")
-    digest = description.begin_digest()
-    values.add_to(digest)
-    return replace(description, digest=digest.hexdigest()), values
+    digest = offer.begin_digest()
+    for part in values.parts:
+        digest.update(part)
+    offer.snapshot = digest.hexdigest()
+    return offer, values
 
 
 def not_finite(state: Mapping[str, Any], path: str = "") -> list[str]:
@@ -191,36 +185,6 @@ def not_finite(state: Mapping[str, Any], path: str = "") -> list[str]:
     return bad
 
 
-def _checked_size_bytes(skeleton: Any, tensors: Any, limit_bytes: int) -> int:
-    """Return the size of a state from the network.
-
-    Raises:
-        TransportError: The state is malformed or too large.
-    """
-    names = _tensor_names(skeleton)
-    if not isinstance(tensors, dict) or len(names) != len(tensors) or set(names) != set(tensors):
-        raise TransportError("it offers a malformed state, which does not use each of its tensors exactly once")
-    size_bytes = 0
-    for entry in tensors.values():
-        if not isinstance(entry, list) or len(entry) != 2:
-            raise TransportError(f"it offers a state that is malformed at {str(entry)[:80]!r}")
-        dtype, shape = entry
-        if not isinstance(dtype, str) or dtype not in _DTYPES:
-            raise TransportError(f"it offers a tensor of {str(dtype)[:40]!r}, not one of {', '.join(_DTYPES)}")
-        fine = isinstance(shape, list) and len(shape) <= MAX_DEPTH and all(type(size) is int for size in shape)
-        if not fine or any(size < 0 for size in shape):
-            raise TransportError(f"it offers a tensor of the invalid shape {str(shape)[:80]!r}")
-        room = _DTYPES[dtype].itemsize * math.prod(max(size, 1) for size in shape)
-        if room > MAX_STATE_BYTES:  # counts a size of 0 as 1, so that it can't hide a huge one
-            raise TransportError(f"it offers a tensor of the excessive shape {str(shape)[:80]}")
-        size_bytes += 0 if 0 in shape else room
-        if size_bytes > limit_bytes:
-            raise TransportError(
-                f"it offers a state of at least {size_bytes} bytes, but at most {limit_bytes} bytes are expected"
-            )
-    return size_bytes
-
-
 def _tensor_names(skeleton: Any) -> list[str]:
     """Return the names of the tensors in a skeleton, which is searched level by level within the limits of a state."""
     if not isinstance(skeleton, dict) or "dict" not in skeleton:
@@ -231,9 +195,7 @@ def _tensor_names(skeleton: Any) -> list[str]:
         inner: list[Any] = []
         for node in level:
             match node:
-                case {"dict": dict(items)} if len(node) == 1:
-                    if long := [name for name in items if not isinstance(name, str) or len(name) > MAX_NAME_CHARACTERS]:
-                        raise TransportError(f"it offers a state with an invalid name: {str(long[0])[:40]!r}")
+                case {"dict": dict(items)} if len(node) == 1 and all(isinstance(name, str) for name in items):
                     inner += items.values()
                 case {"tensor": str(name)} if len(node) == 1:
                     names.append(name)
@@ -246,10 +208,6 @@ def _tensor_names(skeleton: Any) -> list[str]:
     if level:
         raise TransportError(f"it offers a state of more than {MAX_ENTRIES} entries or {MAX_DEPTH} levels")
     return names
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def _is_plain(value: Any) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -61,8 +63,12 @@ class PeerTransport(ProtocolRunner, Transport):
         self.on_report: Callable[[Event], None] | None = None  # shows events to those who watch the run
         # fragment -> digest of the state behind this rank's last contribution
         self.digests: Mapping[int, str] = self._contributed.digests
+        self._step_s = math.inf  # time of an inner step without waiting, measured between contributions
+        # since the last contribution: the steps, when it was, and the time spent waiting for averages
+        self._ticks, self._measured_s, self._waited_s = 0, time.monotonic(), 0.0
+        self._merged: RoundId | None = None  # the last round whose average was taken
         self._copies = HostCopies()
-        self._state = StateTransfer(rules, self.connections)
+        self._state = StateTransfer(self.connections)
 
     @property
     def address(self) -> Address:
@@ -114,7 +120,11 @@ class PeerTransport(ProtocolRunner, Transport):
     def average(self, contribution: Contribution) -> Pending:
         self.check_name(contribution)
         pending = self._contributed.add(contribution, self.rules.guard_s, self)
-        submitted = events.Submitted(contribution, self.step, pending.sent_s, uplink=self.uplink)
+        if self._ticks:
+            self._step_s = (pending.sent_s - self._measured_s - self._waited_s) / self._ticks
+        self._ticks, self._measured_s, self._waited_s = 0, pending.sent_s, 0.0
+        uplink = replace(self.uplink, window_s=contribution.transfer_steps * self._step_s)
+        submitted = events.Submitted(contribution, self.step, pending.sent_s, uplink=uplink, after=self._merged)
         if contribution.payload.is_cuda:
             host, copied = self._copies.start(contribution)
             self._copies.after(copied, lambda: self._post(replace(submitted, contribution=host)), self._fail)
@@ -125,15 +135,18 @@ class PeerTransport(ProtocolRunner, Transport):
     def tick(self) -> None:
         """Count one finished inner step. Later contributions belong to the next one."""
         self.step += 1
+        self._ticks += 1
 
     def missing(self, round_id: RoundId) -> tuple[int, ...]:
         """Return the replicas that have not contributed to a round."""
         with self._changed:
             return self._machine.rounds.missing(round_id)
 
-    def count(self, pending: PeerPending, outcome: Average | TransportError) -> None:
-        """Count the bytes of a round whose outcome is being returned."""
+    def count(self, pending: PeerPending, outcome: Average | TransportError, waited_s: float) -> None:
+        """Count the bytes of a round whose outcome is being returned, and the time for which it was waited for."""
+        self._waited_s += waited_s
         if isinstance(outcome, Average):
+            self._merged = pending.round
             self.sent_bytes += outcome.sent_bytes
             self.received_bytes += outcome.received_bytes
             if pending.decided_s is not None:
