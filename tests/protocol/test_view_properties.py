@@ -46,7 +46,7 @@ FAULTS = st.fixed_dictionaries(
 """Timers that run out at any moment, exchanges that fail, and replicas that leave."""
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 # it stops amid a round of gradients, which raises, and another round
 @example([1, 15904], 2, Limits(1, 1), {"timers": 1}, 0, 1, True, True)
 @given(NUMBERS, st.integers(2, 7), LIMITS, FAULTS, st.integers(0, 2), st.integers(1, 2), st.booleans(), st.booleans())
@@ -65,7 +65,8 @@ def test_no_trouble_makes_two_histories(
     A round that a rank has voted against is void for all, also if others learn of the vote in a later view. Lost ranks
     alone take no round along.
     """
-    limits = replace(limits, returns=returns if size == 1 else 0, own=own)
+    # no replica joins while gradients are averaged
+    limits = replace(limits, returns=0 if gradients or size > 1 else returns, own=own)
     ranks = simulate(limits, numbers, replicas=replicas, size=size, gradients=gradients, ready=ready)
     check_agreement(ranks, whole=not own and not limits.returns)
 
