@@ -196,5 +196,5 @@ def _check_settings(settings: DataSettings, folders: Sequence[TokenFolder], all_
     trained = settings.bpe_vocab_size is not None
     if trained or (settings.tokenizer != "bytes" and make_tokenizer(settings).to_json() != tokenizer):
         raise ConfigurationError(
-            f"data.tokenizer={settings.tokenizer!r} can't be used: {first.path} was made with another one. Leave it out."
+            f"data.tokenizer={settings.tokenizer!r} has no effect: {first.path} was made with another one."
         )
