@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from diloco.data.hub import open_data_set, rows_of
 from diloco.data.loader import Batch, Batches, Cursor, Drawing, State
-from diloco.data.order import Assignment, as_message, permute, read_message
+from diloco.data.order import Assignment, permute, read_message
 from diloco.data.settings import HUB_PREFIX, SourceSettings
 from diloco.data.text import is_heldout, read_documents, text_of, usable
 from diloco.data.tokenizer import Tokenizer
@@ -233,7 +233,11 @@ class DocumentStream(Batches):
         """Return cursor and epochs, which are 0 for a source until its end is first reached."""
         positions = {reader.name: reader.position for reader in self._readers}
         begun = {"drawn": self._drawn, "source": self._source, "token": self._token}
-        cursor = {**self._origin, **begun, "sources": as_message(list(positions.values()))}
+        cursor = {
+            **self._origin,
+            **begun,
+            "sources": [msgspec.structs.asdict(position) for position in positions.values()],
+        }
         return cursor, {name: at.block / at.blocks if at.blocks else 0.0 for name, at in positions.items()}
 
     def _restore(self, state: Cursor) -> None:
