@@ -80,5 +80,7 @@ def _predict(settings: Configuration) -> dict[str, float]:
     exchange = Exchange(schedule=make_schedule(settings), fragment_sizes=tuple(sizes), codec=codec)
     times_s = settings.emulate.step_time[:1] * replicas
     site = Site(links=tuple(make_links(settings)), step_time_s=times_s, conditions=IDEAL)
-    result = simulate(exchange.schedule, exchange.parcels(replicas), site, steps=STEPS, drain=True)
+    result = simulate(exchange.schedule, exchange.parcels(replicas), site, steps=STEPS)
+    for fragment in tuple(result.in_flight):
+        result.merge(fragment, STEPS)
     return {"compute_utilization": result.compute_utilization, "wall_s": result.wall_s}
