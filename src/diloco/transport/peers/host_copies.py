@@ -1,62 +1,16 @@
-"""Background threads: of a transport, and copies of payloads from a GPU."""
+"""Copies of payloads from a GPU."""
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
-from weakref import WeakSet
 
 import torch
 
 from diloco.algorithm import Contribution
 
-__all__ = ["HostCopies", "Threads"]
-
-
-class Threads:
-    """Background threads that end by themselves, soon after what they wait for has ended.
-
-    They must be joined before the process ends: a thread that is then inside PyTorch would abort the process.
-
-    Args:
-        on_error: Called, in the thread, with an error that ends it.
-
-    >>> heard = []
-    >>> threads = Threads(heard.append)
-    >>> threads.start(int, "a word", name="parser")
-    >>> threads.join(10.0)
-    True
-    >>> heard
-    [ValueError("invalid literal for int() with base 10: 'a word'")]
-    """
-
-    def __init__(self, on_error: Callable[[BaseException], object]) -> None:
-        self._on_error = on_error
-        self._running: WeakSet[threading.Thread] = WeakSet()
-
-    def start(self, target: Callable[..., object], *arguments: Any, name: str) -> None:
-        """Call ``target`` in another thread."""
-
-        def run() -> None:
-            try:
-                target(*arguments)
-            except BaseException as error:
-                self._on_error(error)
-
-        thread = threading.Thread(target=run, name=name, daemon=True)
-        self._running.add(thread)
-        thread.start()
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for all threads, at most ``timeout_s`` in total. Return whether all have ended."""
-        until_s = time.monotonic() + timeout_s
-        for thread in list(self._running):
-            thread.join(max(0.0, until_s - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._running)
+__all__ = ["HostCopies"]
 
 
 class HostCopies:
