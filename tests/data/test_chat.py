@@ -130,7 +130,6 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
     "text": ({"text": "plain"}, "p«lain»"),  # the first token is not predicted
     "messages": (said("q", "a"), BOTH),
     "ShareGPT": (share(("human", "q"), ("gpt", "a")), BOTH),
-    "messages as JSON": ({"messages": json.dumps(said("q", "a")["messages"])}, BOTH),
     "prompt and completion": ({"prompt": "q", "completion": "a"}, BOTH),
     "chosen": ({"prompt": "q", "chosen": "a", "rejected": "b"}, BOTH),
     "prompt as JSON": ({"prompt": json.dumps(said("q")["messages"]), "completion": [answer("a")]}, BOTH),
@@ -143,8 +142,6 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
     "parts": (said({"role": "user", "content": [{"type": "text", "text": "q"}, "!"]}, "a"), "<user:q!><assistant:«a>»"),
     "weight 0": (said("p", answer("b", weight=0), "q", answer("a", weight=1)), f"<user:p><assistant:b>{BOTH}"),
     "tools as JSON": (said("q", "a", tools=TOOL_TEXT), f"{TOOL_TEXT}{BOTH}"),
-    "call": (said("q", called({"a": 1})), '<user:q><assistant:«f{"a": 1}>»'),
-    "arguments as JSON": (said("q", called('{"a": 1}')), '<user:q><assistant:«f{"a": 1}>»'),
     "null argument of another tool": (
         said("q", called({"a": 1, "b": None}), tools=[TOOL]),
         TOOL_TEXT + '<user:q><assistant:«f{"a": 1}>»',
@@ -264,22 +261,8 @@ def counted(example: Example) -> str:
     return spelled(example.tokens[example.counted].tolist())
 
 
-def settings_of(folder: Path, data: Path, **changes: Any) -> DataSettings:
-    return DataSettings(format="chat", paths=(data,), tokenizer=str(folder), **({"heldout_fraction": 0.3} | changes))
-
-
-def test_answers_count_with_what_ends_them_and_nothing_else_does(tokenizer_of: Any) -> None:
-    chatml = tokenizer_of(TEMPLATE)
-    said = [
-        {"role": "system", "content": "Be brief."},
-        *asked("2+2?", "4")["messages"],
-        *asked("Grüße?", "東京 🙂")["messages"],
-    ]
-    example, all_count = chatml.conversation(said)
-    assert all_count
-    assert counted(example) == "4<|im_end|>\n東京 🙂<|im_end|>\n"
-    assert spelled(example.tokens).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?")
-    assert chatml.answer_end == 258
+def settings_of(folder: Path, data: Path) -> DataSettings:
+    return DataSettings(format="chat", paths=(data,), tokenizer=str(folder), heldout_fraction=0.3)
 
 
 texts = st.text(alphabet="ab \n?é🙂", max_size=6)
@@ -291,13 +274,14 @@ def test_a_model_is_asked_with_the_tokens_that_it_learned_an_answer_after(
     tokenizer_of: Any, turns: list[tuple[str, str]]
 ) -> None:
     chatml = tokenizer_of(TEMPLATE)
-    said = [message for question, answer in turns for message in asked(question, answer)["messages"]]
-    example, _ = chatml.conversation(said)
+    said = [{"role": "system", "content": "Grüße 東京"}]
+    said += [message for question, answer in turns for message in asked(question, answer)["messages"]]
+    example, all_count = chatml.conversation(said)
     prompt = chatml.prompt(said[:-1])
     assert example.tokens[: len(prompt)].tolist() == prompt
     assert bool(example.counted[len(prompt) :].all())
     answers = "".join(f"{answer}<|im_end|>\n" for _, answer in turns)
-    assert counted(example) == answers
+    assert (counted(example), all_count, chatml.answer_end) == (answers, True, 258)
 
 
 TURNS = [*asked("a", "b")["messages"], *asked("c", "d")["messages"]]
@@ -345,10 +329,9 @@ def test_what_is_cut_and_left_out_is_told(folder: Path, tmp_path: Path) -> None:
         {"messages": [{"role": "user", "content": "no answer"}]},
     ]
     told = corpus_of(folder, tmp_path, records).description()
-    assert "2 conversations in" in told
-    assert "1 cut at 64 tokens" in told
-    assert "2 left out because they have no answer to learn, or none before the cut" in told
-    assert "1 left out because their text contains a special token" in told
+    unanswered = "2 left out because they have no answer to learn, or none before the cut"
+    special = "1 left out because their text contains a special token"
+    assert all(words in told for words in ("2 conversations in", "1 cut at 64 tokens", unanswered, special))
 
 
 def test_the_same_conversations_are_held_out_afterwards(folder: Path, tmp_path: Path) -> None:
@@ -376,39 +359,28 @@ def examples_of(sizes: list[int]) -> list[Example]:
 
 
 @settings(max_examples=30)
-@given(sizes)
-def test_rows_hold_everything_once_and_none_is_overfull(sizes: list[int]) -> None:
-    rows = pack_rows(sizes, LENGTH)
-    assert sorted(number for row in rows for number in row) == list(range(len(sizes)))
-    assert all(sum(sizes[number] for number in row) <= LENGTH for row in rows)
-    # best fit: no two rows would fit into one
-    assert sum(sum(sizes[n] for n in row) <= LENGTH // 2 for row in rows) <= 1
-
-
-@settings(max_examples=30)
 @given(sizes, st.booleans())
-def test_each_token_that_counts_is_a_target_once_behind_its_own_example(sizes: list[int], together: bool) -> None:
+def test_rows_are_full_and_each_token_that_counts_is_a_target_once_behind_its_own_example(
+    sizes: list[int], together: bool
+) -> None:
+    packing = pack_rows(sizes, LENGTH)
+    assert sorted(number for row in packing for number in row) == list(range(len(sizes)))
+    filled = [sum(sizes[number] for number in row) for row in packing]
+    assert max(filled) <= LENGTH
+    assert sum(size <= LENGTH // 2 for size in filled) <= 1, "best fit: no two rows would fit into one"
     examples = examples_of(sizes)
     rows = PackedRows(examples, LENGTH, padding=0, together=together)
+    number_of = {int(token): n for n, each in enumerate(examples) for token in each.tokens}
     seen: list[int] = []
-    for inputs, targets in heldout_batches(rows, LENGTH, 4, 0):
-        seen += targets[targets >= 0].tolist()
-        # a target follows the token before it in its own example
-        assert bool((inputs[targets >= 0] + 1 == targets[targets >= 0]).all())
+    for inputs, targets in heldout_batches(rows, LENGTH, 1, 0):
+        counts = targets >= 0
+        seen += targets[counts].tolist()
+        assert bool((inputs[counts] + 1 == targets[counts]).all()), "behind the token before it in its own example"
+        documents = document_numbers(targets, ENDS)[0].tolist()
+        pairs = set(zip(documents, (number_of.get(token, -1) for token in inputs[0].tolist()), strict=True))
+        assert not together or len(pairs) == len({d for d, _ in pairs}) == len({b for _, b in pairs})
     assert sorted(seen) == sorted(t for e in examples for t in e.tokens[e.counted].tolist())
     assert rows.counted_tokens == len(seen)
-
-
-@settings(max_examples=30)
-@given(sizes)
-def test_the_marks_tell_the_examples_of_a_row_apart(sizes: list[int]) -> None:
-    rows = PackedRows(examples_of(sizes), LENGTH, padding=0)
-    number_of = {int(token): n for n, each in enumerate(examples_of(sizes)) for token in each.tokens}
-    for inputs, targets in heldout_batches(rows, LENGTH, 1, 0):
-        documents = document_numbers(targets, ENDS)[0].tolist()
-        belongs = [number_of.get(token, -1) for token in inputs[0].tolist()]
-        pairs = set(zip(documents, belongs, strict=True))
-        assert len(pairs) == len({d for d, _ in pairs}) == len({b for _, b in pairs})
 
 
 def test_what_counts_and_the_length_are_part_of_the_digest() -> None:

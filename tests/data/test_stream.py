@@ -74,5 +74,5 @@ def test_a_document_that_was_begun_and_is_gone_is_told() -> None:
     reader.next_batch()
     after = stream([["z"] * 6], 0, 1, block=2)
     after.load_state_dict(reader.state_dict())
-    with pytest.raises(DataError, match="no document at the saved position: its text has changed"):
+    with pytest.raises(DataError, match="has changed: there is no document at the saved position"):
         after.next_batch()

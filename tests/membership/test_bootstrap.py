@@ -77,6 +77,7 @@ def test_at_most_one_founds_and_only_if_nobody_else_can_be_going_on(looking: lis
 def test_a_minority_waits_until_enough_of_the_newest_view_look() -> None:
     view = View(4, (0, 1, 2))
     assert founds(Candidate(1, 10, view)) is None
+    assert candidacy(Candidate(1, 10, view)).missing(()).startswith(" Of the newest view, replicas 0, 2 are missing. ")
     assert founds(Candidate(1, 10, view), Candidate(2, 10, view)) == View(5, (1,))
     assert founds(Candidate(1, 10, view), Candidate(2, 10, View(5, (0, 2)))) is None, "0 may continue without them"
     assert founds(Candidate(1, 10, view), policy=Policy(1, split="go-on")) == View(5, (1,))

@@ -11,7 +11,6 @@ import sys
 
 from tests.membership.network import Limits, Network, explore, wander
 from tests.protocol.simulated import check_agreement, rank, simulated
-from tests.protocol.simulated_rank import Rank
 
 
 def bridge(replicas: int, seed: int) -> Network:
@@ -35,11 +34,11 @@ def outcome(network: Network) -> str:
     for _ in range(6):
         explore(network, [], 3000)
         nodes = [rank(network, number) for number in sorted(network.alive)]
-        waiting = [(node, settling) for node in nodes if (settling := _settling(node)) is not None and not node.left]
+        waiting = [each for each in nodes if not each.left and any(timer.kind == "settle" for _, timer in each.timers)]
         if not waiting:
             break
-        for node, number in waiting:
-            node.suffer("timers", number)
+        for node in waiting:
+            node.fire("settle")
     going_on = [node for node in nodes if not node.left and node.machine.views.is_member]
     if not going_on:
         return "none"
@@ -48,11 +47,6 @@ def outcome(network: Network) -> str:
     except AssertionError as error:
         return str(error).partition("\n")[0] or "other"
     return "one"
-
-
-def _settling(node: Rank) -> int | None:
-    kinds = [timer.kind for _, timer in node.timers]
-    return kinds.index("settle") if "settle" in kinds else None
 
 
 def main(seeds: int) -> None:

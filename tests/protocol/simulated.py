@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from diloco.membership import Policy
-from diloco.protocol import Rules
+from diloco.protocol import Effects, Rules
 from tests.membership.network import Limits, Network, explore
 from tests.protocol.simulated_rank import LATE_S, TIMEOUT_S, Rank, weight_of
 
@@ -32,46 +32,34 @@ def rules_of(policy: Policy | None = None, *, survive: bool = True) -> Rules:
 
 
 def simulated(
-    replicas: int, limits: Limits | None = None, *, size: int = 1, strangers: int = 0, quorum: Policy | None = None
+    replicas: int,
+    limits: Limits | None = None,
+    *,
+    size: int = 1,
+    strangers: int = 0,
+    quorum: Policy | None = None,
+    survive: bool = True,
+    ready: bool = True,
+    **kind: Any,
 ) -> Network:
-    """Return a network of replicas that have done nothing yet."""
-    network, rules = Network(range(replicas * size + strangers), limits or Limits()), rules_of(quorum)
+    """Return a network of replicas that have done nothing yet; ``ready``: all begin before anything happens."""
+    network, rules = Network(range(replicas * size + strangers), limits or Limits()), rules_of(quorum, survive=survive)
+    network.make = lambda rank: Rank(network, rank, replicas, size, rules, joining=True, **kind)
     for rank in network.ranks:
         member = rank < replicas * size
-        network.nodes[rank] = Rank(network, rank, replicas, size, rules) if member else Stranger()
+        network.nodes[rank] = Rank(network, rank, replicas, size, rules, ready=ready, **kind) if member else Stranger()
     return network
 
 
-def simulate(
-    limits: Limits,
-    numbers: Sequence[int],
-    *,
-    replicas: int,
-    size: int = 1,
-    survive: bool = True,
-    quorum: Policy | None = None,
-    gradients: bool = False,
-    garbage: Sequence[bytes] = (),
-    ready: bool = True,
-) -> list[Rank]:
-    """Return the ranks that have not ended once nothing more happens; ``ready``: all begin before anything happens."""
-    rules = rules_of(quorum, survive=survive)
-    network = Network(range(replicas * size), limits)
-
-    def make(rank: int, *, joining: bool = True) -> Rank:
-        kind: dict[str, Any] = {
-            "joining": joining,
-            "ready": joining or ready,
-            "gradients": gradients,
-            "garbage": garbage,
-        }
-        return Rank(network, rank, replicas, size, rules, **kind)
-
-    network.make = make
-    for rank in range(replicas * size):
-        network.nodes[rank] = make(rank, joining=False)
+def simulate(limits: Limits, numbers: Sequence[int], *, replicas: int, **kind: Any) -> list[Rank]:
+    """Return the ranks that have not ended once nothing more happens."""
+    network = simulated(replicas, limits, **kind)
     explore(network, numbers)
     return [node for rank, node in network.nodes.items() if rank in network.alive and isinstance(node, Rank)]
+
+
+def assert_nothing(effects: Effects) -> None:
+    assert vars(effects) == vars(Effects())
 
 
 def check_agreement(ranks: Sequence[Rank], *, whole: bool = False) -> None:
@@ -111,12 +99,13 @@ def rank(network: Network, number: int) -> Rank:
     return node
 
 
-def begin(network: Network, *numbers: int) -> None:
+def begin(network: Network, *numbers: int, deliver: bool = True) -> None:
     """Let these ranks send their first contribution, and deliver it; none exchanges payloads or votes yet."""
     for number in numbers:
         while rank(network, number).step == 0 or rank(network, number).has_to_do:
             assert rank(network, number).act()
-    settle(network)
+    if deliver:
+        settle(network)
 
 
 def settle(network: Network) -> None:

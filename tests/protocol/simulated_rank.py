@@ -126,11 +126,6 @@ class Rank:
         return dict.fromkeys(self.errors, False) | dict.fromkeys(self.averages, True)
 
     @property
-    def given(self) -> dict[int, RoundId]:
-        """Step -> the round to which the rank contributed."""
-        return {step: contribution.round for step, contribution in self._given.items()}
-
-    @property
     def exchanging(self) -> set[tuple[int, RoundId]]:
         """The view and round of exchanges that have not ended."""
         return set(self._exchanges)
@@ -196,6 +191,10 @@ class Rank:
         else:
             others = [rank for rank in self.network.ranks if rank != self.rank]
             self.receive(others[number % len(others)], self._garbage[number // 8 % len(self._garbage)])
+
+    def fire(self, kind: str) -> None:
+        """Let the first timer of a kind run out."""
+        self.suffer("timers", [timer.kind for _, timer in self.timers].index(kind))
 
     # The machine.
 

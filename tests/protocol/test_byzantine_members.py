@@ -168,7 +168,7 @@ def test_a_vote_that_names_who_has_diverged_waits_for_the_headers_that_show_it(
     """The vote may arrive before the headers; meanwhile the round must not become void for another reason."""
     network = simulated(3)
     rank(network, 1).digest = "another state"
-    begin_without_delivery(network, 0, 1, 2)
+    begin(network, 0, 1, 2, deliver=False)
     for sender, receiver in deliveries:
         deliver(network, sender, receiver)
     assert not rank(network, 1).errors
@@ -345,8 +345,8 @@ def let_time_pass(ranks: Sequence[Rank], kind: str) -> None:
         each.now_s += TIMEOUT_S
     for each in ranks:
         for timer in [timer for _, timer in each.timers if timer.kind == kind]:
-            if any(timer == still for _, still in each.timers):
-                each.suffer("timers", next(n for n, (_, one) in enumerate(each.timers) if one == timer))
+            if timer in (timers := [still for _, still in each.timers]):
+                each.suffer("timers", timers.index(timer))
 
 
 def settle_with_time(network: Network, *liars: int, times: int = 6) -> None:
@@ -357,14 +357,8 @@ def settle_with_time(network: Network, *liars: int, times: int = 6) -> None:
         if not waiting:
             break
         for each in waiting:
-            each.suffer("timers", next(n for n, (_, timer) in enumerate(each.timers) if timer.kind == "settle"))
+            each.fire("settle")
         explore(network, [])
-
-
-def begin_without_delivery(network: Network, *numbers: int) -> None:
-    for number in numbers:
-        while rank(network, number).step == 0 or rank(network, number).has_to_do:
-            assert rank(network, number).act()
 
 
 def deliver(network: Network, sender: int, receiver: int) -> None:

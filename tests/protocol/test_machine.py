@@ -43,7 +43,7 @@ from diloco.protocol import (
     encode,
     events,
 )
-from tests.protocol.simulated import rules_of
+from tests.protocol.simulated import assert_nothing, rules_of
 from tests.protocol.simulated_rank import CODEC, NUMEL, PAYLOAD
 
 VIEW = View(3, (0, 1))
@@ -71,8 +71,13 @@ class Rank:
         return self.handle(events.Received(sender, message))
 
 
-def assert_nothing(effects: Effects) -> None:
-    assert vars(effects) == vars(Effects())
+def first_of_three(*, survive: bool = True) -> Machine:
+    """Return rank 0 of three replicas, connected to the others."""
+    machine = Machine(rules_of(survive=survive))
+    for rank in (1, 2):
+        machine.handle(events.ConnectionMade(rank, 10 + rank, f"host:{rank}"), 0.0)
+    machine.handle(events.Begin(View.of(3), member=True), 0.0)
+    return machine
 
 
 @pytest.fixture
@@ -215,10 +220,7 @@ def test_a_rank_that_fails_stops_its_own_replica_and_no_other(member: Rank) -> N
 @pytest.mark.parametrize("second", ["gone", "cut"])
 def test_nobody_stops_before_it_is_known_what_has_become_of_all_whose_connections_ended(second: str) -> None:
     """Two of three end at once: the third is no smaller side, unless one of them may be continuing."""
-    machine = Machine(rules_of())
-    for rank in (1, 2):
-        machine.handle(events.ConnectionMade(rank, 10 + rank, f"host:{rank}"), 0.0)
-    machine.handle(events.Begin(View.of(3), member=True), 0.0)
+    machine = first_of_three()
     machine.handle(events.ConnectionEnded(1), 1.0)
     machine.handle(events.ConnectionEnded(2), 1.0)
     machine.handle(events.Lost(1, Loss("gone", "it ended")), 1.1)
@@ -233,10 +235,7 @@ def test_nobody_stops_before_it_is_known_what_has_become_of_all_whose_connection
 
 
 def test_one_of_three_stops_alone_and_two_stop_all() -> None:
-    machine = Machine(rules_of())
-    for rank in (1, 2):
-        machine.handle(events.ConnectionMade(rank, 10 + rank, f"host:{rank}"), 0.0)
-    machine.handle(events.Begin(View.of(3), member=True), 0.0)
+    machine = first_of_three()
     for rank, stops in ((1, False), (2, True)):
         machine.handle(events.Received(rank, Meet("stop", 5)), 0.0)
         assert machine.barriers.stopping == stops
@@ -267,10 +266,7 @@ def test_facts_of_as_many_members_as_could_lie_refuse_nobody_where_survivors_con
     dissenters: int, survive: bool
 ) -> None:
     """Otherwise one member's lie would end all others as they begin."""
-    machine = Machine(rules_of(survive=survive))
-    for rank in (1, 2):
-        machine.handle(events.ConnectionMade(rank, 10 + rank, f"host:{rank}"), 0.0)
-    machine.handle(events.Begin(View.of(3), member=True), 0.0)
+    machine = first_of_three(survive=survive)
     machine.handle(events.Announce(FactsMessage(Entry(0, "host:0", {"codec": "fp4"}))), 0.0)
     for rank in (1, 2):
         facts = {"codec": "int8" if rank <= dissenters else "fp4"}

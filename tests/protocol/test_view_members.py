@@ -19,7 +19,7 @@ def test_a_round_that_somebody_gave_up_is_void_also_for_who_hears_of_it_by_a_rep
     """Invariant 2: also for a rank that begins the round only in the next view, or in the one after that."""
     network = simulated(2 + views, Limits(ends=views))
     begin(network, 0, *([1] if begun else []))
-    rank(network, 0).suffer("timers", 0)  # its vote against the round is in transit
+    rank(network, 0).fire("expire")  # its vote against the round is in transit
     for lost in range(2, 2 + views):
         network.happen("ends", lost, 0, 0)
         network.happen("notice", 1, lost, 0)  # before any vote has arrived
@@ -36,7 +36,6 @@ def test_a_round_that_somebody_gave_up_is_void_also_for_who_hears_of_it_by_a_rep
 def test_what_was_sent_before_somebody_joined_stays_void_in_all_later_views() -> None:
     """A rank that sends it later than the others does not wait for them, though no replica joined its own view."""
     network = simulated(3, Limits(ends=2, returns=1))
-    network.make = lambda number: Rank(network, number, 3, 1, rank(network, 0).rules, joining=True)
     begin(network, 0)
     network.happen("ends", 2, 0, 0)
     settle(network)
@@ -70,7 +69,7 @@ def test_who_is_late_is_lost_and_told_so() -> None:
     network = simulated(3)
     begin(network, 0, 1)
     assert [delay_s for delay_s, timer in rank(network, 0).timers if timer.kind == "look"] == [LATE_S]
-    rank(network, 0).suffer("timers", 1)
+    rank(network, 0).fire("look")
     explore(network, [])
     words = "replica 2 is late: no contribution to fragment 1, outer step 0 arrived within 5 s"
     assert rank(network, 2).left.startswith(f"the others continued without replica 2: {words}; replica 2 is lost")
@@ -86,7 +85,7 @@ def test_whoever_finds_most_of_the_others_late_does_not_go_on_without_them(heard
     begin(network, 0)
     if heard:
         hear_beats(network, 0, 1, 2, 3)
-    rank(network, 0).suffer("timers", 1)
+    rank(network, 0).fire("look")
     settle(network)
     if heard:
         assert not rank(network, 0).sent_of(Change)
@@ -104,18 +103,14 @@ def test_who_has_contributed_is_late_when_it_says_nothing_more(says: str) -> Non
     network = simulated(3)
     begin(network, 0, 1, 2)
     mine = rank(network, 0)
-
-    def look() -> None:
-        mine.suffer("timers", next(i for i, (_, timer) in enumerate(mine.timers) if timer.kind == "look"))
-
-    look()  # and see that all have contributed
+    mine.fire("look")  # and see that all have contributed
     hear_beats(network, 0, 1)
     if says == "beats":
         hear_beats(network, 0, 2)
     elif says == "its vote":
         assert rank(network, 2).act()
         settle(network)
-    look()
+    mine.fire("look")
     if says == "nothing":
         late = mine.sent_of(Change)[-1]
         assert late.report.unheard == {(0, 2)}
@@ -195,7 +190,6 @@ def hear_beats(network: Network, number: int, *others: int) -> None:
 
 def test_who_joins_has_a_say_about_a_fragment_once_its_state_is_the_others() -> None:
     network = simulated(3, Limits(ends=1, returns=1))
-    network.make = lambda number: Rank(network, number, 3, 1, rank(network, 0).rules, joining=True)
     network.happen("ends", 2, 0, 0)
     settle(network)
     network.happen("returns", 2, 0, 0)

@@ -16,7 +16,6 @@ from diloco.membership import Agreed, NextView, Policy, Report, View, Vote
 from diloco.protocol import (
     Adopted,
     Change,
-    Effects,
     Entry,
     Excluded,
     FactsMessage,
@@ -32,8 +31,7 @@ from diloco.protocol import (
     events,
 )
 from tests.membership.network import LIMITS, NUMBERS, Limits, explore
-from tests.protocol.simulated import begin, check_agreement, rank, simulate, simulated
-from tests.protocol.simulated_rank import Rank
+from tests.protocol.simulated import assert_nothing, begin, check_agreement, rank, simulate, simulated
 
 HEADER = Header(0, (1, 0), 2, 1.0, 1.0, "d", 3)
 VOTE = RoundVote(0, (1, 0), Vote(False, reason="no"), (1,), 0)
@@ -59,10 +57,6 @@ ADOPTED = Adopted(NEXT)
 LEAVING = Leaving(0, 3)
 MESSAGES = [HEADER, VOTE, CHANGE, ADOPTED, LEAVING]
 ALL = [*MESSAGES, Welcome(NEXT, b"note"), Excluded(3, "late"), Speed(2.5), FactsMessage(Entry(1, "host:1", {"a": "b"}))]
-
-
-def assert_nothing(effects: Effects) -> None:
-    assert vars(effects) == vars(Effects())
 
 
 def in_view(message: Any, view_id: int) -> Any:
@@ -97,7 +91,6 @@ def test_who_is_no_member_of_a_view_has_no_say_in_it(message: Any, view_id: int)
 def test_a_process_in_a_members_place_has_no_say_before_it_is_one() -> None:
     network = simulated(3, Limits(ends=1, returns=1))
     begin(network, 0, 1)
-    network.make = lambda number: Rank(network, number, 3, 1, rank(network, 0).rules, joining=True)
     network.happen("ends", 2, 0, 0)
     network.happen("returns", 2, 0, 0)  # before the others have noticed that it had ended
     assert_nothing(rank(network, 0).handle(events.Received(2, VOTE)))

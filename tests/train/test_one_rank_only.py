@@ -75,6 +75,8 @@ def run_rank(position: int, event: str, at: int, parallelism: str, data: Path, o
     os.environ |= {"DILOCO_POSITION": str(position), "DILOCO_INNER_STORE": f"127.0.0.1:{ports[1]}"}
     ends = f"--join 127.0.0.1:{ports[0]}"
     how = f"--train.parallelism {parallelism} --out {out}"
+    if event == "another token in a sample":
+        how += " --evaluation.sample-prompts a --precision bfloat16"
     with pytest.MonkeyPatch.context() as patch:
         if position == at:
             change(event, patch)

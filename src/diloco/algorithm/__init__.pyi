@@ -102,3 +102,4 @@ from .tensors import persistent_buffers as persistent_buffers
 from .tensors import reshard as reshard
 from .tensors import restore_buffers_ as restore_buffers_
 from .tensors import set_whole_ as set_whole_
+from .tensors import unfit_memory as unfit_memory

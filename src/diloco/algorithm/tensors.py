@@ -103,7 +103,7 @@ def unfit_parameter(parameter: Tensor) -> str:
     if is_lazy(parameter):
         return "has no shape yet. Run one batch through the model first"
     shard = local_shard(parameter)
-    if why := _unfit_memory(shard):
+    if why := unfit_memory(shard):
         return f"{why}. Train a plain, dense torch.nn.Parameter with memory of its own"
     if shard.is_inference():
         return "was made in inference mode. Use a clone() made outside it"
@@ -157,7 +157,7 @@ def _once(tensors: list[tuple[str, Named]]) -> dict[str, Named]:
     return {name: tensor for name, tensor in tensors if first.setdefault(id(tensor), name) == name}
 
 
-def _unfit_memory(tensor: Tensor) -> str:
+def unfit_memory(tensor: Tensor) -> str:
     """Return why the values of a tensor can't be read and written one by one in its own memory, or ""."""
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not hasattr(tensor, "to_local"):
         return f"is a {type(tensor).__name__}, whose values are not in its own memory"
@@ -191,7 +191,7 @@ def _unfit_buffer(buffer: Tensor) -> str:
     """Return why a persistent buffer can't be averaged in float32, nor copied as bytes if it is not floating, or ""."""
     if is_lazy(buffer):
         return "has no shape yet. Run one batch through the model first"
-    why = _unfit_memory(buffer)
+    why = unfit_memory(buffer)
     if hasattr(buffer, "to_local"):
         why = "is sharded over ranks"
     elif not why and not _averageable(buffer.dtype):

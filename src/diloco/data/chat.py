@@ -1,7 +1,7 @@
 """The corpus of a chat fine-tuning run: conversations as tokens, packed into rows.
 
-A row is a training sequence, so no conversation is split between sequences, as it would be in packed text. Marks say
-which tokens the loss counts and where conversations end. To a sampler, the rows are the windows of packed tokens.
+A row is a training sequence, so no conversation is split. Marks say which tokens the loss counts and where
+conversations end. To a sampler, the rows are the windows of packed tokens.
 """
 
 from __future__ import annotations

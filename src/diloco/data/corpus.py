@@ -9,14 +9,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Unpack
 
+import numpy as np
 import xxhash
 
 from diloco.data.loader import Batches, Drawing, Sampler
 from diloco.data.packed import Mixture, PackedTokens
 from diloco.data.settings import DataSettings, SourceSettings
 from diloco.data.stream import BLOCK, DocumentStream, Source
-from diloco.data.text import is_heldout, split_documents
-from diloco.data.token_folder import SPLITS, TokenFolder, token_folders
+from diloco.data.text import is_heldout
+from diloco.data.token_folder import SPLITS, TokenFolder, encode_splits, token_folders, training_texts
 from diloco.data.tokenizer import Tokenizer, make_tokenizer
 from diloco.errors import ConfigurationError, DataError
 from diloco.units import format_bytes
@@ -64,18 +65,20 @@ class Corpus:
 
 def build_corpus(settings: DataSettings) -> Corpus:
     """Read, split and tokenise the text that ``settings`` name, all in memory. Folders of tokens are memory-mapped."""
-    sources = settings.parsed_sources()
-    opened = [_open(about, settings) for about in sources]
-    folders = [each for part in opened if isinstance(part, list) for each in part]
-    if folders:
-        _check_settings(settings, folders, all(isinstance(part, list) for part in opened))
-    texts = (text for part in opened if isinstance(part, tuple) for text in part[0])
-    tokenizer = folders[0].tokenizer() if folders else make_tokenizer(settings, texts)
-    parts = {about.name: _tokens_of(part, 0, tokenizer) for about, part in zip(sources, opened, strict=True)}
-    weights = {about.name: about.weight for about in sources}
-    train = Mixture(parts, weights) if settings.sources else parts[""]
-    heldout = PackedTokens.joined([_tokens_of(part, 1, tokenizer) for part in opened])
-    return Corpus(train, heldout, tokenizer, fingerprint_of(tokenizer, train, heldout), mapped=bool(folders))
+    sources, fraction = settings.parsed_sources(), settings.heldout_fraction
+    folders = {about.name: token_folders(about) for about in sources}
+    mapped = [folder for each in folders.values() for folder in each]
+    texts = [about for about in sources if not folders[about.name]]
+    if mapped:
+        _check_settings(settings, mapped, not texts)
+        tokenizer = mapped[0].tokenizer()
+    else:
+        tokenizer = make_tokenizer(settings, training_texts(map(Source, texts), fraction))
+    splits = {about.name: _splits(about, folders[about.name], fraction, tokenizer) for about in sources}
+    parts = {name: split["train"] for name, split in splits.items()}
+    train = Mixture(parts, {about.name: about.weight for about in sources}) if settings.sources else parts[""]
+    heldout = PackedTokens.joined([split["heldout"] for split in splits.values()])
+    return Corpus(train, heldout, tokenizer, fingerprint_of(tokenizer, train, heldout), mapped=bool(mapped))
 
 
 def open_stream(settings: DataSettings) -> Corpus:
@@ -119,7 +122,8 @@ def heldout_tokens(settings: DataSettings, tokenizer: Tokenizer) -> PackedTokens
     parsed = settings.parsed_sources()
     if settings.streaming:
         return _first_heldout([Source(about) for about in parsed], settings, tokenizer)
-    return PackedTokens.joined([_tokens_of(_open(about, settings), 1, tokenizer) for about in parsed])
+    fraction = settings.heldout_fraction
+    return PackedTokens.joined([_splits(each, token_folders(each), fraction, tokenizer)["heldout"] for each in parsed])
 
 
 def read_texts(paths: Sequence[Path], *, text_field: str | None, skip_bad: bool) -> Iterator[str]:
@@ -134,27 +138,22 @@ def fingerprint_of(tokenizer: Tokenizer, train: PackedTokens, heldout: PackedTok
     return xxhash.xxh3_128_hexdigest(f"{tokenizer.vocab_size} {train.digest} {heldout.digest}".encode())
 
 
-def _open(about: SourceSettings, settings: DataSettings) -> list[TokenFolder] | tuple[list[str], list[str]]:
-    """Return the token folders of a source, or its training and its held-out documents."""
-    if folders := token_folders(about):
-        return folders
-    sides: tuple[list[str], list[str]] = ([], [])
-    for text, heldout in split_documents(Source(about).documents(), settings.heldout_fraction):
-        sides[heldout].append(text)
-    return sides
-
-
-def _tokens_of(part: list[TokenFolder] | tuple[list[str], list[str]], split: int, tokenizer: Tokenizer) -> PackedTokens:
-    if isinstance(part, tuple):
-        return _packed(part[split], tokenizer)
-    return PackedTokens.joined([folder.splits[SPLITS[split]] for folder in part])
-
-
-def _packed(texts: Sequence[str], tokenizer: Tokenizer) -> PackedTokens:
-    tokens = tokenizer.encode_documents(texts)
-    return PackedTokens(
-        [tokens], vocab_size=tokenizer.vocab_size, documents=len(texts), num_bytes=tokenizer.num_bytes(tokens)
-    )
+def _splits(
+    about: SourceSettings, folders: Sequence[TokenFolder], heldout_fraction: float, tokenizer: Tokenizer
+) -> dict[str, PackedTokens]:
+    """Return the tokens of both splits of a source: of its folders, or of its text if it has none."""
+    if folders:
+        return {name: PackedTokens.joined([folder.splits[name] for folder in folders]) for name in SPLITS}
+    sides = zip(*encode_splits(Source(about), heldout_fraction, tokenizer), strict=True)
+    return {
+        name: PackedTokens(
+            [np.concatenate([part[:] for part in parts])],
+            vocab_size=tokenizer.vocab_size,
+            documents=sum(part.documents for part in parts),
+            num_bytes=sum(part.num_bytes for part in parts),
+        )
+        for name, parts in zip(SPLITS, sides, strict=True)
+    }
 
 
 def _heldout_facts(heldout: PackedTokens) -> str:
@@ -176,7 +175,7 @@ def _first_heldout(sources: Sequence[Source], settings: DataSettings, tokenizer:
             f"data.heldout_fraction={settings.heldout_fraction:g} holds out none of the documents. Use a larger "
             "fraction, or more documents."
         )
-    return _packed(texts, tokenizer)
+    return tokenizer.pack(texts)
 
 
 def _check_settings(settings: DataSettings, folders: Sequence[TokenFolder], all_mapped: bool) -> None:

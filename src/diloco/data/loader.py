@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, NotRequired, TypeAlias, TypedDict
+from typing import Any, NotRequired, TypeAlias, TypedDict, Unpack
 
 import msgspec
 import numpy as np
@@ -18,7 +18,7 @@ from diloco.data.order import Assignment, as_message, read_message
 from diloco.data.packed import PackedTokens, TokenArray, num_windows
 from diloco.errors import CheckpointError, ConfigurationError, DataError
 
-__all__ = ["Batch", "Batches", "Cursor", "Drawing", "Sampler", "State", "check_cursor", "heldout_batches"]
+__all__ = ["Batch", "Batches", "Cursor", "Drawing", "Sampler", "State", "heldout_batches"]
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 """Inputs and targets, each ``(batch_size, sequence_length)`` int64 on the CPU; negative targets are not counted."""
@@ -28,13 +28,15 @@ State: TypeAlias = tuple[Cursor, Mapping[str, float]]  # a cursor, and the epoch
 
 
 class Drawing(TypedDict):
-    """The arguments that determine the batches of one replica; see `Sampler`."""
+    """The arguments that determine the batches of one replica."""
 
-    sequence_length: int
-    batch_size: int
-    replica: int
+    sequence_length: int  # tokens per sequence (L)
+    batch_size: int  # sequences per batch of this replica (B)
+    replica: int  # the number of this replica (m)
+    # M, the replicas that draw until `assign` changes them. None: members may change at any time, and nothing can be
+    # drawn before the first `assign`
     num_replicas: int | None
-    seed: int
+    seed: int  # part of the key of every shuffle; the same for all replicas
     ahead: NotRequired[int]  # batches that a thread prepares during training; 0: none
 
 
@@ -43,11 +45,21 @@ class Batches(ABC):
 
     A thread may prepare the next few batches during training. The cursor is that of the last batch returned, whatever
     was prepared. An error in the thread is raised where its batch would have been returned, and again at each attempt.
+
+    Args:
+        data: identifies the data.
+        drawing: see `Drawing`.
     """
 
-    def __init__(self, replica: int, ahead: int) -> None:
-        self._replica, self._ahead = replica, ahead
-        self._thread = ThreadPoolExecutor(1, f"batches of replica {replica}")  # it starts with the first batch
+    moves: tuple[str, ...]  # what moves in a cursor
+
+    def __init__(self, data: Mapping[str, Any], drawing: Drawing) -> None:
+        self._replica, self._ahead = drawing["replica"], drawing.get("ahead", 0)
+        self._num_replicas, self._seed = drawing["num_replicas"], drawing["seed"]
+        self._batch_size, self._length = drawing["batch_size"], drawing["sequence_length"]
+        # everything that decides what a batch contains, except the replica's own number; part of the cursor
+        self._origin = {**data, **{name: value for name, value in drawing.items() if name not in ("replica", "ahead")}}
+        self._thread = ThreadPoolExecutor(1, f"batches of replica {self._replica}")  # it starts with the first batch
         self._prepared: deque[Future[tuple[Batch, State]]] = deque()
         self._after: State  # after the last batch that was returned
 
@@ -89,9 +101,11 @@ class Batches(ABC):
         """Return the cursor: the position after the last batch that `next_batch` returned, as JSON."""
         return dict((self._after if self._prepared else self._state())[0])
 
-    @abstractmethod
     def load_state_dict(self, state: Cursor) -> None:
         """Continue after the batch after which ``state`` was saved; raise `CheckpointError` if it is of other data."""
+        self._check(state, self._num_replicas)
+        self._settle()
+        self._restore(state)
 
     @abstractmethod
     def resume_from(self, cursor_of: Callable[[int], Cursor], before: int) -> None:
@@ -116,6 +130,21 @@ class Batches(ABC):
             self._prepared.clear()
             self._restore(self._after[0])
 
+    def _check(self, state: Cursor, num_replicas: int | None) -> None:
+        """Raise `CheckpointError` unless ``state`` is a cursor of these batches for a number of replicas."""
+        origin = {**self._origin, "num_replicas": num_replicas}
+        differences = [
+            f"{name} is {state.get(name)!r} in the cursor and {value!r} here"
+            for name, value in origin.items()
+            if state.get(name) != value
+        ]
+        differences += [f"{name} is missing in the cursor" for name in self.moves if name not in state]
+        if differences:
+            raise CheckpointError(
+                f"The data cursor belongs to other batches: {'; '.join(differences)}. It works only with the data and "
+                "settings with which it was saved. It was not loaded."
+            )
+
     @abstractmethod
     def _draw(self) -> Batch:
         """Make the next batch, in whichever thread."""
@@ -127,21 +156,6 @@ class Batches(ABC):
     @abstractmethod
     def _restore(self, state: Cursor) -> None:
         """Continue from a cursor of these batches."""
-
-
-def check_cursor(state: Cursor, origin: Cursor, more: Collection[str]) -> None:
-    """Raise `CheckpointError` unless ``state`` has the values of ``origin`` and the other fields ``more``."""
-    differences = [
-        f"{name} is {state.get(name)!r} in the cursor and {value!r} here"
-        for name, value in origin.items()
-        if state.get(name) != value
-    ]
-    differences += [f"{name} is missing in the cursor" for name in more if name not in state]
-    if differences:
-        raise CheckpointError(
-            f"The data cursor belongs to other batches: {'; '.join(differences)}. It works only with the data and "
-            "settings with which it was saved. It was not loaded."
-        )
 
 
 def _gather(tokens: PackedTokens, begins: NDArray[np.int64], sequence_length: int) -> Batch:
@@ -199,13 +213,7 @@ class Sampler(Batches):
 
     Args:
         tokens: the packed training tokens of one source or a `Mixture`, or an array ``(n,)`` of integers.
-        sequence_length: tokens per sequence (L).
-        batch_size: sequences per batch of this replica (B).
-        replica: the number of this replica (m), ``0 <= replica < num_replicas``.
-        num_replicas: M, the replicas that draw until `assign` changes them. None: members may change at any time, and
-            nothing can be drawn before the first `assign`.
-        seed: with the number of the epoch, the key of the shuffle. It must be the same for all replicas.
-        ahead: batches that a thread prepares during training.
+        drawing: see `Drawing`.
 
     Raises:
         DataError: there are too few tokens for one batch for each replica.
@@ -217,33 +225,16 @@ class Sampler(Batches):
     (torch.Size([2, 3]), True)
     """
 
-    def __init__(
-        self,
-        tokens: PackedTokens | TokenArray,
-        *,
-        sequence_length: int,
-        batch_size: int,
-        replica: int,
-        num_replicas: int | None,
-        seed: int,
-        ahead: int = 0,
-    ) -> None:
-        super().__init__(replica, ahead)
+    moves = ("drawn", "assignments")
+
+    def __init__(self, tokens: PackedTokens | TokenArray, **drawing: Unpack[Drawing]) -> None:
         self._tokens = PackedTokens([tokens]) if isinstance(tokens, np.ndarray) else tokens
-        self._tokens.check(sequence_length, batch_size, num_replicas or 1)
-        # everything that decides which windows a batch contains, except the replica's own number
-        self._origin = {
-            "data": self._tokens.digest,
-            "tokens": len(self._tokens),
-            "seed": seed,
-            "sequence_length": sequence_length,
-            "batch_size": batch_size,
-            "num_replicas": num_replicas,
-        }
-        self._seed, self._length, self._batch_size = seed, sequence_length, batch_size
-        self._num_replicas, self._drawn = num_replicas, 0
+        super().__init__({"data": self._tokens.digest, "tokens": len(self._tokens)}, drawing)
+        members = range(self._num_replicas or 0)
+        self._tokens.check(self._length, self._batch_size, len(members) or 1)
+        self._drawn = 0
         # in the order of their first steps; the first is in force
-        self._assignments = [] if num_replicas is None else [Assignment(0, tuple(range(num_replicas)), 0)]
+        self._assignments = [Assignment(0, tuple(members), 0)] if members else []
 
     @property
     def order(self) -> str:
@@ -281,14 +272,8 @@ class Sampler(Batches):
         self._assignments = [] if self._num_replicas is None else self._assignments
         self._drawn = step
 
-    def load_state_dict(self, state: Cursor) -> None:
-        check_cursor(state, self._origin, ("drawn", "assignments"))
-        self._settle()
-        self._restore(state)
-
     def resume_from(self, cursor_of: Callable[[int], Cursor], before: int) -> None:
-        state = cursor_of(0)
-        check_cursor(state, {**self._origin, "num_replicas": before}, ("drawn", "assignments"))
+        self._check(state := cursor_of(0), before)
         self._settle()
         self._restore(state)
         last = self._assignments[-1]

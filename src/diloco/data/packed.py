@@ -1,8 +1,7 @@
 """Packed tokens: documents end to end, of one source or a weighted mixture, and where their sequences begin.
 
-Tokens are cut into windows of L + 1 at stride L, where L is the sequence length: window i contains ``tokens[i * L : i *
-L + L + 1]``. Its inputs are all tokens but the last, its targets all but the first. So every token is a target once,
-except the first token and fewer than L at the end.
+Window i of sequences of L tokens contains ``tokens[i * L : i * L + L + 1]``. Its inputs are all tokens but the last,
+its targets all but the first. So every token is a target once, except the first one and fewer than L at the end.
 """
 
 from __future__ import annotations
@@ -221,8 +220,7 @@ class Mixture(PackedTokens):
             within = np.empty_like(numbers)
             for number, count in enumerate(self._counts.tolist()):
                 within[numbers == number] = np.arange(count)
-            while len(self._cycles) > 1:  # a batch may span two cycles
-                self._cycles.pop(next(iter(self._cycles)), None)
+            self._cycles = dict([*self._cycles.items()][-1:])  # a batch may span two cycles
             self._cycles[key] = numbers, within
         return self._cycles[key]
 

@@ -1,12 +1,9 @@
 """Batches of documents that are read, tokenised and packed during training.
 
-The records of a source are numbered in its own order, and `BLOCK` consecutive ones are a block. Block g
-belongs to replica ``g % M``, whatever the epoch: a replica reads the source from beginning to end, skips the blocks of
-the others, shuffles each block of its own, and packs its documents end to end, each followed by the end-of-document
-token. The result is cut into sequences, so every token is a target once. Replicas may be at different places.
-
-With several sources, the next document comes from the source that has drawn the fewest tokens relative to its weight.
-So weights count tokens, whatever the lengths of documents.
+`BLOCK` consecutive records of a source are a block. Block g belongs to replica ``g % M``, whatever the epoch: a replica
+reads the source from beginning to end, skips the blocks of the others, shuffles each block of its own, and packs its
+documents end to end, each followed by the end-of-document token. So every token is a target once. With several sources,
+the next document comes from the one that has drawn the fewest tokens relative to its weight.
 
 Another number of replicas continues after the furthest block that any replica has begun: no token is read a second
 time, and what others had not read by then waits for the next epoch.
@@ -26,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from diloco.data.hub import open_data_set, rows_of
-from diloco.data.loader import Batch, Batches, Cursor, Drawing, State, check_cursor
+from diloco.data.loader import Batch, Batches, Cursor, Drawing, State
 from diloco.data.order import Assignment, as_message, permute, read_message
 from diloco.data.settings import HUB_PREFIX, SourceSettings
 from diloco.data.text import is_heldout, read_documents, text_of, usable
@@ -153,9 +150,7 @@ class _Reader:
             if self._documents is None:
                 self._documents = self._read()
             if token and token >= sum(map(len, self._documents[position.record :][:1])):
-                raise DataError(
-                    f"The source {self.name!r} has no document at the saved position: its text has changed."
-                )
+                raise DataError(f"The source {self.name!r} has changed: there is no document at the saved position.")
             for record in range(position.record, len(self._documents)):
                 position.record = record
                 if len(self._documents[record]):
@@ -201,6 +196,8 @@ class DocumentStream(Batches):
         drawing: see `Drawing`.
     """
 
+    moves = ("drawn", "source", "token", "sources")
+
     def __init__(
         self,
         sources: Sequence[Source],
@@ -211,10 +208,7 @@ class DocumentStream(Batches):
         size: int = BLOCK,
         **drawing: Unpack[Drawing],
     ) -> None:
-        super().__init__(drawing["replica"], drawing.get("ahead", 0))
-        self._shape = drawing["batch_size"], drawing["sequence_length"]
-        self._origin = {name: value for name, value in drawing.items() if name not in ("replica", "ahead")}
-        self._origin |= {"stream": data}
+        super().__init__({"stream": data}, drawing)
         self._eos = np.array([tokenizer.eos_id], dtype=np.int64)
         shared: Any = {"size": size, "heldout_fraction": heldout_fraction, "drawing": drawing}
         self._readers = [_Reader(source, tokenizer, **shared) for source in sources]
@@ -238,15 +232,10 @@ class DocumentStream(Batches):
             "tokens made by `diloco tokenize`."
         )
 
-    def load_state_dict(self, state: Cursor) -> None:
-        check_cursor(state, self._origin, _MOVES)
-        self._settle()
-        self._restore(state)
-
     def resume_from(self, cursor_of: Callable[[int], Cursor], before: int) -> None:
         states = [cursor_of(replica) for replica in range(before)]
         for state in states:
-            check_cursor(state, {**self._origin, "num_replicas": before}, _MOVES)
+            self._check(state, before)
         self._settle()
         self._drawn, self._source, self._token = states[0]["drawn"], None, 0
         for reader, *positions in zip(self._readers, *(state["sources"] for state in states), strict=True):
@@ -271,17 +260,17 @@ class DocumentStream(Batches):
     def _draw(self) -> Batch:
         before, _ = self._state()
         try:
-            pieces, missing = [self._last_token()], self._shape[0] * self._shape[1]
+            pieces, missing = [self._last_token()], self._batch_size * self._length
             while missing:
                 pieces.append(self._part_of_document(missing))
                 missing -= len(pieces[-1])
         except BaseException:
             self._restore(before)
             raise
-        stream = np.concatenate(pieces).astype(np.int64, copy=False)
+        stream = torch.from_numpy(np.concatenate(pieces).astype(np.int64, copy=False))
         self._drawn += 1
-        inputs, targets = stream[:-1].reshape(self._shape), stream[1:].reshape(self._shape)
-        return torch.from_numpy(inputs.copy()), torch.from_numpy(targets.copy())
+        inputs, targets = (part.reshape(self._batch_size, self._length).clone() for part in (stream[:-1], stream[1:]))
+        return inputs, targets
 
     def _last_token(self) -> NDArray[Any]:
         """Return the token before the next one to draw, ``(1,)``."""
@@ -303,6 +292,3 @@ class DocumentStream(Batches):
             reader.position.record += 1
             self._source, self._token = None, 0
         return tokens
-
-
-_MOVES = ("drawn", "source", "token", "sources")  # what moves in a cursor

@@ -1,12 +1,7 @@
 """Token folders, which `diloco tokenize` writes and training maps into memory.
 
-::
-
-    FOLDER/
-      manifest.json             counts, digests, how it was made
-      tokenizer.json            and tokenizer_config.json
-      train-00000.tokens        packed tokens, little-endian uint16 or uint32, each document followed by its end
-      heldout-00000.tokens
+A folder holds ``train-00000.tokens`` and ``heldout-00000.tokens``, packed little-endian uint16 or uint32, each document
+followed by its end; the tokenizer; and ``manifest.json``: counts, digests, how it was made.
 
 Documents keep the order of their source. A folder is written next to its final path and renamed when it is complete.
 """
@@ -15,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -34,13 +29,12 @@ from diloco.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
 from diloco.errors import ConfigurationError, DataError
 from diloco.private_files import read_regular
 
-__all__ = ["SPLITS", "TokenFolder", "token_folders", "tokenize"]
+__all__ = ["SPLITS", "TokenFolder", "encode_splits", "token_folders", "tokenize", "training_texts"]
 
 SPLITS = ("train", "heldout")
 
 _FORMAT = "diloco tokens"
-_VERSION = 2  # incremented when an earlier reader could not read the new format
-_READABLE = (1, 2)  # the first one also has files of where documents end
+_READABLE = (1, 2)  # versions, of which the last is written; the first one also has files of where documents end
 _MANIFEST = "manifest.json"
 _DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 _BATCH_CHARACTERS = 4 << 20  # text tokenised at a time: enough to use all threads of the tokenizers library
@@ -135,12 +129,8 @@ def tokenize(
         raise ConfigurationError(f"{about.data[0]} already contains tokens. Give text instead.")
     place = Path(os.path.realpath(place))  # keeps a link, and gives "." a name
     _require_free(place)
-    source = Source(about)
-
-    def split() -> Iterator[tuple[str, bool]]:
-        return split_documents(source.documents(), settings.heldout_fraction)
-
-    tokenizer = make_tokenizer(settings, (text for text, heldout in split() if not heldout))
+    source, fraction = Source(about), settings.heldout_fraction
+    tokenizer = make_tokenizer(settings, training_texts([source], fraction))
     made = {
         "diloco": version("diloco"),
         "data": [str(each) for each in about.data] or ["the standard library"],
@@ -150,17 +140,15 @@ def tokenize(
     try:
         with new_folder(place, last=_MANIFEST) as folder:
             with ExitStack() as files:
-                writers = [
-                    _SplitWriter(files.enter_context((folder / f"{name}-00000.tokens").open("wb")), tokenizer)
-                    for name in SPLITS
-                ]
-                for texts in _batches(split()):
-                    for writer, side in zip(writers, texts, strict=True):
-                        writer.add(side)
+                paths = [folder / f"{name}-00000.tokens" for name in SPLITS]
+                writers = [_SplitWriter(files.enter_context(path.open("wb"))) for path in paths]
+                for parts in encode_splits(source, fraction, tokenizer):
+                    for writer, part in zip(writers, parts, strict=True):
+                        writer.add(part)
                     progress(sum(writer.documents for writer in writers), sum(writer.bytes for writer in writers))
                 manifest = {
                     "format": _FORMAT,
-                    "format_version": _VERSION,
+                    "format_version": _READABLE[-1],
                     "dtype": tokenizer.dtype.name,
                     "vocab_size": tokenizer.vocab_size,
                     "eos_id": tokenizer.eos_id,
@@ -185,34 +173,41 @@ def _require_free(place: Path) -> None:
         raise ConfigurationError(f"{place} already exists and is not an empty folder. Give another path.")
 
 
-def _batches(documents: Iterator[tuple[str, bool]]) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield the training and the held-out documents of some text at a time."""
+def training_texts(sources: Iterable[Source], heldout_fraction: float) -> Iterator[str]:
+    """Yield the documents that are not held out."""
+    for source in sources:
+        yield from (text for text, heldout in split_documents(source.documents(), heldout_fraction) if not heldout)
+
+
+def encode_splits(
+    source: Source, heldout_fraction: float, tokenizer: Tokenizer
+) -> Iterator[tuple[PackedTokens, PackedTokens]]:
+    """Yield the tokens of the training and of the held-out documents of some text at a time."""
     sides: tuple[list[str], list[str]] = ([], [])
     size = 0
-    for text, heldout in documents:
+    for text, heldout in split_documents(source.documents(), heldout_fraction):
         sides[heldout].append(text)
         size += len(text)
         if size >= _BATCH_CHARACTERS:
-            yield sides
+            yield tokenizer.pack(sides[0]), tokenizer.pack(sides[1])
             sides, size = ([], []), 0
-    yield sides
+    yield tokenizer.pack(sides[0]), tokenizer.pack(sides[1])
 
 
 class _SplitWriter:
     """Writes the file of one split."""
 
-    def __init__(self, file: BinaryIO, tokenizer: Tokenizer) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self.tokens = self.documents = self.bytes = 0
-        self._file, self._tokenizer, self._digest = file, tokenizer, xxhash.xxh3_64()
+        self._file, self._digest = file, xxhash.xxh3_64()
 
-    def add(self, texts: list[str]) -> None:
-        packed = self._tokenizer.encode_documents(texts)
-        self.tokens += len(packed)
-        self.documents += len(texts)
-        self.bytes += self._tokenizer.num_bytes(packed)
-        packed = np.ascontiguousarray(packed, dtype=packed.dtype.newbyteorder("<"))
-        self._digest.update(packed.data)
-        self._file.write(packed.data)
+    def add(self, part: PackedTokens) -> None:
+        self.tokens += len(part)
+        self.documents += part.documents
+        self.bytes += part.num_bytes
+        tokens = part[:].astype(part.dtype.newbyteorder("<"), copy=False)
+        self._digest.update(tokens.data)
+        self._file.write(tokens.data)
 
     def finish(self) -> dict[str, Any]:
         """Return what the manifest says of the split, once all of it is on disk."""

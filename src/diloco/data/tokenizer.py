@@ -1,11 +1,8 @@
 """Tokenizers of the ``tokenizers`` library in which every token stands for a string of bytes.
 
-A loss per token converts to bits per byte by a table of the bytes of each token. That works for byte-level vocabularies
-and for those made from SentencePiece with byte fallback. A tokenizer that folds case, merges spaces or has no token for
-some characters would model a different text than the one whose bytes are counted, so it is refused.
-
-A tokenizer is saved as a ``tokenizer.json``. The ``tokenizer_config.json`` next to it names the end-of-document token.
-Other libraries read these files too.
+A loss per token converts to bits per byte by a table of the bytes of each token. A tokenizer that folds case, merges
+spaces or has no token for some characters would model a different text than the one whose bytes are counted, so it is
+refused. A ``tokenizer_config.json`` next to the ``tokenizer.json`` names the end-of-document token.
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from diloco.data.hub import as_data_error
+from diloco.data.packed import PackedTokens
 from diloco.data.settings import HUB_PREFIX, DataSettings
 from diloco.errors import ConfigurationError, DataError, from_extra, nearest
 from diloco.private_files import read_regular
@@ -117,6 +115,12 @@ class Tokenizer:
                 pieces.append(np.array([*encoding.ids, self.eos_id], dtype=self.dtype))
         return np.concatenate(pieces)
 
+    def pack(self, documents: Sequence[str]) -> PackedTokens:
+        """Return the tokens of documents, as `encode_documents` encodes them."""
+        tokens = self.encode_documents(documents)
+        size = self.num_bytes(tokens)
+        return PackedTokens([tokens], vocab_size=self.vocab_size, documents=len(documents), num_bytes=size)
+
     def _encoded(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
         try:
             return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -181,13 +185,19 @@ class ByteTokenizer(Tokenizer):
 
 @cache
 def _byte_vocabulary() -> str:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import models
 
     vocabulary = {letter: number for number, letter in enumerate([*byte_letters(), EOS])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return str(_byte_level(models.BPE(vocab=vocabulary, merges=[]), words=False).to_str())
+
+
+def _byte_level(model: Any, *, words: bool = True) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer.to_str()
+    return tokenizer
 
 
 def byte_letters() -> list[str]:
@@ -245,12 +255,9 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
 
     The same documents give the same tokenizer. Too few repeated pairs for that many merges raise `DataError`.
     """
-    from tokenizers import Tokenizer as LibraryTokenizer
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from tokenizers import models, trainers
 
-    tokenizer = LibraryTokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
@@ -276,13 +283,16 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     config = file.with_name("tokenizer_config.json")
-    content, described = _json_object(file)
-    eos = _json_object(config)[1].get("eos_token") if config.exists() else None
+    try:
+        content = read_regular(file).decode("utf-8-sig")
+        added = json.loads(content).get("added_tokens") or ()
+        eos = json.loads(read_regular(config)).get("eos_token") if config.exists() else None
+        names = {token.get("content") for token in added}
+    except (OSError, ValueError, RecursionError, AttributeError, TypeError) as error:
+        raise DataError(f"{file} and the {config.name} next to it can't be read: {error}.") from error
     if isinstance(eos, dict):  # the longer of the two forms in which a token is written there
         eos = eos.get("content")
     if not isinstance(eos, str):
-        added = described.get("added_tokens")
-        names = [token.get("content") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
         known = [name for name in _KNOWN_EOS if name in names]
         if len(known) != 1:
             raise DataError(
@@ -329,15 +339,3 @@ def library_tokenizer(name: str, extra: str, needs: str) -> Any:
 
 def _loading(name: str) -> AbstractContextManager[None]:
     return as_data_error(f"The tokenizer of {name}", "Check the name (or give a local folder or tokenizer.json)")
-
-
-def _json_object(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return the text of a file, and the JSON object that it holds."""
-    try:
-        content = read_regular(path).decode("utf-8-sig")
-        value = json.loads(content)
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read as JSON: {error}.") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{path} does not contain a JSON object.")
-    return content, value

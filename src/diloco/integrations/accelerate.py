@@ -47,8 +47,7 @@ class AcceleratedDiLoCo(DiLoCo):
         transport: Transport | None = None,
         **arguments: Any,
     ) -> None:
-        kind = accelerator.distributed_type.name
-        refuse_unfit([kind], f"An Accelerator for {kind}")
+        refuse_unfit(accelerator.distributed_type.name)
         bare, inner = unwrapped(model, optimizer, transport)
         super().__init__(bare, inner, transport=transport, **arguments)
         self._accelerator = accelerator

@@ -8,7 +8,7 @@ verified when read, and contain no pickle.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -40,37 +40,27 @@ Parameters = Literal["global", "local"]
 same on all replicas, or this replica's local ones."""
 
 _UNFIT = {
-    "DeepSpeed keeps the parameters private": (
-        "deepspeed",
-        "DEEPSPEED",
-        "DeepSpeedOptimizerWrapper",
-        "DeepSpeedStrategy",
-    ),
+    "DeepSpeed keeps the parameters private": ("deepspeed", "DEEPSPEED", "DeepSpeedOptimizerWrapper"),
     "Megatron shards its parameters without DTensors": ("megatron", "MEGATRON_LM", "MegatronEngine"),
-    "FSDP1 shards its parameters without DTensors": ("FullyShardedDataParallel", "FSDPStrategy"),
     "diloco does not support torch_xla": ("XLA", "XLAStrategy", "SingleDeviceXLAStrategy"),
     "Lightning's checkpoints keep only the first rank's state of a callback": ("ModelParallelStrategy",),
 }
 """Reason -> the names that it applies to: packages, classes, and Accelerate's distributed types."""
 
 
-def refuse_unfit(names: Iterable[str], given: str) -> None:
-    """Raise `ConfigurationError` if DiLoCo can't work with an object of these ``names``, described as ``given``."""
+def refuse_unfit(thing: object) -> None:
+    """Raise `ConfigurationError` if DiLoCo can't work with ``thing``, or with what it names if it is a text."""
+    kinds = [] if isinstance(thing, str) else type(thing).__mro__
+    names = {thing, *(kind.__name__ for kind in kinds), *(kind.__module__.partition(".")[0] for kind in kinds)}
     for why, unfit in _UNFIT.items():
-        if set(names).intersection(unfit):
+        if names.intersection(unfit):
             raise ConfigurationError(
-                f"{given} was given, but {why}, so DiLoCo can't work with it. Use DistributedDataParallel, or FSDP2 "
-                "with Accelerate or the Trainer of transformers."
+                f"DiLoCo can't work with {thing if isinstance(thing, str) else type(thing).__name__}: {why}. Use "
+                "DistributedDataParallel, or FSDP2 with Accelerate or the Trainer of transformers."
             )
 
 
-def names_of(thing: object) -> list[str]:
-    """Return the names of the class of ``thing`` and its base classes, and of the packages that define them."""
-    kinds = type(thing).__mro__
-    return [kind.__name__ for kind in kinds] + [kind.__module__.partition(".")[0] for kind in kinds]
-
-
-def unwrapped(model: nn.Module, optimizer: Any, transport: Transport | None) -> tuple[nn.Module, Optimizer]:
+def unwrapped(model: nn.Module, optimizer: Any, transport: Transport | None) -> tuple[nn.Module, Any]:
     """Return the module and the optimizer inside the wrappers of torch, Accelerate and Lightning.
 
     Raises:
@@ -78,18 +68,13 @@ def unwrapped(model: nn.Module, optimizer: Any, transport: Transport | None) -> 
             the ranks of torch.distributed, whose gradients the framework averages, hold the model.
     """
     for module in model.modules():
-        refuse_unfit(names_of(module), f"A model with a {type(module).__name__}")
+        refuse_unfit(module)
     while (content := content_of(model)) is not None:
         model = content
-    refuse_unfit(names_of(optimizer), f"A {type(optimizer).__name__}")
-    while {"AcceleratedOptimizer", "LightningOptimizer"}.intersection(names_of(optimizer)):
+    refuse_unfit(optimizer)
+    while any(kind.__name__ in ("AcceleratedOptimizer", "LightningOptimizer") for kind in type(optimizer).__mro__):
         optimizer = optimizer.optimizer
-        refuse_unfit(names_of(optimizer), f"A {type(optimizer).__name__}")
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigurationError(
-            f"The optimizer must be a torch.optim.Optimizer, got a {type(optimizer).__module__}."
-            f"{type(optimizer).__name__}."
-        )
+        refuse_unfit(optimizer)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks > 1 and transport is not None and _is_sharded(model) == transport.shared_by_ranks:
         part, fitting = ("shards", "sharded") if _is_sharded(model) else ("all", "whole")
@@ -160,16 +145,12 @@ class HostedReplica:
         self.parameters = parameters
         self.training = False  # whether training has started and not ended
         self.diloco: DiLoCo | None = None  # None until training starts
+        self.hidden: dict[str, Tensor] | None = None  # name -> local value while the model holds the global ones
         self._arguments = arguments
         self._shown = ExitStack()
-        self._hidden: dict[str, Tensor] | None = None  # the local parameters while the model holds the global ones
 
     def begin(self, model: nn.Module, optimizer: Any, transport: Transport | None) -> DiLoCo:
-        """Create the `DiLoCo` for the model and optimizer that a framework has wrapped.
-
-        Raises:
-            ConfigurationError: if DiLoCo can't work with the model, the optimizer or the transport.
-        """
+        """Create the `DiLoCo` for the model and optimizer that a framework has wrapped."""
         bare, inner = unwrapped(model, optimizer, transport)
         self.diloco = DiLoCo(bare, inner, transport=transport, **self._arguments)
         self._watch = StepWatch(inner)
@@ -178,39 +159,36 @@ class HostedReplica:
 
     def step(self) -> None:
         """Run `DiLoCo.step` after the optimizer has stepped or a gradient scaler has skipped the step."""
-        self._begun.step(self._watch.trained())
-
-    def figures(self) -> dict[str, float]:
-        """Return figures for the framework's logs."""
-        return self._begun.figures()
+        self.begun.step(self._watch.trained())
 
     @property
-    def shows_globals(self) -> bool:
-        """Whether the model holds the global parameters instead of the local ones."""
-        return self._hidden is not None
+    def begun(self) -> DiLoCo:
+        """The `DiLoCo` after training has started."""
+        assert self.diloco is not None, "training has started"
+        return self.diloco
 
     def show(self) -> None:
         """During training, put the parameters that are to be evaluated or saved into the model."""
-        if self.training and self.parameters == "global" and self._hidden is None:
-            self._begun.check_model()
-            globals_held = holding(self._begun.named_parameters(), self._begun.named_global_params())
-            self._hidden = self._shown.enter_context(globals_held)
+        if self.training and self.parameters == "global" and self.hidden is None:
+            self.begun.check_model()
+            globals_held = holding(self.begun.named_parameters(), self.begun.named_global_params())
+            self.hidden = self._shown.enter_context(globals_held)
 
     def hide(self) -> None:
         """Put the local parameters back into the model."""
-        if self._hidden is not None:
-            reshard(self._begun.model)
+        if self.hidden is not None:
+            reshard(self.begun.model)
             self._shown.close()
-            self._hidden = None
+            self.hidden = None
 
     def end(self, instead: Mapping[str, Tensor] | None = None) -> None:
         """Merge what is in flight, and leave the model with the chosen `parameters`, or with ``instead`` if given."""
         self.hide()
-        self._begun.end()
+        self.begun.end()
         if instead is None and self.parameters == "global":
-            instead = self._begun.named_global_params()
+            instead = self.begun.named_global_params()
         if instead is not None:
-            _hold(self._begun, instead)
+            _hold(self.begun, instead)
         self.abandon()
 
     def abandon(self) -> None:
@@ -220,15 +198,11 @@ class HostedReplica:
             self._watch.close()
             self.training = False
 
-    def local(self) -> dict[str, Tensor] | None:
-        """Return parameter name -> local value while the model holds the global ones, else None."""
-        return self._hidden
-
     def chosen_state(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the entries of the ``state_dict`` of ``module`` that differ if the global parameters are chosen."""
         if self.parameters == "local":
             return {}
-        agreed, parameters = self._begun.named_global_params(), self._begun.named_parameters()
+        agreed, parameters = self.begun.named_global_params(), self.begun.named_parameters()
         values = {id(parameters[name]): value for name, value in agreed.items()}
         # hooks of some wrappers take their own prefix out of the names in a state_dict
         names = dict(module.named_parameters(remove_duplicate=False)) | dict(all_parameters(module))
@@ -240,10 +214,10 @@ class HostedReplica:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a framework saves beside a model, which holds the chosen `parameters`."""
-        local = self._hidden or held_values(self._begun)
+        local = self.hidden or held_values(self.begun)
         saves_globals = self.training and self.parameters == "global"
-        state = {"diloco": self._begun.state_dict(), "local": local if saves_globals else None}
-        return state | {"replica": self._begun.transport.replica}
+        state = {"diloco": self.begun.state_dict(), "local": local if saves_globals else None}
+        return state | {"replica": self.begun.transport.replica}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict`. The framework loads the model before or after this call.
@@ -251,17 +225,12 @@ class HostedReplica:
         Raises:
             CheckpointError: if it belongs to another replica, model or schedule.
         """
-        if state["replica"] != (replica := self._begun.transport.replica):
+        if state["replica"] != (replica := self.begun.transport.replica):
             raise CheckpointError(
                 f"The checkpoint belongs to replica {state['replica']}, but this is replica {replica}. Resume each "
                 "replica from its own checkpoint."
             )
-        _restore(self._begun, state)
-
-    @property
-    def _begun(self) -> DiLoCo:
-        assert self.diloco is not None, "training has started"
-        return self.diloco
+        _restore(self.begun, state)
 
 
 def held_values(diloco: DiLoCo) -> dict[str, Tensor]:
@@ -300,7 +269,7 @@ def save_state(checkpoint: Path, diloco: DiLoCo, local: Mapping[str, Tensor] | N
     if not _is_sharded(diloco.model) and dist.is_initialized() and dist.get_rank() != 0:
         return
     replica, mine = diloco.transport.replica, _place(checkpoint, diloco)
-    if others := [name for name in _saved(checkpoint) if name.partition("-rank-")[0] != f"replica-{replica}"]:
+    if others := [name for name in saved_states(checkpoint) if name.partition("-rank-")[0] != f"replica-{replica}"]:
         raise ConfigurationError(
             f"Replica {replica} can't save into {checkpoint}, because {others[0]} saves there and each would overwrite "
             "the other's model and optimizer. Give each replica its own folder."
@@ -308,11 +277,6 @@ def save_state(checkpoint: Path, diloco: DiLoCo, local: Mapping[str, Tensor] | N
     about = {"replica": replica, "steps": diloco.steps, "model": digest_tensors(held_values(diloco))}
     state = {"diloco": diloco.state_dict(), "local": local}
     save_checkpoint(mine, diloco.steps, {"state": state}, about=about, keep=1)
-
-
-def has_state(checkpoint: Path) -> bool:
-    """Return whether any replica has saved its state in the folder."""
-    return bool(_saved(checkpoint))
 
 
 def load_state(checkpoint: Path, diloco: DiLoCo, *, check_model: bool) -> None:
@@ -329,7 +293,7 @@ def load_state(checkpoint: Path, diloco: DiLoCo, *, check_model: bool) -> None:
         CheckpointError: if the state of this replica is missing or damaged, or belongs to another model or schedule.
     """
     mine = _place(checkpoint, diloco)
-    if not mine.exists() and (others := _saved(checkpoint)):
+    if not mine.exists() and (others := saved_states(checkpoint)):
         raise CheckpointError(
             f"{checkpoint} holds {', '.join(others)}, but not {mine.name}. Resume from the folder that this replica "
             "saved, with the same number of ranks."
@@ -349,7 +313,7 @@ def _place(checkpoint: Path, diloco: DiLoCo) -> Path:
     return checkpoint / "diloco" / f"replica-{diloco.transport.replica}{suffix}"
 
 
-def _saved(checkpoint: Path) -> list[str]:
+def saved_states(checkpoint: Path) -> list[str]:
     """Return the names of all states saved in the folder."""
     return sorted(path.name for path in (checkpoint / "diloco").glob("replica-*"))
 

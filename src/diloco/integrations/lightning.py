@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from diloco.errors import CheckpointError, ConfigurationError, from_extra
-from diloco.integrations.host import HostedReplica, Parameters, names_of, refuse_unfit
+from diloco.integrations.host import HostedReplica, Parameters, refuse_unfit
 from diloco.outer import DiLoCo
 from diloco.transport import Transport
 
@@ -51,7 +51,7 @@ class DiLoCoCallback(Callback):
         return self._replica.diloco
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        refuse_unfit(names_of(trainer.strategy), f"A Trainer with {type(trainer.strategy).__name__}")
+        refuse_unfit(trainer.strategy)
         if self.diloco is not None or len(trainer.optimizers) != 1:
             raise ConfigurationError("A DiLoCoCallback serves one fit() of a module with one optimizer.")
         transport = self._at_end.enter_context(self.transport()) if callable(self.transport) else self.transport
@@ -76,7 +76,7 @@ class DiLoCoCallback(Callback):
             raise ConfigurationError(f"training_step took {steps} optimizer steps with one batch. Take one per batch.")
         if steps:
             self._replica.step()
-        pl_module.log_dict(self._replica.figures())
+        pl_module.log_dict(self._replica.begun.figures())
 
     def on_validation_start(self, *_: Any) -> None:
         self._replica.show()

@@ -10,10 +10,10 @@ from diloco.errors import CheckpointError, ConfigurationError, from_extra
 from diloco.integrations.host import (
     HostedReplica,
     Parameters,
-    has_state,
     held_values,
     load_state,
     save_state,
+    saved_states,
 )
 from diloco.outer import DiLoCo
 from diloco.transport import Transport
@@ -108,20 +108,20 @@ class DiLoCoCallback(TrainerCallback):
         """Save DiLoCo's state with the checkpoint, unless the Trainer saves only the model."""
         assert self.diloco is not None, "training has started"
         folder = _checkpoint_of(args, state)
-        if self._replica.parameters == "global" and not self._replica.shows_globals:
+        if self._replica.parameters == "global" and self._replica.hidden is None:
             warnings.warn(
                 f"{folder} contains the local parameters, because a callback after DiLoCoCallback requested this "
                 "checkpoint. To save the global parameters, pass DiLoCoCallback as the last callback.",
                 stacklevel=2,
             )
         if not args.save_only_model:
-            save_state(folder, self.diloco, self._replica.local())
+            save_state(folder, self.diloco, self._replica.hidden)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **given: Any) -> None:
         """Add the figures to the Trainer's training logs and to its history."""
         logs = given["logs"]
         if self.diloco is not None and {"loss", "train_loss"} & logs.keys():
-            figures = self._replica.figures()
+            figures = self._replica.begun.figures()
             logs.update(figures)
             state.log_history[-1].update(figures)
 
@@ -139,7 +139,7 @@ class DiLoCoCallback(TrainerCallback):
     def _resume(self, diloco: DiLoCo, args: TrainingArguments, state: TrainerState) -> None:
         given = self.resume_from_checkpoint or args.resume_from_checkpoint
         folder = Path(given) if isinstance(given, str | Path) and Path(given).is_dir() else _checkpoint_of(args, state)
-        if has_state(folder):
+        if saved_states(folder):
             load_state(folder, diloco, check_model=True)
         elif not self.begin_from_checkpoint:
             raise CheckpointError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from diloco.membership.quorum import Policy, decide
+from diloco.membership.next_view import Policy, decide, names_of
 from diloco.membership.values import View
 
 _MAX_VIEWS_AHEAD = 1000  # a view that a member names can't be later than another one's by more than this
@@ -126,6 +126,18 @@ class BootstrapElection:
         voters = [each.number for each in there if each.last is not None and each.vote == founded]
         enough = newest is None or self._are_enough(newest, founded, there, left, voters)
         return founded if first == self.number and enough else None
+
+    def missing(self, others: Sequence[Candidate]) -> str:
+        """Return a sentence, for a message, on who of the newest view is not searching; "" if nobody is missing."""
+        newest, others = self._credible(others)
+        absent = {*(newest.members if newest else ())} - {self.number, *(each.number for each in others)}
+        if not absent:
+            return ""
+        are, they_have = ("is", "it has") if len(absent) == 1 else ("are", "they have")
+        return (
+            f" Of the newest view, {names_of(absent)} {are} missing. If {they_have} ended for good, start the others "
+            "again from their checkpoints."
+        )
 
     def _credible(self, others: Sequence[Candidate]) -> tuple[View | None, list[Candidate]]:
         """Return the newest view that counts, and the other candidates that do.

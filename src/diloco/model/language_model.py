@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm import group_layers, model_state, trainable_parameters
+from diloco.algorithm import group_layers, model_state, trainable_parameters, unfit_memory
 from diloco.errors import ConfigurationError
 from diloco.model.loss import ENDS, cross_entropy_with_z_loss, projected_cross_entropy
 from diloco.model.settings import ModelSettings
@@ -363,6 +363,12 @@ def _build_foreign(settings: ModelSettings) -> LanguageModel:
     z_loss = arguments.pop("z_loss", 0.0)
     offered = {"vocab_size": vocab_size, "max_sequence_length": length}
     model = call("model.source", source, kind=nn.Module, arguments=arguments, offered=offered)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and (why := unfit_memory(parameter.detach())):
+            raise ConfigurationError(
+                f"{name!r} of {source} {why}, so no checkpoint can hold it. Keep it as a plain, dense tensor, or not "
+                "among the parameters."
+            )
     if isinstance(model, LanguageModel):
         return model
     vocab_size = getattr(model, "vocab_size", vocab_size)

@@ -275,7 +275,7 @@ class Machine:
             case Header() | RoundVote() if not views.is_member:
                 self._hold_back(sender, message, connection)
             case _ if not is_from_member:
-                if ahead < 0 and not self.roster.has(sender) and views.is_member:
+                if ahead < 0 and sender not in self.roster.members and views.is_member:
                     views.send_excluded(sender)
             case Change():
                 if message.report.rank != sender:

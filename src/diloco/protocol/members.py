@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from diloco.membership import View, byzantine_quorum
 from diloco.protocol.registry import Entry, difference
@@ -28,8 +28,9 @@ class Roster:
         self._quiet_s: dict[int, float] = {}  # rank -> when its last quiet period ended
         self.in_doubt: set[int] = set()  # ranks whose connection has ended for a reason that is still unknown
         self._rules = rules
-        # rank -> its connection; None: it was not connected when the view began
-        self._members: dict[int, int | None] = {}
+        # the members' ranks -> their connections, though other processes may have replaced them since; None: it was not
+        # connected when the view began
+        self.members: dict[int, int | None] = {}
 
     def connect(self, rank: int, connection: int, address: str, now_s: float) -> None:
         self.connections[rank], self.addresses[rank], self.message_counts[rank] = connection, address, 0
@@ -65,37 +66,22 @@ class Roster:
 
     def set_members(self, view: View) -> None:
         """Make the processes that are connected now the members of ``view``; those that were members before stay."""
-        self._members = {
-            rank: self._members.get(rank, self.connections.get(rank)) for rank in self._rules.ranks(view.members)
+        self.members = {
+            rank: self.members.get(rank, self.connections.get(rank)) for rank in self._rules.ranks(view.members)
         }
-
-    def set_connections(self, connections: Mapping[int, int]) -> None:
-        """Make the processes with these connections the members, even if others have replaced them since."""
-        self._members.update(connections)
-
-    def remove(self, rank: int) -> None:
-        self._members.pop(rank, None)
-
-    def mark_replaced(self, rank: int) -> None:
-        """Record that the process connected as ``rank`` has taken the place of the member."""
-        self._members[rank] = None
-
-    def has(self, rank: int) -> bool:
-        """Return whether a process of that rank is a member, connected or not."""
-        return rank in self._members
 
     def is_from_member(self, rank: int, connection: int | None) -> bool:
         """Return whether a message is from a member; ``connection`` is None if it has ended since."""
-        return self.has(rank) and (connection is None or connection == self._members[rank])
+        return rank in self.members and (connection is None or connection == self.members[rank])
 
     def is_connected(self, rank: int) -> bool:
         """Return whether the process connected as ``rank`` is the member."""
-        return self.has(rank) and rank in self.connections and self._members[rank] == self.connections[rank]
+        return rank in self.members and rank in self.connections and self.members[rank] == self.connections[rank]
 
     def reaches(self, replica: int) -> bool:
         """Return whether all ranks of a replica are connected; if they are members, as the members' processes."""
         ranks = self._rules.ranks((replica,))
-        return all(self.is_connected(rank) if self.has(rank) else rank in self.connections for rank in ranks)
+        return all(self.is_connected(rank) if rank in self.members else rank in self.connections for rank in ranks)
 
     def unreached(self, view: View) -> frozenset[int]:
         """Return the other members of ``view``, the current view, that are not connected."""

@@ -239,7 +239,7 @@ class ViewChange:
             me, mine = self._rules.replica, self.mine
             reason = f"{names_of(self.staying)} can't be reached and may be continuing without replica {me}"
             following = NextView(None, self.view, mine.step + 1, mine.commits, reason, void=mine.void)
-        in_doubt = {self._rules.replica_of(rank) for rank in self._roster.in_doubt if self._roster.has(rank)}
+        in_doubt = {self._rules.replica_of(rank) for rank in self._roster.in_doubt if rank in self._roster.members}
         if following is not None and following.view is None and in_doubt - self.mine.gone:
             return None  # a replica whose process turns out to have ended is no side that could be larger
         return following

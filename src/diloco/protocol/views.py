@@ -100,7 +100,7 @@ class Views:
         self.view = following.view
         self._rounds.joined = following.from_step > 1  # at step 1 all replicas have the initial state
         self._rounds.from_step, self._rounds.step = following.from_step, following.from_step - 1
-        self._roster.set_connections(connections)
+        self._roster.members.update(connections)
         self._open((), following.void)
         self._outbox.queue.append(ViewBegan(following))
 
@@ -273,7 +273,7 @@ class Views:
         if self._roster.is_connected(rank):
             if self.view is not self._first:
                 return  # it has joined already, by the request to another member
-            self._roster.mark_replaced(rank)  # restarted before this view began
+            self._roster.members[rank] = None  # restarted before this view began
         if self.closed_to_joiners or self.failure is not None or not self.is_member:
             why = self.closed_to_joiners or str(self.failure or "this replica is still joining")
             self._outbox.send([rank], Refused(why, for_good=self.failure is not None))
@@ -388,7 +388,7 @@ class Views:
                 ):  # a replica that left knows
                     self._outbox.send([rank], Excluded(following.previous.id, self._rounds.reason))
                 self._hang_up(rank)
-            self._roster.remove(rank)
+            self._roster.members.pop(rank, None)
 
     def _hang_up(self, rank: int) -> None:
         if rank in self._roster.connections:

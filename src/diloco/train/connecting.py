@@ -20,9 +20,9 @@ from diloco.membership import LastViews
 from diloco.protocol import MAX_NAME, Rules
 from diloco.train.description import diff
 from diloco.train.fleet import Elastic, Meeting, PeerFleet
+from diloco.train.joining import Held, held_checkpoint
 from diloco.train.processes import Role
 from diloco.train.settings import RunSettings
-from diloco.train.state import Held, held_checkpoint
 from diloco.transport import (
     Admission,
     Connected,
@@ -182,14 +182,15 @@ def fleet_in_swarm(
     connected = enter_swarm(place, rules, held_step=held.step)
 
     def again(fleet: PeerFleet, views: LastViews, patience_s: float) -> Connected:
+        nonlocal place
         transport = fleet.transport
         known = [address for entry in transport.known_entries() for address in entry.places]
         join, listen = (*place.node.join, *known), same_port(place.node.listen, fleet.addresses)
         node = replace(place.node, join=tuple(dict.fromkeys(join)), listen=listen, insists=False)
         number, swarm = transport.replica, fleet.connected.swarm
         transport.close()
-        found = replace(place, replica=number, swarm=swarm, views=views, patience_s=patience_s, node=node)
-        return enter_swarm(found, rules, held_step=transport.step)
+        place = replace(place, replica=number, swarm=swarm, views=views, patience_s=patience_s, node=node)
+        return enter_swarm(place, rules, held_step=transport.step)
 
     def addresses(connected: Connected) -> tuple[str, ...]:
         node = cast(PeerStreams, connected.transport.connections.streams).node
@@ -211,15 +212,7 @@ def fleet_in_swarm(
             "lost replicas": f"noticed after at most {transport.rules.silence_s:g} s; the others then continue",
         }
 
-    elastic = Elastic(
-        run=place.admission.run,
-        name=place.name,
-        start_replicas=replicas,
-        margin=margin,
-        batch_size=batch_size,
-        status=place.status,
-        join=place.node.join,
-    )
+    elastic = Elastic(place=place, start_replicas=replicas, margin=margin, batch_size=batch_size)
     meeting = Meeting(num_replicas=replicas, elastic=elastic, again=again, addresses=addresses, details=details)
     return PeerFleet(meeting, connected, notes=_use_of(held, connected, place))
 

@@ -18,9 +18,9 @@ from diloco.transport import (
     Connected,
     InProcessTransport,
     LeaderTransport,
-    PeerStatus,
     PeerTransport,
     ReplicaGroup,
+    SwarmPlace,
     Transport,
     VirtualNetwork,
     join,
@@ -121,13 +121,10 @@ class Fleet:
 class Elastic:
     """A run whose replicas join and leave."""
 
-    run: str  # its name
-    name: str  # what people call this replica
+    place: SwarmPlace  # this replica and its run
     start_replicas: int  # the number of replicas at which training starts
     margin: int  # the number of inner steps within which every member has to wait for a round
     batch_size: int  # sequences per batch of a replica (B)
-    status: PeerStatus  # what those see who watch this replica
-    join: tuple[str, ...] = ()  # the addresses at which it was told to find others
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,7 +142,7 @@ class Meeting:
 
 
 class WelcomeNote(WireMessage):
-    """What a member tells a replica that joins."""
+    """What a member tells a replica that joins; nothing if there are no shares of data and the run has just started."""
 
     gathers: Ranks = ()  # the members of the lost view, if too few of them have come back so far
     begun: bool = False  # whether training has begun
@@ -217,7 +214,7 @@ class PeerFleet(Fleet):
         self.joining = connected.joining
         self.addresses = self.meeting.addresses(connected)
         if elastic := self.meeting.elastic:
-            self.note(state="joining", name=elastic.name)
+            self.note(state="joining", name=elastic.place.name)
             if not self.joining:
                 self._share(Shares.of(self.local), 1)
 
@@ -298,32 +295,29 @@ class PeerFleet(Fleet):
     def note(self, **seen: Any) -> None:
         """Publish facts about this replica for the status page."""
         if self.meeting.elastic:
-            self.meeting.elastic.status.seen.update(seen)
+            self.meeting.elastic.place.status.seen.update(seen)
 
     def publish(self, event: Event) -> None:
         """Publish an event for the status page."""
         if self.meeting.elastic:
-            self.meeting.elastic.status.add(event)
+            self.meeting.elastic.place.status.add(event)
             if isinstance(event, StateFetched):
                 self.note(state_received_bytes=event.received_bytes, state_expected_bytes=event.expected_bytes)
 
     def names(self) -> dict[str, str]:
         if self.meeting.elastic is None:
             return {}
-        known = {self.transport.replica: self.meeting.elastic.name}
+        known = {self.transport.replica: self.meeting.elastic.place.name}
         known |= {entry.rank: entry.name for entry in self.transport.known_entries()}
         often = Counter(known.values())
-        return {
-            str(number): name if often[name] == 1 else f"{name}/{number % 10_000}"
-            for number, name in known.items()
-            if name
-        }
+        unique = {number: name if often[name] == 1 else f"{name}/{number % 10_000}" for number, name in known.items()}
+        return {str(number): name for number, name in unique.items() if known[number]}
 
     def facts(self) -> dict[str, str]:
         if self.meeting.elastic is None:
-            return self._ask(lambda: {"replica": f"{self.transport.rules.replica}, in its own process"})
+            return {"replica": f"{self.local[0]}, in its own process"}
         name = self.names().get(str(self.transport.replica), "it")
-        return {"replica": f"{name}, of {self.num_members} in run {self.meeting.elastic.run!r}"}
+        return {"replica": f"{name}, of {self.num_members} in run {self.meeting.elastic.place.admission.run!r}"}
 
     def details(self) -> dict[str, str]:
         return self._ask(lambda: self.meeting.details(self))
@@ -402,16 +396,11 @@ class PeerFleet(Fleet):
         view, known = self.transport.last_view, self.transport.known_entries()
         members = () if view is None else view.members
         gone = {entry.address for entry in known if entry.rank not in members}
-        given = [address for address in elastic.join if address.rpartition("/p2p/")[2] not in gone]
+        given = [address for address in elastic.place.node.join if address.rpartition("/p2p/")[2] not in gone]
         there = [address for entry in known if entry.rank in members for address in entry.places]
         return tuple(dict.fromkeys([*given, *sorted(there, key=lambda address: address.startswith("/ip4/127."))]))
 
     # Joining and rejoining.
-
-    @property
-    def others_have_trained(self) -> bool:
-        """Whether the others have a state that a joiner can adopt."""
-        return not self.elastic or self.connected.table.step > 0
 
     def sees_nobody(self) -> bool:
         """Return whether there is no connection to another replica."""
@@ -433,31 +422,24 @@ class PeerFleet(Fleet):
             RendezvousError: if the members refuse or do not answer in time.
         """
         step = int(self._ask(lambda: join(self.connected, timeout_s)))
-        if self._talks:
-            try:
-                self._read_welcome(decode(self.transport.welcome_note or encode(WelcomeNote()), WelcomeNote))
-            except ValueError as error:
-                raise RendezvousError(
-                    f"The welcome note from the members can't be read: {error}. This replica does not take part."
-                ) from error
         self.joining = False
-        if self.elastic:
-            with self._changed:
-                self._taken = ()
-                self._share(self.shares, self.num_members)
-        return step
-
-    def _read_welcome(self, note: WelcomeNote) -> None:
-        """Process the welcome note, which `_follow` of a member returned when this replica joined.
-
-        Without shares of data, it is empty if the run had just started.
-        """
-        if members := set(note.gathers):
-            self._lost_view, self.gathering = View(self.transport.view.id, tuple(sorted(members))), True
-        if self.elastic:
-            if note.shares is None:
+        if not self._talks:
+            return step
+        try:
+            note = decode(self.transport.welcome_note or encode(WelcomeNote()), WelcomeNote)
+            if self.elastic and note.shares is None:
                 raise ValueError("it does not say who draws which data")
-            self.begun, self.shares = note.begun, note.shares
+        except ValueError as error:
+            raise RendezvousError(
+                f"The welcome note from the members can't be read: {error}. This replica does not take part."
+            ) from error
+        with self._changed:
+            if note.gathers:
+                self._lost_view, self.gathering = View(self.transport.view.id, tuple(sorted({*note.gathers}))), True
+            if self.elastic and note.shares is not None:
+                self.begun, self._taken = note.begun, ()
+                self._share(note.shares, self.num_members)
+        return step
 
     def rejoin(self, patience_s: float) -> None:
         """Find the other replicas after losing them, or found another view for the replicas that also search.

@@ -238,11 +238,6 @@ def make_inner_optimizer(settings: OptimizerSettings, model: nn.Module) -> torch
         )
     arguments = dict(settings.arguments)
     may_fuse = "fused" in accepted and not is_own(name) and (name in FUSED_ON_SHARDS or not sharded)
-    if arguments.get("fused") and not may_fuse and not is_own(name):
-        raise ConfigurationError(
-            f"optimizer.arguments.fused can't be used here: the fused kernel of {name} does not support parameters "
-            "that are sharded over ranks. Leave it out."
-        )
     if may_fuse and not {"fused", "foreach"} & arguments.keys():
         arguments["fused"] = True
     decays = "weight_decay" in accepted and arguments.get("weight_decay", accepted["weight_decay"].default) != 0

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from diloco.checkpoint import Checkpoint, open_checkpoint
+from diloco.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError, RunFinishedError, TransportError
 from diloco.events import Event, Note, ViewChanged
 from diloco.state_tree import readable_state
@@ -17,11 +18,11 @@ from diloco.train.description import diff
 from diloco.train.fleet import PeerFleet
 from diloco.train.replica import Replica
 from diloco.train.session import Session
-from diloco.train.state import load_session, newest_checkpoints
+from diloco.train.state import base_home, load_session, replicas_in
 from diloco.train.stopping import StopAsked, StopRequest
 from diloco.waiting import waiting_for
 
-__all__ = ["OVER", "find_beginning", "follow_views"]
+__all__ = ["OVER", "Held", "find_beginning", "follow_views", "held_checkpoint", "held_step"]
 
 _GATHER_S = 60.0  # wait this long for a founded view, then search: the others may have found each other without it
 _RETRY_S = 1.0
@@ -42,7 +43,7 @@ def _join_run(session: Session, fleet: PeerFleet) -> None:
             f"Replica {replica.number} can't join a run of algorithm={session.settings.algorithm!r} that is already "
             "training; only DiLoCo and Streaming DiLoCo can be joined. Restart all replicas."
         )
-    if fleet.others_have_trained:
+    if not fleet.elastic or fleet.connected.table.step > 0:  # in a swarm they may have no state yet
         _adopt_state(session, replica, fleet)
     _become_member(session, replica, fleet)
 
@@ -192,7 +193,7 @@ def find_beginning(session: Session, fleet: PeerFleet | None, home: Path, emit: 
         return None
     if fleet is not None and not fleet.elastic:
         name = f"step-{_newest_of_all(fleet):08d}"
-        found = newest_checkpoints(home, session.replicas[0].number, name)
+        found = _newest_checkpoints(home, session.replicas[0].number, name)
         path = found[0].path if found else home / "checkpoints" / name
     with session.fleet.group.all_or_none():  # a rank may not see the file
         checkpoint = open_checkpoint(path)
@@ -228,3 +229,60 @@ def _check_same_run(session: Session, checkpoint: Checkpoint) -> None:
             f"{checkpoint.path} was saved by a run with {difference}. Use the model, the files and the tokeniser with "
             "which the run started. Nothing was loaded."
         )
+
+
+# What a replica could resume from, before it is known whether it joins others.
+
+
+@dataclass(frozen=True)
+class Held:
+    """Facts about a peer's newest checkpoint that are needed before it is loaded."""
+
+    step: int = -1  # inner steps done; -1: there is no checkpoint
+    replica: int | None = None  # the replica that saved it
+    swarm: str = ""  # the swarm of which the replica was a member then; "" if unknown
+
+
+def held_checkpoint(resume: Path | None) -> Held:
+    """Return the facts about the checkpoint that ``--resume`` names.
+
+    A checkpoint that does not exist is no error here: a replica that ended before its first checkpoint can still join
+    others.
+
+    Raises:
+        CheckpointError: if the state of an existing checkpoint can't be read.
+    """
+    if resume is None:
+        return Held()
+    try:
+        checkpoint = open_checkpoint(resume)
+    except CheckpointError:  # reported when it is loaded
+        return Held()
+    replicas = replicas_in(checkpoint)
+    with readable_state(str(checkpoint.path)):
+        swarm = str(checkpoint.load("run")["transport"].get("swarm", ""))
+    return Held(checkpoint.step, replicas[0] if len(replicas) == 1 else None, swarm)
+
+
+def held_step(home: Path, replica: int, resume: Path) -> int:
+    """Return the step from which a replica could resume: that of ``resume``, or else the newest; -1 for none."""
+    name = resume.name if resume.name.startswith("step-") else ""
+    return max((checkpoint.step for checkpoint in _newest_checkpoints(home, replica, name)), default=-1)
+
+
+def _newest_checkpoints(home: Path, replica: int, name: str) -> list[Checkpoint]:
+    """Return the newest checkpoints from which a replica in a process of its own can resume, at most two.
+
+    One is in the run folder of replica 0, if the replica is new or was saved there, by one process for all replicas.
+    The other is in the replica's own.
+
+    Args:
+        home: the replica's own run folder, which is inside that of replica 0.
+        name: the name of the checkpoint; "": any.
+    """
+    own, shared = list_checkpoints(home / "checkpoints"), []
+    if replica and (there := list_checkpoints(base_home(home, replica) / "checkpoints")):
+        is_new = replica >= there[-1].fact("num_replicas", int)
+        shared = [checkpoint for checkpoint in there if is_new or f"replica-{replica}" in checkpoint.parts]
+    named = ([each for each in found if name in ("", each.path.name)] for found in (shared, own))
+    return [checkpoint for found in named for checkpoint in found[-1:]]

@@ -13,16 +13,14 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, Literal
+from itertools import product
+from typing import IO, Any, Literal
 
 from diloco.checkpoint import shared_lock
 from diloco.cores import set_thread_share
 from diloco.errors import ConfigurationError
 from diloco.train.stopping import is_echo
 from diloco.transport import Address, NetworkSettings, parse_address, read_secret
-
-if TYPE_CHECKING:
-    from diloco.protocol import Registry
 
 __all__ = [
     "IN_VAIN",
@@ -41,8 +39,6 @@ IN_VAIN = 3  # exit code of a rank that has trained to the end, but whose rounds
 
 _KILL_S = 10.0  # processes that have not ended this long after a second signal are killed
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
-
-Ranks = dict[tuple[int, int], subprocess.Popen[bytes]]  # (replica, position) -> process of that rank
 
 POSITION, INNER_STORE = "DILOCO_POSITION", "DILOCO_INNER_STORE"
 """Variables by which the launcher tells a rank its position within its replica, and where these ranks meet."""
@@ -187,39 +183,8 @@ def launch(
 
     secret = read_secret(settings.secret_file, "network.secret_file")
     connections = ConnectionManager(Rules(rank=-1), TcpStreams(secret=secret))
-    try:
-        host = settings.listen_host or "127.0.0.1"
-        address = connections.listen(host, range(1), host)
-        registry = Registry(settings.replicas * talking_ranks, talking_ranks)
-        serve(connections, registry)
-        stores: dict[int, Any] = {}
-
-        def start(replica: int) -> Ranks:
-            ranks, size, shared = {}, settings.replica_size, lock if replica == 0 else None
-            if size > 1:  # for the process groups inside the replica
-                from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs lack it
-
-                stores[replica] = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-            for position in range(size):
-                variables = {POSITION: str(position)}
-                if size > 1:
-                    variables[INNER_STORE] = str(Address(host, stores[replica].port))
-                words = command(replica, position, address)
-                ranks[replica, position] = start_process(words, settings.num_ranks, shared, variables)
-            return ranks
-
-        return _watch(settings, registry, start, say)
-    finally:
-        connections.close()
-
-
-def _watch(
-    settings: NetworkSettings,
-    registry: Registry,
-    start: Callable[[int], Ranks],
-    say: Callable[[str], None],
-) -> int:
-    running: Ranks = {}
+    host, size, stores = settings.listen_host or "127.0.0.1", settings.replica_size, list[Any]()
+    running: dict[tuple[int, int], subprocess.Popen[bytes]] = {}  # (replica, position) -> process of that rank
     codes: list[int] = []
     asked: list[tuple[int, float]] = []
     patience_s = 2 * settings.silence + 10  # working ranks end together, a frozen one does not
@@ -237,8 +202,19 @@ def _watch(
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        for replica in range(settings.replicas):
-            running |= start(replica)
+        address = connections.listen(host, range(1), host)
+        registry = Registry(settings.replicas * talking_ranks, talking_ranks)
+        serve(connections, registry)
+        for replica, position in product(range(settings.replicas), range(size)):
+            variables = {POSITION: str(position)}
+            if size > 1:  # the process groups inside the replica need a store
+                from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs lack it
+
+                if position == 0:
+                    stores.append(TCPStore(host, 0, is_master=True, wait_for_workers=False))
+                variables[INNER_STORE] = str(Address(host, stores[replica].port))
+            words, shared = command(replica, position, address), lock if replica == 0 else None
+            running[replica, position] = start_process(words, settings.num_ranks, shared, variables)
         while running:
             time.sleep(0.05)
             now_s = time.monotonic()
@@ -267,6 +243,7 @@ def _watch(
         kill_all()
         for process in running.values():
             process.wait()
+        connections.close()
     return exit_code(codes, survivors_continue=settings.on_loss == "continue", asked=bool(asked))
 
 

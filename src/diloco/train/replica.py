@@ -1,4 +1,4 @@
-"""One replica of a run, and the random numbers that are its own."""
+"""One replica of a run, the random numbers that are its own, and the steps that it trains."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diloco.algorithm import StepRate, steps_to_train, trains_at
 from diloco.data import Batches
+from diloco.membership import View
 from diloco.model import LanguageModel
 from diloco.outer import DiLoCo
 from diloco.train.data_parallel import GradientAverager
+from diloco.train.fleet import PeerFleet
 from diloco.train.inner import InnerLoop
 
 __all__ = [
+    "DynamicSteps",
     "RandomState",
     "Replica",
     "load_process_random",
@@ -102,3 +106,56 @@ class Replica:
     random_state: RandomState
     gradients: GradientAverager
     diloco: DiLoCo | None = None
+
+
+class DynamicSteps:
+    """The scheduled steps that a replica of a swarm trains, from its own speed and the speeds of the others (DyLU).
+
+    A slow replica trains an evenly spaced share of the steps. A skipped step only advances the schedule: learning rate,
+    rounds and data continue as on every other replica, and its sequences are not trained in this epoch.
+    """
+
+    def __init__(self, replica: int, inner_steps: int, others: PeerFleet) -> None:
+        self._replica = replica
+        self._inner_steps = inner_steps
+        self._others = others
+        self._rate = StepRate()
+        self._announced: tuple[int, View] | None = None  # the step and view of the last announcement
+
+    def trains(self, step: int) -> bool:
+        """Return whether this replica trains scheduled step ``step`` (counted from 0), the next to begin."""
+        return self._trains(self._replica, step)
+
+    def members_training(self, step: int, *, trained: bool) -> int:
+        """Return how many members train step ``step``, as far as this replica knows; ``trained``: whether it did."""
+        others = (member for member in self._others.view.members if member != self._replica)
+        return trained + sum(self._trains(member, step) for member in others)
+
+    @property
+    def fraction(self) -> float:
+        """The fraction of the scheduled steps that this replica trains now."""
+        return self.steps_of(self._replica) / self._inner_steps
+
+    def trained(self, compute_s: float) -> None:
+        """Record a trained step that took ``compute_s`` seconds of pure compute."""
+        self._rate.add(compute_s)
+
+    def announce(self, step: int) -> None:
+        """Announce this replica's speed after scheduled step ``step``: once every H steps and after a view change."""
+        speed, view = self._rate.steps_per_s, self._others.view
+        if speed is None:
+            return
+        if self._announced is None or self._announced[1] != view or step - self._announced[0] >= self._inner_steps:
+            self._announced = step, view
+            self._others.transport.announce_speed(speed)
+            self._others.note(pace=self.fraction)
+
+    def _trains(self, replica: int, step: int) -> bool:
+        return trains_at(step, self.steps_of(replica), self._inner_steps)
+
+    def steps_of(self, replica: int) -> int:
+        """Return how many of H scheduled steps a member trains, as far as this replica knows."""
+        known = dict(self._others.transport.speeds())
+        if (mine := self._rate.steps_per_s) is not None:
+            known[self._replica] = mine
+        return steps_to_train(replica, known, self._inner_steps)

@@ -37,8 +37,8 @@ from diloco.train.components import make_transport, outer_components, outline, s
 from diloco.train.description import describe, describe_environment, identity, untrained_digest
 from diloco.train.fleet import Fleet, PeerFleet
 from diloco.train.joining import find_beginning, follow_views
-from diloco.train.replica import seed_process
-from diloco.train.session import DynamicSteps, Session
+from diloco.train.replica import DynamicSteps, seed_process
+from diloco.train.session import Session
 from diloco.train.settings import RunSettings
 from diloco.train.state import save_session
 from diloco.train.stopping import StopRequest
@@ -239,8 +239,9 @@ class _Run:
     def _emit_start(self) -> None:
         settings, session, first = self.settings, self.session, self.session.replicas[0].diloco
         data, _, more = session.corpus.description().partition("; ")
-        threads, peak, model = torch.get_num_threads(), session.peak_flops_per_s, session.replicas[0].model
-        device = f"{session.device}, {threads} thread{'' if threads == 1 else 's'} on {usable_cores()} cores"
+        threads, cores, model = torch.get_num_threads(), usable_cores(), session.replicas[0].model
+        peak, device = session.peak_flops_per_s, f"{session.device}, {threads} thread{'' if threads == 1 else 's'}"
+        device += "" if threads == cores else f" on {cores} cores"
         device += f", {format_count(peak)} operations/s at most" if peak is not None else ""
         facts = {"data": data, **describe(settings, model), "device": device, **session.fleet.facts()}
         codec = outer_components(settings.sync)["codec"]
@@ -305,10 +306,12 @@ class _Run:
 
     def _sample(self) -> None:
         """Generate a sample for each prompt from a generator that training does not use."""
-        session, tokenizer = self.session, self.session.corpus.tokenizer
+        session, tokenizer, inner = self.session, self.session.corpus.tokenizer, self.session.replicas[0].inner
+        cast = inner.autocast_dtype if inner.parallel.num_shards > 1 else None  # the type in which layers are gathered
         generator = torch.Generator(session.device).manual_seed(self.settings.seed)
         for prompt in self.settings.evaluation.sample_prompts:
-            with session.evaluated_models() as models:
+            autocast = torch.autocast(session.device.type, cast, enabled=cast is not None)
+            with session.evaluated_models() as models, autocast:
                 tokens = generate(
                     models[0],
                     tokenizer.encode(prompt) or [tokenizer.eos_id],

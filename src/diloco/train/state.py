@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm import RoundId, named_parameters
-from diloco.checkpoint import Checkpoint, CheckpointWriter, SavedTensor, list_checkpoints, open_checkpoint
+from diloco.checkpoint import Checkpoint, CheckpointWriter, SavedTensor, open_checkpoint
 from diloco.data import Cursor
 from diloco.errors import CheckpointError
 from diloco.outer import DiLoCo
-from diloco.state_tree import readable_state
 from diloco.train.inner import InnerLoop
 from diloco.train.replica import load_process_random, process_random
 from diloco.trained import REST, rest_of_state, saved_once
@@ -37,12 +36,10 @@ if TYPE_CHECKING:
     from diloco.train.session import Session
 
 __all__ = [
-    "Held",
     "ReplicaState",
-    "held_checkpoint",
-    "held_step",
+    "base_home",
     "load_session",
-    "newest_checkpoints",
+    "replicas_in",
     "save_session",
 ]
 
@@ -287,7 +284,7 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
     """
     run = checkpoint.load("run")
     session.totals = replace(session.totals, **run["totals"])
-    if _replicas_in(checkpoint)[:1] == session.fleet.local[:1]:  # a checkpoint of all replicas has those of the first
+    if replicas_in(checkpoint)[:1] == session.fleet.local[:1]:  # a checkpoint of all replicas has those of the first
         load_process_random(run["random"])
     session.part_models()
     saved = _saved_replicas(session, checkpoint, home)
@@ -393,9 +390,9 @@ class _SavedReplicas:
 def _saved_replicas(session: Session, checkpoint: Checkpoint, home: Path) -> _SavedReplicas:
     now, mine = session.settings.network.replicas, session.replicas[0].number
     if not session.fleet.elastic:
-        base = _base_home(home, mine) if session.fleet.hub is None else checkpoint.path.parent.parent
+        base = base_home(home, mine) if session.fleet.hub is None else checkpoint.path.parent.parent
         return _SavedReplicas(checkpoint, base, checkpoint.fact("num_replicas", int), now)
-    if mine not in (theirs := _replicas_in(checkpoint)):  # in a swarm, each replica resumes only from its own
+    if mine not in (theirs := replicas_in(checkpoint)):  # in a swarm, each replica resumes only from its own
         held = f"the state of replica {', '.join(map(str, theirs))}" if theirs else "no replica's state"
         advice = f"Pass --replica {theirs[0]}, or leave it out." if theirs else "Use a checkpoint of this replica."
         raise CheckpointError(f"{checkpoint.path} holds {held}, but this is replica {mine}. {advice}")
@@ -419,65 +416,11 @@ def _fleet_state(session: Session, saved: _SavedReplicas, state: Mapping[str, An
     return {"traffic": [*traffic[: len(numbers)], *[[0, 0]] * new], "network": network, "decided": []}
 
 
-@dataclass(frozen=True)
-class Held:
-    """Facts about a peer's newest checkpoint that are needed before it is loaded."""
-
-    step: int = -1  # inner steps done; -1: there is no checkpoint
-    replica: int | None = None  # the replica that saved it
-    swarm: str = ""  # the swarm of which the replica was a member then; "" if unknown
-
-
-def held_checkpoint(resume: Path | None) -> Held:
-    """Return the facts about the checkpoint that ``--resume`` names.
-
-    A checkpoint that does not exist is no error here: a replica that ended before its first checkpoint can still join
-    others.
-
-    Raises:
-        CheckpointError: if the state of an existing checkpoint can't be read.
-    """
-    if resume is None:
-        return Held()
-    try:
-        checkpoint = open_checkpoint(resume)
-    except CheckpointError:  # reported when it is loaded
-        return Held()
-    replicas = _replicas_in(checkpoint)
-    with readable_state(str(checkpoint.path)):
-        swarm = str(checkpoint.load("run")["transport"].get("swarm", ""))
-    return Held(checkpoint.step, replicas[0] if len(replicas) == 1 else None, swarm)
-
-
-def _replicas_in(checkpoint: Checkpoint) -> tuple[int, ...]:
+def replicas_in(checkpoint: Checkpoint) -> tuple[int, ...]:
     """Return the replicas whose state a checkpoint holds."""
     return tuple(int(found[1]) for found in map(_REPLICA.match, checkpoint.parts) if found)
 
 
-def held_step(home: Path, replica: int, resume: Path) -> int:
-    """Return the step from which a replica could resume: that of ``resume``, or else the newest; -1 for none."""
-    name = resume.name if resume.name.startswith("step-") else ""
-    return max((checkpoint.step for checkpoint in newest_checkpoints(home, replica, name)), default=-1)
-
-
-def newest_checkpoints(home: Path, replica: int, name: str) -> list[Checkpoint]:
-    """Return the newest checkpoints from which a replica in a process of its own can resume, at most two.
-
-    One is in the run folder of replica 0, if the replica is new or was saved there, by one process for all replicas.
-    The other is in the replica's own.
-
-    Args:
-        home: the replica's own run folder, which is inside that of replica 0.
-        name: the name of the checkpoint; "": any.
-    """
-    own, shared = list_checkpoints(home / "checkpoints"), []
-    if replica and (there := list_checkpoints(_base_home(home, replica) / "checkpoints")):
-        is_new = replica >= there[-1].fact("num_replicas", int)
-        shared = [checkpoint for checkpoint in there if is_new or f"replica-{replica}" in checkpoint.parts]
-    named = ([each for each in found if name in ("", each.path.name)] for found in (shared, own))
-    return [checkpoint for found in named for checkpoint in found[-1:]]
-
-
-def _base_home(home: Path, replica: int) -> Path:
+def base_home(home: Path, replica: int) -> Path:
     """Return the run folder of replica 0."""
     return home.parent if replica else home

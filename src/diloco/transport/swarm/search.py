@@ -172,7 +172,7 @@ class Search:
                 announced_s = -math.inf  # the others wait for this vote
             self._stop_if_over(records)
             if loop.time() - began_s > self.patience_s:
-                raise self._nobody(had_members, looking, why)
+                raise self._nobody(had_members, looking, why, self._election.missing(others))
             await asyncio.sleep(backoff.next_s())
 
     async def _records(self) -> list[PeerRecord]:
@@ -207,14 +207,16 @@ class Search:
                 "from a checkpoint of the run with more steps, or choose another name for the run."
             )
 
-    def _nobody(self, had_members: bool, looking: Sequence[PeerRecord], why: Mapping[str, str]) -> RendezvousError:
+    def _nobody(
+        self, had_members: bool, looking: Sequence[PeerRecord], why: Mapping[str, str], missing: str
+    ) -> RendezvousError:
         run = self._run
         if had_members:
             tried = "; ".join(why.values()) or "none of them answers"
             return RendezvousError(
                 f"run {run!r} has had a swarm within the last half hour, but no member could be joined within "
                 f"{self.patience_s:g} s: {tried}. Make one of its peers reachable, resume from a checkpoint of the "
-                "run, or choose another name for it."
+                f"run, or choose another name for it.{missing}"
             )
         if looking:
             newest = min(looking, key=lambda each: (-each.held_step, each.number))

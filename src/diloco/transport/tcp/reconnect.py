@@ -206,6 +206,7 @@ class Reconnection:
                 raise RendezvousError(
                     f"replica {self._election.number} has searched for the others for {self._patience_s:g} s, its "
                     f"limit, and found {len(self._looking)} that are also searching. Its state is saved."
+                    + self._election.missing(self._looking)
                 )
             await asyncio.sleep(backoff.next_s())
 

@@ -1,0 +1,373 @@
+"""Each framework's loop gives the results of a plain loop with `DiLoCo`, and resumes exactly."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
+
+from diloco import SyncSchedule
+from diloco.errors import ConfigurationError
+from diloco.events import Event, RoundSent
+from diloco.transport import Transport
+from tests.integrations.reference import assert_equal, example, options, schedule_of, trained_by_us
+from tests.integrations.turns import in_turns
+from tests.lazy import Lazy
+
+accelerate, of_accelerate = Lazy("accelerate"), Lazy("diloco.integrations.accelerate")
+pl, of_lightning = Lazy("lightning.pytorch"), Lazy("diloco.integrations.lightning")
+transformers, of_transformers = Lazy("transformers"), Lazy("diloco.integrations.transformers")
+
+pytestmark = [  # of Lightning about itself
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The loop ended after"),
+]
+
+LIGHTNING: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+TRAINER: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True, "logging_steps": 25}
+
+
+def plain(given: Any, transport: Transport | None = None) -> nn.Module:
+    model: nn.Module = example("plain_pytorch").train(given, transport)
+    return model
+
+
+def by_accelerate(given: Any, transport: Transport | None = None) -> nn.Module:
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=given.accumulation)
+    model: nn.Module = example("accelerate_loop").train(accelerator, given, transport)
+    return model
+
+
+def fitted(given: Any, transport: Transport | None = None, **others: Any) -> Any:
+    module = example("lightning_module")
+    trainer = module.make_trainer(given, transport, **(LIGHTNING | others))
+    trainer.fit(module.Bytes(given), ckpt_path=given.resume)
+    return trainer
+
+
+def callback(given: Any, transport: Transport | None = None, **others: Any) -> Any:
+    return of_lightning.DiLoCoCallback(transport=transport, schedule=schedule_of(given), codec=given.codec, **others)
+
+
+def by_lightning(given: Any, transport: Transport | None = None) -> nn.Module:
+    if transport is None:
+        trainer = fitted(given)
+        assert trainer.callback_metrics["diloco/rounds"] == 2
+    else:
+        callbacks = [callback(given, transport, parameters="local")]
+        trainer = fitted(given, transport, callbacks=callbacks, enable_checkpointing=False)
+    model: nn.Module = trainer.lightning_module.model
+    return model
+
+
+def trainer(given: Any, transport: Transport | None = None, more: dict[str, Any] | None = None, **others: Any) -> Any:
+    """Return the example's trainer with other arguments of the callback."""
+    hf = example("hf_trainer")
+    arguments = hf.make_arguments(given, **(TRAINER | (more or {})))
+    data = hf.share(given)
+    few = Subset(data, range(8))
+    trainer = transformers.Trainer(hf.make_model(given), arguments, hf.collate, data, {"some": few, "others": few})
+    ours = {"transport": transport, "schedule": schedule_of(given), "codec": given.codec} | others
+    of_transformers.DiLoCoCallback(**ours).add_to(trainer)
+    return trainer
+
+
+def callback_of(trainer: Any) -> Any:
+    ours = of_transformers.DiLoCoCallback
+    (callback,) = (each for each in trainer.callback_handler.callbacks if isinstance(each, ours))
+    return callback
+
+
+def by_trainer(given: Any, transport: Transport | None = None) -> nn.Module:
+    hf = example("hf_trainer")
+    if transport is None:
+        made = hf.make_trainer(hf.make_arguments(given, **TRAINER), given, None)
+    else:
+        made = trainer(given, transport, parameters="local")
+    made.train()
+    if transport is None:
+        first, second = (entry for entry in made.state.log_history if "loss" in entry)
+        assert (first["diloco/rounds"], second["diloco/rounds"], second["diloco/rounds_void"]) == (1, 2, 0)
+    model: nn.Module = made.model
+    return model
+
+
+def logits(module: nn.Module, tokens: Tensor) -> Tensor:
+    output = module(tokens)
+    return output if isinstance(output, Tensor) else output.logits  # type: ignore[no-any-return]  # a tensor
+
+
+# example -> how it is run, and whether its model ends with the global parameters
+FRAMEWORKS: dict[str, tuple[Callable[..., nn.Module], bool]] = {
+    "plain_pytorch": (plain, False),
+    "accelerate_loop": (by_accelerate, False),
+    "lightning_module": (by_lightning, True),
+    "hf_trainer": (by_trainer, True),
+}
+every_framework = pytest.mark.parametrize("name", FRAMEWORKS)
+
+
+def options_of(name: str, *given: Any) -> Any:
+    return options(*given, of="hf_trainer" if name == "hf_trainer" else "plain_pytorch")
+
+
+def model_of(name: str, given: Any) -> nn.Module:
+    model: nn.Module = example("hf_trainer" if name == "hf_trainer" else "plain_pytorch").make_model(given)
+    return model
+
+
+@every_framework
+def test_one_replica_is_one_of_ours(name: str, tmp_path: Path) -> None:
+    """With two micro-batches per step."""
+    run, ends_global = FRAMEWORKS[name]
+    given = options_of(name, tmp_path, "--accumulation 2")
+    model = run(given)
+    (local,), shared = trained_by_us([given], model_of(name, given), logits)
+    assert_equal(dict(model.named_parameters()), shared if ends_global else local)
+    if name == "plain_pytorch":
+        assert_equal(torch.load(tmp_path / "model.pt", weights_only=True), shared)
+
+
+@every_framework
+def test_two_replicas_are_two_of_ours(name: str, tmp_path: Path) -> None:
+    more = "--fragments 2" if name == "plain_pytorch" else ""
+    given = [options_of(name, tmp_path / str(m), more, m, 2) for m in (0, 1)]
+    models = in_turns(lambda replica, transport: FRAMEWORKS[name][0](given[replica], transport))
+    expected, _ = trained_by_us(given, model_of(name, given[0]), logits)
+    for model, local in zip(models, expected, strict=True):
+        assert_equal(dict(model.named_parameters()), local)
+    assert any(not torch.equal(*pair) for pair in zip(*(model.parameters() for model in models), strict=True))
+
+
+@pytest.mark.parametrize("name", ["plain_pytorch", "accelerate_loop"])
+def test_stopped_with_a_round_in_flight_and_resumed_it_is_the_same(name: str, tmp_path: Path) -> None:
+    run, folder = FRAMEWORKS[name][0], tmp_path / ("step-22.pt" if name == "plain_pytorch" else "step-22")
+    straight = run(options(tmp_path, "--save-steps 22 --codec int8"))
+    resumed = run(options(tmp_path / "resumed", f"--resume {folder} --codec int8"))
+    for parameter, values in straight.state_dict().items():
+        assert torch.equal(resumed.state_dict()[parameter], values), parameter
+
+
+def test_lightning_saves_the_global_parameters_and_resuming_is_exact(tmp_path: Path) -> None:
+    """The checkpoint is saved with a round in flight."""
+    given = options(tmp_path, "--codec int8")
+    save = pl.callbacks.ModelCheckpoint
+    weights = save(tmp_path, "weights-{step}", every_n_train_steps=21, save_top_k=-1, save_weights_only=True)
+    checkpoints = [save(tmp_path, "all-{step}", every_n_train_steps=22, save_top_k=-1), weights]
+    straight = fitted(given, callbacks=[callback(given), *checkpoints])
+    initial = example("lightning_module").Bytes(given).state_dict()
+    for name in ("all-step=22", "weights-step=21"):
+        saved = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["state_dict"]
+        for parameter, values in initial.items():  # nothing has been merged yet
+            assert torch.equal(saved[parameter], values), parameter
+
+    given.resume = tmp_path / "all-step=22.ckpt"
+    resumed = fitted(given, callbacks=[callback(given)], enable_checkpointing=False)
+    for name, values in straight.lightning_module.state_dict().items():
+        assert torch.equal(resumed.lightning_module.state_dict()[name], values), name
+
+
+def watching() -> Any:
+    """A callback that records the model's parameters during evaluations and after step 25, where it stops training."""
+
+    class Watching(transformers.TrainerCallback):
+        def __init__(self) -> None:
+            self.evaluated: list[dict[str, Tensor]] = []
+            self.local: dict[str, Tensor] = {}
+
+        def on_evaluate(self, *_: Any, model: nn.Module, **__: Any) -> None:
+            self.evaluated.append(copy.deepcopy(model.state_dict()))
+
+        def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+            if state.global_step == 25:
+                self.local = copy.deepcopy(model.state_dict())
+                control.should_training_stop = True
+
+    return Watching()
+
+
+def test_a_trainer_evaluates_and_saves_the_global_parameters_and_resuming_is_exact(tmp_path: Path) -> None:
+    """The checkpoint is saved with a round in flight, after the evaluation of two data sets."""
+    given, watched, again = options_of("hf_trainer", tmp_path, "--codec int8"), watching(), watching()
+    straight = trainer(given, more={"save_steps": 22, "eval_strategy": "steps", "eval_steps": 22})
+    straight.add_callback(watched)
+    straight.train()
+    saved = load_file(tmp_path / "checkpoint-22" / "model.safetensors")
+    initial = example("hf_trainer").make_model(given).state_dict()
+    assert len(watched.evaluated) == 2
+    for held in (saved, *watched.evaluated):  # without a merge, the global parameters are the initial ones
+        for name, values in initial.items():
+            assert torch.equal(held[name], values), name
+
+    resumed = trainer(given, more={"save_strategy": "no"})
+    resumed.add_callback(again)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-22"))
+    for name, values in straight.model.state_dict().items():
+        assert torch.equal(again.local[name], watched.local[name]), name
+        assert torch.equal(resumed.model.state_dict()[name], values), name
+        assert not torch.equal(again.local[name], values), name
+
+
+def test_the_best_model_of_a_trainer_is_of_global_parameters(tmp_path: Path) -> None:
+    """The model keeps the parameters that were evaluated as the best and saved."""
+    given = options_of("hf_trainer", tmp_path, "--inner-steps 4 --overlap-steps 1")
+    every = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "some_loss"}
+    made = trainer(given, more={"max_steps": 10} | every | best)
+    made.train()
+    history = {entry["step"]: entry["eval_some_loss"] for entry in made.state.log_history if "eval_some_loss" in entry}
+    assert made.evaluate()["eval_some_loss"] == pytest.approx(min(history.values()))
+    place = json.loads((tmp_path / "checkpoint-10" / "trainer_state.json").read_text())["best_model_checkpoint"]
+    loaded = transformers.LlamaForCausalLM.from_pretrained(place)
+    for name, values in made.model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], values), name
+
+
+class Loop:
+    """A small model in an Accelerate loop whose micro-batches the test controls."""
+
+    def __init__(self, accumulation: int, scale: float | None = None, **arguments: Any) -> None:
+        self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+        if scale is not None:
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=10**6)
+        model = nn.Linear(2, 1)
+        self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        self.diloco = of_accelerate.AcceleratedDiLoCo(self.accelerator, self.model, self.optimizer, **arguments)
+
+
+def accelerate_skipping(on_event: Callable[[Event], None], _: Path) -> tuple[Any, int]:
+    loop = Loop(4, 1024.0, schedule=SyncSchedule(inner_steps=3), on_event=on_event)
+    for number in range(12):
+        with loop.accelerator.accumulate(loop.model):
+            factor = float("inf") if number == 5 else 1.0
+            loop.accelerator.backward(factor * loop.model(torch.ones(1, 2)).sum())
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        loop.diloco.step()
+        assert loop.diloco.steps == (number + 1) // 4
+    loop.diloco.close()
+    return loop.diloco, 3
+
+
+def small() -> Any:
+    """Return a class of modules with one weight, whose gradient is infinite if the batch is."""
+
+    class Small(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1, bias=False)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss: Tensor = self.layer.weight.sum() * batch.sum()
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.125)
+
+    return Small
+
+
+def lightning_skipping(on_event: Callable[[Event], None], _: Path) -> tuple[Any, int]:
+    mine = of_lightning.DiLoCoCallback(schedule=SyncSchedule(inner_steps=3), on_event=on_event)
+    batches = torch.ones(12, 1)
+    batches[5] = float("inf")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    precision = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)
+    given = LIGHTNING | {"max_epochs": 1, "accumulate_grad_batches": 4, "enable_checkpointing": False}
+    made = pl.Trainer(**given, callbacks=[mine], plugins=[precision])
+    made.fit(small()(), DataLoader(batches))
+    return mine.diloco, made.global_step
+
+
+def trainer_skipping(on_event: Callable[[Event], None], folder: Path) -> tuple[Any, int]:
+    class Overflowing(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+            if state.global_step == 1:
+                next(model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]  # there is a gradient
+
+    given = options_of("hf_trainer", folder, "--accumulation 4 --inner-steps 3 --overlap-steps 0")
+    made = trainer(given, more={"max_steps": 3, "save_strategy": "no", "max_grad_norm": 0.0}, on_event=on_event)
+    made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    made.add_callback(Overflowing())
+    made.train()
+    return callback_of(made).diloco, made.state.global_step
+
+
+@pytest.mark.parametrize("run", [accelerate_skipping, lightning_skipping, trainer_skipping])
+def test_micro_batches_are_no_steps_and_skipped_steps_are_not_trained(run: Any, tmp_path: Path) -> None:
+    """12 micro-batches make 3 steps, of which the scaler skips the second."""
+    events: list[Event] = []
+    diloco, steps = run(events.append, tmp_path)
+    assert diloco.steps == steps == 3
+    (sent,) = (event for event in events if isinstance(event, RoundSent))
+    assert sent.weight == 2 / 3
+
+
+@pytest.mark.parametrize(("micro_batches", "overlap"), [(12, 0), (26, 3)])
+def test_steps_are_those_of_the_optimizer_where_a_loop_accumulates_by_itself(micro_batches: int, overlap: int) -> None:
+    loop = Loop(1, schedule=SyncSchedule(inner_steps=3, overlap_steps=overlap))
+    for number in range(micro_batches):
+        loop.accelerator.backward(loop.model(torch.ones(1, 2)).sum())
+        if number % 4 == 3:
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        loop.diloco.step()
+    assert (loop.diloco.steps, loop.diloco.rounds_committed) == (micro_batches // 4, 1)
+    loop.diloco.close()
+
+
+def test_what_a_trainer_can_not_do_is_refused(tmp_path: Path) -> None:
+    given = options_of("hf_trainer", tmp_path)
+    with pytest.raises(ConfigurationError, match="enable_jit_checkpoint, which saves without calling callbacks"):
+        trainer(given, more={"enable_jit_checkpoint": True}).train()
+    with pytest.raises(ConfigurationError, match="parameters='both' is unknown; use one of: global, local"):
+        of_transformers.DiLoCoCallback(parameters="both")
+    once = {"max_steps": 1, "save_strategy": "no"}
+    made = trainer(given, more=once, schedule=SyncSchedule(inner_steps=1))
+    made.train()
+    with pytest.raises(ConfigurationError, match="a second train"):
+        made.train()
+    twice = trainer(given, more=once, schedule=SyncSchedule(inner_steps=1))
+    twice.add_callback(callback_of(twice))
+    with pytest.raises(ConfigurationError, match="with the same DiLoCoCallback twice"):
+        twice.train()
+
+
+def test_what_lightning_can_not_do_is_refused() -> None:
+    Small = small()
+
+    class Manual(Small):
+        """A module that takes two optimizer steps per batch."""
+
+        automatic_optimization = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            for _ in range(2):
+                self.optimizers().step()
+            return batch.sum()
+
+    def fit(module: Any, callback: Any, steps: int) -> None:
+        given = LIGHTNING | {"max_steps": steps, "enable_checkpointing": False}
+        pl.Trainer(**given, callbacks=[callback]).fit(module, DataLoader(torch.ones(4, 1)))
+
+    with pytest.raises(ConfigurationError, match="took 2 optimizer steps with one batch"):
+        fit(Manual(), of_lightning.DiLoCoCallback(), 4)
+    mine = of_lightning.DiLoCoCallback()
+    fit(Small(), mine, 1)
+    with pytest.raises(ConfigurationError, match=r"serves one fit\(\)"):
+        fit(Small(), mine, 4)
