@@ -219,7 +219,7 @@ class InProcessTransport:
         assert verdict is not None, "it is decided"
         assert exchange is not None, "it is planned"
         position, endpoint = self.view.members.index(replica), self._endpoints[replica]
-        sent_bytes, received_bytes = exchange.sent_bytes(position), exchange.received_bytes(position)
+        sent_bytes, received_bytes = exchange.sent[position], exchange.received[position]
         endpoint.sent_bytes += sent_bytes
         endpoint.received_bytes += received_bytes
         waited_s = self.network.wait_until(replica, state.commit_at_s) if self.network else 0.0
