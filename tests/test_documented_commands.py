@@ -8,14 +8,15 @@ import dataclasses
 import importlib
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from diloco import cli
-from diloco.cli import COMMANDS, PLACES
-from diloco.config import RENAMED, Configuration, keys_of, parse_arguments, parse_flags, parse_options, parse_toml
+from diloco.cli import COMMANDS
+from diloco.config import RENAMED, Configuration, keys_of, parse_arguments, parse_flags, parse_options, typed_values
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "diloco"
@@ -43,8 +44,7 @@ ATTRIBUTES = {
 FOREIGN = """build-arg constraint create-home directory extra-index-url from group owner uid rm chmod yes quiet
 porcelain error-unmatch no-install-recommends no-build-isolation nnodes nproc-per-node rdzv-backend rdzv-endpoint
 rdzv-id standalone max-restarts master-addr master-port job-name nodes ntasks-per-node gpus-per-node gpus-per-task time
-cpus-per-task requeue open-mode signal output kill-on-bad-exit logdir include-online tasks outfile outtype
-tyro-print-completion"""
+cpus-per-task requeue open-mode signal output kill-on-bad-exit logdir include-online tasks outfile outtype"""
 COMMAND = re.compile(
     r"(?:[\w-]*\$ )?(?:torchrun .* -m )?(?:\w+=\S+ )*(?:(?:docker run|kubectl exec) .* diloco )?diloco ([a-z].*)"
 )
@@ -69,12 +69,10 @@ def until_end(words: list[str]) -> list[str]:
 
 def parse(command: str, arguments: list[str]) -> None:
     assert command in COMMANDS, command
-    module = importlib.import_module(f"diloco.cli.{PLACES.get(command, command)}")
+    module = importlib.import_module(f"diloco.cli.{COMMANDS[command][0]}")
     if command == "train":
         parse_arguments(arguments)
-    elif command == "finetune":
-        module.parse_arguments(arguments)
-    elif command in ("tokenize", "plan"):
+    elif command in ("finetune", "tokenize", "plan"):
         parse_flags(getattr(module, f"{command.capitalize()}Settings"), command, "", arguments, shown={})
     else:
         parse_options(getattr(module, f"{command.capitalize()}Options"), command, arguments)
@@ -148,7 +146,7 @@ def unknown_settings(text: str) -> set[str]:
 def known_flags() -> set[str]:
     """Return every flag of every command, without those that are named like a setting."""
     keys = list(KEYS.values())
-    for module in {f"diloco.cli.{PLACES.get(command, command)}" for command in COMMANDS}:
+    for module in {f"diloco.cli.{COMMANDS[command][0]}" for command in COMMANDS}:
         for kind in vars(importlib.import_module(module)).values():
             if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind.__module__ == module:
                 keys += keys_of(kind).values()
@@ -198,7 +196,7 @@ def test_unknown_settings_are_detected() -> None:
 def test_toml_on_a_page_is_accepted(page: Path) -> None:
     for number, block in enumerate(re.findall(r"^```toml\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)):
         if "[axes]" not in block:  # a study
-            parse_toml(block, Configuration, where=f"{page.name}, block {number}")
+            typed_values(tomllib.loads(block), Configuration, f"{page.name}, block {number}")
 
 
 @pytest.mark.parametrize("page", NOW, ids=lambda page: page.name)

@@ -78,5 +78,7 @@ def _predict(settings: Configuration) -> dict[str, float]:
     times_s = settings.emulate.step_time[:1] * replicas
     site = Site(links=tuple(make_links(settings)), step_time_s=times_s, conditions=IDEAL)
     parcels = exchange.parcels(replicas, site.uplinks(exchange.schedule.transfer_steps))
-    result = simulate(exchange.schedule, parcels, site, steps=STEPS, drain=True)
+    result = simulate(exchange.schedule, parcels, site, steps=STEPS)
+    for fragment in tuple(result.in_flight):
+        result.merge(fragment, STEPS)
     return {"compute_utilization": result.compute_utilization, "wall_s": result.wall_s}

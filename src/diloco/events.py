@@ -18,6 +18,10 @@ SCHEMA_VERSION = 1
 """The version of the ``metrics.jsonl`` schema. Within one version, fields may be added but never renamed or removed."""
 
 
+TELEMETRY = ("mean_norm", "mean_cosine", "momentum_cosine", "gain", "spread")
+"""The fields of `RoundCommitted` that say how contributions, their mean and the momentum relate."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """The base class of all events. ``step`` is the number of inner steps finished when the event happened."""

@@ -1,4 +1,4 @@
-"""Formatting and parsing of human-readable quantities, and escaping of untrusted text for display.
+"""Formatting and parsing of human-readable quantities, tables of text, and escaping of untrusted text for display.
 
 Scales are decimal (1 MB = 1000 kB = 1,000,000 bytes). Values below 100 have one decimal and larger ones none, so that
 the width of a column stays the same as a value grows.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from diloco.errors import ConfigurationError
@@ -47,6 +47,38 @@ def _escaped(text: str, but: str = "") -> str:
     return "".join(
         each if each.isprintable() or each in but else each.encode("unicode_escape").decode() for each in text
     )
+
+
+_MAX_CELL = 10_000  # characters; a cell is one line, so that no text can pose as another
+
+
+def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table with a header. The first column is left-aligned, the others are right-aligned.
+
+    >>> print(columns(["name", "layers"], [["tiny", "4"], ["150m", "12"]]))
+    name  layers
+    tiny       4
+    150m      12
+    """
+    header, *rows = ([visible(cell, _MAX_CELL) for cell in row] for row in (header, *rows))
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = []
+    for first, *rest in (header, *rows):
+        cells = (f"{cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True))
+        lines.append("  ".join([f"{first:<{widths[0]}}", *cells]))
+    return "\n".join(lines)
+
+
+def facts_table(facts: Mapping[str, str]) -> str:
+    """Return a line for each fact: its name, then the fact.
+
+    >>> print(facts_table({"model": "150m", "replicas": "4"}))
+    model     150m
+    replicas  4
+    """
+    cells = {visible(name): visible(words, _MAX_CELL) for name, words in facts.items()}
+    width = max(map(len, cells), default=0)
+    return "\n".join(f"{name:{width}}  {words}" for name, words in cells.items())
 
 
 def perplexity(loss: float) -> float:
@@ -94,9 +126,7 @@ def format_ratio(ratio: float) -> str:
     >>> [format_ratio(ratio) for ratio in (412.4, 12.3, 3.14159, 1.04, 51_234)]
     ['412x', '12x', '3.1x', '1.04x', '51,234x']
     """
-    if ratio < 1.95:
-        return f"{ratio:.2f}x"
-    return f"{ratio:.1f}x" if ratio < 9.95 else f"{ratio:,.0f}x"
+    return f"{ratio:,.{0 if ratio >= 9.95 else 1 if ratio >= 1.95 else 2}f}x"
 
 
 def format_duration(seconds: float) -> str:
@@ -134,35 +164,32 @@ if TYPE_CHECKING:
     Rate = float
 else:
 
-    class Duration(float):
+    class _Measure(float):
+        def __str__(self) -> str:
+            """Return the value in the largest unit in which it is at least 1 and exact."""
+            for unit, size in self.units:
+                text = f"{round(self / size, 9):.9f}".rstrip("0").rstrip(".")
+                if self >= size and float(text) * size == self:
+                    return f"{text}{unit}"
+            return f"{float(self)!r}{next(unit for unit, size in self.units if size == 1.0)}"
+
+    class Duration(_Measure):
         """Seconds, in settings. It is written, and has to be typed, with a unit.
 
         >>> str(Duration(0.02)), str(Duration(90)), str(Duration(600)), Duration(1.5) + 1
         ('20ms', '1.5min', '10min', 2.5)
         """
 
-        def __str__(self) -> str:
-            return _with_unit(self, {"min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6})
+        units = ("min", 60.0), ("s", 1.0), ("ms", 1e-3), ("us", 1e-6)
 
-    class Rate(float):
+    class Rate(_Measure):
         """Bits per second, as `Duration`.
 
         >>> str(Rate(1e8)), str(Rate(1.5e9))
         ('100Mbit', '1.5Gbit')
         """
 
-        def __str__(self) -> str:
-            return _with_unit(self, {"Tbit": 1e12, "Gbit": 1e9, "Mbit": 1e6, "kbit": 1e3, "bit": 1.0})
-
-
-def _with_unit(value: float, units: Mapping[str, float]) -> str:
-    """Return the value in the largest unit in which it is at least 1 and exact."""
-    for unit, size in units.items():
-        text = f"{round(value / size, 9):.9f}".rstrip("0").rstrip(".")
-        if value >= size and float(text) * size == value:
-            return f"{text}{unit}"
-    unit = next(unit for unit, size in units.items() if size == 1.0)
-    return f"{float(value)!r}{unit}"
+        units = ("Tbit", 1e12), ("Gbit", 1e9), ("Mbit", 1e6), ("kbit", 1e3), ("bit", 1.0)
 
 
 class Quantity(NamedTuple):

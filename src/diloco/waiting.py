@@ -73,14 +73,12 @@ def waiting_for(subject: Callable[[], str], limit_s: float = math.inf) -> Iterat
         limit_s: the time after which the wait gives up; infinity: never, or unknown.
     """
     ended = threading.Event()
-    about = subject, limit_s, ended.wait
-    thread = threading.Thread(target=report_wait, args=about, name="diloco-waiting", daemon=True)
-    thread.start()
+    reports = in_thread(lambda: report_wait(subject, limit_s, ended.wait), "diloco-waiting")
     try:
         yield
     finally:
         ended.set()
-        thread.join()
+        reports.result()
 
 
 @contextmanager

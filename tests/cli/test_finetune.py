@@ -7,6 +7,7 @@ import io
 import json
 import shlex
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 
 from diloco.checkpoint import open_checkpoint, read_manifest, write_manifest
 from diloco.cli import main
-from diloco.config import CONFIG_FILE, Configuration, build, flatten, join_command, parse_toml, to_toml
+from diloco.config import CONFIG_FILE, Configuration, build, flatten, join_command, to_toml, typed_values
 from diloco.trained import load_trained
 from tests.finetuning import asked, write_base, write_records
 
@@ -45,7 +46,7 @@ def output_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 def planned(words: str, capsys: pytest.CaptureFixture[str]) -> Configuration:
     """Return the resolved settings of `diloco finetune`, which does not train."""
     text = output_of(capsys, *shlex.split(words), "--print-config")
-    return build(Configuration, parse_toml(text, Configuration, where="stdout"))
+    return build(Configuration, typed_values(tomllib.loads(text), Configuration, "stdout"))
 
 
 @pytest.mark.parametrize("flags", ["", "--full --epochs 2", "--lora-rank 4 --steps 30 --inner-steps 5 --seed 3"])

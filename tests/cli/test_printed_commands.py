@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from diloco.cli import COMMANDS, PLACES, main
+from diloco.cli import COMMANDS, main
 from tests.cli.runs import SMALL
 
-ELSEWHERE = re.compile("203[.]0|10[.]0[.]0|hf:|llama|mine|--measure|runs/[abc] |relay|stride")
+ELSEWHERE = re.compile("203[.]0|10[.]0[.]0|hf:|llama|mine|runs/[abc] |relay|stride")
 LONG = ("diloco train", "diloco train run.toml", "diloco train --algorithm", "diloco watch runs/streaming-tiny")
 
 
 def of_help() -> list[str]:
     """Return the examples of all help texts that need no other machine and no long training."""
-    modules = [f"diloco.cli.{PLACES.get(command, command)}" for command in COMMANDS if command != "train"]
+    modules = [f"diloco.cli.{module}" for module, _ in COMMANDS.values() if module != "train"]
     values = [value for name in dict.fromkeys(modules) for value in vars(importlib.import_module(name)).values()]
     texts = dict.fromkeys(value if isinstance(value, str) else value.__doc__ or "" for value in values)
     lines = [

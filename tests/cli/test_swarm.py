@@ -190,7 +190,7 @@ HERE = {"step": 7, "members": [0, 2], "digest": "ab"}
         ([PeerReport("Qm", 1, problem="x", finished=True)], ["finished"], "Qm: replica 1 has finished the run"),
         ([PeerReport("Qm", 2, HERE | {"state": "joining", "state_expected_bytes": 9, "state_received_bytes": 8})],
          ["joining, 88 %"], ""),
-        ([PeerReport("Qm", 2, HERE | {"step": 9, "digest": "cd"})], ["?"], "the peers answered at different steps"),
+        ([PeerReport("Qm", 2, HERE | {"step": 9, "digest": "cd"})], ["?"], ""),
         ([PeerReport("Qm", 2, HERE | {"digest": "cd"})], ["?"], "peers at the same step show different digests"),
     ],
 )  # fmt: skip
@@ -233,7 +233,7 @@ def test_status_is_kept_up_to_date_until_ctrl_c(answering: Ask, capsys: pytest.C
 @pytest.mark.parametrize(
     "arguments",
     [[], ["--run", "a"], ["--join", "a"], ["folder", *STATUS[1:]], [*STATUS[1:], "--every", "2s", "--json"],
-     [*STATUS[1:], "--every", "0s"], ["folder", "--every", "2s"],
+     ["folder", "--every", "2s"],
      ["folder", "--secret-file", "x"]],
 )  # fmt: skip
 def test_status_of_nothing_or_of_two_things_is_refused(arguments: list[str]) -> None:

@@ -115,8 +115,8 @@ def test_control_characters_of_files_and_arguments_are_shown(
 
 def speak(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:
     """Let a command do ``action``."""
-    command: Any = types.ModuleType("diloco.cli.presets")
-    command.run = lambda arguments: (action(), 0)[1]
+    command: Any = types.ModuleType("diloco.cli.plan")
+    command.run_presets = lambda arguments: (action(), 0)[1]
     monkeypatch.setitem(sys.modules, command.__name__, command)
 
 
@@ -220,7 +220,7 @@ def run(arguments):
         raise RuntimeError("\\x1b[3J")
     return 0
 
-sys.modules["diloco.cli.presets"] = types.SimpleNamespace(run=run)
+sys.modules["diloco.cli.plan"] = types.SimpleNamespace(run_presets=run)
 sys.argv = ["diloco", *sys.argv[1:]]
 sys.exit(cli.main())
 """

@@ -155,14 +155,11 @@ def test_the_sizes_of_the_decoder_are_arguments_of_the_model(tmp_path: Path) -> 
     ("flags", "words"),
     [
         ("--stepz 5", ["--stepz", "--steps"]),
-        ("--train.stepz 5", ["--train.stepz", "--train.steps"]),
         ("--sync.iner-steps 5", ["--sync.iner-steps", "--sync.inner-steps"]),
         ("--steps many", ["--steps", "many"]),
         ("--algorithm stream", ["--algorithm", "stream", "data-parallel"]),
-        ("--steps", ["--steps"]),
         ("a.toml b.toml", ["b.toml"]),
         ("--emulate.step-time 1s --straggler skip", ["--straggler", "--network.straggler"]),
-        ("--data a --stepz 5", ["--stepz", "--steps"]),
         ("--run --steps 5", ["--run needs a value", "--run=--steps"]),
     ],
 )
@@ -196,20 +193,9 @@ def test_input_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert plan_run(parse_arguments([])).configuration.data.tokenizer == "bytes"
 
 
-def test_only_what_was_typed_comes_back() -> None:
-    line = parse_arguments(["--steps", "5", "--print-config"])
-    assert (line.file, line.print_config, line.values) == (None, True, {"train.steps": 5})
-    assert compose(line).train.steps == 5
-
-
 def test_an_unknown_key_of_python_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigurationError, match=r"there is no setting 'train\.stesp'; did you mean 'train\.steps'\?"):
         compose(command_line(train__stesp=5))
-
-
-def test_tables_are_given_as_toml() -> None:
-    configuration = load_configuration(["--optimizer.arguments", "{weight_decay = 0.0, betas = [0.8, 0.9]}"])
-    assert configuration.optimizer.arguments == {"weight_decay": 0.0, "betas": (0.8, 0.9)}
 
 
 @pytest.mark.parametrize(

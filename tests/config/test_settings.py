@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tomllib
+
 import pytest
 
-from diloco.config import RENAMED, Configuration, flatten, keys_of, parse_arguments, parse_toml
+from diloco.config import RENAMED, Configuration, flatten, keys_of, parse_arguments, typed_values
 from diloco.errors import ConfigurationError
 
 MOST = 80
@@ -28,7 +30,7 @@ def test_an_old_key_is_refused_with_what_replaces_it(old: str) -> None:
     assert not new or "." not in named or named in known or any(named.startswith(f"{each}.") for each in known), new
     told = new or "it is gone"
     with pytest.raises(ConfigurationError, match=r"it is (now|gone)") as of_file:
-        parse_toml(f"{old} = 1", Configuration, where="run.toml")
+        typed_values(tomllib.loads(f"{old} = 1"), Configuration, "run.toml")
     with pytest.raises(ConfigurationError, match=r"it is (now|gone)"):
         parse_arguments([f"--{old.replace('_', '-')}", "1"])
     assert told in str(of_file.value)

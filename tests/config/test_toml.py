@@ -19,10 +19,10 @@ from diloco.config import (
     flatten,
     keys_of,
     parse_arguments,
-    parse_toml,
     plan_run,
     preset_values,
     to_toml,
+    typed_values,
 )
 from diloco.errors import ConfigurationError
 from diloco.model import preset_names
@@ -154,7 +154,7 @@ SETTINGS = st.fixed_dictionaries({name: values_for(key.annotation) for name, key
 def test_settings_survive_the_way_through_toml(settings: _Settings) -> None:
     text = to_toml(settings)
     tomllib.loads(text)
-    assert build(_Settings, parse_toml(text, _Settings, where="test")) == settings
+    assert build(_Settings, typed_values(tomllib.loads(text), _Settings, "test")) == settings
 
 
 @given(settings=SETTINGS, preset_count=st.integers(), preset_unset=st.integers(), preset_ratio=st.none() | st.floats())
@@ -164,7 +164,7 @@ def test_settings_survive_with_a_preset_below(
     """A key that is None here, but not in the preset, must not get the preset's value when it is read back."""
     beneath = {"section.count": preset_count, "section.unset": preset_unset, "section.ratio": preset_ratio}
     text = to_toml(settings, beneath=beneath)
-    assert build(_Settings, beneath | parse_toml(text, _Settings, where="test")) == settings
+    assert build(_Settings, beneath | typed_values(tomllib.loads(text), _Settings, "test")) == settings
 
 
 def test_none_is_left_out_and_what_was_derived_is_marked() -> None:
@@ -186,7 +186,8 @@ def test_the_record_of_a_run_begins_the_same_run(tmp_path: Path, preset: str, fl
     again = plan_run(command_line(toml_file(tmp_path, plan.record)))
     assert again.configuration == plan.configuration
     # The same without the preset as a layer below.
-    assert build(Configuration, parse_toml(plan.record, Configuration, where="config.toml")) == plan.configuration
+    values = typed_values(tomllib.loads(plan.record), Configuration, "config.toml")
+    assert build(Configuration, values) == plan.configuration
 
 
 def test_the_record_leaves_out_what_belongs_to_one_start_only() -> None:

@@ -158,7 +158,13 @@ def test_missing_pickled_and_damaged_files_are_refused(stock: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no weights file \.\./other\.safetensors"):
         native_weights(stock)
     whole_config = json.loads((stock / "config.json").read_text())
-    malformed = ({"num_attention_heads": 0}, {"hidden_size": None}, {"dtype": "odd"}, {"quantization_config": 5})
+    malformed = (
+        {"num_attention_heads": 0},
+        {"num_hidden_layers": -1},
+        {"hidden_size": None},
+        {"dtype": "odd"},
+        {"quantization_config": 5},
+    )
     for text in ("[", "[" * 100_000, *(json.dumps(whole_config | values) for values in malformed)):
         (stock / "config.json").write_text(text)
         with pytest.raises(CheckpointError, match=r"config\.json can't be read"):

@@ -72,12 +72,12 @@ streaming, 2 replicas, 1.1M parameters, 20 steps of 2,048 tokens
   rounds  2 fragments every 10 steps
  step     loss perplexity epoch tokens/s     sent compute   left
  6/20  round void: {REASON}
- 8/20   2.7616      15.82     1     4.1K   4.8 MB  99.1 %   6.0s
+ 8/20   2.7750      16.04     1     4.1K   4.8 MB  99.1 %   6.0s
  8/20  checkpoint runs/heron/step-8 (52.3 MB in 300ms)
-10/20   2.7039      14.94     2     4.1K   6.0 MB  99.1 %   5.3s
+10/20   2.7250      15.26     2     4.1K   6.0 MB  99.1 %   5.3s
 10/20  held-out loss 2.5000  perplexity 12.18  3.6067 bits per byte  (best)
-16/20   2.5211      12.44     2     4.1K   9.6 MB  99.1 %   2.6s
-20/20   2.3912      10.93     3     4.1K  12.0 MB  99.1 %     0s
+16/20   2.5750      13.13     2     4.1K   9.6 MB  99.1 %   2.6s
+20/20   2.4750      11.88     3     4.1K  12.0 MB  99.1 %     0s
 20/20  held-out loss 2.5000  perplexity 12.18  3.6067 bits per byte  (final)
 
 sample, prompt 'def '
@@ -137,7 +137,7 @@ def test_an_interrupted_run_tells_where_it_stopped() -> None:
     sink.handle(events.Interrupted(step=4, signal="SIGINT"))
     sink.handle(events.RunFinished(step=4, summary={"heldout_loss": None, "sent_bytes_per_replica": 0}))
     *_, row, note, _, stopped, traffic = stream.getvalue().splitlines()
-    assert row.startswith(" 4/20   2.8718")
+    assert row.startswith(" 4/20   2.8750")
     assert note == " 4/20  SIGINT: the state has been saved and the run stops"
     assert (stopped, traffic) == ("stopped after step 4 of 20", "  sent  0 B per replica")
 
@@ -160,7 +160,7 @@ def test_the_live_display_half_way() -> None:
     # 39.5 of 53 cells are filled; five steps are left, 14 took 9.3 s
     assert picture(stream.getvalue()) == [
         "15/20   75 %    3.3s left  " + "\u2501" * 39 + "\u2578",
-        "loss 2.5526 (perplexity 12.84)  held-out 2.5000 (best 2.5000)  epoch 2",
+        "loss 2.6000 (perplexity 13.46)  held-out 2.5000 (best 2.5000)  epoch 2",
         "4.1K tokens/s  99.1 % compute  rounds 0, void 1  9.0 MB sent  lr 4.0e-04",
     ]
     kept = stream.getvalue()

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from diloco.algorithm import SyncSchedule
 from diloco.plan import IDEAL, Parcel, Site, simulate
 from diloco.transport import Link
 
+Floats = NDArray[np.float64]
 TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)
 GRID = np.logspace(-1, 3, 50)  # Gbit/s
 MODELS = {"1B": (10**9, 24, 0.1), "100B": (10**11, 108, 4.9)}  # parameters, layers, seconds of an inner step
@@ -36,16 +39,28 @@ PUBLISHED: dict[tuple[str, str], tuple[float, ...]] = {
 """(model, method) -> Gbit/s by target, as printed."""
 
 
-def layer_releases(num_layers: int, layers: Sequence[int]) -> tuple[tuple[float, float], ...]:
-    """Return the releases of a fragment of ``layers`` of equal size, each sent when its gradient is ready.
+@dataclass(frozen=True, kw_only=True)
+class LayerParcel(Parcel):
+    """A fragment of ``layers`` of equal size, each sent when its gradient is ready.
 
     The compute graph is that of the paper's simulator (section 3.1) with 4L - 1 nodes: L forward passes, then for each
     layer, from last to first, the gradient of its parameters, the reduction of that gradient (which uses the link, not
     the device), and the gradient of its activations. The first layer does not need the last of these. The 3L - 1
     compute nodes take equal time, as matrix products do, and run one after the other.
     """
-    ready = ((num_layers + 2 * (num_layers - 1 - layer) + 1) / (3 * num_layers - 1) for layer in layers)
-    return tuple(sorted((part, 1 / len(layers)) for part in ready))
+
+    layers: Sequence[int]
+    num_layers: int
+
+    def send_s(self, began_s: Floats, ended_s: Floats, bandwidth_bits_per_s: Floats) -> Floats:
+        """Return when to send it in one piece so that it ends when its layers would."""
+        whole_s = 8 * self.sent_bytes / bandwidth_bits_per_s
+        latest_s = np.full_like(began_s, -np.inf)
+        for sent, layer in enumerate(sorted(self.layers, reverse=True)):
+            ready = (self.num_layers + 2 * (self.num_layers - 1 - layer) + 1) / (3 * self.num_layers - 1)
+            ready_s = began_s + ready * (ended_s - began_s)
+            latest_s = np.maximum(latest_s, ready_s - sent / len(self.layers) * whole_s)
+        return latest_s
 
 
 def traffic(parameters: int, layers: int, method: str) -> tuple[SyncSchedule, tuple[Parcel, ...]]:
@@ -60,7 +75,7 @@ def traffic(parameters: int, layers: int, method: str) -> tuple[SyncSchedule, tu
         schedule = SyncSchedule(inner_steps=100, num_fragments=math.ceil(layers / 3), overlap_steps=overlap)
     number = schedule.num_fragments
     each, fragments = np.full(2, size / number), [range(first, layers, number) for first in range(number)]
-    return schedule, tuple(Parcel(each, each, releases=layer_releases(layers, of)) for of in fragments)
+    return schedule, tuple(LayerParcel(each, each, layers=of, num_layers=layers) for of in fragments)
 
 
 def test_nearly_all_cells_are_the_published_ones() -> None:

@@ -76,9 +76,7 @@ def test_the_command_names_each_failure_and_ends_with_1(capsys: pytest.CaptureFi
         assert " ok " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["a:1", "--listen", "a:1"], ["a:1", "--size", "65MB"], ["a"], ["a:1", "--timeout", "0s"]]
-)
+@pytest.mark.parametrize("arguments", [[], ["a:1", "--listen", "a:1"], ["a:1", "--size", "65MB"], ["a"]])
 def test_misuse_ends_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *arguments]) == 2
     assert capsys.readouterr().err

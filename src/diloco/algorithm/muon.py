@@ -36,12 +36,8 @@ class Muon(torch.optim.Optimizer):
             have a column for each output instead of a row (default: False).
         lr: The learning rate of groups with ``lr_ratio`` 1.
         weight_decay: The decoupled weight decay of groups that do not set their own.
-        momentum: The momentum of orthogonalised matrices.
-        nesterov: Whether that momentum is Nesterov's.
-        newton_schulz_steps: See `orthogonalised`.
-        betas: AdamW's betas.
-        eps: AdamW's epsilon.
-        fused: Whether AdamW runs its fused kernel. None: torch chooses.
+        momentum: That of orthogonalised matrices; ``nesterov`` too. For ``newton_schulz_steps`` see `orthogonalised`.
+        betas: AdamW's; ``eps`` and ``fused`` too.
 
     Raises:
         ConfigurationError: if a parameter of a group with ``orthogonalise`` is not a whole matrix, or a value is out of

@@ -169,7 +169,7 @@ def digest_state(global_params: Tensor, state: OuterState) -> str:
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Return the digest of the names and bytes of ``tensors``, in order. The host hashes GPU tensors in pieces."""
+    """Return the digest of the names and bytes of ``tensors``, in order."""
     digest = xxhash.xxh3_128()
     for name, tensor in tensors.items():
         digest.update(name.encode() + b"\0")

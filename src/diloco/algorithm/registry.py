@@ -29,8 +29,8 @@ class Registry:
 
     kind: str  # what they are, for messages
     key: str  # the setting that names one
-    base: str  # ``module:Class`` in this package that they are instances of, or whose methods they have
-    known: Mapping[str, str]  # name -> ``module:Class`` in this package
+    base: str  # ``file:Class`` in this package that they are instances of, or whose methods they have
+    known: Mapping[str, str]  # name -> ``file:Class`` in this package
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ class Registry:
 
 def _load(place: str) -> Any:
     module, _, name = place.partition(":")
-    return getattr(importlib.import_module(f"diloco.algorithm.{module}"), name)
+    return getattr(importlib.import_module(f"diloco.algorithm.{module.replace('/', '.')}"), name)
 
 
 def plain_mean() -> None:
@@ -80,14 +80,14 @@ def plain_mean() -> None:
 CODECS = Registry(
     "codec",
     "sync.codec",
-    "codec.base:Codec",
+    "codec/base:Codec",
     {
-        "float32": "codec.base:Float32",
-        "float16": "codec.base:Float16",
-        "bfloat16": "codec.base:BFloat16",
-        "int8": "codec.blockwise:Int8",
-        "fp4": "codec.blockwise:FP4",
-        "topk2": "codec.topk2:TopK2",
+        "float32": "codec/base:Float32",
+        "float16": "codec/base:Float16",
+        "bfloat16": "codec/base:BFloat16",
+        "int8": "codec/blockwise:Int8",
+        "fp4": "codec/blockwise:FP4",
+        "topk2": "codec/topk2:TopK2",
     },
 )
 OUTER_OPTIMIZERS = Registry(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import hashlib
 import importlib
 import os
 import re
@@ -17,32 +18,25 @@ from diloco.cores import set_wait_policy
 from diloco.errors import DEBUG, ConfigurationError, DiLoCoError, nearest
 from diloco.terminal import StandardOutput, make_streams_safe, show_visibly
 
-__all__ = ["COMMANDS", "DONE", "FAILED", "INTERRUPTED", "PLACES", "main"]
+__all__ = ["COMMANDS", "DONE", "FAILED", "INTERRUPTED", "main"]
 
 COMMANDS = {
-    "train": "train a language model with DiLoCo, Streaming DiLoCo or a baseline",
-    "finetune": "fine-tune a transformers model on conversations",
-    "tokenize": "turn text into a folder of packed tokens for training",
-    "evaluate": "measure the loss, perplexity and bits per byte of a trained model",
-    "generate": "continue a text with a trained model, or chat with it",
-    "export": "write a trained model for transformers, or as one safetensors file",
-    "plan": "predict what settings cost on a link, and which others fit it",
-    "sweep": "run a study: the same run with settings varied along axes",
-    "doctor": "check the connection to other replicas: names, ports, latency, bandwidth",
-    "status": "show what a checkpoint holds, or what the peers of a swarm are doing",
-    "watch": "show runs and swarms on a web page, live or as one file",
-    "relay": "run a bootstrap node for a swarm",
-    "secret": "create the secret that keeps others out of a run",
-    "presets": "list the model presets and their dimensions",
+    "train": ("train", "train a language model with DiLoCo, Streaming DiLoCo or a baseline"),
+    "finetune": ("train", "fine-tune a transformers model on conversations"),
+    "tokenize": ("tokenize", "turn text into a folder of packed tokens for training"),
+    "evaluate": ("trained", "measure the loss, perplexity and bits per byte of a trained model"),
+    "generate": ("trained", "continue a text with a trained model, or chat with it"),
+    "export": ("trained", "write a trained model for transformers, or as one safetensors file"),
+    "plan": ("plan", "predict what settings cost on a link, and which others fit it"),
+    "sweep": ("sweep", "run a study: the same run with settings varied along axes"),
+    "doctor": ("network", "check the connection to other replicas: names, ports, latency, bandwidth"),
+    "status": ("status", "show what a checkpoint holds, or what the peers of a swarm are doing"),
+    "watch": ("status", "show runs and swarms on a web page, live or as one file"),
+    "relay": ("network", "run a bootstrap node for a swarm"),
+    "secret": ("network", "create the secret that keeps others out of a run"),
+    "presets": ("plan", "list the model presets and their dimensions"),
 }
-"""Every command with a description. The module of the same name has ``run(arguments) -> exit code``, or the module in
-`PLACES` has ``run_COMMAND``."""
-
-PLACES = {
-    **dict.fromkeys(("evaluate", "generate", "export"), "trained"),
-    **dict.fromkeys(("doctor", "relay", "secret"), "network"),
-    **dict.fromkeys(("status", "watch"), "status"),
-}
+"""Every command, with the module of its ``run_COMMAND(arguments) -> exit code``, and a description."""
 
 RENAMED = {"inspect": "status RUN", "peers": "status --run NAME --join ADDRESS", "dht": "relay", "simulate": "plan"}
 """Old commands, with the new ones."""
@@ -77,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DiLoCoError as error:
         if DEBUG.get():
             traceback.print_exc()
-        else:
+        elif not _said_already(str(error)):
             trains = isinstance(error, ConfigurationError) and words[:1] in (["train"], ["finetune"])
             nothing = " Nothing was started." if trains else ""
             print(f"diloco: {error}{_near_paths(str(error), words)}{nothing}", file=sys.stderr)
@@ -94,6 +88,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         if arguments is not None:  # otherwise the traceback of an unexpected error is still to be printed
             sys.stdout, sys.stderr = streams
+
+
+def _said_already(message: str) -> bool:
+    """Return whether another process of the same torchrun has printed it here; that is noted among its logs."""
+    name = f"said-{hashlib.sha256(message.encode()).hexdigest()}"
+    try:
+        (Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1] / name).touch(exist_ok=False)
+    except (LookupError, OSError) as error:
+        return isinstance(error, FileExistsError)
+    return False
 
 
 def _near_paths(message: str, words: Sequence[str]) -> str:
@@ -131,8 +135,8 @@ def _dispatch(words: Sequence[str]) -> int:
     from diloco.waiting import log_to_stderr
 
     log_to_stderr()
-    module = importlib.import_module(f"diloco.cli.{PLACES.get(command, command)}")
-    run: Callable[[Sequence[str]], int] = getattr(module, f"run_{command}" if command in PLACES else "run")
+    module = importlib.import_module(f"diloco.cli.{COMMANDS[command][0]}")
+    run: Callable[[Sequence[str]], int] = getattr(module, f"run_{command}")
     try:
         return run(rest)
     except SystemExit as stop:  # tyro exits after --help (0) or a usage error (2)
@@ -141,7 +145,7 @@ def _dispatch(words: Sequence[str]) -> int:
 
 def _help() -> str:
     width = max(map(len, COMMANDS))
-    commands = "\n".join(f"  {name:{width}}  {about}" for name, about in COMMANDS.items())
+    commands = "\n".join(f"  {name:{width}}  {about}" for name, (_, about) in COMMANDS.items())
     return f"""usage: diloco [--debug] COMMAND ...
 
 Train one language model on machines that are connected by slow, distant and unreliable links.

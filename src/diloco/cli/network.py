@@ -14,14 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import FlagCreatePairsOff, Positional, arg
+from tyro.conf import Positional, arg
 
-from diloco.cli.tables import columns
 from diloco.config import command_text, parse_options
 from diloco.errors import ConfigurationError
 from diloco.train import StopRequest
 from diloco.transport import multiaddress, parse_address, read_secret
-from diloco.units import BYTES, Duration, format_rate, parse
+from diloco.units import BYTES, Duration, columns, format_rate, parse
 
 _POLL_S = 0.2
 
@@ -45,7 +44,7 @@ class DoctorOptions:
     """How long each step of the check may take. Default: 10s."""
     secret_file: Path | None = None
     """The run's secret (network.secret_file), if it has one; both ends need it."""
-    json: FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print the findings as JSON."""
 
 
@@ -60,8 +59,6 @@ def run_doctor(arguments: Sequence[str]) -> int:
     num_bytes = round(parse(options.size, "--size", BYTES))
     if not 100_000 <= num_bytes <= 64_000_000:
         raise ConfigurationError(f"--size must be between 100kB and 64MB, got {options.size}.")
-    if not options.timeout:
-        raise ConfigurationError("--timeout must be above 0s.")
     secret = read_secret(options.secret_file, "--secret-file")
     if options.listen:
         return _listen(options.listen, secret)
@@ -175,6 +172,5 @@ def run_secret(arguments: Sequence[str]) -> int:
         raise ConfigurationError(f"{path} exists. Choose another name, or remove it first.") from error
     except OSError as error:
         raise ConfigurationError(f"{path} can't be written: {error}.") from error
-    print(f"diloco: wrote a new secret to {path}. Copy it to every machine of the run with its mode kept (scp -p), and")
-    print("pass it as --secret-file.")
+    print(f"diloco: wrote a new secret to {path}. Copy it to every machine of the run (scp -p) for --secret-file.")
     return 0

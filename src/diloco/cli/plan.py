@@ -1,27 +1,25 @@
-"""``diloco plan``: what the settings of a run cost on its links, and which others fit them."""
+"""``diloco plan`` and ``diloco presets``: what settings cost on a link, which others fit it, and which there are."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from tyro.conf import FlagCreatePairsOff
-
-from diloco.cli.tables import columns, facts_table
-from diloco.config import Configuration, compose, flatten, parse_flags, preset_values, to_toml
-from diloco.data import corpus_vocabulary_size
+from diloco.algorithm import SyncSettings
+from diloco.config import Configuration, compose, flatten, parse_flags, parse_options, preset_values, to_toml
 from diloco.errors import ConfigurationError
-from diloco.model import with_vocabulary
+from diloco.model import get_preset, preset_names, with_vocabulary
 from diloco.transport import EmulateSettings
 from diloco.units import (
     COUNT,
     PERCENTAGE,
     Duration,
     Rate,
+    columns,
+    facts_table,
     format_bytes,
     format_count,
     format_duration,
@@ -42,7 +40,7 @@ Examples:
   diloco plan run.toml --bandwidth 100Mbit --latency 50ms --step-time 250ms
   diloco plan --preset 1b --replicas 4 --bandwidth 500Mbit --latency 80ms --step-time 0.8s
   diloco plan --parameters 7B --fragments 11 --inner-steps 200 --bandwidth 1Gbit --step-time 600ms
-  diloco plan --preset tiny --measure --replicas 2 --bandwidth 100Mbit 20Mbit --json"""
+  diloco plan --preset tiny --replicas 2 --bandwidth 100Mbit 20Mbit --step-time 90ms --json"""
 
 SHOWN = (
     *("preset", "algorithm", "train.steps", "train.data_parallel_steps", "train.device", "model.source"),
@@ -62,8 +60,6 @@ class PlanSettings(Configuration):
     """One-way latency, such as 80ms; one value for all replicas, or one for each. Default: 0ms."""
     step_time: tuple[Duration, ...] = ()
     """Compute time of one inner step, such as 0.8s; one value for all replicas, or one for each."""
-    measure: bool = False
-    """Measure the inner step and the work of sends and merges on this machine (train.device)."""
     parameters: str | None = None
     """Number of parameters, such as 7B, of a model that is not there; its fragments have equal sizes."""
     congestion_control: Literal["bbr", "cubic", "reno"] = "cubic"
@@ -74,20 +70,14 @@ class PlanSettings(Configuration):
     """Price of one hour of one replica, in any currency."""
     price_per_gb: float = 0.0
     """Price of sending 10^9 bytes."""
-    json: FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print one JSON object."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for flag, price in (("--price-per-hour", self.price_per_hour), ("--price-per-gb", self.price_per_gb)):
-            if not 0 <= price < math.inf:
-                raise ConfigurationError(f"{flag} must be a number of at least 0, got {price}.")
 
 
 OWN = {field.name for field in fields(PlanSettings)} - {field.name for field in fields(Configuration)}
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_plan(arguments: Sequence[str]) -> int:
     """Print the cost of the settings, and the table of others."""
     shown = flatten(PlanSettings()) | preset_values(PlanSettings.preset)
     common = [*(name for name in shown if name in OWN), *SHOWN]
@@ -105,13 +95,12 @@ def run(arguments: Sequence[str]) -> int:
 
 def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, dict[str, Any], tuple[int, ...]]:
     """Return the resolved settings, facts about the model, and the number of values in each fragment."""
+    from diloco.data import corpus_vocabulary_size
     from diloco.plan import fragment_sizes
     from diloco.train import bytes_per_frozen, bytes_per_trained, make_fragments, outline, resolve
 
-    network = asked.network
-    if network.transport == "swarm" and network.run is None:
-        network = replace(network, run="plan")  # a plan needs no name for its swarm
-    asked = replace(asked, network=network)
+    if asked.network.transport == "swarm" and asked.network.run is None:
+        asked = replace(asked, network=replace(asked.network, run="plan"))  # a plan needs no name for its swarm
     if asked.algorithm == "none":
         raise ConfigurationError("algorithm='none' sends nothing, so it costs nothing on any link.")
     emulate, asked = asked.emulate, replace(asked, emulate=EmulateSettings())  # which only some transports may have
@@ -166,33 +155,25 @@ def _record(
 
 
 def _site(options: PlanSettings, settings: Configuration) -> Site:
-    from diloco.plan import Conditions, Site, measure_step
+    from diloco.plan import Conditions, Site
     from diloco.transport import Link
 
-    emulated, replicas, times = settings.emulate, settings.network.replicas, options.step_time
+    emulated, replicas = settings.emulate, settings.network.replicas
     loss = round(parse(options.loss, "--loss", PERCENTAGE) / 100, 12)
     conditions = Conditions(congestion_control=options.congestion_control, loss=loss)
-    if options.measure:
-        if times or options.parameters is not None:
-            raise ConfigurationError("--measure times a step of the model: leave out --step-time and --parameters.")
-        step_s, send_s, merge_s = measure_step(settings)
-        times = (step_s,)
-        conditions = replace(conditions, send_s_per_value=send_s, merge_s_per_value=merge_s)
-    elif settings.train.device not in ("auto", "cpu"):  # the work there is not known
+    if settings.train.device not in ("auto", "cpu"):  # the work there is not known
         conditions = conditions.scaled(0.0)
 
     def per_replica(values: tuple[float, ...], flag: str, example: str) -> tuple[float, ...]:
         if len(values) not in (1, replicas) or (flag != "--latency" and not all(values)):
-            problem = "a value that is not above 0" if 0 in values else f"{len(values)} values for {replicas} replicas"
-            raise ConfigurationError(
-                f"{flag} has {problem if values else 'no value'}: give one for all replicas or one for each, such as "
-                f"{flag} {example}."
-            )
+            problem = f"has {len(values) or 'no'} values" if all(values) else "has a value that is not above 0"
+            ways = f"one for all {replicas} replicas or one for each, such as {example}"
+            raise ConfigurationError(f"{flag} {problem}: give {ways}.")
         return values * (replicas // len(values))
 
     rates = per_replica(options.bandwidth or emulated.bandwidth, "--bandwidth", "500Mbit")
     latencies = per_replica(options.latency or emulated.latency or (0.0,), "--latency", "80ms")
-    times = per_replica(times or emulated.step_time, "--step-time", "250ms, or --measure")
+    times = per_replica(options.step_time or emulated.step_time, "--step-time", "250ms")
     return Site(links=tuple(map(Link, rates, latencies)), step_time_s=times, conditions=conditions)
 
 
@@ -218,7 +199,7 @@ def _report(record: dict[str, Any]) -> str:
         f"tau = {own['overlap_steps']}, {own['codec']}",
         "utilisation": f"{typical} ({'also' if p90 == typical else p90} at p90 round time; {ideal} on emulated links)",
         "accuracy": record["accuracy"],
-        "work": ", ".join(work) if record["work_is_known"] else "not measured (--measure times it), counted as none",
+        "work": ", ".join(work) if record["work_is_known"] else "not measured, counted as none",
         "run": f"{record['steps']:,} steps in {format_duration(3600 * record['hours'])}"
         + (f"; {start:,} of them data-parallel, {format_duration(data_parallel['step_s'])} each" if start else ""),
         "sent": f"{format_bytes(record['sent_bytes_per_replica'])} per replica",
@@ -238,14 +219,8 @@ def _report(record: dict[str, Any]) -> str:
     for name, row in zip([*names, "data-parallel, float32"], [*record["table"], data_parallel], strict=True):
         shares = (f"{row[share]:.1%}" for share in ("compute_utilization", "p90_utilization"))
         rows.append([name, *shares, format_bytes(row["sent_bytes_per_step"]), format_duration(row["longest_wait_s"])])
-    return "\n\n".join(
-        [
-            facts_table(facts, indent=""),
-            columns(heads, _fragment_rows(fragments)),
-            columns(others, rows),
-            "A smaller H synchronises more often. The loss is not predicted.",
-        ]
-    )
+    tables = facts_table(facts), columns(heads, _fragment_rows(fragments)), columns(others, rows)
+    return "\n\n".join([*tables, "A smaller H synchronises more often. The loss is not predicted."])
 
 
 def _fragment_rows(fragments: Sequence[dict[str, Any]]) -> list[list[str]]:
@@ -264,3 +239,27 @@ def _fragment_rows(fragments: Sequence[dict[str, Any]]) -> list[list[str]]:
         )
         rows.append([names, values, f"step {steps}", *costs])
     return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class PresetsOptions:
+    """List the model presets, for `diloco train --preset NAME`.
+
+    Examples:
+      diloco presets
+      diloco train --preset streaming-35m --data texts/ --print-config
+    """
+
+
+def run_presets(arguments: Sequence[str]) -> int:
+    """Print the table."""
+    parse_options(PresetsOptions, "presets", arguments)
+    rows = []
+    for preset in map(get_preset, preset_names()):
+        values, model = preset_values(preset.name), preset.model
+        heads = str(model.heads) if model.kv_heads is None else f"{model.heads}/{model.kv_heads}"
+        inner_steps = values.get("sync.inner_steps", SyncSettings().inner_steps)
+        numbers = (model.layers, model.width, model.ffn_width, heads, preset.vocab_size, inner_steps)
+        rows.append([preset.name, f"{preset.parameters:,}", *map(str, numbers), str(values["train.steps"])])
+    print(columns(["name", "parameters", "layers", "width", "ffn", "heads", "vocab", "H", "steps"], rows))
+    return 0

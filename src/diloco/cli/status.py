@@ -14,12 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import FlagCreatePairsOff, Positional, arg
+from tyro.conf import Positional, arg
 
-from diloco.cli.tables import columns, facts_table
 from diloco.config import parse_options
 from diloco.errors import CheckpointError, ConfigurationError, DiLoCoError
-from diloco.units import Duration, format_bytes, format_rate
+from diloco.units import Duration, columns, facts_table, format_bytes, format_rate
 
 if TYPE_CHECKING:
     from diloco.transport import PeerReport, StatusClient
@@ -77,7 +76,7 @@ class StatusOptions(SwarmOptions):
     """A run folder (its latest checkpoint) or a checkpoint."""
     every: Duration | None = None
     """Keep the table of a swarm up to date, with this time between two queries. `diloco watch` shows more."""
-    json: FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print everything as JSON: the checkpoint's manifest, or the peers' reports."""
 
 
@@ -86,12 +85,12 @@ def run_status(arguments: Sequence[str]) -> int:
     options: StatusOptions = parse_options(StatusOptions, "status", arguments)
     if bool(options.run) == bool(options.folder):
         raise ConfigurationError("give either the folder of a run or checkpoint, or --run and --join of a swarm.")
-    if options.every is not None and (options.folder or options.json or not options.every):
-        raise ConfigurationError("--every (above 0s) keeps the table of --run up to date, without --json.")
+    if options.every is not None and (options.folder or options.json):
+        raise ConfigurationError("--every keeps the table of --run up to date, without --json.")
     if options.folder:
         print(_checkpoint(options.folder, as_json=options.json))
         return 0
-    if options.every:
+    if options.every is not None:
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(_show(options, options.every))
         return 0
@@ -137,7 +136,7 @@ def _contents(record: dict[str, Any]) -> str:
     rows = [[str(f["index"]), f"{f['numel']:,}", str(len(f["parameters"])), str(f["outer_step"])] for f in fragments]
     files = [[name, part, f"{of['size_bytes']:,}"] for part, entries in parts.items() for name, of in entries.items()]
     tables = [columns(["fragment", "parameters", "tensors", "outer steps"], rows)] if rows else []
-    return "\n\n".join([facts_table(facts, indent=""), *tables, columns(["file", "part", "bytes"], files)])
+    return "\n\n".join([facts_table(facts), *tables, columns(["file", "part", "bytes"], files)])
 
 
 def _value(value: Any) -> str:
@@ -215,8 +214,6 @@ def _remarks(reports: Sequence[PeerReport], run: str | None) -> Iterator[str]:
             "peers at the same step show different digests. If they still do in the next query, their states differ, "
             "and the next round decides which one all of them adopt"
         )
-    elif len({digest for _, digest in states}) > 1:
-        yield "the digests differ because the peers answered at different steps"
     if not reports:
         yield (
             f"no peer of run {run!r} has been seen within the last half hour. Check that its replicas were started "
@@ -254,8 +251,6 @@ def run_watch(arguments: Sequence[str]) -> int:
     options: WatchOptions = parse_options(WatchOptions, "watch", arguments)
     if not options.folders and options.run is None:
         raise ConfigurationError("nothing to watch: give the folder of a run, or --run and --join of a swarm.")
-    if not options.every:
-        raise ConfigurationError("--every must be above 0s.")
     folders = [FollowedFolder(folder) for folder in options.folders]
     swarm = FollowedSwarm(options.run, options.join) if options.run else None
 
@@ -288,16 +283,11 @@ def run_watch(arguments: Sequence[str]) -> int:
         print(f"diloco: wrote {options.out}, a self-contained page for any browser")
         return 0
     with _listening(options.host, options.port) as server, contextlib.suppress(KeyboardInterrupt):
-        seen = "from this machine only" if server.is_local else _EXPOSED
+        seen = "the first browser that opens it sees losses, settings, samples, peers and paths, but can change nothing"
+        seen = "from this machine only" if server.is_local else f"{seen}; the connection is not encrypted"
         print(f"diloco: watch at {_address(server)} ({seen}; Ctrl-C stops)", flush=True)
         asyncio.run(follow(server))
     return 0
-
-
-_EXPOSED = (
-    "the first browser that opens it sees losses, settings, text samples, peers and paths of the runs, but can change "
-    "nothing; the connection is not encrypted"
-)
 
 
 def _address(server: PageServer) -> str:
@@ -310,13 +300,10 @@ def _listening(host: str, port: int | None) -> PageServer:
     """Return a server that listens at the port, or at the first free one from 8500 on."""
     from diloco.watch import PageServer
 
-    def tell_next(server: PageServer) -> None:
-        print(f"diloco: for another browser: {_address(server)}", flush=True)
-
     ports = [*range(8500, 8520), 0] if port is None else [port]
     for each in ports:
         try:
-            return PageServer(host, each, on_used=tell_next)
+            return PageServer(host, each, lambda it: print(f"diloco: for another browser: {_address(it)}", flush=True))
         except (OSError, OverflowError) as error:
             failure = error
     raise ConfigurationError(f"can't listen at {host}:{ports[0]} ({failure}). Choose another --port or --host.")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import FlagCreatePairsOff, Positional, arg
+from tyro.conf import Positional, arg
 
 from diloco.checkpoint import lock_folder, write_whole
 from diloco.config import flatten, parse_options
@@ -35,11 +35,11 @@ class SweepOptions:
     """Folder for the runs and their results."""
     jobs: int | None = None
     """Number of runs at a time. Default: one for each visible GPU, or for each core if there is none."""
-    dry_run: FlagCreatePairsOff[bool] = False
+    dry_run: bool = False
     """List the runs and which of them are done, without running any."""
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_sweep(arguments: Sequence[str]) -> int:
     """Run all runs that are not done yet; return 1 if a run failed."""
     given = parse_options(SweepOptions, "sweep", arguments)
     if given.jobs is not None and given.jobs < 1:

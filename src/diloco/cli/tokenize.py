@@ -13,8 +13,8 @@ from tyro.conf import arg
 from diloco.config import build, flatten, parse_flags, read_toml, to_toml
 from diloco.data import DataSettings
 from diloco.errors import ConfigurationError
-from diloco.monitor import VisibleConsole
 from diloco.units import format_bytes
+from diloco.waiting import waiting_for
 
 DESCRIPTION = """Turn text into a folder of packed tokens, for `diloco train --data FOLDER`.
 
@@ -35,7 +35,7 @@ class TokenizeSettings:
     data: DataSettings = field(default_factory=DataSettings)
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_tokenize(arguments: Sequence[str]) -> int:
     """Tokenise the text and print a summary."""
     line = parse_flags(TokenizeSettings, "tokenize", DESCRIPTION, arguments, shown=flatten(TokenizeSettings()))
     from_file = {} if line.file is None else read_toml(line.file, TokenizeSettings)
@@ -53,12 +53,9 @@ def run(arguments: Sequence[str]) -> int:
     def speed(size_bytes: int) -> str:
         return f"{size_bytes / 1e6 / max(1e-9, time.monotonic() - started_s):.1f} MB/s"
 
-    with VisibleConsole(stderr=True).status("reading") as status:  # shown only on a terminal
-
-        def show_progress(documents: int, size_bytes: int) -> None:
-            status.update(f"{documents:,} documents, {format_bytes(size_bytes)}, {speed(size_bytes)}")
-
-        folder = tokenize(settings.data, settings.out, show_progress)
+    read = [(0, 0)]  # numbers of documents and bytes so far
+    with waiting_for(lambda: f"the text, with {read[-1][0]:,} documents ({speed(read[-1][1])}) read,"):
+        folder = tokenize(settings.data, settings.out, progress=lambda *numbers: read.append(numbers))
     for name, split in folder.splits.items():
         print(f"{name:8} {split.documents:,} documents, {format_bytes(split.num_bytes)}, {len(split):,} tokens")
     text = speed(sum(split.num_bytes for split in folder.splits.values()))

@@ -1,14 +1,19 @@
-"""``diloco train``: plan the run, choose its folder, and train: all replicas here, one rank, or a peer of a swarm."""
+"""``diloco train`` and ``diloco finetune``, which is `diloco train` with the preset for conversations.
+
+They plan the run, choose its folder, and train: all replicas here, one rank, or a peer of a swarm.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,24 +26,26 @@ from diloco.config import (
     Configuration,
     RunPlan,
     command_text,
+    compose,
+    flatten,
     join_command,
     parse_arguments,
+    parse_flags,
     plan_run,
+    preset_values,
     read_toml,
     resume_command,
 )
 from diloco.errors import ConfigurationError
-from diloco.events import Event, RoundVoid
 from diloco.plugins import is_own
 from diloco.private_files import make_private_folder
 from diloco.train import POSITION, Role, read_torchrun, role_of
 
 if TYPE_CHECKING:
-    from diloco.monitor import Sinks
     from diloco.train import PeerFleet
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_train(arguments: Sequence[str]) -> int:
     """Train; return 130 if a signal stopped the run and its state was saved."""
     return run_line(with_torchrun(parse_arguments(arguments)), ["train", *arguments])
 
@@ -56,6 +63,118 @@ def with_torchrun(line: CommandLine) -> CommandLine:
     return dataclasses.replace(line, defaults=defaults)
 
 
+FINETUNE_DESCRIPTION = """Fine-tune a transformers model on conversations, with DiLoCo between replicas.
+
+By default only adapters (LoRA, --lora-rank) are trained and exchanged; --full trains
+all weights. --help-all shows all flags, which are those of `diloco train`, with the defaults of this command.
+
+Examples:
+  diloco finetune llama --data chat.jsonl              on this machine alone
+  diloco finetune llama --data chat.jsonl --transport swarm --run mine
+                                                       with others; prints how to join
+  diloco finetune llama --data chat.jsonl --full       all weights
+  diloco finetune --resume runs/mine                   continue a stopped run
+
+The run's folder gets an adapter for peft. `diloco generate RUN --chat` chats with
+the model, and `diloco export RUN --out PATH --merge` writes it as a whole model."""
+
+COMMON = (
+    *("data.paths", "epochs", "full", "model.lora_rank", "model.quantization", "optimizer.learning_rate"),
+    *("train.steps", "train.batch_size", "train.sequence_length", "train.precision", "data.format"),
+    *("network.replicas", "network.transport", "network.run", "network.join", "out", "checkpoint.resume"),
+)
+"""The settings that --help shows."""
+
+SHOWN = {
+    "preset": None,
+    "data.tokenizer": "that of the model",
+    "optimizer.learning_rate": "0.0002, or 2e-05 with --full",
+    "train.steps": "from --epochs and the data",
+    "train.sequence_length": "the longest of the model, at most 1024",
+    "sync.inner_steps": "a tenth of the steps, at most 20",
+    "sync.outer": "nesterov, or sgd with fewer than 50 rounds",
+}
+"""The defaults that follow from the data and the model, as the help shows them."""
+
+HELPS = {
+    "file": "Folder of a transformers model.",
+    "data.paths": "Conversations to train on: .jsonl, .json or .parquet files.",
+}
+
+FEW_STEPS = 50  # with fewer steps a model hardly learns, whatever the data
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneSettings(Configuration):
+    """The settings of a run, and two options from which some of its settings are derived."""
+
+    full: bool = False
+    """Train all weights instead of adapters (--lora-rank 0)."""
+    epochs: float = 3.0
+    """Number of passes over all conversations. Use this or --steps."""
+
+
+def run_finetune(arguments: Sequence[str]) -> int:
+    """Fine-tune; return 130 if a signal stopped the run and its state was saved."""
+    shown = flatten(FinetuneSettings()) | preset_values("finetune") | SHOWN
+    about: Any = {"shown": shown, "common": COMMON, "metavars": {"file": "MODEL"}, "helps": HELPS}
+    line = parse_flags(FinetuneSettings, "finetune", FINETUNE_DESCRIPTION, arguments, **about)
+    values, folder, typed = dict(line.values), line.file, ["finetune", *arguments]
+    full, epochs, resumes = values.pop("full", False), values.pop("epochs", None), "checkpoint.resume" in values
+    for flag, others, both in (
+        ("--full", "--lora-rank", full and "model.lora_rank" in values),
+        ("--epochs", "--steps", epochs is not None and "train.steps" in values),
+        ("--resume", "a model, --full or --epochs", resumes and (folder or full or epochs is not None)),
+    ):
+        if both:
+            raise ConfigurationError(f"{flag} can't be combined with {others}. Leave one of them out.")
+    if resumes:
+        return run_line(line, typed)
+    epochs = FinetuneSettings.epochs if epochs is None else epochs
+    if not 0 < epochs < 1e6:
+        raise ConfigurationError(f"--epochs must be a positive number, got {epochs:g}.")
+    if folder is not None and folder.suffix == ".toml":
+        raise ConfigurationError(
+            f"{folder} is a settings file, but diloco finetune needs the folder of a model. For settings, use "
+            f"`{command_text('train', folder)}`."
+        )
+    if "data.paths" not in values or (folder is None and "model.source" not in values):
+        raise ConfigurationError(
+            "diloco finetune needs a model and conversations: diloco finetune FOLDER --data chat.jsonl, where FOLDER "
+            "holds a transformers model."
+        )
+    if folder is not None and not folder.expanduser().is_dir():
+        raise ConfigurationError(
+            f"there is no folder {str(folder)!r} with a transformers model. A model of the Hugging Face hub is given "
+            "as --model hf:NAME --tokenizer hf:NAME instead."
+        )
+    values = {"preset": "finetune"} | ({} if folder is None else {"model.source": f"hf:{folder}"}) | values
+    values |= {"model.lora_rank": 0} if full else {}
+    line, notes = with_torchrun(dataclasses.replace(line, file=None, values=values)), list[str]()
+    asked = compose(line)
+    if "train.steps" not in values:
+        from diloco.data import build_chat_corpus
+
+        length = asked.train.sequence_length
+        rows = len(build_chat_corpus(asked.data, length).train) // length
+        sequences = asked.train.batch_size * asked.network.replicas
+        steps = values["train.steps"] = max(1, math.ceil(epochs * rows / sequences))
+        inner_steps = values["sync.inner_steps"] = compose(line).sync.inner_steps
+        steps = values["train.steps"] = math.ceil(steps / inner_steps) * inner_steps  # the last round follows the last
+        asked = compose(line)
+        if steps < FEW_STEPS:
+            notes.append(
+                f"{rows} rows, {sequences} per step and read {epochs:g} times, give only {steps} steps. For more "
+                "steps, use a smaller --batch-size, shorter rows (--sequence-length) or more --epochs."
+            )
+    if asked.sync.outer == "sgd" and "sync.outer" not in values:
+        notes.append(
+            f"The run has only {asked.train.steps // asked.sync.inner_steps} rounds, so the outer optimizer has no "
+            "momentum and a learning rate of 1: each round ends in the mean of the replicas' parameters."
+        )
+    return run_line(line, typed, notes=notes)
+
+
 def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = ()) -> int:
     """Train with the settings of a command line; the processes of other ranks are started as ``typed``."""
     plan = plan_run(line)
@@ -70,20 +189,21 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
         facts = describe(settings, model) | identity(settings, model)
         print(plan.record, *(f"# {name}: {fact}" for name, fact in facts.items()), sep="\n")
         return DONE
-    torchrun = read_torchrun(os.environ)
-    role = role_of(settings.network, torchrun)
+    torchrun, launched = read_torchrun(os.environ), POSITION in os.environ
+    role, folder = role_of(settings.network, torchrun), settings.out or plan.source
     if role.kind == "rank":
         code = _train_rank(plan, role, quiet="monitor.console" not in line.values)
-        launched = POSITION in os.environ
         if launched and code == FAILED:
             from diloco.train import IN_VAIN
 
             return IN_VAIN  # a failure of another kind is an exception; after this one no restart would help
-        folder = settings.out or plan.source
         if torchrun is not None or launched or folder is None:  # the launcher of this process prints how to resume
             return code
     else:
-        with _claimed_folder(plan) as (folder, lock):
+        folder = folder or _claim_numbered(plan)
+        with _claimed(folder, plan) as (lock, occupied):
+            if occupied:
+                raise _not_empty(folder)
             if role.kind == "peer":
                 return _train_peer(plan, folder)
             if role.kind == "launcher":
@@ -97,8 +217,6 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
 
                 code = launch(settings.network, words, _say, talking_ranks=talking_ranks, lock=lock)
             else:
-                if plan.source is not None:
-                    _continue_record(plan, plan.source, folder)
                 code = _train(plan, folder)
     if code == INTERRUPTED:
         _say(f"stopped; the state is saved. To resume: {resume_command(settings, folder)}")
@@ -113,10 +231,7 @@ def _train_peer(plan: RunPlan, folder: Path) -> int:
     """Train as a peer of a swarm, and print how others join and, if it is stopped, how it resumes."""
     from diloco.train import connect_peer
 
-    settings = plan.configuration
-    if plan.source is not None and (folder / CONFIG_FILE).exists():
-        _continue_record(plan, plan.source, folder)
-    fleets: list[PeerFleet] = []
+    settings, fleets = plan.configuration, []
     join = join_command(settings, folder)
 
     def meet(facts: Mapping[str, str], own: Path) -> PeerFleet:
@@ -156,10 +271,8 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
         settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, device=device))
 
     def meet(facts: Mapping[str, str], own: Path) -> PeerFleet:
-        home = own.parent if role.position else own
-        resume, step = settings.checkpoint.resume, -1
-        if resume is not None:
-            step = held_step(home, role.replica, resume)
+        resume, home = settings.checkpoint.resume, own.parent if role.position else own
+        step = -1 if resume is None else held_step(home, role.replica, resume)
         fleet = connect_rank(settings, role, facts, step, choose_device(settings.train.device))
         try:
             with fleet.group.all_or_none():
@@ -170,28 +283,9 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
             raise
         return fleet
 
-    with lock_folder(folder):
-        occupied = plan.source is None and bool(_files(folder, of_rank=True))
-        if plan.source is not None and (folder / CONFIG_FILE).exists():
-            _continue_record(plan, folder, folder)
-        try:
-            plan = dataclasses.replace(plan, configuration=settings, notes=plan.notes if role.is_first else ())
-            return _train(plan, folder, meet, role)
-        finally:
-            if not occupied and not (folder / CONFIG_FILE).exists():
-                _clear(folder, of_rank=True)
-
-
-class _Watched:
-    """The sinks of a process, and the reason of the last void round."""
-
-    def __init__(self, sinks: Sinks) -> None:
-        self.close, self.void_reason, self._sinks = sinks.close, "", sinks
-
-    def handle(self, event: Event) -> None:
-        if isinstance(event, RoundVoid):
-            self.void_reason = event.reason.rstrip(".")
-        self._sinks.handle(event)
+    with _claimed(folder, plan, of_rank=True) as (_, occupied):
+        plan = dataclasses.replace(plan, configuration=settings, notes=plan.notes if role.is_first else ())
+        return _train(plan, folder, meet, role)
 
 
 def _train(
@@ -205,9 +299,14 @@ def _train(
     For a tracker, a process with all replicas is a single run; any other process is one run of a group. Without a
     role, it holds all replicas, or is a peer of a swarm.
     """
-    from diloco.monitor import make_sinks
+    from diloco.data import load_tokenizer
+    from diloco.monitor import make_sinks, read_metrics
     from diloco.train import OVER, run_training
 
+    if plan.source is not None and (meet is None or (folder / CONFIG_FILE).exists()):  # it may continue with changes
+        if role is None and folder != plan.source:
+            load_tokenizer(plan.source).save(folder)
+        write_whole(folder / CONFIG_FILE, plan.record)
     settings, home, group = plan.configuration, folder.resolve(), None
     monitor, name = settings.monitor, home.name
     if role is not None:
@@ -220,38 +319,42 @@ def _train(
         group, name = settings.network.run, settings.network.name or platform.node()
     config: dict[str, Any] = dataclasses.asdict(settings)
     sinks = make_sinks(monitor, folder, is_terminal=sys.stdout.isatty(), config=config, name=name, group=group)
-    with closing(_Watched(sinks)) as sink:
-        summary = run_training(settings, folder=folder, sink=sink, config_toml=plan.record, notes=plan.notes, meet=meet)
+    with closing(sinks):
+        summary = run_training(
+            settings, folder=folder, sink=sinks, config_toml=plan.record, notes=plan.notes, meet=meet
+        )
     in_vain = summary.get("rounds_void") and not summary.get("rounds_committed")
     if in_vain and (role is None or role.is_first):
+        *_, last = {"reason": "see metrics.jsonl"}, *read_metrics(folder / "metrics.jsonl", "RoundVoid")
         _say(
             "no round was committed, so the replicas have learned nothing from each other: all "
-            f"{summary['rounds_void']} were void. The reason of the last one: "
-            f"{sink.void_reason or 'see metrics.jsonl'}. Remove the cause, then start a new run."
+            f"{summary['rounds_void']} were void. The reason of the last one: {last['reason'].rstrip('.')}. Remove the "
+            "cause, then start a new run."
         )
     interrupted = summary["interrupted"] and not (role is None and summary["interrupted"] == OVER)
     return INTERRUPTED if interrupted else FAILED if in_vain else DONE
 
 
 @contextmanager
-def _claimed_folder(plan: RunPlan) -> Iterator[tuple[Path, int]]:
-    """Create and lock the folder of a single-process run, of a peer, or of all processes that a launcher starts.
+def _claimed(folder: Path, plan: RunPlan, *, of_rank: bool = False) -> Iterator[tuple[int, bool]]:
+    """Create and lock a folder; yield its lock, and whether there is anything in it but the run to resume.
 
-    The folder of a new run that did not start is cleared and removed, so that the next attempt can use it.
+    The folder of a run that did not start is cleared and removed, so that the next attempt can use it.
     """
-    source = plan.source
-    folder = plan.configuration.out or source or _claim_numbered(plan)
-    resumes = source is not None and folder.resolve() == source.resolve()
+    resumes = plan.source is not None and (of_rank or folder.resolve() == plan.source.resolve())
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError(f"--out {folder} is not a folder. Choose another --out.")
     with lock_folder(folder) as lock:
-        if not resumes and _files(folder, of_rank=False):
-            raise _not_empty(folder)
+        occupied = not resumes and bool(_files(folder, of_rank=of_rank))
         try:
-            yield folder, lock
+            yield lock, occupied
         finally:
-            if source is None and not (folder / CONFIG_FILE).exists():
-                _clear(folder, of_rank=False)
+            if not occupied and not (folder / CONFIG_FILE).exists():
+                for entry in _files(folder, of_rank=of_rank):
+                    if entry.is_dir() and not entry.is_symlink():
+                        shutil.rmtree(entry, ignore_errors=True)
+                    else:
+                        entry.unlink()
 
 
 def _folder_of_rank(plan: RunPlan, role: Role) -> Path:
@@ -270,15 +373,6 @@ def _folder_of_rank(plan: RunPlan, role: Role) -> Path:
         )
     home = base / f"replica-{role.replica}" if role.replica else base
     return home / f"rank-{role.position}" if role.position else home
-
-
-def _clear(folder: Path, *, of_rank: bool) -> None:
-    """Remove the files of a run that never started, so that the next attempt finds the folder empty."""
-    for entry in _files(folder, of_rank=of_rank):
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry, ignore_errors=True)
-        else:
-            entry.unlink()
 
 
 def _files(folder: Path, *, of_rank: bool) -> list[Path]:
@@ -311,12 +405,3 @@ def _claim_numbered(plan: RunPlan) -> Path:
             f"{folder} can't be created: {error.strerror}. Choose another place as --out."
         ) from error
     return folder
-
-
-def _continue_record(plan: RunPlan, source: Path, folder: Path) -> None:
-    """Rewrite ``config.toml`` when a run resumes with changes or in a folder other than ``source``."""
-    from diloco.data import load_tokenizer
-
-    if folder != source:
-        load_tokenizer(source).save(folder)
-    write_whole(folder / CONFIG_FILE, plan.record)

@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from tyro.conf import FlagCreatePairsOff, Positional, arg
+from tyro.conf import Positional, arg
 
-from diloco.cli.tables import facts_table
 from diloco.config import CONFIG_FILE, Configuration, parse_options, read_record
 from diloco.devices import check_device
 from diloco.errors import ConfigurationError
 from diloco.terminal import as_typed, plain
-from diloco.units import format_bytes, format_count
+from diloco.units import facts_table, format_bytes, format_count
 from diloco.waiting import waiting_for
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class AppliedOptions(TrainedOptions):
     """Maximum context of the model in tokens. Default: as in training."""
     device: str = "auto"
     """cpu, cuda, cuda:N, mps, or auto."""
-    json: FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print one JSON object at the end."""
 
     def __post_init__(self) -> None:
@@ -131,25 +130,17 @@ def run_evaluate(arguments: Sequence[str]) -> int:
             precision=settings.train.precision,
             progress=done.append,
         )
+    figures = {"heldout_loss": result.loss, "perplexity": result.perplexity, "bits_per_token": result.bits_per_token}
+    figures |= {"bits_per_byte": result.bits_per_byte, "tokens": result.tokens, "bytes": result.num_bytes}
     if options.json:
-        figures = {name: getattr(result, name) for name in ("perplexity", "bits_per_token", "bits_per_byte", "tokens")}
         about = {"step": trained.step, "weights": trained.weights, "checkpoint": str(trained.path)}
-        print(json.dumps({"heldout_loss": result.loss, **figures, "bytes": result.num_bytes, **about}, indent=2))
+        print(json.dumps(figures | about, indent=2))
         return 0
     print(trained.path if trained.step is None else f"{trained.path}, step {trained.step}, {trained.weights}")
-    facts = {
-        "held-out loss": f"{result.loss:.4f} nats per token",
-        "perplexity": f"{result.perplexity:.4g}",
-        "bits per token": f"{result.bits_per_token:.4f}",
-        "bits per byte": f"{result.bits_per_byte:.4f}",
-        "tokens": f"{result.tokens:,}",
-        "bytes": f"{result.num_bytes:,}",
-    }
-    print(facts_table(facts, indent=""))
+    forms = {"heldout_loss": "{:.4f} nats per token", "perplexity": "{:.4g}", "tokens": "{:,}", "bytes": "{:,}"}
+    facts = {name: forms.get(name, "{:.4f}").format(value) for name, value in figures.items()}
+    print(facts_table({name.replace("heldout", "held-out").replace("_", " "): fact for name, fact in facts.items()}))
     return 0
-
-
-_LARGEST_SEED = 2**63 - 1  # the largest seed that a torch generator accepts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +156,7 @@ class GenerateOptions(AppliedOptions):
 
     prompt: str = ""
     """Text to continue. Default: none, so that the text is a new document."""
-    chat: FlagCreatePairsOff[bool] = False
+    chat: bool = False
     """Apply the chat template and print the answer. Without a prompt, chat: each line of input is a question."""
     system: str = ""
     """--chat: system message at the beginning of the conversation."""
@@ -182,10 +173,8 @@ class GenerateOptions(AppliedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tokens < 0:
-            raise ConfigurationError(f"--tokens must be at least 0, got {self.tokens}.")
-        if not 0 <= self.seed <= _LARGEST_SEED:
-            raise ConfigurationError(f"--seed must be from 0 to {_LARGEST_SEED}, got {self.seed}.")
+        if not 0 <= self.seed < 2**63:  # what a torch generator accepts
+            raise ConfigurationError(f"--seed must be from 0 to {2**63 - 1}, got {self.seed}.")
         if self.chat and self.json:
             raise ConfigurationError("--chat can't be combined with --json. Leave one of them out.")
         if self.system and not self.chat:
@@ -227,7 +216,6 @@ def run_generate(arguments: Sequence[str]) -> int:
 
 
 def _chat(options: GenerateOptions, tokenizer: ChatTokenizer, pieces: Callable[..., Iterator[str]]) -> int:
-    """Answer the prompt, or every line of standard input."""
     messages: list[dict[str, str]] = [{"role": "system", "content": options.system}] if options.system else []
     asks = not options.prompt and sys.stdin.isatty()
     questions = iter([options.prompt]) if options.prompt else (line.rstrip("\n") for line in sys.stdin)
@@ -271,11 +259,11 @@ class ExportOptions(TrainedOptions):
     """Folder (hf, adapter) or file (safetensors) to write."""
     to: Literal["hf", "safetensors", "adapter"] = "hf"
     """hf: a transformers folder; safetensors: parameters by their names in diloco; adapter: an adapter for peft."""
-    merge: FlagCreatePairsOff[bool] = False
+    merge: bool = False
     """hf: merge the adapters of the run into the base model and write a whole model."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type of the weights."""
-    overwrite: FlagCreatePairsOff[bool] = False
+    overwrite: bool = False
     """Replace an earlier export."""
 
 

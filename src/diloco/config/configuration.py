@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.config.flags import CommandLine, parse_flags
-from diloco.config.keys import Values, build, flatten, merge
-from diloco.config.toml import read_tables, read_toml, typed_values
+from diloco.config.keys import Values, build, flatten, merge, read_tables, read_toml, typed_values
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model import get_preset, parse_source
 from diloco.monitor import MonitorSettings

@@ -1,7 +1,7 @@
 """Command lines: the options of a command, or one flag for each key of a settings class.
 
 Words are collected by flag here and converted as values of a TOML file are. A word that begins with a dash is a flag,
-unless it is a number; ``=`` gives any word as a value. tyro prints the help and the completions of shells.
+unless it is a number; ``=`` gives any word as a value. tyro prints the help.
 """
 
 from __future__ import annotations
@@ -20,10 +20,23 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict, get_args, ge
 
 import msgspec
 import tyro
-from tyro.conf import FlagCreatePairsOff, Positional, Suppress, UseCounterAction, arg
+from tyro.conf import Positional, Suppress, UseCounterAction, arg
 
-from diloco.config.keys import POSITIONAL, Key, Values, build, keys_of, merge, nearest_flag, replacement
-from diloco.config.toml import MAY_BE_EMPTY, convert, freeze, in_toml, parse_tables
+from diloco.config.keys import (
+    MAY_BE_EMPTY,
+    POSITIONAL,
+    Key,
+    Values,
+    build,
+    convert,
+    freeze,
+    in_toml,
+    keys_of,
+    merge,
+    nearest_flag,
+    parse_tables,
+    replacement,
+)
 from diloco.errors import DEBUG, ConfigurationError
 from diloco.terminal import plain
 from diloco.units import Duration, Rate
@@ -38,9 +51,9 @@ class CommandLine:
 
     file: Annotated[Positional[Path | None], arg(metavar="[run.toml]")] = None
     """TOML file with any of the keys below."""
-    print_config: FlagCreatePairsOff[bool] = False
+    print_config: bool = False
     """Print the resolved settings as TOML and the facts that follow, and exit."""
-    help_all: FlagCreatePairsOff[bool] = False
+    help_all: bool = False
     """Show all settings."""
     values: Suppress[Values] = field(default_factory=dict)  # the keys that were set by flags
     defaults: Suppress[Values] = field(default_factory=dict)  # keys below the file, as for a start by ``torchrun``
@@ -72,13 +85,12 @@ def parse_flags(
         SystemExit: with code 0, for --help and --help-all.
     """
     own, known = keys_of(CommandLine), keys_of(settings_type)
-    if words := _help_words(arguments):
-        everything = not {"-h", "--help"} & {*words}
+    if asked := _help_asked(arguments):
+        everything = asked == {"--help-all"}
         usual = common or [name for name, key in known.items() if key.aliases or not key.section]
         keys = [own["file"], *(known[name] for name in (known if everything else usual)), own["print_config"]]
         keys += [] if everything else [own["help_all"]]
-        words = ["--help"] if "--help-all" in words else words
-        _show_help(keys, command, description, words, shown, metavars, helps, in_sections=everything)
+        _show_help(keys, command, description, shown, metavars, helps, in_sections=everything)
     values = _parse(own | known, command, arguments)
     typed = {name: value for name, value in values.items() if name not in own}
     return CommandLine(**{name: value for name, value in values.items() if name in own}, values=typed)
@@ -94,9 +106,9 @@ def parse_options(kind: Any, command: str, arguments: Sequence[str]) -> Any:
         SystemExit: with code 0, for --help.
     """
     keys = keys_of(kind)
-    if words := [word for word in _help_words(arguments) if word != "--help-all"]:
+    if _help_asked(arguments) - {"--help-all"}:
         defaults = {name: key.default for name, key in keys.items()}
-        _show_help([*keys.values()], command, inspect.getdoc(kind) or "", words, defaults)
+        _show_help(keys.values(), command, inspect.getdoc(kind) or "", defaults)
     values = _parse(keys, command, arguments)
     for key in keys.values():
         if key.default is MISSING and key.name not in values:
@@ -105,17 +117,11 @@ def parse_options(kind: Any, command: str, arguments: Sequence[str]) -> Any:
     return build(kind, values)
 
 
-def _help_words(arguments: Sequence[str]) -> list[str]:
-    """Return the words that ask for the help or for the completions of a shell, if any."""
-    words = [*itertools.takewhile(lambda word: word != "--", arguments)]
-    for word, shell in itertools.pairwise(words):
-        if word == "--tyro-print-completion" and shell in ("bash", "zsh", "tcsh"):
-            return [word, shell]
-    return [word for word in words if word in ("-h", "--help", "--help-all")]
+def _help_asked(arguments: Sequence[str]) -> set[str]:
+    return {"-h", "--help", "--help-all"} & {*itertools.takewhile(lambda word: word != "--", arguments)}
 
 
 def _parse(keys: Mapping[str, Key], command: str, arguments: Sequence[str]) -> Values:
-    """Return the value of each key that was typed."""
     try:
         return _scan(keys, command, arguments)
     except ConfigurationError as error:
@@ -179,7 +185,6 @@ def _is_flag(word: str) -> bool:
 
 
 def _value(key: Key, flag: str, texts: list[str], following: Iterable[str]) -> Any:
-    """Return the value of a key for the words after its flag."""
     if not texts and not (key.is_list and key.name in MAY_BE_EMPTY):
         word = next(iter(following), None)
         raise ConfigurationError(
@@ -209,14 +214,12 @@ def _show_help(
     keys: Iterable[Key],
     command: str,
     description: str,
-    words: Sequence[str],
     shown: Mapping[str, Any],
     metavars: Mapping[str, str] = {},
     helps: Mapping[str, str] = {},
     *,
     in_sections: bool = False,
 ) -> None:
-    """Let tyro print the help of a command or the completions of a shell, and exit."""
     fields: dict[str, Any] = {}
     sections: dict[str, dict[str, Any]] = {}
     for key in keys:
@@ -241,11 +244,10 @@ def _show_help(
         # without a help text, tyro would spend a long time on looking for one
         fields[section] = Annotated[_make_typed_dict(section, contents), arg(help="")]
     with contextlib.redirect_stdout(plain(sys.stdout)):  # tyro colours its help
-        tyro.cli(_make_typed_dict("Flags", fields), prog=f"diloco {command}", description=description, args=words)
+        tyro.cli(_make_typed_dict("Flags", fields), prog=f"diloco {command}", description=description, args=["-h"])
 
 
 def _show(value: Any) -> str:
-    """Return a default as it would be typed."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, tuple):
@@ -254,7 +256,6 @@ def _show(value: Any) -> str:
 
 
 def _metavar(key: Key) -> str:
-    """Return the placeholder of a value: the type in capitals, or the choices."""
     if key.metavar or key.is_positional:
         return key.metavar or key.name.upper()
     if get_origin(key.kind) is Literal:

@@ -1,8 +1,8 @@
-"""The keys of a settings dataclass as dotted names, which TOML files, flags and comparisons share.
+"""The keys of a settings dataclass as dotted names, which TOML files, flags and comparisons share, and their values.
 
 Settings are nested dataclasses (``RunSettings.train.steps``). A key is the path to a leaf (``"train.steps"``), and
-`Values` maps keys to values. Layers of values are merged as dictionaries. Only the result becomes a dataclass, so that
-the checks of the settings see only final values.
+`Values` maps keys to values, which are converted from TOML and from words of a command line alike. Layers of values are
+merged as dictionaries. Only the result becomes a dataclass, so that the checks of the settings see only final values.
 """
 
 from __future__ import annotations
@@ -10,23 +10,26 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import json
 import operator
+import re
 import tomllib
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from tyro.conf import FlagCreatePairsOff, Positional, Suppress
+import msgspec
+from tyro.conf import Positional, Suppress
 
 from diloco.errors import ConfigurationError
-from diloco.units import Duration, Rate
+from diloco.units import DURATION, RATE, Duration, Rate, parse, visible
 
 Values = dict[str, Any]
 T = TypeVar("T")
 
-POSITIONAL, _SINGLE, _HIDDEN = (get_args(mark[int])[1] for mark in (Positional, FlagCreatePairsOff, Suppress))
+POSITIONAL, _HIDDEN = (get_args(mark[int])[1] for mark in (Positional, Suppress))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +45,6 @@ class Key:
     metavar: str | None  # what the help shows for a value, instead of its type
     is_positional: bool
     is_switch: bool  # its flag takes no value
-    is_negatable: bool  # a switch with a second flag ``--no-...``
     is_list: bool  # its flag takes several words
     is_table: bool  # a table of TOML, whose entries have dotted names of their own
 
@@ -50,6 +52,11 @@ class Key:
     def section(self) -> str:
         """``"train"`` for ``train.steps``; empty for a top-level key."""
         return self.name.rpartition(".")[0]
+
+    @property
+    def is_negatable(self) -> bool:
+        """Whether it is a switch of a setting, which has a second flag ``--no-...``, and not an option of a command."""
+        return self.is_switch and bool(self.section)
 
     @property
     def leaf(self) -> str:
@@ -104,7 +111,6 @@ def _keys(settings_type: Any) -> dict[str, Key]:
             metavar=next((mark.metavar for mark in marks if getattr(mark, "metavar", None)), None),
             is_positional=POSITIONAL in marks,
             is_switch=annotation is bool,
-            is_negatable=annotation is bool and _SINGLE not in marks,
             is_list=get_origin(annotation) is tuple,
             is_table=get_origin(annotation) is Mapping,
         )
@@ -179,9 +185,6 @@ RENAMED: dict[str, str] = {
 """Key or short flag of versions before 0.6 -> the new key, or what else replaces it; empty if nothing does."""
 
 
-RENAMED_VALUES: dict[str, str] = _NAMES["values"]
-
-
 class OldKeyError(ConfigurationError):
     """A key of a version before 0.6."""
 
@@ -243,3 +246,176 @@ def nearest_flag(word: str, flags: Iterable[str]) -> str | None:
         names |= {flag[2:]: flag} | {flag[2:].rpartition(".")[2]: flag} | names
     close = difflib.get_close_matches(f"{section}{dot}{meant}", names, n=1)
     return names[close[0]] if close else None
+
+
+MAY_BE_EMPTY = ("prompt", "system", "evaluation.sample_prompts")
+"""Settings and options to which an empty text has a meaning."""
+
+UNSET = "none"  # stands for null, which TOML lacks, in optional settings other than text, which no preset sets
+
+
+def read_toml(path: Path, settings_type: type) -> Values:
+    """Return the keys that a TOML file sets, converted to the types of ``settings_type``.
+
+    Raises:
+        ConfigurationError: if the file can't be read or is not TOML, a key is unknown, or a value has the wrong type.
+    """
+    return typed_values(read_tables(path), settings_type, str(path))
+
+
+def read_tables(path: Path) -> dict[str, Any]:
+    """Return the contents of a TOML file without conversion.
+
+    Raises:
+        ConfigurationError: if the file can't be read or is not TOML.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # editors of Windows write a byte order mark
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}. Convert it to UTF-8.") from error
+    return parse_tables(text, str(path))
+
+
+def parse_tables(text: str, where: str) -> dict[str, Any]:
+    """Return the contents of TOML text without conversion."""
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # numbers with too many digits, too many levels of nesting
+        raise ConfigurationError(f"{where} is not valid TOML: {visible(str(error))}.") from error
+
+
+def typed_values(tables: Mapping[str, Any], settings_type: type, where: str, section: str = "") -> Values:
+    """Return the values of the nested tables of a section, converted to the types of ``settings_type``.
+
+    >>> from diloco.train.settings import RunSettings
+    >>> typed_values({"train": {"steps": 50}}, RunSettings, "run.toml")
+    {'train.steps': 50}
+    >>> typed_values({"train": {"stesp": 50}}, RunSettings, "run.toml")
+    Traceback (most recent call last):
+    diloco.errors.ConfigurationError: run.toml: unknown key 'train.stesp'; did you mean 'train.steps'?
+    """
+    known = keys_of(settings_type)
+    sections = {key.section for key in known.values()}
+    values: Values = {}
+    for word, value in tables.items():
+        name = f"{section}.{word}" if section else word
+        shown = f"{where}: {name} = {in_toml(value)}"
+        if name in known:
+            values[name] = convert(known[name], value, shown)
+        elif name in sections and isinstance(value, dict):
+            values |= typed_values(value, settings_type, where, name)
+        elif name in sections:
+            raise ConfigurationError(f"{shown} is not valid; {name} is a section, written [{name}].")
+        else:
+            for old in (name, *(f"{name}.{leaf}" for leaf in (value if isinstance(value, dict) else ()))):
+                if hint := replacement(old):
+                    raise OldKeyError(f"{where}: key {old!r}; {hint}")
+            raise ConfigurationError(f"{where}: unknown key {name!r}; {nearest_key(name, known)}")
+    return values
+
+
+_EXPECTED = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    Path: "a path in quotes",
+    Duration: DURATION.expected,
+    Rate: RATE.expected,
+}
+
+
+def convert(key: Key, value: Any, what: str, *, typed: bool = False) -> Any:
+    """Convert a value to the type of its key. Lists become tuples.
+
+    Args:
+        what: the key and the value, for messages.
+        typed: the value consists of words of a command line.
+
+    Raises:
+        ConfigurationError: the value has the wrong type.
+    """
+    is_text = key.kind in (str, Path)
+    if type(None) in get_args(key.annotation) and not is_text and isinstance(value, str) and value.lower() == UNSET:
+        return None
+    try:
+        if key.name not in MAY_BE_EMPTY and (value == "" or (isinstance(value, list) and "" in value)):
+            raise msgspec.ValidationError("a value that is not empty")
+        return freeze(msgspec.convert(value, key.annotation, strict=is_text or not typed, dec_hook=_decode))
+    except msgspec.ValidationError as error:
+        if new := _NAMES["values"].get(f"{key.name}={value}"):
+            raise OldKeyError(f"{what}; it is now {new}.") from None
+        works = str(error).partition(" - at ")[0]
+        if works.startswith(("Expected", "Invalid")):
+            choices = ", ".join(get_args(key.kind)) if get_origin(key.kind) is Literal else ""
+            works = f"one of {choices}" if choices else _EXPECTED.get(key.kind, "a table")
+            works = f"a list, each item {works}" if key.is_list else works
+        raise ConfigurationError(f"{what} is not valid; expected {works}.") from None
+
+
+def _decode(kind: type, value: Any) -> Any:
+    if kind is Path:
+        if not isinstance(value, str) or "\0" in value:
+            raise msgspec.ValidationError("a path in quotes, without null characters")
+        return Path(value)
+    quantity = DURATION if kind is Duration else RATE
+    try:
+        return kind(parse(str(value), "", quantity))
+    except ConfigurationError:
+        raise msgspec.ValidationError(quantity.expected) from None
+
+
+def freeze(value: Any) -> Any:
+    """Return a value with tuples instead of lists."""
+    if isinstance(value, list | tuple):
+        return tuple(freeze(item) for item in value)
+    if isinstance(value, dict):
+        return {key: freeze(item) for key, item in value.items()}
+    if value is None or isinstance(value, bool | int | float | str | Path):
+        return value
+    raise msgspec.ValidationError("true or false, a number, a string, a list or a table")
+
+
+def to_toml(settings: Any, *, beneath: Mapping[str, Any] = {}, given: Mapping[str, Any] = {}) -> str:
+    """Return a settings dataclass as TOML, which `parse_toml` reads back, with or without ``beneath`` as a layer below.
+
+    Keys that are None are omitted, except where the layer below would set them; there they are written as "none".
+
+    Args:
+        beneath: the values of the preset that may be below the file when it is read.
+        given: the values before derivation. Keys that are None here but have a value in ``settings`` are marked as
+            derived.
+    """
+    sections: dict[str, str] = {"": ""}
+    values = flatten(settings)
+    for name, key in keys_of(type(settings)).items():
+        value = values[name]
+        if value is not None or key.default is not None or beneath.get(name) is not None:
+            mark = "  # derived" if value is not None and given.get(name, value) is None else ""
+            line = f"{key.leaf} = {json.dumps(UNSET) if value is None else in_toml(value)}{mark}\n"
+            sections[key.section] = sections.get(key.section, "") + line
+    top = sections.pop("")
+    return "\n".join([*([top] if top else []), *(f"[{section}]\n{lines}" for section, lines in sections.items())])
+
+
+def in_toml(value: Any) -> str:
+    """Return a value as it is written in a TOML file; "none" for None."""
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(in_toml, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_key(name)} = {in_toml(item)}' for name, item in value.items())}}}"
+    if isinstance(value, str | Path) or (isinstance(value, float) and type(value) is not float):  # durations and rates
+        text = str(value)
+        if (shown := text.encode("utf-8", "backslashreplace").decode()) != text:
+            ways = "Give it another name; in an ASCII locale (LC_ALL=C), set PYTHONUTF8=1."
+            raise ConfigurationError(f"{shown} is not text in UTF-8, which the run's settings must be. {ways}")
+        # A JSON string is a TOML basic string, but does not escape all that is not shown.
+        quoted = json.dumps(text, ensure_ascii=False)
+        return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in quoted)
+    return UNSET if value is None else str(value).lower()
+
+
+def _key(word: object) -> str:
+    return str(word) if re.fullmatch(r"[A-Za-z0-9_-]+", str(word)) else in_toml(str(word))

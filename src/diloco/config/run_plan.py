@@ -19,8 +19,7 @@ from typing import Any
 from diloco import __version__
 from diloco.config.configuration import FINETUNE, Configuration, compose, layered, parse_arguments, preset_values
 from diloco.config.flags import CommandLine, command_text
-from diloco.config.keys import OldKeyError, Values, build, flatten, keys_of
-from diloco.config.toml import in_toml, read_toml, to_toml
+from diloco.config.keys import OldKeyError, Values, build, flatten, in_toml, keys_of, read_toml, to_toml
 from diloco.errors import ConfigurationError
 from diloco.model import parse_source
 from diloco.plugins import KEYS, absolute, confirm, is_own, own_code, same_code
@@ -232,11 +231,10 @@ def join_command(configuration: Configuration, folder: Path) -> str:
         for _ in range(3):  # what was set may change what follows
             settings = flatten(resolve(_with_absolute_paths(compose(CommandLine(values=values))), **limits))
             other = {name: value for name, value in goal.items() if value != settings[name] and name not in private}
-            if not other:
-                shown = {name: _from_here(value) for name, value in values.items()}
-                text = command_text("train", flags=_flags(shown))
-                if parse_arguments(shlex.split(text)[2:]).values == shown:
-                    return text
+            text = command_text("train", flags=_flags(values))
+            if not other and parse_arguments(shlex.split(text)[2:]).values == values:
+                # paths below the working directory are relative, since other machines have them as well
+                return re.sub(rf"(?<![\w./-]){re.escape(str(Path.cwd()))}/", "", text)
             values |= other
     return command_text("train", folder / CONFIG_FILE)
 
@@ -245,12 +243,3 @@ def _flags(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values by flag: the short one where there is one, except for switches, whose negation has none."""
     keys = {name: keys_of(Configuration)[name] for name in values}
     return {key.flag if key.is_switch else key.short or key.flag: values[name] for name, key in keys.items()}
-
-
-def _from_here(value: Any) -> Any:
-    """Return a path, or paths, below the working directory as relative ones, which other machines have as well."""
-    if isinstance(value, tuple):
-        return tuple(map(_from_here, value))
-    if not isinstance(value, str | Path):
-        return value
-    return type(value)(re.sub(rf"^(hf:)?{re.escape(str(Path.cwd()))}/", r"\1", str(value)))

@@ -27,7 +27,6 @@ from .settings import get_preset as get_preset
 from .settings import parse_source as parse_source
 from .settings import preset_names as preset_names
 from .settings import with_vocabulary as with_vocabulary
-from .transformer import KeyValueCache as KeyValueCache
 from .transformer import Transformer as Transformer
 from .transformer import attend as attend
 from .transformer import block_mask as block_mask

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
@@ -103,8 +104,8 @@ def native_settings(folder: Path) -> DecoderSettings:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         values = {ours: getattr(config, theirs) for ours, theirs in _SAME.items()}
-        theta = float(config.rope_parameters["rope_theta"])
-        settings = DecoderSettings(**values, ffn=kinds[0][0], qk_norm=kinds[0][1], rope_theta=theta)
+        values |= {"ffn": kinds[0][0], "qk_norm": kinds[0][1], "rope_theta": config.rope_parameters["rope_theta"]}
+        settings = msgspec.convert(values, DecoderSettings)
         there = config.to_dict()
     except Exception as error:  # many types without a common base
         raise CheckpointError(f"{folder / CONFIG_NAME} can't be read: {error}.") from error

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
+from msgspec import Meta
 from tyro.conf import arg
 
 from diloco.errors import ConfigurationError, nearest
@@ -26,12 +28,11 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from."""
+    """Where a model comes from: ``hf:PLACE`` of ``transformers``, or a user's function ``PLACE:FUNCTION``."""
 
-    # ``hf``: a causal language model of ``transformers``; ``module``: a user-defined function
     kind: Literal["hf", "module"]
     place: str  # for ``hf`` a folder or a name on the hub; else a module, or the path of a ``.py`` file
-    function: str = ""  # a function of the module; empty for ``hf``
+    function: str = ""  # empty for ``hf``
 
     @property
     def label(self) -> str:
@@ -42,9 +43,6 @@ class Source:
         """
         word = self.function or self.place.rstrip("/").rpartition("/")[2]
         return re.sub(r"[^\w.-]+", "-", word).strip(".-") or "model"
-
-    def __str__(self) -> str:
-        return f"{self.place}:{self.function}" if self.function else f"hf:{self.place}"
 
 
 def parse_source(text: str) -> Source:
@@ -67,44 +65,40 @@ def parse_source(text: str) -> Source:
     )
 
 
+_Size = Annotated[int, Meta(ge=1)]
+_Weight = Annotated[float, Meta(ge=0)]
+_Positive = Annotated[float, Meta(gt=0)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderSettings:
     """A pre-norm decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU or GELU."""
 
-    layers: int = 4
-    width: int = 128
-    ffn_width: int = 512
-    heads: int = 4
-    kv_heads: int | None = None  # None: as many as heads
+    layers: _Size = 4
+    width: _Size = 128
+    ffn_width: _Size = 512
+    heads: _Size = 4
+    kv_heads: _Size | None = None  # None: as many as heads
     ffn: Literal["swiglu", "gelu"] = "swiglu"  # three matrices (Llama) or two (Chinchilla)
-    vocab_size: int | None = None  # None: the tokeniser's
-    max_sequence_length: int = 1024
-    rope_theta: float = 10_000.0
-    norm_epsilon: float = 1e-5
+    vocab_size: _Size | None = None  # None: the tokeniser's
+    max_sequence_length: _Size = 1024
+    rope_theta: _Positive = 10_000.0
+    norm_epsilon: _Positive = 1e-5
     qk_norm: bool = False  # RMSNorm of queries and keys, per head (Streaming DiLoCo)
-    z_loss: float = 0.0  # weight of the squared log-partition in the training loss (Streaming DiLoCo: 1e-4)
+    z_loss: _Weight = 0.0  # weight of the squared log-partition in the training loss (Streaming DiLoCo: 1e-4)
     tie_embeddings: bool = False  # use the input embedding as the output projection
 
     def __post_init__(self) -> None:
         if self.kv_heads == self.heads:
             object.__setattr__(self, "kv_heads", None)  # so that equal decoders have equal settings
-        for name in ("layers", "width", "ffn_width", "heads", "max_sequence_length", "vocab_size"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigurationError(f"model.arguments.{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("rope_theta", "norm_epsilon"):
-            if not getattr(self, name) > 0:
-                raise ConfigurationError(f"model.arguments.{name} must be positive, got {getattr(self, name)}.")
-        _check_z_loss(self.z_loss)
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise ConfigurationError(
                 f"model.arguments.width={self.width} with model.arguments.heads={self.heads} gives heads of width "
                 f"{self.width / self.heads:g}, but rotary positions need an even integer."
             )
-        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
-            divisors = [str(number) for number in range(1, self.heads + 1) if self.heads % number == 0]
+        if self.kv_heads is not None and self.heads % self.kv_heads:
             raise ConfigurationError(
-                f"model.arguments.kv_heads={self.kv_heads} must divide model.arguments.heads={self.heads}. Use one of "
-                f"{', '.join(divisors)}."
+                f"model.arguments.kv_heads={self.kv_heads} must divide model.arguments.heads={self.heads}."
             )
 
     def arguments(self) -> dict[str, Any]:
@@ -118,31 +112,16 @@ class HuggingFaceSettings:
     """What ``model.arguments`` says about a model of ``transformers``, beside changes of its configuration."""
 
     weights: Literal["auto", "stored", "fresh"] = "auto"  # auto is stored if there are any, else fresh
-    vocab_size: int | None = None  # of fresh weights; None: the configuration's
-    z_loss: float = 0.0
+    vocab_size: _Size | None = None  # of fresh weights; None: the configuration's
+    z_loss: _Weight = 0.0
     attn_implementation: str | dict[str, Any] | None = None  # None: the choice of the library
-    lora_alpha: float | None = None  # None: twice the rank
-    lora_dropout: float = 0.0
-    lora_targets: tuple[str, ...] = ("all-linear",)
+    lora_alpha: _Positive | None = None  # None: twice the rank
+    lora_dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    lora_targets: Annotated[tuple[str, ...], Meta(min_length=1)] = ("all-linear",)
     base_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the frozen weights
-
-    def __post_init__(self) -> None:
-        _check_z_loss(self.z_loss)
-        if not 0 <= self.lora_dropout < 1 or not (self.lora_alpha is None or self.lora_alpha > 0):
-            raise ConfigurationError(
-                "model.arguments.lora_alpha must be positive, and model.arguments.lora_dropout at least 0 and below 1, "
-                f"got {self.lora_alpha} and {self.lora_dropout}."
-            )
-        if not self.lora_targets:
-            raise ConfigurationError("model.arguments.lora_targets must name at least one module, or be all-linear.")
 
 
 LORA_ONLY = ("lora_alpha", "lora_dropout", "lora_targets", "base_dtype")
-
-
-def _check_z_loss(value: float) -> None:
-    if not value >= 0:
-        raise ConfigurationError(f"model.arguments.z_loss must be at least 0, got {value}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,26 +179,22 @@ class ModelSettings:
         return values | {"arguments": dataclasses.asdict(self.decoder) if self.kind == "native" else self.arguments}
 
     def __post_init__(self) -> None:
-        kind = self.kind
-        if self.lora_rank < 0:
-            raise ConfigurationError(f"model.lora_rank must be at least 0, got {self.lora_rank}.")
+        kind, rank = self.kind, self.lora_rank
+        if rank < 0:
+            raise ConfigurationError(f"model.lora_rank must be at least 0, got {rank}.")
         if kind == "native":
             _ = self.decoder  # checked here
-        if self.lora_rank and kind != "hf":
-            raise ConfigurationError(
-                f"model.lora_rank={self.lora_rank} needs a model of transformers: --model hf:FOLDER."
-            )
+        if rank and kind != "hf":
+            raise ConfigurationError(f"model.lora_rank={rank} needs a model of transformers: --model hf:FOLDER.")
         options = self.huggingface if kind == "hf" else HuggingFaceSettings()
-        if self.lora_rank and options.weights == "fresh":
+        if rank and options.weights == "fresh":
             raise ConfigurationError(
-                f"model.lora_rank={self.lora_rank} adapts stored weights, so it can't be combined with "
+                f"model.lora_rank={rank} adapts stored weights, so it can't be combined with "
                 "model.arguments.weights='fresh'. Leave out one of them."
             )
-        idle = [
-            f"arguments.{name}" for name in LORA_ONLY if getattr(options, name) != getattr(HuggingFaceSettings, name)
-        ]
-        idle += ["quantization"] if self.quantization else []
-        if idle and not self.lora_rank:
+        idle = [each for each in LORA_ONLY if getattr(options, each) != getattr(HuggingFaceSettings, each)]
+        idle = [*(f"arguments.{each}" for each in idle), *(["quantization"] if self.quantization else [])]
+        if idle and not rank:
             raise ConfigurationError(
                 f"model.{idle[0]} has an effect only with LoRA. Also set model.lora_rank (--lora-rank), such as 16."
             )
@@ -227,8 +202,6 @@ class ModelSettings:
 
 def _converted(values: Mapping[str, Any], kind: type[Kind], table: str = "model.arguments") -> Kind:
     """Return the dataclass with ``values``, which may come from a file, of a section or table."""
-    import msgspec
-
     names = {each.name for each in dataclasses.fields(kind)}  # type: ignore[arg-type]  # a dataclass
     for name in values:
         if name not in names:

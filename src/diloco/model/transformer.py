@@ -76,12 +76,9 @@ class Transformer(LanguageModel):
         the fan-in of the embedding is taken as the width, with two exceptions. The output projection and a tied
         embedding use 0.02 (GPT-2), for a first loss near log(vocab). The attention output and feed-forward down
         matrices, which write into the residual stream, are scaled by a further 1/sqrt(2 * layers) (GPT-2). Norms are 1.
-        At a width of 2500, 1/sqrt(fan-in) is 0.02 everywhere; at 128, an embedding of 0.1 learns faster than one of
-        0.02 or 1.
 
-        Args:
-            generator: a CPU generator. Values are drawn in the order of ``named_parameters``, so that the bits depend
-                only on the seed, not on the device or on how the model is sharded.
+        Values are drawn in the order of ``named_parameters``, so that the bits depend only on the seed, not on the
+        device or on how the model is sharded.
         """
         residual_scale = 1 / math.sqrt(2 * self.settings.layers)
         for name, parameter in self.named_parameters():
@@ -304,10 +301,10 @@ def _rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 class KeyValueCache:
-    """The rotated keys and the values of the tokens seen so far, for decoding a few tokens at a time.
+    """The rotated keys and the values of the ``length`` tokens seen so far, for decoding a few tokens at a time.
 
     Memory: ``2 * layers * batch * kv_heads * max_sequence_length * head_width`` values in the dtype of the keys,
-    allocated at the first use. Attribute ``length`` is the number of tokens seen.
+    allocated at the first use.
     """
 
     def __init__(self, settings: DecoderSettings) -> None:
@@ -317,10 +314,9 @@ class KeyValueCache:
         self._values: list[Tensor] = []
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values of one layer and return all of them.
+        """Store the new keys and values of one layer, ``(batch, kv_heads, new, head_width)``, and return all of them.
 
-        The new ones are ``(batch, kv_heads, new, head_width)``, all of them ``(batch, kv_heads, length + new,
-        head_width)``. The decoder advances ``length`` after the last layer.
+        The decoder advances ``length`` after the last layer.
         """
         if layer == len(self._keys):
             batch, heads, _, width = keys.shape
@@ -333,12 +329,10 @@ class KeyValueCache:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | None, *, grouped: bool) -> Tensor:
-    """Return softmax attention, ``(batch, heads, queries, head_width)``.
+    """Return softmax attention, ``(batch, heads, queries, head_width)``, as ``query`` has it.
 
     Args:
-        query: ``(batch, heads, queries, head_width)``.
-        key: ``(batch, kv_heads, keys, head_width)``, as ``value``; all three have one dtype.
-        value: see ``key``.
+        key: ``(batch, kv_heads, keys, head_width)``, as ``value``.
         mask: made by `block_mask` or `boolean_mask`, or a boolean array that fits ``(queries, keys)``. None: causal if
             there are as many queries as keys, else a single query that sees all keys.
         grouped: whether several heads share the same keys and values.

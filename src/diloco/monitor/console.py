@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from textwrap import indent
 from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderHook, RenderResult
@@ -18,6 +19,7 @@ from diloco import events
 from diloco.monitor.progress import RunProgress, counted
 from diloco.terminal import plain, show_visibly
 from diloco.units import (
+    facts_table,
     format_bytes,
     format_count,
     format_duration,
@@ -55,7 +57,7 @@ class _Console:
             case events.RunStarted():
                 self._print(_title(event), "bold")
                 details = {"resumed from": event.resumed_from or "", **event.details} if progress.verbose else {}
-                self._print(_table({**event.facts, **{name: words for name, words in details.items() if words}}))
+                self._table({**event.facts, **{name: words for name, words in details.items() if words}})
             case events.SampleGenerated():
                 at = "" if event.final else f" at step {event.step:,}"
                 self._print(f"\nsample{at}, prompt {event.prompt!r}", "bold")
@@ -64,11 +66,14 @@ class _Console:
             case events.RunFinished():
                 done, total = progress.step, progress.total_steps
                 self._print("\nfinished" if done >= total else f"\nstopped after step {done} of {total}", "bold")
-                self._print(_table(_summary(event.summary)))
+                self._table(_summary(event.summary))
             case _ if line:
                 at = f"{_done(event.step, progress)}  "
                 self._print(at + line.replace("\n", "\n" + " " * len(at)), _STYLES.get(type(event), ""))
         return now_s
+
+    def _table(self, facts: Mapping[str, str]) -> None:
+        self._print(indent(facts_table(facts), "  "))
 
     def _shown(self, text: str) -> str:
         """Show control characters, and write what the stream can't encode as escapes."""
@@ -112,10 +117,9 @@ class PlainConsole(_Console):
         self._stream.flush()
 
     def _heads(self) -> None:
-        used = f" {'MFU':>6}" if self._progress.peak_known else ""
-        names = f"{'loss':>7} {'perplexity':>10} {'epoch':>5} {'tokens/s':>8}{used}"
+        used = "    MFU" if self._progress.peak_known else ""
         step = "step".rjust(len(_done(0, self._progress)))
-        self._print(f"{step}  {names} {'sent':>8} {'compute':>7} {'left':>6}")
+        self._print(f"{step}     loss perplexity epoch tokens/s{used}     sent compute   left")
 
     def _row(self) -> None:
         """Write the row of the last step, unless it has been written."""
@@ -126,13 +130,11 @@ class PlainConsole(_Console):
         if self._rows and self._rows % _HEADER_EVERY == 0:
             self._heads()
         self._rows += 1
+        loss = f"{progress.loss:7.4f} {format_perplexity(perplexity(progress.loss)):>10} {last.epoch:5}"
         used = f" {_known(_percent, progress.utilization):>6}" if progress.peak_known else ""
-        speed = f"{_known(format_count, progress.tokens_per_s):>8}{used}"
+        speed = f"{_known(format_count, progress.tokens_per_s):>8}{used} {format_bytes(last.sent_bytes):>8}"
         compute, left = _percent(last.compute_utilization), _known(format_duration, progress.left_s)
-        self._print(
-            f"{_done(last.step, progress)}  {progress.loss:7.4f} {format_perplexity(perplexity(progress.loss)):>10} "
-            f"{last.epoch:5} {speed} {format_bytes(last.sent_bytes):>8} {compute:>7} {left:>6}"
-        )
+        self._print(f"{_done(last.step, progress)}  {loss} {speed} {compute:>7} {left:>6}")
 
 
 class VisibleConsole(Console):
@@ -229,12 +231,6 @@ def _known(form: Callable[[float], str], value: float | None) -> str:
 
 def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
-
-
-def _table(rows: Mapping[str, str]) -> str:
-    """Format rows as two columns. Long values are not wrapped, so that they can be copied."""
-    width = max(map(len, rows), default=0)
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
 
 
 def _title(event: events.RunStarted) -> str:

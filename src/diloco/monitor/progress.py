@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections import deque
 from collections.abc import Mapping
 
@@ -11,22 +12,8 @@ from diloco import events
 from diloco.membership import names_of
 from diloco.units import format_bytes, format_duration, format_perplexity
 
-_DECAY = 0.95  # of the moving averages
 _WINDOW = 100  # steps over which the speed is measured
-
-
-class _Ema:
-    """An exponential moving average with bias correction for its start at zero (Adam, section 3, equation 3)."""
-
-    sum = weight = 0.0
-
-    def update(self, value: float) -> float:
-        """Add ``value`` and return the average. A non-finite value is returned as it is and not added."""
-        if not math.isfinite(value):
-            return value
-        self.sum = _DECAY * self.sum + (1 - _DECAY) * value
-        self.weight = _DECAY * self.weight + (1 - _DECAY)
-        return self.sum / self.weight
+_RECENT = 20  # steps over which the loss is averaged
 
 
 class RunProgress:
@@ -44,21 +31,15 @@ class RunProgress:
         self.names: Mapping[str, str] = {}  # the names of replicas that have one, by number
         self.step = self.total_steps = 0  # inner steps finished, and to train
         self.last: events.StepFinished | None = None  # the last finished step
-        # smoothed training loss in nats per token; non-finite if the last loss was, None before the first step
-        self.loss: float | None = None
         self.heldout_loss: float | None = None  # the last held-out loss
         self.best_heldout_loss: float | None = None  # the lowest held-out loss of the run
         self.peak_known = False  # whether the peak rate of the device is known
-        # smoothed fraction of the device's peak that the model uses; None if the peak is unknown
-        self.utilization: float | None = None
         self.committed = self.void = 0  # rounds of the run
-        self._loss, self._utilization = _Ema(), _Ema()
         self._window: deque[tuple[float, events.StepFinished]] = deque(maxlen=_WINDOW)  # (when it was received, step)
         # (outcome, fragment) -> the outer step of the last round with it, and the replicas that reported it
         self._reported: dict[tuple[type[events.Event], int], tuple[int, set[int]]] = {}
         self._void_reason = self._round_note = ""
-        self._saturated: set[int] = set()
-        self._choices: set[str] = set()  # those that were printed
+        self._told: set[int | str] = set()  # fragments whose values were clamped, and choices of an exchange
         self._skipped = False
 
     def take(self, event: events.Event, now_s: float) -> str:
@@ -85,15 +66,12 @@ class RunProgress:
                 self.peak_known = event.peak_flops_per_s is not None
             case events.StepFinished():
                 self.last = event
-                self.loss = self._loss.update(event.loss)
                 self._window.append((now_s, event))
-                if event.model_flops_utilization is not None:
-                    self.utilization = self._utilization.update(event.model_flops_utilization)
                 before, self._skipped = self._skipped, event.skipped_replicas > 0
                 if self._skipped and not before:
                     return f"the gradient scaler skipped the inner step of {counted(event.skipped_replicas)}"
-            case events.RoundSent() if event.saturated and event.fragment not in self._saturated:
-                self._saturated.add(event.fragment)
+            case events.RoundSent() if event.saturated and event.fragment not in self._told:
+                self._told.add(event.fragment)
                 what = "values outside the codec's range were clamped (reported once per fragment)"
                 return f"fragment {event.fragment}: {what}"
             case events.RoundCommitted():
@@ -101,8 +79,8 @@ class RunProgress:
                 if event.note and event.note != self._round_note:
                     self._round_note = event.note
                     return f"fragment {event.fragment}, outer step {event.outer_step}, committed: {event.note}"
-                if event.choice and event.choice not in self._choices:
-                    self._choices.add(event.choice)
+                if event.choice and event.choice not in self._told:
+                    self._told.add(event.choice)
                     return event.choice
             case events.RoundVoid():
                 name = f"fragment {event.fragment}, outer step {event.outer_step}"
@@ -131,6 +109,19 @@ class RunProgress:
                 mark = "  (final)" if event.final else "  (best)" if is_best else ""
                 return f"held-out loss {event.heldout_loss:.4f}  {figures}{mark}"
         return ""
+
+    @property
+    def loss(self) -> float | None:
+        """The mean training loss of the last steps in nats per token; not finite if the last is not; None before."""
+        losses = [step.loss for _, step in self._window][-_RECENT:]
+        last = losses[-1] if losses else None
+        return last if last is None or not math.isfinite(last) else statistics.fmean(filter(math.isfinite, losses))
+
+    @property
+    def utilization(self) -> float | None:
+        """The mean fraction of the device's peak that the model used in the last steps; None if it is unknown."""
+        known = [used for _, step in self._window if (used := step.model_flops_utilization) is not None]
+        return statistics.fmean(known) if known else None
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -1,35 +1,95 @@
 """The sinks of a run, combined so that an error in one of them affects neither the run nor the other sinks.
 
+``metrics.jsonl`` has one JSON object per event, in the order in which the events happened. In schema 1, every record
+has ``schema`` (1), ``event`` (the name of a class in `diloco.events`), ``step`` (inner steps finished), ``time_s``
+(when it was written, in seconds since 1970 by this machine's clock) and the fields of its event. The text is ASCII, so
+that the file never ends in half a character. The file is append-only. A run that resumes from step s writes a new
+``RunStarted`` with ``step`` = s, which supersedes every earlier record with a greater step. A run that is killed while
+it writes leaves an incomplete line at the end. Readers skip it, and the next run removes it.
+
 Trackers are sinks that pass the curves of a run to a program that draws them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
-import shutil
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from diloco import events
-from diloco.errors import ConfigurationError, from_extra, nearest
+from diloco.errors import ConfigurationError, DataError, from_extra, nearest
 from diloco.events import Event, Sink
 from diloco.monitor.console import LiveConsole, PlainConsole
-from diloco.monitor.metrics_file import MetricsFile
 from diloco.monitor.settings import MonitorSettings
 from diloco.plugins import call, is_own
 
-_MEASURES = ("mean_norm", "mean_cosine", "momentum_cosine", "gain", "spread")
+
+class MetricsFile:
+    """Appends every event to ``path`` as one line of JSON, which reaches the operating system at once.
+
+    A process that dies loses at most the line that it was writing. An incomplete line at the end of an existing file is
+    removed.
+
+    Raises:
+        OSError: if the file cannot be opened for writing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        self._file = path.open("a", encoding="utf-8", newline="\n", buffering=1)
+
+    def handle(self, event: events.Event) -> None:
+        """Append ``event``."""
+        record = events.to_record(event) | {"time_s": round(time.time(), 3)}
+        self._file.write(json.dumps(events.json_ready(record), allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path, event: str | None = None) -> list[dict[str, Any]]:
+    """Return the records of a ``metrics.jsonl`` in order, without those that a resumed run superseded.
+
+    Args:
+        path: the file, which the run may still be writing.
+        event: the name of an event, such as ``"Evaluated"``, to return only its records.
+
+    Raises:
+        DataError: if a line other than an incomplete last one is damaged, or if a record has another schema.
+        OSError: if the file cannot be read.
+    """
+    records: list[dict[str, Any]] = []
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is incomplete or empty
+        try:
+            record = json.loads(line)
+            schema, name, step = record["schema"], record["event"], record["step"]
+        except (ValueError, TypeError, LookupError) as error:
+            why = f"Line {number} of {path} is not a valid event record ({error!r}): {line[:80]!r}."
+            raise DataError(f"{why} Remove that line to read the rest.") from error
+        if schema != events.SCHEMA_VERSION:
+            why = f"Line {number} of {path} has schema {schema}, not {events.SCHEMA_VERSION}."
+            raise DataError(f"{why} Read the file with the version of diloco that wrote it.")
+        if name == "RunStarted":
+            records = [earlier for earlier in records if earlier["step"] <= step]
+        records.append(record)
+    return records if event is None else [record for record in records if record["event"] == event]
 
 
 class _Tracker:
     """The curves of a run: names with units, and a value for each event that has one."""
 
-    _tokens = -1  # before the next step; -1: unknown
-    _tokens_per_step = 0
+    _tokens: int | None = None  # before the next step; None if unknown
     _round = (-1, -1)  # the last one, which several replicas of a process report
 
     def _values(self, event: events.Event) -> dict[str, float]:
@@ -37,15 +97,14 @@ class _Tracker:
         values: dict[str, float | None] = {}
         match event:
             case events.RunStarted():
-                self._tokens, self._tokens_per_step = -1, event.tokens_per_step
+                self._tokens = None
             case events.StepFinished():
-                used, tokens = event.model_flops_utilization, event.tokens
-                trained = self._tokens_per_step if tokens is None or self._tokens < 0 else tokens - self._tokens
-                self._tokens = -1 if tokens is None else tokens
+                used, before, self._tokens = event.model_flops_utilization, self._tokens, event.tokens
+                trained = None if before is None or self._tokens is None else self._tokens - before
                 values = {
                     "loss/train(nats)": event.loss,
                     "time/step(s)": event.step_s,
-                    "time/throughput(tokens per s)": trained / max(1e-9, event.step_s),
+                    "time/throughput(tokens per s)": None if trained is None else trained / max(1e-9, event.step_s),
                     "time/compute_utilization(%)": 100 * event.compute_utilization,
                     "time/model_flops_utilization(%)": None if used is None else 100 * used,
                     "transport/sent(bytes)": event.sent_bytes,
@@ -54,7 +113,7 @@ class _Tracker:
                 }
             case events.RoundCommitted() if (event.fragment, event.outer_step) != self._round:
                 self._round = event.fragment, event.outer_step
-                values = {f"fragment {event.fragment}/{name}": getattr(event, name) for name in _MEASURES}
+                values = {f"fragment {event.fragment}/{name}": getattr(event, name) for name in events.TELEMETRY}
                 values["transport/wait(s)"] = event.wait_s
             case events.Evaluated():
                 values = {"loss/heldout(nats)": event.heldout_loss}
@@ -122,7 +181,7 @@ class WandbSink(_Tracker):
             )
         self._wandb = wandb
         self._exit_code = 1  # until `RunFinished` arrives
-        begun, path = (folder / "wandb").exists(), folder / "wandb" / "id"
+        path = folder / "wandb" / "id"
         identifier = path.read_text("utf-8").strip() if path.exists() else secrets.token_hex(6)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,13 +199,8 @@ class WandbSink(_Tracker):
                 settings=wandb.Settings(console="off", silent=True, finish_timeout=60.0),
             )
         except Exception as error:  # wandb's errors have no common base class
-            if not begun:  # so that the next attempt finds the run folder as it was
-                shutil.rmtree(folder / "wandb", ignore_errors=True)
-            why, _, _ = str(error).partition("\n")
-            raise ConfigurationError(
-                f"W&B can't be reached ({why}). With WANDB_MODE=offline the run is written to {folder / 'wandb'}, for "
-                "`wandb sync`."
-            ) from error
+            ways = f"With WANDB_MODE=offline the run is written to {folder / 'wandb'}, for `wandb sync`."
+            raise ConfigurationError(f"W&B can't be reached ({str(error).partition(chr(10))[0]}). {ways}") from error
 
     def handle(self, event: events.Event) -> None:
         """Pass ``event`` to wandb's own process, which sends it."""
@@ -157,9 +211,8 @@ class WandbSink(_Tracker):
             case events.Evaluated():
                 values |= {"loss/heldout(perplexity)": event.perplexity, "loss/heldout(bits/byte)": event.bits_per_byte}
             case events.SampleGenerated():
-                values["sample"] = self._wandb.Table(
-                    ["step", "prompt", "text"], [[event.step, event.prompt, event.text]]
-                )
+                row = [event.step, event.prompt, event.text]
+                values["sample"] = self._wandb.Table(["step", "prompt", "text"], [row])
             case events.RunFinished():
                 self._exit_code = 130 if event.summary.get("interrupted") else 0
                 self._run.summary.update(dict(event.summary))
@@ -225,10 +278,8 @@ def make_sinks(
     """
     kind = settings.console
     if kind == "live" and not is_terminal:
-        raise ConfigurationError(
-            'monitor.console="live" needs a terminal, but standard output is not one. Use "plain", or "auto" to choose '
-            "automatically."
-        )
+        ways = 'Use "plain", or "auto" to choose automatically.'
+        raise ConfigurationError(f'monitor.console="live" needs a terminal, but standard output is not one. {ways}')
     offered = {"config": config or {}, "name": name or folder.resolve().name, "group": group}
     sinks = {text: _make_sink(text, folder, offered) for text in settings.sinks}
     sinks["metrics.jsonl"] = MetricsFile(folder / "metrics.jsonl")

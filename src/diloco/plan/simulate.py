@@ -1,20 +1,222 @@
-"""The simulator: the sends and merges of a schedule on links and clocks, for all replicas at once.
+"""The simulator: what replicas send each other, the links and machines that carry it, and the clocks of all replicas.
 
 ``CU = compute time / (compute time + time that is not compute)``. The simulator has no model of its own of what the
 trainer decides: `SyncSchedule` says when to send, the codecs how much, and `round_times` how long a transfer takes.
+What real runs spend besides (TCP, queues and work), and the errors of predictions with it, are results of
+benchmarks/simulator.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from diloco.algorithm import Send, SyncSchedule, steps_to_train, trains_at
-from diloco.plan.exchange import Floats, Parcel
-from diloco.plan.site import Site
-from diloco.transport import LinkArrays, RoundTimes, round_times, streams_to_each
+from diloco.algorithm import (
+    PLAIN_MEAN,
+    Codec,
+    MeanEncoding,
+    Send,
+    SyncSchedule,
+    Uplink,
+    make_codec,
+    plan_exchange,
+    steps_to_train,
+    trains_at,
+)
+from diloco.errors import ConfigurationError
+from diloco.train import RunSettings, make_schedule, outer_components
+from diloco.transport import Link, LinkArrays, RoundTimes, round_times, streams_to_each
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """The traffic of one round of one fragment."""
+
+    sent_bytes: Floats  # by replica, ``(M,)``
+    received_bytes: Floats
+    numel: int = 0  # number of values in the fragment, which determines the work of encoding and merging
+
+    def send_s(self, began_s: Floats, ended_s: Floats, bandwidth_bits_per_s: Floats) -> Floats:
+        """Return when it is sent, for a sending step from ``began_s`` to ``ended_s``; all ``(M,)``.
+
+        The trainer sends when the inner optimizer has updated the parameters.
+        """
+        return ended_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """What replicas send each other, and when."""
+
+    schedule: SyncSchedule
+    fragment_sizes: tuple[int, ...]  # number of values of each fragment
+    codec: Codec
+    mean: MeanEncoding = PLAIN_MEAN
+    whole: bool = False  # whether every replica needs whole contributions
+    dynamic_steps: bool = False  # whether slow replicas skip steps
+    gradients: bool = False  # whether these are the gradients of data-parallel steps, whose work is not counted
+
+    @classmethod
+    def of(cls, settings: RunSettings, fragment_sizes: Sequence[int]) -> Exchange:
+        """Return the exchange of resolved ``settings`` for a model with these fragments."""
+        if settings.algorithm == "data-parallel":
+            return cls.of_gradients(sum(fragment_sizes), settings.sync.codec or "float32")
+        components = outer_components(settings.sync)
+        return cls(
+            schedule=make_schedule(settings),
+            fragment_sizes=tuple(fragment_sizes),
+            codec=components["codec"],
+            mean=MeanEncoding.of(components["mean_codec"]),
+            whole=settings.sync.whole_contributions,
+            dynamic_steps=settings.network.straggler == "dynamic",
+        )
+
+    @classmethod
+    def of_gradients(cls, parameters: int, codec: str = "float32") -> Exchange:
+        """Return the exchange of data-parallel steps, as the trainer takes them: all gradients after the step."""
+        schedule = SyncSchedule(inner_steps=1)
+        return cls(schedule=schedule, fragment_sizes=(parameters,), codec=make_codec(codec), gradients=True)
+
+    def parcels(self, num_replicas: int, uplinks: Sequence[Uplink] = ()) -> tuple[Parcel, ...]:
+        """Return what ``num_replicas`` replicas send, by the exchange that transports choose for their ``uplinks``.
+
+        >>> exchange = Exchange(schedule=SyncSchedule(inner_steps=9), fragment_sizes=(1000,), codec=make_codec("fp4"))
+        >>> exchange.parcels(2)[0].sent_bytes
+        array([504., 504.])
+        """
+        how: Any = {"mean": self.mean, "whole": self.whole, "uplinks": uplinks}
+        plans = {numel: plan_exchange(self.codec, numel, num_replicas, **how) for numel in {*self.fragment_sizes}}
+        of_each = ((plans[numel], numel) for numel in self.fragment_sizes)
+        return tuple(Parcel(np.array(plan.sent, float), np.array(plan.received, float), n) for plan, n in of_each)
+
+
+def fragment_sizes(parameters: int, layers: int, num_fragments: int) -> tuple[int, ...]:
+    """Return the number of values in each strided fragment (Streaming DiLoCo, Fig. 2) of a model of equal layers.
+
+    Raises:
+        ConfigurationError: there are not as many layers, or not as many parameters.
+
+    >>> fragment_sizes(10, 4, 2)
+    (4, 6)
+    """
+    if not 1 <= num_fragments <= layers <= parameters:
+        raise ConfigurationError(
+            f"{parameters} parameters in {layers} layers cannot be split into {num_fragments} fragments."
+        )
+    edges = [layer * parameters // layers for layer in range(layers + 1)]
+    sizes = [end - begin for begin, end in itertools.pairwise(edges)]
+    return tuple(sum(sizes[first::num_fragments]) for first in range(num_fragments))
+
+
+CongestionControl = Literal["bbr", "cubic", "reno"]
+
+SEGMENT_BYTES = 1448
+FIRST_WINDOW_BYTES = 10 * SEGMENT_BYTES
+"""The congestion window of a connection that is new or was idle for longer than a round trip or two (RFC 6928, and
+section 4.1 of RFC 5681)."""
+
+LARGEST_WINDOW_BYTES = 1 << 22  # the most in flight over one connection: Linux's default limit on the send buffer
+P90_QUEUE_TRIPS = 4.0  # about one round in ten loses more round trips in queues
+P90_WORK = 1.25  # factor for the work at p90
+
+ACCURACY = (
+    "median error 4% of the time of a round (largest 53%) and 0.1% of the whole time (largest 14%), in 26 runs on a CPU"
+)
+"""The errors of predictions, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """The conditions under which replicas exchange contributions. The defaults are measured on a CPU."""
+
+    # TCP congestion control of the senders: bbr keeps its rate across pauses and losses; cubic and reno restart slowly
+    # after a pause, and treat a loss as congestion; None: payload has the full rate from the start
+    congestion_control: CongestionControl | None = "cubic"
+    loss: float = 0.0  # fraction of packets lost for other reasons than a full queue
+    # time per value that a round takes for decoding, summing and hashing, while training continues
+    average_s_per_value: float = 1.5e-9
+    # time per value that a send blocks the training loop: pseudo-gradient and encoding
+    send_s_per_value: float = 2.5e-9
+    # time per value that a merge blocks the training loop: outer step and merge
+    merge_s_per_value: float = 1.9e-9
+    # round trips lost in queues while the payload fills the link; a smaller payload loses a part of them
+    queue_trips: float = 0.0
+
+    def scaled(self, work: float) -> Conditions:
+        """Return the conditions with ``work`` times the work."""
+        names = ("average_s_per_value", "send_s_per_value", "merge_s_per_value")
+        return replace(self, **{name: work * getattr(self, name) for name in names})
+
+    def at_p90(self) -> Conditions:
+        """Return conditions that one round in ten exceeds, instead of every other round."""
+        return replace(self.scaled(P90_WORK), queue_trips=P90_QUEUE_TRIPS)
+
+    def carried_bits_per_s(self, bandwidth_bits_per_s: Floats, round_trip_s: Floats, connections: int) -> Floats:
+        """Return the throughput on a link of the connections to all other replicas together, ``(M,)``.
+
+        It is the share of the bandwidth that loss leaves, but at most one window per connection and round trip. Where
+        loss counts as congestion, a window is ``sqrt(1.5 / loss)`` segments (Mathis et al., 1997).
+
+        >>> Conditions(loss=0.005).carried_bits_per_s(np.array(3e8), np.array(0.08), 2)
+        np.float64(5016019.1...)
+        """
+        if self.congestion_control is None:
+            return bandwidth_bits_per_s
+        window_bytes = float(LARGEST_WINDOW_BYTES)
+        if self.congestion_control != "bbr" and self.loss > 0:
+            window_bytes = min(window_bytes, SEGMENT_BYTES * math.sqrt(1.5 / self.loss))
+        with np.errstate(divide="ignore"):
+            most_bits_per_s = 8 * connections * window_bytes / round_trip_s
+        carried: Floats = np.minimum((1 - self.loss) * bandwidth_bits_per_s, most_bits_per_s)
+        return carried
+
+    def start_s(self, sent_bytes: Floats, carried_bits_per_s: Floats, round_trip_s: float, connections: int) -> Floats:
+        """Return how many seconds slow start adds to a transfer at full speed, ``(M,)``.
+
+        Connections in slow start double what they send with every round trip.
+
+        >>> Conditions().start_s(np.array([1e4, 1e7]), np.array(2e8), 0.5, 4).round(2)
+        array([0.08, 3.06])
+        """
+        if self.congestion_control in ("bbr", None):
+            return np.zeros_like(sent_bytes)
+        window = connections * FIRST_WINDOW_BYTES
+        full = np.maximum(window, carried_bits_per_s * round_trip_s / 8)  # in flight at full speed
+        # sent at window / rtt * 2 ** (t / rtt): this much until t, or until the speed of the link is reached
+        trips = np.log2(np.minimum(full, sent_bytes * math.log(2) + window) / window)
+        slow_bytes = window * (2**trips - 1) / math.log(2)
+        lost: Floats = trips * round_trip_s - 8 * slow_bytes / carried_bits_per_s
+        return np.maximum(0.0, lost)
+
+
+IDEAL = Conditions(congestion_control=None).scaled(0.0)
+"""No overhead: the ideal of the papers and of the virtual clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """The replicas and links of a run."""
+
+    links: tuple[Link, ...]  # one for each replica
+    step_time_s: tuple[float, ...]  # compute time of an inner step, one for each replica
+    conditions: Conditions = Conditions()
+
+    def uplinks(self, transfer_steps: float) -> tuple[Uplink, ...]:
+        """Return what the replicas learn of their uplinks; see `SyncSchedule.transfer_steps`.
+
+        Slow ones sum less where losses don't slow them all.
+        """
+        full = self.conditions.congestion_control in ("bbr", None)
+        each = zip(self.links, self.step_time_s, strict=True)
+        return tuple(replace(link.uplink, full=full, window_s=transfer_steps * step_s) for link, step_s in each)
 
 
 @dataclass(frozen=True)
@@ -26,16 +228,35 @@ class SimulatedRound:
     waited_s: Floats  # the part of it for which the training loop stood still
 
 
-@dataclass(frozen=True)
 class Simulated:
-    """The measured part of a run; arrays are by replica, ``(M,)``."""
+    """The measured part of a run, and the clocks and links of its replicas; arrays are by replica, ``(M,)``.
 
-    steps: int  # number of measured inner steps
-    merged: tuple[SimulatedRound, ...]  # the rounds that were merged in them
-    compute_s: Floats  # time spent computing
-    waited_s: Floats  # time spent waiting for averages
-    spent_s: Floats  # time spent on encoding, outer steps and merging (`Conditions`)
-    sent_bytes: Floats  # payload
+    Attributes:
+        steps: the number of measured inner steps.
+        merged: the rounds that were merged in them.
+        compute_s: the time spent computing.
+        waited_s: the time spent waiting for averages.
+        spent_s: the time spent on encoding, outer steps and merging (`Conditions`).
+        sent_bytes: the bytes of payload.
+    """
+
+    def __init__(self, parcels: Sequence[Parcel], site: Site, computed_s: Floats) -> None:
+        self._parcels, self._conditions, self._computed_s = parcels, site.conditions, computed_s
+        links, others = LinkArrays.of(site.links), len(site.links) - 1
+        self._connections = max(1, others) * streams_to_each(others)
+        rates = self._conditions.carried_bits_per_s(links.bandwidth_bits_per_s, 2 * links.latency_s, self._connections)
+        self._links = LinkArrays(rates, links.latency_s)
+        self._overhead_s = [self._overhead(parcel) if others else 0.0 for parcel in parcels]
+        self._earlier_s = self._up_free_s = self._down_free_s = self.waited_s = self.spent_s = np.zeros(len(site.links))
+        # fragment -> end of encoding, transfers; in the order of sending
+        self.in_flight: dict[int, tuple[Floats, RoundTimes]] = {}
+
+    def measure(self, step: int) -> None:
+        """Begin the measured part after ``step``."""
+        self._earlier_s = self._earlier_s + self.waited_s + self.spent_s
+        self.steps, self.compute_s = len(self._computed_s) - 1 - step, self._computed_s[-1] - self._computed_s[step]
+        self.waited_s = self.spent_s = self.sent_bytes = np.zeros_like(self._earlier_s)
+        self.merged: list[SimulatedRound] = []
 
     @property
     def compute_utilization(self) -> float:
@@ -47,6 +268,40 @@ class Simulated:
         """The duration of the measured part for the slowest replica."""
         return float((self.compute_s + self.waited_s + self.spent_s).max())
 
+    def _overhead(self, parcel: Parcel) -> float:
+        """Return the time that a round takes in addition to the transfer of its payload and a vote."""
+        conditions, rates = self._conditions, self._links.bandwidth_bits_per_s
+        round_trip_s = 2 * self._links.latency_s.max()
+        # at most the transfer time of the payload: a payload that does not fill the link builds no queue
+        filling_s = np.minimum(round_trip_s, 8 * parcel.sent_bytes / rates).max()
+        overhead_s = conditions.queue_trips * filling_s + conditions.average_s_per_value * parcel.numel
+        return float(overhead_s + conditions.start_s(parcel.sent_bytes, rates, round_trip_s, self._connections).max())
+
+    def _now_s(self, step: int) -> Floats:
+        """Return the clocks after ``step``, including the waits and the work recorded so far."""
+        clocks_s: Floats = self._computed_s[step] + self._earlier_s + self.waited_s + self.spent_s
+        return clocks_s
+
+    def send(self, fragment: int, step: int) -> None:
+        """Send a fragment after ``step``."""
+        parcel = self._parcels[fragment]
+        self.spent_s = self.spent_s + self._conditions.send_s_per_value * parcel.numel
+        sent_at_s = parcel.send_s(self._now_s(step - 1), self._now_s(step), self._links.bandwidth_bits_per_s)
+        sizes = parcel.sent_bytes, parcel.received_bytes
+        times = round_times(self._links, sent_at_s, *sizes, self._up_free_s, self._down_free_s)
+        self._up_free_s, self._down_free_s = times.up_end_s, np.maximum(self._down_free_s, times.down_end_s)
+        self.in_flight[fragment] = self._now_s(step), times
+        self.sent_bytes = self.sent_bytes + parcel.sent_bytes
+
+    def merge(self, fragment: int, step: int) -> None:
+        """Merge the average of a fragment after ``step``, as soon as it is there."""
+        encoded_s, times = self.in_flight.pop(fragment)
+        average_s = times.committed_s + self._overhead_s[fragment]
+        waited_s = np.maximum(0.0, average_s - self._now_s(step))
+        self.waited_s = self.waited_s + waited_s
+        self.spent_s = self.spent_s + self._conditions.merge_s_per_value * self._parcels[fragment].numel
+        self.merged.append(SimulatedRound(fragment, average_s - encoded_s, waited_s))
+
 
 def simulate(
     schedule: SyncSchedule,
@@ -55,7 +310,6 @@ def simulate(
     *,
     steps: int,
     measure_from: int = 0,
-    drain: bool = False,
     dynamic: bool = False,
 ) -> Simulated:
     """Simulate ``steps`` inner steps.
@@ -63,7 +317,6 @@ def simulate(
     Args:
         parcels: what the rounds of each fragment carry.
         measure_from: the measured part begins after this step.
-        drain: whether to wait at the end for the rounds in flight, as a finished run does.
         dynamic: whether replicas slower than the fastest skip steps (DyLU).
 
     >>> from diloco.algorithm import make_codec
@@ -75,30 +328,14 @@ def simulate(
     >>> simulate(schedule, diloco.parcels(2), two, steps=20).compute_utilization  # two rounds of 4 s
     0.714...
     """
-    computed_s = _computed_s(site.step_time_s, steps, schedule.inner_steps if dynamic else None)
-    run, before = _Run(parcels, site, computed_s), None
-    for step in schedule.busy_steps(steps):
-        if before is None and step > measure_from:
-            before = run.totals()
-        for action in schedule.actions(step):
-            if isinstance(action, Send):
-                run.send(action.fragment, step)
-            else:
-                run.merge(action.fragment, step)
-    before = run.totals() if before is None else before
-    for fragment in tuple(run.in_flight) if drain else ():  # in the order of sending
-        run.merge(fragment, steps)
-    waited_s, spent_s, sent_bytes = (
-        after - earlier for after, earlier in zip(run.totals()[1:], before[1:], strict=True)
-    )
-    return Simulated(
-        steps=steps - measure_from,
-        merged=tuple(run.merged[before[0] :]),
-        compute_s=computed_s[steps] - computed_s[measure_from],
-        waited_s=waited_s,
-        spent_s=spent_s,
-        sent_bytes=sent_bytes,
-    )
+    run = Simulated(parcels, site, _computed_s(site.step_time_s, steps, schedule.inner_steps if dynamic else None))
+    for begin, end in itertools.pairwise((0, measure_from, steps)):
+        run.measure(begin)
+        for step in (step for step in schedule.busy_steps(end) if step > begin):
+            for action in schedule.actions(step):
+                act = run.send if isinstance(action, Send) else run.merge
+                act(action.fragment, step)
+    return run
 
 
 def _computed_s(step_time_s: Sequence[float], steps: int, cycle: int | None) -> Floats:
@@ -111,72 +348,3 @@ def _computed_s(step_time_s: Sequence[float], steps: int, cycle: int | None) -> 
     numbers = [steps_to_train(replica, speeds, cycle) for replica in speeds]
     trained = [[trains_at(step % cycle, number, cycle) for number in numbers] for step in range(steps)]
     return np.concatenate([np.zeros((1, len(times_s))), np.cumsum(np.array(trained) * times_s, axis=0)])
-
-
-class _Run:
-    """The clocks and links of all replicas, ``(M,)``."""
-
-    def __init__(self, parcels: Sequence[Parcel], site: Site, computed_s: Floats) -> None:
-        self.parcels, self.conditions, self.computed_s = parcels, site.conditions, computed_s
-        links, others = LinkArrays.of(site.links), len(site.links) - 1
-        self.connections = max(1, others) * streams_to_each(others)
-        rates = self.conditions.carried_bits_per_s(links.bandwidth_bits_per_s, 2 * links.latency_s, self.connections)
-        self.links = LinkArrays(rates, links.latency_s)
-        zero = np.zeros(len(site.links))
-        self.waited_s = self.spent_s = self.sent_bytes = self.up_free_s = self.down_free_s = zero
-        self.in_flight: dict[int, tuple[Floats, RoundTimes]] = {}  # fragment -> end of encoding, transfers
-        self.merged: list[SimulatedRound] = []
-        self.overhead_s = [self._overhead_s(parcel) if others else 0.0 for parcel in parcels]
-
-    def _overhead_s(self, parcel: Parcel) -> float:
-        """Return the time that a round takes in addition to the transfer of its payload and a vote."""
-        conditions, rates, round_trip_s = (
-            self.conditions,
-            self.links.bandwidth_bits_per_s,
-            2 * self.links.latency_s.max(),
-        )
-        # at most the transfer time of the payload: a payload that does not fill the link builds no queue
-        filling_s = np.minimum(round_trip_s, 8 * parcel.sent_bytes / rates).max()
-        overhead_s = conditions.queue_trips * filling_s + conditions.average_s_per_value * parcel.numel
-        return float(overhead_s + conditions.start_s(parcel.sent_bytes, rates, round_trip_s, self.connections).max())
-
-    def totals(self) -> tuple[int, Floats, Floats, Floats]:
-        return len(self.merged), self.waited_s, self.spent_s, self.sent_bytes
-
-    def now_s(self, step: int) -> Floats:
-        """Return the clocks after ``step``, including the waits and the work recorded so far."""
-        clocks_s: Floats = self.computed_s[step] + self.waited_s + self.spent_s
-        return clocks_s
-
-    def send(self, fragment: int, step: int) -> None:
-        parcel = self.parcels[fragment]
-        self.spent_s = self.spent_s + self.conditions.send_s_per_value * parcel.numel
-        lasted_s = self.computed_s[step] - self.computed_s[step - 1]
-        sent_at_s = _equivalent_send_s(parcel, self.now_s(step - 1), lasted_s, self.links.bandwidth_bits_per_s)
-        times = round_times(
-            self.links, sent_at_s, parcel.sent_bytes, parcel.received_bytes, self.up_free_s, self.down_free_s
-        )
-        self.up_free_s, self.down_free_s = times.up_end_s, np.maximum(self.down_free_s, times.down_end_s)
-        self.in_flight[fragment] = self.now_s(step), times
-        self.sent_bytes = self.sent_bytes + parcel.sent_bytes
-
-    def merge(self, fragment: int, step: int) -> None:
-        encoded_s, times = self.in_flight.pop(fragment)
-        average_s = times.committed_s + self.overhead_s[fragment]
-        waited_s = np.maximum(0.0, average_s - self.now_s(step))
-        self.waited_s = self.waited_s + waited_s
-        self.spent_s = self.spent_s + self.conditions.merge_s_per_value * self.parcels[fragment].numel
-        self.merged.append(SimulatedRound(fragment, average_s - encoded_s, waited_s))
-
-
-def _equivalent_send_s(parcel: Parcel, began_s: Floats, lasted_s: Floats, bandwidth_bits_per_s: Floats) -> Floats:
-    """Return the time at which to send the parcel in one piece so that it ends when its parts would.
-
-    The sending step began at ``began_s`` and lasted ``lasted_s``, ``(M,)``.
-    """
-    whole_s = 8 * parcel.sent_bytes / bandwidth_bits_per_s
-    latest_s, gone = np.full_like(began_s, -np.inf), 0.0
-    for fraction, share in parcel.releases:
-        latest_s = np.maximum(latest_s, began_s + fraction * lasted_s - gone * whole_s)
-        gone += share
-    return latest_s

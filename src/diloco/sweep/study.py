@@ -31,10 +31,11 @@ from diloco.config import (
     RunPlan,
     flatten,
     in_toml,
-    parse_toml,
+    parse_tables,
     plan_run,
     read_tables,
     read_toml,
+    typed_values,
 )
 from diloco.cores import usable_cores
 from diloco.errors import ConfigurationError
@@ -48,7 +49,6 @@ class Run:
     """One run of a study."""
 
     name: str  # the values in which it differs from the other runs
-    text: str  # its settings as TOML for `diloco train`
     varied: Mapping[str, Any]  # key -> value of the axes alone
     plan: RunPlan
 
@@ -78,12 +78,13 @@ class Run:
         if home.exists():
             with lock_folder(home):  # keep it if somebody continued it with other settings
                 home.rename(f"{home}.{time.time_ns()}") if saved else shutil.rmtree(home)
-        write_whole(Path(f"{home}.toml"), self.text)
+        write_whole(Path(f"{home}.toml"), self.plan.record)
         return ["train", f"{home}.toml", "--out", str(home)]
 
     def _is_in(self, home: Path) -> bool:
         """Return whether a folder was made with these settings; somebody may have continued it with others."""
-        return read_toml(home / CONFIG_FILE, Configuration) == parse_toml(self.plan.record, Configuration, where="")
+        mine = typed_values(parse_tables(self.plan.record, self.name), Configuration, self.name)
+        return read_toml(home / CONFIG_FILE, Configuration) == mine
 
 
 def read_study(path: Path) -> list[Run]:
@@ -106,7 +107,6 @@ def read_study(path: Path) -> list[Run]:
 
 
 def _run(path: Path, base: Mapping[str, Any], point: Mapping[str, Any]) -> Run:
-    """Return the run at one point of the axes."""
     varied: dict[str, Any] = {}
     for names, value in point.items():
         keys = [name.strip() for name in names.split(",")]
@@ -119,14 +119,14 @@ def _run(path: Path, base: Mapping[str, Any], point: Mapping[str, Any]) -> Run:
     shared = {key: value for key, value in base.items() if not any(f"{key}.".startswith(f"{each}.") for each in varied)}
     if taken := {"out", "checkpoint.resume"} & {*shared, *varied}:
         raise ConfigurationError(f"{path}: {min(taken)} can't be given, since the study sets it for each run.")
-    text = "".join(f"{key} = {in_toml(value)}\n" for key, value in (shared | varied).items())
     words = "_".join(f"{key.rpartition('.')[2]}={value}" for key, value in varied.items())
-    settings = parse_toml(text, Configuration, where=str(path))
+    text = "".join(f"{key} = {in_toml(value)}\n" for key, value in (shared | varied).items())
+    settings = typed_values(parse_tables(text, str(path)), Configuration, str(path))
     try:
         plan = plan_run(CommandLine(defaults=settings))
     except ConfigurationError as error:
         raise ConfigurationError(f"{path}, {words}: {error}") from error
-    return Run(re.sub(r"[^A-Za-z0-9._=+-]+", "-", words), text, varied, plan)
+    return Run(re.sub(r"[^A-Za-z0-9._=+-]+", "-", words), varied, plan)
 
 
 def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

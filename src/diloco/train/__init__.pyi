@@ -28,7 +28,6 @@ from .parallel import ParallelModel as ParallelModel
 from .parallel import Strategy as Strategy
 from .parallel import parallelise as parallelise
 from .parallel import prepare_blocks as prepare_blocks
-from .parallel import prepare_model as prepare_model
 from .processes import IN_VAIN as IN_VAIN
 from .processes import POSITION as POSITION
 from .processes import Role as Role

@@ -46,10 +46,11 @@ class Round:
         return sorted({*self.expected} - {*self.contributors}) if self.waits_s else []
 
     @property
-    def size_bytes(self) -> int:
-        """About the memory that it takes, or more."""
+    def cost(self) -> tuple[int, int]:
+        """The number of replicas that reported it, negative, and about the bytes that it takes, or more."""
         numbers = len(self.contributors) + len(self.clipped) + 3 * len(self.late_s) + 3 * len(self.waits_s)
-        return 500 + 4 * len(self.why) + 40 * numbers + sum(200 + 4 * len(digest) for digest, _ in self.sent.values())
+        digests = sum(200 + 4 * len(digest) for digest, _ in self.sent.values())
+        return -len(self.sent.keys() | self.waits_s.keys()), 500 + 4 * len(self.why) + 40 * numbers + digests
 
     def minority(self) -> list[int]:
         """Return the replicas whose digests differ from the most frequent one; on a tie, the lowest replica's wins."""
@@ -82,8 +83,8 @@ class Grid:
 
     def recent(self) -> list[Round]:
         """Return the newest rounds of all fragments, the newest first."""
-        keys = sorted(self.cells, key=lambda key: (self.cells[key].step, *key), reverse=True)
-        return [self.cells[key] for key in keys[:MAX_RECENT]]
+        newest_first = sorted(self.cells.items(), key=lambda each: (each[1].step, each[0]), reverse=True)
+        return [cell for _, cell in newest_first[:MAX_RECENT]]
 
     def participation(self) -> tuple[Counter[int], Counter[int]]:
         """Return replica -> in how many recent means it is, and how many it has missed since the last of them."""
@@ -153,18 +154,14 @@ class Grid:
         for key in [key for key in self.cells if abs(key[1] - self.newest.get(key[0], 0)) >= OUTER_STEPS]:
             del self.cells[key]
         room = MAX_BYTES if members is not None else math.inf
-        costs = {
-            key: (-len(cell.sent.keys() | cell.waits_s.keys()), cell.size_bytes) for key, cell in self.cells.items()
-        }
-        for key in sorted(costs, key=costs.__getitem__):
-            room -= costs[key][1]
+        for key, cell in sorted(self.cells.items(), key=lambda each: each[1].cost):
+            room -= cell.cost[1]
             if room < 0:
                 del self.cells[key]
 
 
 _MAX_REPLICAS = 1_024
 _RECENT = 101  # steps
-_TELEMETRY = ("mean_norm", "mean_cosine", "momentum_cosine", "gain", "spread")
 _BANDS = ("loss", "gradient_norm")
 _MEANS = ("learning_rate", "mfu", "compute", "sent_bytes", "tokens_per_s")
 
@@ -233,10 +230,6 @@ class Series:
             rows.append(row)
         return rows
 
-    def shown(self) -> dict[str, Any]:
-        """Return the curve for the page."""
-        return {"columns": self.columns, "stride": self.stride, "rows": self.rows()}
-
 
 @dataclass
 class ProcessHistory:
@@ -252,7 +245,7 @@ class ProcessHistory:
     interrupted: str = ""  # the signal that stopped it, or ""
     steps: Series = field(default_factory=lambda: Series(_BANDS, _MEANS))  # curves over its steps
     evaluations: Series = field(default_factory=lambda: Series(("heldout_loss",), (), 256))
-    outer: Series = field(default_factory=lambda: Series((), _TELEMETRY, 256))  # the mean over fragments
+    outer: Series = field(default_factory=lambda: Series((), events.TELEMETRY, 256))  # the mean over fragments
     evaluated_at: int = -1  # the step of the newest evaluation or sample; -1 if there is none
     samples: deque[events.SampleGenerated] = field(default_factory=lambda: deque(maxlen=8))
     notes: deque[events.Note] = field(default_factory=lambda: deque(maxlen=30))
@@ -260,9 +253,8 @@ class ProcessHistory:
     diverged: Record | None = None  # the last step with a non-finite loss or gradient norm
     newest_s: float | None = None  # the time of its newest record, by its own clock
     _began_s: float | None = None
-    # fragment -> telemetry of its round of the current outer step, from the first replica that reported one, at a step
-    _rounds: dict[int, list[float | None]] = field(default_factory=dict)
-    _rounds_of: tuple[int, int] = (0, 0)  # that replica and step
+    # fragment -> its newest outer step, and the telemetry of that round
+    _rounds: dict[int, tuple[int, list[float | None]]] = field(default_factory=dict)
     _step_times: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     @property
@@ -297,8 +289,15 @@ class ProcessHistory:
             case events.Evaluated():
                 self.evaluated_at = event.step
                 self.evaluations.add(place, [event.heldout_loss])
-            case events.RoundCommitted():
-                self._committed(event, place)
+            case events.RoundCommitted() if event.fragment < MAX_FRAGMENTS:
+                if self._rounds.get(event.fragment, (-1,))[0] < event.outer_step:  # not also from its other replicas
+                    self._rounds[event.fragment] = event.outer_step, [getattr(event, name) for name in events.TELEMETRY]
+                    by_name = zip(*(values for _, values in self._rounds.values()), strict=True)
+                    known = [
+                        [each for each in values if each is not None and math.isfinite(each)] for values in by_name
+                    ]
+                    if any(known):
+                        self.outer.add(place, [sum(each) / len(each) if each else None for each in known])
             case events.SampleGenerated():
                 self.evaluated_at = event.step
                 self.samples.append(event)
@@ -320,21 +319,6 @@ class ProcessHistory:
         self.diverged, self.evaluated_at = None, min(self.evaluated_at, step)
         self.norms.clear()
         self._rounds.clear()
-
-    def _committed(self, event: events.RoundCommitted, place: Sequence[float]) -> None:
-        if self._rounds and event.replica != self._rounds_of[0]:
-            return
-        if event.fragment in self._rounds:  # this is its next outer step, so the current one is complete
-            by_name = zip(*self._rounds.values(), strict=True)
-            known = [[each for each in values if each is not None and math.isfinite(each)] for values in by_name]
-            if any(known):
-                means = [sum(each) / len(each) if each else None for each in known]
-                self.outer.add((self._rounds_of[1], *place[1:]), means)
-            self._rounds = {}
-        if not self._rounds:
-            self._rounds_of = event.replica, event.step
-        if len(self._rounds) < MAX_FRAGMENTS:
-            self._rounds[event.fragment] = [getattr(event, name) for name in _TELEMETRY]
 
     def _stepped(self, event: events.StepFinished, time_s: float | None) -> None:
         before, norm = self.last, event.gradient_norm

@@ -90,9 +90,8 @@ def _missed(run: RunHistory, now_s: float) -> Iterator[Alert]:
     _, missed = run.grid.participation()
     for replica in run.expected:
         if missed[replica] >= MISSED_ROUNDS:
-            yield Alert(
-                "warning", "missed", f"replica {replica}", f"is not in the last {missed[replica]} merged rounds."
-            )
+            words = f"is not in the last {missed[replica]} merged rounds."
+            yield Alert("warning", "missed", f"replica {replica}", words)
 
 
 def _void(run: RunHistory, now_s: float) -> Iterator[Alert]:
@@ -111,13 +110,10 @@ def _numbers(run: RunHistory, now_s: float) -> Iterator[Alert]:
         who = name or "the run"
         event, time_s = process.diverged or (None, None)
         if event and _is_recent(run, event.step, time_s):
-            yield Alert(
-                "error", "not finite", who, "had a loss or a gradient norm that was NaN or infinite.", event.step
-            )
+            words = "had a loss or a gradient norm that was NaN or infinite."
+            yield Alert("error", "not finite", who, words, event.step)
         before, recent = [*process.norms][:-10], [*process.norms][-10:]
-        if len(before) < 20:
-            continue
-        high, usual = statistics.median(recent), statistics.median(before)
+        high, usual = (statistics.median(recent), statistics.median(before)) if len(before) >= 20 else (0.0, 0.0)
         if high > HIGH_NORM * usual > 0:  # one spike alone is ordinary
             words = f"has gradient norms of {high:.3g}, {high / usual:.1f}x those before."
             yield Alert("warning", "gradient norm", who, words)
@@ -137,9 +133,7 @@ def _disk(run: RunHistory, now_s: float) -> Iterator[Alert]:
         saved = run.processes[name].checkpoint
         free = saved.free_bytes if saved else None
         if saved and free is not None and free < FREE_CHECKPOINTS * saved.size_bytes:
-            words = (
-                f"has {format_bytes(free)} left on its disk, and a checkpoint takes {format_bytes(saved.size_bytes)}."
-            )
+            words = f"has {format_bytes(free)} left on its disk; a checkpoint takes {format_bytes(saved.size_bytes)}."
             yield Alert("error" if free < saved.size_bytes else "warning", "disk", name or "the run", words, saved.step)
 
 
@@ -160,8 +154,7 @@ def _shown(run: RunHistory, now_s: float) -> msgspec.Raw:
         return msgspec.Raw(msgspec.json.encode(_run(run, now_s)))
     except Exception as error:
         problem = f"This run can't be shown: {type(error).__name__}: {error}"
-        run = RunHistory(run.name, run.where, problems=[*run.problems, problem])
-        return msgspec.Raw(msgspec.json.encode(_run(run, now_s)))
+        return _shown(RunHistory(run.name, run.where, problems=[*run.problems, problem]), now_s)
 
 
 def _run(run: RunHistory, now_s: float) -> dict[str, Any]:
@@ -176,8 +169,11 @@ def _run(run: RunHistory, now_s: float) -> dict[str, Any]:
         "behind_bytes": run.behind_bytes,
         "header": _header(run, is_silent=any(alert.kind == "silent" for alert in alerts)),
         "lines": {
-            name: {"steps": each.steps.shown(), "heldout": each.evaluations.shown(), "outer": each.outer.shown()}
-            for name, each in lines.items()
+            name: {
+                kind: {"columns": each.columns, "stride": each.stride, "rows": each.rows()}
+                for kind, each in (("steps", of.steps), ("heldout", of.evaluations), ("outer", of.outer))
+            }
+            for name, of in lines.items()
         },
         "undrawn": max(0, len(run.processes) - MAX_LINES),
         "peers": _member_rows(run, now_s),
@@ -238,15 +234,26 @@ def _member_rows(run: RunHistory, now_s: float) -> list[dict[str, Any]]:
 
     A peer with the number of another one has a row of its own, without the rounds of that number.
     """
-    peers, (counted, missed) = {each.process: each for each in run.seen}, run.grid.participation()
-    of_rounds, num_merged = _rounds_of_members(run), sum(cell.state == "merged" for cell in run.grid.recent())
+    newest_first, (counted, missed) = run.grid.recent(), run.grid.participation()
+    of_rounds: defaultdict[int, dict[str, Any]] = defaultdict(dict)  # replica -> the cells of its newest rounds
+    for cell in reversed(newest_first):
+        for replica, (digest, weight) in cell.sent.items():
+            of_rounds[replica].update(weight=weight, digest="agrees" if digest else "")
+        for replica, wait_s in cell.waits_s.items():
+            of_rounds[replica].update(wait_s=wait_s)
+        for replica in of_rounds.keys() & cell.late_s.keys():
+            of_rounds[replica].update(late_s=cell.late_s[replica])
+    for replica in (replica for cell in newest_first[: len(run.grid.newest)] for replica in cell.minority()):
+        of_rounds[replica]["digest"] = "differs"
+    num_merged = sum(cell.state == "merged" for cell in newest_first)
     members = run.expected if run.views or not run.seen else ()  # the peers of a swarm have other numbers at first
     names = {**(run.first.started.names if run.first.started else {}), **(run.views[-1][0].names if run.views else {})}
+    seen = {each.process: each for each in run.seen}
     numbers = {f"replica {replica}": replica for replica in {*members, *of_rounds}}
-    numbers |= {each.process: each.report.number for each in run.seen}
+    numbers |= {name: each.report.number for name, each in seen.items()}
     rows = []
     for process_name, replica in sorted(numbers.items(), key=lambda each: (each[1], each[0])):
-        process, peer = run.processes.get(process_name), peers.get(process_name)
+        process, peer = run.processes.get(process_name), seen.get(process_name)
         report, last = peer.report if peer else PeerReport("", replica), process.last if process else None
         row = {
             "replica": replica,
@@ -258,29 +265,14 @@ def _member_rows(run: RunHistory, now_s: float) -> list[dict[str, Any]]:
             "way": report.route,
             "round_trip_s": report.round_trip_s,
             "steps_per_s": 1 / process.step_s if process and process.step_s else None,
+            **{name: report.status.get(name) for name in ("link_bits_per_s", "pace", "codec")},
+            **{
+                name: report.status.get(name, getattr(last, name, None))
+                for name in ("step", "sent_bytes", "received_bytes")
+            },
         }
-        row |= {name: report.status.get(name) for name in ("link_bits_per_s", "pace", "codec")}
-        for name in ("step", "sent_bytes", "received_bytes"):
-            row[name] = report.status.get(name, getattr(last, name, None))
         if process_name == f"replica {replica}":
             row |= of_rounds.get(replica, {})
-            if num_merged:
-                row |= {"counted": f"{counted[replica]} of {num_merged}", "missed": missed[replica]}
+            row |= {"counted": f"{counted[replica]} of {num_merged}", "missed": missed[replica]} if num_merged else {}
         rows.append(row)
-    return rows
-
-
-def _rounds_of_members(run: RunHistory) -> dict[int, dict[str, Any]]:
-    """Return replica -> the cells of its row that come from its newest rounds."""
-    newest_first = run.grid.recent()
-    rows: defaultdict[int, dict[str, Any]] = defaultdict(dict)
-    for cell in reversed(newest_first):
-        for replica, (digest, weight) in cell.sent.items():
-            rows[replica].update(weight=weight, digest="agrees" if digest else "")
-        for replica, wait_s in cell.waits_s.items():
-            rows[replica].update(wait_s=wait_s)
-        for replica in rows.keys() & cell.late_s.keys():
-            rows[replica].update(late_s=cell.late_s[replica])
-    for replica in (replica for cell in newest_first[: len(run.grid.newest)] for replica in cell.minority()):
-        rows[replica]["digest"] = "differs"
     return rows
