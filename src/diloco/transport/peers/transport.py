@@ -30,8 +30,7 @@ from diloco.transport.address import Address
 from diloco.transport.base import Fetching, Pending, SnapshotSource, Transport
 from diloco.transport.connections.link import PeerLinks
 from diloco.transport.connections.streams import Streams
-from diloco.transport.peers.host_copies import HostCopies
-from diloco.transport.peers.pending import PeerPending
+from diloco.transport.peers.pending import HostCopies, PeerPending
 from diloco.transport.peers.runner import ProtocolRunner
 from diloco.transport.peers.state import StateTransfer
 from diloco.waiting import in_thread
