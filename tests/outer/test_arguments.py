@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,11 +34,10 @@ def made(**arguments: Any) -> DiLoCo:
     return DiLoCo(given.pop("model"), given.pop("inner_optimizer"), **given)
 
 
-def inner(kind: Any = torch.optim.SGD) -> Any:
-    return kind(Vectors().parameters(), lr=0.1)
+def inner() -> torch.optim.Optimizer:
+    return torch.optim.SGD(Vectors().parameters(), lr=0.1)
 
 
-HUB = InProcessTransport(2)
 CONNECT = {"replica": 0, "num_replicas": 1, "rendezvous": "127.0.0.1:0"}
 
 
@@ -47,28 +47,20 @@ CONNECT = {"replica": 0, "num_replicas": 1, "rendezvous": "127.0.0.1:0"}
         ({"outer_optimizer": inner()}, r"must be OuterOptimizer \| None, got a torch.*SGD"),
         ({"outer_optimizer": Nesterov}, r"got the class Nesterov\. Create one: Nesterov\(\.\.\.\)"),
         ({"transport": connect_tcp(**CONNECT)}, "transport must be .*_GeneratorContextManager.*with connect_"),
-        ({"transport": HUB}, r"Pass one of its endpoints, such as transport.endpoint\(0\)"),
-        ({"codec": max}, r"codec must be Codec \| str, got a builtins.builtin_function_or_method"),
+        ({"transport": InProcessTransport(2)}, r"Pass one of its endpoints, such as transport.endpoint\(0\)"),
         ({"codec": "fp5"}, "There is no codec 'fp5'; did you mean 'fp4'"),
-        ({"mean_codec": "in8"}, "did you mean 'int8'"),
         ({"mean_codec": "topk2"}, "means have no error feedback"),
         ({"codec": "topk2"}, "drops most of the values.*error_feedback is False. Use error_feedback=0.95"),
-        ({"merge": "rebase"}, r"merge must be MergeRule \| None, got 'rebase'"),
         ({"schedule": 100}, r"schedule must be SyncSchedule \| None, got 100"),
-        ({"average": "senders"}, r"average must be AverageRule \| None, got 'senders'"),
         ({"max_norm": 0}, "max_norm must be a finite number above 0, got 0"),
         ({"fragments": [3]}, r"fragments must be Sequence\[FragmentLayout\] \| None, got a builtins.list"),
-        ({"model": [Vectors()]}, "model must be nn.Module, got a builtins.list"),
         ({"inner_optimizer": torch.optim.AdamW}, "inner_optimizer must be Optimizer .*got the class AdamW\\.$"),
         ({"inner_optimizer": [inner(), None]}, "inner_optimizer must be"),
         ({"on_event": []}, r"on_event must be Callable\[\[Event\], None\] \| None, got a builtins.list"),
         ({"error_feedback": 1.5}, "error_feedback must be a number from 0 to 1, got 1.5"),
-        ({"telemetry": "no"}, "telemetry must be bool, got 'no'"),
         ({"global_device": "cuda:99"}, "global_device='cuda:99' can't hold the global parameters"),
-        *(
-            ({"weight": weight}, r"weight must be a number from 1e-18 to 1e\+18")
-            for weight in (0.0, 1e19, 1e-19, float("nan"))
-        ),
+        ({"weight": 1e-19}, r"weight must be a number from 1e-18 to 1e\+18"),
+        ({"weight": float("nan")}, r"weight must be a number from 1e-18 to 1e\+18"),
     ],
 )
 def test_an_argument_of_the_wrong_kind_is_refused(arguments: dict[str, Any], words: str) -> None:
@@ -76,49 +68,40 @@ def test_an_argument_of_the_wrong_kind_is_refused(arguments: dict[str, Any], wor
         made(**arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"replica": 5, "num_replicas": 2}, "replica must be from 0 to 1 with num_replicas=2, got 5"),
-        ({"rendezvous": "localhost"}, "the rendezvous must be HOST:PORT.*got 'localhost'"),
-        ({"ranks": "shard"}, "ranks='shard' is unknown; did you mean 'sharded'"),
-        ({"on_failure": "contine"}, "on_failure='contine' is unknown; did you mean 'continue'"),
-        ({"round_timeout": 3}, "There is no argument 'round_timeout'; did you mean 'round_timeout_s'"),
-        ({"round_timeout_s": "60"}, "round_timeout_s must be a finite number above 0, got '60'"),
-        ({"facts": ["codec"]}, "facts must be a mapping of names to texts"),
-    ],
-)
-def test_connecting_with_what_cannot_work_ends_at_once(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words), connect_tcp(**(CONNECT | arguments)):
+def tcp(**arguments: Any) -> None:
+    with connect_tcp(**(CONNECT | arguments)):
+        pass
+
+
+def swarm(**arguments: Any) -> None:
+    given: dict[str, Any] = {"run": "r", "num_replicas": 2, "identity": Path("/nowhere/key")} | arguments
+    with connect_swarm(**given):
         pass
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("call", "arguments", "words"),
     [
-        ({"replica": -1}, "replica must be a whole number of at least 0, got -1"),
-        ({"replica": 1 << 31}, "replica must be at most 2147483647"),
-        ({"secrets": "x"}, "There is no argument 'secrets'"),
+        (tcp, {"replica": 5, "num_replicas": 2}, "replica must be from 0 to 1 with num_replicas=2, got 5"),
+        (tcp, {"rendezvous": "localhost"}, "the rendezvous must be HOST:PORT.*got 'localhost'"),
+        (tcp, {"ranks": "shard"}, "ranks='shard' is unknown; did you mean 'sharded'"),
+        (tcp, {"on_failure": "contine"}, "on_failure='contine' is unknown; did you mean 'continue'"),
+        (tcp, {"round_timeout": 3}, "There is no argument 'round_timeout'; did you mean 'round_timeout_s'"),
+        (tcp, {"round_timeout_s": "60"}, "round_timeout_s must be a finite number above 0, got '60'"),
+        (tcp, {"facts": ["codec"]}, "facts must be a mapping of names to texts"),
+        (swarm, {"replica": -1}, "replica must be a whole number of at least 0, got -1"),
+        (swarm, {"replica": 1 << 31}, "replica must be at most 2147483647"),
+        (swarm, {"secrets": "x"}, "There is no argument 'secrets'"),
+        (make_codec, {"name": 4}, "'fp4', got 4"),
+        (Adam, {"betas": 0.9}, "outer betas must be two numbers, got 0.9"),
+        (SyncSchedule, {"inner_steps": 4, "offsets": 3}, "offsets must be 1 whole numbers.*got 3"),
     ],
 )
-def test_so_does_joining_a_swarm(arguments: dict[str, Any], words: str, tmp_path: Any) -> None:
-    given: dict[str, Any] = {"run": "r", "num_replicas": 2, "identity": tmp_path / "key"} | arguments
-    with pytest.raises(ConfigurationError, match=words), connect_swarm(**given):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: make_codec(4), "'fp4', got 4"),
-        (lambda: Adam(betas=0.9), "outer betas must be two numbers, got 0.9"),
-        (lambda: SyncSchedule(inner_steps=4, offsets=3), "offsets must be 1 whole numbers.*got 3"),
-        (lambda: InProcessTransport(2, round_timeout_s="60"), "round_timeout_s must be a number of seconds, got '60'"),
-    ],
-)
-def test_so_are_the_arguments_of_what_is_passed(make: Callable[[], Any], words: str) -> None:
+def test_so_are_the_arguments_of_what_is_passed(
+    call: Callable[..., Any], arguments: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        make()
+        call(**arguments)
 
 
 @pytest.mark.parametrize("state", [{}, None, Vectors().state_dict()])

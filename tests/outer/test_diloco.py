@@ -22,6 +22,7 @@ from diloco.algorithm import (
 from diloco.errors import CheckpointError, ConfigurationError, FragmentError
 from diloco.events import RoundCommitted, RoundSent
 from diloco.outer import DiLoCo
+from tests.faults import Fault, FaultyTransport
 from tests.replicas import BALANCED, STREAMING, Swarm, Vectors, agree, quadratic, streaming
 
 
@@ -103,29 +104,26 @@ class TestState:
         assert (diloco.in_flight, diloco.rounds_committed) == ((), 1)
 
 
-class TestBuffers:
-    def test_floating_ones_are_averaged_and_integer_ones_copied_with_the_last_fragment(self) -> None:
-        def make() -> nn.Module:
-            torch.manual_seed(0)
-            return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+@pytest.mark.parametrize("left_out", [False, True])
+def test_floating_buffers_are_averaged_and_integer_ones_copied_with_the_last_fragment(left_out: bool) -> None:
+    """A replica that is left out of the round takes them too."""
 
-        swarm = Swarm(2, SyncSchedule(inner_steps=2, num_fragments=2), make_model=make)
-        norms = [model.get_submodule("1") for model in swarm.models]
-        for m, norm in enumerate(norms):
-            norm.get_buffer("running_mean").fill_(float(m))
-            norm.get_buffer("num_batches_tracked").fill_(10 + m)
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
-        def zero(replica: int, step: int, model: nn.Module) -> None:
-            for parameter in model.parameters():
-                parameter.grad = torch.zeros_like(parameter)
-
-        swarm.run(2, zero)  # fragment 0 only
-        assert [norm.get_buffer("running_mean").tolist() for norm in norms] == [[0.0, 0.0], [1.0, 1.0]]
-        swarm.run(1, zero)
-        for norm in norms:
-            assert norm.get_buffer("running_mean").tolist() == [0.5, 0.5]
-            assert norm.get_buffer("num_batches_tracked").item() == 10
-            assert norm.get_buffer("running_var").tolist() == [1.0, 1.0]
+    faults = [Fault(kind="drop", replica=2, round=RoundId(1, 0))] if left_out else []
+    transport = FaultyTransport(3, faults=faults, min_contributors=2)
+    swarm = Swarm(3, SyncSchedule(inner_steps=2, num_fragments=2), make_model=make, transport=transport)
+    norms = [model.get_submodule("1") for model in swarm.models]
+    for m, norm in enumerate(norms):
+        norm.get_buffer("running_mean").fill_(float(m))
+        norm.get_buffer("num_batches_tracked").fill_(10 + m)
+    swarm.run(2, quadratic())  # fragment 0 only
+    assert [norm.get_buffer("running_mean").tolist() for norm in norms] == [[0.0] * 2, [1.0] * 2, [2.0] * 2]
+    swarm.run(1, quadratic())
+    assert [norm.get_buffer("running_mean").tolist() for norm in norms] == [[0.5 if left_out else 1.0] * 2] * 3
+    assert [norm.get_buffer("num_batches_tracked").item() for norm in norms] == [10] * 3
 
 
 def test_outer_state_is_float32_whatever_the_model_is() -> None:
@@ -151,22 +149,23 @@ def test_events_say_what_was_sent_and_committed() -> None:
     assert committed[0].sent_bytes == sent[0].payload_bytes
 
 
-class TestErrors:
-    def test_a_parameter_that_no_inner_optimizer_holds_is_named(self) -> None:
-        model = Vectors()
-        with pytest.raises(ConfigurationError, match="No inner optimizer holds second, third"):
-            DiLoCo(model, torch.optim.SGD([model.first], lr=0.1))
-
-    def test_schedule_and_fragments_must_agree(self) -> None:
-        model = Vectors()
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(ConfigurationError, match="There are 3 fragments, but the schedule has num_fragments=1"):
-            DiLoCo(model, inner, schedule=SyncSchedule(inner_steps=4), outer_optimizer=Sgd(), **BALANCED)
-
-    def test_fragments_of_another_model_are_refused(self) -> None:
-        model = nn.Linear(2, 2)
-        with pytest.raises(FragmentError):
-            DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), fragments=partition(Vectors()))
+def test_arguments_that_do_not_fit_each_other_are_refused() -> None:
+    model, other = Vectors(), nn.Linear(2, 2)
+    inner, late = torch.optim.SGD(model.parameters(), lr=0.1), SyncSchedule(inner_steps=5, overlap_steps=5)
+    for arguments, kind, words in (
+        ({"inner_optimizer": torch.optim.SGD([model.first])}, ConfigurationError, "No inner optimizer holds second, t"),
+        (BALANCED, ConfigurationError, "There are 3 fragments, but the schedule has num_fragments=1"),
+        ({"fragments": partition(other)}, FragmentError, "names .weight. of shape"),
+        (
+            {"schedule": late, "merge": AlphaMerge(0.5)},
+            ConfigurationError,
+            r"overlap_steps=5 .* a whole round late.*0.5",
+        ),
+    ):
+        given: dict[str, Any] = {"inner_optimizer": inner, **arguments}
+        with pytest.raises(kind, match=words):
+            DiLoCo(model, **given)
+    DiLoCo(model, inner, schedule=late)
 
 
 def test_a_loop_that_ends_before_a_fragment_was_sent_warns() -> None:
@@ -223,12 +222,3 @@ def test_a_whole_round_late_contributions_are_the_work_of_one_round_each() -> No
         torch.testing.assert_close(swarm.local(m), flat(model), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(swarm.global_params(1), theta, rtol=1e-4, atol=1e-5)
     assert [len(diloco.in_flight) for diloco in swarm.replicas] == [1] * replicas
-
-
-def test_a_whole_round_late_without_rebase_is_refused() -> None:
-    model = Vectors()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = SyncSchedule(inner_steps=5, overlap_steps=5)
-    with pytest.raises(ConfigurationError, match=r"overlap_steps=5 .* a whole round late.*AlphaMerge\(alpha=0.5\)"):
-        DiLoCo(model, inner, schedule=schedule, merge=AlphaMerge(0.5))
-    DiLoCo(model, inner, schedule=schedule)

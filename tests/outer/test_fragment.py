@@ -123,42 +123,27 @@ def test_one_replica_uses_the_global_state_of_another() -> None:
     assert first.fragments[0].state.users == 2
 
 
-class TestDigest:
-    def test_of_a_large_state_is_computed_in_a_thread_after_each_change(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Neither `send` nor the training thread hashes it."""
-        threads, xxh3_128 = [], xxhash.xxh3_128
+def test_the_digest_of_a_large_state_is_computed_in_a_thread_after_each_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither `send` nor the training thread hashes it, and an error is raised where the digest is asked for."""
+    threads, xxh3_128 = [], xxhash.xxh3_128
 
-        def hashing() -> Any:
-            threads.append(threading.current_thread().name)
-            return xxh3_128()
-
-        monkeypatch.setattr(xxhash, "xxh3_128", hashing)
-        state = fragment_of(nn.Linear(2048, 512)).state
-        before = state.digest()
-        assert before == state.digest()
-        with state.changing():
-            assert threads == ["digest"], "the change waits for the digest of what is to change"
-            state.values[0] += 1
-        assert before != state.digest() == state.digest()
-        assert threads == ["digest"] * 2
-
-    def test_an_error_of_the_thread_is_raised_where_the_digest_is_asked_for(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def failing() -> Any:
+    def hashing() -> Any:
+        threads.append(threading.current_thread().name)
+        if len(threads) == 3:
             raise RuntimeError("a broken device")
+        return xxh3_128()
 
-        monkeypatch.setattr(xxhash, "xxh3_128", failing)
-        state = fragment_of(nn.Linear(2048, 512)).state
-        with pytest.raises(RuntimeError, match="a broken device"):
-            state.digest()
-
-    def test_is_the_same_in_a_thread(self) -> None:
-        large, small = fragment_of(nn.Linear(2048, 512)).state, fragment_of(nn.Linear(2, 2)).state
-        for state in (large, small):
-            with state.changing():
-                state.values.fill_(0.25)
-            assert state.digest() == state.digest_of(state.tensors())
+    state = fragment_of(nn.Linear(2048, 512)).state
+    assert state.digest() == state.digest_of(state.tensors())
+    monkeypatch.setattr(xxhash, "xxh3_128", hashing)
+    for change in range(3):
+        with state.changing():
+            assert threads == ["digest"] * change, "the change waits for the digest of what is to change"
+            state.values[0] += 1
+    with pytest.raises(RuntimeError, match="a broken device"):
+        state.digest()
 
 
 def test_a_snapshot_waits_for_the_gpu_whose_state_it_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,29 +14,88 @@ from torch import nn
 from diloco import DiLoCo, SyncSchedule
 from diloco.algorithm import Contribution, RoundId, local_shard
 from diloco.errors import DivergedError, NonFiniteError, TransportError
-from diloco.events import Note, RoundVoid
+from diloco.events import Event, Note, RoundVoid
 from diloco.membership import View
 from diloco.protocol import Average
 from diloco.transport import Fetching, Pending, Transport
 from tests.processes import Processes
 
 
-def start(rank: int, store: Path) -> nn.Module:
+class Others(Transport):
+    """The other replicas, which hold ``state``; a round in which this rank holds another one ends with ``outcome``."""
+
+    def __init__(self, outcome: Literal["missed", "diverged", "committed"], *, answer: bool = True) -> None:
+        self.replica, self.view, self.outcome = 1, View(1, (0, 1)), outcome
+        self.answers, self.failure, self.held = answer, "", ""
+        self.state: Mapping[str, Any] = {}
+
+    def average(self, contribution: Contribution) -> Pending:
+        self.round = contribution
+        return self  # type: ignore[return-value]  # it is also the round in flight
+
+    def wait(self, timeout_s: float | None = None) -> Average:
+        differs = self.round.digest != self.held
+        if differs and self.outcome == "diverged":
+            raise DivergedError("replica 1 differs.", donor=0, digest=self.held, replicas=[1])
+        return Average(
+            round=RoundId(0, self.round.round.outer_step),
+            values=torch.zeros(self.round.numel),
+            view=self.view,
+            contributors=(0, 1),
+            weight=2.0,
+            sent_bytes=0,
+            received_bytes=0,
+            wait_s=0.0,
+            donor=0 if differs and self.outcome == "missed" else None,
+            held=self.held,
+        )
+
+    def publish(self, source: Any, version: Any = None) -> None:
+        pass
+
+    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
+        raise NotImplementedError
+
+    def fetch_in_background(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
+        return self  # type: ignore[return-value]  # it is also the fetch
+
+    def done(self) -> bool:
+        return self.answers
+
+    def result(self, timeout: float | None = None) -> Mapping[str, Any]:
+        if self.failure:
+            raise TransportError(self.failure)
+        return self.state
+
+
+def replica(rank: int, store: Path, others: Others | None = None, inner_steps: int = 1) -> tuple[DiLoCo, list[Event]]:
+    """Return this rank of a replica of two, whose ``others`` hold global parameters that are larger by 1."""
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
     torch.manual_seed(0)
-    model: nn.Module = nn.Linear(4, 4, bias=False)
+    model, events = nn.Linear(4, 4, bias=False), list[Event]()
     fully_shard(model)
-    return model
+    diloco = DiLoCo(
+        model,
+        torch.optim.SGD(model.parameters()),
+        transport=others,
+        schedule=SyncSchedule(inner_steps=inner_steps),
+        on_event=events.append,
+        compare_arguments=False,
+    )
+    if others is not None:
+        state = {**diloco.fragments[0].state.snapshot(), "finished_rounds": 1}
+        others.state = state | {"global_params": state["global_params"] + 1.0}
+        others.held = diloco.fragments[0].state.digest_of(others.state)
+    return diloco, events
 
 
 def not_finite_on_rank_1(rank: int, store: Path) -> tuple[str, int]:
-    model = start(rank, store)
-    diloco = DiLoCo(model, torch.optim.SGD(model.parameters()), schedule=SyncSchedule(inner_steps=1))
+    diloco, _ = replica(rank, store)
     with torch.no_grad():
         if rank == 1:
-            local_shard(model.weight).fill_(torch.nan)  # type: ignore[arg-type]  # a parameter
+            local_shard(diloco.model.weight).fill_(torch.nan)  # type: ignore[arg-type]  # a parameter
     with pytest.raises(NonFiniteError) as raised:
         diloco.step()
     dist.destroy_process_group()
@@ -54,83 +112,18 @@ def test_a_shard_that_is_not_finite_stops_all_ranks_before_they_send(tmp_path: P
     assert (other_flights, own_flights) == (0, 0)
 
 
-class Arriving:
-    """A fetch whose state arrives when ``donor`` says so."""
-
-    def __init__(self, donor: Donor, fragment: int) -> None:
-        self.donor, self.fragment = donor, fragment
-
-    def done(self) -> bool:
-        return self.donor.answers
-
-    def result(self, timeout: float | None = None) -> Mapping[str, Any]:
-        if self.donor.failure:
-            raise TransportError(self.donor.failure)
-        return self.donor.state
-
-
-class Donor(Transport):
-    """A transport of a joiner whose first round shows that it lacks the others' state."""
-
-    def __init__(self) -> None:
-        self.replica, self.view = 1, View(1, (0, 1))
-        self.answers, self.failure = False, ""
-        self.state: Mapping[str, Any] = {}
-        self.held = ""
-
-    def average(self, contribution: Contribution) -> Pending:
-        self.round = contribution
-        return self  # type: ignore[return-value]  # it is also the round in flight
-
-    def wait(self, timeout_s: float | None = None) -> Average:
-        contribution, missed = self.round, self.round.digest != self.held
-        return Average(
-            round=RoundId(0, contribution.round.outer_step),
-            values=torch.zeros(contribution.numel),
-            view=self.view,
-            contributors=(0, 1),
-            weight=2.0,
-            sent_bytes=0,
-            received_bytes=0,
-            wait_s=0.0,
-            donor=0 if missed else None,
-            held=self.held,
-        )
-
-    def publish(self, source: Any, version: Any = None) -> None:
-        pass
-
-    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
-        raise NotImplementedError
-
-    def fetch_in_background(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
-        return Arriving(self, fragment)
-
-
 def late_joiner(rank: int, store: Path, failure: str) -> tuple[list[bool], list[str]]:
     """Return for each step whether the rank has adopted the state; that of rank 1 arrives after step 2, else 5."""
-    model, donor, notes = start(rank, store), Donor(), []
-    diloco = DiLoCo(
-        model,
-        torch.optim.SGD(model.parameters()),
-        transport=donor,
-        schedule=SyncSchedule(inner_steps=2),
-        on_event=lambda event: notes.append(event.text) if isinstance(event, Note) else None,
-        compare_arguments=False,
-    )
-    (fragment,) = diloco.fragments
-    snapshot = fragment.state.snapshot()
-    donor.state = {**snapshot, "global_params": snapshot["global_params"] + 1.0, "finished_rounds": 1}
-    donor.held = fragment.state.digest_of(donor.state)
+    others = Others("missed", answer=False)
+    diloco, events = replica(rank, store, others, inner_steps=2)
     adopted = []
     for step in range(1, 9):  # sends at 2, 4, 6 and 8
         diloco.step()
-        adopted.append(torch.equal(fragment.global_params, donor.state["global_params"]))
+        adopted.append(torch.equal(diloco.fragments[0].global_params, others.state["global_params"]))
         if step == (2 if rank else 5):
-            donor.answers = True
-            donor.failure = "gone." if rank and failure else ""
+            others.answers, others.failure = True, "gone." if rank and failure else ""
     dist.destroy_process_group()
-    return adopted, notes
+    return adopted, [event.text for event in events if isinstance(event, Note)]
 
 
 @pytest.mark.parametrize("failure", ["", "gone"])
@@ -138,60 +131,35 @@ def test_the_ranks_of_a_late_joiner_adopt_in_the_same_step(tmp_path: Path, failu
     with Processes() as processes:
         processes.start(2, late_joiner, tmp_path / "store", failure)
         (first, first_notes), (second, second_notes) = processes.results(timeout_s=120).values()
-    assert first == second
-    if failure:
-        assert not any(first)
-        assert any("could not fetch its part" in note for note in first_notes)
-        assert any("gone." in note for note in second_notes)
-    else:
-        assert first == [False] * 5 + [True] * 3
-        assert first_notes == second_notes == []
+    assert first == second == ([False] * 8 if failure else [False] * 5 + [True] * 3)
+    assert any("could not fetch its part" in note for note in first_notes) == bool(failure)
+    assert any("gone." in note for note in second_notes) == bool(failure)
 
 
-class Majority(Donor):
-    """A transport whose other replicas agree, and differ from rank 0 of this replica in its first round."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank, self.answers = rank, True
-
-    def wait(self, timeout_s: float | None = None) -> Average:
-        if self.rank == 0 and self.round.digest != self.held:
-            raise DivergedError("replica 1 differs.", donor=0, digest=self.held, replicas=[1])
-        return replace(super().wait(), donor=None)
-
-
-def diverged_on_rank_0(rank: int, store: Path, answer: str) -> dict[str, Any]:
-    model, transport, events = start(rank, store), Majority(rank), []
-    diloco = DiLoCo(
-        model,
-        torch.optim.SGD(model.parameters()),
-        transport=transport,
-        schedule=SyncSchedule(inner_steps=1),
-        on_event=events.append,
-        compare_arguments=False,
-    )
-    (fragment,) = diloco.fragments
-    state = {**fragment.state.snapshot(), "finished_rounds": 1}
-    state["global_params"] = state["global_params"] + 1.0
-    transport.held = fragment.state.digest_of(state)
-    transport.state = {**state, "global_params": state["global_params"] + 1.0} if answer == "lie" else state
+def diverged_on_rank_0(rank: int, store: Path, lies: bool) -> dict[str, Any]:
+    others = Others("committed" if rank else "diverged")
+    diloco, events = replica(rank, store, others)
+    globals_of_others = others.state["global_params"]
+    if lies:
+        others.state = {**others.state, "global_params": globals_of_others + 1.0}
     diloco.step()
-    kept = fragment.state_dict()
-    moved = torch.equal(fragment.global_params, state["global_params"])
     dist.destroy_process_group()
-    counts = {name: kept[name] for name in ("committed", "void", "trained", "submitted", "finished_rounds")}
-    return {"moved": moved, "counts": counts, "reason": next(e.reason for e in events if isinstance(e, RoundVoid))}
+    kept = diloco.fragments[0].state_dict()
+    return {
+        "moved": torch.equal(kept["global_params"], globals_of_others),
+        "counts": {n: kept[n] for n in ("committed", "void", "trained", "submitted", "finished_rounds")},
+        "reason": next(event.reason for event in events if isinstance(event, RoundVoid)),
+    }
 
 
-@pytest.mark.parametrize("answer", ["state", "lie"])
-def test_a_round_in_which_one_shard_has_diverged_is_void_for_all_ranks(tmp_path: Path, answer: str) -> None:
+@pytest.mark.parametrize("lies", [False, True])
+def test_a_round_in_which_one_shard_has_diverged_is_void_for_all_ranks(tmp_path: Path, lies: bool) -> None:
     """Invariant 10: they keep the same counts and weights, of which a checkpoint has those of one rank."""
     with Processes() as processes:
-        processes.start(2, diverged_on_rank_0, tmp_path / "store", answer)
+        processes.start(2, diverged_on_rank_0, tmp_path / "store", lies)
         first, second = processes.results(timeout_s=120).values()
     assert first["counts"] == second["counts"]
     assert (first["counts"]["void"], first["counts"]["committed"]) == (1, 0)
-    assert (first["moved"], second["moved"]) == (answer == "state", False)
-    assert ("majority's state" if answer == "state" else "differs from the one") in first["reason"]
+    assert (first["moved"], second["moved"]) == (not lies, False)
+    assert ("differs from the one" if lies else "majority's state") in first["reason"]
     assert second["reason"].startswith("The round is void for another rank of this replica.")

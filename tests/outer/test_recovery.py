@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 
 from diloco.algorithm import Contribution, Nesterov, RoundId, SyncSchedule
 from diloco.errors import TransportError
-from diloco.events import Event, Note
+from diloco.events import Note
 from diloco.membership import View
 from diloco.outer import DiLoCo, Fragment, StateRecovery
 from diloco.protocol import Average
 from diloco.transport import Fetching, Pending, Transport
+from tests.replicas import streaming
 
 FRAGMENTS = 2
 VIEW = View(1, (0, 1, 2))
@@ -31,8 +33,9 @@ def make_fragments(seed: int) -> tuple[Fragment, ...]:
     return DiLoCo(model, inner, schedule=schedule, outer_optimizer=Nesterov(learning_rate=0.5)).fragments
 
 
-def snapshot(seed: int, index: int) -> dict[str, Any]:
-    return make_fragments(seed)[index].state.snapshot()
+def lie(fragment: int, finished_rounds: int) -> dict[str, Any]:
+    """Return another state that claims to contain these rounds."""
+    return make_fragments(7)[fragment].state.snapshot() | {"finished_rounds": finished_rounds}
 
 
 @dataclass
@@ -83,18 +86,12 @@ class FakeTransport(Transport):
 
 @dataclass
 class Flight:
-    """A round in flight.
-
-    Attributes:
-        average: The result, unless the round is void.
-        matched: Whether the joiner held the donor's state when the round began.
-        applied: Whether the donor has finished the round.
-    """
+    """A round in flight."""
 
     average: Average
-    matched: bool
+    matched: bool  # whether the joiner held the donor's state when the round began
     void: bool = False
-    applied: bool = False
+    applied: bool = False  # whether the donor has finished the round
 
 
 class Pair:
@@ -112,8 +109,7 @@ class Pair:
         """Begin a round on both sides, with the joiner's state as in its header of the round."""
         self.catch_up(fragment)
         self.joiner[fragment].adopted = -1  # as `Fragment.send` does
-        digests = [side[fragment].state.digest() for side in (self.donor, self.joiner)]
-        matched = digests[0] == digests[1]
+        matched = fragment not in self.differing()
         self.flights[fragment] = Flight(self.average(fragment, None if matched else 0), matched)
 
     def merge(self, fragment: int, *, donor_lags: bool = False) -> str:
@@ -161,18 +157,9 @@ class Pair:
         round_id = RoundId(fragment, self.rounds[fragment])
         torch.manual_seed(100 * fragment + round_id.outer_step)
         values: Tensor = torch.randn(self.donor[fragment].numel)
-        return Average(
-            round=round_id,
-            values=values,
-            view=VIEW,
-            contributors=(0, 1),
-            weight=2.0,
-            sent_bytes=0,
-            received_bytes=0,
-            wait_s=0.0,
-            donor=donor,
-            held=self.donor[fragment].state.digest(),
-        )
+        traffic: dict[str, Any] = {"weight": 2.0, "sent_bytes": 0, "received_bytes": 0, "wait_s": 0.0}
+        held = self.donor[fragment].state.digest()
+        return Average(round=round_id, values=values, view=VIEW, contributors=(0, 1), donor=donor, held=held, **traffic)
 
     @staticmethod
     def apply(side: Sequence[Fragment], average: Average) -> None:
@@ -200,160 +187,97 @@ class Pair:
                     fetch.outcome = self.answer(fetch.fragment)
             self.recovery.poll()
 
+    def miss(self, rounds: int = 1) -> None:
+        """Let rounds of fragment 0 pass without the joiner."""
+        for _ in range(rounds):
+            self.send(0)
+            assert "fetches in the background" in self.merge(0)
 
-def test_rounds_that_go_by_while_the_state_travels_are_made_up_for() -> None:
+    def arrive(self, outcome: Mapping[str, Any] | TransportError | None = None) -> tuple[str, ...]:
+        """End the last fetch with ``outcome`` or the donor's state, and return what `poll` says."""
+        self.transport.fetches[-1].outcome = self.answer(0) if outcome is None else outcome
+        return self.recovery.poll()
+
+
+def test_rounds_that_go_by_while_the_state_travels_are_made_up_for_and_work_stays_to_be_shared() -> None:
     pair = Pair()
-    pair.send(0)
-    assert "fetches in the background" in pair.merge(0)
-    assert pair.joiner[0].donor is not None
+    pair.miss()
+    saved = pair.joiner[0].state_dict()
+    assert (saved["fetching"], saved["finished_rounds"]) == (True, 0), "the published state lacks the round"
     answer = pair.answer(0)
-    for _ in range(3):
-        pair.send(0)
-        pair.merge(0)
+    pair.miss(3)
     assert [fetch.donors for fetch in pair.transport.fetches] == [(0, 1)]
-    pair.transport.fetches[0].outcome = answer
-    assert pair.recovery.poll() == ()
+    with torch.no_grad():
+        pair.joiner[0].parameters[0].add_(0.25)
+    before, _, _ = pair.joiner[0].pseudo_gradient()
+    assert pair.arrive(answer) == ()
+    after, _, _ = pair.joiner[0].pseudo_gradient()
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
     assert pair.joiner[0].donor is None
-    assert pair.joiner[0].state.digest() == pair.donor[0].state.digest()
+    assert 0 not in pair.differing()
     assert pair.joiner[0].state.finished_rounds == pair.donor[0].state.finished_rounds == 4
 
 
-def test_state_that_comes_between_sending_and_merging_takes_up_the_round() -> None:
+@pytest.mark.parametrize("donor_first", [False, True])
+def test_a_state_that_comes_between_sending_and_merging_takes_the_round_up_once(donor_first: bool) -> None:
     pair = Pair()
+    pair.miss()
     pair.send(0)
-    pair.merge(0)
-    pair.send(0)
-    pair.transport.fetches[0].outcome = pair.answer(0)
-    pair.recovery.poll()
-    assert "this round is now applied to it" in pair.merge(0)
-    assert pair.joiner[0].state.digest() == pair.donor[0].state.digest()
+    average = pair.average(0, donor=0)
+    if donor_first:
+        pair.apply(pair.donor, average)
+    pair.arrive()
+    said = pair.recovery.round_missed(average, 0) if donor_first else pair.merge(0)
+    assert ("already contains this round" if donor_first else "this round is now applied to it") in said
+    assert 0 not in pair.differing()
     assert len(pair.transport.fetches) == 1
 
 
-def test_state_with_the_round_in_flight_in_it_takes_it_up_once() -> None:
+@pytest.mark.parametrize(
+    ("outcome", "missed", "words"),
+    [
+        (TransportError("gone."), 1, "gone."),
+        (lie(0, 1), 2, "the received state differs from the one that the other replicas hold."),
+        ({"slots": {}}, 1, "the received data is not a valid state of fragment 0: "),
+        ({"finished_rounds": None}, 1, "the received data is not a valid state of fragment 0: finished_rounds is"),
+        ({"outer_step": "many"}, 1, "the received data is not a valid state of fragment 0: "),
+    ],
+)
+def test_what_can_not_be_adopted_is_told_changes_nothing_and_is_asked_for_again(
+    outcome: Any, missed: int, words: str
+) -> None:
     pair = Pair()
-    pair.send(0)
-    pair.merge(0)
-    pair.send(0)
-    average = pair.average(0, donor=0)
-    pair.apply(pair.donor, average)  # the donor merges before the joiner
-    pair.transport.fetches[0].outcome = pair.answer(0)
-    pair.recovery.poll()
-    assert "already contains this round" in pair.recovery.round_missed(average, 0)
-    assert pair.joiner[0].state.digest() == pair.donor[0].state.digest()
-
-
-def test_what_was_trained_stays_to_be_shared() -> None:
-    pair = Pair()
-    fragment = pair.joiner[0]
-    with torch.no_grad():
-        fragment.parameters[0].add_(0.25)
-    before, _, _ = fragment.pseudo_gradient()
-    pair.send(0)
-    pair.merge(0)
-    pair.transport.fetches[0].outcome = pair.answer(0)
-    pair.recovery.poll()
-    after, _, _ = fragment.pseudo_gradient()
-    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
-
-
-def test_a_donor_that_does_not_answer_is_told_of_and_the_next_round_asks_again() -> None:
-    pair = Pair()
-    pair.send(0)
-    pair.merge(0)
-    pair.transport.fetches[0].outcome = TransportError("gone.")
-    assert pair.recovery.poll() == ("Adopting the state of replica 0 failed: gone.",)
-    assert pair.joiner[0].donor is None
-    pair.send(0)
-    pair.merge(0)
-    assert len(pair.transport.fetches) == 2
+    before = pair.joiner[0].state.digest()
+    pair.miss(missed)
+    odd = isinstance(outcome, dict) and len(outcome) == 1
+    (failure,) = pair.arrive(pair.answer(0) | outcome if odd else outcome)
+    assert failure.startswith(f"Adopting the state of replica 0 failed: {words}")
+    assert (pair.joiner[0].state.digest(), pair.joiner[0].donor) == (before, None)
+    pair.miss()
+    assert pair.transport.fetches[1].donors == ((0,) if missed == 2 else (0, 1)), "who lied is asked alone"
 
 
 def test_a_state_that_turns_out_to_be_another_one_is_fetched_again() -> None:
     """A diverged or malicious donor claims that its state contains all rounds. Donors are then asked one at a time."""
     pair = Pair()
+    pair.miss()
+    pair.arrive(lie(0, 1))
+    pair.miss()
     pair.send(0)
-    pair.merge(0)
-    pair.transport.fetches[0].outcome = snapshot(7, 0) | {"finished_rounds": 1}
-    pair.recovery.poll()
-    pair.send(0)
-    assert "fetches in the background" in pair.merge(0)
-    pair.send(0)
-    pair.transport.fetches[1].outcome = snapshot(7, 0) | {"finished_rounds": 2}
-    pair.recovery.poll()
+    pair.arrive(lie(0, 2))
     assert "fetches in the background" in pair.merge(0), "it arrived after the round began"
-    pair.transport.fetches[2].outcome = pair.answer(0)
-    pair.recovery.poll()
-    assert pair.joiner[0].state.digest() == pair.donor[0].state.digest()
+    pair.arrive()
+    assert 0 not in pair.differing()
     assert [fetch.donors for fetch in pair.transport.fetches] == [(0, 1), (0,), (1,)]
 
 
-def test_a_state_that_is_not_what_all_held_at_its_round_changes_nothing() -> None:
-    pair = Pair()
-    before = pair.joiner[0].state.digest()
-    for _ in range(2):
-        pair.send(0)
-        pair.merge(0)
-    pair.transport.fetches[0].outcome = snapshot(7, 0) | {"finished_rounds": 1}
-    (failure,) = pair.recovery.poll()
-    assert failure.endswith("failed: the received state differs from the one that the other replicas hold.")
-    assert pair.joiner[0].state.digest() == before
-    pair.send(0)
-    pair.merge(0)
-    assert pair.transport.fetches[1].donors == (0,)
-
-
-@pytest.mark.parametrize("odd", [{"slots": {}}, {"finished_rounds": None}, {"outer_step": "many"}])
-def test_what_is_no_state_of_the_fragment_is_told_of_and_changes_nothing(odd: dict[str, Any]) -> None:
-    pair = Pair()
-    pair.send(0)
-    pair.merge(0)
-    before = pair.joiner[0].state.digest()
-    pair.transport.fetches[0].outcome = pair.answer(0) | odd
-    (failure,) = pair.recovery.poll()
-    reason = "the received data is not a valid state of fragment 0: "
-    assert failure.startswith(f"Adopting the state of replica 0 failed: {reason}")
-    assert pair.joiner[0].state.digest() == before
-    assert pair.joiner[0].donor is None
-
-
-class NotThere(FakeTransport):
-    """Lets every round pass without this replica, which never holds the others' state."""
-
-    def average(self, contribution: Contribution) -> Pending:
-        pair, index = self.pair, contribution.round.fragment
-        return Had(replace(pair.average(index, 0), round=contribution.round, values=torch.zeros(contribution.numel)))
-
-    def publish(self, source: Any, version: Any = None) -> None:
-        pass
-
-
-@dataclass
-class Had:
-    """A finished round."""
-
-    average: Average
-
-    def wait(self, timeout_s: float | None = None) -> Average:
-        return self.average
-
-
 def test_who_goes_on_from_a_checkpoint_with_an_old_state_is_told_so() -> None:
-    said: list[Event] = []
-
-    def one() -> DiLoCo:
-        model = nn.Linear(2, 1)
-        inner, schedule = torch.optim.SGD(model.parameters()), SyncSchedule(inner_steps=2)
-        return DiLoCo(model, inner, transport=NotThere(Pair()), schedule=schedule, on_event=said.append)
-
-    joiner = one()
-    joiner.step()
-    one().load_state_dict(joiner.state_dict())
-    assert not [each for each in said if isinstance(each, Note)]
-    joiner.step()
-    one().load_state_dict(joiner.state_dict())
-    assert joiner.state_dict()["fragments"][0]["finished_rounds"] == 0, "the published state does not contain the round"
-    (note,) = (each for each in said if isinstance(each, Note))
+    state, swarm = copy.deepcopy(streaming(1).replicas[0].state_dict()), streaming(1)
+    swarm.replicas[0].load_state_dict(state)
+    assert not swarm.events
+    state["fragments"][0]["fetching"] = True
+    swarm.replicas[0].load_state_dict(state)
+    (note,) = (event for event in swarm.events if isinstance(event, Note))
     assert note.text == "The state of fragment 0 was being fetched when this was saved. It is fetched again."
 
 
@@ -387,17 +311,14 @@ def test_in_whatever_order_things_happen_the_end_is_the_donors_state(happenings:
         elif what == "merge" and flight is not None:
             pair.merge(fragment, donor_lags=True)
         elif what == "read" and open_fetch is not None:
-            if (
-                pair.donor[fragment].state.finished_rounds >= open_fetch.after
-            ):  # else the donor asks it to try again later
+            if pair.donor[fragment].state.finished_rounds >= open_fetch.after:  # else it would ask to try again later
                 read[id(open_fetch)] = pair.donor[fragment].state.snapshot()
         elif what == "arrive" and open_fetch is not None:
             open_fetch.outcome = read.get(id(open_fetch)) or pair.answer(fragment)
         elif what == "fail" and open_fetch is not None:
             open_fetch.outcome = TransportError("gone.")
         elif what == "lie" and open_fetch is not None:
-            claimed = {"finished_rounds": open_fetch.after + 1}
-            open_fetch.outcome = snapshot(7, fragment) | claimed
+            open_fetch.outcome = lie(fragment, open_fetch.after + 1)
         elif what == "poll":
             pair.recovery.poll()
         elif what == "come back":

@@ -6,83 +6,60 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
+import pytest
 import torch
 
-from diloco import DiLoCo, RoundId, SyncSchedule
-from diloco.events import RoundVoid, StepFinished
+from diloco import AlphaMerge, ConfigurationError, DiLoCo, RoundId, SyncSchedule
+from diloco.events import StepFinished
 from diloco.monitor import MetricsFile, Sinks
 from diloco.watch import FollowedFolder, page_data
 from tests.faults import Fault, FaultyTransport
 from tests.replicas import Vectors
 
-EVERY_STEP = SyncSchedule(inner_steps=1)
-
-
-LOST = [Fault(kind="drop", replica=1, round=RoundId(0, outer_step)) for outer_step in range(9)]
-
-
-def loops(num_replicas: int, *, faults: Sequence[Fault] = (), **arguments: Any) -> list[tuple[Any, Any, DiLoCo]]:
-    hub = FaultyTransport(num_replicas, faults=faults)
-    made = []
-    for number in range(num_replicas):
-        model = Vectors()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-        made.append(
-            (
-                model,
-                optimizer,
-                DiLoCo(model, optimizer, transport=hub.endpoint(number), schedule=EVERY_STEP, **arguments),
-            )
-        )
-    return made
-
-
-def run(replicas: list[tuple[Any, Any, DiLoCo]], steps: int) -> None:
-    for _ in range(steps):
-        for model, optimizer, diloco in replicas:
-            model.vector().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            diloco.begin()
-        for _, _, diloco in replicas:
-            diloco.finish()
-
-
-def void(reason: str, outer_step: int = 0) -> RoundVoid:
-    return RoundVoid(step=3, replica=0, fragment=0, outer_step=outer_step, reason=reason)
-
 
 def test_void_rounds_warn_once_with_the_reason_and_what_to_do() -> None:
-    replicas = loops(2, faults=LOST)
+    lost = [Fault(kind="drop", replica=1, round=RoundId(0, outer_step)) for outer_step in range(9)]
+    hub, models = FaultyTransport(2, faults=lost), [Vectors(), Vectors()]
+    replicas = [
+        DiLoCo(
+            model,
+            torch.optim.SGD(model.parameters()),
+            transport=hub.endpoint(number),
+            schedule=SyncSchedule(inner_steps=1),
+            merge=AlphaMerge(),
+        )
+        for number, model in enumerate(models)
+    ]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run(replicas, 6)
+        for _ in range(6):
+            for diloco in replicas:
+                diloco.begin()
+            for diloco in replicas:
+                diloco.finish()
     told = [str(each.message) for each in caught]
     assert len(told) == len(replicas), "each replica once, in six rounds"
-    for words in told:
-        assert words.startswith("A round failed: fragment 0, outer step 0 is void: 1 of 2 contributions are usable"), (
-            words
-        )
-        assert "remove the cause" in words
-        assert "on_event" in words
-    assert replicas[0][2].rounds_void == 6
+    start = "A round failed: fragment 0, outer step 0 is void: 1 of 2 contributions are usable"
+    assert all(words.startswith(start) and "remove the cause" in words and "on_event" in words for words in told)
+    assert replicas[0].rounds_void == 6
 
 
 def test_logged_losses_are_records_as_those_of_train_and_watch_shows_them(tmp_path: Path) -> None:
-    folder = tmp_path / "mine"
+    folder, model = tmp_path / "mine", Vectors()
     sinks = Sinks({"metrics.jsonl": MetricsFile(folder / "metrics.jsonl")})
-    replicas = loops(1, on_event=sinks.handle)
-    (diloco,) = (each[2] for each in replicas)
+    inner = torch.optim.SGD(model.parameters(), lr=0.25)
+    diloco = DiLoCo(model, inner, schedule=SyncSchedule(inner_steps=1), on_event=sinks.handle)
     for step in range(4):
-        run(replicas, 1)
+        diloco.step()
         diloco.log(loss=torch.tensor(2.0 - step / 4, requires_grad=True), tokens=100 * (step + 1), gradient_norm=0.5)
-    run(replicas, 2)
+    diloco.step()
+    diloco.step()
     diloco.log(loss=math.nan)
+    with pytest.raises(ConfigurationError, match="loss must be a number or a tensor of one value, got 'low'"):
+        diloco.log(loss="low")  # type: ignore[arg-type]  # the point
     sinks.close()
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["event"] == "StepFinished"]

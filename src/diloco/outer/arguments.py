@@ -48,11 +48,7 @@ _MAX_CHARACTERS = 2000  # of buffers and frozen parameters, which are all named 
 
 
 def check_kinds(arguments: Mapping[str, Any]) -> None:
-    """Check that arguments of `DiLoCo` have the types of its signature, and that numbers are in range.
-
-    Raises:
-        ConfigurationError: if one has not. The message says what was given and what works.
-    """
+    """Raise `ConfigurationError` unless arguments of `DiLoCo` have the types of its signature and are in range."""
     from diloco.outer.diloco import DiLoCo  # which imports this module
 
     if (transport := arguments.get("transport")) is not None:

@@ -65,17 +65,8 @@ class Fragment:
     average contains this replica's contribution. Otherwise they carry over, as the next pseudo-gradient contains all of
     this work again.
 
-    Args:
-        model: The model.
-        layout: The names and shapes of the fragment's parameters.
-        optimizer: The optimizer of the global parameters.
-        merge: How local parameters adopt new global ones.
-        error_feedback: The fraction of the quantisation error that is added to the next contribution, 0 to 1.
-        device: The device of the global state; None: the model's. Host memory is pinned if the model is on a GPU.
-        template: The fields that all contributions of this fragment share.
-        state: The global state of another replica of this process to use. None: the current parameters become the
-            global ones.
-        greatest: Returns the greatest of the values of all ranks that shard the parameters.
+    The arguments are those of `DiLoCo`; ``template`` has the fields that all contributions of the fragment share, and
+    ``state`` is the global state of another replica of this process, or None.
     """
 
     def __init__(
@@ -142,14 +133,10 @@ class Fragment:
         return flatten(self.parameters, self._empty())
 
     def pseudo_gradient(self, *, keep_local: bool = False) -> tuple[Tensor, Tensor | None, float]:
-        """Return ``Delta = global - local`` (Algorithm 2, line 7).
+        """Return ``Delta = global - local``, ``(numel,)`` float32 (Algorithm 2, line 7), and its largest magnitude.
 
-        Args:
-            keep_local: Whether to return the local parameters as well; otherwise their copy is overwritten.
-
-        Returns:
-            Delta, ``(numel,)`` float32; the local parameters, ``(numel,)`` float32, or None; the largest magnitude in
-            Delta, over all ranks that shard the parameters.
+        With ``keep_local`` the copy of the local parameters, ``(numel,)`` float32, is not overwritten but returned. The
+        magnitude is that of all ranks that shard the parameters.
 
         Raises:
             NonFiniteError: on all ranks, if Delta contains NaN or infinity on one. The message names the parameters.
@@ -177,17 +164,8 @@ class Fragment:
     ) -> tuple[Contribution, bool]:
         """Submit the work of this replica to the transport. Never blocks on other replicas.
 
-        Args:
-            transport: The connection to the others.
-            outer_step: The round of this fragment.
-            window_steps: The inner steps that the schedule has between the previous round and this one.
-            base_weight: The weight of a full window of this replica.
-            buffers: ``(n,)`` float32, the model's floating-point buffers if they travel with this fragment.
-            integers: ``(n,)`` uint8, the bytes of its other buffers.
-            withdrawn: Why the mean must not contain this contribution, or "".
-
-        Returns:
-            The contribution, and whether a value was outside the codec's range.
+        ``window_steps`` is the number of inner steps that the schedule has since the previous round; for the others see
+        `Contribution`. Returns the contribution, and whether a value was outside the codec's range.
 
         Raises:
             NonFiniteError: if the pseudo-gradient contains NaN or infinity. Nothing was sent.
@@ -220,10 +198,7 @@ class Fragment:
     def merge(self, average: Average) -> Measures:
         """Take the outer step of the round in flight and merge the new global parameters into the local ones.
 
-        If the average excludes this replica, its work stays in the local parameters.
-
-        Returns:
-            The measures of the outer step, by name.
+        If the average excludes this replica, its work stays in the local parameters. Returns the measures of the step.
         """
         assert self.flight is not None, "a round is in flight"
         included = self.flight.contribution.replica in average.contributors
@@ -250,16 +225,7 @@ class Fragment:
         self.flight = self.candidate = None
 
     def adopt(self, state: Mapping[str, Any], finished_rounds: int, averages: Sequence[Average] = ()) -> None:
-        """Replace the global state by a received one. The work in no mean yet stays in the local parameters.
-
-        Args:
-            state: The received state.
-            finished_rounds: The rounds that are finished after ``averages``.
-            averages: The averages of the rounds that the state lacks, in order.
-
-        Raises:
-            FragmentError: if it is the state of another fragment. Nothing was changed.
-        """
+        """Load a received state, see `GlobalState.load`. The work in no mean yet stays in the local parameters."""
         before = self.global_params.clone()
         self.state.load(state, finished_rounds, averages)
         self._carry_over(before)

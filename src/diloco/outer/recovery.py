@@ -48,11 +48,7 @@ class _Received:
 
 
 def _received(fragment: Fragment, state: Mapping[str, Any]) -> _Received:
-    """Check a state that has been received.
-
-    Raises:
-        TransportError: if it is not a state of the fragment.
-    """
+    """Check a state that has been received; raise `TransportError` if it is not one of the fragment."""
     try:
         fragment.state.check(state)
         finished, begun_after = (state.get(name, 0) for name in ("finished_rounds", "begun_after"))
@@ -81,18 +77,9 @@ class StateRecovery:
         data_order: How the replicas divide the data, if a joiner can't derive it (see `Batches.order`); else "".
         begun_after: The inner steps of the run before its outer loop began.
 
-    Args:
-        fragments: The fragments of this replica.
-        transport: The connection to the others.
-        greatest: Returns the greatest of the values of all ranks that shard the parameters.
     """
 
-    def __init__(
-        self,
-        fragments: Sequence[Fragment],
-        transport: Transport,
-        greatest: Greatest = list,
-    ) -> None:
+    def __init__(self, fragments: Sequence[Fragment], transport: Transport, greatest: Greatest = list) -> None:
         self.data_order = ""
         self.begun_after = 0
         self._fragments = fragments
@@ -119,15 +106,9 @@ class StateRecovery:
             fragment.donor, fragment.adopted, fragment.unconfirmed, fragment.mismatches = None, -1, False, 0
 
     def fetch_all(self, donors: Sequence[int], *, keep_work: bool, step: int) -> Iterator[StateFetched]:
-        """Adopt every fragment now. Yield the progress once a second and whenever a fragment has been adopted.
+        """Adopt every fragment now; see `DiLoCo.take_over`.
 
-        Args:
-            donors: The members to ask.
-            keep_work: True shifts the local parameters by the change of the global ones; False replaces them.
-            step: The inner step, for the events.
-
-        Raises:
-            TransportError: if none of ``donors`` answers.
+        Yields the progress after inner step ``step`` once a second and whenever a fragment has been adopted.
         """
         expected = [fragment.state.num_bytes() for fragment in self._fragments]
         index, before = 0, self._transport.fetched_bytes
@@ -164,14 +145,8 @@ class StateRecovery:
     def resync(self, fragment: Fragment, error: DivergedError | None) -> str:
         """Adopt the majority's state of a fragment now. Work not yet shared stays in the local parameters.
 
-        Call it on all ranks that shard the parameters: those that have diverged adopt it, all of them or none.
-
-        Args:
-            fragment: The fragment.
-            error: How this rank has diverged, or None.
-
-        Returns:
-            The outcome, as a sentence.
+        Call it on all ranks that shard the parameters: those that have diverged (with an ``error``) adopt it, all of
+        them or none. Returns the outcome as a sentence.
         """
         (attempts,) = self._greatest([len(self._transport.view.members)])
         for _ in range(int(attempts)):  # a faulty member may have answered first; then they are asked one by one
@@ -184,11 +159,7 @@ class StateRecovery:
         return " ".join(failures) or f"Replica {self._transport.replica} adopted the majority's state."
 
     def round_missed(self, average: Average, donor: int) -> str:
-        """Handle the average of a round that began while this replica did not hold the others' state.
-
-        Returns:
-            The consequence, as a sentence.
-        """
+        """Handle the average of a round that began while this replica did not hold the others' state, and say how."""
         fragment, outer_step = self._fragments[average.round.fragment], average.round.outer_step
         status = f"{average.round}: replica {self._transport.replica} is still fetching the state"
         if fragment.adopted == outer_step and fragment.state.digest() == average.held:  # adopted since it began
@@ -207,10 +178,9 @@ class StateRecovery:
         return f"{status}, which it fetches in the background."
 
     def poll(self, *, wait: bool = False) -> tuple[str, ...]:
-        """Adopt the states that have arrived on all ranks of the replica. Call it between two steps, on all of them.
+        """Adopt the states that have arrived on all ranks of the replica, and return the failures as sentences.
 
-        Returns:
-            The failures, as sentences.
+        Call it between two steps, on all of them.
         """
         failures: list[str] = []
         while self._fetch is not None or self._greatest is not list:  # ranks must ask each other

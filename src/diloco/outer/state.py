@@ -75,13 +75,7 @@ class GlobalState:
     def take_step(self, average: Average, *, telemetry: bool, keep: bool) -> tuple[Measures, Tensor | None]:
         """Update ``global <- OuterOpt(global, mean)`` (Algorithm 2, line 11), once for all replicas that share it.
 
-        Args:
-            average: The mean pseudo-gradient of a round.
-            telemetry: Whether to measure the step.
-            keep: Whether to return the values before the step, ``(numel,)`` float32; else None.
-
-        Returns:
-            The measures by name, and the values before the step.
+        Returns its measures, empty without ``telemetry``, and with ``keep`` the values before, ``(numel,)`` float32.
         """
         outer_step = average.round.outer_step
         if self.users > 1 and self._last[0] == outer_step:
@@ -118,11 +112,7 @@ class GlobalState:
             return self.tensors() | copies
 
     def check(self, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], int]:
-        """Return the tensors and the outer step of a state of this fragment.
-
-        Raises:
-            FragmentError: if it belongs to another fragment or outer optimizer.
-        """
+        """Return the tensors and the outer step of a state; raise `FragmentError` if it is that of another fragment."""
         mine, theirs = _named(self.values, self.outer.slots), _named(state["global_params"], state["slots"])
         shapes = [{name: tuple(values.shape) for name, values in tensors.items()} for tensors in (mine, theirs)]
         if shapes[0] != shapes[1]:
@@ -133,10 +123,9 @@ class GlobalState:
         return theirs, int(state["outer_step"])
 
     def load(self, state: Mapping[str, Any], finished_rounds: int, averages: Sequence[Average] = ()) -> None:
-        """Copy a state into this one, and take the outer steps of ``averages``, the rounds that it lacks.
+        """Copy a state into this one, and take the outer steps of ``averages``, the rounds that it lacks, in order.
 
-        Raises:
-            FragmentError: if it belongs to another fragment or outer optimizer. Nothing was changed.
+        Afterwards ``finished_rounds`` are finished. Raises as `check`, before anything is changed.
         """
         theirs, outer_step = self.check(state)
         with self.changing():

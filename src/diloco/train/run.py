@@ -163,7 +163,7 @@ class _Run:
             if finished:
                 session.drain()
             if self.saved_at != self.step or finished:
-                self._save()
+                self._save(wait=True)
             self._report_saved(wait=True)
             if (failure := fleet.failure) is not None and not (peers and peers.rejoins):
                 self.emit(Note(step=self.step, text=f"{failure} The state at step {self.step} is saved."))
@@ -204,8 +204,7 @@ class _Run:
                 try:
                     follow_views(peers, self.session, stop, self.emit)
                 except TransportError:
-                    self._save()
-                    self._report_saved(wait=True)
+                    self._save(wait=True)
                     raise
             if agreed is None:
                 agreed = fleet.stop_step(self.step, wanted=stop.signal is not None)
@@ -324,12 +323,15 @@ class _Run:
                 text = tokenizer.decode(list(tokens))
             self.emit(SampleGenerated(step=self.step, prompt=prompt, text=text, final=True))
 
-    def _save(self) -> None:
-        """Begin to save this step, after the checkpoint that is being written."""
+    def _save(self, *, wait: bool = False) -> None:
+        """Save this step, after the checkpoint that is being written; unless ``wait``, return before it is on disk."""
         self._report_saved(wait=True)
         self.save_began_s = time.perf_counter()
-        save_session(self.session, self.writer, self.home / "checkpoints", self.settings.checkpoint.keep)
+        folder, keep = self.home / "checkpoints", self.settings.checkpoint.keep
+        save_session(self.session, self.writer, folder, keep, copies=not wait)
         self.saved_at = self.step
+        if wait:
+            self._report_saved(wait=True)
 
     def _report_saved(self, *, wait: bool) -> None:
         """Report a checkpoint that has been written since. Call it on all ranks of a replica."""

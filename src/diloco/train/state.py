@@ -216,7 +216,7 @@ def _is_shaped_as(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
 
 
-def save_session(session: Session, writer: CheckpointWriter, folder: Path, keep: int) -> None:
+def save_session(session: Session, writer: CheckpointWriter, folder: Path, keep: int, *, copies: bool = True) -> None:
     """Begin to save the state that the session needs to resume. Call it on all ranks of a replica.
 
     Parts ``global`` and ``outer`` have what all replicas agree on, ``replica-M-values`` the named tensors of replica M,
@@ -227,6 +227,7 @@ def save_session(session: Session, writer: CheckpointWriter, folder: Path, keep:
         writer: writes the checkpoint, while the session goes on.
         folder: the checkpoints folder.
         keep: the number of newest checkpoints to keep.
+        copies: False if the session waits until the checkpoint is written.
 
     Raises:
         CheckpointError: if saving can't begin. Earlier complete checkpoints are unchanged.
@@ -243,7 +244,7 @@ def save_session(session: Session, writer: CheckpointWriter, folder: Path, keep:
         parts[f"{name}-values"] = state.values()
         if group.position < _num_shards(session):  # else position 0 saves the same
             own[f"{name}-own"] = {"diloco": state.own(), "random": replica.random_state.state_dict()}
-    writer.save(folder, session.totals.steps, parts, own=own, about=_about(session), keep=keep)
+    writer.save(folder, session.totals.steps, parts, own=own, about=_about(session), keep=keep, copies=copies)
 
 
 def _about(session: Session) -> dict[str, Any]:
