@@ -212,12 +212,7 @@ def compiled(sizes: Sizes, device: torch.device) -> str:
     for checkpointing in ("none", "full", "selective"):
         for apart in (False, True) if device.type == "cuda" else (False,):
             plain, model = _model(sizes, device), _model(sizes, device)
-            prepare_blocks(
-                model,
-                checkpointing=checkpointing,
-                compiled=True,
-                backend=sizes.backend,
-            )
+            prepare_blocks(model, checkpointing=checkpointing, compiled=True, backend=sizes.backend)
             found = _gradients(model, torch.bfloat16, documents=apart)
             expected = _gradients(plain, torch.bfloat16, documents=apart)
             found_errors.append(f"{checkpointing}: {_below(_largest_error(found, expected), 3e-2)}")

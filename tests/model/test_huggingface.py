@@ -79,12 +79,7 @@ def test_the_loss_in_chunks_is_the_loss_where_nothing_but_a_product_makes_the_lo
     ):
         some = copy.deepcopy(model)
         some.loss_chunks = LossChunks(chunks)
-        given = {
-            "checkpointing": checkpointing,
-            "compiled": compiled,
-            "whole_graphs": model.whole_graphs and not routed,
-        }
-        prepare_blocks(some, backend="eager", **given)  # type: ignore[arg-type]
+        prepare_blocks(some, checkpointing=checkpointing, compiled=compiled, backend="eager")
         loss, cross_entropy = some.loss(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         gradients = [parameter.grad for parameter in some.parameters() if parameter.grad is not None]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
-from diloco.algorithm import data_parallel_bytes, make_codec, partition, plan_exchange
+from diloco.algorithm import SyncSettings, at, data_parallel_bytes, make_codec, partition, plan_exchange
 from diloco.config import build
 from diloco.model import DecoderSettings, Transformer, build_model
-from diloco.train import RunSettings, describe, diff, identity, resolve
+from diloco.train import RunSettings, describe, diff, identity, outer_components, resolve
 from diloco.units import format_bytes, format_ratio
 from tests.command_lines import dotted
 
@@ -74,3 +75,17 @@ def test_what_two_runs_do_not_have_in_common_is_named(model: Transformer) -> Non
         assert diff(base, other) == f"{name} = {other[name]}, but this run has {name} = {base[name]}"
         assert diff(base, other, ("model",)) == ""
     assert diff(base, base | {"base model": "x"}) == "base model = x, but this run has base model = nothing"
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+@pytest.mark.parametrize("name", ["sgd", "nesterov", "adam"])
+def test_the_learning_rate_falls_over_the_outer_steps_of_the_run(name: str, kind: str) -> None:
+    """Over ten rounds of a fragment, the rate starts at the peak and is half-way to its end value at five."""
+    arguments = {"outer": {"schedule": kind, "final_ratio": 0.25}}
+    settings = SyncSettings(outer=name, outer_learning_rate=0.8, arguments=arguments)
+    outer = outer_components(settings, 10)["outer_optimizer"]
+    rates = [at(outer.learning_rate, step) for step in range(13)]
+    assert rates[0] == 0.8
+    assert rates[5] == pytest.approx(0.5)
+    assert rates[10:] == pytest.approx([0.2] * 3)
+    assert all(later <= earlier for earlier, later in itertools.pairwise(rates))

@@ -1,4 +1,4 @@
-"""Peak operations of devices, and evaluation that sees documents as training does."""
+"""The choice of a device, peak operations of devices, and evaluation that sees documents as training does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from diloco.data import ByteTokenizer
-from diloco.devices import flops_utilization, known_peak_flops_per_s
+from diloco.devices import choose_device, flops_utilization, known_peak_flops_per_s, use_device
+from diloco.errors import ConfigurationError
 from diloco.model import DecoderSettings, build_model, document_numbers
 from diloco.trained import evaluate
 
@@ -33,6 +34,32 @@ def test_without_a_peak_or_time_there_is_no_utilization() -> None:
     assert flops_utilization(1e10, 1.0, None) is None
     assert flops_utilization(1e10, 0.0, 1e12) is None
     assert flops_utilization(4e10, 0.5, 1e12) == pytest.approx(0.08)
+
+
+def test_a_gpu_of_apple_comes_after_cuda_and_before_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match="'mps' is not available"):
+        choose_device("mps")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert choose_device("auto") == choose_device("mps") == torch.device("mps")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_device("auto") == torch.device("cuda")
+
+
+@pytest.mark.parametrize(("device", "count"), [("cuda", 0), ("cuda:0", 0), ("cuda:1", 1), ("cuda:8", 8)])
+def test_one_that_is_absent_is_refused(device: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that is requested but not available is an error; the CPU is never used instead."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(ConfigurationError, match=f"'{device}' is not available: torch sees {count} CUDA devices"):
+        choose_device(device)
+
+
+@pytest.mark.parametrize(("device", "current"), [("cpu", []), ("cuda", []), ("cuda:0", [0]), ("cuda:7", [7])])
+def test_the_gpu_in_use_is_torchs_current_one(device: str, current: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    made_current: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: made_current.append(device.index))
+    assert use_device(device) == torch.device(device)
+    assert made_current == current
 
 
 def test_evaluation_sees_documents_as_training_does() -> None:

@@ -38,12 +38,7 @@ _LOSS_CHUNK_TOKENS = 8192  # the logits of a larger batch never exist at once
 def prepare_model(model: LanguageModel, settings: TrainSettings) -> None:
     """Set up recomputation, compilation and loss chunks, before the model is distributed over the ranks."""
     model.loss_chunks = LossChunks(_LOSS_CHUNK_TOKENS, settings.compile)
-    prepare_blocks(
-        model,
-        checkpointing=settings.activation_checkpointing,
-        compiled=settings.compile,
-        whole_graphs=model.whole_graphs,
-    )
+    prepare_blocks(model, checkpointing=settings.activation_checkpointing, compiled=settings.compile)
 
 
 def prepare_blocks(
@@ -52,23 +47,23 @@ def prepare_blocks(
     checkpointing: Literal["none", "full", "selective"] = "none",
     compiled: bool = False,
     backend: str = "inductor",
-    whole_graphs: bool = True,
 ) -> None:
     """Set up recomputation and compilation for each block of ``model``, for training and evaluation.
 
     Blocks are compiled one by one: they are alike, so the code compiled for the first serves all, and the code that
-    gathers and drops their parameters stays outside. Generation has varying shapes and runs uncompiled.
+    gathers and drops their parameters stays outside. A break in a block's graph, which costs speed, is an error if the
+    model says that its graphs are whole. Generation has varying shapes and runs uncompiled.
 
     Args:
         checkpointing: ``full``: keep a block's input and recompute everything else in the backward pass; ``selective``:
             also keep the outputs of matrix products and attention.
-        whole_graphs: whether a break in a block's graph, which costs speed, is an error.
     """
     run = {"none": _whole, "full": _recomputed, "selective": _partly_recomputed}[checkpointing]
     trained, evaluated = run, _whole
     if compiled:
+        whole = bool(getattr(model, "whole_graphs", False))
         trained, evaluated = (
-            torch.compile(each, backend=backend, dynamic=False, fullgraph=whole_graphs) for each in (run, _whole)
+            torch.compile(each, backend=backend, dynamic=False, fullgraph=whole) for each in (run, _whole)
         )
     for block in blocks_of(model):
         if trained is not _whole:
