@@ -130,8 +130,8 @@ def test_settings_that_tokens_cannot_follow_are_refused(text: Path, folder: Path
     for settings, words in (
         (DataSettings(paths=(folder, text)), "one source can't mix the two"),
         (DataSettings(paths=(folder, bpe)), "with different tokenizers"),
-        (DataSettings(paths=(folder,), tokenizer="bpe"), "was made with another tokenizer"),
-        (DataSettings(paths=(folder,), tokenizer=str(bpe)), "was made with another tokenizer"),
+        (DataSettings(paths=(folder,), tokenizer="bpe"), "was made with another one"),
+        (DataSettings(paths=(folder,), tokenizer=str(bpe)), "was made with another one"),
         (DataSettings(paths=(folder,), heldout_fraction=0.3), "was made with a heldout_fraction of 0.2"),
     ):
         with pytest.raises(ConfigurationError, match=words):

@@ -1,4 +1,4 @@
-"""Histories: a network of state machines is cut in two groups with one common member, and how such a run ends.
+"""Histories: networks of state machines that are cut in two groups with one common member, or suffer any faults.
 
 ``python -m tests.protocol.histories SEEDS`` counts the outcomes; benchmarks/chaos has those of each version.
 """
@@ -29,6 +29,23 @@ def bridge(replicas: int, seed: int) -> Network:
     return network
 
 
+def trouble(replicas: int, seed: int) -> Network:
+    """Let ranks and machines end and return, links break in one direction or both, timers run out and members leave."""
+    chance = random.Random(seed)
+    limits = Limits(
+        ends=chance.randrange(3),
+        machines=chance.randrange(3),
+        cuts=chance.choice([0, 2, 4, 9]),
+        abrupt=chance.random() < 0.5,
+        returns=chance.randrange(3),
+        deaf=chance.choice([0, 0, 2, 5]),
+        own={"timers": chance.choice([0, 3, 8]), "leaves": chance.randrange(2)},
+    )
+    network = simulated(replicas, limits, ready=chance.random() < 0.8)
+    wander(network, [chance.randrange(1 << 16) for _ in range(chance.randrange(5, 200))])
+    return network
+
+
 def outcome(network: Network) -> str:
     """Let everything under way finish, also with time, and return how the run has ended."""
     for _ in range(6):
@@ -51,10 +68,11 @@ def outcome(network: Network) -> str:
 
 def main(seeds: int) -> None:
     """Print how many of ``seeds`` runs of three to seven members end with one history, with none, or wrongly."""
-    for replicas in range(3, 8):
-        outcomes = collections.Counter(outcome(bridge(replicas, seed)) for seed in range(seeds))
-        counts = ", ".join(f"{how} {count}" for how, count in outcomes.most_common())
-        print(f"{replicas} members: {counts}", flush=True)
+    for name, network in ("two groups", bridge), ("any faults", trouble):
+        for replicas in range(3, 8):
+            outcomes = collections.Counter(outcome(network(replicas, seed)) for seed in range(seeds))
+            counts = ", ".join(f"{how} {count}" for how, count in outcomes.most_common())
+            print(f"{name}, {replicas} members: {counts}", flush=True)
 
 
 if __name__ == "__main__":

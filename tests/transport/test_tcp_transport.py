@@ -99,7 +99,7 @@ def test_whose_values_spoil_three_means_is_put_out(wires: Wires) -> None:
     transports = wires.meet(3)
 
     def contribute() -> None:
-        for outer_step in range(100):
+        for outer_step in range(32):  # in some of them the vote of another one comes first
             given = [contribution(m, outer_step=outer_step, scale=1e37 if m == 1 else 1.0) for m in range(3)]
             for each in [transport.average(one) for transport, one in zip(transports, given, strict=True)]:
                 with suppress(RoundVoidError):

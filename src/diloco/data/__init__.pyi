@@ -27,8 +27,8 @@ from .packed import TokenArray as TokenArray
 from .packed import shares_of as shares_of
 from .settings import DataSettings as DataSettings
 from .settings import SourceSettings as SourceSettings
+from .stream import BEGINNING as BEGINNING
 from .stream import DocumentStream as DocumentStream
-from .stream import Records as Records
 from .stream import Source as Source
 from .text import is_heldout as is_heldout
 from .text import read_documents as read_documents

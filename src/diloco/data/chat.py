@@ -201,16 +201,6 @@ class PackedRows(PackedTokens):
         targets[~self._counted[begin:end]] = NOT_COUNTED
         targets[self._last[begin - 1 : end - 1]] = ENDS
 
-    def check(self, sequence_length: int, batch_size: int, num_replicas: int) -> None:
-        """Raise `DataError` if there is less than one batch for each replica."""
-        rows, needed = (len(self) - 1) // self.length, num_replicas * batch_size
-        if rows < needed:
-            raise DataError(
-                f"The examples make {rows} rows of {self.length} tokens, but one batch of {batch_size} for each of "
-                f"{num_replicas} replicas needs {needed}. Use more examples, fewer replicas, smaller batches "
-                "(--batch-size), shorter rows (--sequence-length) or --data.packing single."
-            )
-
 
 def pack_rows(sizes: Sequence[int], length: int) -> list[list[int]]:
     """Return which items of these sizes go into each row of ``length``: best fit, largest first.

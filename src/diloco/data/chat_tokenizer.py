@@ -185,8 +185,13 @@ class ChatTokenizer(Tokenizer):
         arguments = [call["function"]["arguments"] for each in adapted for call in each.get("tool_calls", ())]
         if self.template is None or not arguments:
             return adapted
-        wrong = [text for each in arguments if each for text in (repr(_as_object(each)), _dumped(_as_json(each)))]
-        forms: list[tuple[bool, list[dict[str, Any]]]] = []  # those that the template takes, and whether one is wrong
+        wrong = [
+            text
+            for each in arguments
+            if each
+            for text in (repr(_as_object(each)), json.dumps(_as_json(each), ensure_ascii=False))
+        ]
+        forms: list[tuple[bool, list[dict[str, Any]]]] = []  # that the template takes, and whether it shows them wrong
         refused: DataError | None = None
         for content, form in itertools.product(({}, {"content": ""}), (_as_object, _as_json)):
             candidate = copy.deepcopy([content | message for message in adapted])
@@ -237,16 +242,12 @@ class ChatTokenizer(Tokenizer):
             ) from error
 
 
-def _dumped(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
 def _as_object(arguments: Any) -> Any:
     return json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
 def _as_json(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else _dumped(arguments)
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def has_template(folder: Path) -> bool:

@@ -193,9 +193,8 @@ def _check_settings(settings: DataSettings, folders: Sequence[TokenFolder], all_
                 f"{folder.path} was made with a heldout_fraction of {fraction:g}, so data.heldout_fraction={asked:g} "
                 "has no effect. Pass it to `diloco tokenize`, or leave it out."
             )
-    is_bpe = settings.bpe_vocab_size is not None
-    if is_bpe or (settings.tokenizer != "bytes" and make_tokenizer(settings).to_json() != tokenizer):
+    trained = settings.bpe_vocab_size is not None
+    if trained or (settings.tokenizer != "bytes" and make_tokenizer(settings).to_json() != tokenizer):
         raise ConfigurationError(
-            f"data.tokenizer={settings.tokenizer!r} was given, but {first.path} was made with another tokenizer. Leave "
-            "out data.tokenizer."
+            f"data.tokenizer={settings.tokenizer!r} has no effect: {first.path} was made with another one."
         )

@@ -35,25 +35,19 @@ def _parsed(text: str) -> tuple[str, str | None, str | None]:
 def open_data_set(place: str, settings: SourceSettings) -> Any:
     """Open the text of ``hf:NAME[/CONFIG][:SPLIT]`` as a ``datasets.IterableDataset``; nothing is read yet."""
     path, config, split = _parsed(place)
-    column = settings.text_field
+    column, folder = settings.text_field, Path(path).expanduser()
     if path == "pandas":
         raise ConfigurationError(f"{place} reads pickles, which could run any code. Convert them to Parquet.")
     with from_extra("hf", f"{place} needs datasets"):
         import datasets
-    folder = Path(path).expanduser()
     with _reading(place):
         if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():  # written by save_to_disk
             rows = _split_of(datasets.load_from_disk(str(folder)), split)
         else:
+            files = {"data_files": list(settings.data_files) or None, "streaming": settings.streaming}
             with fetching(path) if "/" in path else nullcontext():  # otherwise a loader of local files
-                rows = datasets.load_dataset(
-                    str(folder) if folder.exists() else path,
-                    config,
-                    split=split or "train",
-                    data_files=list(settings.data_files) or None,
-                    streaming=settings.streaming,
-                    trust_remote_code=False,
-                )
+                name = str(folder) if folder.exists() else path
+                rows = datasets.load_dataset(name, config, split=split or "train", trust_remote_code=False, **files)
         if (known := rows.column_names) is not None:  # unknown for some streams
             if column not in known:
                 raise DataError(f"{place} has no field {column!r} (data.sources); {nearest(column, known)}")

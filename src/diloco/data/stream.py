@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Unpack
+from typing import Any, TypeAlias, Unpack
 
 import msgspec
 import numpy as np
@@ -24,19 +24,19 @@ from numpy.typing import NDArray
 
 from diloco.data.hub import open_data_set, rows_of
 from diloco.data.loader import Batch, Batches, Cursor, Drawing, State
-from diloco.data.order import Assignment, as_message, permute, read_message
+from diloco.data.order import Assignment, permute, read_message
 from diloco.data.settings import HUB_PREFIX, SourceSettings
 from diloco.data.text import is_heldout, read_documents, text_of, usable
 from diloco.data.tokenizer import Tokenizer
 from diloco.errors import ConfigurationError, DataError
 
-__all__ = ["BLOCK", "DocumentStream", "Records", "Source"]
+__all__ = ["BLOCK", "DocumentStream", "Source"]
 
 BLOCK = 64  # documents that one replica is assigned at a time
 
 
-# a part of a source, the next row of it, and the state of its data set
-_BEGINNING: Mapping[str, Any] = MappingProxyType({"part": 0, "row": 0, "rows": None})
+Place: TypeAlias = Mapping[str, Any]  # a part of a source, the next row of it, and the state of its data set
+BEGINNING: Place = MappingProxyType({"part": 0, "row": 0, "rows": None})
 
 
 class Source:
@@ -56,54 +56,37 @@ class Source:
 
     def documents(self) -> Iterator[str]:
         """Yield every document; raise `DataError` if one can't be read."""
-        records = Records(self)
-        while block := records.read(100):
+        for block, _ in self.blocks(100):
+            if not block:
+                return
             yield from filter(None, block)
 
+    def blocks(self, size: int, place: Place = BEGINNING) -> Iterator[tuple[list[str], Place]]:
+        """Yield the next records from a place on, fewer at the end of a part, and the place after them.
 
-class Records:
-    """Reads a source in blocks, from its beginning or any place on that was saved."""
+        None at the end, after which they begin again. A place is JSON; it can be continued from in blocks of one size.
+        """
+        while True:
+            while place["part"] < len(self.parts):
+                records, data_set = self._open(place, size)
+                while block := list(islice(records, size)):
+                    rows = data_set and data_set.state_dict()
+                    place = {**place, "row": place["row"] + len(block), "rows": rows}
+                    yield block, place
+                place = {**BEGINNING, "part": place["part"] + 1}
+            place = BEGINNING
+            yield [], place
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._place: Mapping[str, Any] = _BEGINNING
-        self._records: Iterator[str] | None = None
-        self._data_set: Any = None
-
-    def read(self, size: int) -> list[str]:
-        """Return the next records, fewer at the end of a part; none at the end, after which they begin again."""
-        while self._place["part"] < len(self._source.parts):
-            self._records = self._records or self._open(size)
-            try:
-                block = list(islice(self._records, size))
-            except BaseException:  # an iterator that has failed ends
-                self._records = None
-                raise
-            if block:
-                rows = self._data_set and self._data_set.state_dict()
-                self._place = {**self._place, "row": self._place["row"] + len(block), "rows": rows}
-                return block
-            self.load_state_dict({**_BEGINNING, "part": self._place["part"] + 1})
-        self.load_state_dict(_BEGINNING)
-        return []
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the place after the last block as JSON; it can be continued from in blocks of the same size."""
-        return dict(self._place)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._place, self._records, self._data_set = state, None, None
-
-    def _open(self, size: int) -> Iterator[str]:
-        part, settings = self._source.parts[self._place["part"]], self._source.settings
+    def _open(self, place: Place, size: int) -> tuple[Iterator[str], Any]:
+        part, settings = self.parts[place["part"]], self.settings
         if isinstance(part, list):
-            return islice(read_documents(part, settings), self._place["row"], None)
-        place, data_set = part
-        self._data_set = data_set.shard(num_shards=1, index=0)  # the whole, with a state of its own
-        if self._place["rows"] is not None:
-            self._data_set.load_state_dict(self._place["rows"])
-        rows = rows_of(self._data_set, place, first=self._place["row"], size=size)
-        return usable(rows, text_of(settings.text_field), "", skip_bad=settings.skip_bad)
+            return islice(read_documents(part, settings), place["row"], None), None
+        name, whole = part
+        data_set = whole.shard(num_shards=1, index=0)  # the whole, with a state of its own
+        if place["rows"] is not None:
+            data_set.load_state_dict(place["rows"])
+        rows = rows_of(data_set, name, first=place["row"], size=size)
+        return usable(rows, text_of(settings.text_field), "", skip_bad=settings.skip_bad), data_set
 
 
 class _Position(msgspec.Struct, kw_only=True):
@@ -124,15 +107,16 @@ class _Reader:
         self, source: Source, tokenizer: Tokenizer, *, size: int, heldout_fraction: float, drawing: Drawing
     ) -> None:
         self.name, self.weight = source.settings.name, source.settings.weight
-        self._records, self._tokenizer = Records(source), tokenizer
+        self._source, self._tokenizer = source, tokenizer
         self._size, self._heldout_fraction, self._seed = size, heldout_fraction, drawing["seed"]
         self._replica, self._stride = drawing["replica"], drawing["num_replicas"] or 1
-        self.go_on(_Position(place=self._records.state_dict(), block=self._replica))
+        self.go_on(_Position(place=dict(BEGINNING), block=self._replica))
 
     def go_on(self, position: _Position) -> None:
         """Continue from a position that was saved."""
         self.position = position
-        self._records.load_state_dict(position.place)
+        self._blocks = self._source.blocks(self._size, position.place)
+        self._after: Place = position.place
         self._next = position.at  # the number of the block that is read next
         self._documents: list[NDArray[Any]] | None = None  # of the block, once they have been read
 
@@ -167,15 +151,15 @@ class _Reader:
         """Return the tokens of each record of the block in its shuffled order; a record that is not drawn has none."""
         position, ends = self.position, 0
         while self._next <= position.block:
-            place = self._records.state_dict()
-            records = self._records.read(self._size)
+            place = self._after
+            records, self._after = next(self._blocks)
             self._next += bool(records)
             ends = 0 if records else ends + 1
             if not records:
                 position.blocks = position.blocks or self._next
             if ends > 1:
                 raise DataError(f"The source {self.name!r} has no documents.")
-        position.place, position.at = place, position.block
+        position.place, position.at = dict(place), position.block
         key = f"seed {self._seed}, {self.name}, block {position.block}"
         texts = [records[number] for number in permute(np.arange(len(records)), len(records), key).tolist()]
         drawn = [bool(text) and not is_heldout(text, self._heldout_fraction) for text in texts]
@@ -249,7 +233,11 @@ class DocumentStream(Batches):
         """Return cursor and epochs, which are 0 for a source until its end is first reached."""
         positions = {reader.name: reader.position for reader in self._readers}
         begun = {"drawn": self._drawn, "source": self._source, "token": self._token}
-        cursor = {**self._origin, **begun, "sources": as_message(list(positions.values()))}
+        cursor = {
+            **self._origin,
+            **begun,
+            "sources": [msgspec.structs.asdict(position) for position in positions.values()],
+        }
         return cursor, {name: at.block / at.blocks if at.blocks else 0.0 for name, at in positions.items()}
 
     def _restore(self, state: Cursor) -> None:

@@ -138,7 +138,7 @@ def next_view(view: View, reports: Sequence[Report], staying: Sequence[int], pol
     these may have committed it: one digest for each position in a replica is enough then, unless anyone calls it void.
     """
     known, lost, size = reports[0], frozenset(view.members).difference(staying), len(reports) // len(staying)
-    claims = frozenset().union(*(report.claims for report in reports))
+    claims = frozenset().union(*(report.commits for report in reports))
     void = frozenset().union(*(report.void for report in reports))
     held = {key for key in known.held if all(key in report.held for report in reports)}
     if known.left:

@@ -164,12 +164,6 @@ class Report:
         """The rounds that the rank has voted for, committed or not."""
         return {**self.voted, **self.commits}
 
-    @property
-    def claims(self) -> Commits:
-        """The last round of each fragment that the rank has committed; all members have decided the earlier ones."""
-        last = {fragment: (fragment, outer_step) for fragment, outer_step in sorted(self.commits)}
-        return {key: self.commits[key] for key in last.values()}
-
     def covers(self, other: Report) -> bool:
         """Return whether this report contains everything of ``other`` in which all ranks must agree."""
         return all(more >= less for more, less in zip(self.known, other.known, strict=True))

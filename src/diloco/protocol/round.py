@@ -9,10 +9,11 @@ from hashlib import blake2b
 
 import torch
 
-from diloco.algorithm import Contribution, Exchange, Mean, RoundId, Uplink, Verdict, judge
+from diloco.algorithm import Contribution, Exchange, Mean, RoundId, Uplink, Verdict, bounded_weights, judge
 from diloco.errors import CodecError, DivergedError, RoundVoidError, TransportError
 from diloco.membership import View, Vote, byzantine_quorum
 from diloco.protocol.events import Average, Submitted
+from diloco.protocol.rules import Rules
 from diloco.protocol.suspicion import Lateness
 from diloco.protocol.wire import Header, RoundVote
 
@@ -24,6 +25,8 @@ class Round:
     """What a rank knows of a round in one view; a round that continues in the next view starts anew there."""
 
     id: RoundId
+    view: View
+    rules: Rules
     headers: dict[int, Header] = field(default_factory=dict)  # by rank
     votes: dict[int, Vote] = field(default_factory=dict)  # by rank
     heard_s: dict[int, float] = field(default_factory=dict)  # rank -> when its header came, by this rank's clock
@@ -55,6 +58,76 @@ class Round:
     def was_begun(self) -> bool:
         return self.begun is not None or self.concluded
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks of the view."""
+        return self.rules.ranks(self.view.members)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The replicas with a rank whose header has not been received."""
+        return tuple(sorted({self.rules.replica_of(rank) for rank in self.ranks if rank not in self.headers}))
+
+    @property
+    def without_vote(self) -> frozenset[int]:
+        """The other replicas with a rank whose vote has not been received."""
+        awaited = frozenset(self.rules.replica_of(rank) for rank in self.ranks if rank not in self.votes)
+        return awaited - {self.rules.replica}
+
+    def header_of(self, member: int) -> Header:
+        """Return the header of a member's rank at this rank's position, with which payloads are exchanged."""
+        return self.headers[self._here(member)]
+
+    def _here(self, member: int) -> int:
+        return member * self.rules.ranks_per_replica + self.rules.position
+
+    def judge(self) -> Verdict:
+        """Decide whose contributions are summed, as all headers have been received, and whose state they apply to."""
+        assert self.begun is not None
+        self.verdict = verdict = judge_headers(self.headers, self.begun.contribution, self.view.members, self.rules)
+        if self.taking_over:
+            holder = next((each for each in self.view.members if not self.header_of(each).taking_over), None)
+            if holder is not None and self.header_of(holder).digest != self.headers[self.rules.rank].digest:
+                self.donor = holder
+        if self.rules.replica in verdict.diverged:
+            self.fault = verdict.divergence(self.id, self.header_of(verdict.donor).digest)
+        return verdict
+
+    def weights(self) -> Mapping[int, float]:
+        """Return the weight of each contributor in the mean."""
+        headers = {each: self.header_of(each) for each in self.verdict.contributors} if self.verdict else {}
+        return bounded_weights(
+            {member: header.weight for member, header in headers.items()},
+            {member: header.base_weight for member, header in headers.items()},
+        )
+
+    def late(self, message_counts: Mapping[int, int]) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
+        """Look which replicas have kept the round waiting for too long.
+
+        Args:
+            message_counts: rank -> number of messages received from it.
+
+        Returns:
+            Replicas that have not contributed, replicas that neither vote nor send anything else, and those of both
+            that send nothing at all. A replica that has not contributed and begins to be silent is not named before it
+            is known which of the two it is: the link to it may be the cause, and not the replica.
+        """
+        absent = frozenset(self.missing)
+        seen: dict[tuple[str, int], object] = {}
+        for rank in self.ranks:
+            replica, spoken = self.rules.replica_of(rank), message_counts.get(rank, 0)
+            if replica in absent:
+                seen["round", replica] = "no contribution"
+            elif rank not in self.votes:
+                seen["round", replica] = (seen.get(("round", replica)), rank, spoken)
+            seen["anything", replica] = (seen.get(("anything", replica)), spoken)
+        seen.pop(("round", self.rules.replica), None)  # the other replicas judge the ranks of this one
+        changeless = self.lateness.look(seen)
+        late = frozenset(replica for about, replica in changeless if about == "round")
+        unheard = frozenset(replica for about, replica in changeless if about == "anything")
+        late -= absent & {replica for about, replica in self.lateness.doubtful if about == "anything"}
+        return late & absent, late - absent, late & (unheard | (late - absent))
+
     def sealed_digest(self, digest: str) -> str:
         """Return a digest of an average's digest and what the next round's plan takes from the headers: the uplinks.
 
@@ -67,32 +140,25 @@ class Round:
         if self.concluded and not self.exchanging:
             self.begun = self.mean = None
 
-    def outcome(self, view: View, here: Mapping[int, int], note: str) -> Average | TransportError:
-        """Return what this rank gets of a round that is decided: the average, or why there is none.
-
-        Args:
-            view: the view.
-            here: member -> its rank at this rank's position.
-            note: what is reported with an average.
-        """
+    def outcome(self, note: str) -> Average | TransportError:
+        """Return what this rank gets of a round that is decided: the average, with a note, or why there is none."""
         if self.fault is not None or not self.committed:
             return self.fault or RoundVoidError(f"{self.id} is void: {self.reason}.", round=str(self.id))
-        assert self.begun is not None
         assert self.mean is not None
         assert self.plan is not None
-        me = view.members.index(self.begun.contribution.replica)
-        heard_s = [self.heard_s[here[member]] for member in self.mean.contributors]
+        me = self.view.members.index(self.rules.replica)
+        heard_s = [self.heard_s[self._here(member)] for member in self.mean.contributors]
         return Average(
             **vars(self.mean),
             round=self.id,
-            view=view,
+            view=self.view,
             sent_bytes=self.plan.sent[me],
             received_bytes=self.plan.received[me],
             wait_s=0.0,
             note=note,
             donor=self.donor,
             choice=self.plan.choice,
-            held="" if self.donor is None else self.headers[here[self.donor]].digest,
+            held="" if self.donor is None else self.header_of(self.donor).digest,
             late_s=tuple(round(each - min(self.heard_s.values()), 3) for each in heard_s),
         )
 
@@ -126,34 +192,26 @@ def header_of(contribution: Contribution, view_id: int, uplink: Uplink, *, takin
     )
 
 
-def judge_headers(
-    headers: Mapping[int, Header],
-    sample: Contribution,
-    *,
-    members: Sequence[int],
-    ranks_per_replica: int,
-    min_contributors: int | None,
-) -> Verdict:
+def judge_headers(headers: Mapping[int, Header], sample: Contribution, members: Sequence[int], rules: Rules) -> Verdict:
     """Return the verdict on a round, which is the same on every rank.
 
     The ranks at position s of their replicas, which hold the same shard, are judged together. A replica is in the mean
-    if all its positions are.
+    if all its positions are. Without `Rules.min_contributors`, all members that have the state are needed.
 
     Args:
         headers: rank -> header, for every rank of every member.
         sample: a contribution with the codec of the round.
         members: the members of the view.
-        ranks_per_replica: S.
-        min_contributors: None: all members except those that are still adopting the state.
+        rules: the rules of the run.
     """
-    size = ranks_per_replica
+    size = rules.ranks_per_replica
     absent = {
         member: "is still fetching the state"
         for member in members
         if any(headers[member * size + position].taking_over for position in range(size))
     }
     there = [member for member in members if member not in absent]
-    needed = max(1, len(there) if min_contributors is None else min_contributors)
+    needed = max(1, len(there) if rules.min_contributors is None else rules.min_contributors)
     verdicts = [
         judge(
             {member: _bare(headers[member * size + position], member, sample) for member in there},

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from diloco.algorithm import RoundId, Uplink, Verdict, bounded_weights, plan_round
+from diloco.algorithm import RoundId, Uplink, Verdict, plan_round
 from diloco.errors import RoundVoidError, TransportError, ViewChangedError
 from diloco.membership import (
     Commits,
@@ -30,7 +30,7 @@ from diloco.protocol.events import (
     Submitted,
     Timer,
 )
-from diloco.protocol.round import Round, header_of, judge_headers, tally
+from diloco.protocol.round import Round, header_of, tally
 from diloco.protocol.rules import Rules
 from diloco.protocol.suspicion import MOST_SPOILT, Lateness, Spoilers
 from diloco.protocol.wire import Header, RoundVote, WireMessage
@@ -165,7 +165,8 @@ class Rounds:
         left_s = limit_s - (self._outbox.now_s - submitted.sent_s - min(submitted.paused_s, limit_s))
         self._set_timer("expire", each, max(0.0, left_s))
         if self._rules.late_s is not None and fragment >= 0:
-            self._look(each, self._rules.late_s)
+            self._set_timer("look", each, self._rules.late_s / Lateness.LOOKS)
+            each.late(self._message_counts)
         self._judge(each)
 
     # The end of a view.
@@ -261,7 +262,8 @@ class Rounds:
     # What others ask about rounds.
 
     def missing(self, round_id: RoundId) -> tuple[int, ...]:
-        return self._missing(self._rounds.get(round_id) or Round(round_id))
+        each = self._rounds.get(round_id)
+        return each.missing if each is not None else () if self.view is None else self.view.members
 
     def others_have_contributed(self) -> bool:
         """Return whether another rank has contributed to a round to which this one has not."""
@@ -277,9 +279,9 @@ class Rounds:
         for each in self._rounds.values():
             if each.committed is None:
                 if each.begun is not None and self._outbox.now_s - each.begun.sent_s >= late_s / 2:
-                    overdue.update(self._missing(each))
+                    overdue.update(each.missing)
                 if self._outbox.now_s - each.voted_s >= self._rules.round_timeout_s / 2:
-                    overdue |= self._without_vote(each)
+                    overdue |= each.without_vote
         return frozenset(overdue)
 
     # Payloads and timers.
@@ -322,7 +324,7 @@ class Rounds:
                 why = f"{names_of(late)} {have} not voted on {each.id} within {limit_s:g} s"
                 self._fail(why, behind=late, anyway=True)
             return
-        missing = self._missing(each)
+        missing = each.missing
         awaited = f"received no contribution from {names_of(missing)}" if missing else "did not receive all payloads"
         self._cast(each, Vote(False, reason=f"replica {self._rules.replica} {awaited} within {limit_s:g} s"))
 
@@ -331,7 +333,8 @@ class Rounds:
         each, late_s = self._find(timer.view_id, timer.round), self._rules.late_s
         if each is None or late_s is None or each.committed is not None or self.frozen:
             return
-        absent, silent, unheard = self._look(each, late_s)
+        self._set_timer("look", each, late_s / Lateness.LOOKS)
+        absent, silent, unheard = each.late(self._message_counts)
         waited_for = [(absent, f"no contribution to {each.id}"), (silent, f"no vote on {each.id} and nothing else")]
         why = "; ".join(
             f"{names_of(late)} {'are' if len(late) > 1 else 'is'} late: {what} arrived within {late_s:g} s"
@@ -341,35 +344,10 @@ class Rounds:
         if why:
             self._fail(why, behind=(absent | silent) - unheard, unheard=unheard)
 
-    def _look(self, each: Round, late_s: float) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
-        """Set the timer for the next look, and return the replicas that keep the round waiting for too long.
-
-        Returns:
-            Replicas that have not contributed, replicas that neither vote nor send anything else, and those of both
-            that send nothing at all. A replica that has not contributed and begins to be silent is not named before it
-            is known which of the two it is: the link to it may be the cause, and not the replica.
-        """
-        self._set_timer("look", each, late_s / Lateness.LOOKS)
-        absent = frozenset(self._missing(each))
-        seen: dict[tuple[str, int], object] = {}
-        for rank in self._ranks:
-            replica, spoken = self._rules.replica_of(rank), self._message_counts.get(rank, 0)
-            if replica in absent:
-                seen["round", replica] = "no contribution"
-            elif rank not in each.votes:
-                seen["round", replica] = (seen.get(("round", replica)), rank, spoken)
-            seen["anything", replica] = (seen.get(("anything", replica)), spoken)
-        seen.pop(("round", self._rules.replica), None)  # the other replicas judge the ranks of this one
-        changeless = each.lateness.look(seen)
-        late = frozenset(replica for about, replica in changeless if about == "round")
-        unheard = frozenset(replica for about, replica in changeless if about == "anything")
-        late -= absent & {replica for about, replica in each.lateness.doubtful if about == "anything"}
-        return late & absent, late - absent, late & (unheard | (late - absent))
-
     def _await_votes(self, each: Round) -> frozenset[int]:
         """Look for missing votes on a round, and set the timer for the next look. Return the replicas that are late."""
         self._set_timer("expire", each, self._rules.round_timeout_s / Lateness.LOOKS)
-        return each.vote_lateness.look(dict.fromkeys(self._without_vote(each)))
+        return each.vote_lateness.look(dict.fromkeys(each.without_vote))
 
     # From headers to an outcome.
 
@@ -377,23 +355,9 @@ class Rounds:
         """Decide whose contributions are summed, once all headers have been received."""
         if self.frozen or each.begun is None or each.verdict is not None or len(each.headers) < len(self._ranks):
             return
-        assert self.view is not None
-        rules, members, size = self._rules, self.view.members, self._rules.ranks_per_replica
-        verdict = judge_headers(
-            each.headers,
-            each.begun.contribution,
-            members=members,
-            ranks_per_replica=size,
-            min_contributors=rules.min_contributors,
-        )
-        if each.taking_over:
-            donor = next((member for member in members if not self._header_of(each, member).taking_over), None)
-            if donor is None or self._header_of(each, donor).digest == each.headers[rules.rank].digest:
-                self._has_state_of.add(each.id.fragment)  # this rank's state is the majority's
-            else:
-                each.donor = donor
-        if rules.replica in verdict.diverged:
-            each.fault = verdict.divergence(each.id, self._header_of(each, verdict.donor).digest)
+        verdict = each.judge()
+        if each.taking_over and each.donor is None:  # this rank's state is the majority's
+            self._has_state_of.add(each.id.fragment)
         self._give_verdict(each, verdict)
         if verdict.void:
             donor = verdict.donor if verdict.donor >= 0 else None
@@ -413,13 +377,8 @@ class Rounds:
     def _give_verdict(self, each: Round, verdict: Verdict) -> None:
         each.verdict = verdict
         if each.exchanging:
-            assert self.view is not None
-            headers = {member: self._header_of(each, member) for member in verdict.contributors}
-            weights = bounded_weights(
-                {member: header.weight for member, header in headers.items()},
-                {member: header.base_weight for member, header in headers.items()},
-            )
-            self._outbox.effects.verdicts.append(GiveVerdict(self.view.id, each.id, verdict, weights))
+            given = GiveVerdict(each.view.id, each.id, verdict, each.weights())
+            self._outbox.effects.verdicts.append(given)
 
     def _cast(self, each: Round, vote: Vote, diverged: tuple[int, ...] = (), donor: int | None = None) -> None:
         """Send a vote, unless this rank has voted or may not; void rounds get votes, too, for the others."""
@@ -475,12 +434,11 @@ class Rounds:
             self._conclude(each, failure)
 
     def _conclude(self, each: Round, instead: TransportError | None = None) -> None:
-        assert self.view is not None
         if instead is not None and each.fault is None:
             self._report(each.id, instead)
         else:
             note = "; ".join(filter(None, [each.verdict.reason if each.verdict else "", *self._refused]))
-            outcome = each.outcome(self.view, {member: self._here(member) for member in self.view.members}, note)
+            outcome = each.outcome(note)
             if isinstance(outcome, Average):
                 self._refused = []
             self._report(each.id, outcome)
@@ -494,21 +452,8 @@ class Rounds:
         return self._rounds.get(round_id) if self.view is not None and view_id == self.view.id else None
 
     def _round(self, round_id: RoundId) -> Round:
-        return self._rounds.setdefault(round_id, Round(round_id))
-
-    def _here(self, member: int) -> int:
-        """Return the rank of a member at this rank's position, with which payloads are exchanged."""
-        return member * self._rules.ranks_per_replica + self._rules.position
-
-    def _header_of(self, each: Round, member: int) -> Header:
-        return each.headers[self._here(member)]
-
-    def _missing(self, each: Round) -> tuple[int, ...]:
-        return tuple(sorted({self._rules.replica_of(rank) for rank in self._ranks if rank not in each.headers}))
-
-    def _without_vote(self, each: Round) -> frozenset[int]:
-        waited_for = frozenset(self._rules.replica_of(rank) for rank in self._ranks if rank not in each.votes)
-        return waited_for - {self._rules.replica}
+        assert self.view is not None
+        return self._rounds.setdefault(round_id, Round(round_id, self.view, self._rules))
 
     def _uplinks(self, after: RoundId | None) -> tuple[Uplink, ...]:
         """Return the members' uplinks according to an earlier round; () if this view has not committed it.
@@ -519,7 +464,7 @@ class Rounds:
         last = None if after is None else self._rounds.get(after)
         if last is None or not last.committed:
             return ()
-        return tuple(self._header_of(last, member).uplink for member in self.view.members)
+        return tuple(last.header_of(member).uplink for member in self.view.members)
 
     def _forget_before(self, fragment: int, outer_step: int) -> None:
         """Discard earlier rounds of the fragment that have ended, as this rank begins a new one."""
@@ -534,8 +479,7 @@ class Rounds:
             self._early[sender] = {e for e in early if e.fragment != fragment or e.outer_step > outer_step}
 
     def _set_timer(self, kind: Literal["expire", "look"], each: Round, delay_s: float | None) -> None:
-        assert self.view is not None
-        self._outbox.effects.timers[Timer(kind, self.view.id, each.id)] = delay_s
+        self._outbox.effects.timers[Timer(kind, each.view.id, each.id)] = delay_s
 
     def _stop_timers(self, each: Round) -> None:
         if each.begun is not None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from diloco.membership import (
     MAX_MEMBERS,
@@ -44,7 +44,6 @@ T = TypeVar("T")
 
 _LONGEST = 4  # times `silence_s`: after that this rank waits for no answer, even if the change still makes progress
 _JOIN_WINDOW = 0.2  # times `silence_s`: how long others may still join by a change that has begun
-_NOTHING: frozenset[int] = frozenset()
 
 
 class ViewChange:
@@ -103,27 +102,16 @@ class ViewChange:
         until_s = min(self._news_s + self._rules.silence_s / 2, self._began_s + _LONGEST * self._rules.silence_s)
         return until_s - self._outbox.now_s
 
-    def extend(
-        self,
-        *,
-        unheard: frozenset[int] = _NOTHING,
-        behind: frozenset[int] = _NOTHING,
-        gone: frozenset[int] = _NOTHING,
-        joining: frozenset[int] = _NOTHING,
-        left: frozenset[int] = _NOTHING,
-    ) -> NextView | None:
+    def extend(self, unheard: Collection[int] = (), behind: Collection[int] = (), **facts: Any) -> NextView | None:
         """Add what this rank has observed. Return what to adopt now, or None.
 
         Args:
             unheard: replicas that it can't hear.
             behind: replicas that it hears, and whose contribution it has awaited for too long.
-            gone: replicas whose process has ended.
-            joining: replicas that ask to join.
-            left: replicas that leave.
+            facts: further fields of a `Report`.
         """
         before = self.mine
-        facts = Report(before.rank, before.view_id, gone=gone, joining=joining, left=left)
-        self._extend(unheard, behind, facts)
+        self._extend(unheard, behind, Report(before.rank, before.view_id, **facts))
         if self.mine != before:
             self._news_s = self._outbox.now_s
         return self._settle()

@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 
 from diloco.algorithm import named_parameters, trainable_parameters
 from diloco.checkpoint import new_folder, replace_file, tensor_chunks
-from diloco.data import Tokenizer
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model import Transformer, without_progress_bars
 from diloco.trained.load import ORIGIN_FILE, Trained
@@ -59,13 +58,22 @@ def export_huggingface(
     _check_place(folder, overwrite, is_export=(folder / ORIGIN_FILE).is_file())
     made = trained.model.to_huggingface()
     _convert(made, dtype)
-    tokenizer = trained.tokenizer
+    tokenizer, ends = trained.tokenizer, trained.tokenizer.eos_id
+    config, generation = made.config, made.generation_config
     if native:
-        made.config.max_position_embeddings = longest
-    _name_special_tokens(made, tokenizer)
+        config.max_position_embeddings = longest
+    # The token that ends a document also begins the first one. The model's configuration has no padding token, because
+    # the embedding of that token would get no gradient.
+    config.eos_token_id = ends
+    if config.bos_token_id is None or config.bos_token_id >= tokenizer.vocab_size:
+        config.bos_token_id = ends
+    if generation is not None:
+        generation._from_model_config = False
+        generation.eos_token_id = generation.pad_token_id = ends
+        generation.bos_token_id = config.bos_token_id
     if trained.has_template:
         tokenizer = chat = trained.chat_tokenizer()
-        made.generation_config.eos_token_id = sorted({chat.eos_id, chat.answer_end})
+        generation.eos_token_id = sorted({chat.eos_id, chat.answer_end})
     written = new_folder(folder, last="config.json", replaces=overwrite)
     with _as_checkpoint_error(folder), without_progress_bars(), written as partial:
         made.save_pretrained(partial)
@@ -138,21 +146,6 @@ def _convert(model: torch.nn.Module, dtype: Dtype) -> None:
                 f"{name} holds values that are not finite as {dtype}. Use another --dtype, such as bfloat16, or, if "
                 "the checkpoint is damaged, another checkpoint. Nothing was exported."
             )
-
-
-def _name_special_tokens(made: PreTrainedModel, tokenizer: Tokenizer) -> None:
-    """Set them in the configurations. The token that ends a document also begins the first one."""
-    end = tokenizer.eos_id
-    config, generation = made.config, made.generation_config
-    config.eos_token_id = end
-    if config.bos_token_id is None or config.bos_token_id >= tokenizer.vocab_size:
-        config.bos_token_id = end
-    # The model's configuration has no padding token, because the embedding of that token would get no gradient.
-    if generation is not None:
-        generation._from_model_config = False
-        generation.eos_token_id = end
-        generation.bos_token_id = config.bos_token_id
-        generation.pad_token_id = end
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
