@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -48,7 +49,7 @@ def test_only_who_has_the_secret_makes_a_record_that_counts_and_no_key_is_read_b
     """Reading a key takes a fifth of a millisecond, which a flood of records would take for each of them."""
     mine = RECORD.to_bytes(SUBKEY, ADMISSION)
     others = [Admission("run"), Admission("run", new_secret()), Admission("x", ADMISSION.secret)]
-    with mock.patch("diloco.transport.swarm.identity.owner_of") as owner:
+    with mock.patch.object(sys.modules[owner_of.__module__], "owner_of") as owner:
         for data in (*(RECORD.to_bytes(SUBKEY, other) for other in others), mine.replace(b"swarm", b"swarn")):
             with pytest.raises(ValueError, match="its author does not know the secret"):
                 PeerRecord.from_bytes(SUBKEY, data, ADMISSION)
