@@ -39,7 +39,8 @@ ATTRIBUTES = {
     "model.norm",
     "transport.view",
     "optimizer.param_groups",
-}  # of modules, in docstrings
+    "train.sbatch",
+}  # of modules, in docstrings; a file
 # flags of pip, apt, git, docker, torchrun, Slurm, tensorboard, wandb, lm_eval, llama.cpp
 FOREIGN = """build-arg constraint create-home directory extra-index-url from group owner uid rm chmod yes quiet
 porcelain error-unmatch no-install-recommends no-build-isolation nnodes nproc-per-node rdzv-backend rdzv-endpoint
