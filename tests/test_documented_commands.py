@@ -39,13 +39,13 @@ ATTRIBUTES = {
     "model.norm",
     "transport.view",
     "optimizer.param_groups",
-    "train.sbatch",
-}  # of modules, in docstrings; a file
+}  # of modules, in docstrings
 # flags of pip, apt, git, docker, torchrun, Slurm, tensorboard, wandb, lm_eval, llama.cpp
 FOREIGN = """build-arg constraint create-home directory extra-index-url from group owner uid rm chmod yes quiet
 porcelain error-unmatch no-install-recommends no-build-isolation nnodes nproc-per-node rdzv-backend rdzv-endpoint
 rdzv-id standalone max-restarts master-addr master-port job-name nodes ntasks-per-node gpus-per-node gpus-per-task time
-cpus-per-task requeue open-mode signal output kill-on-bad-exit logdir include-online tasks outfile outtype"""
+cpus-per-task requeue open-mode signal output kill-on-bad-exit logdir include-online tasks outfile outtype
+force key-file socket pid-file log-file seed-file batch bind parsable"""
 COMMAND = re.compile(
     r"(?:[\w-]*\$ )?(?:torchrun .* -m )?(?:\w+=\S+ )*(?:(?:docker run|kubectl exec) .* diloco )?diloco ([a-z].*)"
 )
@@ -118,7 +118,11 @@ def strings(path: Path) -> Iterator[str]:
         yield text
         return
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and not re.fullmatch(r"[\w.]+:\w+", node.value)
+        ):
             yield node.value
 
 

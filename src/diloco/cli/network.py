@@ -22,8 +22,6 @@ from diloco.train import StopRequest
 from diloco.transport import multiaddress, parse_address, read_secret
 from diloco.units import BYTES, Duration, columns, format_rate, parse
 
-_POLL_S = 0.2
-
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
@@ -96,7 +94,7 @@ def _listen(text: str, secret: str) -> int:
             how = f"Run `{command_text('doctor', bound)}` on another machine to check its connection to this one."
             print(f"listening at {bound}. {how} Ctrl-C stops.", flush=True)
             while asked.signal is None:
-                time.sleep(_POLL_S)
+                time.sleep(0.2)
     finally:
         connections.close()
     return 0

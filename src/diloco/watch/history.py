@@ -378,7 +378,7 @@ class RunHistory:
         """The process that represents the run: the one of the lowest replica that is not far behind."""
         step = self.step
         near = [name for name, each in self.processes.items() if each.step >= step - max(20, step // 20)]
-        return self.processes[min(near, key=replica_order)] if near else ProcessHistory()
+        return self.processes[min(near, key=lambda name: (len(name), name))] if near else ProcessHistory()
 
     @property
     def evaluated(self) -> list[ProcessHistory]:
@@ -416,8 +416,3 @@ class RunHistory:
             started = self.first.started
             numbered = tuple(range(min(started.num_replicas if started else 0, _MAX_REPLICAS)))
             self.expected = numbered if {*self._reporters} <= {*numbered} else tuple(sorted(self._reporters))
-
-
-def replica_order(name: str) -> tuple[int, str]:
-    """Sort the names of processes by their numbers."""
-    return len(name), name

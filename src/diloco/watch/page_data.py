@@ -17,7 +17,7 @@ import msgspec
 from diloco.membership import names_of
 from diloco.transport import PeerReport
 from diloco.units import format_bytes, format_duration, visible
-from diloco.watch.history import ProcessHistory, RunHistory, replica_order
+from diloco.watch.history import ProcessHistory, RunHistory
 
 SILENT_S = 60.0  # silence of a process that should be training; also at least ten of its steps
 MISSED_ROUNDS = 3  # consecutive rounds that were merged without a replica
@@ -160,7 +160,8 @@ def _shown(run: RunHistory, now_s: float) -> msgspec.Raw:
 def _run(run: RunHistory, now_s: float) -> dict[str, Any]:
     """Return the content of one run. JSON has null for what is unknown or not finite."""
     alerts = sorted((each for kind in _ALERTS for each in kind(run, now_s)), key=lambda alert: alert.level != "error")
-    lines = {name: run.processes[name] for name in sorted(run.processes, key=replica_order)[:MAX_LINES]}
+    by_number = sorted(run.processes, key=lambda name: (len(name), name))
+    lines = {name: run.processes[name] for name in by_number[:MAX_LINES]}
     return {
         "name": visible(run.name),
         "where": visible(run.where, 1_000),
