@@ -216,7 +216,8 @@ _NEEDS: tuple[tuple[str, str, tuple[object, ...], str, tuple[str, ...]], ...] = 
     ("network.straggler", "straggler", ("wait",), "network.transport", ("swarm",)),
     *((f"network.{each}", each, (), "network.transport", ("swarm",)) for each in ("run", "allow", "announce")),
     ("network.behind_nat", "behind_nat", (), "network.transport", ("swarm",)),
-    *((f"network.{each}", each, (), "network.transport", ("tcp", "swarm")) for each in ("secret_file", "join", "listen")),
+    ("network.secret_file", "secret_file", (), "network.transport", ("tcp", "swarm")),
+    *((f"network.{each}", each, (), "network.transport", ("tcp", "swarm")) for each in ("join", "listen")),
     ("algorithm", "algorithm", ("streaming", "diloco", "data-parallel"), "network.transport", ("in-process",)),
     # replicas that join and leave can't average gradients at every step, or divide data that is read while training
     ("algorithm", "algorithm", ("streaming", "diloco", "none"), "network.transport", ("in-process", "tcp")),
