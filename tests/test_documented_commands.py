@@ -39,8 +39,6 @@ ATTRIBUTES = {
     "model.norm",
     "transport.view",
     "optimizer.param_groups",
-    "sync.mean_codec",
-    "sync.max_norm",
 }  # of modules, in docstrings
 # flags of pip, apt, git, docker, torchrun, Slurm, tensorboard, wandb, lm_eval, llama.cpp
 FOREIGN = """build-arg constraint create-home directory extra-index-url from group owner uid rm chmod yes quiet

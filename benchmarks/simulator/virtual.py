@@ -18,9 +18,7 @@ from diloco.train import (
     Session,
     make_fragments,
     make_links,
-    make_schedule,
     make_transport,
-    outer_components,
     resolve,
 )
 
@@ -76,11 +74,11 @@ def _train(settings: Configuration) -> dict[str, float]:
 def _predict(settings: Configuration) -> dict[str, float]:
     model, replicas = build_model(settings.model.decoder, seed=0, device="meta"), settings.network.replicas
     sizes = [fragment.numel for fragment in make_fragments(settings.sync, model)]
-    codec = outer_components(settings.sync)["codec"]
-    exchange = Exchange(schedule=make_schedule(settings), fragment_sizes=tuple(sizes), codec=codec)
+    exchange = Exchange.of(settings, sizes)
     times_s = settings.emulate.step_time[:1] * replicas
     site = Site(links=tuple(make_links(settings)), step_time_s=times_s, conditions=IDEAL)
-    result = simulate(exchange.schedule, exchange.parcels(replicas), site, steps=STEPS)
+    parcels = exchange.parcels(replicas, site.uplinks(exchange.schedule.transfer_steps))
+    result = simulate(exchange.schedule, parcels, site, steps=STEPS)
     for fragment in tuple(result.in_flight):
         result.merge(fragment, STEPS)
     return {"compute_utilization": result.compute_utilization, "wall_s": result.wall_s}

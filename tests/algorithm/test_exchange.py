@@ -83,9 +83,7 @@ def test_the_plan_is_the_cheaper_of_two_simulated_exchanges(
     scatter = reduce_scatter(codec, lengths) + beside
     cheaper = gather if busiest(gather, num_replicas) <= busiest(scatter, num_replicas) else scatter
     assert plan.pattern == ("all-gather" if cheaper is gather else "reduce-scatter")
-    sent = [plan.sent_bytes(position) for position in range(num_replicas)]
-    received = [plan.received_bytes(position) for position in range(num_replicas)]
-    assert (sent, received) == traffic(cheaper, num_replicas)
+    assert (list(plan.sent), list(plan.received)) == traffic(cheaper, num_replicas)
     assert plan.busiest_bytes == busiest(cheaper, num_replicas)
     assert plan.mean_bytes == sum(size for _, _, size in cheaper) / num_replicas
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -181,3 +183,13 @@ def test_flex_attention_attends_as_the_boolean_mask_says() -> None:
         attended = attend(heads[0], heads[1], heads[2], mask, grouped=True)
         found.append([attended.detach(), *torch.autograd.grad(attended.square().sum(), heads)])
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_weightless_model_is_built_without_torchs_compiler() -> None:
+    """The compiler takes 70 MB in every process that imports it, and every run builds such a model first."""
+    code = (
+        "import dataclasses, sys; from diloco.model import build_model, get_preset\n"
+        "settings = dataclasses.replace(get_preset('tiny').model, vocab_size=257)\n"
+        "build_model(settings, seed=0, device='meta'); sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

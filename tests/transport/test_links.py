@@ -12,38 +12,34 @@ from diloco.errors import ConfigurationError, RoundVoidError
 from diloco.transport import (
     InProcessTransport,
     Link,
-    LinkState,
-    Transfer,
     VirtualNetwork,
-    transfer_times,
 )
 from tests.transport.contract import SIZE, contribution
 
-FREE = [LinkState(), LinkState()]
 MEGABYTE_PER_S = 8e6
 
 
-def equal(num_replicas: int, sent_bytes: int, at_s: float = 0.0) -> dict[int, Transfer]:
-    return {m: Transfer(at_s, sent_bytes, sent_bytes) for m in range(num_replicas)}
+def commit_s(network: VirtualNetwork, size: int, at_s: float = 0.0) -> float:
+    """Return when a round is committed in which each replica sends and receives ``size`` bytes."""
+    replicas = len(network.links)
+    return network.commit_time_s([at_s] * replicas, [size] * replicas, [size] * replicas)
 
 
 def test_bandwidth_latency_and_vote_add_up() -> None:
     """2 MB at 1 MB/s, then 0.1 s of latency and 0.1 s for the vote."""
-    committed, after = transfer_times(equal(2, 2_000_000, at_s=1.0), [Link(MEGABYTE_PER_S, 0.1)] * 2, FREE)
-    assert committed == pytest.approx(1.0 + 2.0 + 0.1 + 0.1)
-    assert after[0] == LinkState(pytest.approx(3.0), pytest.approx(3.1))
+    emulated = network(MEGABYTE_PER_S, 0.1)
+    assert commit_s(emulated, 2_000_000, at_s=1.0) == pytest.approx(1.0 + 2.0 + 0.1 + 0.1)
+    assert emulated.state_dict()["links"][0] == [pytest.approx(3.0), pytest.approx(3.1)]
 
 
 def test_the_slowest_path_ends_the_round() -> None:
     links = [Link(MEGABYTE_PER_S), Link(MEGABYTE_PER_S / 4)]
-    assert transfer_times(equal(2, 1_000_000), links, FREE)[0] == pytest.approx(4.0)
+    assert commit_s(VirtualNetwork(links, [1.0] * 2), 1_000_000) == pytest.approx(4.0)
 
 
 def test_payloads_of_one_replica_leave_one_after_the_other() -> None:
-    links = [Link(MEGABYTE_PER_S)] * 2
-    first, states = transfer_times(equal(2, 1_000_000), links, FREE)
-    second, _ = transfer_times(equal(2, 1_000_000), links, states)
-    assert (first, second) == (pytest.approx(1.0), pytest.approx(2.0))
+    emulated = network(MEGABYTE_PER_S)
+    assert [commit_s(emulated, 1_000_000) for _ in range(2)] == [pytest.approx(1.0), pytest.approx(2.0)]
 
 
 @given(
@@ -57,11 +53,9 @@ def test_payloads_of_one_replica_leave_one_after_the_other() -> None:
 def test_a_worse_link_never_helps(
     num_replicas: int, bandwidth: float, slower: float, latency: float, more: float, size: int
 ) -> None:
-    states = [LinkState()] * num_replicas
-    good, _ = transfer_times(equal(num_replicas, size), [Link(bandwidth, latency)] * num_replicas, states)
-    bad, _ = transfer_times(
-        equal(num_replicas, size), [Link(bandwidth / slower, latency + more)] * num_replicas, states
-    )
+    times = [1.0] * num_replicas
+    good = commit_s(VirtualNetwork([Link(bandwidth, latency)] * num_replicas, times), size)
+    bad = commit_s(VirtualNetwork([Link(bandwidth / slower, latency + more)] * num_replicas, times), size)
     assert bad >= good >= 0
 
 

@@ -95,7 +95,7 @@ def test_whose_contribution_makes_a_round_void_is_named(wires: Wires, change: di
 
 
 def test_whose_values_spoil_three_means_is_put_out(wires: Wires) -> None:
-    """Each other replica notices the fault in its own exchange; in this test all stop when one is lost."""
+    """Each replica notices the fault unless another one has before; in this test all stop when one is lost."""
     transports = wires.meet(3)
 
     def contribute() -> None:

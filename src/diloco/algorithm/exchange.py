@@ -139,14 +139,6 @@ class Exchange:
     received: tuple[int, ...]  # bytes by position
     choice: str = ""  # what the uplinks forced, and what it costs; "": nothing
 
-    def sent_bytes(self, position: int) -> int:
-        """Return the bytes that the replica at ``position`` sends in this round."""
-        return self.sent[position]
-
-    def received_bytes(self, position: int) -> int:
-        """Return the bytes that the replica at ``position`` receives in this round."""
-        return self.received[position]
-
     @property
     def mean_bytes(self) -> float:
         """The bytes per replica and direction, averaged over replicas."""

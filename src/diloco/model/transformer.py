@@ -149,7 +149,9 @@ class Decoder(nn.Module):
     def __init__(self, settings: DecoderSettings, vocab_size: int) -> None:
         super().__init__()
         self.settings = settings
-        self.embed_tokens = _uninitialised(nn.Embedding, vocab_size, settings.width)
+        # given its values, as torch draws those of a meta tensor with code that imports its compiler (70 MB)
+        values = torch.empty(vocab_size, settings.width, dtype=torch.float32)
+        self.embed_tokens = nn.Embedding(vocab_size, settings.width, _weight=values)
         self.layers = nn.ModuleList(Layer(settings, index) for index in range(settings.layers))
         self.norm = RMSNorm(settings.width, settings.norm_epsilon)
         # Not persistent: the settings determine them, so checkpoints and replicas need not store or exchange them.
@@ -282,15 +284,12 @@ class RMSNorm(nn.Module):
         return normed.to(product_dtype(hidden))
 
 
-def _uninitialised(kind: Callable[..., Module], *sizes: int, **arguments: Any) -> Module:
-    """Return a module whose values `Transformer.initialise` sets, not the global generator."""
-    device = torch.get_default_device()  # of the `with` statement around the construction, such as meta
-    module: Module = nn.utils.skip_init(kind, *sizes, **arguments, dtype=torch.float32, device=device)  # type: ignore[no-untyped-call]  # torch's
-    return module
-
-
 def _linear(inputs: int, outputs: int) -> nn.Linear:
-    return _uninitialised(nn.Linear, inputs, outputs, bias=False)
+    """Return a layer whose values `Transformer.initialise` sets, not the global generator."""
+    device = torch.get_default_device()  # of the `with` statement around the construction, such as meta
+    arguments: dict[str, Any] = {"bias": False, "dtype": torch.float32, "device": device}
+    layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs, **arguments)  # type: ignore[no-untyped-call]  # torch's
+    return layer
 
 
 def _rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

@@ -128,7 +128,7 @@ P90_QUEUE_TRIPS = 4.0  # about one round in ten loses more round trips in queues
 P90_WORK = 1.25  # factor for the work at p90
 
 ACCURACY = (
-    "median error 4% of the time of a round (largest 94%) and 0.1% of the whole time (largest 14%), in 26 runs on a CPU"
+    "median error 4% of the time of a round (largest 53%) and 0.1% of the whole time (largest 14%), in 26 runs on a CPU"
 )
 """The errors of predictions, in words."""
 

@@ -208,32 +208,31 @@ def _fragments_and_overlap(settings: RunSettings, num_layers: int | None) -> tup
 
 
 _NEEDS: tuple[tuple[str, str, tuple[object, ...], str, tuple[str, ...]], ...] = (
-    ("sync.average", "sync.average", ("mean",), "algorithm", ("streaming", "diloco")),
-    ("sync.arguments.average.codec", "sync.mean_codec", ("auto", "float32"), "algorithm", ("streaming", "diloco")),
-    ("sync.arguments.average.max_norm", "sync.max_norm", (), "algorithm", ("streaming", "diloco")),
-    ("sync.merge_alpha", "sync.merge_alpha", (), "algorithm", ("streaming",)),
-    ("sync.overlap_steps", "sync.overlap_steps", (), "algorithm", ("streaming",)),
-    ("network.straggler", "network.straggler", ("wait",), "network.transport", ("swarm",)),
-    *((f"network.{each}",) * 2 + ((), "network.transport", ("swarm",)) for each in ("run", "allow", "announce")),
-    ("network.behind_nat", "network.behind_nat", (), "network.transport", ("swarm",)),
-    *(
-        (f"network.{each}",) * 2 + ((), "network.transport", ("tcp", "swarm"))
-        for each in ("secret_file", "join", "listen")
-    ),
+    ("sync.average", "average", ("mean",), "algorithm", ("streaming", "diloco")),
+    ("sync.arguments.average.codec", "mean_codec", ("auto", "float32"), "algorithm", ("streaming", "diloco")),
+    ("sync.arguments.average.max_norm", "max_norm", (), "algorithm", ("streaming", "diloco")),
+    ("sync.merge_alpha", "merge_alpha", (), "algorithm", ("streaming",)),
+    ("sync.overlap_steps", "overlap_steps", (), "algorithm", ("streaming",)),
+    ("network.straggler", "straggler", ("wait",), "network.transport", ("swarm",)),
+    *((f"network.{each}", each, (), "network.transport", ("swarm",)) for each in ("run", "allow", "announce")),
+    ("network.behind_nat", "behind_nat", (), "network.transport", ("swarm",)),
+    ("network.secret_file", "secret_file", (), "network.transport", ("tcp", "swarm")),
+    *((f"network.{each}", each, (), "network.transport", ("tcp", "swarm")) for each in ("join", "listen")),
     ("algorithm", "algorithm", ("streaming", "diloco", "data-parallel"), "network.transport", ("in-process",)),
     # replicas that join and leave can't average gradients at every step, or divide data that is read while training
     ("algorithm", "algorithm", ("streaming", "diloco", "none"), "network.transport", ("in-process", "tcp")),
-    ("data.streaming", "data.streaming", (), "network.transport", ("in-process", "tcp")),
+    ("data.streaming", "streaming", (), "network.transport", ("in-process", "tcp")),
 )
-"""What can only be used with some algorithms or transports: its key, where its value is, the values that always work
+"""What can only be used with some algorithms or transports: its key, its field, the values that always work
 (none: all that are false), the setting that it depends on, and the values of that one with which the others work."""
 
 
 def _check_together(settings: RunSettings) -> None:
     """Refuse what the chosen algorithm or transport does not support."""
     network, sync = settings.network, settings.sync
-    for key, place, usual, other, works in _NEEDS:
-        value, choice = attrgetter(place)(settings), attrgetter(other)(settings)
+    for key, field, usual, other, works in _NEEDS:
+        section = getattr(settings, key.partition(".")[0]) if "." in key else settings
+        value, choice = getattr(section, field), attrgetter(other)(settings)
         _refuse_if(
             (value not in usual if usual else bool(value)) and choice not in works,
             f"{key}={value!r} can't be used with {other}={choice!r}. Leave it out, or use "

@@ -21,12 +21,9 @@ from .in_process import InProcessTransport as InProcessTransport
 from .leader import LeaderTransport as LeaderTransport
 from .links import Link as Link
 from .links import LinkArrays as LinkArrays
-from .links import LinkState as LinkState
 from .links import RoundTimes as RoundTimes
-from .links import Transfer as Transfer
 from .links import VirtualNetwork as VirtualNetwork
 from .links import round_times as round_times
-from .links import transfer_times as transfer_times
 from .peers.connected import Connected as Connected
 from .peers.connected import join as join
 from .peers.exchange import RoundMessages as RoundMessages

@@ -36,7 +36,7 @@ from diloco.errors import CodecError, ConfigurationError, RoundTimeoutError, Rou
 from diloco.membership import View
 from diloco.protocol import Average, Entry, difference
 from diloco.transport.base import Pending, SnapshotSource, Transport
-from diloco.transport.links import Transfer, VirtualNetwork
+from diloco.transport.links import VirtualNetwork
 
 __all__ = ["InProcessEndpoint", "InProcessTransport"]
 
@@ -202,12 +202,8 @@ class InProcessTransport:
         if round_id in self._decided_before:  # the restored links already include its transfers
             return self._decided_before.pop(round_id)
         assert state.exchange is not None, "it is planned"
-        plan, members = state.exchange, self.view.members
-        transfers = {
-            member: Transfer(sent_s, plan.sent_bytes(members.index(member)), plan.received_bytes(members.index(member)))
-            for member, sent_s in sorted(state.sent_at_s.items())
-        }
-        return self.network.commit_time_s(transfers)
+        sent_at_s = [state.sent_at_s[member] for member in self.view.members]
+        return self.network.commit_time_s(sent_at_s, state.exchange.sent, state.exchange.received)
 
     def take(self, replica: int, round_id: RoundId, timeout_s: float | None) -> Average:
         """Wait until a round is decided and return its average for ``replica``, whose clock advances to the commit.
@@ -223,7 +219,7 @@ class InProcessTransport:
         assert verdict is not None, "it is decided"
         assert exchange is not None, "it is planned"
         position, endpoint = self.view.members.index(replica), self._endpoints[replica]
-        sent_bytes, received_bytes = exchange.sent_bytes(position), exchange.received_bytes(position)
+        sent_bytes, received_bytes = exchange.sent[position], exchange.received[position]
         endpoint.sent_bytes += sent_bytes
         endpoint.received_bytes += received_bytes
         waited_s = self.network.wait_until(replica, state.commit_at_s) if self.network else 0.0

@@ -18,16 +18,7 @@ from numpy.typing import NDArray
 from diloco.algorithm import UNKNOWN_UPLINK, Uplink
 from diloco.errors import ConfigurationError
 
-__all__ = [
-    "Link",
-    "LinkArrays",
-    "LinkState",
-    "RoundTimes",
-    "Transfer",
-    "VirtualNetwork",
-    "round_times",
-    "transfer_times",
-]
+__all__ = ["Link", "LinkArrays", "RoundTimes", "VirtualNetwork", "round_times"]
 
 Floats = NDArray[np.float64]
 """Seconds or bytes of shape ``(..., M)``: any number of scenarios, and the M replicas that take part."""
@@ -57,23 +48,6 @@ class Link:
         """What its replica knows about the bandwidth with which it sends: all, unless it is unlimited."""
         finite = math.isfinite(self.bandwidth_bits_per_s)
         return Uplink(int(self.bandwidth_bits_per_s), full=True) if finite else UNKNOWN_UPLINK
-
-
-@dataclass(frozen=True)
-class LinkState:
-    """The virtual times, in seconds, until which a link is busy in each direction."""
-
-    up_free_s: float = 0.0
-    down_free_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """One replica's part in a round: the time at which it submits, and the bytes that it sends and receives."""
-
-    sent_at_s: float
-    sent_bytes: int
-    received_bytes: int
 
 
 @dataclass(frozen=True)
@@ -153,35 +127,6 @@ def _most_of_others(values: Floats) -> Floats:
     return np.where(values == most, second, most)
 
 
-def transfer_times(
-    transfers: Mapping[int, Transfer], links: Sequence[Link], states: Sequence[LinkState]
-) -> tuple[float, tuple[LinkState, ...]]:
-    """Return when a round is committed and the state of all links afterwards, from `round_times`.
-
-    Args:
-        transfers: replica -> its part in the round; replicas without a part are absent.
-        links: the links of all replicas.
-        states: the states of all links before the round.
-
-    >>> links = [Link(8e6, 0.1), Link(8e6, 0.1)]    # 1 MB/s and 0.1 s between them
-    >>> both = {replica: Transfer(0.0, 1_000_000, 1_000_000) for replica in (0, 1)}
-    >>> round(transfer_times(both, links, [LinkState()] * 2)[0], 3)
-    1.2
-    """
-    parts, after = list(transfers.values()), list(states)
-    times = round_times(
-        LinkArrays.of([links[replica] for replica in transfers]),
-        np.array([part.sent_at_s for part in parts]),
-        np.array([part.sent_bytes for part in parts], dtype=np.float64),
-        np.array([part.received_bytes for part in parts], dtype=np.float64),
-        np.array([states[replica].up_free_s for replica in transfers]),
-        np.array([states[replica].down_free_s for replica in transfers]),
-    )
-    for replica, up_s, down_s in zip(transfers, times.up_end_s, times.down_end_s, strict=True):
-        after[replica] = LinkState(float(up_s), max(states[replica].down_free_s, float(down_s)))
-    return float(times.committed_s.max()), tuple(after)
-
-
 class VirtualNetwork:
     """The links and virtual clocks of all replicas. Only `tick` (compute) and `wait_until` (waiting) advance a clock.
 
@@ -200,7 +145,8 @@ class VirtualNetwork:
         self.step_time_s = tuple(step_time_s)
         self.now_s = [0.0] * len(links)
         self.wait_s = [0.0] * len(links)
-        self.states: tuple[LinkState, ...] = (LinkState(),) * len(links)
+        self._arrays = LinkArrays.of(links)
+        self._up_free_s = self._down_free_s = np.zeros(len(links))  # until when links are busy in each direction
 
     def uplink(self, replica: int, transfer_steps: float) -> Uplink:
         """Return what ``replica`` knows of its uplink; see `SyncSchedule.transfer_steps`."""
@@ -210,10 +156,23 @@ class VirtualNetwork:
         """Advance the clock of ``replica`` by one inner step."""
         self.now_s[replica] += self.step_time_s[replica]
 
-    def commit_time_s(self, transfers: Mapping[int, Transfer]) -> float:
-        """Return when a round with these transfers is committed, and occupy the links with its bytes."""
-        committed, self.states = transfer_times(transfers, self.links, self.states)
-        return committed
+    def commit_time_s(
+        self, sent_at_s: Sequence[float], sent_bytes: Sequence[int], received_bytes: Sequence[int]
+    ) -> float:
+        """Return when a round is committed, from `round_times`, and occupy the links with its bytes.
+
+        Args:
+            sent_at_s: when each replica submits its contribution.
+            sent_bytes, received_bytes: the traffic of each replica.
+
+        >>> network = VirtualNetwork([Link(8e6, 0.1)] * 2, [1.0] * 2)  # 1 MB/s and 0.1 s between them
+        >>> round(network.commit_time_s([0.0, 0.0], [1_000_000] * 2, [1_000_000] * 2), 3)
+        1.2
+        """
+        sent_s, sent, received = (np.array(each, np.float64) for each in (sent_at_s, sent_bytes, received_bytes))
+        times = round_times(self._arrays, sent_s, sent, received, self._up_free_s, self._down_free_s)
+        self._up_free_s, self._down_free_s = times.up_end_s, np.maximum(self._down_free_s, times.down_end_s)
+        return float(times.committed_s.max())
 
     def wait_until(self, replica: int, time_s: float) -> float:
         """Stall ``replica`` until ``time_s`` and return for how long, in seconds (>= 0)."""
@@ -229,11 +188,10 @@ class VirtualNetwork:
 
     def state_dict(self) -> dict[str, Any]:
         """Return clocks and link states as plain values."""
-        links = [[state.up_free_s, state.down_free_s] for state in self.states]
-        return {"now_s": list(self.now_s), "wait_s": list(self.wait_s), "links": links}
+        links = np.stack([self._up_free_s, self._down_free_s], axis=1)
+        return {"now_s": list(self.now_s), "wait_s": list(self.wait_s), "links": links.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.now_s = [float(value) for value in state["now_s"]]
-        self.wait_s = [float(value) for value in state["wait_s"]]
-        self.states = tuple(LinkState(float(up), float(down)) for up, down in state["links"])
+        self.now_s, self.wait_s = list(map(float, state["now_s"])), list(map(float, state["wait_s"]))
+        self._up_free_s, self._down_free_s = np.array(state["links"], np.float64).T

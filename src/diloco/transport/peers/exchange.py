@@ -61,6 +61,8 @@ class RoundMessages:
     piece_bytes: int  # approximate upper limit on the size of a piece
     links: Mapping[int, PeerLink] = field(default_factory=dict)  # by replica
     _sends: list[Future[None]] = field(default_factory=list)
+    # member, piece and half -> receive buffer, and a future that is resolved when the piece has arrived
+    _incoming: dict[tuple[int, int, bool], tuple[Tensor, Future[None]]] = field(default_factory=dict)
 
     def pieces(self, start: int, stop: int, codec: Codec) -> Iterator[tuple[int, int]]:
         """Cut a range of values into the ranges of its pieces, at block boundaries.
@@ -84,8 +86,10 @@ class RoundMessages:
         self._sends += self._begin(PeerLink.send, members, payload, piece, second)
 
     def receive(self, member: int, buffer: Tensor, piece: int, *, second: bool = False) -> Future[None]:
-        """Start receiving a piece from ``member`` into ``buffer``. Otherwise as `send`."""
-        return self._begin(PeerLink.receive, (member,), buffer, piece, second)[0]
+        """Start receiving a piece from ``member`` into ``buffer``; see `take`. Otherwise as `send`."""
+        (received,) = self._begin(PeerLink.receive, (member,), buffer, piece, second)
+        self._incoming[member, piece, second] = buffer, received
+        return received
 
     def _begin(
         self,
@@ -124,17 +128,19 @@ class RoundMessages:
         for link in self.links.values():
             link.close_round(round_tag(self.view_id, self.round_id))
 
-    def wait(self, member: int, received: Future[None]) -> None:
-        """Wait until a message from ``member`` has arrived.
+    def take(self, member: int, piece: int, *, second: bool = False) -> Tensor:
+        """Wait until a piece from ``member`` has arrived, and return its buffer.
 
         Raises:
             TransportError: The link ended; the error names the replica.
             CancelledError: The round was cancelled.
         """
+        buffer, received = self._incoming[member, piece, second]
         try:
             received.result()
         except TransportError as error:
             raise TransportError(f"payloads of replica {member} can't arrive: {error}", replicas=[member]) from error
+        return buffer
 
     def finish(self) -> None:
         """Wait until everything has been sent, so that its memory can be reused.
@@ -144,17 +150,6 @@ class RoundMessages:
         """
         for sent in self._sends:
             sent.result()
-
-
-@dataclass(frozen=True)
-class _MeanPiece:
-    """A piece of the mean, of values ``start`` to ``stop``, that its owner ``member`` sends."""
-
-    member: int
-    start: int
-    stop: int
-    buffer: Tensor
-    work: Future[None]
 
 
 class MeanExchange:
@@ -176,17 +171,19 @@ class MeanExchange:
         messages: RoundMessages,
         values: Tensor,
     ) -> None:
-        self._shards = dict(zip(members, plan.shards, strict=True))
-        self.owned = self._shards[contribution.replica]  # the slice whose mean this rank sends
+        shards = dict(zip(members, plan.shards, strict=True))
+        self.owned = shards[contribution.replica]  # the slice whose mean this rank sends
+        self._codec, self._messages, self._values = plan.mean, messages, values
         self._unsent = deque(enumerate(messages.pieces(*self.owned, plan.mean)))
-        self._codec = plan.mean
-        self._messages = messages
-        self._values = values
-        self._incoming = [
-            self._expect(member, start, stop, piece)
-            for member in messages.links
-            for piece, (start, stop) in enumerate(messages.pieces(*self._shards[member], self._codec))
-        ]
+        self._pieces = {
+            member: list(messages.pieces(*shards[member], plan.mean)) for member in messages.links
+        }  # of the others' means
+        for member, pieces in self._pieces.items():
+            for piece, (start, stop) in enumerate(pieces):
+                size = plan.mean.payload_bytes(stop - start)
+                in_place = values[start:stop].view(torch.uint8) if plan.mean.exact else None
+                buffer = torch.empty(size, dtype=torch.uint8, device="cpu") if in_place is None else in_place
+                messages.receive(member, buffer, piece, second=True)
 
     def send(self, stop: int) -> None:
         """Send the pieces of this rank's slice that end at ``stop`` or before it. Up to there ``values`` is the mean.
@@ -210,31 +207,22 @@ class MeanExchange:
                 large.
         """
         self.send(self.owned[1])
-        for piece in self._incoming:
-            self._messages.wait(piece.member, piece.work)
-            values = self._values[piece.start : piece.stop]
-            if not self._codec.exact:  # else it was received in place
-                self._decode(piece, values)
-            if not largest_magnitude(values) <= LARGEST_MEAN:
-                words = f"replica {piece.member} sent a part of the mean that is not finite or too large"
-                raise CodecError(words, replica=piece.member)
+        for member, pieces in self._pieces.items():
+            for piece, (start, stop) in enumerate(pieces):
+                payload, values = self._messages.take(member, piece, second=True), self._values[start:stop]
+                if not self._codec.exact:  # else it was received in place
+                    _validate(self._codec, payload, len(values), f"the mean of replica {member}", member)
+                    self._codec.decode(payload, len(values), out=values)
+                if not largest_magnitude(values) <= LARGEST_MEAN:
+                    words = f"replica {member} sent a part of the mean that is not finite or too large"
+                    raise CodecError(words, replica=member)
 
-    def _decode(self, piece: _MeanPiece, values: Tensor) -> None:
-        try:
-            self._codec.validate(piece.buffer, len(values))
-        except CodecError as error:
-            words = f"the mean of replica {piece.member} was refused: {error}"
-            raise CodecError(words, replica=piece.member) from error
-        self._codec.decode(piece.buffer, len(values), out=values)
 
-    def _expect(self, member: int, start: int, stop: int, piece: int) -> _MeanPiece:
-        """Start receiving a piece of a mean. An exact one is received in place."""
-        if self._codec.exact:
-            buffer = self._values[start:stop].view(torch.uint8)
-        else:
-            num_bytes = self._codec.payload_bytes(stop - start)
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        return _MeanPiece(member, start, stop, buffer, self._messages.receive(member, buffer, piece, second=True))
+def _validate(codec: Codec, payload: Tensor, numel: int, name: str, replica: int) -> None:
+    try:
+        codec.validate(payload, numel)
+    except CodecError as error:
+        raise CodecError(f"{name} was refused: {error}", replica=replica) from error
 
 
 _EXTRAS = (1 << 16) - 1  # piece number of the model buffers
@@ -259,8 +247,6 @@ class PayloadExchange:
         everything = ((0, self.contribution.numel),) * len(self.members)
         # the slice of values that each member sums
         self._summed = everything if self.plan.pattern == "all-gather" else self.plan.shards
-        # replica -> piece -> its receive buffer, and a future that is resolved when the piece has arrived
-        self._incoming: dict[int, dict[int, tuple[Tensor, Future[None]]]] = {}
         extras = [each for each in (self.contribution.buffers, self.contribution.integers) if each is not None]
         parts = [each.detach().cpu().contiguous().view(torch.uint8) for each in extras]
         # model buffers as bytes: floating ones, then integer ones
@@ -288,10 +274,8 @@ class PayloadExchange:
             if len(self._extras):
                 sizes[_EXTRAS] = len(self._extras)
             for member in messages.links:
-                self._incoming[member] = {}
                 for piece, num_bytes in sizes.items():
-                    buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-                    self._incoming[member][piece] = buffer, messages.receive(member, buffer, piece)
+                    messages.receive(member, torch.empty(num_bytes, dtype=torch.uint8, device="cpu"), piece)
             if self.plan.pattern == "reduce-scatter":
                 self._means = MeanExchange(self.contribution, self.plan, self.members, messages, self.values)
             self._send()
@@ -420,17 +404,10 @@ class PayloadExchange:
     def _piece(self, member: int, piece: int, start: int, stop: int, *, check: bool) -> Tensor:
         """Wait for a piece of a payload and return it. With ``check``, raise `CodecError` if it is invalid."""
         mine = self.contribution
-        if member == mine.replica:
-            payload = mine.codec.cut(mine.payload, mine.numel, start, stop)
-        else:
-            payload, received = self._incoming[member][piece]
-            self._messages.wait(member, received)
-        try:
-            if check:
-                mine.codec.validate(payload, stop - start)
-        except CodecError as error:
-            words = f"the contribution of replica {member} was refused: {error}"
-            raise CodecError(words, replica=member) from error
+        own = member == mine.replica
+        payload = mine.codec.cut(mine.payload, mine.numel, start, stop) if own else self._messages.take(member, piece)
+        if check:
+            _validate(mine.codec, payload, stop - start, f"the contribution of replica {member}", member)
         return payload
 
     def _reduce_extras(
@@ -438,9 +415,7 @@ class PayloadExchange:
     ) -> tuple[Tensor | None, Tensor | None]:
         mine = self.contribution
         raw: dict[int, Tensor] = {mine.replica: self._extras}
-        for member, pieces in self._incoming.items():
-            raw[member], received = pieces[_EXTRAS]
-            self._messages.wait(member, received)
+        raw |= {member: self._messages.take(member, _EXTRAS) for member in self._messages.links}
         buffers = integers = None
         if mine.buffers is not None:
             size = 4 * mine.buffers.numel()

@@ -7,6 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from diloco.algorithm import RoundId
@@ -34,10 +35,9 @@ from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.link import PeerLinks, round_tag
 from diloco.transport.connections.streams import Streams, within
-from diloco.transport.peers.background import Threads
 from diloco.transport.peers.exchange import PayloadExchange
 from diloco.transport.peers.pending import Contributed
-from diloco.waiting import waiting_for
+from diloco.waiting import in_thread, waiting_for
 
 __all__ = ["ProtocolRunner"]
 
@@ -68,7 +68,7 @@ class ProtocolRunner:
         self._exchanges: dict[tuple[int, RoundId], PayloadExchange] = {}
         self.connections = ConnectionManager(rules, streams, self._on_event)
         self.connections.on_fault = self._end_waiting
-        self._threads = Threads(self._fail)
+        self._running: set[Future[None]] = set()  # threads of exchanges
         self.links = links(self.connections)
 
     # For any thread.
@@ -271,7 +271,14 @@ class ProtocolRunner:
         self._exchanges[key] = exchange
         here = {self.rules.replica_of(rank): self.links.by_rank.get(rank) for rank in self._peers(started.view)}
         exchange.begin({replica: link for replica, link in here.items() if link is not None})
-        self._threads.start(self._exchange, key, name=f"diloco-{key[1].fragment}")
+        running = in_thread(lambda: self._exchange(key), f"diloco-{key[1].fragment}")
+        self._running.add(running)
+        running.add_done_callback(self._ended)
+
+    def _ended(self, running: Future[None]) -> None:
+        self._running.discard(running)
+        if (error := running.exception()) is not None:
+            self._fail(error)
 
     def _give(self, given: GiveVerdict) -> None:
         exchange = self._exchanges.get((given.view_id, given.round))

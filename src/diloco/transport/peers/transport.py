@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from dataclasses import replace
 from typing import Any
 
@@ -29,8 +30,7 @@ from diloco.transport.address import Address
 from diloco.transport.base import Fetching, Pending, SnapshotSource, Transport
 from diloco.transport.connections.link import PeerLinks
 from diloco.transport.connections.streams import Streams
-from diloco.transport.peers.background import HostCopies
-from diloco.transport.peers.pending import PeerPending
+from diloco.transport.peers.pending import HostCopies, PeerPending
 from diloco.transport.peers.runner import ProtocolRunner
 from diloco.transport.peers.state import StateTransfer
 from diloco.waiting import in_thread
@@ -250,7 +250,7 @@ class PeerTransport(ProtocolRunner, Transport):
             self._call(events.Close(left), _ENDING_S)
         self._contributed.close(left)  # contributions that have not reached the machine
         self.connections.close()
-        self._threads.join(_ENDING_S)
+        futures.wait(list(self._running), _ENDING_S)  # a thread inside PyTorch would abort a process that ends
         self._copies.close()
 
     # Becoming a member, for `connect` and `join`.
