@@ -13,7 +13,7 @@ import pytest
 
 from diloco.cli import main
 from diloco.private_files import make_private_folder
-from diloco.transport import DirectStreams, PeerStreams
+from diloco.transport import Credentials, PeerStreams
 from tests.cli.runs import SMALL
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms
 
@@ -71,9 +71,7 @@ def test_nobody_else_can_read_what_a_run_writes(tmp_path: Path, umask: int, monk
 
 
 @UMASKS
-def test_the_key_of_direct_streams_is_in_no_file_that_others_can_read(
-    umask: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_key_of_connections_is_in_no_file_that_others_can_read(umask: int, monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[int] = []
     before = ssl.SSLContext.load_cert_chain
 
@@ -83,8 +81,8 @@ def test_the_key_of_direct_streams_is_in_no_file_that_others_can_read(
 
     monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", note)
     with under(umask):
-        DirectStreams("Qm", {})._server_context()
-    assert modes == [0o600, 0o700]
+        Credentials("test", "")
+    assert modes == [0o600, 0o700] * 2
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077])

@@ -81,7 +81,6 @@ class Connector:
             replica=self._replica,
             num_replicas=self._job.num_replicas,
             rendezvous=f"{self._job.addresses[0]}:{PORT}",
-            interface=self._job.device,
             round_timeout_s=self._job.timeout_s,
             compress=not self._options.get("not_compressed"),
         )

@@ -80,13 +80,6 @@ def test_encoded_means_and_whole_contributions_change_the_bytes() -> None:
     assert means < plain < whole
 
 
-def test_slow_replicas_that_skip_steps_keep_the_others_busy() -> None:
-    place = replace(site(1e12, latency=0.0), step_time_s=(0.1, 0.2))
-    waiting, skipping = (predict(replace(STREAMING, dynamic_steps=dynamic), place) for dynamic in (False, True))
-    assert waiting.compute_utilization == pytest.approx(0.75, abs=0.01)
-    assert skipping.compute_utilization == pytest.approx(1, abs=0.01)
-
-
 def test_data_parallel_steps_exchange_all_gradients_in_each_step() -> None:
     cost = predict(Exchange.of_gradients(1_000_000), site(8e6, latency=0.0))
     (whole,) = cost.fragments

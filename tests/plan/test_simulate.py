@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from diloco.algorithm import Codec, Contribution, RoundId, Send, SyncSchedule, Uplink, make_codec
 from diloco.errors import ConfigurationError
-from diloco.model import get_preset
 from diloco.plan import IDEAL, Exchange, Parcel, Simulated, Site, fragment_sizes, simulate
 from diloco.transport import InProcessTransport, Link, Pending, VirtualNetwork
 
@@ -182,25 +181,6 @@ def test_what_is_sent_is_received_and_is_what_the_schedule_says(
     assert (result.sent_bytes == expected).all()
 
 
-def test_one_fragment_without_overlap_is_diloco_by_hand() -> None:
-    """A round of 4 MB at 8 Mbit/s takes 4 s, and 2 x 0.25 s of latency for payload and vote, after every 10 steps."""
-    schedule = SyncSchedule(inner_steps=10)
-    parcels = parcels_of(schedule, [1_000_000], FLOAT32, 2)
-    result = simulate(schedule, parcels, site([Link(8e6, 0.25)] * 2, 1.0), **TWO_CYCLES)
-    assert result.compute_utilization == pytest.approx(10 / 14.5)
-    assert [each.waited_s.tolist() for each in result.merged] == [[pytest.approx(4.5)] * 2] * 2
-    assert result.wall_s == pytest.approx(29.0)
-    assert result.sent_bytes.tolist() == [8e6, 8e6]
-
-
-def test_overheads_are_no_compute() -> None:
-    schedule = SyncSchedule(inner_steps=10)
-    place = site([Link()] * 2, 1.0, send_s_per_value=1e-4, merge_s_per_value=2e-4)
-    result = simulate(schedule, parcels_of(schedule, [1000], FLOAT32, 2), place, **TWO_CYCLES)
-    assert result.spent_s / len(result.merged) == pytest.approx(np.full(2, 0.1 + 0.2))
-    assert result.compute_utilization == pytest.approx(10 / 10.3)
-
-
 def test_slow_replicas_that_skip_steps_keep_nobody_waiting() -> None:
     schedule, place = SyncSchedule(inner_steps=10), site([Link()] * 2, 1.0, 2.0)
     parcels = parcels_of(schedule, [1], FLOAT32, 2)
@@ -208,17 +188,6 @@ def test_slow_replicas_that_skip_steps_keep_nobody_waiting() -> None:
     assert waiting.compute_utilization == pytest.approx((0.5 + 1) / 2)
     assert skipping.compute_utilization == pytest.approx(1)
     assert skipping.wall_s == pytest.approx(waiting.wall_s / 2)
-
-
-@pytest.mark.parametrize("preset", ["tiny", "35m", "1b"])
-def test_a_model_that_is_not_there_has_the_payloads_of_its_size(preset: str) -> None:
-    model = get_preset(preset)
-    layers = model.model.layers
-    number = math.ceil(layers / 3)
-    schedule = SyncSchedule(inner_steps=number, num_fragments=number)
-    parcels = parcels_of(schedule, fragment_sizes(model.parameters, layers, number), FP4, 2)
-    assert sum(parcel.numel for parcel in parcels) == model.parameters
-    assert [parcel.sent_bytes[0] for parcel in parcels] == [FP4.payload_bytes(parcel.numel) for parcel in parcels]
 
 
 @pytest.mark.parametrize(("layers", "fragments"), [(0, 1), (101, 1), (4, 0), (4, 5)])

@@ -163,6 +163,6 @@ def test_a_search_from_what_is_no_address_is_remembered_by_nobody(meet: Meet) ->
     """Who searches later, and who finishes, would fail at it."""
     transport = meet(2, ended=True)[0].transport
     with closing(stranger_at(transport.address)) as stranger:
-        stranger.sendall(frame({"kind": "look", "entry": Entry(2, "nowhere")}))
+        stranger.sendall(frame({"kind": "ask", "entry": Entry(2, "nowhere")}))
         assert stranger.recv(1) == b""
     assert "nowhere" not in [entry.address for entry in transport.known_entries()]

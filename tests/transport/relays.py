@@ -1,5 +1,8 @@
 """A relay in each TCP connection that this process opens: a test sees, changes, holds back or cuts what passes.
 
+Both ends are in this process, where `Credentials.secure` is replaced, so that the relay sees messages. With `observed`
+it sees what is really on the wire.
+
 It reads the wire format by itself, as another implementation would: a frame is 16 bytes (magic, size of the message,
 size of the blob), the message in MessagePack and the blob. The first frame says what the connection is for. After the
 first frames, a connection for payloads (``link``) consists of parts: `PART` and a body.
@@ -10,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -20,8 +24,22 @@ from unittest import mock
 import xxhash
 
 from diloco.protocol import decode, encode
+from diloco.transport import Credentials
 
-__all__ = ["PART", "Cut", "Relays", "Unit", "frame", "part", "relayed", "said_to", "stranger_at", "unframe"]
+__all__ = [
+    "PART",
+    "Cut",
+    "Relays",
+    "Unit",
+    "frame",
+    "observed",
+    "part",
+    "plain_stranger_at",
+    "relayed",
+    "said_to",
+    "stranger_at",
+    "unframe",
+]
 
 FRAME = struct.Struct(">4sIQ")
 PART = struct.Struct(">cQIIIQ")  # kind, tag of the message, total, start, size of the body, checksum
@@ -81,6 +99,7 @@ class Relays:
 
     hook: Callable[[Unit], bytes] = lambda unit: unit.data
     opened: list[str] = field(default_factory=list)  # the kind of each connection
+    bare: bool = False  # whether each unit is what arrived at once
     _sockets: list[socket.socket] = field(default_factory=list)
     _threads: list[threading.Thread] = field(default_factory=list)
 
@@ -120,7 +139,13 @@ class Relays:
     ) -> None:
         data, number = b"", 0
         with contextlib.suppress(OSError, Cut):
+            if answers and not self.bare:
+                sink.sendall(source.recv(1))  # that the side that listens admits the other one
             while more := source.recv(1 << 16):
+                if self.bare:
+                    sink.sendall(self.hook(Unit("", -1, port, answers, number, more)))
+                    number += 1
+                    continue
                 data += more
                 while (size := _size(data, parts=number > 0 and about["kind"] == "link")) is not None:
                     unit, data = data[:size], data[size:]
@@ -160,8 +185,19 @@ def _size(data: bytes, *, parts: bool) -> int | None:
 
 @contextlib.contextmanager
 def relayed() -> Iterator[Relays]:
-    """Send every connection that asyncio opens in this process through a relay."""
-    relays, dial = Relays(), asyncio.open_connection
+    """Send every connection that asyncio opens in this process through a relay, without TLS."""
+
+    async def unsecured(self: Credentials, writer: asyncio.StreamWriter, *, listening: bool) -> bytes:
+        return b"the key of everybody"
+
+    with mock.patch.object(Credentials, "secure", unsecured), observed(Relays()) as relays:
+        yield relays
+
+
+@contextlib.contextmanager
+def observed(relays: Relays | None = None) -> Iterator[Relays]:
+    """Send every connection that asyncio opens in this process through a relay that sees only bytes."""
+    relays, dial = relays or Relays(bare=True), asyncio.open_connection
 
     async def through(host: str, port: int, **options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         relay = await asyncio.to_thread(relays.towards, host, port)
@@ -174,18 +210,25 @@ def relayed() -> Iterator[Relays]:
             relays.close()
 
 
-def stranger_at(address: Any) -> socket.socket:
-    """Open a raw connection, as an unknown peer."""
+def plain_stranger_at(address: Any) -> socket.socket:
+    """Open a connection without TLS."""
     stranger = socket.create_connection((address.host, address.port))
     stranger.settimeout(LIMIT_S)
     return stranger
 
 
-def said_to(address: Any, data: bytes) -> bytes:
+def stranger_at(address: Any, secret: str = "") -> ssl.SSLSocket:
+    """Open a connection as a process of another program that knows the secret."""
+    stranger = Credentials("tcp", secret).opening.wrap_socket(plain_stranger_at(address))
+    assert stranger.recv(1) == b"+", "it is admitted"
+    return stranger
+
+
+def said_to(address: Any, data: bytes, *, plain: bool = False) -> bytes:
     """Return all data that an unknown peer receives after it has sent ``data`` and closed its direction."""
-    with contextlib.closing(stranger_at(address)) as stranger:
+    with contextlib.closing(plain_stranger_at(address) if plain else stranger_at(address)) as stranger:
         stranger.sendall(data)
-        stranger.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(ConnectionError):
+        socket.socket.shutdown(stranger, socket.SHUT_WR)  # not that of TLS, which closes both directions
+        with contextlib.suppress(OSError):
             return b"".join(iter(lambda: stranger.recv(4096), b""))
         return b""

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -55,7 +55,7 @@ class Swarms:
 
     def __init__(self, keys: Path) -> None:
         self._keys = keys
-        self._open: list[PeerTransport] = []
+        self.transports: list[PeerTransport] = []
 
     def peer(
         self,
@@ -72,7 +72,7 @@ class Swarms:
         swarm: str = "",
         held_swarm: str = "",
         join_window_s: float = 0.5,
-        direct: Literal["auto", "only", "never"] = "auto",
+        direct: bool = True,
         **rules: Any,
     ) -> Connected:
         """Start a peer that knows ``known``.
@@ -101,7 +101,7 @@ class Swarms:
             status=status,
         )
         connected = enter_swarm(place, Rules(**(QUICK | rules)), held_step=held_step)
-        self._open.append(connected.transport)
+        self.transports.append(connected.transport)
         return connected
 
     def key(self, number: int) -> Path:
@@ -152,7 +152,7 @@ class Swarms:
         return connected.transport
 
     def close(self) -> None:
-        at_once([transport.close for transport in self._open])
+        at_once([transport.close for transport in self.transports])
 
 
 def wait_for_members(transport: PeerTransport, number: int) -> None:

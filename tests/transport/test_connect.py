@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -62,17 +61,9 @@ def test_a_port_that_is_taken_is_named_and_of_a_range_the_first_free_one_is_take
     assert not [thread for thread in diloco_threads() - before if thread.name == "diloco-post"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"host": "192.0.2.1"}, r"can't listen on 192\.0\.2\.1"),
-        ({"interface": "none7"}, r"interface 'none7' can't be determined.*network\.listen"),
-    ],
-    ids=["host", "interface"],
-)
-def test_what_is_not_this_machines_is_named(settings: dict[str, str], words: str) -> None:
-    with rendezvous(1) as address, pytest.raises(TransportError, match=words):
-        connect(place(0, 1, address, **settings), rules())
+def test_a_host_that_is_not_this_machines_is_named() -> None:
+    with rendezvous(1) as address, pytest.raises(TransportError, match=r"can't listen on 192\.0\.2\.1"):
+        connect(place(0, 1, address, host="192.0.2.1"), rules())
 
 
 # Ranks that do not fit.
@@ -132,7 +123,7 @@ def test_a_rank_that_can_not_be_reached_is_named_with_its_address(host: str) -> 
     """The other side registers an address at which it does not listen, as behind a router."""
     with rendezvous(2) as address, nobody_at() as free, closing(stranger_at(address)) as other:
         nowhere = Address(host, free.port)
-        other.sendall(frame({"kind": "register", "patience_s": 20.0, "entry": Entry(0, str(nowhere))}))
+        other.sendall(frame({"kind": "register", "entry": Entry(0, str(nowhere))}))
         (error,) = at_once([lambda: connect(place(1, 2, address), rules(rendezvous_timeout_s=20.0, silence_s=1.0))])
     assert re.match(rf"rank 1 can't reach rank 0 at {nowhere} within \d+ s: ", str(error))
     assert error.replicas == (0,)
@@ -193,9 +184,7 @@ def another_program(answer: bytes | None) -> Iterator[Address]:
 
 ANSWERS = {
     "http": (b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not use this version of diloco's protocol"),
-    "hangs up": (b"", r"0 bytes read|reset"),
-    "huge": (struct.pack(">4sIQ", b"DLC2", 2, 1 << 40), "was announced"),
-    "no kind": (frame({}), "unreadable message"),
+    "hangs up": (b"", r"lost|Reset|closed"),
     "says nothing": (None, "no answer"),
 }
 
@@ -238,13 +227,10 @@ def test_rank_0_listens_once_what_had_the_port_has_ended() -> None:
     connected.transport.close()
 
 
-@pytest.mark.parametrize(
-    ("patience_s", "host"), [(-1.0, "x:1"), (float("1e9"), "x:1"), ("soon", "x:1"), (None, "x:1"), (1.0, "nowhere")]
-)
-def test_a_stranger_who_registers_nonsense_harms_nobody(patience_s: object, host: str) -> None:
+def test_a_stranger_who_registers_nonsense_harms_nobody() -> None:
     with rendezvous(1) as address:
         with closing(stranger_at(address)) as stranger:
-            stranger.sendall(frame({"kind": "register", "patience_s": patience_s, "entry": Entry(0, host)}))
+            stranger.sendall(frame({"kind": "register", "entry": Entry(0, "nowhere")}))
             assert stranger.recv(1) == b"", "the connection is closed and nothing is registered"
         connected = connect(place(0, 1, address), rules())
         assert not connected.joining
@@ -258,10 +244,8 @@ def test_the_rank_that_answers_at_the_rendezvous_is_never_the_one_that_does_not_
         for rank, codec in ((1, "int8"), (0, "fp4")):
             asking = open_ones.enter_context(closing(stranger_at(address)))
             entry = Entry(rank, f"x:{rank + 1}", {"codec": codec})
-            asking.sendall(frame({"kind": "register", "patience_s": 0.3, "entry": entry}))
-            with closing(stranger_at(address)) as greeting:
-                greeting.sendall(frame({"kind": "who"}))
-                assert greeting.recv(4) == b"DLC2", "the one before has arrived"
+            asking.sendall(frame({"kind": "register", "entry": entry}))
+            stranger_at(address).close()  # after this handshake, the one before has arrived
             answers.append(asking)
         assert [unframe(asking.recv(1 << 16))[0]["kind"] for asking in answers] == ["refused", "missing"]
 

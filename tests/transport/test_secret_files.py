@@ -13,17 +13,17 @@ import pytest
 from diloco.cli import main
 from diloco.errors import ConfigurationError
 from diloco.private_files import create_private
-from diloco.transport import Admission, load_identity, new_secret, proof, read_secret
+from diloco.transport import Admission, derive_key, load_identity, new_secret, read_secret
 from tests.transport.nowhere import place
 
 SECRET = new_secret()
 PASSPHRASE = "passphrase: correct horse battery staple"
 NAME = "network.secret_file"
-KNOWN = "d3f29598b51cbd09e49dcf92660b5cadcc49128ccb1eb9f7a92e8902b895f507"
+KNOWN = "7659244ac4050f4c3bf58b147b63a4b8ede8e48cf643a650365f3eec29d427c6"
 
 
 def proof_of(secret: str) -> bytes:
-    return proof("test", secret, "a", "b")
+    return derive_key("test", secret)
 
 
 def written(folder: Path, content: bytes) -> Path:
@@ -185,21 +185,11 @@ def test_a_file_that_can_not_be_written_whole_is_removed(tmp_path: Path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_each_purpose_has_its_own_key_and_a_proof_is_of_no_use_to_somebody_else() -> None:
-    admission = Admission("run", SECRET)
-    made = {
-        proof("tcp", SECRET, "a", "b"),
-        admission.proof("a", "b"),
-        Admission("other", SECRET).proof("a", "b"),
-        bytes.fromhex(admission.of_record("a", b"b")),
-        proof("tcp", SECRET, "b", "a"),
-        proof("tcp", "", "a", "b"),
-    }
-    assert len(made) == 6
-    assert proof("tcp", SECRET, "a\0b", "c") != proof("tcp", SECRET, "a", "b\0c")
-    mine = admission.proof("a", "b")
-    assert admission.accepts(mine, "a", "b")
-    for prover, verifier in (("b", "a"), ("c", "b"), ("a", "c")):
-        assert not admission.accepts(mine, prover, verifier)
-    for other in (Admission("run", new_secret()), Admission("other", SECRET), Admission("run")):
-        assert not other.accepts(mine, "a", "b")
+def test_each_purpose_has_its_own_key() -> None:
+    admission, subkey = Admission("run", SECRET), b"subkey"
+    keys = {derive_key(purpose, secret) for purpose in ("tls tcp", "tls swarm run") for secret in (SECRET, "")}
+    proofs = {each.sign(subkey, b"content") for each in (admission, Admission("other", SECRET), Admission("run"))}
+    places = {each.dht_key for each in (admission, Admission("other", SECRET), Admission("run"))}
+    assert [len(each) for each in (keys, proofs, places)] == [4, 3, 3]
+    assert admission.sign(b"a", b"bc") != admission.sign(b"ab", b"c")
+    assert not [each for each in places if "run" in each]

@@ -346,9 +346,11 @@ def ask(fragment: Any = 0, snapshot: Any = "", **more: Any) -> bytes:
 
 
 def heard(stranger: Any) -> Message:
-    head = stranger.recv(16, 256)  # MSG_WAITALL
-    size = int.from_bytes(head[4:8], "big") + int.from_bytes(head[8:16], "big")
-    return unframe(head + stranger.recv(size, 256))[0]
+    data = stranger.recv(16)
+    size = 16 + int.from_bytes(data[4:8], "big") + int.from_bytes(data[8:16], "big")
+    while len(data) < size:
+        data += stranger.recv(size - len(data))
+    return unframe(data)[0]
 
 
 STRANGE: list[dict[str, Any]] = [

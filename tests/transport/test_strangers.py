@@ -14,7 +14,7 @@ from diloco.membership import NextView, View
 from diloco.protocol import Welcome
 from diloco.transport import PeerTransport
 from tests.transport.contract import contribution, exchange
-from tests.transport.relays import Relays, Unit, frame, said_to, stranger_at
+from tests.transport.relays import Relays, Unit, frame, plain_stranger_at, said_to, stranger_at, unframe
 from tests.transport.wires import Wires
 
 SOON_S = 5.0  # less than the time that a silent stranger has
@@ -47,9 +47,7 @@ OPENINGS = {
     "a living rank": frame(HELLO | {"rank": 1}),
     "no address": frame(HELLO | {"address": "a:b"}),
     "an address with escapes": frame(HELLO | {"address": "\x1b[2J:1"}),
-    "a registration without end": frame(
-        {"kind": "register", "patience_s": 1e300, "entry": {"rank": 0, "address": "a:1"}}
-    ),
+    "a registration at no address": frame({"kind": "register", "entry": {"rank": 0, "address": "a"}}),
     "a state of no fragment": frame({"kind": "fetch", "fragment": -1, "after": 0, "snapshot": ""}),
     "a probe of 1 TB": frame({"kind": "probe", "ask": "give", "bytes": 1 << 40}),
 }
@@ -81,7 +79,9 @@ def test_a_stranger_harms_nobody_and_takes_no_memory(live: Live, opening: str) -
     live.still_works()
     tracemalloc.start()
     for transport in live.transports:
-        assert b'"hello"' not in said_to(transport.address, OPENINGS[opening]), "nobody takes it for a rank"
+        for plain in (True, False):
+            heard = said_to(transport.address, OPENINGS[opening], plain=plain)
+            assert b"hello" not in heard, "nobody takes it for a rank"
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < 4 << 20
@@ -115,15 +115,40 @@ def test_who_asks_for_a_service_can_not_make_it_buffer_a_megabyte(
         assert stranger.recv(1) == b""
 
 
-def test_connections_that_do_nothing_are_bounded(live: Live) -> None:
+def test_connections_that_do_nothing_keep_nobody_out(live: Live) -> None:
+    """Before, 64 of them closed the port for direct streams of a swarm to all its members."""
     with ExitStack() as idle:
         address = live.transports[0].address
-        for _ in range(256):
-            idle.enter_context(closing(stranger_at(address)))
-        with closing(stranger_at(address)) as one_too_many:
-            one_too_many.settimeout(SOON_S)
-            assert one_too_many.recv(1) == b""
+        first = idle.enter_context(closing(plain_stranger_at(address)))
+        for _ in range(300):
+            idle.enter_context(closing(plain_stranger_at(address)))
+        assert first.recv(1) == b"", "the oldest one is closed"
+        with closing(stranger_at(address)) as honest:
+            honest.sendall(frame({"kind": "probe", "ask": "ping"}))
+            assert honest.recv(4) == b"DLC2"
         live.still_works()
+
+
+def test_a_process_that_stops_in_the_handshake_is_forgotten(live: Live) -> None:
+    with closing(plain_stranger_at(live.transports[0].address)) as stranger:
+        stranger.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
+        stranger.settimeout(2 * 10.0)
+        assert stranger.recv(1) == b""
+
+
+def test_nobody_changes_the_address_of_a_rank_that_is_connected(live: Live) -> None:
+    """Before, a message to the rendezvous or to a member did, and joiners took its author for three donors."""
+    entry = {"rank": 1, "address": "6.6.6.6:1", "facts": {}, "held_step": -1, "places": []}
+    for question in (
+        {"kind": "ask", "entry": entry},
+        {"kind": "register", "entry": entry},
+    ):
+        with closing(stranger_at(live.transports[0].address)) as stranger:
+            stranger.sendall(frame(question))
+            answer, _ = unframe(stranger.recv(1 << 16))
+        assert answer["kind"] == "refused"
+        assert "which still answers" in answer["reason"]
+        assert all(each.address != "6.6.6.6:1" for each in live.transports[0].known_entries())
     live.still_works()
 
 

@@ -31,13 +31,6 @@ class TestTcpContract(TransportContract):
         return make
 
 
-def test_payloads_may_take_another_interface(wires: Wires) -> None:
-    transports = wires.meet(2, interface="lo")
-    averages = exchange(transports, [contribution(m) for m in range(2)])
-    assert averages[0].contributors == (0, 1)
-    assert all(entry.places != (entry.address,) for each in transports for entry in each.known_entries())
-
-
 # Contributions that are refused name who sent them.
 
 

@@ -27,7 +27,7 @@ QUICK: dict[str, Any] = {"heartbeat_s": 0.2, "silence_s": 5.0, "round_timeout_s"
 @contextmanager
 def deaf_manager(rank: int = -1, secret: str = "") -> Iterator[ConnectionManager]:
     """A connection manager that ignores all messages."""
-    connections = ConnectionManager(Rules(rank=rank), TcpStreams(secret=secret))
+    connections = ConnectionManager(Rules(rank=rank), TcpStreams(secret))
     try:
         yield connections
     finally:
@@ -99,7 +99,7 @@ class Wires:
         self.address = context.__enter__()
         self._exits.append(context)
 
-        where = {name: rules.pop(name) for name in ("interface", "secret") if name in rules}
+        where = {name: rules.pop(name) for name in ("secret",) if name in rules}
 
         def one(rank: int) -> Connected:
             place = Place(

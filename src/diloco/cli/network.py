@@ -86,7 +86,7 @@ def _listen(text: str, secret: str) -> int:
     from diloco.transport import ConnectionManager, TcpStreams, serve_probes
 
     address = parse_address(text, key="--listen")
-    connections = ConnectionManager(Rules(rank=-1), TcpStreams(secret=secret))
+    connections = ConnectionManager(Rules(rank=-1), TcpStreams(secret))
     try:
         bound = connections.listen(address.host, range(address.port, address.port + 1), address.host)
         serve_probes(connections)

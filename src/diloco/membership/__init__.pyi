@@ -1,6 +1,5 @@
 from .bootstrap import BootstrapElection as BootstrapElection
 from .bootstrap import Candidate as Candidate
-from .bootstrap import Candidates as Candidates
 from .bootstrap import LastViews as LastViews
 from .next_view import Decision as Decision
 from .next_view import Policy as Policy

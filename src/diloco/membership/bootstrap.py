@@ -9,7 +9,7 @@ replaces: others may have continued because that one had ended.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from diloco.membership.next_view import Policy, decide, names_of
@@ -36,30 +36,6 @@ class Candidate:
     last: View | None = None  # see `LastViews`, as for the next one; None: none since its process began
     agreed: View | None = None
     vote: View | None = None
-
-
-class Candidates:
-    """The other replicas that are searching: those whose beat has changed within ``silence_s``.
-
-    The announcement of a replica that has ended may stay visible for half an hour. A searching replica therefore
-    announces itself repeatedly, each time with another beat. Changes of the beat are timed here, so no clocks of two
-    machines are compared.
-
-    >>> candidates = Candidates(silence_s=30.0)
-    >>> [sorted(candidates.record({"Qm": 7}, now_s)) for now_s in (0.0, 29.0, 31.0)]
-    [['Qm'], ['Qm'], []]
-    """
-
-    def __init__(self, silence_s: float) -> None:
-        self._silence_s = silence_s
-        self._heard: dict[str, tuple[int, float]] = {}  # name -> its beat, and when that was first seen
-
-    def record(self, beats: Mapping[str, int], now_s: float) -> frozenset[str]:
-        """Record the current beats by name, and return the names of the replicas that are searching at ``now_s``."""
-        for name, beat in beats.items():
-            if name not in self._heard or self._heard[name][0] != beat:
-                self._heard[name] = beat, now_s
-        return frozenset(name for name in beats if now_s - self._heard[name][1] < self._silence_s)
 
 
 @dataclass(frozen=True, kw_only=True)

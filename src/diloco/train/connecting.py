@@ -184,7 +184,7 @@ def fleet_in_swarm(
     def again(fleet: PeerFleet, views: LastViews, patience_s: float) -> Connected:
         nonlocal place
         transport = fleet.transport
-        known = [address for entry in transport.known_entries() for address in entry.places]
+        known = [address for entry in transport.known_entries() for address in entry.places if "/p2p/" in address]
         join, listen = (*place.node.join, *known), same_port(place.node.listen, fleet.addresses)
         node = replace(place.node, join=tuple(dict.fromkeys(join)), listen=listen, insists=False)
         number, swarm = transport.replica, fleet.connected.swarm

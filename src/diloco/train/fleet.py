@@ -397,7 +397,7 @@ class PeerFleet(Fleet):
         members = () if view is None else view.members
         gone = {entry.address for entry in known if entry.rank not in members}
         given = [address for address in elastic.place.node.join if address.rpartition("/p2p/")[2] not in gone]
-        there = [address for entry in known if entry.rank in members for address in entry.places]
+        there = [each for entry in known if entry.rank in members for each in entry.places if "/p2p/" in each]
         return tuple(dict.fromkeys([*given, *sorted(there, key=lambda address: address.startswith("/ip4/127."))]))
 
     # Joining and rejoining.

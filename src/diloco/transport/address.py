@@ -1,21 +1,13 @@
-"""Addresses and ports: parsing them, and finding the addresses of this machine."""
+"""Addresses and ports: parsing them, and finding the address of this machine."""
 
 from __future__ import annotations
 
 import socket
-import struct
-import sys
 from dataclasses import dataclass
 
-from diloco.errors import ConfigurationError, TransportError
+from diloco.errors import ConfigurationError
 
-if sys.platform != "win32":
-    import fcntl
-
-__all__ = ["Address", "address_of_interface", "local_host_towards", "parse_address", "parse_ports"]
-
-_INTERFACE_ADDRESS = {"linux": 0x8915, "darwin": 0xC0206921}
-"""The ``ioctl`` request that returns an interface's address (SIOCGIFADDR), by platform."""
+__all__ = ["Address", "local_host_towards", "parse_address", "parse_ports"]
 
 
 @dataclass(frozen=True)
@@ -73,29 +65,6 @@ def parse_ports(text: str, *, key: str = "ports") -> range:
             return range(low, high + 1)
     raise ConfigurationError(
         f"{key} must be a port such as 29400, a range such as 29400-29431, or 0 for any free port, got {text!r}."
-    )
-
-
-def address_of_interface(name: str) -> str:
-    """Return the IPv4 address of a network interface of this machine.
-
-    Raises:
-        TransportError: if there is no such interface, or it has no IPv4 address.
-
-    >>> address_of_interface("lo")
-    '127.0.0.1'
-    """
-    why: str | None = f"looking it up is not supported on {sys.platform}"
-    if sys.platform != "win32" and sys.platform in _INTERFACE_ADDRESS:
-        try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                request = struct.pack("256s", name.encode()[:15])
-                return socket.inet_ntoa(fcntl.ioctl(probe, _INTERFACE_ADDRESS[sys.platform], request)[20:24])
-        except OSError as error:
-            why = error.strerror
-    raise TransportError(
-        f"The IPv4 address of the network interface {name!r} can't be determined: {why}. Choose another interface "
-        "(`ip address` lists them), or an address of this machine with network.listen."
     )
 
 

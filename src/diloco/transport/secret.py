@@ -1,20 +1,18 @@
-"""The secret that all processes of a run share, and proofs that a process knows it, which do not reveal it.
+"""The secret that all processes of a run share, and the keys that they derive from it.
 
 A secret is one line of text in one of two forms::
 
     diloco-secret:HEX-CHECK     256 random bits in 64 hexadecimal digits, and the first 8 digits of their SHA-256
     passphrase:WORDS            at least 16 characters, from which scrypt derives 256 bits (n = 2^17, r = 8, p = 1)
 
-Whoever sees a proof can try secrets until one matches, so only the first form is beyond guessing. HKDF derives another
-key for each purpose.
+Whoever sees what was made with a key can try secrets until one matches, so only the first form is beyond guessing. HKDF
+derives another key for each purpose.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import hmac
-import json
 import re
 import secrets
 import unicodedata
@@ -23,9 +21,7 @@ from pathlib import Path
 from diloco.errors import ConfigurationError
 from diloco.private_files import read_private
 
-__all__ = ["PROOF_BYTES", "TurnedAwayError", "check_secret", "is_proof", "new_secret", "proof", "read_secret"]
-
-PROOF_BYTES = 32
+__all__ = ["TurnedAwayError", "check_secret", "derive_key", "new_secret", "read_secret"]
 
 _RANDOM, _PASSPHRASE = "diloco-secret:", "passphrase:"
 _KEY_BYTES, _CHECK_DIGITS = 32, 8
@@ -86,29 +82,13 @@ def check_secret(secret: str) -> str:
     return secret
 
 
-def proof(purpose: str, secret: str, prover: str, verifier: str) -> bytes:
-    """Return the 32 bytes by which ``prover`` shows ``verifier`` that it knows the secret.
-
-    A third party that observes the proof can't use it.
-
-    Args:
-        purpose: what the proof is for; proofs for other purposes have other keys.
-        secret: the shared secret; "": anyone can make the proof.
-        prover, verifier: names of the two ends of a connection; no other connection may use the same names.
-
-    >>> proof("p", new_secret(), "a", "b") == proof("p", new_secret(), "a", "b")
-    False
-    """
-    return hmac.digest(_key(purpose, secret), json.dumps([prover, verifier]).encode(), "sha256")
-
-
-def is_proof(given: bytes, purpose: str, secret: str, prover: str, verifier: str) -> bool:
-    """Return whether ``given`` equals the `proof` for the other arguments, in constant time."""
-    return hmac.compare_digest(given, proof(purpose, secret, prover, verifier))
-
-
 @functools.lru_cache(maxsize=256)
-def _key(purpose: str, secret: str) -> bytes:
+def derive_key(purpose: str, secret: str) -> bytes:
+    """Return the 32 bytes that everybody who knows the secret derives from it for a purpose, and nobody else.
+
+    >>> derive_key("a", new_secret()) == derive_key("a", new_secret()), derive_key("a", "") == derive_key("b", "")
+    (False, False)
+    """
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 

@@ -36,13 +36,12 @@ from diloco.protocol import (
     silent_ones,
 )
 from diloco.transport.address import Address
-from diloco.transport.connections.control_connection import ControlConnection, Who, say_who
+from diloco.transport.connections.control_connection import ControlConnection
 from diloco.transport.connections.control_thread import ControlThread
 from diloco.transport.connections.limits import ConnectionLimit
 from diloco.transport.connections.streams import (
     Stream,
     Streams,
-    drain_on_reset,
     pack,
     read_frame,
 )
@@ -150,7 +149,7 @@ class ConnectionManager(ControlThread):
         self.rules = rules
         self.streams = streams
         self.address = Address("", 0)  # where this process listens
-        self.services: dict[type[WireMessage], Service] = {Who: say_who}  # type of the first message -> service
+        self.services: dict[type[WireMessage], Service] = {}  # type of the first message -> service
         self.arrived = asyncio.Event()  # set when a connection is made and when its first message arrives
         self.most_ranks = sys.maxsize  # only lower ranks may connect
         self.entries: Mapping[int, Entry] = {}  # known ranks; a peer with another proven identity can't claim them
@@ -205,6 +204,14 @@ class ConnectionManager(ControlThread):
     def vouch(self, writer: asyncio.StreamWriter) -> None:
         """Exempt an accepted connection that this process expects from the limits on unknown peers."""
         self._open_limit.leave(writer)
+
+    async def claimed(self, rank: int, writer: asyncio.StreamWriter) -> str:
+        """Return why the process behind an accepted connection can't be ``rank``, as another one is; "" if it can."""
+        other = self._connections.get(rank)
+        if other is None or self.streams.identity(other.writer) == self.streams.identity(writer):
+            return ""
+        answers = await other.answers(self.rules.heartbeat_s)
+        return f"rank {rank} is connected from {other.address}, which still answers" if answers else ""
 
     async def connect(self, rank: int, address: Address) -> None:
         """Open the connection to ``rank``, which listens at ``address``.
@@ -267,8 +274,6 @@ class ConnectionManager(ControlThread):
         try:
             if (out := self._open_limit.enter(writer, self.streams.origins(writer))) is not None:
                 out.transport.abort()
-            if out is writer:
-                return
             async with asyncio.timeout(FIRST_MESSAGE_S):
                 if not await self.streams.admit(reader, writer):
                     return
@@ -287,24 +292,20 @@ class ConnectionManager(ControlThread):
     async def _greet(self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer a peer that introduces itself as a rank, and register its connection unless the claim is refused."""
         rank, address = hello.rank, self.streams.address(hello.address)
-        identity = self.streams.identity(writer)
-        known = self.entries.get(rank)
-        taken = identity and known is not None and known.address != identity
-        if identity not in ("", str(address)) or rank == self.rank or rank >= self.most_ranks or taken:
+        if rank == self.rank or rank >= self.most_ranks:
+            return
+        identity, known = self.streams.identity(writer), self.entries.get(rank)
+        if self.streams.named and (identity != str(address) or (known is not None and known.address != identity)):
             return
         crossed = await self._pending_hellos.before(rank)
         if (before := self._connections.get(rank)) is not None and before.crossed == hello.hello:
             return  # it said so before it answered this process's own hello, and the connection is registered
-        if before is not None and not identity and await before.answers(self.rules.heartbeat_s):
-            reason = f"rank {rank} is connected from {before.address}, which still answers"
+        if reason := await self.claimed(rank, writer):
             writer.write(pack(Refused(reason)))
             return
-        if identity and rank not in self._members:
-            out = self._unknown_peers.enter(rank, (identity,))
-            if out == rank:
-                return
-            if out is not None:
-                self._drop(self._connections[out], "too many connected peers are not members")
+        unknown = self.streams.named and rank not in self._members
+        if unknown and (out := self._unknown_peers.enter(rank, (identity,))) is not None:
+            self._drop(self._connections[out], "too many connected peers are not members")
         self.streams.tune(writer, self.rules.silence_s)
         writer.write(pack(Greeting(self.rank, crossed)))
         self._register(rank, address, (reader, writer), hello.hello, opened=False)
@@ -326,7 +327,6 @@ class ConnectionManager(ControlThread):
         if before := self._connections.get(rank):
             before.writer.write(pack(Replaced()))
             self.hang_up(rank)
-        drain_on_reset(writer.transport)
         number, trusted = next(self._numbers), opened or rank in self._members
         connection = ControlConnection(rank, number, address, writer, token, opened, trusted, self.loop.time(), crossed)
         self._connections[rank] = connection
@@ -343,7 +343,10 @@ class ConnectionManager(ControlThread):
         connection.writer.close()
         self._on_event(ConnectionEnded(connection.rank))
         was_suspended, longest_s = self.pulse.was_suspended(self.loop.time()), min(2.0, self.rules.silence_s)
-        loss = await connection.why_lost(ended, self.open, longest_s, was_suspended=was_suspended)
+        if connection.trusted:
+            loss = await connection.why_lost(ended, self.open, longest_s, was_suspended=was_suspended)
+        else:  # nobody is dialled on a stranger's word
+            loss = Loss("cut", f"the connection to {connection.address} ended ({ended.reason})")
         if connection.rank not in self._connections:  # else a new process of that rank has connected, and was reported
             self._on_event(Lost(connection.rank, loss))
 

@@ -7,20 +7,19 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from diloco.errors import TransportError
-from diloco.protocol import GivenUp, Loss, Message, MessageError, Received, WireMessage, decode
+from diloco.protocol import GivenUp, Loss, Message, MessageError, Received, decode
 from diloco.transport.address import Address
 from diloco.transport.connections.limits import Backoff, TokenBucket
 from diloco.transport.connections.streams import (
     MAX_MESSAGE_BYTES,
     UNKNOWN_PEER_BYTES,
     Stream,
-    pack,
     read_body,
     read_head,
     within,
 )
 
-__all__ = ["ControlConnection", "Ending", "Who", "say_who"]
+__all__ = ["ControlConnection", "Ending"]
 
 _INQUIRIES = 6  # within about a second
 _BETWEEN_INQUIRIES_S = 0.05, 0.4
@@ -125,19 +124,9 @@ class ControlConnection:
                 return Loss("gone", f"its process at {self.address} has ended")
             except ConnectionResetError:
                 pass  # it was terminating at that moment
-            except (OSError, TimeoutError) as error:
+            except (OSError, EOFError, TransportError) as error:
                 return Loss("cut", f"{ended} and can't be reopened ({error})")
             else:
                 writer.close()
             await asyncio.sleep(backoff.next_s())
         return Loss("cut", f"{ended}, though a process still listens there")
-
-
-class Who(WireMessage):
-    """The question whether a diloco process listens here, and its answer."""
-
-
-async def say_who(message: Who, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Confirm to a peer that a diloco process listens here."""
-    writer.write(pack(Who()))
-    await writer.drain()

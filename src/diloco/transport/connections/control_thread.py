@@ -12,10 +12,11 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 from diloco.errors import TransportError
+from diloco.transport.connections.sockets import raw_transport
 from diloco.transport.connections.streams import Stream, within
 
 __all__ = ["ControlThread"]
@@ -107,14 +108,13 @@ class ControlThread:
 
     def keep(self, stream: Stream) -> Stream:
         """Register a connection for `abort_connections`."""
-        self._transports.add(stream[1].transport)
+        self._transports.add(cast(asyncio.WriteTransport, raw_transport(stream[1])))
         return stream
 
     def abort_connections(self) -> None:
         """Abort all registered connections, even if they still have data to send."""
         for transport in list(self._transports):
-            with contextlib.suppress(AttributeError):  # raised by Python 3.11.2 for a TLS connection that has ended
-                transport.abort()
+            transport.abort()
 
     async def end(self) -> None:
         """End all connections, and all tasks but the current one."""

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from diloco.errors import ConfigurationError
 
-__all__ = ["Backoff", "ConnectionLimit", "TokenBucket"]
+__all__ = ["Backoff", "ConnectionLimit", "TokenBucket", "few_at_once"]
 
 
 T = TypeVar("T", bound=Hashable)
+S = TypeVar("S")
+R = TypeVar("R")
 
 
 class ConnectionLimit(Generic[T]):
     """A limit on the number of connections, in total and for each origin (a peer or an address).
 
-    When the limit is reached, a new connection replaces the oldest connection of the origin that has the most. A flood
-    of idle connections from one origin therefore keeps no other origin out.
+    A new connection is always let in. At a limit it replaces the oldest one of its own origin, or of the origin that
+    has the most. A flood of idle connections from one origin therefore keeps nobody else out.
 
     Args:
         most: The number of connections in total.
@@ -28,9 +31,9 @@ class ConnectionLimit(Generic[T]):
 
     >>> limit = ConnectionLimit[str](3, most_of_one=2)
     >>> [limit.enter(f"a{n}", ["peer a"]) for n in range(3)]  # peer a may have only two
-    [None, None, 'a2']
+    [None, None, 'a0']
     >>> limit.enter("b0", ["peer b"]), limit.enter("c0", ["peer c"])  # the oldest connection of peer a is evicted
-    (None, 'a0')
+    (None, 'a1')
     """
 
     def __init__(self, most: int, most_of_one: int) -> None:
@@ -39,22 +42,38 @@ class ConnectionLimit(Generic[T]):
         self._inside: dict[T, tuple[str, ...]] = {}
 
     def enter(self, one: T, origins: Sequence[str]) -> T | None:
-        """Admit ``one`` and return the connection to close: another one, ``one`` itself, or None if there is room."""
-        counts = Counter(origin for theirs in self._inside.values() for origin in theirs)
-        if any(counts[origin] >= self._most_of_one for origin in origins):
-            return one
+        """Let ``one`` in, and return the connection to close instead, if any."""
         self._inside[one] = tuple(origins)
-        if len(self._inside) <= self._most:
+        counts = Counter(origin for theirs in self._inside.values() for origin in theirs)
+        full = [origin for origin in origins if counts[origin] > self._most_of_one]
+        if not full and len(self._inside) <= self._most:
             return None
-        counts.update(origins)
         largest = max(counts.values())
-        out = next(each for each, theirs in self._inside.items() if any(counts[o] == largest for o in theirs))
+        full = full or [origin for origin, count in counts.items() if count == largest]
+        out = next(each for each, theirs in self._inside.items() if not {*theirs}.isdisjoint(full))
         self.leave(out)
         return out
 
     def leave(self, one: T) -> None:
         """Release the place of ``one``, if it has one."""
         self._inside.pop(one, None)
+
+
+async def few_at_once(ask: Callable[[S], Awaitable[R]], whom: Iterable[S], most: int = 64) -> list[R]:
+    """Return what ``ask`` returns for each, in their order. No more than ``most`` calls run at a time.
+
+    >>> async def half(number: int) -> int:
+    ...     return 100 // number
+    >>> asyncio.run(few_at_once(half, [50, 20]))
+    [2, 5]
+    """
+    places = asyncio.Semaphore(most)
+
+    async def one(item: S) -> R:
+        async with places:
+            return await ask(item)
+
+    return await asyncio.gather(*map(one, whom))
 
 
 class TokenBucket:

@@ -25,7 +25,6 @@ from diloco.algorithm import RoundId, Uplink
 from diloco.errors import TransportError
 from diloco.membership import Rank
 from diloco.protocol import Refused, WireMessage
-from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.control_connection import ControlConnection
 from diloco.transport.connections.limits import Backoff
@@ -68,7 +67,7 @@ class PeerLink:
         self.rank, self.token = connection.rank, connection.token
         self.dials = connection.opened  # whether this end opens the stripes
         self.single = False  # whether a second stripe would be useless
-        self.description = "TCP"  # what carries the link, for display
+        self.description = ""  # what carries the link, for display
         self.stripes: dict[int, Stripe] = {}  # open stripes by number
         self.waiting_bytes = 0  # bytes that no stripe has taken yet
         self.pace = Pace()
@@ -335,11 +334,15 @@ class PeerLinks:
     def connect(self, rank: int) -> None:
         """Begin the link to a rank, as a control connection to it has been made."""
         self.disconnect(rank)
-        connection = self.connections.get(rank)
-        assert connection is not None, "it has just been made"
-        self.by_rank[rank] = PeerLink(self.connections.loop, connection, self._meter)
+        self.by_rank[rank] = self.make(rank)
         if rank in self._wanted:
             self._start(self.by_rank[rank])
+
+    def make(self, rank: int) -> PeerLink:
+        """Return a new link to a connected rank."""
+        connection = self.connections.get(rank)
+        assert connection is not None, "it has just been made"
+        return PeerLink(self.connections.loop, connection, self._meter)
 
     def disconnect(self, rank: int) -> None:
         """End the link to a rank, as its control connection has ended."""
@@ -366,18 +369,11 @@ class PeerLinks:
         for rank in list(self.by_rank):
             self.disconnect(rank)
 
-    def address_of(self, rank: int) -> Address:
-        """Return the payload address of a connected rank; raise `OSError` for any other."""
-        connected, entry = self.connections.get(rank), self.connections.entries.get(rank)
-        if connected is None:
-            raise OSError(f"rank {rank} is not connected")
-        if entry is None or str(connected.address) != entry.address:
-            return connected.address
-        return self.connections.streams.payload_address(entry)
-
     async def open_stripe(self, link: PeerLink) -> Stream:
         """Open a connection for one more stripe."""
-        return await self.connections.open(self.address_of(link.rank))
+        if (connection := self.connections.get(link.rank)) is None:
+            raise OSError(f"rank {link.rank} is not connected")
+        return await self.connections.open(connection.address)
 
     def begin_stripes(self, link: PeerLink) -> None:
         """Open the stripes of a link, whichever end does it."""
@@ -433,8 +429,8 @@ class PeerLinks:
                 writer.close()
 
     async def _serve(self, asked: LinkAsked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        identity, link = self.connections.streams.identity(writer), self.by_rank.get(asked.rank)
-        if link is not None and identity and identity != str(self.address_of(asked.rank)):
+        streams, link, owner = self.connections.streams, self.by_rank.get(asked.rank), self.connections.get(asked.rank)
+        if owner is not None and streams.identity(owner.writer) != streams.identity(writer):
             return
         if link is None or link.token != asked.token or asked.rank not in self._wanted or link.dials:
             with contextlib.suppress(OSError):
@@ -454,6 +450,7 @@ class PeerLinks:
         transport.pause_reading()
         reader.feed_eof()  # so that `read` returns what has already arrived without waiting for more
         already = await reader.read()
+        link.description = self.connections.streams.route(writer)
         stripe = Stripe(link, transport, self.rules.silence_s, compresses=self.rules.compress)
         try:
             if link.ended:

@@ -15,7 +15,6 @@ Sizes are checked before anything is allocated.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import struct
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
@@ -23,10 +22,8 @@ from typing import Any, Protocol, TypeVar
 from diloco.errors import TransportError
 from diloco.protocol import Entry, MessageError, decode, encode
 from diloco.transport.address import Address
-from diloco.transport.secret import TurnedAwayError
 
 __all__ = [
-    "ASKS",
     "MAX_BLOB_BYTES",
     "MAX_MESSAGE_BYTES",
     "PROTOCOL",
@@ -34,7 +31,6 @@ __all__ = [
     "Accept",
     "Stream",
     "Streams",
-    "drain_on_reset",
     "pack",
     "read_body",
     "read_frame",
@@ -52,7 +48,12 @@ Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class Streams(Protocol):
-    """Byte streams over some network, opened and accepted in the thread of an event loop."""
+    """Byte streams over some network, encrypted, opened and accepted in the thread of an event loop.
+
+    Each end has proved to the other one that it knows the run's secret, and which identity it has.
+    """
+
+    named: bool  # whether the address of a process is its identity
 
     async def listen(self, accept: Accept, *where: Any) -> Address:
         """Pass every incoming connection to ``accept`` from now on. Return the address at which others reach it.
@@ -66,17 +67,20 @@ class Streams(Protocol):
 
         Raises:
             ConnectionRefusedError: Its machine reports that no process listens there.
-            OSError: It can't be reached.
+            TurnedAwayError: One of the two does not admit the other one.
+            TransportError: Another program listens there.
+            OSError, EOFError, TimeoutError: It can't be reached.
         """
 
     def address(self, text: str) -> Address:
         """Parse the string form of an address of this network."""
 
-    def payload_address(self, entry: Entry) -> Address:
-        """Return the address at which a rank accepts payload connections."""
+    def locate(self, entry: Entry) -> Address:
+        """Return where to connect to a rank.
 
-    def calls_back_at(self, entry: Entry) -> Address | None:
-        """Return where to connect to a rank that can't connect itself and asks for it, or None if it must."""
+        Raises:
+            ConfigurationError: Its address is none of this network.
+        """
 
     def tune(self, writer: asyncio.StreamWriter, silence_s: float) -> None:
         """Configure a connection for small messages: send them at once, and detect a path that stays dead."""
@@ -84,12 +88,17 @@ class Streams(Protocol):
     async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Return whether the process that opened a connection is admitted. Nothing else is read from it before.
 
+        Nothing may be awaited between its arrival and this call.
+
         Raises:
-            OSError, EOFError: The connection ended.
+            OSError, EOFError, TransportError: The connection ended, or the process is not admitted.
         """
 
     def identity(self, writer: asyncio.StreamWriter) -> str:
-        """Return the address of the other end if the network proves its identity, else ""."""
+        """Return the identity that the other end has proved; "" before that."""
+
+    def route(self, writer: asyncio.StreamWriter) -> str:
+        """Return what carries a connection, for display."""
 
     def origins(self, writer: asyncio.StreamWriter) -> tuple[str, ...]:
         """Return the origins (peer and host) of a connection, whose connections `ConnectionLimit` limits."""
@@ -114,58 +123,7 @@ async def within(seconds: float | None, awaited: Awaitable[T]) -> T:
         return await awaited
 
 
-_MOST_UNREAD_BYTES = 1 << 20  # more than any peer sends before it closes; further data is not read
-
-
-def drain_on_reset(transport: asyncio.BaseTransport) -> None:
-    """Make a connection that is reset deliver the data that has already arrived before it reports its end.
-
-    Args:
-        transport: The transport of a connection over a socket, with the protocol of asyncio's streams.
-    """
-    if isinstance(transport, asyncio.Transport):
-        protocol = transport.get_protocol()
-        assert isinstance(protocol, asyncio.Protocol)
-        transport.set_protocol(_DrainOnReset(transport, protocol))
-
-
-class _DrainOnReset(asyncio.Protocol):
-    """A proxy in front of another protocol."""
-
-    def __init__(self, transport: asyncio.Transport, protocol: asyncio.Protocol) -> None:
-        self._transport = transport
-        self._protocol = protocol
-
-    def data_received(self, data: bytes) -> None:
-        self._protocol.data_received(data)
-
-    def eof_received(self) -> bool | None:
-        return self._protocol.eof_received()
-
-    def pause_writing(self) -> None:
-        self._protocol.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._protocol.resume_writing()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if isinstance(exc, OSError) and (unread := self._unread()):
-            self._protocol.data_received(unread)
-            exc = None  # otherwise the reader would raise before it returns the data
-        self._protocol.connection_lost(exc)
-
-    def _unread(self) -> bytes:
-        unread = bytearray()
-        socket = self._transport.get_extra_info("socket")
-        with contextlib.suppress(OSError), socket.dup() as mine:  # asyncio's own socket object does not allow reading
-            mine.setblocking(False)
-            while len(unread) < _MOST_UNREAD_BYTES and (more := mine.recv(_MOST_UNREAD_BYTES)):
-                unread += more
-        return bytes(unread)
-
-
 PROTOCOL = b"DLC2"
-ASKS = b"DLC?"  # first bytes from a listening side that asks for a secret, instead of `PROTOCOL`
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_BLOB_BYTES = 1 << 20
 UNKNOWN_PEER_BYTES = 1 << 14  # of a message, from a peer that is not a member, and for what any peer sends about itself
@@ -199,11 +157,8 @@ def unpack_head(
 
     Raises:
         TransportError: The sender uses another protocol, or announces more than the limits.
-        TurnedAwayError: The other side asks for a secret.
     """
     protocol, num_bytes, blob_bytes = _HEAD.unpack(head)
-    if protocol == ASKS:
-        raise TurnedAwayError("the other side asks for a secret (network.secret_file), but this one has none")
     if protocol != PROTOCOL:
         raise TransportError(
             f"data that begins with {protocol!r} arrived instead of {PROTOCOL!r}, so the sender does not use this "

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from diloco.errors import RendezvousError
 from diloco.protocol import Entry, Welcome
 from diloco.transport.connections.limits import Backoff
+from diloco.transport.peers.directory import Directory
 from diloco.transport.peers.transport import PeerTransport
 
 __all__ = ["Connected", "Table", "join"]
 
 _ANSWER_S = 30.0
+_FAREWELL_S = 10.0  # for a leaving process to announce that the run has ended
 _AGAIN_S = 0.3, 2.0  # pauses between two requests to join
 
 
@@ -33,13 +35,20 @@ class Connected:
     transport: PeerTransport  # ready for rounds; for a joiner, ready for `fetch` and then `join`
     table: Table
     joining: bool  # whether the run had already begun
-    swarm: str = ""  # name of the swarm, if there is one
+    directory: Directory
+
+    @property
+    def swarm(self) -> str:
+        """The name of the swarm; "" over TCP."""
+        return self.directory.swarm
 
     def refresh(self) -> None:
         """Look up the current members and connect to all of them. Only a joiner needs this."""
+        self.transport.connections.call(self.directory.refresh())
 
     def finish(self) -> None:
         """Announce to late joiners and replicas that are not members at present that the run has ended."""
+        self.transport.connections.call(self.directory.announce_end(), _FAREWELL_S)
 
     def already_running(self) -> RendezvousError:
         """Return the error for a replica that was to start a run and found it already running."""

@@ -296,9 +296,9 @@ class ProtocolRunner:
         self.registry.note(entry, keep={*self.rules.ranks(self.view.members), *self.connections.connected})
 
     def _introduce(self, entry: Entry) -> None:
-        address = self.connections.streams.calls_back_at(entry)
-        if address is not None and entry.rank not in self.connections.connected:
-            self.connections.begin(self._call_back(entry.rank, address))
+        streams = self.connections.streams
+        if streams.named and entry.rank not in self.connections.connected:  # over TCP a rank connects itself
+            self.connections.begin(self._call_back(entry.rank, streams.locate(entry)))
 
     async def _call_back(self, rank: int, address: Address) -> None:
         """Open a connection to a rank that can't open it itself."""

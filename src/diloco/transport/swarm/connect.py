@@ -8,9 +8,8 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from diloco.algorithm import check_whole
 from diloco.errors import ConfigurationError, RendezvousError
@@ -24,43 +23,17 @@ from diloco.transport.swarm.node import Node
 from diloco.transport.swarm.payload_routes import SwarmLinks
 from diloco.transport.swarm.peer_config import Admission, NodePlace, SwarmPlace
 from diloco.transport.swarm.peer_streams import PeerStreams
-from diloco.transport.swarm.search import Announcer, Search
-from diloco.transport.swarm.swarm import MemberDialer, SwarmService
+from diloco.transport.swarm.search import SwarmDirectory
+from diloco.transport.swarm.status import serve_status
 from diloco.waiting import waiting_for
 
-__all__ = ["SwarmConnected", "connect_swarm", "enter_swarm", "run_peer"]
+__all__ = ["connect_swarm", "enter_swarm", "run_peer"]
 
 
 _START_AGAIN_S = 0.5, 4.0  # pauses between two attempts to enter the network
-_FAREWELL_S = 10.0  # time limit for a leaving peer to announce that the run has ended
 
 
-@dataclass(frozen=True, kw_only=True)
-class SwarmConnected(Connected):
-    """A transport connected to the members of a swarm."""
-
-    node: Node  # this peer
-    dialer: MemberDialer
-    announcer: Announcer
-
-    def refresh(self) -> None:
-        self.transport.connections.call(self._dial_members())
-
-    async def _dial_members(self) -> None:
-        entries = self.transport.registry.entries
-        for rank in sorted(self.transport.connections.connected & entries.keys()):
-            try:
-                await self.dialer.dial(await self.dialer.ask(entries[rank].address))
-                return
-            except OSError:
-                continue
-
-    def finish(self) -> None:
-        self.announcer.finished = True
-        self.transport.connections.call(self.announcer.announce(), _FAREWELL_S)
-
-
-def enter_swarm(place: SwarmPlace, rules: Rules, *, held_step: int = -1) -> SwarmConnected:
+def enter_swarm(place: SwarmPlace, rules: Rules, *, held_step: int = -1) -> Connected:
     """Find the members of the run and connect to all of them, or found the swarm if there are none.
 
     Args:
@@ -80,7 +53,7 @@ def enter_swarm(place: SwarmPlace, rules: Rules, *, held_step: int = -1) -> Swar
     transport = PeerTransport(dataclasses.replace(rules, rank=number, together=False), streams, SwarmLinks)
     try:
         _start(transport, place, rules.rendezvous_timeout_s)
-        return _connect(transport, streams, place, rules, held_step)
+        return _connect(transport, place, rules, held_step)
     except BaseException:
         transport.close()
         raise
@@ -101,14 +74,8 @@ def _start(transport: PeerTransport, place: SwarmPlace, timeout_s: float) -> Non
             time.sleep(backoff.next_s())
 
 
-def _connect(
-    transport: PeerTransport, streams: PeerStreams, place: SwarmPlace, rules: Rules, held_step: int
-) -> SwarmConnected:
+def _connect(transport: PeerTransport, place: SwarmPlace, rules: Rules, held_step: int) -> Connected:
     connections, number, registry = transport.connections, transport.replica, Registry(0)
-    announcer = Announcer(place, streams, registry, number, rules.facts, held_step)
-    connections.call(announcer.refresh())
-    connections.entries = registry.entries
-    dialer = MemberDialer(connections, streams, registry, rules.silence_s)
     election = BootstrapElection(
         number=number,
         held_step=held_step,
@@ -117,29 +84,23 @@ def _connect(
         window_s=place.join_window_s,
         policy=rules.policy,
     )
-    search = Search(place, rules, streams, dialer, announcer, election)
-    with waiting_for(search.awaited, search.patience_s):
-        view, found = connections.call(search.find())
-    announcer.swarm = found.swarm if found else place.swarm or secrets.token_hex(8)
-    founded_step = found.founded_step if found else max(0, held_step)
+    directory = SwarmDirectory(transport, registry, election, place)
+    connections.entries = registry.entries
+    connections.call(directory.announce())
+    with waiting_for(directory.awaited, directory.patience_s):
+        view, found = connections.call(directory.find())
+    directory.swarm = found.swarm if found else place.swarm or secrets.token_hex(8)
+    directory.founded_step = found.founded_step if found else max(0, held_step)
     if found is None:
-        transport.step = founded_step if place.views else 0  # joining peers receive it
+        transport.step = directory.founded_step if place.views else 0  # joining peers receive it
     transport.begin(view, registry, member=found is None, closed=place.closed)
     if found is None:
-        connections.call(announcer.announce())  # before other peers search
-    SwarmService(transport, announcer.swarm, founded_step, place.status)
-    connections.post(announcer.keep_announcing)
+        connections.call(directory.announce())  # before other peers search
+    serve_status(directory, place.status)
+    connections.post(directory.keep_announcing)
     entries = {**(found.entries if found else {}), number: registry.entries[number]}
-    table = Table(entries, found is not None, found.step if found else 0, founded_step)
-    return SwarmConnected(
-        transport=transport,
-        table=table,
-        joining=found is not None,
-        swarm=announcer.swarm,
-        node=streams.node,
-        dialer=dialer,
-        announcer=announcer,
-    )
+    table = Table(entries, found is not None, found.step if found else 0, directory.founded_step)
+    return Connected(transport=transport, table=table, joining=found is not None, directory=directory)
 
 
 _CHECK_S = 0.1
@@ -197,10 +158,11 @@ def connect_swarm(
     )
     connected = enter_swarm(place, exchange)
     transport = connected.transport
+    streams = cast(PeerStreams, transport.connections.streams)
     try:
         if connected.joining and connected.table.step > 0:
             raise connected.already_running()
-        for address in transport.connections.call(connected.node.addresses()):
+        for address in transport.connections.call(streams.node.addresses()):
             on_address(address)
         with waiting_for(lambda: f"the members of run {run!r} to let this peer in", exchange.rendezvous_timeout_s):
             if connected.joining and join(connected, exchange.rendezvous_timeout_s) > 0:

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from diloco.transport.connections.sockets import stop_listening
 from diloco.transport.connections.streams import Stream, within
-from diloco.transport.connections.tcp_streams import stop_listening
 from diloco.transport.swarm.engine import load_engine
 
 __all__ = ["Daemon", "Handler", "plainly"]

@@ -25,6 +25,7 @@ from diloco.errors import ConfigurationError
 __all__ = ["NetworkClock", "load_engine"]
 
 _IN_A_SESSION = "import os, sys; os.setsid(); os.execv(sys.argv[1], sys.argv[1:])"
+_STEP_S = 60.0  # by which the peers of the run can change the time at once
 _NOISE_S = 1.0  # the error in a peer's time that a slow answer may cause
 
 
@@ -116,11 +117,11 @@ class NetworkClock:
     """The time that the peers of a network share, in seconds since 1970; it starts from this machine's clock."""
 
     def __init__(self) -> None:
-        self._ahead_s = time.time() - time.monotonic()
+        self._ahead_s = time.time() - _elapsed_s()
 
     def now_s(self) -> float:
         """Return the time of the network."""
-        return time.monotonic() + self._ahead_s
+        return _elapsed_s() + self._ahead_s
 
     def off_s(self) -> float:
         """Return how many seconds the clock of this machine is ahead of the network's (negative: behind)."""
@@ -133,25 +134,30 @@ class NetworkClock:
             ahead_s: how many seconds the clocks of some of its peers are ahead of this one; empty if unknown.
 
         >>> clock = NetworkClock()
-        >>> clock.enter([3600.0, 3600.5, -50.0])
+        >>> clock.enter([3600.0, 3600.5, -50.0, math.inf])
         >>> round(clock.off_s())
         -3600
         """
-        if ahead_s:
-            self._ahead_s += statistics.median_high(ahead_s)
+        if finite := [each for each in ahead_s if math.isfinite(each)]:
+            self._ahead_s += statistics.median_low(finite)
 
     def keep_up(self, ahead_s: Sequence[float]) -> None:
-        """Follow the time that most peers have; if there are two times, follow the later one.
+        """Follow the time that most peers of the run have, by a minute at most; if there are two times, the later one.
 
         Args:
             ahead_s: as in `enter`.
 
         >>> clock = NetworkClock()
-        >>> clock.keep_up([3600.0])  # two networks merge; the other one keeps its time
-        >>> clock.keep_up([0.0, 0.5, -3600.0])
+        >>> clock.keep_up([1e9]), clock.keep_up([math.inf]), clock.keep_up([math.nan, 0.0, 0.5, -3600.0])
+        (None, None, None)
         >>> round(clock.off_s())
-        -3600
+        -60
         """
-        ahead = statistics.median_high([0.0, *ahead_s])
+        ahead = statistics.median_high([0.0, *(each for each in ahead_s if math.isfinite(each))])
         if abs(ahead) > _NOISE_S:
-            self._ahead_s += ahead
+            self._ahead_s += max(-_STEP_S, min(_STEP_S, ahead))
+
+
+def _elapsed_s() -> float:
+    """Return a time that no setting of the clock changes, and that goes on while the machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()

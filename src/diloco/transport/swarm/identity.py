@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from diloco.errors import ConfigurationError
-from diloco.membership import GREATEST, MOST_RANK, Candidate, Count, View
+from diloco.membership import MOST_RANK
 from diloco.private_files import create_private, make_private_folder, read_private
 from diloco.transport.swarm.engine import load_engine
 from diloco.transport.swarm.peer_config import Admission
@@ -26,6 +26,7 @@ __all__ = [
     "MAX_RECORD_BYTES",
     "Identity",
     "PeerRecord",
+    "identity_of",
     "load_identity",
     "make_subkey",
     "make_validator",
@@ -47,6 +48,7 @@ class Identity:
     path: Path  # file of the private key
     peer_id: str  # the peer's public identity: a hash of the public key, in base 58
     private_key: Any  # the key that signs the peer's records
+    tls_key: Any  # the same, as the package ``cryptography`` has it
 
 
 def load_identity(path: Path) -> Identity:
@@ -55,6 +57,8 @@ def load_identity(path: Path) -> Identity:
     Raises:
         ConfigurationError: if other users can read the file, it is not a key, or it can't be created.
     """
+    from cryptography.hazmat.primitives import serialization
+
     engine = load_engine()
     if not path.exists():
         key = engine.RSAPrivateKey()
@@ -70,13 +74,14 @@ def load_identity(path: Path) -> Identity:
     try:
         peer_id = str(engine.PeerID.from_identity(data))
         key = engine.RSAPrivateKey.__new__(engine.RSAPrivateKey)
-        key.__setstate__({"_private_key": engine.crypto_pb2.PrivateKey.FromString(data).data})
+        content = engine.crypto_pb2.PrivateKey.FromString(data).data
+        key._private_key = tls_key = serialization.load_der_private_key(content, None)
     except Exception as error:  # Hivemind's parsers raise errors of many types
         raise ConfigurationError(
             f"{path} holds no usable private key ({error}). Choose another file, or remove it to have a new "
             "key created."
         ) from error
-    return Identity(path, peer_id, key)
+    return Identity(path, peer_id, key, tls_key)
 
 
 def number_of(peer_id: str) -> int:
@@ -93,17 +98,11 @@ class StoredRecord(msgspec.Struct, frozen=True, array_like=True):
 
     number: Annotated[int, Meta(ge=-1, le=MOST_RANK)]
     swarm: _Name = ""
-    held_step: Annotated[int, Meta(ge=-1, le=GREATEST)] = -1
     addresses: Annotated[tuple[Annotated[str, Meta(max_length=1 << 10)], ...], Meta(max_length=_MAX_ADDRESSES)] = ()
     finished: bool = False
-    beat: Count = 0
-    was: _Name = ""
-    last: View | None = None
-    agreed: View | None = None
-    vote: View | None = None
 
     def __post_init__(self) -> None:
-        if not self.swarm.isprintable() or not self.was.isprintable():
+        if not self.swarm.isprintable():
             raise ValueError("the name of a swarm must be printable")
 
 
@@ -114,40 +113,33 @@ class PeerRecord:
     peer_id: str  # the peer's identity
     number: int  # the peer's replica number; -1 if it does not train
     swarm: str = ""  # the swarm that the peer is a member of; "" while it is searching for one
-    held_step: int = -1  # the newest step that the peer could resume from; -1 for none
-    addresses: tuple[str, ...] = field(default=())  # multiaddresses without ``/p2p/`` and the identity
+    addresses: tuple[str, ...] = ()  # multiaddresses without ``/p2p/`` and the identity
     finished: bool = False  # whether the peer has finished all steps of the run and is leaving
-    beat: int = 0  # a counter that grows each time the record is stored
-    was: str = ""  # the swarm that a searching peer was a member of
-    last: View | None = None  # what it was a member of in that swarm, and has promised since; see `Candidate`
-    agreed: View | None = None
-    vote: View | None = None
-    proven: bool = True  # whether the author of the record knows the secret of the run
 
-    def candidate(self, swarm: str) -> Candidate:
-        """Return the record of a searching peer as a `Candidate`, for former members of ``swarm``."""
-        views = (self.last, self.agreed, self.vote) if swarm and swarm == self.was else ()
-        return Candidate(self.number, self.held_step, *views)
-
-    def to_bytes(self, admission: Admission) -> bytes:
-        """Return the record as stored, with a proof that its author knows the secret of the run."""
+    def to_bytes(self, subkey: bytes, admission: Admission) -> bytes:
+        """Return the record as stored under a subkey, with a proof that its author knows the secret of the run."""
         values = {name: getattr(self, name) for name in StoredRecord.__struct_fields__}
         content = msgspec.json.encode(StoredRecord(**values | {"addresses": self.addresses[:_MAX_ADDRESSES]}))
         # JSON, as Hivemind finds its signature in a stored record only if that is a line of text
-        return msgspec.json.encode((content.decode(), admission.of_record(self.peer_id, content)))
+        return msgspec.json.encode((content.decode(), admission.sign(subkey, content).hex()))
 
     @classmethod
-    def from_bytes(cls, peer_id: str, data: bytes, admission: Admission) -> PeerRecord:
-        """Parse a stored record; raise `ValueError` if it is invalid."""
+    def from_bytes(cls, subkey: bytes, data: bytes, admission: Admission) -> PeerRecord:
+        """Parse a record that is stored under a subkey.
+
+        Raises:
+            ValueError: if it is invalid, or its author does not know the secret of the run.
+        """
         if len(data) > MAX_RECORD_BYTES:
             raise ValueError("it is too large")
         try:
             content, proof = msgspec.json.decode(data, type=tuple[str, str])
+            if not hmac.compare_digest(proof.encode(), admission.sign(subkey, content.encode()).hex().encode()):
+                raise ValueError("its author does not know the secret")
             stored = msgspec.json.decode(content, type=StoredRecord)
         except RecursionError as error:
             raise ValueError("it is nested too deeply") from error
-        proven = hmac.compare_digest(proof.encode(), admission.of_record(peer_id, content.encode()).encode())
-        return cls(peer_id, **msgspec.structs.asdict(stored), proven=proven)
+        return cls(owner_of(subkey), **msgspec.structs.asdict(stored))
 
 
 def owner_of(subkey: bytes) -> str:
@@ -156,18 +148,22 @@ def owner_of(subkey: bytes) -> str:
     Raises:
         ValueError: if the subkey contains no key.
     """
-    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 
-    engine = load_engine()
-    prefix, suffix = engine.RSASignatureValidator.PUBLIC_KEY_FORMAT.split(b"_key_")
+    prefix, suffix = load_engine().RSASignatureValidator.PUBLIC_KEY_FORMAT.split(b"_key_")
     if not subkey.startswith(prefix) or not subkey.endswith(suffix):
         raise ValueError("the subkey of a record names no owner")
     try:
-        key = serialization.load_ssh_public_key(subkey[len(prefix) : -len(suffix)])
+        key = load_ssh_public_key(subkey[len(prefix) : -len(suffix)])
     except Exception as error:  # the parser raises errors of many types
         raise ValueError("the subkey of a record holds no key") from error
-    data = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
-    packed = engine.crypto_pb2.PublicKey(key_type=engine.crypto_pb2.RSA, data=data).SerializeToString()
+    return identity_of(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo))
+
+
+def identity_of(key: bytes) -> str:
+    """Return the identity of the peer with a public key, given as DER."""
+    engine = load_engine()
+    packed = engine.crypto_pb2.PublicKey(key_type=engine.crypto_pb2.RSA, data=key).SerializeToString()
     return str(engine.PeerID(_SHA2_256 + hashlib.sha256(packed).digest()))
 
 

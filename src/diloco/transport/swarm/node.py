@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import os
+import random
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -17,16 +18,15 @@ from diloco.errors import RendezvousError, TransportError
 from diloco.transport.connections.streams import Stream, within
 from diloco.transport.swarm.daemon import Daemon, Handler, plainly
 from diloco.transport.swarm.engine import load_engine
-from diloco.transport.swarm.identity import Identity, PeerRecord, make_subkey, make_validator, owner_of
+from diloco.transport.swarm.identity import Identity, PeerRecord, make_subkey, make_validator
 from diloco.transport.swarm.peer_config import Admission, NodePlace
 
 __all__ = ["Node"]
 
-_PROTOCOL = "diloco/1"
+_PROTOCOL = "diloco/2"
 _RECORD_S = 1800.0  # lifetime of a record, after which a peer that has ended is forgotten
 _PING_S = 3.0
 KEEP_UP_EVERY_S = 30.0  # how often a peer compares its time with that of others
-_KEY = "diloco/1/"  # prefix of a run's key in the DHT, before the name of the run
 _MOST_RECORDS = 4096  # the most records of a run that are examined
 _MOST_CLOCKS = 8  # the most peers that are asked for their time
 _GONE_S = 0.2  # how long a daemon that failed to start takes to end
@@ -43,6 +43,7 @@ class Node:
         self._dht = dht
         self._subkey = make_subkey(identity)
         self._place = place
+        self.peers_of_run: set[str] = set()  # that have proved it; others do not set the time
         self._keeping_up = asyncio.ensure_future(self._keep_up())
 
     @classmethod
@@ -150,27 +151,19 @@ class Node:
 
     async def announce(self, admission: Admission, record: PeerRecord) -> None:
         """Store the record of this peer in the DHT."""
-        expires_s = load_engine().clock.now_s() + _RECORD_S
-        await self._dht.store(f"{_KEY}{admission.run}", record.to_bytes(admission), expires_s, subkey=self._subkey)
+        expires_s, data = load_engine().clock.now_s() + _RECORD_S, record.to_bytes(self._subkey, admission)
+        await self._dht.store(admission.dht_key, data, expires_s, subkey=self._subkey)
 
     async def find(self, admission: Admission) -> list[PeerRecord]:
-        """Return the valid records of the other peers of a run.
-
-        Only records whose authors know the run's secret are returned. If there are none, all valid records are, because
-        this peer may have the wrong secret and learns that when it asks their authors.
-        """
-        found = await self._dht.get(f"{_KEY}{admission.run}", latest=True)
+        """Return the records of the other peers of a run, whose authors know the run's secret."""
+        answer = await self._dht.get(admission.dht_key, latest=True)
+        stored = answer.value if answer and isinstance(answer.value, dict) else {}
         records: list[PeerRecord] = []
-        held = found.value if found and isinstance(found.value, dict) else {}
-        for subkey, entry in itertools.islice(held.items(), _MOST_RECORDS):
-            if not isinstance(subkey, bytes) or not isinstance(entry.value, bytes):
-                continue
-            with contextlib.suppress(ValueError):
-                record = PeerRecord.from_bytes(owner_of(subkey), entry.value, admission)
-                if record.peer_id != self.peer_id:
-                    records.append(record)
-        proven = [record for record in records if record.proven]
-        return sorted(proven or records, key=lambda record: record.peer_id)
+        for subkey, entry in itertools.islice(stored.items(), _MOST_RECORDS):
+            if isinstance(subkey, bytes) and isinstance(entry.value, bytes):
+                with contextlib.suppress(ValueError):
+                    records.append(PeerRecord.from_bytes(subkey, entry.value, admission))
+        return sorted((each for each in records if each.peer_id != self.peer_id), key=lambda each: each.peer_id)
 
     async def close(self) -> None:
         """Leave the network and end the daemon, even if the daemon no longer answers."""
@@ -183,9 +176,9 @@ class Node:
         """Follow the network's time, as networks with different times may merge and this machine may be suspended."""
         while True:
             await asyncio.sleep(KEEP_UP_EVERY_S)
-            known = [str(peer) for peer in self._dht.protocol.routing_table.uid_to_peer_id.values()]
+            some = random.sample(sorted(self.peers_of_run), min(_MOST_CLOCKS, len(self.peers_of_run)))
             try:
-                load_engine().clock.keep_up(await _clocks_ahead_s(self._daemon.p2p, known[:_MOST_CLOCKS]))
+                load_engine().clock.keep_up(await _clocks_ahead_s(self._daemon.p2p, some))
             except Exception as error:  # from libp2p; the next attempt may succeed
                 words = "no peer could be asked for the network's time (%s). The next attempt is in %g s."
                 logging.getLogger(__name__).warning(words, plainly(error), KEEP_UP_EVERY_S)

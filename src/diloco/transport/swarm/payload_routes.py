@@ -1,50 +1,32 @@
-"""Payload links between peers: over direct streams if one peer can reach the other, else over libp2p."""
+"""Payload links between peers: over TCP if one peer can reach the other, else over libp2p."""
 
 from __future__ import annotations
 
-import asyncio
-from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
-from diloco.errors import TransportError
-from diloco.protocol import Store, WireMessage, decode, encode
+from diloco.protocol import Store
+from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.link import PeerLink, PeerLinks
 from diloco.transport.connections.streams import Stream
-from diloco.transport.swarm.direct_streams import DirectOffer, hosts_in
 from diloco.transport.swarm.peer_streams import PeerStreams
 
 __all__ = ["SwarmLinks"]
 
-
-class Wanted(WireMessage):
-    """Whether the sender wants direct streams, and what the receiver needs to open them; None: it does not listen."""
-
-    wanted: bool
-    offer: DirectOffer | None
-
-
-class Reached(WireMessage):
-    """Whether the sender has opened a stream to the receiver."""
-
-    reached: bool
-
-
-_TOPICS: dict[str, type[WireMessage]] = {"direct": Wanted, "first": Reached, "second": Reached}
+_TURN = "your turn to dial"
 
 
 class SwarmLinks(PeerLinks):
-    """Links of which each uses a route on which both ends agree.
+    """Links of which each uses the first route that works.
 
-    Each end sends the other its direct addresses. The end of lower rank tries to connect first, then the other. If
-    neither can connect, the link uses libp2p.
+    The end of lower rank tries to reach the other one over TCP. If it can't, it is the other's turn, which uses libp2p
+    if it can't either.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        # link -> topic -> what the peer says about it, once it does
-        self._told: WeakKeyDictionary[PeerLink, dict[str, asyncio.Future[Any]]] = WeakKeyDictionary()
-        self._offers: WeakKeyDictionary[PeerLink, DirectOffer] = WeakKeyDictionary()
+        self._places: WeakKeyDictionary[PeerLink, list[Address]] = WeakKeyDictionary()  # of links over TCP
         self._first: WeakKeyDictionary[PeerLink, Stream] = WeakKeyDictionary()  # a stream that is already open
 
     @property
@@ -52,72 +34,47 @@ class SwarmLinks(PeerLinks):
         return cast(PeerStreams, self.connections.streams)
 
     def receive(self, rank: int, topic: str, content: bytes) -> None:
+        """Dial from now on, as a peer of lower rank can't."""
         link = self.by_rank.get(rank)
-        if link is None or topic not in _TOPICS:
-            return
-        message = decode(content, _TOPICS[topic])
-        if not (told := self._topics(link)[topic]).done():
-            told.set_result(message)
+        if link is not None and topic == _TURN and rank < self.connections.rank and not link.dials:
+            link.dials = True
+            if link.started:
+                self.begin_stripes(link)
+
+    def make(self, rank: int) -> PeerLink:
+        link = super().make(rank)
+        link.dials = self.connections.rank < rank
+        return link
 
     def begin_stripes(self, link: PeerLink) -> None:
-        link.keeping.append(self.connections.begin(self._agree(link)))
+        if link.dials:
+            link.keeping.append(self.connections.begin(self._choose(link)))
 
     async def open_stripe(self, link: PeerLink) -> Stream:
-        if (first := self._first.pop(link, None)) is not None:
+        if first := self._first.pop(link, None):
             return first
-        offer = self._offers.get(link)
-        return await (super().open_stripe(link) if offer is None else self._open_directly(offer))
-
-    def _topics(self, link: PeerLink) -> dict[str, asyncio.Future[Any]]:
-        return self._told.setdefault(link, defaultdict(self.connections.loop.create_future))
-
-    async def _agree(self, link: PeerLink) -> None:
-        """Agree on a route with the peer, and open the first stripe if that is up to this end."""
-        try:
-            async with asyncio.timeout(self.rules.connect_timeout_s):
-                await self._choose(link)
-        except TimeoutError:
-            self.connections.drop(link.rank, "it has not agreed on a route for payloads")
-            return
-        except (OSError, TransportError) as error:
-            self.connections.drop(link.rank, str(error))
-            return
-        link.keeping.clear()
-        super().begin_stripes(link)
+        if places := self._places.get(link):
+            return await self._open_directly(link, places)
+        return await super().open_stripe(link)
 
     async def _choose(self, link: PeerLink) -> None:
-        mode, me = self._streams.place.direct, self.connections.entries[self.connections.rank]
-        peer, first = str(self.address_of(link.rank)), self.connections.rank < link.rank
-        offer = None if mode == "never" else self._streams.direct.offer(peer, hosts_in(me.places))
-        self._tell(link, "direct", Wanted(mode != "never", offer))
-        theirs: Wanted = await self._topics(link)["direct"]
-        why = "one of the two peers does not use direct streams"
-        if mode != "never" and theirs.wanted:
-            why = "neither can be reached directly"
-            for turn, tries in (("first", first), ("second", not first)):
-                there = theirs.offer if tries else offer
-                if there is None:
-                    continue  # both ends know that a peer without an offer does not listen
-                if tries:
-                    try:
-                        self._first[link], self._offers[link] = await self._open_directly(there), there
-                    except OSError as error:
-                        why = str(error)
-                    self._tell(link, turn, Reached(link in self._first))
-                reached = link in self._first if tries else (await self._topics(link)[turn]).reached
-                if reached:
-                    link.description, link.dials = "direct streams", tries
-                    return
-        if mode == "only":
-            raise TransportError(
-                f"there is no direct connection between replica {link.rank} ({peer}) and this one: {why}. "
-                "direct='only' allows no other. Make the port for direct streams of one of the two reachable (LAST of "
-                "network.listen HOST:FIRST-LAST), or use direct='auto'"
-            )
-        link.description, link.single = f"libp2p ({why})", True
+        """Choose a route, and keep stripes over it; or leave both to the other end."""
+        streams, entry = self._streams, self.connections.entries.get(link.rank)
+        places = [parse_address(each) for each in entry.places if "/" not in each] if entry else []
+        try:
+            self._first[link] = await self._open_directly(link, places if streams.place.direct else ())
+            self._places[link] = places
+        except OSError as error:
+            link.why = str(error)
+            if streams.port and self.connections.rank < link.rank:
+                link.dials = False
+                self.connections.send(link.rank, Store(_TURN, b""))
+                return
+            link.single = True
+        link.keeping.clear()  # of this task, which is about to end
+        super().begin_stripes(link)
 
-    async def _open_directly(self, offer: DirectOffer) -> Stream:
-        return self.connections.keep(await self._streams.direct.open(offer))
-
-    def _tell(self, link: PeerLink, topic: str, content: WireMessage) -> None:
-        self.connections.send(link.rank, Store(topic, encode(content)))
+    async def _open_directly(self, link: PeerLink, places: Sequence[Address]) -> Stream:
+        if (connection := self.connections.get(link.rank)) is None:
+            raise OSError(f"rank {link.rank} is not connected")
+        return self.connections.keep(await self._streams.open_directly(connection.address.host, places))

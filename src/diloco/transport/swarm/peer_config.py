@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import hmac
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from diloco.membership import LastViews
-from diloco.transport.secret import check_secret, is_proof, proof
+from diloco.transport.secret import check_secret, derive_key
 from diloco.transport.swarm.status import PeerStatus
 
 __all__ = ["Admission", "NodePlace", "SwarmPlace", "same_port"]
@@ -16,11 +16,7 @@ __all__ = ["Admission", "NodePlace", "SwarmPlace", "same_port"]
 
 @dataclass(frozen=True)
 class Admission:
-    """The rules by which a peer admits others, applied before anything else in a stream is read.
-
-    libp2p authenticates the other end of a stream and encrypts it. A proof is bound to both ends, so a third party that
-    observes it can't use it.
-    """
+    """The rules by which a peer admits others, applied before anything else in a stream is read."""
 
     run: str  # name of the run; peers of other runs are rejected
     # secret that all peers of the run share, see `diloco.transport.secret`; "": the run's name is enough
@@ -30,25 +26,19 @@ class Admission:
     def __post_init__(self) -> None:
         check_secret(self.secret)
 
-    def proof(self, prover: str, verifier: str) -> bytes:
-        """Return the 32 bytes that ``prover`` sends to ``verifier``; both are peer identities.
-
-        >>> Admission("r").proof("a", "b") == Admission("s").proof("a", "b")
-        False
-        """
-        return proof(f"stream {self.run}", self.secret, prover, verifier)
-
     def admits(self, peer: str) -> bool:
         """Return whether ``peer`` is on the list of allowed peers, or there is no list."""
         return not self.allowed or peer in self.allowed
 
-    def accepts(self, given: bytes, prover: str, verifier: str) -> bool:
-        """Return whether ``given`` is the proof of ``prover`` to ``verifier``."""
-        return is_proof(given, f"stream {self.run}", self.secret, prover, verifier)
+    def sign(self, subkey: bytes, content: bytes) -> bytes:
+        """Return the proof in a peer's record in the DHT, stored under its subkey; making it takes the secret."""
+        key = derive_key(f"record {self.run}", self.secret)
+        return hmac.digest(key, len(subkey).to_bytes(4, "big") + subkey + content, "sha256")
 
-    def of_record(self, peer: str, content: bytes) -> str:
-        """Return the proof that ``peer`` adds to ``content``, its record in the DHT; making it takes the secret."""
-        return proof(f"record {self.run}", self.secret, peer, content.hex()).hex()
+    @property
+    def dht_key(self) -> str:
+        """The key of the run's records in the DHT, which only those can derive who know the secret."""
+        return f"diloco/2/{derive_key(f'dht {self.run}', self.secret).hex()}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +51,7 @@ class NodePlace:
     announce: tuple[str, ...] = ()  # multiaddresses to announce instead of those listened at
     map_ports: bool = True  # whether to ask the router to forward ports (UPnP)
     relay: bool = True  # whether to use other peers as relays where nothing else works, and to relay for them
-    # whether payloads use direct streams to peers that can be reached ("auto"), must use them, or never do
-    direct: Literal["auto", "only", "never"] = "auto"
+    direct: bool = True  # whether payloads may use streams over TCP beside libp2p
     direct_port: int = 0  # TCP port for incoming direct streams; 0: any
     insists: bool = True  # whether a peer of ``join`` must answer at the start; otherwise `Node.enter` retries later
 

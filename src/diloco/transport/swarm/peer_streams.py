@@ -1,25 +1,33 @@
-"""Encrypted streams over libp2p for control connections and payload links, with admitted peers only."""
+"""Streams between the peers of a run: over TCP if one can reach the other, and over libp2p.
+
+Inside the streams of libp2p is TLS as over TCP, in which each peer shows the key from which its identity follows.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
+from diloco.errors import TransportError
 from diloco.protocol import Entry
 from diloco.transport.address import Address
-from diloco.transport.connections.streams import Accept, Stream, within
-from diloco.transport.secret import PROOF_BYTES, TurnedAwayError
-from diloco.transport.swarm.direct_streams import DirectStreams, hosts_in
-from diloco.transport.swarm.identity import Identity
+from diloco.transport.connections.sockets import Credentials, TcpStreams
+from diloco.transport.connections.streams import Accept, Stream
+from diloco.transport.secret import TurnedAwayError
+from diloco.transport.swarm.identity import Identity, identity_of
 from diloco.transport.swarm.node import Node
 from diloco.transport.swarm.peer_config import Admission, NodePlace
 
-__all__ = ["PeerAddress", "PeerStreams"]
+__all__ = ["PeerAddress", "PeerStreams", "hosts_in"]
 
-_PROOF_S = 10.0
+_HANDSHAKE_S = 10.0
+_READY = b"?"  # from the side that accepts a stream of libp2p; what came before would be lost to TLS
 _MOST_KNOWN = 4096  # anyone may store records in the DHT, under a new identity each time
+_HOST = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/")
 
 
 @dataclass(frozen=True)
@@ -36,18 +44,20 @@ class PeerAddress(Address):
         return self.host
 
 
-class PeerStreams:
+class PeerStreams(TcpStreams):
     """The streams of one peer."""
 
+    named = True
+
     def __init__(self, identity: Identity, place: NodePlace, admission: Admission) -> None:
+        super().__init__(credentials=Credentials(f"swarm {admission.run}", admission.secret, identity.tls_key))
         self.place = place
+        self.port = 0  # at which this peer accepts connections over TCP; 0: none
         self._identity = identity
-        self._others: WeakKeyDictionary[asyncio.StreamWriter, str] = WeakKeyDictionary()
-        self.direct = DirectStreams(identity.peer_id, self._others)  # streams without libp2p
         self._admission = admission
         self._known: dict[str, tuple[str, ...]] = {}
-        self._hosts: WeakKeyDictionary[asyncio.StreamWriter, str] = WeakKeyDictionary()
-        self._unproven: WeakSet[asyncio.StreamWriter] = WeakSet()
+        # writer -> the identity and the host of the other end of a stream of libp2p, as the daemon says
+        self._over_libp2p: WeakKeyDictionary[asyncio.StreamWriter, tuple[str, str]] = WeakKeyDictionary()
         self._accept: Accept | None = None
         self._node: Node | None = None
 
@@ -60,41 +70,40 @@ class PeerStreams:
     @property
     def direct_description(self) -> str:
         """A description of the routes of payloads, for display."""
-        if self.place.direct == "never":
-            return "over libp2p (direct='never')"
-        origin = f"accepted at port {self.direct.port}" if self.direct.port else "opened by this peer only"
-        otherwise = "; no other route" if self.place.direct == "only" else "; over libp2p where they are impossible"
-        return f"direct streams (TLS 1.3), {origin}{otherwise}"
+        if not self.place.direct:
+            return "over libp2p (direct=False)"
+        origin = f"accepted at port {self.port}" if self.port else "opened by this peer only"
+        return f"direct streams (TLS 1.3), {origin}; over libp2p where they are impossible"
 
     def know(self, peer_id: str, addresses: tuple[str, ...]) -> None:
         """Remember addresses of a peer, in case the network does not find it by itself; of the last 4096 peers."""
-        if addresses:
+        if addresses := tuple(each for each in addresses if each.startswith("/")):
             self._known.pop(peer_id, None)
             self._known[peer_id] = addresses
             if len(self._known) > _MOST_KNOWN:
                 del self._known[next(iter(self._known))]
 
     async def listen(self, accept: Accept, *where: Any) -> PeerAddress:
-        """Start the peer. Streams from peers that are not on the list are closed at once."""
+        """Start the peer."""
         self._node = await Node.start(self._identity, self.place)
         self._accept = accept
-        if self.place.direct != "never":
-            hosts = [host for each in self.place.listen for host in hosts_in([each])]
-            await self.direct.listen(hosts, self.place.direct_port, self._take_direct)
+        for host in hosts_in(self.place.listen) if self.place.direct else ():
+            port = self.port or self.place.direct_port
+            self.port = (await super().listen(accept, host, range(port, port + 1), host)).port
         await self._node.handle(self._take)
         return PeerAddress(self._node.peer_id)
 
     async def open(self, address: Address) -> Stream:
-        peer_id, me = address.host, self.node.peer_id
-        if not self._admission.admits(peer_id):
+        peer_id = address.host
+        if not self.admits(peer_id):
             raise OSError(f"{peer_id} is not on the list of peers that may take part (network.allow)")
         reader, writer = await self.node.open(peer_id, self._known.get(peer_id, ()))
+        self._over_libp2p[writer] = peer_id, ""
         try:
-            writer.write(self._admission.proof(me, peer_id))
-            proof = await within(_PROOF_S, reader.readexactly(PROOF_BYTES))
-            if not self._admission.accepts(proof, peer_id, me):
-                raise TurnedAwayError(f"{peer_id} belongs to another run, or has another secret")
-        except (asyncio.IncompleteReadError, TimeoutError, ConnectionError) as error:
+            async with asyncio.timeout(_HANDSHAKE_S):
+                await reader.readexactly(len(_READY))
+                await self._introduce(reader, writer)
+        except (OSError, EOFError) as error:
             writer.close()
             raise TurnedAwayError(
                 f"{peer_id} rejected this peer: it belongs to another run, has another secret, does not list this peer "
@@ -103,59 +112,103 @@ class PeerStreams:
         except BaseException:
             writer.close()
             raise
-        self._others[writer] = peer_id
-        return reader, writer
+        return self._checked(peer_id, (reader, writer))
+
+    async def open_directly(self, peer_id: str, places: Sequence[Address]) -> Stream:
+        """Open a stream to a peer over TCP, at the first of these addresses that answers.
+
+        Raises:
+            OSError: if no address can be reached, or another process listens there.
+        """
+        dialing = [asyncio.ensure_future(super(PeerStreams, self).open(each)) for each in places]
+        why: BaseException | str = f"no answer within {_HANDSHAKE_S:g} s"
+        kept: asyncio.StreamWriter | None = None
+        try:
+            for each in asyncio.as_completed(dialing, timeout=_HANDSHAKE_S):
+                try:
+                    stream = self._checked(peer_id, await each)
+                    kept = stream[1]
+                    return stream
+                except TimeoutError:
+                    continue
+                except (OSError, EOFError, TransportError) as error:
+                    why = error
+        finally:
+            for task in dialing:
+                task.cancel()
+                if task.done() and not task.cancelled() and task.exception() is None:
+                    _, writer = task.result()
+                    if writer is not kept:
+                        writer.transport.abort()
+        raise OSError(f"no direct connection to {', '.join(map(str, places)) or 'it'}: {why}")
+
+    def _checked(self, peer_id: str, stream: Stream) -> Stream:
+        """Return a stream if its other end has the key of the peer."""
+        if self.identity(stream[1]) == peer_id:
+            self._note(peer_id)
+            return stream
+        stream[1].transport.abort()
+        raise OSError(f"another process answers in place of {peer_id}")
+
+    async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        if writer in self._over_libp2p:
+            writer.write(_READY)
+        if not await super().admit(reader, writer):
+            return False
+        self._note(self.identity(writer))
+        return True
+
+    def _note(self, peer_id: str) -> None:
+        if len(self.node.peers_of_run) < _MOST_KNOWN:
+            self.node.peers_of_run.add(peer_id)
+
+    def admits(self, identity: str) -> bool:
+        return self._admission.admits(identity)
+
+    def identity_of(self, key: bytes) -> str:
+        return identity_of(key)
+
+    def route(self, writer: asyncio.StreamWriter) -> str:
+        return "libp2p" if writer in self._over_libp2p else "direct streams"
+
+    def places_for_payloads(self, addresses: Sequence[str]) -> tuple[str, ...]:
+        """Return where others can open streams over TCP to this peer, whose multiaddresses these are."""
+        return tuple(str(Address(host, self.port)) for host in hosts_in(addresses)) if self.port else ()
 
     def address(self, text: str) -> PeerAddress:
         return PeerAddress(text)
 
-    def payload_address(self, entry: Entry) -> PeerAddress:
-        return PeerAddress(entry.address)
-
-    def calls_back_at(self, entry: Entry) -> PeerAddress:
+    def locate(self, entry: Entry) -> PeerAddress:
         self.know(entry.address, entry.places)
         return PeerAddress(entry.address)
 
-    def identity(self, writer: asyncio.StreamWriter) -> str:
-        """Return the identity of the other end, which libp2p has authenticated."""
-        return self._others.get(writer, "nobody")
-
     def origins(self, writer: asyncio.StreamWriter) -> tuple[str, ...]:
-        return tuple(filter(None, (self.identity(writer), self._hosts.get(writer, ""))))
+        return tuple(filter(None, self._over_libp2p.get(writer, ()))) or super().origins(writer)
 
     def tune(self, writer: asyncio.StreamWriter, silence_s: float) -> None:
         """Do nothing, because the daemon tunes its connections itself."""
 
     async def refuse(self) -> None:
         self._accept = None
-        await self.direct.refuse()
+        await super().refuse()
 
     async def close(self) -> None:
         if self._node is not None:
             await self._node.close()
 
-    async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        if writer not in self._unproven:  # a direct stream, whose other end is already authenticated
-            return True
-        peer_id, me = self.identity(writer), self.node.peer_id
-        if not self._admission.accepts(await reader.readexactly(PROOF_BYTES), peer_id, me):
-            return False
-        self._unproven.discard(writer)
-        writer.write(self._admission.proof(me, peer_id))
-        return True
-
-    async def _take_direct(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        place = writer.get_extra_info("peername")
-        self._hosts[writer] = str(place[0]) if place else ""
-        await self._hand_over(reader, writer)
-
     async def _take(self, peer_id: str, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._others[writer], self._hosts[writer] = peer_id, host
-        self._unproven.add(writer)
-        await self._hand_over(reader, writer)
-
-    async def _hand_over(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._accept is None or not self._admission.admits(self.identity(writer)):
+        self._over_libp2p[writer] = peer_id, host
+        if self._accept is None or not self.admits(peer_id):
             writer.close()
         else:
             await self._accept(reader, writer)
+
+
+def hosts_in(addresses: Sequence[str]) -> list[str]:
+    """Return the hosts in multiaddresses that reach a peer without a relay; loopback addresses come last.
+
+    >>> hosts_in(["/ip4/127.0.0.1/tcp/4/p2p/Qm", "/ip4/10.0.0.7/tcp/4/p2p/Qm", "/ip4/9.9.9.9/tcp/1/p2p/Q/p2p-circuit"])
+    ['10.0.0.7', '127.0.0.1']
+    """
+    hosts = [match[1] for each in addresses if "/p2p-circuit" not in each and (match := _HOST.match(each))]
+    return sorted(dict.fromkeys(hosts), key=lambda host: host.startswith("127.") or host == "::1")

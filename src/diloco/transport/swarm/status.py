@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import xxhash
+from msgspec import Meta
 
 from diloco.events import Event, json_ready, to_record
+from diloco.membership import Count
+from diloco.protocol import Refused, WireMessage
+from diloco.transport.peers.directory import Directory, question, say
 from diloco.transport.peers.transport import PeerTransport
+from diloco.units import visible
 
-__all__ = ["PeerStatus"]
+__all__ = ["PeerStatus", "StatusAnswer", "StatusAsked", "serve_status"]
 
 KEPT = {
     "RunStarted": 1,
@@ -95,3 +102,38 @@ class PeerStatus:
             found = [each for kept in self._kept.values() for each in kept if each[0] >= number]
             events = [record for _, record in sorted(found, key=lambda each: each[0])]
             return {"events": events[-_MOST_REPORTED:], "next_event": self._next}
+
+
+class StatusAsked(WireMessage):
+    """An observer asks for the status of a peer."""
+
+    since: Count | None = None  # the number of the first event to report; None: none
+    of: Annotated[str, Meta(max_length=200)] | None = None  # another peer, which the asked one is to ask
+
+
+class StatusAnswer(WireMessage):
+    """The status of a peer as JSON, as it holds the records of events."""
+
+    text: Annotated[bytes, Meta(max_length=1 << 20)]
+
+
+def serve_status(directory: Directory, status: PeerStatus) -> None:
+    """Answer observers with the status of this peer, or forward the question to a member that they can't reach."""
+    transport, connections, entries = directory.transport, directory.connections, directory.registry.entries
+
+    async def answer(asked: StatusAsked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        others = {*directory.members} - {transport.replica}
+        other = next((each for rank, each in entries.items() if rank in others and each.address == asked.of), None)
+        reply: WireMessage
+        if asked.of is None:
+            codec = entries[transport.replica].facts.get("codec", "")
+            text = json.dumps(status.message(transport, directory.swarm, codec, asked.since))
+            reply = StatusAnswer(text.encode())
+        elif other is not None:
+            address = connections.streams.locate(other)
+            reply = await question(connections.open, address, StatusAsked(asked.since), StatusAnswer)
+        else:
+            reply = Refused(f"{visible(asked.of, 80)} is not another member of this swarm")
+        await say(reply, reader, writer)
+
+    connections.services[StatusAsked] = answer

@@ -16,11 +16,13 @@ import msgspec
 
 from diloco.errors import RendezvousError, TransportError
 from diloco.membership import GREATEST, MOST_RANK
+from diloco.transport.connections.limits import few_at_once
 from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, UNKNOWN_PEER_BYTES, within
+from diloco.transport.peers.directory import question
 from diloco.transport.swarm.identity import PeerRecord, load_identity
 from diloco.transport.swarm.peer_config import Admission, NodePlace
-from diloco.transport.swarm.peer_streams import PeerStreams
-from diloco.transport.swarm.swarm import StatusAnswer, StatusAsked, ask_peer
+from diloco.transport.swarm.peer_streams import PeerAddress, PeerStreams
+from diloco.transport.swarm.status import StatusAnswer, StatusAsked
 from diloco.units import visible
 
 __all__ = ["PeerReport", "StatusClient", "absences", "open_status_client", "status_of"]
@@ -70,33 +72,35 @@ class StatusClient:
             self._streams.know(record.peer_id, record.addresses)
         asked = {each.peer_id: _question(each.peer_id, since) for each in records}
         self._most_bytes = max(UNKNOWN_PEER_BYTES, min(MAX_MESSAGE_BYTES, _MOST_ANSWERS_BYTES // max(1, len(records))))
-        seen = await asyncio.gather(*(self._asked(each, asked[each.peer_id]) for each in records))
+        seen = await few_at_once(lambda each: self._asked(each, asked[each.peer_id]), records)
         there = [each.peer_id for each in seen if each.status]
-        return list(await asyncio.gather(*(self._asked_through(there, each, asked[each.peer_id]) for each in seen)))
+        return await few_at_once(lambda each: self._asked_through(there, each, asked[each.peer_id]), seen)
 
-    async def _asked(self, record: PeerRecord, question: StatusAsked) -> PeerReport:
+    async def _asked(self, record: PeerRecord, asked: StatusAsked) -> PeerReport:
         report = PeerReport(record.peer_id, record.number, finished=record.finished)
         relayed = bool(record.addresses) and all("/p2p-circuit" in each for each in record.addresses)
         try:
-            return await self._answered(report, record.peer_id, question, "relayed" if relayed else "direct")
-        except (OSError, TimeoutError, RendezvousError, TransportError) as error:
+            return await self._answered(report, record.peer_id, asked, "relayed" if relayed else "direct")
+        except (OSError, EOFError, RendezvousError, TransportError) as error:
             return replace(report, problem=str(error) or f"no answer within {_ANSWER_S:g} s")
 
-    async def _asked_through(self, others: Sequence[str], seen: PeerReport, question: StatusAsked) -> PeerReport:
+    async def _asked_through(self, others: Sequence[str], seen: PeerReport, asked: StatusAsked) -> PeerReport:
         """Ask other members to forward the question to a peer that did not answer; it may be connected to them only."""
         some = random.sample(others, min(_MOST_FORWARDERS, len(others)))
         for other in some if seen.problem else ():
-            with contextlib.suppress(OSError, TimeoutError, RendezvousError, TransportError):
-                return await self._answered(seen, other, StatusAsked(question.since, seen.peer_id), f"through {other}")
+            with contextlib.suppress(OSError, EOFError, RendezvousError, TransportError):
+                return await self._answered(seen, other, StatusAsked(asked.since, seen.peer_id), f"through {other}")
         return seen
 
-    async def _answered(self, report: PeerReport, peer: str, question: StatusAsked, route: str) -> PeerReport:
+    async def _answered(self, report: PeerReport, peer: str, asked: StatusAsked, route: str) -> PeerReport:
         """Return ``report`` completed by the answer of ``peer``."""
         asked_s = time.monotonic()
-        answer = await within(_ANSWER_S, ask_peer(self._streams, peer, question, StatusAnswer, self._most_bytes))
+        most_bytes = UNKNOWN_PEER_BYTES if asked == StatusAsked() else self._most_bytes
+        asking = question(self._streams.open, PeerAddress(peer), asked, StatusAnswer, most_bytes)
+        answer = await within(_ANSWER_S, asking)
         took_s = time.monotonic() - asked_s
         status = status_of(answer.text)
-        if question.since is None:
+        if asked.since is None:
             status.pop("events", None)
         return replace(report, status=status, problem="", route=route, round_trip_s=took_s)
 

@@ -6,10 +6,10 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch.distributed as dist
 
@@ -20,21 +20,23 @@ from diloco.protocol import Entry, Registry, Rules
 from diloco.transport.address import Address, local_host_towards, parse_address, parse_ports
 from diloco.transport.base import Transport
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.tcp_streams import TcpStreams
+from diloco.transport.connections.sockets import Credentials, TcpStreams
 from diloco.transport.leader import LeaderTransport
-from diloco.transport.peers.connected import Connected
+from diloco.transport.peers.connected import Connected, Table
+from diloco.transport.peers.directory import Directory
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.replica_group import ReplicaGroup
 from diloco.transport.secret import TurnedAwayError, check_secret
 from diloco.transport.tcp.doctor import serve_probes
-from diloco.transport.tcp.reconnect import Reconnection, TorchConnected, serve_candidates
 from diloco.transport.tcp.rendezvous import ask, cause, connect_to_all, greet, serve, share_text
+from diloco.waiting import waiting_for
 
 __all__ = ["Place", "connect", "connect_again", "connect_tcp"]
 
 
 PORT_TIMEOUT_S = 5.0  # how long the owner of the rendezvous port may take to answer as a diloco or release the port
 _LISTEN_AGAIN_S = 0.2
+_CLOSED = "it is rejoining itself"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +55,7 @@ class Place:
     attempt: str = "0"  # number of the attempt of ``torchrun``, which restarts all workers of a group together
     host: str = ""  # address of this machine to listen at; "": the one from which the rendezvous is reached
     ports: str = "0"  # ports for control connections: ``0`` for any, ``FIRST`` or ``FIRST-LAST``
-    interface: str = ""  # network interface of the payload connections; "": that of ``host``
-    # the shared secret, see `diloco.transport.secret`, whose knowledge ranks prove to each other before any other
-    # message; "": no proof is needed
+    # the shared secret, see `diloco.transport.secret`; "": anybody may take part
     secret: str = field(default="", repr=False)
     # how long a rank that has lost its view and finds no member waits for other searching ranks before one of them
     # founds a view
@@ -116,17 +116,27 @@ def connect_again(
     Raises:
         TransportError: if this does not succeed in time; nothing stays open.
     """
-    before, transport = lost.transport, _open(place, rules, listening)
+    before = lost.transport
+    credentials = cast(TcpStreams, before.connections.streams).credentials
+    transport = _open(place, rules, listening, credentials)
     try:
         host, transport.finishers = before.address.host, before.finishers
         transport.connections.listen(host, range(0), host)
-        entry = Entry(place.rank, str(transport.address), rules.facts, before.step, _payload_places(transport, place))
+        entry = Entry(place.rank, str(transport.address), rules.facts, before.step)
         entries = [entry, *before.known_entries()]
         registry = Registry(len(entries), place.ranks_per_replica, entries)
         election = _election(place, rules, before.step, views)
-        search = Reconnection(transport, entry, election, registry, place.rendezvous, patience_s)
-        transport.connections.entries = registry.entries
-        return search.connect()
+        directory = TcpDirectory(transport, registry, election, patience_s, place.rendezvous)
+        connections = transport.connections
+        connections.entries = registry.entries
+        with waiting_for(directory.awaited, patience_s):
+            view, found = connections.call(directory.find())
+        serve(connections, registry)
+        if found is None:
+            transport.step = before.step  # joining ranks receive it
+        transport.begin(view, registry, member=found is None, closed=_CLOSED)
+        table = Table(dict(registry.entries), found is not None, found.step if found else 0)
+        return Connected(transport=transport, table=table, joining=found is not None, directory=directory)
     except BaseException:
         transport.close()
         raise
@@ -143,9 +153,11 @@ def _election(place: Place, rules: Rules, held_step: int, views: LastViews | Non
     )
 
 
-def _open(place: Place, rules: Rules, listening: socket.socket | None = None) -> PeerTransport:
+def _open(
+    place: Place, rules: Rules, listening: socket.socket | None = None, credentials: Credentials | None = None
+) -> PeerTransport:
     rules = replace(rules, rank=place.rank, ranks_per_replica=place.ranks_per_replica)
-    transport = PeerTransport(rules, TcpStreams(listening, place.secret))
+    transport = PeerTransport(rules, TcpStreams(place.secret, listening, credentials))
     serve_probes(transport.connections)
     return transport
 
@@ -172,7 +184,7 @@ def _connect(transport: PeerTransport, place: Place, rules: Rules, held_step: in
             f"replica {place.replica} was given no rendezvous. Use HOST:PORT of replica 0, or of any replica of a "
             "running training."
         )
-    entry = Entry(place.rank, str(connections.address), rules.facts, held_step, _payload_places(transport, place))
+    entry = Entry(place.rank, str(connections.address), rules.facts, held_step)
     table = ask(connections, meeting, entry, rules.rendezvous_timeout_s)
     registry = Registry(len(table.entries), size, list(table.entries.values()))
     transport.connections.entries = registry.entries
@@ -192,18 +204,33 @@ def _connect(transport: PeerTransport, place: Place, rules: Rules, held_step: in
     view = View(-1, tuple(members)) if table.running else View.of(place.num_replicas)
     election = _election(place, rules, held_step, None)
     serve(connections, registry)
-    serve_candidates(transport, registry, election)
     transport.begin(view, registry, member=not table.running)
-    search = Reconnection(transport, entry, election, registry, meeting, rules.rendezvous_timeout_s)
-    return TorchConnected(transport=transport, table=table, joining=table.running, reconnection=search)
+    directory = TcpDirectory(transport, registry, election, rules.rendezvous_timeout_s, meeting)
+    return Connected(transport=transport, table=table, joining=table.running, directory=directory)
 
 
-def _payload_places(transport: PeerTransport, place: Place) -> tuple[str, ...]:
-    """Return the addresses at which this rank accepts payload connections, if they differ from that of all others."""
-    streams = transport.connections.streams
-    if not place.interface or not isinstance(streams, TcpStreams):
-        return ()
-    return (str(transport.connections.call(streams.listen_for_payloads(place.interface))),)
+class TcpDirectory(Directory):
+    """The directory of a run over TCP, in which each rank asks at all addresses that it has ever known.
+
+    Args:
+        elsewhere: another address at which a member may answer.
+    """
+
+    def __init__(
+        self,
+        transport: PeerTransport,
+        registry: Registry,
+        election: BootstrapElection,
+        patience_s: float,
+        elsewhere: Address | None,
+    ) -> None:
+        super().__init__(transport, registry, election, patience_s)
+        self._elsewhere = elsewhere
+
+    async def addresses(self) -> Collection[Address]:
+        others = (entry for rank, entry in self.registry.entries.items() if rank != self.connections.rank)
+        places = dict.fromkeys([*map(self.connections.streams.locate, others), self._elsewhere])
+        return [each for each in places if each not in (None, self.connections.address)]
 
 
 async def _host_rendezvous(connections: ConnectionManager, address: Address, host: str) -> bool:
@@ -225,7 +252,7 @@ async def _host_rendezvous(connections: ConnectionManager, address: Address, hos
                 return False  # it is not an address of this machine
         left_s = deadline_s - clock.time()
         try:
-            await greet(connections.streams, address, left_s)
+            await greet(connections, address, left_s)
             return False
         except TurnedAwayError:
             return False  # a diloco with another secret, which registration will report
@@ -266,7 +293,6 @@ def connect_tcp(
     facts: Mapping[str, str] | None = None,
     host: str = "",
     ports: str = "0",
-    interface: str = "",
     secret: str = "",
     **rules: Any,
 ) -> Iterator[Transport]:
@@ -288,8 +314,7 @@ def connect_tcp(
         facts: what must be the same on all replicas, name -> value; a difference raises before training starts.
         host: address of this machine to listen at; default: the one from which the rendezvous is reached.
         ports: ports to listen at, ``FIRST`` or ``FIRST-LAST``; ``0``: any.
-        interface: network interface of the payload connections; default: that of ``host``.
-        secret: what all replicas prove to know, as ``diloco secret`` writes it; default: no proof is needed.
+        secret: what all replicas prove to know, as ``diloco secret`` writes it; default: anybody may take part.
         rules: any field of `diloco.protocol.Rules`, such as ``round_timeout_s=60``.
 
     Raises:
@@ -315,7 +340,6 @@ def connect_tcp(
         rendezvous=parse_address(rendezvous, key="the rendezvous"),
         host=host,
         ports=ports,
-        interface=interface,
         secret=secret,
     )
     opened: list[PeerTransport] = []

@@ -17,8 +17,8 @@ from diloco.errors import TransportError
 from diloco.protocol import WireMessage
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.sockets import TcpStreams
 from diloco.transport.connections.streams import pack, read_frame, within
-from diloco.transport.connections.tcp_streams import TcpStreams
 from diloco.transport.secret import TurnedAwayError
 
 __all__ = ["Finding", "examine", "serve_probes"]
@@ -27,6 +27,7 @@ MOST_BYTES = 64_000_000  # the most bytes that one probe transfers
 
 _CHUNK_BYTES = 1 << 20
 _PINGS = 10
+_HOLD_S = 60.0  # for one transfer, during which others wait
 _SECRETS = "give both ends the same --secret-file"
 
 
@@ -70,13 +71,13 @@ def serve_probes(connections: ConnectionManager) -> None:
         while True:
             if asked.ask == "ping":
                 writer.write(pack(Probed()))
-            elif asked.ask == "take":
-                async with busy:
-                    await _take(reader, asked.bytes)
-                    writer.write(pack(Probed()))
             else:
-                async with busy:
-                    await _give(writer, asked.bytes)
+                async with busy, asyncio.timeout(_HOLD_S):
+                    if asked.ask == "give":
+                        await _give(writer, asked.bytes)
+                    else:
+                        await _take(reader, asked.bytes)
+                        writer.write(pack(Probed()))
             await writer.drain()
             asked, _ = await read_frame(reader, Probe)
 
@@ -100,10 +101,8 @@ async def examine(address: Address, num_bytes: int, timeout_s: float, secret: st
         return Finding(given, problem=f"the name does not resolve: {error.strerror or error}", advice=advice)
     resolved = tuple(dict.fromkeys(str(place[4][0]) for place in places))
     try:
-        opening = TcpStreams(secret=secret).open(address)
-        reader, writer = await within(timeout_s, opening)
-    except TurnedAwayError as error:
-        return Finding(given, resolved, problem=str(error), advice=_SECRETS)
+        _, plain = await within(timeout_s, asyncio.open_connection(address.host, address.port))
+        plain.close()
     except ConnectionRefusedError:
         advice = "start a replica or `diloco doctor --listen` there, or choose another port"
         return Finding(given, resolved, problem="nothing listens there (connection refused)", advice=advice)
@@ -113,7 +112,11 @@ async def examine(address: Address, num_bytes: int, timeout_s: float, secret: st
     except OSError as error:
         return Finding(given, resolved, problem=str(error), advice="set up a route to that machine")
     try:
-        return Finding(given, resolved, True, *await _measure(reader, writer, num_bytes, timeout_s))
+        stream = await within(timeout_s, TcpStreams(secret).open(address))
+        try:
+            return Finding(given, resolved, True, *await _measure(*stream, num_bytes, timeout_s))
+        finally:
+            stream[1].transport.abort()
     except TimeoutError:
         advice = "check that the process is not frozen, or transfer less (--size)"
         problem = f"it accepted the connection but did not respond for {timeout_s:g} s"
@@ -124,8 +127,6 @@ async def examine(address: Address, num_bytes: int, timeout_s: float, secret: st
         advice = "use the control port of a diloco of the same version"
         reason = str(error) or "the connection was closed"
         return Finding(given, resolved, problem=f"what answers there is not a diloco: {reason}", advice=advice)
-    finally:
-        writer.close()
 
 
 async def _measure(

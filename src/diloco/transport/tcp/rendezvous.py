@@ -11,7 +11,7 @@ import contextlib
 import math
 import socket
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Annotated, Any
 
@@ -22,18 +22,16 @@ from diloco.membership import Ranks, Words
 from diloco.protocol import Entries, Entry, Refused, Registry, WireMessage
 from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.control_connection import Who
 from diloco.transport.connections.limits import Backoff
-from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, Streams, pack, read_frame, within
+from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, pack, read_frame, within
 from diloco.transport.peers.connected import Table
 from diloco.transport.secret import TurnedAwayError
 from diloco.units import visible
 from diloco.waiting import waiting_for
 
-__all__ = ["ask", "cause", "connect_to_all", "greet", "question", "serve", "share_text"]
+__all__ = ["ask", "cause", "connect_to_all", "greet", "serve", "share_text"]
 
 
-_LONGEST_S = 30 * 86_400.0
 _ANSWER_S = 5.0
 _MOST_REASON = 500
 _MOST_UNANSWERED = 3  # unanswered greetings after which the program at the address can't be a diloco
@@ -41,11 +39,9 @@ TELL_EVERY_S = 1.5  # how often waiting ranks are sent the missing ranks; less t
 
 
 class Register(WireMessage):
-    """A rank registers."""
+    """A rank registers, for as long as its connection lasts."""
 
     entry: Entry
-    patience_s: Annotated[float, Meta(ge=0.0, le=_LONGEST_S)]
-    tell: bool = False  # whether it is to be told, while it waits, which ranks are missing
 
 
 class Missing(WireMessage):
@@ -53,7 +49,10 @@ class Missing(WireMessage):
 
     missing: Ranks
     refused: Annotated[tuple[Words, ...], Meta(max_length=1)]  # why the last one was refused that did not fit
-    final: bool  # whether the receiver has waited for as long as it wanted to
+
+    def __str__(self) -> str:
+        why = "".join(f" (one was refused: {visible(each.removesuffix('.'), _MOST_REASON)})" for each in self.refused)
+        return f"rank {', '.join(map(str, self.missing))}{why}"
 
 
 class RankTable(WireMessage, tag="table"):
@@ -72,61 +71,52 @@ def serve(connections: ConnectionManager, registry: Registry, host: int | None =
         host: the rank that answers here. It registers first, because the rendezvous would end with it if it were
             refused. None: no rank does.
     """
-    begun = asyncio.Event()
-    waiting: dict[int, asyncio.Future[WireMessage]] = {}
+    begun, news = asyncio.Event(), [asyncio.Event()]  # set when a rank is refused and when all have registered
     refusals: list[str] = []  # why ranks were refused; the last one is what the others learn
 
     async def register(asked: Register, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        entry, patience_s = asked.entry, asked.patience_s
+        entry, was_running = asked.entry, registry.running
         parse_address(entry.address)  # all others would fail at it
-        if host not in (None, entry.rank):
-            await asyncio.wait_for(begun.wait(), patience_s)
-        was_running = registry.running
+        leaving = asyncio.ensure_future(reader.read(1))
         try:
+            if host not in (None, entry.rank):
+                await _first_of(leaving, begun)
+            if reason := await connections.claimed(entry.rank, writer):
+                raise RendezvousError(reason)
             registry.register(entry)
             begun.set()
+            if registry.running:
+                news[0].set()
+            while not registry.running:
+                missing = tuple(rank for rank in registry.missing if rank != entry.rank)
+                writer.write(pack(Missing(missing, tuple(refusals))))
+                await _first_of(leaving, news[0], TELL_EVERY_S)
+                if leaving.done():
+                    registry.withdraw(entry.rank)
+                    return
+            entries = Entries.of(registry.entries[rank] for rank in sorted(registry.entries))
+            answer: WireMessage = RankTable(entries, was_running)
         except RendezvousError as error:
             refusals[:] = [str(error)]
-            writer.write(pack(Refused(str(error))))
-            await writer.drain()
-            return
-        if not was_running and not registry.complete:
-            future: asyncio.Future[WireMessage] = asyncio.get_running_loop().create_future()
-            waiting[entry.rank] = future
-            leaving = asyncio.ensure_future(reader.read(1))
-            leaving.add_done_callback(lambda _: future.done() or future.cancel())
-            telling = asyncio.ensure_future(_tell_missing(registry, refusals, writer)) if asked.tell else None
-            await asyncio.wait([future], timeout=patience_s)
-            waiting.pop(entry.rank, None)
+            answer = Refused(str(error))
+            news[0].set()
+            news[:] = [asyncio.Event()]
+        finally:
             leaving.cancel()
-            if telling is not None:
-                telling.cancel()
-            if future.cancelled() or not future.done():
-                registry.withdraw(entry.rank)
-            if future.cancelled():
-                return
-            missing = tuple(rank for rank in registry.missing if rank != entry.rank)
-            answer: WireMessage = Missing(missing, tuple(refusals), final=True)
-            if future.done():
-                answer = future.result()
-        else:
-            answer = _table(registry, was_running)
-            if not was_running:
-                for future in waiting.values():
-                    if not future.done():
-                        future.set_result(answer)
-        with contextlib.suppress(OSError):
-            writer.write(pack(answer))
-            await writer.drain()
+        writer.write(pack(answer))
+        await writer.drain()
 
     connections.services[Register] = register
 
 
-async def _tell_missing(registry: Registry, refusals: Sequence[str], writer: asyncio.StreamWriter) -> None:
-    """Send a waiting rank the missing ranks from time to time."""
-    while True:
-        await asyncio.sleep(TELL_EVERY_S)
-        writer.write(pack(Missing(registry.missing, tuple(refusals), final=False)))
+async def _first_of(leaving: asyncio.Future[bytes], event: asyncio.Event, timeout_s: float | None = None) -> None:
+    """Wait until a process leaves, or an event or the time comes."""
+    coming = asyncio.ensure_future(event.wait())
+    both: list[asyncio.Future[Any]] = [leaving, coming]
+    try:
+        await asyncio.wait(both, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        coming.cancel()
 
 
 def ask(
@@ -145,30 +135,36 @@ def ask(
         RendezvousError: if there is no answer, the rank is refused, or a rank does not arrive in time; the message says
             which.
     """
-    missing: list[str] = []
-    with waiting_for(lambda: missing[-1] if missing else f"an answer at the rendezvous {address}", timeout_s):
-        return connections.call(_ask(connections.streams, address, entry, timeout_s, answer_s, missing))
+    told: list[Missing] = []
+    with waiting_for(lambda: f"{told[0] if told else 'an answer'} at the rendezvous {address}", timeout_s):
+        return connections.call(_ask(connections, address, entry, timeout_s, answer_s, told))
 
 
 async def _ask(
-    streams: Streams, address: Address, entry: Entry, timeout_s: float, answer_s: float, missing: list[str]
+    connections: ConnectionManager,
+    address: Address,
+    entry: Entry,
+    timeout_s: float,
+    answer_s: float,
+    told: list[Missing],
 ) -> Table:
-    deadline_s = asyncio.get_running_loop().time() + timeout_s
+    clock = asyncio.get_running_loop()
+    deadline_s = clock.time() + timeout_s
     attempts, unanswered, why = 0, 0, ""
     backoff = Backoff(0.25, 1.0, seed=f"{entry.rank} {entry.address}")
-    while (left_s := deadline_s - asyncio.get_running_loop().time()) > 0:
+    while (left_s := deadline_s - clock.time()) > 0:
         attempts += 1
+        writer: asyncio.StreamWriter | None = None
+        told.clear()
         try:
-            await greet(streams, address, min(left_s, answer_s))
-            left_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
-            answer = await within(left_s, _register(streams, address, entry, min(0.9 * left_s, _LONGEST_S), missing))
+            stream = await within(min(left_s, answer_s), connections.open(address))
+            reader, writer = stream
+            stream[1].write(pack(Register(entry)))
+            async with asyncio.timeout_at(deadline_s):
+                while isinstance(answer := await _next(reader), Missing):
+                    told[:] = [answer]
             if isinstance(answer, Refused):
                 raise RendezvousError(answer.reason)
-            if isinstance(answer, Missing):
-                raise RendezvousError(
-                    f"rank {entry.rank} waited {timeout_s:g} s at {address} for {_ranks(answer)}{_refused(answer)}. "
-                    "Start the missing ranks, or choose a longer network.round_timeout, of which this is half."
-                )
             return Table({each.rank: each for each in answer.entries.whole()}, answer.running)
         except TurnedAwayError as error:
             raise RendezvousError(
@@ -180,6 +176,11 @@ async def _ask(
         except ConnectionRefusedError:
             why = "nothing listens there (connection refused)"
         except TimeoutError:
+            if told:
+                raise RendezvousError(
+                    f"rank {entry.rank} waited {timeout_s:g} s at {address} for {told[0]}. Start the missing ranks, or "
+                    "choose a longer network.round_timeout, of which this is half."
+                ) from None
             why, unanswered = "no answer", unanswered + 1
             if unanswered == _MOST_UNANSWERED:
                 raise _another_program(entry.rank, address, "does not answer") from None
@@ -189,12 +190,20 @@ async def _ask(
             raise
         except (TransportError, ValueError) as error:
             raise _another_program(entry.rank, address, f"did not answer as a diloco does ({cause(error)})") from error
-        await asyncio.sleep(min(backoff.next_s(), max(0.0, deadline_s - asyncio.get_running_loop().time())))
+        finally:
+            if writer is not None:
+                writer.transport.abort()
+        await asyncio.sleep(min(backoff.next_s(), max(0.0, deadline_s - clock.time())))
     raise RendezvousError(
         f"rank {entry.rank} found no rendezvous at {address} within {timeout_s:g} s ({attempts} attempts): {why}. "
         "Start replica 0 there, open that port, or, to join a running training, give the address of any of its "
         "replicas."
     )
+
+
+async def _next(reader: asyncio.StreamReader) -> RankTable | Missing | Refused:
+    answer, _ = await read_frame(reader, RankTable | Missing | Refused, MAX_MESSAGE_BYTES)
+    return answer  # type: ignore[no-any-return]  # one of these types
 
 
 def _another_program(rank: int, address: Address, behaviour: str) -> RendezvousError:
@@ -210,8 +219,8 @@ def cause(error: Exception) -> str:
     return str(error).partition(". The connection")[0]
 
 
-async def greet(streams: Streams, address: Address, timeout_s: float) -> None:
-    """Check that the program at ``address`` is a diloco.
+async def greet(connections: ConnectionManager, address: Address, timeout_s: float) -> None:
+    """Check that the program at ``address`` is a diloco with the same secret, which the handshake shows.
 
     Raises:
         TransportError: if it is another program.
@@ -219,51 +228,8 @@ async def greet(streams: Streams, address: Address, timeout_s: float) -> None:
         TimeoutError: if it does not answer.
         OSError, EOFError: if nothing listens there, or the connection is closed.
     """
-    await within(timeout_s, question(streams, address, Who(), Who))
-
-
-async def question(streams: Streams, address: Address, message: WireMessage, expected: Any) -> Any:
-    """Send ``message`` to ``address`` over a new connection and return the answer; raise the errors of `greet`."""
-    reader, writer = await streams.open(address)
-    try:
-        writer.write(pack(message))
-        answer, _ = await read_frame(reader, expected, MAX_MESSAGE_BYTES)
-        return answer
-    finally:
-        writer.close()
-
-
-async def _register(
-    streams: Streams, address: Address, entry: Entry, patience_s: float, missing: list[str]
-) -> RankTable | Missing | Refused:
-    """Register and return the answer; while waiting, set ``missing`` to a text that names the missing ranks."""
-    reader, writer = await streams.open(address)
-    try:
-        writer.write(pack(Register(entry, patience_s, tell=True)))
-        await writer.drain()
-        while True:
-            answer, _ = await read_frame(reader, RankTable | Missing | Refused, MAX_MESSAGE_BYTES)
-            if not isinstance(answer, Missing) or answer.final:
-                return answer  # type: ignore[no-any-return]  # one of these types
-            missing[:] = [f"{_ranks(answer)} at the rendezvous {address}{_refused(answer)}"]
-    finally:
-        writer.close()
-
-
-def _ranks(answer: Missing) -> str:
-    """Return the missing ranks as text."""
-    return f"rank {', '.join(map(str, answer.missing))}"
-
-
-def _refused(answer: Missing) -> str:
-    """Return why the last rank was refused that came, as a text in brackets; "" if none was."""
-    return "".join(
-        f" (one was refused: {visible(each.removesuffix('.'), _MOST_REASON)})" for each in answer.refused[:1]
-    )
-
-
-def _table(registry: Registry, running: bool) -> RankTable:
-    return RankTable(Entries.of(registry.entries[rank] for rank in sorted(registry.entries)), running)
+    _, writer = await within(timeout_s, connections.open(address))
+    writer.transport.abort()
 
 
 def share_text(master: Address, mine: str | None, timeout_s: float, key: str) -> str:
@@ -359,7 +325,7 @@ async def _connect_to_all(
                 return
             try:
                 if dials_me and not is_new:
-                    await greet(connections.streams, address, timeout_s - waited_s)
+                    await greet(connections, address, timeout_s - waited_s)
                 else:
                     await within(timeout_s - waited_s, connections.connect(rank, address))
                 why, refused_s = "it does not connect", math.inf

@@ -1,0 +1,309 @@
+"""Sockets between processes, all of them TLS 1.3, over which each end shows its key and that it knows the secret.
+
+Everybody who knows the secret derives the same signing key from it, for each purpose another one. A process signs a
+certificate of its own key with it, and accepts only certificates that are signed so. TLS proves to each end that the
+other one has the key of its certificate, in a transcript that contains both certificates: a process without the secret
+can neither read, nor change, nor relay what passes, nor become anybody. Without a secret everybody derives the signing
+key, so that connections are encrypted, but anyone may take part.
+
+The key of a process is its identity. Who claims to be a rank that is connected must have its key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import socket
+import ssl
+import tempfile
+from datetime import datetime
+from pathlib import Path
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+from diloco.errors import TransportError
+from diloco.private_files import create_private
+from diloco.protocol import Entry
+from diloco.transport.address import Address, parse_address
+from diloco.transport.connections.streams import Accept, Stream, within
+from diloco.transport.secret import TurnedAwayError, check_secret, derive_key
+
+__all__ = ["Credentials", "TcpStreams", "raw_transport", "stop_listening"]
+
+_HANDSHAKE_S = 10.0
+_ADMITTED = b"+"  # what the listening side says first
+_LOW_DELAY = 0x10  # in the type-of-service byte: routers that support it let these packets overtake payloads
+_VALID = datetime(2020, 1, 1), datetime(2120, 1, 1)  # whatever the clock of a machine says
+_RAW: WeakKeyDictionary[asyncio.BaseTransport, asyncio.Transport] = WeakKeyDictionary()  # TLS -> what is below it
+_TLS_BYTES = 1 << 14  # that its protocol takes at once
+_MOST_UNREAD_BYTES = 1 << 20  # more than any peer sends before it closes; further data is not read
+
+
+class Credentials:
+    """The key of this process, in the TLS contexts that show it.
+
+    Args:
+        purpose: What the connections are for. Processes with another purpose are refused as with another secret.
+        secret: The shared secret, see `diloco.transport.secret`; "": anybody may connect.
+        key: The private key, of the package ``cryptography``; None: a new one.
+    """
+
+    def __init__(self, purpose: str, secret: str, key: Any = None) -> None:
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+
+        signer = ed25519.Ed25519PrivateKey.from_private_bytes(derive_key(f"tls {purpose}", check_secret(secret)))
+        key = key or ec.generate_private_key(ec.SECP256R1())
+        authority = _certificate("diloco", signer.public_key(), signer, is_authority=True)
+        form, no_password = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        pem = key.private_bytes(serialization.Encoding.PEM, form, no_password)
+        shown = _certificate("a process of diloco", key.public_key(), signer, is_authority=False)
+        self.opening, self.listening = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        with tempfile.TemporaryDirectory(prefix="diloco-") as folder:  # readable by this user only
+            file = Path(folder) / "key-and-certificate.pem"
+            create_private(file, pem + ssl.DER_cert_to_PEM_cert(shown).encode())
+            for context in (self.opening, self.listening):
+                context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
+                context.minimum_version = ssl.TLSVersion.TLSv1_3
+                context.load_verify_locations(cadata=authority)
+                context.load_cert_chain(file)
+        self.listening.num_tickets = 0
+
+    async def secure(self, writer: asyncio.StreamWriter, *, listening: bool) -> bytes:
+        """Turn a connection into one of TLS, and return the public key of the other end, as DER.
+
+        Nothing may have been read from the connection that belongs to TLS.
+
+        Raises:
+            TurnedAwayError: One of the two ends has another secret or purpose.
+            TransportError: The other end does not speak TLS.
+            OSError: The connection ended.
+        """
+        raw = cast(asyncio.Transport, writer.transport)
+        try:
+            await writer.start_tls(self.listening if listening else self.opening)
+        except ssl.SSLError as error:
+            raw.abort()
+            if isinstance(error, ssl.SSLCertVerificationError):
+                raise TurnedAwayError("it has a different secret, or only one of the two ends has one") from error
+            raise TransportError("the other side does not use this version of diloco's protocol") from error
+        except AttributeError as error:  # asyncio's, if the connection ends at the end of the handshake
+            writer._transport = raw  # type: ignore[attr-defined]  # it has set it to None
+            raise ConnectionResetError("it ended in the handshake") from error
+        except BaseException:
+            raw.abort()
+            raise
+        _RAW[writer.transport] = raw
+        _drain_on_reset(raw)
+        return _public_key(writer)
+
+
+def raw_transport(writer: asyncio.StreamWriter) -> asyncio.BaseTransport:
+    """Return the transport below TLS. Unlike that of TLS it can be aborted after it has been closed twice."""
+    return _RAW.get(writer.transport, writer.transport)
+
+
+def _public_key(writer: asyncio.StreamWriter) -> bytes:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    return (
+        x509.load_der_x509_certificate(shown).public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    )
+
+
+def _certificate(name: str, key: Any, signer: Any, *, is_authority: bool) -> bytes:
+    """Return a certificate of a public key, as DER."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    subject, issuer = (x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, each)]) for each in (name, "diloco"))
+    constraints = x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None)
+    builder = x509.CertificateBuilder(issuer, subject, key, x509.random_serial_number(), *_VALID)
+    return bytes(builder.add_extension(constraints, critical=True).sign(signer, None).public_bytes(Encoding.DER))
+
+
+def _drain_on_reset(raw: asyncio.Transport) -> None:
+    """Make a connection that is reset deliver what has already arrived before it reports its end.
+
+    Otherwise a process that stood still would not learn what was the last that another one told it.
+
+    Args:
+        raw: The transport below TLS.
+    """
+    protocol: Any = raw.get_protocol()  # of TLS
+    end = protocol.connection_lost
+
+    def connection_lost(error: Exception | None) -> None:
+        unread = _unread(raw) if isinstance(error, OSError) else b""
+        for start in range(0, len(unread), _TLS_BYTES):
+            data = unread[start : start + _TLS_BYTES]
+            protocol.get_buffer(len(data))[: len(data)] = data
+            protocol.buffer_updated(len(data))
+        end(None if unread else error)  # the reader would raise an error before it returns the data
+
+    protocol.connection_lost = connection_lost
+
+
+def _unread(transport: asyncio.Transport) -> bytes:
+    unread = bytearray()
+    with contextlib.suppress(OSError), transport.get_extra_info("socket").dup() as mine:  # asyncio's own can't read
+        mine.setblocking(False)
+        while len(unread) < _MOST_UNREAD_BYTES and (more := mine.recv(_MOST_UNREAD_BYTES)):
+            unread += more
+    return bytes(unread)
+
+
+async def stop_listening(server: asyncio.Server) -> None:
+    """Close a server once every accepted connection is known to its protocol.
+
+    If a server closes between accepting a connection and creating its transport, asyncio loses the connection and
+    leaves it open.
+    """
+    for listening in server.sockets:
+        asyncio.get_running_loop().remove_reader(listening)
+    for _ in range(2):
+        await asyncio.sleep(0)
+    server.close()
+
+
+class TcpStreams:
+    """One listening port, and connections to those of other processes.
+
+    Args:
+        secret: The shared secret; "": anybody may connect.
+        kept: A socket that already listens, from `keep`. It is closed with these streams.
+        credentials: Those of the streams that these ones replace; None: new ones.
+    """
+
+    named = False
+
+    def __init__(
+        self, secret: str = "", kept: socket.socket | None = None, credentials: Credentials | None = None
+    ) -> None:
+        self.credentials = credentials or Credentials("tcp", secret)
+        self._servers: list[asyncio.Server] = []
+        self._kept = kept
+        self._identities: WeakKeyDictionary[asyncio.StreamWriter, str] = WeakKeyDictionary()
+
+    def keep(self) -> socket.socket:
+        """Return the listening socket, for streams that replace these. Its port refuses no connection meanwhile.
+
+        A peer whose connection is refused would take this process for terminated. If these streams have already ended
+        because of an internal error, that was right, and the port is opened again.
+
+        Raises:
+            OSError: Another process has taken the port since.
+        """
+        (server,) = self._servers
+        if server.sockets:
+            return server.sockets[0].dup()
+        family, place = self._listened
+        return socket.create_server(place, family=family)
+
+    async def listen(self, accept: Accept, host: str, ports: range, advertised: str) -> Address:
+        """Accept connections on the first free port of ``ports``.
+
+        Args:
+            accept: Called with each connection, which it takes over.
+            host: An address of this machine; "": all of them.
+            ports: The ports to try.
+            advertised: The host that others are given.
+
+        Raises:
+            TransportError: No port is free, or the host is not an address of this machine.
+        """
+        if self._kept is not None:
+            server = await asyncio.start_server(accept, sock=self._kept)
+        else:
+            server = await self._start(accept, host, ports)
+        self._servers.append(server)
+        place = server.sockets[0].getsockname()
+        self._listened = server.sockets[0].family, place[:2]
+        return Address(advertised, place[1])
+
+    async def _start(self, accept: Accept, host: str, ports: range) -> asyncio.Server:
+        why: OSError | None = None
+        for port in ports:
+            try:
+                return await asyncio.start_server(accept, host or None, port)
+            except OSError as error:
+                why = error
+        tried = f"port {ports[0]}" if len(ports) == 1 else f"any port from {ports[0]} to {ports[-1]}"
+        raise TransportError(
+            f"can't listen on {host or 'this machine'} at {tried}: {why}. Choose another port or an address of this "
+            "machine (network.listen)."
+        ) from why
+
+    async def open(self, address: Address) -> Stream:
+        try:
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+        except UnicodeError as error:  # a peer may announce a name that no resolver takes
+            raise OSError(f"{address} is no valid address: {error}") from error
+        try:
+            await within(_HANDSHAKE_S, self._introduce(reader, writer))
+        except TurnedAwayError as error:
+            raise TurnedAwayError(f"{address} rejected this process: {error}") from error
+        return reader, writer
+
+    async def _introduce(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Take part in the handshake as the side that opened the connection, and wait until the other one admits it."""
+        key = await self.credentials.secure(writer, listening=False)
+        self._identities[writer] = self.identity_of(key)
+        try:
+            await reader.readexactly(len(_ADMITTED))
+        except BaseException:
+            writer.transport.abort()
+            raise
+
+    async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        key = await self.credentials.secure(writer, listening=True)
+        self._identities[writer] = identity = self.identity_of(key)
+        if not self.admits(identity):
+            return False
+        writer.write(_ADMITTED)
+        return True
+
+    def admits(self, identity: str) -> bool:
+        """Return whether a process that knows the secret may connect."""
+        return True
+
+    def identity_of(self, key: bytes) -> str:
+        """Return the identity of the owner of a public key."""
+        return hashlib.sha256(key).hexdigest()
+
+    def identity(self, writer: asyncio.StreamWriter) -> str:
+        return self._identities.get(writer, "")
+
+    def address(self, text: str) -> Address:
+        return parse_address(text)
+
+    def locate(self, entry: Entry) -> Address:
+        return parse_address(entry.address)
+
+    def tune(self, writer: asyncio.StreamWriter, silence_s: float) -> None:
+        """Send small packets at once, and let the kernel detect a dead path too."""
+        connection = writer.get_extra_info("socket")
+        if connection.family == socket.AF_INET:
+            connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _LOW_DELAY)
+        elif connection.family == socket.AF_INET6:
+            connection.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, _LOW_DELAY)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * silence_s))
+
+    def route(self, writer: asyncio.StreamWriter) -> str:
+        return "TCP"
+
+    def origins(self, writer: asyncio.StreamWriter) -> tuple[str, ...]:
+        place = writer.get_extra_info("peername")
+        return (str(place[0]),) if place else ()
+
+    async def refuse(self) -> None:
+        for server in self._servers:
+            await stop_listening(server)
+
+    async def close(self) -> None:
+        """Do nothing, as `refuse` has closed the servers."""

@@ -1,0 +1,422 @@
+"""The directory of a run: each process answers who the members are, and one that looks for them asks.
+
+An answer is the table of the members, that the process asked is looking for them, too, or a refusal. A process that
+finds no member founds a view, if it is elected among those that are looking. It is the same over TCP and in a swarm,
+at the start of a swarm and after a process has lost its view; only where to ask differs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import math
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from diloco.errors import RendezvousError, RunFinishedError, TransportError
+from diloco.membership import GREATEST, BootstrapElection, Candidate, Count, Rank, Ranks, View, byzantine_quorum
+from diloco.protocol import Entries, Entry, Introduce, Refused, Registry, WireMessage, difference
+from diloco.transport.address import Address
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.limits import Backoff, few_at_once
+from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, Stream, pack, read_frame, within
+from diloco.transport.peers.transport import PeerTransport
+
+__all__ = ["Directory", "Looking", "Members", "NotNowError", "question", "say"]
+
+_ANSWER_S = 10.0
+_OVER_S = 2.0
+_LOOK_AGAIN_S = 0.5, 2.0  # pauses between two questions to all known processes
+
+_Name = Annotated[str, Meta(max_length=64)]
+
+
+class NotNowError(OSError):
+    """A reachable process can't answer a question now, for example because it is starting or joining itself."""
+
+
+class Ask(WireMessage):
+    """A process asks who the members are."""
+
+    entry: Entry
+
+
+class Members(WireMessage, dict=True):
+    """The members, as one of them sees them."""
+
+    known: Entries  # of the members and of processes that are about to join
+    members: Ranks  # the replicas of the view
+    step: Count = 0  # inner steps that the member has begun to synchronise
+    swarm: _Name = ""  # the swarm's name, chosen by its founder; "": it is none
+    founded_step: Count = 0  # step of the checkpoint that the swarm was founded from; 0 for none
+
+    def __post_init__(self) -> None:
+        if not self.swarm.isprintable() or not self.members:
+            raise ValueError("it has no members, or a name that does not print")
+
+    @functools.cached_property
+    def entries(self) -> Mapping[int, Entry]:
+        """Rank -> entry."""
+        return {each.rank: each for each in self.known.whole()}
+
+
+class Looking(WireMessage):
+    """The asked process is looking for the members, too; the fields are those of a `Candidate`."""
+
+    number: Rank
+    held_step: Annotated[int, Meta(ge=-1, le=GREATEST)]
+    was: _Name  # the swarm that it was a member of
+    last: View | None
+    agreed: View | None
+    vote: View | None
+
+
+class CallBack(WireMessage):
+    """A process asks to have member ``to`` connect to it."""
+
+    to: Rank
+    entry: Entry
+
+
+class Introduced(WireMessage):
+    """The member was asked to connect."""
+
+
+class Over(WireMessage):
+    """The run has ended for the sender's replica."""
+
+    replica: Rank
+
+
+class Directory:
+    """What one process knows about who the members are. Everything runs in the control thread.
+
+    Args:
+        registry: the entries of all known ranks, that of this one included.
+        election: of the process that founds a view if no member is found.
+        patience_s: how long a search lasts at most, in seconds.
+        was: the swarm that this process was a member of; "": none.
+    """
+
+    def __init__(
+        self,
+        transport: PeerTransport,
+        registry: Registry,
+        election: BootstrapElection,
+        patience_s: float,
+        was: str = "",
+    ) -> None:
+        self.swarm = ""  # the swarm that this process has found or founded
+        self.founded_step = 0  # step of the checkpoint from which the swarm was founded
+        self.patience_s = patience_s
+        self.election = election
+        self.looking: list[Candidate] = []  # the other processes that were looking at the last check
+        self.searches = False  # whether it looks for the members at present
+        self.registry = registry
+        self.was = was
+        self.transport = transport
+        self.connections: ConnectionManager = transport.connections
+        services = self.connections.services
+        services[Ask], services[CallBack], services[Over] = self._answer, self._introduce, self._note_end
+
+    # What differs between networks.
+
+    async def addresses(self) -> Collection[Address]:
+        """Return the addresses at which members may answer, and let others find this process."""
+        raise NotImplementedError
+
+    def check(self, found: Members) -> None:
+        """Raise `RendezvousError` if this process must not join these members."""
+
+    def had_members(self) -> bool:
+        """Whether there were members that do not answer now."""
+        return False
+
+    def over(self) -> str:
+        """Return why there is nobody left to join; "" if there may be."""
+        views, replica_of = self.election.views, self.transport.rules.replica_of
+        members = {*map(replica_of, self.registry.entries)} if views is None else {*views.last.members}
+        finished = len(self.transport.finishers & members)  # fewer than could lie have just left
+        over = finished >= byzantine_quorum(len(members))
+        return "the others have finished the run, and no member is left to join." if over else ""
+
+    def awaited(self) -> str:
+        """Return what the search waits for, as text."""
+        number = "other" if self.election.views is None else len(self.election.views.last.members)
+        return f"enough of the {number} replicas to continue ({1 + len(self.looking)} of them are searching)"
+
+    def nobody(self, why: Mapping[str, str]) -> str:
+        """Return that a search has ended in vain."""
+        return (
+            f"replica {self.election.number} has searched for the others for {self.patience_s:g} s, its limit, and "
+            f"found {len(self.looking)} that are also searching. Its state is saved."
+        )
+
+    async def announce_end(self) -> None:
+        """Tell former members, at the addresses where they listen, that the run has ended."""
+        rules, members = self.transport.rules, self.transport.view.members
+
+        async def tell(entry: Entry) -> None:
+            with contextlib.suppress(OSError, EOFError, TransportError, ValueError):
+                _, writer = await within(_OVER_S, self.connections.open(self.connections.streams.locate(entry)))
+                writer.write(pack(Over(self.transport.replica)))
+                await within(_OVER_S, writer.drain())
+                writer.close()
+
+        absent = [entry for entry in self.transport.known_entries() if rules.replica_of(entry.rank) not in members]
+        await asyncio.gather(*map(tell, absent))
+
+    # Looking for the members.
+
+    async def find(self) -> tuple[View, Members | None]:
+        """Connect to all members and return their view; or return the view to found, and None.
+
+        A member that can't be reached may just have ended, so the search goes on with the next answers.
+
+        Raises:
+            RendezvousError: there is neither in time, or this process can't take part.
+            RunFinishedError: the others have finished.
+        """
+        self.searches = True
+        try:
+            return await self._find()
+        finally:
+            self.searches = False
+
+    async def _find(self) -> tuple[View, Members | None]:
+        clock, known_s = asyncio.get_running_loop(), math.inf  # when others could first know of this process
+        began_s, backoff = clock.time(), Backoff(*_LOOK_AGAIN_S, seed=self._entry.address)
+        while True:
+            places, asked_s = await self.addresses(), clock.time()
+            known_s = min(known_s, asked_s)
+            answers = await few_at_once(self._answer_or_error, places)
+            why: dict[str, str] = {}
+            refusals: list[RendezvousError] = []
+            there = False  # whether a member answers, even if it can't be joined now
+            for place, answer in zip(places, answers, strict=True):
+                try:
+                    if isinstance(answer, Exception):
+                        raise answer
+                    if isinstance(answer, Members):
+                        self.check(answer)
+                        there = True
+                        found = await self.connect(answer)
+                        return View(-1, tuple(each for each in found.members if each != self.election.number)), found
+                except RendezvousError as error:  # this one refuses, but another one may not
+                    refusals.append(error)
+                    why[str(place)] = str(error)
+                except (OSError, EOFError, TransportError, ValueError) as error:
+                    there = there or isinstance(error, NotNowError)
+                    why[str(place)] = str(error) or type(error).__name__
+            if refusals and not there:
+                raise refusals[0]
+            self.looking = [self._candidate(each) for each in answers if isinstance(each, Looking)]
+            waited_s = asked_s - known_s
+            if not there:
+                if over := self.over():
+                    raise RunFinishedError(over)
+                left, had = self.transport.finishers, self.had_members()
+                if view := self.election.founds(self.looking, waited_s, had_members=had, left=left):
+                    return view, None
+            if clock.time() - began_s > self.patience_s:
+                raise RendezvousError(self.nobody(why) + self.election.missing(self.looking))
+            await asyncio.sleep(backoff.next_s())
+
+    def _candidate(self, answer: Looking) -> Candidate:
+        views = (answer.last, answer.agreed, answer.vote) if answer.was == self.was else ()
+        return Candidate(answer.number, answer.held_step, *views)
+
+    @property
+    def _entry(self) -> Entry:
+        return self.registry.entries[self.connections.rank]
+
+    async def _answer_or_error(self, address: Address) -> Members | Looking | Exception:
+        try:
+            return await self.ask(address)
+        except (OSError, EOFError, TransportError, ValueError, RendezvousError) as error:
+            return error
+
+    async def ask(self, address: Address) -> Members | Looking:
+        """Ask a process who the members are.
+
+        Raises:
+            RendezvousError: it refuses for good.
+            NotNowError: it can't answer now.
+            OSError, EOFError, TransportError: it can't be reached.
+        """
+        answer = await question(self.connections.open, address, Ask(self._entry), Members | Looking)
+        if isinstance(answer, Members):
+            keep = {self.connections.rank, *self.transport.rules.ranks(answer.members), *self.connections.connected}
+            for rank, entry in answer.entries.items():
+                if rank != self.connections.rank and self._fits(rank):
+                    self.registry.note(entry, keep=keep)
+        return answer  # type: ignore[no-any-return]  # what was asked for
+
+    def _fits(self, rank: int) -> bool:
+        return not self.registry.num_ranks or rank < self.registry.num_ranks
+
+    async def connect(self, found: Members) -> Members:
+        """Connect to all members, and as far as possible to others that are about to join. Return the newest table.
+
+        Raises:
+            OSError: a member can't be reached.
+        """
+        connections, streams = self.connections, self.connections.streams
+        first = self.registry.entries.get(min(self.transport.rules.ranks(found.members)))
+        if streams.named and first is not None and first.rank != connections.rank:
+            try:  # all joiners ask the same one, so that they learn of each other
+                answer = await self.ask(streams.locate(first))
+            except RendezvousError:
+                pass  # the one that was asked does not refuse
+            except (OSError, EOFError, TransportError) as error:
+                raise NotNowError(str(error)) from error
+            else:
+                found = answer if isinstance(answer, Members) else found
+        members = {*self.transport.rules.ranks(found.members)}
+        others = {*found.entries} if streams.named else set()
+        wanted = sorted((members | others) - connections.connected - {connections.rank})
+        results = await asyncio.gather(*(self._reach(rank, found) for rank in wanted), return_exceptions=True)
+        for rank, result in zip(wanted, results, strict=True):
+            if isinstance(result, BaseException) and rank in members:
+                raise result
+        return found
+
+    async def _reach(self, rank: int, found: Members) -> None:
+        try:
+            address = self.connections.streams.locate(found.entries[rank])
+            await within(self.transport.rules.silence_s, self.connections.connect(rank, address))
+        except (OSError, EOFError, TransportError, KeyError, ValueError) as error:
+            if await self._called_back(found, rank):
+                return
+            raise OSError(
+                f"replica {self.election.number} can't reach rank {rank}, which is a member: "
+                f"{str(error) or type(error).__name__}. If both are behind routers that block incoming connections, "
+                "they need a relay: a peer with a public address"
+            ) from error
+
+    async def _called_back(self, found: Members, rank: int) -> bool:
+        """Ask the members to have ``rank`` open the connection, and return whether it did."""
+        streams = self.connections.streams
+        if not streams.named or rank not in found.members:
+            return False
+        for other in found.members:
+            if other == rank or other not in found.entries:
+                continue
+            try:
+                asked = CallBack(rank, self._entry)
+                await question(self.connections.open, streams.locate(found.entries[other]), asked, Introduced)
+                async with asyncio.timeout(self.transport.rules.silence_s):
+                    # the first message from the other side shows that it has established the connection, too
+                    while (connection := self.connections.get(rank)) is None or not connection.num_messages:
+                        self.connections.arrived.clear()
+                        await self.connections.arrived.wait()
+                return True
+            except (OSError, EOFError, TransportError, RendezvousError):
+                continue
+        return False
+
+    async def refresh(self) -> None:
+        """Ask for the current members and connect to all of them."""
+        entries, streams = self.registry.entries, self.connections.streams
+        known = [streams.locate(entries[rank]) for rank in sorted(self.connections.connected & entries.keys())]
+        for place in (*known, *await self.addresses()):
+            with contextlib.suppress(OSError, EOFError, TransportError, ValueError, RendezvousError):
+                if isinstance(answer := await self.ask(place), Members):
+                    await self.connect(answer)
+                    return
+
+    # Answering.
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The members of the view; empty while this process is not a member itself."""
+        members = self.transport.view.members
+        is_one = self.transport.last_view is not None and self.transport.failure is None
+        return members if is_one and self.transport.replica in members else ()
+
+    async def _answer(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        entry, streams, me = asked.entry, self.connections.streams, self.election.me
+        streams.locate(entry)  # all others would fail at an address that is none
+        if streams.named and entry.address != streams.identity(writer):
+            return
+        if self.searches:
+            answer: WireMessage = Looking(me.number, me.held_step, self.was, me.last, me.agreed, me.vote)
+        elif not self.members:
+            answer = Refused("it is joining itself")
+        elif streams.named and (closed := self.transport.closed_to_joiners):
+            answer = Refused(closed)
+        elif why := await self._refusal(entry, writer):
+            answer = Refused(why, for_good=True)
+        else:
+            keep = {*self.transport.rules.ranks(self.members), self.connections.rank, *self.connections.connected}
+            self.registry.note(entry, keep=keep)
+            entries = self.registry.entries
+            ranks = sorted(entries if not streams.named else keep & entries.keys())
+            known = Entries.of(entries[rank] for rank in ranks)
+            answer = Members(known, self.members, self.transport.step, self.swarm, self.founded_step)
+        await say(answer, reader, writer)
+
+    async def _refusal(self, entry: Entry, writer: asyncio.StreamWriter) -> str:
+        """Return why a process can't take part, or "" if it can."""
+        known = self.registry.entries.get(entry.rank)
+        named, size = self.connections.streams.named, self.transport.rules.ranks_per_replica
+        if named and known is not None and known.address != entry.address and entry.rank in self.members:
+            return f"replica {entry.rank} is {known.address} already; choose another number"
+        if not self._fits(entry.rank):
+            return f"rank {entry.rank} is none of the run's {self.registry.num_ranks} ranks"
+        if words := difference(self._entry, entry, size):
+            return f"{words}; both sides need the same value"
+        return await self.connections.claimed(entry.rank, writer)
+
+    async def _introduce(self, asked: CallBack, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Have a member connect to the asking process, which can't connect to that member."""
+        if asked.entry.address == self.connections.streams.identity(writer) and asked.to in self.members:
+            self.connections.send(asked.to, Introduce(asked.entry))
+            await say(Introduced(), reader, writer)
+
+    async def _note_end(self, asked: Over, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.transport.finishers.add(asked.replica)
+
+
+async def question(
+    open_stream: Callable[[Address], Awaitable[Stream]],
+    address: Address,
+    message: WireMessage,
+    expected: Any,
+    most_bytes: int = MAX_MESSAGE_BYTES,
+) -> Any:
+    """Ask a process and return its answer, of at most ``most_bytes``.
+
+    Raises:
+        RendezvousError: it refuses for good; the message gives its reason.
+        NotNowError: it can be reached but does not answer, or can't answer now.
+        OSError, EOFError, TransportError: it can't be reached.
+    """
+    reader, writer = await open_stream(address)
+    try:
+        writer.write(pack(message))
+        answer, _ = await within(_ANSWER_S, read_frame(reader, expected | Refused, most_bytes))
+    except TransportError as error:
+        raise NotNowError(f"{address} answered with what is no answer: {error}") from error
+    except (EOFError, OSError) as error:
+        raise NotNowError(f"{address} does not answer") from error
+    finally:
+        writer.transport.abort()
+    if isinstance(answer, Refused):
+        if answer.for_good:
+            raise RendezvousError(f"{address} refuses: {answer.reason}.")
+        raise NotNowError(f"{address} can't answer yet: {answer.reason}")
+    return answer
+
+
+async def say(answer: WireMessage, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Send an answer, and wait until the asking process ends the connection.
+
+    When one side closes a stream of libp2p, the daemon drops what the other side has not read yet.
+    """
+    writer.write(pack(answer))
+    await writer.drain()
+    await within(_ANSWER_S, reader.read(1))

@@ -1,0 +1,53 @@
+"""Which route the payloads of a swarm take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diloco.transport import Address, PeerStreams, join, parse_address
+from tests.transport.contract import contribution, exchange
+from tests.transport.nowhere import nobody_at
+from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, Swarms, wait_for_members
+
+pytestmark = HIVEMIND_LEAVES_CONNECTIONS
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "route"),
+    [
+        ({}, {}, "direct streams"),
+        ({}, {"hidden": True}, "direct streams"),
+        ({"direct": False}, {}, "libp2p"),
+        ({}, {"direct": False}, "libp2p"),
+    ],
+    ids=["both listen", "one listens", "the one of lower rank wants none", "the other one wants none"],
+)
+def test_payloads_go_directly_where_one_can_reach_the_other(
+    swarms: Swarms, first: dict[str, Any], second: dict[str, Any], route: str
+) -> None:
+    one = swarms.peer(0, **first).transport
+    connected = swarms.peer(1, [one], **second)
+    join(connected, LIMIT_S)
+    both = [one, connected.transport]
+    for each in both:
+        wait_for_members(each, 2)
+        each.tick()
+    exchange(both, [contribution(m) for m in range(2)])
+    assert [each.link_descriptions[1 - each.replica] for each in both] == [route, route]
+
+
+def test_nothing_is_said_to_somebody_else_at_the_address_of_a_peer(swarms: Swarms) -> None:
+    """The key decides who is who, not the address: over libp2p the peer itself is reached."""
+    streams = [each.connections.streams for each in swarms.meet(2)]
+    one, other = streams
+    assert isinstance(one, PeerStreams)
+    assert isinstance(other, PeerStreams)
+    call = swarms.transports[0].connections.call
+    there = Address("127.0.0.1", other.port)
+    assert call(one.open_directly(other.node.peer_id, [there]))
+    with nobody_at() as nowhere:
+        for places in ([], [nowhere], [parse_address("nobody.invalid:1")], [Address("127.0.0.1", one.port)]):
+            with pytest.raises(OSError, match="no direct connection"):
+                call(one.open_directly(other.node.peer_id, places))
