@@ -159,6 +159,17 @@ def test_who_looks_when_the_others_have_finished_hears_that_the_run_is_over(meet
         second.rejoin(LIMIT_S)
 
 
+def test_nobody_else_says_that_a_replica_has_finished(meet: Meet) -> None:
+    """One member could say so in the name of all, so that this replica gives up or continues alone."""
+    third = meet(3)[2].transport
+    third.leave()
+    for replica in (0, 1):
+        with closing(stranger_at(third.address)) as other:
+            other.sendall(frame({"kind": "over", "replica": replica}))
+            assert other.recv(1) == b""
+    assert not third.finishers
+
+
 def test_a_search_from_what_is_no_address_is_remembered_by_nobody(meet: Meet) -> None:
     """Who searches later, and who finishes, would fail at it."""
     transport = meet(2, ended=True)[0].transport

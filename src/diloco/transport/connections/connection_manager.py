@@ -156,6 +156,7 @@ class ConnectionManager(ControlThread):
         self._on_event = on_event
         self._connections: dict[int, ControlConnection] = {}
         self._pending_hellos = PendingHellos(rules.rank)
+        self.identities: dict[int, str] = {}  # rank -> its identity when it became a member, for each other member
         self._members: frozenset[int] = frozenset()
         self._open_limit = ConnectionLimit[asyncio.StreamWriter](MOST_OPEN, MOST_OPEN_OF_ONE)
         self._unknown_peers = ConnectionLimit[int](_MOST_UNKNOWN_PEERS, _MOST_UNKNOWN_PEERS_OF_ONE)
@@ -191,7 +192,10 @@ class ConnectionManager(ControlThread):
 
     def trust(self, ranks: Iterable[int]) -> None:
         """Make ``ranks`` the members, which may send large messages and are exempt from the limits on other peers."""
-        self._members = frozenset(ranks)
+        before, self._members = self._members, frozenset(ranks)
+        there = self._connections.items()
+        new = {rank: self.streams.identity(each.writer) for rank, each in there if rank in self._members - before}
+        self.identities = {rank: each for rank, each in (self.identities | new).items() if rank in self._members}
         for rank in self._members:
             self._unknown_peers.leave(rank)
         for rank, connection in self._connections.items():
