@@ -339,6 +339,37 @@ def test_a_round_that_only_one_has_voted_for_is_judged_alike_by_all() -> None:
     assert all(set(each.outcomes.values()) == {True} for each in honest(network, 3))
 
 
+@pytest.mark.parametrize("replicas", [3, 5])
+def test_what_one_says_it_has_adopted_puts_nobody_out(replicas: int) -> None:
+    """The liar does not hear a member, is to go for it, and says that the next view is without that member instead."""
+    network, liar, victim = simulated(replicas), replicas - 1, 1
+    begin(network, *range(replicas))
+    rest = tuple(each for each in range(replicas) if each != victim)
+    following = NextView(View(1, rest), View.of(replicas), 2, {}, f"replica {victim} is lost")
+    send(network, liar, change(liar, unheard=frozenset({(liar, victim)})))
+    send(network, liar, Adopted(following), to=[0])
+    send(network, liar, LATE, to=[victim])
+    settle_with_time(network, liar)
+    check_honest(network, liar)
+
+
+@pytest.mark.parametrize("replicas", [3, 5])
+def test_what_one_says_it_has_adopted_splits_no_round(replicas: int) -> None:
+    """The liar says to one that the round is committed, and to another one that it is void."""
+    network, liar = simulated(replicas), replicas - 1
+    begin(network, *range(replicas))
+    while not (voted := rank(network, 0).sent_of(RoundVote)):
+        assert rank(network, 0).act()
+    key, digest, before = voted[0].round, voted[0].vote.digest, View.of(replicas)
+    committed = NextView(View(1, before.members), before, 2, {key: digest}, "")
+    void = NextView(View(1, before.members), before, 2, {}, "", void=frozenset({key}))
+    send(network, liar, change(liar))
+    send(network, liar, Adopted(committed), to=[0])
+    send(network, liar, Adopted(void), to=[1])
+    settle_with_time(network, liar)
+    check_honest(network, liar)
+
+
 def let_time_pass(ranks: Sequence[Rank], kind: str) -> None:
     """Let a round's time pass for these ranks, and fire all their timers of a kind."""
     for each in ranks:

@@ -70,6 +70,7 @@ class Rounds:
         self._rounds: dict[RoundId, Round] = {}
         self._commits: Commits = {}  # the recently committed rounds of this view
         self._void: RoundKeys = frozenset()  # the void ones, also of earlier views
+        self._known_uplinks: dict[RoundId, tuple[Uplink, ...]] = {}  # of the members, by committed round of this view
         self._frozen_s = math.inf
         self._early: dict[int, set[RoundId]] = {}  # by sender: the rounds that this rank has not begun
         self._last: dict[int, int] = {}  # by fragment: the outer step of the last round begun in this view
@@ -101,7 +102,7 @@ class Rounds:
             self.view, self._ranks, self.frozen, self._frozen_s = view, self._rules.ranks(view.members), False, math.inf
             self._positions = {rank: rank % self._rules.ranks_per_replica for rank in self._ranks}
             self._rounds, self._early, self._last, self._refused = {}, {}, {}, []
-            self._commits, self._void = {}, void
+            self._commits, self._void, self._known_uplinks = {}, void, {}
             for submitted in carried:
                 self._begin(submitted)
         self._begin_waiting()
@@ -425,6 +426,7 @@ class Rounds:
         if committed:
             recent = {key: d for key, d in self._commits.items() if key[0] != fragment or key[1] >= outer_step - 1}
             self._commits = {**recent, each.key: each.votes[self._rules.rank].digest}
+            self._keep_uplinks(each)
             # all members have contributed to this round, so none asks about earlier ones
             self._void = frozenset(key for key in self._void if key[0] != fragment or key[1] > outer_step)
         else:
@@ -455,16 +457,21 @@ class Rounds:
         assert self.view is not None
         return self._rounds.setdefault(round_id, Round(round_id, self.view, self._rules))
 
+    def _keep_uplinks(self, each: Round) -> None:
+        """Keep the members' uplinks by a committed round and by the one before it, whose average may be the last taken.
+
+        They stay for as long as later rounds are void, on all ranks alike, whatever else is still known of the round.
+        """
+        for before in [known for known in self._known_uplinks if known.fragment == each.id.fragment][:-1]:
+            del self._known_uplinks[before]
+        self._known_uplinks[each.id] = tuple(each.header_of(member).uplink for member in each.view.members)
+
     def _uplinks(self, after: RoundId | None) -> tuple[Uplink, ...]:
         """Return the members' uplinks according to an earlier round; () if this view has not committed it.
 
         All members have taken its average, so they have the same votes on it, and plan the next round alike.
         """
-        assert self.view is not None
-        last = None if after is None else self._rounds.get(after)
-        if last is None or not last.committed:
-            return ()
-        return tuple(last.header_of(member).uplink for member in self.view.members)
+        return () if after is None else self._known_uplinks.get(after, ())
 
     def _forget_before(self, fragment: int, outer_step: int) -> None:
         """Discard earlier rounds of the fragment that have ended, as this rank begins a new one."""

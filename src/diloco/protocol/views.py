@@ -44,7 +44,8 @@ class Views:
         self._rounds = rounds
         self._outbox = outbox
         self._leaving: set[int] = set()  # ranks that have announced that they leave this view
-        self._parted: set[int] = set()  # replicas that report that they continue, or stop, without this one
+        # replica -> what it says has followed this view, see `_has_support`
+        self._said: dict[int, NextView | None] = {}
         self._asked: dict[int, set[int]] = {}  # replica -> its ranks that have asked to join
         self._ended_early: set[int] = set()  # replicas that ended before this rank was a member
 
@@ -225,7 +226,7 @@ class Views:
     def receive_adopted(self, sender: int, following: NextView) -> None:
         """Process a member's message that it has adopted what follows the current view.
 
-        That the others continue or stop without this rank needs as many reports as in `receive_parting`.
+        Where that is not what this rank was ready for, it needs as many equal reports as in `receive_parting`.
         """
         change = self.change
         if change is None:
@@ -233,7 +234,9 @@ class Views:
         if following.view is not None and self._rules.replica in following.view.members:
             near = following.from_step - 1 <= self._rounds.greatest_step
             if near and could_follow(following, self.view, change.mine):
-                self._adopt(following)
+                agreed = change.mine.agreed
+                if self._has_support(sender, following) or (agreed is not None and agreed.following == following):
+                    self._adopt(following)
         elif following.previous == self.view and self._has_support(sender):
             self._adopt(following)
 
@@ -245,10 +248,12 @@ class Views:
         if self._has_support(sender):
             self.exclude(reason)
 
-    def _has_support(self, sender: int) -> bool:
-        self._parted.add(self._rules.replica_of(sender))
+    def _has_support(self, sender: int, following: NextView | None = None) -> bool:
+        """Record what a member says has followed; None: something without this replica. Return whether it counts."""
+        self._said[self._rules.replica_of(sender)] = following
+        alike = {replica for replica, said in self._said.items() if said == following}
         here = {*self.view.members} - {self._rules.replica} - self._roster.unreached(self.view)
-        return len(self._parted) >= byzantine_quorum(len(self.view.members)) or here <= self._parted
+        return len(alike) >= byzantine_quorum(len(self.view.members)) or here <= alike
 
     def send_excluded(self, rank: int) -> None:
         """Tell a rank of an ended view that it is excluded: it was lost while it began, and could not be told then."""
@@ -348,7 +353,7 @@ class Views:
 
     def _open(self, carried: Sequence[Submitted], void: RoundKeys) -> None:
         self._roster.set_members(self.view)
-        self._parted.clear()
+        self._said.clear()
         self._leaving.clear()
         if self.failure is None:
             self._outbox.effects.view = self.view
