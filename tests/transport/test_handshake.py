@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from diloco.errors import TransportError
 from diloco.transport import Address, Credentials, TcpStreams, derive_key
 from tests.transport.relays import plain_stranger_at
-from tests.transport.wires import answering_probes
+from tests.transport.wires import Wires, answering_probes
 
 LIMIT_S = 20.0
 _VERSION = b"\xa0\x03\x02\x01"  # of a certificate, in DER; its number follows
@@ -87,6 +87,18 @@ def test_nor_is_who_shows_one_admitted(odd: Path, caplog: pytest.LogCaptureFixtu
         with closing(stranger), suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
     assert not caplog.records
+
+
+def test_payloads_go_to_nobody_else_at_the_address_of_a_rank(wires: Wires) -> None:
+    """The key decides who is who, not the address."""
+    first, second = wires.meet(2)
+    opener, other = (first, second) if first.links.by_rank[1].dials else (second, first)
+    (link,) = opener.links.by_rank.values()
+    assert opener.connections.call(opener.links.open_stripe(link))
+    connection = opener.connections.get(other.rules.rank)
+    assert connection is not None
+    with answering_probes() as connection.address, pytest.raises(OSError, match="another process answers in place of"):
+        opener.connections.call(opener.links.open_stripe(link))
 
 
 def test_no_clock_is_too_early_or_too_late_for_a_certificate() -> None:

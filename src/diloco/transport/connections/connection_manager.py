@@ -149,6 +149,8 @@ class ConnectionManager(ControlThread):
         self.services: dict[type[WireMessage], Service] = {}  # type of the first message -> service
         self.arrived = asyncio.Event()  # set when a connection is made and when its first message arrives
         self.most_ranks = sys.maxsize  # only lower ranks may connect
+        # where the address of a process is not its identity: rank -> that of the last process that was connected as it
+        self.identities: dict[int, str] = {}
         self.entries: Mapping[int, Entry] = {}  # known ranks; a peer with another proven identity can't claim them
         self._on_event = on_event
         self._connections: dict[int, ControlConnection] = {}
@@ -212,6 +214,13 @@ class ConnectionManager(ControlThread):
             return ""
         answers = await other.answers(self.rules.heartbeat_s)
         return f"rank {rank} is connected from {other.address}, which still answers" if answers else ""
+
+    def may_be(self, rank: int, writer: asyncio.StreamWriter) -> bool:
+        """Return whether the process behind a connection may be a known rank, which need not be connected."""
+        identity, known = self.streams.identity(writer), self.entries.get(rank)
+        if known is None:
+            return False
+        return identity == (known.address if self.streams.named else self.identities.get(rank, identity))
 
     async def connect(self, rank: int, address: Address) -> None:
         """Open the connection to ``rank``, which listens at ``address``.
@@ -332,6 +341,8 @@ class ConnectionManager(ControlThread):
         number, trusted = next(self._numbers), opened or rank in self._members
         connection = ControlConnection(rank, number, address, writer, token, opened, trusted, self.loop.time(), crossed)
         self._connections[rank] = connection
+        if not self.streams.named:
+            self.identities[rank] = self.streams.identity(writer)
         self._on_event(ConnectionMade(rank, number, str(address)))
         connection.task = self.begin(self._listen_to(connection, reader))
         self.arrived.set()

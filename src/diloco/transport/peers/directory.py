@@ -380,7 +380,9 @@ class Directory:
             await say(Introduced(), reader, writer)
 
     async def _note_end(self, asked: Over, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.transport.finishers.add(asked.replica)
+        """Note that the run has ended for a replica; nobody else can say so."""
+        if any(self.connections.may_be(rank, writer) for rank in self.transport.rules.ranks([asked.replica])):
+            self.transport.finishers.add(asked.replica)
 
 
 async def question(

@@ -128,7 +128,8 @@ def connect_again(
         election = _election(place, rules, before.step, views)
         directory = TcpDirectory(transport, registry, election, patience_s, place.rendezvous)
         connections = transport.connections
-        connections.entries = registry.entries
+        connections.entries, connections.identities = registry.entries, before.connections.identities
+        connections.most_ranks = before.connections.most_ranks
         with waiting_for(directory.awaited, patience_s):
             view, found = connections.call(directory.find())
         serve(connections, registry)
