@@ -36,7 +36,7 @@ _HANDSHAKE_S = 10.0
 _ADMITTED = b"+"  # what the listening side says first
 _LOW_DELAY = 0x10  # in the type-of-service byte: routers that support it let these packets overtake payloads
 _VALID = datetime(1950, 1, 1), datetime(9999, 12, 31)  # whatever the clock of a machine says, even after its battery
-_RAW: WeakKeyDictionary[asyncio.BaseTransport, asyncio.Transport] = WeakKeyDictionary()  # TLS -> what is below it
+_RAW: WeakKeyDictionary[asyncio.WriteTransport, asyncio.Transport] = WeakKeyDictionary()  # TLS -> what is below it
 _TLS_BYTES = 1 << 14  # that its protocol takes at once
 _MOST_UNREAD_BYTES = 1 << 20  # more than any peer sends before it closes; further data is not read
 
@@ -109,7 +109,7 @@ class Credentials:
             raise TransportError(f"the other side shows a certificate that can't be read ({error})") from error
 
 
-def raw_transport(writer: asyncio.StreamWriter) -> asyncio.BaseTransport:
+def raw_transport(writer: asyncio.StreamWriter) -> asyncio.WriteTransport:
     """Return the transport below TLS. Unlike that of TLS it can be aborted after it has been closed twice."""
     return _RAW.get(writer.transport, writer.transport)
 
