@@ -149,12 +149,11 @@ class ConnectionManager(ControlThread):
         self.services: dict[type[WireMessage], Service] = {}  # type of the first message -> service
         self.arrived = asyncio.Event()  # set when a connection is made and when its first message arrives
         self.most_ranks = sys.maxsize  # only lower ranks may connect
-        # where the address of a process is not its identity: rank -> that of the last process that was connected as it
-        self.identities: dict[int, str] = {}
         self.entries: Mapping[int, Entry] = {}  # known ranks; a peer with another proven identity can't claim them
         self._on_event = on_event
         self._connections: dict[int, ControlConnection] = {}
         self._pending_hellos = PendingHellos(rules.rank)
+        self.identities: dict[int, str] = {}  # rank -> its identity when it became a member, for each other member
         self._members: frozenset[int] = frozenset()
         self._open_limit = ConnectionLimit[asyncio.StreamWriter](MOST_OPEN, MOST_OPEN_OF_ONE)
         self._unknown_peers = ConnectionLimit[int](_MOST_UNKNOWN_PEERS, _MOST_UNKNOWN_PEERS_OF_ONE)
@@ -190,7 +189,10 @@ class ConnectionManager(ControlThread):
 
     def trust(self, ranks: Iterable[int]) -> None:
         """Make ``ranks`` the members, which may send large messages and are exempt from the limits on other peers."""
-        self._members = frozenset(ranks)
+        before, self._members = self._members, frozenset(ranks)
+        there = self._connections.items()
+        new = {rank: self.streams.identity(each.writer) for rank, each in there if rank in self._members - before}
+        self.identities = {rank: each for rank, each in (self.identities | new).items() if rank in self._members}
         for rank in self._members:
             self._unknown_peers.leave(rank)
         for rank, connection in self._connections.items():
@@ -214,13 +216,6 @@ class ConnectionManager(ControlThread):
             return ""
         answers = await other.answers(self.rules.heartbeat_s)
         return f"rank {rank} is connected from {other.address}, which still answers" if answers else ""
-
-    def may_be(self, rank: int, writer: asyncio.StreamWriter) -> bool:
-        """Return whether the process behind a connection may be a known rank, which need not be connected."""
-        identity, known = self.streams.identity(writer), self.entries.get(rank)
-        if known is None:
-            return False
-        return identity == (known.address if self.streams.named else self.identities.get(rank, identity))
 
     async def connect(self, rank: int, address: Address) -> None:
         """Open the connection to ``rank``, which listens at ``address``.
@@ -341,8 +336,6 @@ class ConnectionManager(ControlThread):
         number, trusted = next(self._numbers), opened or rank in self._members
         connection = ControlConnection(rank, number, address, writer, token, opened, trusted, self.loop.time(), crossed)
         self._connections[rank] = connection
-        if not self.streams.named:
-            self.identities[rank] = self.streams.identity(writer)
         self._on_event(ConnectionMade(rank, number, str(address)))
         connection.task = self.begin(self._listen_to(connection, reader))
         self.arrived.set()

@@ -380,9 +380,19 @@ class Directory:
             await say(Introduced(), reader, writer)
 
     async def _note_end(self, asked: Over, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Note that the run has ended for a replica; nobody else can say so."""
-        if any(self.connections.may_be(rank, writer) for rank in self.transport.rules.ranks([asked.replica])):
+        if self._is_from(asked.replica, writer):
             self.transport.finishers.add(asked.replica)
+
+    def _is_from(self, replica: int, writer: asyncio.StreamWriter) -> bool:
+        """Return whether a connection is that of a replica.
+
+        Over TCP a process that was a member of no view knows no other's identity, and believes what it is told.
+        """
+        streams, members = self.connections.streams, self.connections.identities
+        named = {rank: each.address for rank, each in self.registry.entries.items()} if streams.named else {}
+        identities, ranks = named or members, self.transport.rules.ranks([replica])
+        known = any(rank in self.registry.entries for rank in ranks)
+        return streams.identity(writer) in map(identities.get, ranks) if identities else known
 
 
 async def question(

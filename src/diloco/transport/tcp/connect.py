@@ -121,6 +121,7 @@ def connect_again(
     transport = _open(place, rules, listening, credentials)
     try:
         host, transport.finishers = before.address.host, before.finishers
+        transport.connections.identities = before.connections.identities
         transport.connections.listen(host, range(0), host)
         entry = Entry(place.rank, str(transport.address), rules.facts, before.step)
         entries = [entry, *before.known_entries()]
@@ -128,7 +129,7 @@ def connect_again(
         election = _election(place, rules, before.step, views)
         directory = TcpDirectory(transport, registry, election, patience_s, place.rendezvous)
         connections = transport.connections
-        connections.entries, connections.identities = registry.entries, before.connections.identities
+        connections.entries = registry.entries
         connections.most_ranks = before.connections.most_ranks
         with waiting_for(directory.awaited, patience_s):
             view, found = connections.call(directory.find())
