@@ -309,6 +309,16 @@ def test_a_module_in_the_working_directory_is_found_and_a_file_is_loaded_once_fo
     del sys.modules["largest"]
 
 
+def test_a_class_may_pass_everything_on_to_another_object(own: Path) -> None:
+    (own / "wraps.py").write_text(
+        "from diloco import Nesterov\n"
+        "class Wraps:\n"
+        "    def __init__(self): self.inner = Nesterov(learning_rate=0.5)\n"
+        "    def __getattr__(self, name): return getattr(self.inner, name)\n"
+    )
+    testing.check_outer_optimizer(made("sync.outer", "wraps", "Wraps"))
+
+
 def test_a_function_may_take_the_whole_model(own: Path) -> None:
     (own / "whole.py").write_text(
         "from diloco import muon\ndef make(model, lr, **more): return muon(model, lr, **more)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -199,6 +200,15 @@ def test_columns_of_other_rows_enter_neither_tools_nor_answers(read: Any, tmp_pa
     assert read(data if form == "parquet" else table.to_pylist()) == plain
 
 
+def nested(levels: int) -> list[Any]:
+    inner: list[Any] = []
+    for _ in range(levels):
+        inner = [inner]
+    return inner
+
+
+DEEP = nested(600 if sys.version_info < (3, 12) else 1200)  # the parser takes it, but Python's own stack is too small
+
 BAD: tuple[tuple[dict[str, Any], str], ...] = (
     (said("q", answer("a", weight=0.5)), r"weight is 0\.5"),
     (said("q", answer("a", train_detail=[1])), r"train_detail is \[1\]"),
@@ -211,6 +221,7 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"prompt": "a", "completion": []}, "completion must be text or a list of messages"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
     (said({"role": "\ud800", "content": "q"}, "a"), "surrogate"),
+    (said("q", "a", notes=DEEP), "is nested too deeply"),
 )
 
 

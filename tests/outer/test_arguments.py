@@ -119,10 +119,22 @@ def test_what_is_no_state_is_not_loaded(state: Any) -> None:
         lambda state: state["fragments"][2].update(slots=None),
         lambda state: state["fragments"][2].update(residual=torch.zeros(1)),
         lambda state: state["fragments"][2].pop("void"),
+        lambda state: state["fragments"][2].update(residual=state["fragments"][2]["residual"][None]),
+        lambda state: state["fragments"][0].update(candidate=state["fragments"][0]["candidate"].double()),
         lambda state: state["fragments"][0]["in_flight"].pop("digest"),
+        lambda state: state["fragments"][0]["in_flight"].update(payload=None),
+        lambda state: state["fragments"][0]["in_flight"].update(payload=torch.zeros(8)),
+        lambda state: state["fragments"][0]["in_flight"].update(weight="1"),
+        lambda state: state["fragments"][0]["in_flight"].update(base_weight=torch.ones(2)),
+        lambda state: state["fragments"][0]["in_flight"].update(digest=[]),
+        lambda state: state["fragments"][0]["in_flight"].update(buffers="none"),
+        lambda state: state["fragments"][0]["in_flight"].update(integers=torch.zeros(3, dtype=torch.uint8)),
+        lambda state: state["fragments"][0]["in_flight"].update(withdrawn=None),
+        lambda state: state["fragments"][0]["in_flight"].update(sent=None),
+        lambda state: state["fragments"][0]["in_flight"].update(sent=state["fragments"][0]["in_flight"]["sent"][None]),
     ],
 )
-def test_a_state_that_lacks_something_is_refused_before_anything_is_loaded(
+def test_a_state_that_lacks_something_or_has_something_else_is_refused_before_anything_is_loaded(
     change: Callable[[dict[str, Any]], Any],
 ) -> None:
     other, swarm = (streaming(1, error_feedback=True, codec="int8") for _ in range(2))

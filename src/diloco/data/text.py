@@ -97,11 +97,12 @@ def usable(rows: Iterable[Row], use: Callable[[str, Any], T], instead: T, *, ski
                 if isinstance(content, RowError):
                     raise content
                 value = use(place, content)
-            except RowError as error:
+            except (RowError, RecursionError) as error:
+                why = str(error) if isinstance(error, RowError) else f"{place} is nested too deeply."
                 if not skip_bad:
                     way = "Mend it, or leave such rows out of training with --data.skip-bad."
-                    raise RowError(f"{error} {way}") from error
-                bad.append(str(error) if len(bad) < 5 else "")
+                    raise RowError(f"{why} {way}") from error
+                bad.append(why if len(bad) < 5 else "")
                 value = instead
             yield value
     finally:  # also where the reader needs no more

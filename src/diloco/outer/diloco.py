@@ -458,7 +458,9 @@ class DiLoCo:
             steps, pairs = int(state["steps"]), zip(self.fragments, state["fragments"], strict=True)
             # contributions are submitted in the order in which they were sent
             ordered = sorted(pairs, key=lambda pair: self._sent_at(pair[0].index, pair[1]["in_flight"]))
-            lacking = ", ".join(str(index) for index, saved in enumerate(state["fragments"]) if saved["fetching"])
+            lacking = ", ".join(
+                str(index) for index, saved in enumerate(state["fragments"]) if saved["fetching"] is True
+            )
             loaders = [fragment.loader(saved, resubmit=resubmit) for fragment, saved in ordered]
         self.recovery.change_transport(self.transport)  # what is being fetched does not belong to the loaded state
         self.steps = steps

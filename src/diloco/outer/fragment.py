@@ -29,6 +29,7 @@ from diloco.algorithm import (
     RoundId,
     bind,
     carry_over,
+    collect_buffers,
     contribution_weight,
     encode_with_feedback,
     flatten,
@@ -45,8 +46,16 @@ from diloco.transport import Pending, Transport
 
 __all__ = ["Fragment"]
 
-_SAVED_FIELDS = ("payload", "weight", "base_weight", "digest", "buffers", "integers", "withdrawn")
-"""The fields that are saved of a contribution in flight."""
+_SAVED_FIELDS: Mapping[str, tuple[Any, torch.dtype | None]] = {
+    "payload": (Tensor, torch.uint8),
+    "weight": (float | int, None),
+    "base_weight": (float | int, None),
+    "digest": (str, None),
+    "buffers": (Tensor | None, torch.float32),
+    "integers": (Tensor | None, torch.uint8),
+    "withdrawn": (str, None),
+}
+"""The fields that are saved of a contribution in flight, with the type of each and the dtype of vectors."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,7 +272,7 @@ class Fragment:
         round as void instead.
 
         Raises:
-            FragmentError: if it is the state of another fragment.
+            FragmentError: if it is the state of another fragment. Whatever else a state lacks raises `UNREADABLE`.
         """
         self.state.check(state)
         flight, residual, sent = state["in_flight"], state["residual"], None
@@ -274,12 +283,16 @@ class Fragment:
         committed, void = int(state["committed"]), int(state["void"]) + lost
         contribution: Contribution | None = None
         if flight is not None and resubmit:
-            fields = {name: flight[name] for name in _SAVED_FIELDS}
-            contribution = replace(self._template, **fields, round=RoundId(self.index, int(flight["outer_step"])))
-            sent = flight["sent"]
-        vectors = [values.numel() for values in (residual, candidate, sent) if values is not None]
-        if set(vectors) - {self.numel} or (residual is None) != (self.residual is None):
-            raise FragmentError(f"The state of fragment {self.index} has {vectors} values, not {self.numel}.")
+            contribution, sent = self._saved_contribution(flight), flight["sent"]
+        sends = contribution is not None and self._merge.keeps_sent
+        for name, values, needed in (
+            ("residual", residual, self.residual is not None),
+            ("candidate", candidate, candidate is not None),
+            ("sent", sent, sends),
+        ):
+            found = None if values is None else (values.dtype, tuple(values.shape))
+            if found != ((torch.float32, (self.numel,)) if needed else None):
+                raise FragmentError(f"The {name} of fragment {self.index} is {found}, so the state is that of another.")
 
         def load(transport: Transport) -> None:
             self.state.load(state, finished)
@@ -294,6 +307,23 @@ class Fragment:
                 self.flight = InFlight(again, transport.average(again), kept)
 
         return load
+
+    def _saved_contribution(self, flight: Mapping[str, Any]) -> Contribution:
+        """Return the contribution that `_flight_state` saved; raise `FragmentError` if it can't be submitted."""
+        fields = {name: flight[name] for name in _SAVED_FIELDS}
+        sizes = {
+            name: None if values is None else values.numel()
+            for name, values in zip(("buffers", "integers"), collect_buffers(self._model), strict=True)
+        }
+        for name, value in fields.items():
+            kind, dtype = _SAVED_FIELDS[name]
+            fits = isinstance(value, kind)
+            if isinstance(value, Tensor):
+                numel = sizes.get(name, value.numel())
+                fits = fits and value.dtype == dtype and tuple(value.shape) == (numel,)
+            if not fits:
+                raise FragmentError(f"Fragment {self.index} can't have {name} = {value!r:.80} in flight.")
+        return replace(self._template, **fields, round=RoundId(self.index, int(flight["outer_step"])))
 
     def _flight_state(self) -> dict[str, Any] | None:
         if (flight := self.flight) is None:
