@@ -170,6 +170,16 @@ def test_nobody_else_votes_for_a_member(meet: Meet) -> None:
     assert all("has searched for the others for 3 s" in str(each) for each in outcomes)
 
 
+def test_one_that_has_rejoined_still_knows_how_many_ranks_there_are(meet: Meet) -> None:
+    """Before, a stranger could connect to it as any number of other ranks, and use up all descriptors."""
+    fleet = meet(2)[1]
+    fleet.rejoin(LIMIT_S)
+    with closing(stranger_at(fleet.transport.address)) as stranger:
+        stranger.sendall(frame({"kind": "hello", "rank": 7, "address": "127.0.0.1:1"}))
+        assert stranger.recv(1) == b""
+    assert 7 not in fleet.transport.connections.connected
+
+
 def test_nobody_else_says_that_a_replica_has_finished(meet: Meet) -> None:
     """One member could say so in the name of all, so that this replica gives up or continues alone."""
     third = meet(3)[2].transport

@@ -187,8 +187,13 @@ def _size(data: bytes, *, parts: bool) -> int | None:
 def relayed() -> Iterator[Relays]:
     """Send every connection that asyncio opens in this process through a relay, without TLS."""
 
-    async def unsecured(self: Credentials, writer: asyncio.StreamWriter, *, listening: bool) -> bytes:
-        return b"the key of everybody"
+    everybody = b"the key of everybody"
+
+    async def unsecured(
+        self: Credentials, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, listening: bool
+    ) -> bytes:
+        self.public_key = everybody
+        return everybody
 
     with mock.patch.object(Credentials, "secure", unsecured), observed(Relays()) as relays:
         yield relays

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import pytest
 
 from diloco.membership import NextView, View
-from diloco.protocol import Welcome
-from diloco.transport import PeerTransport
+from diloco.protocol import Entries, Entry, Welcome
+from diloco.transport import Address, Credentials, Members, PeerTransport, connect
 from tests.transport.contract import contribution, exchange
+from tests.transport.nowhere import place, rules
 from tests.transport.relays import Relays, Unit, frame, plain_stranger_at, said_to, stranger_at, unframe
 from tests.transport.wires import Wires
 
@@ -136,19 +139,34 @@ def test_a_process_that_stops_in_the_handshake_is_forgotten(live: Live) -> None:
         assert stranger.recv(1) == b""
 
 
-def test_nobody_changes_the_address_of_a_rank_that_is_connected(live: Live) -> None:
+@pytest.mark.parametrize("kind", ["ask", "register"])
+@pytest.mark.parametrize(("rank", "words"), [(1, "which still answers"), (0, "the process that was asked")])
+def test_nobody_changes_the_address_of_a_rank_that_is_connected(live: Live, kind: str, rank: int, words: str) -> None:
     """Before, a message to the rendezvous or to a member did, and joiners took its author for three donors."""
-    entry = {"rank": 1, "address": "6.6.6.6:1", "facts": {}, "held_step": -1, "places": []}
-    for question in (
-        {"kind": "ask", "entry": entry},
-        {"kind": "register", "entry": entry},
-    ):
-        with closing(stranger_at(live.transports[0].address)) as stranger:
-            stranger.sendall(frame(question))
-            answer, _ = unframe(stranger.recv(1 << 16))
-        assert answer["kind"] == "refused"
-        assert "which still answers" in answer["reason"]
-        assert all(each.address != "6.6.6.6:1" for each in live.transports[0].known_entries())
+    asked, other = live.transports
+    entry = {"rank": rank, "address": "6.6.6.6:1", "facts": {}, "held_step": -1, "places": []}
+    with closing(stranger_at(asked.address)) as stranger:
+        stranger.sendall(frame({"kind": kind, "entry": entry}))
+        answer, _ = unframe(stranger.recv(1 << 16))
+    assert answer["kind"] == "refused"
+    assert words in answer["reason"]
+    places = {each: known.address for each, known in asked.connections.entries.items()}
+    assert places == {0: str(asked.address), 1: str(other.address)}
+    live.still_works()
+
+
+def test_who_does_not_close_what_was_closed_keeps_no_descriptor_of_the_other_end(live: Live) -> None:
+    """TLS waits for it half a minute, during which thousands of such connections used up all descriptors."""
+    with ExitStack() as left_open:
+        for _ in range(4):
+            stranger = left_open.enter_context(closing(stranger_at(live.transports[0].address)))
+            stranger.sendall(frame({}))
+            stranger.settimeout(SOON_S)
+            assert stranger.recv(1) == b"", "it is closed"
+            raw = socket.socket(fileno=os.dup(stranger.fileno()))
+            with closing(raw), suppress(ConnectionResetError):
+                raw.settimeout(SOON_S)
+                assert raw.recv(1) == b"", "the other end has no descriptor of it any more"
     live.still_works()
 
 
@@ -169,3 +187,22 @@ def test_who_does_not_read_what_it_is_told_is_lost(wires: Wires, relays: Relays)
     free.set()
     assert average.contributors == (0,)
     assert "does not read its messages" in first.reason
+
+
+def test_an_address_that_is_none_is_not_taken_from_an_answer() -> None:
+    """Before, it ended each later search of the process that had asked, which could not ask at that address."""
+    known = Members(Entries.of([Entry(1, "nowhere"), Entry(2, "127.0.0.1:1")]), (1, 2))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def lie() -> None:
+            with Credentials("tcp", "").listening.wrap_socket(listening.accept()[0], server_side=True) as asking:
+                asking.sendall(b"+" + frame(known))
+                asking.recv(1 << 16)
+
+        threading.Thread(target=lie, daemon=True).start()
+        connected = connect(place(0, 1, Address("127.0.0.1", 0)), rules())
+        with closing(connected.transport):
+            connected.directory.registry.num_ranks = 3
+            connected.transport.connections.call(connected.directory.ask(Address(*listening.getsockname())))
+            found = connected.transport.connections.call(connected.directory.addresses())
+    assert found == [Address("127.0.0.1", 1)]

@@ -51,3 +51,12 @@ def test_nothing_is_said_to_somebody_else_at_the_address_of_a_peer(swarms: Swarm
         for places in ([], [nowhere], [parse_address("nobody.invalid:1")], [Address("127.0.0.1", one.port)]):
             with pytest.raises(OSError, match="no direct connection"):
                 call(one.open_directly(other.node.peer_id, places))
+
+
+def test_a_place_that_is_no_address_is_left_out(swarms: Swarms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, the place that a member named ended all members of lower rank, as an internal error of their own."""
+    monkeypatch.setattr(PeerStreams, "places_for_payloads", lambda self, addresses: ("nowhere", "a:b", ":1", ""))
+    both = swarms.meet(2)
+    exchange(both, [contribution(m) for m in range(2)])
+    assert [each.failure for each in both] == [None, None]
+    assert [each.link_descriptions[1 - each.replica] for each in both] == ["libp2p", "libp2p"]

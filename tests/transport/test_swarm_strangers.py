@@ -94,7 +94,7 @@ class Stranger:
         try:
             assert await reader.readexactly(1) == b"?", "it is ready for TLS"
             if proof:
-                await self.credentials.secure(writer, listening=False)
+                await self.credentials.secure(reader, writer, listening=False)
                 assert await reader.readexactly(1) == b"+", "it has admitted this peer"
             writer.write(named(data, self.node.peer_id))
             await writer.drain()

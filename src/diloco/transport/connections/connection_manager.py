@@ -8,6 +8,7 @@ compared. A handshake keeps one of two connections that two ranks open to each o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
 import sys
@@ -39,12 +40,8 @@ from diloco.transport.address import Address
 from diloco.transport.connections.control_connection import ControlConnection
 from diloco.transport.connections.control_thread import ControlThread
 from diloco.transport.connections.limits import ConnectionLimit
-from diloco.transport.connections.streams import (
-    Stream,
-    Streams,
-    pack,
-    read_frame,
-)
+from diloco.transport.connections.sockets import raw_transport
+from diloco.transport.connections.streams import Stream, Streams, pack, read_frame, within
 
 __all__ = ["ConnectionManager", "Greeting", "Hello", "PendingHellos", "Service", "send_hello"]
 
@@ -211,6 +208,9 @@ class ConnectionManager(ControlThread):
 
     async def claimed(self, rank: int, writer: asyncio.StreamWriter) -> str:
         """Return why the process behind an accepted connection can't be ``rank``, as another one is; "" if it can."""
+        if rank == self.rank:
+            mine = self.streams.identity(writer) == self.streams.me
+            return "" if mine else f"rank {rank} is the process that was asked, at {self.address}"
         other = self._connections.get(rank)
         if other is None or self.streams.identity(other.writer) == self.streams.identity(writer):
             return ""
@@ -247,6 +247,8 @@ class ConnectionManager(ControlThread):
             if connection.task is not None:
                 connection.task.cancel()
             connection.writer.close()
+            # TLS would wait half a minute for the other end to close it, too
+            self.loop.call_later(_FLUSH_S, raw_transport(connection.writer).abort)
 
     def drop(self, rank: int, why: str) -> None:
         """End the connection to ``rank``, if there is one, and report its loss."""
@@ -289,9 +291,9 @@ class ConnectionManager(ControlThread):
         except (OSError, EOFError, TransportError, ValueError, asyncio.CancelledError):
             pass  # an unknown peer, one that left, or the end of this process; asyncio would print a traceback
         finally:
-            self._open_limit.leave(writer)
             if not any(connection.writer is writer for connection in self._connections.values()):
-                writer.close()
+                await _part(writer)
+            self._open_limit.leave(writer)
 
     async def _greet(self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer a peer that introduces itself as a rank, and register its connection unless the claim is refused."""
@@ -391,3 +393,16 @@ class ConnectionManager(ControlThread):
         if flushed:
             await asyncio.wait(flushed, timeout=_FLUSH_S)
         await asyncio.sleep(0)
+
+
+async def _part(writer: asyncio.StreamWriter) -> None:
+    """Close a connection: the other end has a moment to read what was sent to it, and to close it, too.
+
+    Otherwise TLS would wait half a minute for one that does not, and thousands of them would use up all descriptors.
+    """
+    raw = raw_transport(writer)
+    if raw is not writer.transport or not raw.is_closing():  # it was not aborted in the handshake
+        writer.close()
+        with contextlib.suppress(OSError, asyncio.CancelledError):  # at the end of its task
+            await within(_FLUSH_S, writer.wait_closed())
+    raw.abort()

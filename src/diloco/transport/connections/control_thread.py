@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 from diloco.errors import TransportError
@@ -108,7 +108,7 @@ class ControlThread:
 
     def keep(self, stream: Stream) -> Stream:
         """Register a connection for `abort_connections`."""
-        self._transports.add(cast(asyncio.WriteTransport, raw_transport(stream[1])))
+        self._transports.add(raw_transport(stream[1]))
         return stream
 
     def abort_connections(self) -> None:

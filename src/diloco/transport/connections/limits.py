@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import math
 import random
 from collections import Counter
@@ -11,7 +12,7 @@ from typing import Generic, TypeVar
 
 from diloco.errors import ConfigurationError
 
-__all__ = ["Backoff", "ConnectionLimit", "TokenBucket", "few_at_once"]
+__all__ = ["Backoff", "ConnectionLimit", "TokenBucket", "few_at_once", "origin_of"]
 
 
 T = TypeVar("T", bound=Hashable)
@@ -57,6 +58,21 @@ class ConnectionLimit(Generic[T]):
     def leave(self, one: T) -> None:
         """Release the place of ``one``, if it has one."""
         self._inside.pop(one, None)
+
+
+def origin_of(host: str) -> str:
+    """Return the origin of a connection from an address: of IPv6 the network, as one machine has 2^64 addresses in it.
+
+    >>> [origin_of(host) for host in ("10.0.0.7", "2001:db8::1:2:3", "::ffff:10.0.0.7", "fe80::1%eth0", "")]
+    ['10.0.0.7', '2001:db8::/64', '10.0.0.7', 'fe80::/64', '']
+    """
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv4Address):
+        return host
+    return str(address.ipv4_mapped or ipaddress.ip_network((int(address), 64), strict=False))
 
 
 async def few_at_once(ask: Callable[[S], Awaitable[R]], whom: Iterable[S], most: int = 64) -> list[R]:

@@ -370,10 +370,18 @@ class PeerLinks:
             self.disconnect(rank)
 
     async def open_stripe(self, link: PeerLink) -> Stream:
-        """Open a connection for one more stripe."""
+        """Open a connection for one more stripe.
+
+        Raises:
+            OSError: The rank is not connected, or another process answers at its address.
+        """
         if (connection := self.connections.get(link.rank)) is None:
             raise OSError(f"rank {link.rank} is not connected")
-        return await self.connections.open(connection.address)
+        stream, streams = await self.connections.open(connection.address), self.connections.streams
+        if streams.identity(stream[1]) != streams.identity(connection.writer):
+            stream[1].transport.abort()
+            raise OSError(f"another process answers in place of rank {link.rank}")
+        return stream
 
     def begin_stripes(self, link: PeerLink) -> None:
         """Open the stripes of a link, whichever end does it."""

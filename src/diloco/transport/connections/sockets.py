@@ -26,6 +26,7 @@ from diloco.errors import TransportError
 from diloco.private_files import create_private
 from diloco.protocol import Entry
 from diloco.transport.address import Address, parse_address
+from diloco.transport.connections.limits import origin_of
 from diloco.transport.connections.streams import Accept, Stream, within
 from diloco.transport.secret import TurnedAwayError, check_secret, derive_key
 
@@ -34,8 +35,8 @@ __all__ = ["Credentials", "TcpStreams", "raw_transport", "stop_listening"]
 _HANDSHAKE_S = 10.0
 _ADMITTED = b"+"  # what the listening side says first
 _LOW_DELAY = 0x10  # in the type-of-service byte: routers that support it let these packets overtake payloads
-_VALID = datetime(2020, 1, 1), datetime(2120, 1, 1)  # whatever the clock of a machine says
-_RAW: WeakKeyDictionary[asyncio.BaseTransport, asyncio.Transport] = WeakKeyDictionary()  # TLS -> what is below it
+_VALID = datetime(1950, 1, 1), datetime(9999, 12, 31)  # whatever the clock of a machine says, even after its battery
+_RAW: WeakKeyDictionary[asyncio.WriteTransport, asyncio.Transport] = WeakKeyDictionary()  # TLS -> what is below it
 _TLS_BYTES = 1 << 14  # that its protocol takes at once
 _MOST_UNREAD_BYTES = 1 << 20  # more than any peer sends before it closes; further data is not read
 
@@ -57,6 +58,7 @@ class Credentials:
         key = key or ec.generate_private_key(ec.SECP256R1())
         authority = _certificate("diloco", signer.public_key(), signer, is_authority=True)
         form, no_password = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        self.public_key = _to_der(key.public_key())
         pem = key.private_bytes(serialization.Encoding.PEM, form, no_password)
         shown = _certificate("a process of diloco", key.public_key(), signer, is_authority=False)
         self.opening, self.listening = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -70,17 +72,21 @@ class Credentials:
                 context.load_cert_chain(file)
         self.listening.num_tickets = 0
 
-    async def secure(self, writer: asyncio.StreamWriter, *, listening: bool) -> bytes:
+    async def secure(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, listening: bool) -> bytes:
         """Turn a connection into one of TLS, and return the public key of the other end, as DER.
 
-        Nothing may have been read from the connection that belongs to TLS.
+        Nothing may have been read from the connection that belongs to TLS. What has already arrived was sent in plain
+        text, maybe by a relay before it passes on the handshake of somebody else, in whose name it would be read.
 
         Raises:
             TurnedAwayError: One of the two ends has another secret or purpose.
-            TransportError: The other end does not speak TLS.
+            TransportError: The other end does not speak TLS, or shows a certificate that can't be read.
             OSError: The connection ended.
         """
         raw = cast(asyncio.Transport, writer.transport)
+        if reader._buffer:  # type: ignore[attr-defined]  # nothing public says whether there is any
+            raw.abort()
+            raise TransportError("the other side has sent data before the handshake")
         try:
             await writer.start_tls(self.listening if listening else self.opening)
         except ssl.SSLError as error:
@@ -96,22 +102,30 @@ class Credentials:
             raise
         _RAW[writer.transport] = raw
         _drain_on_reset(raw)
-        return _public_key(writer)
+        try:
+            return _public_key(writer)
+        except Exception as error:  # OpenSSL accepts more certificates than the parser, whose errors have many types
+            raw.abort()
+            raise TransportError(f"the other side shows a certificate that can't be read ({error})") from error
 
 
-def raw_transport(writer: asyncio.StreamWriter) -> asyncio.BaseTransport:
+def raw_transport(writer: asyncio.StreamWriter) -> asyncio.WriteTransport:
     """Return the transport below TLS. Unlike that of TLS it can be aborted after it has been closed twice."""
     return _RAW.get(writer.transport, writer.transport)
 
 
 def _public_key(writer: asyncio.StreamWriter) -> bytes:
     from cryptography import x509
-    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
     shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-    return (
-        x509.load_der_x509_certificate(shown).public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    )
+    return _to_der(x509.load_der_x509_certificate(shown).public_key())
+
+
+def _to_der(key: Any) -> bytes:
+    """Return a public key as DER."""
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    return bytes(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo))
 
 
 def _certificate(name: str, key: Any, signer: Any, *, is_authority: bool) -> bytes:
@@ -188,6 +202,11 @@ class TcpStreams:
         self._kept = kept
         self._identities: WeakKeyDictionary[asyncio.StreamWriter, str] = WeakKeyDictionary()
 
+    @property
+    def me(self) -> str:
+        """The identity of this process."""
+        return self.identity_of(self.credentials.public_key)
+
     def keep(self) -> socket.socket:
         """Return the listening socket, for streams that replace these. Its port refuses no connection meanwhile.
 
@@ -250,7 +269,7 @@ class TcpStreams:
 
     async def _introduce(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Take part in the handshake as the side that opened the connection, and wait until the other one admits it."""
-        key = await self.credentials.secure(writer, listening=False)
+        key = await self.credentials.secure(reader, writer, listening=False)
         self._identities[writer] = self.identity_of(key)
         try:
             await reader.readexactly(len(_ADMITTED))
@@ -259,7 +278,7 @@ class TcpStreams:
             raise
 
     async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        key = await self.credentials.secure(writer, listening=True)
+        key = await self.credentials.secure(reader, writer, listening=True)
         self._identities[writer] = identity = self.identity_of(key)
         if not self.admits(identity):
             return False
@@ -299,7 +318,7 @@ class TcpStreams:
 
     def origins(self, writer: asyncio.StreamWriter) -> tuple[str, ...]:
         place = writer.get_extra_info("peername")
-        return (str(place[0]),) if place else ()
+        return (origin_of(str(place[0])),) if place else ()
 
     async def refuse(self) -> None:
         for server in self._servers:

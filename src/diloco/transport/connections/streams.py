@@ -55,6 +55,10 @@ class Streams(Protocol):
 
     named: bool  # whether the address of a process is its identity
 
+    @property
+    def me(self) -> str:
+        """The identity of this process."""
+
     async def listen(self, accept: Accept, *where: Any) -> Address:
         """Pass every incoming connection to ``accept`` from now on. Return the address at which others reach it.
 

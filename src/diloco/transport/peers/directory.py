@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from diloco.errors import RendezvousError, RunFinishedError, TransportError
+from diloco.errors import ConfigurationError, RendezvousError, RunFinishedError, TransportError
 from diloco.membership import GREATEST, BootstrapElection, Candidate, Count, Rank, Ranks, View, byzantine_quorum
 from diloco.protocol import Entries, Entry, Introduce, Refused, Registry, WireMessage, difference
 from diloco.transport.address import Address
@@ -264,7 +264,9 @@ class Directory:
             keep = {self.connections.rank, *self.transport.rules.ranks(answer.members), *self.connections.connected}
             for rank, entry in answer.entries.items():
                 if rank != self.connections.rank and self._fits(rank):
-                    self.registry.note(entry, keep=keep)
+                    with contextlib.suppress(ConfigurationError):  # its address is none, at which all would fail
+                        self.connections.streams.locate(entry)
+                        self.registry.note(entry, keep=keep)
         return answer  # type: ignore[no-any-return]  # what was asked for
 
     def _fits(self, rank: int) -> bool:

@@ -296,8 +296,10 @@ class ProtocolRunner:
         self.registry.note(entry, keep={*self.rules.ranks(self.view.members), *self.connections.connected})
 
     def _introduce(self, entry: Entry) -> None:
-        streams = self.connections.streams
-        if streams.named and entry.rank not in self.connections.connected:  # over TCP a rank connects itself
+        streams, rank, known = self.connections.streams, entry.rank, self.registry.entries.get(entry.rank)
+        if rank in self.rules.ranks(self.view.members) and known is not None and known.address != entry.address:
+            return  # nobody else can take a member's place, or that of this process
+        if streams.named and rank not in {self.rules.rank, *self.connections.connected}:  # over TCP it connects itself
             self.connections.begin(self._call_back(entry.rank, streams.locate(entry)))
 
     async def _call_back(self, rank: int, address: Address) -> None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 from diloco.protocol import Store
-from diloco.transport.address import Address, parse_address
+from diloco.transport.address import Address
 from diloco.transport.connections.link import PeerLink, PeerLinks
 from diloco.transport.connections.streams import Stream
 from diloco.transport.swarm.peer_streams import PeerStreams
@@ -60,7 +60,7 @@ class SwarmLinks(PeerLinks):
     async def _choose(self, link: PeerLink) -> None:
         """Choose a route, and keep stripes over it; or leave both to the other end."""
         streams, entry = self._streams, self.connections.entries.get(link.rank)
-        places = [parse_address(each) for each in entry.places if "/" not in each] if entry else []
+        places = streams.places_of(entry)
         try:
             self._first[link] = await self._open_directly(link, places if streams.place.direct else ())
             self._places[link] = places

@@ -6,15 +6,17 @@ Inside the streams of libp2p is TLS as over TCP, in which each peer shows the ke
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from diloco.errors import TransportError
+from diloco.errors import ConfigurationError, TransportError
 from diloco.protocol import Entry
-from diloco.transport.address import Address
+from diloco.transport.address import Address, parse_address
+from diloco.transport.connections.limits import origin_of
 from diloco.transport.connections.sockets import Credentials, TcpStreams
 from diloco.transport.connections.streams import Accept, Stream
 from diloco.transport.secret import TurnedAwayError
@@ -175,6 +177,14 @@ class PeerStreams(TcpStreams):
         """Return where others can open streams over TCP to this peer, whose multiaddresses these are."""
         return tuple(str(Address(host, self.port)) for host in hosts_in(addresses)) if self.port else ()
 
+    def places_of(self, entry: Entry | None) -> list[Address]:
+        """Return where streams over TCP to a peer can be opened, as it says. What is no address is left out."""
+        places = []
+        for each in entry.places if entry else ():
+            with contextlib.suppress(ConfigurationError):  # such as a multiaddress
+                places.append(parse_address(each))
+        return places
+
     def address(self, text: str) -> PeerAddress:
         return PeerAddress(text)
 
@@ -197,7 +207,7 @@ class PeerStreams(TcpStreams):
             await self._node.close()
 
     async def _take(self, peer_id: str, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._over_libp2p[writer] = peer_id, host
+        self._over_libp2p[writer] = peer_id, origin_of(host)
         if self._accept is None or not self.admits(peer_id):
             writer.close()
         else:

@@ -129,6 +129,7 @@ def connect_again(
         directory = TcpDirectory(transport, registry, election, patience_s, place.rendezvous)
         connections = transport.connections
         connections.entries = registry.entries
+        connections.most_ranks = before.connections.most_ranks
         with waiting_for(directory.awaited, patience_s):
             view, found = connections.call(directory.find())
         serve(connections, registry)
