@@ -21,7 +21,7 @@ from torch import nn
 
 from diloco.checkpoint import open_checkpoint, read_manifest, write_manifest
 from diloco.cli import main
-from diloco.config import parse_arguments, plan_run, resume_command
+from diloco.config import compose, parse_arguments, plan_run, resume_command
 from diloco.data import Source, SourceSettings, load_hub_tokenizer
 from diloco.errors import ConfigurationError, DataError
 from diloco.events import Sink
@@ -268,6 +268,13 @@ def sink():
 def gives_the_class(vocab_size):
     return Net
 """
+
+
+@pytest.mark.parametrize("config", ["[1]", '{"max_position_embeddings": 1e999}', "[" * 3000, "\xff"])
+def test_a_malformed_model_folder_changes_no_settings(config: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config, "latin-1")
+    typed = ["--preset", "finetune", "--model", f"hf:{tmp_path}", "--data", "text.jsonl"]
+    assert compose(parse_arguments(typed)).train.sequence_length == 1024
 
 
 def test_a_class_in_place_of_its_instance_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model import get_preset, parse_source
 from diloco.monitor import MonitorSettings
 from diloco.plugins import is_own, same_code
+from diloco.private_files import read_regular
 from diloco.train import RunSettings
 
 DEFAULT_PRESET = "tiny"
@@ -184,8 +185,9 @@ def _finetune_values(asked: Mapping[str, Any]) -> Values:
         values["optimizer.learning_rate"] = 2e-5
     if asked.get("model.source") is not None:
         source = parse_source(asked["model.source"])
-        with suppress(OSError, ValueError, TypeError):
-            config = json.loads((Path(source.place).expanduser() / "config.json").read_text("utf-8"))
+        # what is wrong with the folder is said when the model is built
+        with suppress(OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError):
+            config = json.loads(read_regular(Path(source.place).expanduser() / "config.json"))
             longest = config.get("max_position_embeddings") or config.get("n_positions") or _LONGEST
             values["train.sequence_length"] = min(_LONGEST, int(longest))
         if asked.get("network.transport") == "swarm":
