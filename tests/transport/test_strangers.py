@@ -7,7 +7,7 @@ import socket
 import threading
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from diloco.transport import Address, Credentials, Members, PeerTransport, conne
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import place, rules
 from tests.transport.relays import Relays, Unit, frame, plain_stranger_at, said_to, stranger_at, unframe
-from tests.transport.wires import Wires
+from tests.transport.wires import QUICK, Wires, at_once, rendezvous
 
 SOON_S = 5.0  # less than the time that a silent stranger has
 HELLO = {"kind": "hello", "rank": 3, "address": "a:1"}
@@ -189,9 +189,9 @@ def test_who_does_not_read_what_it_is_told_is_lost(wires: Wires, relays: Relays)
     assert "does not read its messages" in first.reason
 
 
-def test_an_address_that_is_none_is_not_taken_from_an_answer() -> None:
-    """Before, it ended each later search of the process that had asked, which could not ask at that address."""
-    known = Members(Entries.of([Entry(1, "nowhere"), Entry(2, "127.0.0.1:1")]), (1, 2))
+@contextmanager
+def answering(known: Members) -> Iterator[Address]:
+    """An address at which a member answers the next question."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def lie() -> None:
@@ -200,9 +200,25 @@ def test_an_address_that_is_none_is_not_taken_from_an_answer() -> None:
                 asking.recv(1 << 16)
 
         threading.Thread(target=lie, daemon=True).start()
-        connected = connect(place(0, 1, Address("127.0.0.1", 0)), rules())
-        with closing(connected.transport):
-            connected.directory.registry.num_ranks = 3
-            connected.transport.connections.call(connected.directory.ask(Address(*listening.getsockname())))
-            found = connected.transport.connections.call(connected.directory.addresses())
+        yield Address(*listening.getsockname())
+
+
+def test_an_address_that_is_none_is_not_taken_from_an_answer() -> None:
+    """Before, it ended each later search of the process that had asked, which could not ask at that address."""
+    known = Members(Entries.of([Entry(1, "nowhere"), Entry(2, "127.0.0.1:1")]), (1, 2))
+    connected = connect(place(0, 1, Address("127.0.0.1", 0)), rules())
+    with answering(known) as liar, closing(connected.transport):
+        connected.directory.registry.num_ranks = 3
+        connected.transport.connections.call(connected.directory.ask(liar))
+        found = connected.transport.connections.call(connected.directory.addresses())
     assert found == [Address("127.0.0.1", 1)]
+
+
+def test_nor_is_another_address_of_a_rank_that_is_connected() -> None:
+    """Before, a member could name itself as each donor of a joiner."""
+    with rendezvous(2) as address:
+        both = at_once([lambda m=m: connect(place(m, 2, address), rules(**QUICK)) for m in range(2)])
+    with answering(Members(Entries.of([Entry(1, "6.6.6.6:1")]), (0, 1))) as liar, ExitStack() as open_ones:
+        first, second = (open_ones.enter_context(closing(each.transport)) for each in both)
+        first.connections.call(both[0].directory.ask(liar))
+        assert first.connections.entries[1].address == str(second.address)

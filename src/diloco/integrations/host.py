@@ -33,6 +33,7 @@ from diloco.algorithm import (
 from diloco.checkpoint import open_checkpoint, save_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.outer import DiLoCo, check_kinds
+from diloco.state_tree import readable_state
 from diloco.transport import Transport
 
 Parameters = Literal["global", "local"]
@@ -225,10 +226,12 @@ class HostedReplica:
         Raises:
             CheckpointError: if it belongs to another replica, model or schedule.
         """
-        if state["replica"] != (replica := self.begun.transport.replica):
+        with readable_state("The state"):
+            saved, replica = state["replica"], self.begun.transport.replica
+        if saved != replica:
             raise CheckpointError(
-                f"The checkpoint belongs to replica {state['replica']}, but this is replica {replica}. Resume each "
-                "replica from its own checkpoint."
+                f"The checkpoint belongs to replica {saved}, but this is replica {replica}. Resume each replica from "
+                "its own checkpoint."
             )
         _restore(self.begun, state)
 
@@ -246,12 +249,17 @@ def _hold(diloco: DiLoCo, values: Mapping[str, Tensor]) -> None:
 
 def _restore(diloco: DiLoCo, state: Mapping[str, Any]) -> None:
     """Restore what was saved, or change nothing if it belongs to another model or run."""
-    local, shapes = state["local"], {name: value.shape for name, value in held_values(diloco).items()}
-    if local is not None and {name: value.shape for name, value in local.items()} != shapes:
-        raise CheckpointError("The saved parameters are those of another model. Nothing was loaded.")
-    diloco.load_state_dict(state["diloco"])
+    with readable_state("The state"):
+        saved, local, shapes = state["diloco"], state["local"], _shapes(held_values(diloco))
+        if local is not None and _shapes(local) != shapes:
+            raise CheckpointError("The saved parameters are those of another model. Nothing was loaded.")
+    diloco.load_state_dict(saved)
     if local is not None:
         _hold(diloco, local)
+
+
+def _shapes(values: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in values.items()}
 
 
 def save_state(checkpoint: Path, diloco: DiLoCo, local: Mapping[str, Tensor] | None = None) -> None:

@@ -279,7 +279,7 @@ class ConnectionManager(ControlThread):
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             if (out := self._open_limit.enter(writer, self.streams.origins(writer))) is not None:
-                out.transport.abort()
+                raw_transport(out).abort()
             async with asyncio.timeout(FIRST_MESSAGE_S):
                 if not await self.streams.admit(reader, writer):
                     return

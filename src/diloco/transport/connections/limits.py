@@ -55,6 +55,11 @@ class ConnectionLimit(Generic[T]):
         self.leave(out)
         return out
 
+    def is_full(self, origins: Sequence[str]) -> bool:
+        """Return whether one more connection of these origins would replace one of their own."""
+        counts = Counter(origin for theirs in self._inside.values() for origin in theirs)
+        return any(counts[origin] >= self._most_of_one for origin in origins)
+
     def leave(self, one: T) -> None:
         """Release the place of ``one``, if it has one."""
         self._inside.pop(one, None)

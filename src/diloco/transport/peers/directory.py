@@ -263,7 +263,9 @@ class Directory:
         if isinstance(answer, Members):
             keep = {self.connections.rank, *self.transport.rules.ranks(answer.members), *self.connections.connected}
             for rank, entry in answer.entries.items():
-                if rank != self.connections.rank and self._fits(rank):
+                connection = self.connections.get(rank)
+                is_elsewhere = connection is not None and str(connection.address) != entry.address
+                if rank != self.connections.rank and self._fits(rank) and not is_elsewhere:
                     with contextlib.suppress(ConfigurationError):  # its address is none, at which all would fail
                         self.connections.streams.locate(entry)
                         self.registry.note(entry, keep=keep)

@@ -164,10 +164,10 @@ class StateTransfer:
     async def _serve(self, asked: Fetch, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the requests of one connection until it ends."""
         origins = self._connections.streams.origins(writer)
-        if (out := self._fetchers.enter(writer, origins)) is writer:
+        if self._fetchers.is_full(origins):  # if newcomers replaced those before them, none would make progress
             await _write(writer, Later(f"it is serving {MAX_OF_ONE} others from there"))
             return
-        if out is not None:
+        if (out := self._fetchers.enter(writer, origins)) is not None:
             out.transport.abort()  # its fetcher requests again what it has not received
         try:
             while True:
