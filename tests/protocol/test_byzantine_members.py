@@ -339,6 +339,15 @@ def test_a_round_that_only_one_has_voted_for_is_judged_alike_by_all() -> None:
     assert all(set(each.outcomes.values()) == {True} for each in honest(network, 3))
 
 
+def test_thousands_that_one_says_want_to_join_hold_up_nobody() -> None:
+    """What ten members report about each of them would be more than a report may hold, so no two would be alike."""
+    network, liar = simulated(10), 9
+    begin(network, *range(10))
+    send(network, liar, change(liar, joining=frozenset(range(100, 4196))))
+    settle_with_time(network, liar)
+    check_honest(network, liar)
+
+
 @pytest.mark.parametrize("replicas", [3, 5])
 def test_what_one_says_it_has_adopted_puts_nobody_out(replicas: int) -> None:
     """The liar does not hear a member, is to go for it, and says that the next view is without that member instead."""

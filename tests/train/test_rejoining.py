@@ -159,6 +159,17 @@ def test_who_looks_when_the_others_have_finished_hears_that_the_run_is_over(meet
         second.rejoin(LIMIT_S)
 
 
+def test_nobody_else_votes_for_a_member(meet: Meet) -> None:
+    """The one with the newest state would found a view without the members, which may be continuing."""
+    fleets = meet(3)
+    fleets[2].transport.step = 30
+    others = fleets[2].transport.connections.identities
+    others.update(dict.fromkeys(others, "another key"))
+    with all_lost(fleets):
+        outcomes = at_once([lambda m=m: fleets[m].rejoin(3.0) for m in range(3)])
+    assert all("has searched for the others for 3 s" in str(each) for each in outcomes)
+
+
 def test_one_that_has_rejoined_still_knows_how_many_ranks_there_are(meet: Meet) -> None:
     """Before, a stranger could connect to it as any number of other ranks, and use up all descriptors."""
     fleet = meet(2)[1]

@@ -12,7 +12,6 @@ from .next_view import next_view as next_view
 from .next_view import staying_members as staying_members
 from .values import GREATEST as GREATEST
 from .values import LEAST_FRAGMENT as LEAST_FRAGMENT
-from .values import MAX_MEMBERS as MAX_MEMBERS
 from .values import MAX_PAIRS as MAX_PAIRS
 from .values import MOST_RANK as MOST_RANK
 from .values import Agreed as Agreed

@@ -9,8 +9,8 @@ replaces: others may have continued because that one had ended.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from diloco.membership.next_view import Policy, decide, names_of
 from diloco.membership.values import View
@@ -25,6 +25,8 @@ class LastViews:
     last: View  # the newest view that the process was a member of
     agreed: View | None = None  # the view after it that the process was ready for; None: none
     vote: View | None = None  # the view of the founder that it votes for; None: it has not voted
+    # rank -> the identity that it had as a member; others can't speak in its name
+    identities: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

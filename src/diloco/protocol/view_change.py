@@ -23,7 +23,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from diloco.membership import (
-    MAX_MEMBERS,
     MAX_PAIRS,
     Agreed,
     NextView,
@@ -42,6 +41,7 @@ from diloco.protocol.wire import Change
 
 T = TypeVar("T")
 
+MOST_JOINERS = 32  # the most replicas that one member lets join by a change; all together, so many for each member
 _LONGEST = 4  # times `silence_s`: after that this rank waits for no answer, even if the change still makes progress
 _JOIN_WINDOW = 0.2  # times `silence_s`: how long others may still join by a change that has begun
 
@@ -166,7 +166,7 @@ class ViewChange:
         mine, members = self.mine, frozenset(self.view.members)
         if mine.covers(other):  # true of most reports once all have been received
             return
-        joining = _grown(mine.joining, other.joining - members, MAX_MEMBERS)
+        joining = _grown(mine.joining, other.joining - members, MOST_JOINERS * len(members))
         known, left = members | joining, mine.left | (other.left & members)
         self.mine = replace(
             mine,

@@ -20,10 +20,9 @@ from diloco.protocol.members import Roster
 from diloco.protocol.rounds import Rounds
 from diloco.protocol.rules import Rules
 from diloco.protocol.suspicion import Loss
-from diloco.protocol.view_change import ViewChange
+from diloco.protocol.view_change import MOST_JOINERS, ViewChange
 from diloco.protocol.wire import Adopted, Change, Excluded, Leaving, Refused
 
-_MAX_JOINERS = 32  # the most replicas that join by one change
 _TRY_AGAIN = Refused("a view change is in progress")
 
 
@@ -210,6 +209,11 @@ class Views:
         elif received.view == self.view.id and step > self._rounds.greatest_step:
             words = f"replica {self._rules.replica_of(sender)} reports step {step}"
             self.drop(sender, f"{words}, but no member can be past step {self._rounds.greatest_step}")
+        elif received.view == self.view.id and len(received.report.joining) > MOST_JOINERS * len(self.view.members):
+            words = (
+                f"replica {self._rules.replica_of(sender)} reports that {len(received.report.joining)} replicas join"
+            )
+            self.drop(sender, f"{words}, more than so few members admit")  # all members would have to hear of each
         elif received.view == self.view.id and (change := self._begin_change(received.why)):
             self._follow(change.absorb(received.report))
 
@@ -284,7 +288,7 @@ class Views:
             self._outbox.send([rank], Refused(why, for_good=self.failure is not None))
         elif (
             (self.change is not None and not self.change.accepts_joiners and replica not in joining.union(members))
-            or len(joining - {replica}) >= _MAX_JOINERS
+            or len(joining - {replica}) >= MOST_JOINERS
             or not connected.issuperset(self._rules.ranks(joining.union(members) - {replica}))
         ):
             self._outbox.send([rank], _TRY_AGAIN)
@@ -383,7 +387,7 @@ class Views:
         for replica in again:
             self._asked.pop(replica, None)
             self._outbox.send(self._rules.ranks((replica,)), _TRY_AGAIN)
-        self._admit([each for each in waiting if each not in again][:_MAX_JOINERS])
+        self._admit([each for each in waiting if each not in again][:MOST_JOINERS])
 
     def _disconnect(self, lost: Sequence[int], following: NextView) -> None:
         for rank in self._rules.ranks(lost):

@@ -190,6 +190,7 @@ class PeerFleet(Fleet):
         self._news: list[NextView] = []
         self._lost_view: View | None = None
         self._views: LastViews | None = None  # what this replica has been and promised when it last lost its view
+        self._identities: dict[int, str] = {}  # rank -> its identity when it was last a member
         self._searching = False  # whether it has lost its view and not found the others again
         self.gathering = False  # whether a view founded after a loss still has too few members
         self._reported_links: Mapping[int, str] = {}
@@ -449,13 +450,14 @@ class PeerFleet(Fleet):
         """
         assert self.meeting.again is not None, "the run ends with the loss"
         lost, state = self.transport, self.state_dict()
+        self._identities |= lost.connections.identities
         if self._views is None or (lost.last_view and not self._searching):  # else what it promised earlier still holds
             last = lost.last_view or self._lost_view
             assert last is not None, "only a member can lose the others"
             if self.gathering and self._lost_view is not None:  # no replica trained in a view with too few members
                 last = dataclasses.replace(self._lost_view, id=last.id)
             self._lost_view, self.gathering = last, False
-            self._views = LastViews(last, lost.agreed_view)
+            self._views = LastViews(last, lost.agreed_view, identities=dict(self._identities))
         self._searching = True
         self._connect(self.meeting.again(self, self._views, patience_s))
         self._searching = False

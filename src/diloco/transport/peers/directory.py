@@ -247,7 +247,19 @@ class Directory:
             NotNowError: it can't answer now.
             OSError, EOFError, TransportError: it can't be reached.
         """
-        answer = await question(self.connections.open, address, Ask(self._entry), Members | Looking)
+        identities: list[str] = []
+
+        async def open_stream(address: Address) -> Stream:
+            stream = await self.connections.open(address)
+            identities.append(self.connections.streams.identity(stream[1]))
+            return stream
+
+        answer = await question(open_stream, address, Ask(self._entry), Members | Looking)
+        if isinstance(answer, Looking) and self.election.views is not None:
+            known = self.election.views.identities.get(self.transport.rules.ranks([answer.number])[0], identities[-1])
+            # over TCP a restarted process has another identity; it says that it was a member of no view
+            if known != identities[-1] and (self.connections.streams.named or answer.last is not None):
+                raise TransportError(f"{address} answers in the name of replica {answer.number}, which is another one")
         if isinstance(answer, Members):
             keep = {self.connections.rank, *self.transport.rules.ranks(answer.members), *self.connections.connected}
             for rank, entry in answer.entries.items():
@@ -382,19 +394,19 @@ class Directory:
             await say(Introduced(), reader, writer)
 
     async def _note_end(self, asked: Over, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._is_from(asked.replica, writer):
+        if self.is_from(asked.replica, self.connections.streams.identity(writer)):
             self.transport.finishers.add(asked.replica)
 
-    def _is_from(self, replica: int, writer: asyncio.StreamWriter) -> bool:
-        """Return whether a connection is that of a replica.
+    def is_from(self, replica: int, identity: str) -> bool:
+        """Return whether a process with this identity may speak for a replica: the member, if there was one.
 
-        Over TCP a process that was a member of no view knows no other's identity, and believes what it is told.
+        Over TCP, a process that was a member of no view knows no other's identity, and believes what it is told.
         """
-        streams, members = self.connections.streams, self.connections.identities
-        named = {rank: each.address for rank, each in self.registry.entries.items()} if streams.named else {}
-        identities, ranks = named or members, self.transport.rules.ranks([replica])
-        known = any(rank in self.registry.entries for rank in ranks)
-        return streams.identity(writer) in map(identities.get, ranks) if identities else known
+        ranks, views, entries = self.transport.rules.ranks([replica]), self.election.views, self.registry.entries
+        known = self.connections.identities or ({} if views is None else views.identities)
+        if not known and self.connections.streams.named:
+            known = {rank: entry.address for rank, entry in entries.items()}
+        return identity in map(known.get, ranks) if known else any(rank in entries for rank in ranks)
 
 
 async def question(

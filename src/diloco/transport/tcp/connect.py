@@ -121,7 +121,6 @@ def connect_again(
     transport = _open(place, rules, listening, credentials)
     try:
         host, transport.finishers = before.address.host, before.finishers
-        transport.connections.identities = before.connections.identities
         transport.connections.listen(host, range(0), host)
         entry = Entry(place.rank, str(transport.address), rules.facts, before.step)
         entries = [entry, *before.known_entries()]
