@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import secrets
 import socket
 import ssl
 import tempfile
@@ -57,9 +58,10 @@ class Credentials:
         signer = ed25519.Ed25519PrivateKey.from_private_bytes(derive_key(f"tls {purpose}", check_secret(secret)))
         key = key or ec.generate_private_key(ec.SECP256R1())
         authority = _certificate("diloco", signer.public_key(), signer, is_authority=True)
-        form, no_password = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        form, password = serialization.PrivateFormat.PKCS8, secrets.token_hex(32).encode()
         self.public_key = _to_der(key.public_key())
-        pem = key.private_bytes(serialization.Encoding.PEM, form, no_password)
+        encryption = serialization.BestAvailableEncryption(password)  # ssl reads files only, and a kill leaves this one
+        pem = key.private_bytes(serialization.Encoding.PEM, form, encryption)
         shown = _certificate("a process of diloco", key.public_key(), signer, is_authority=False)
         self.opening, self.listening = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         with tempfile.TemporaryDirectory(prefix="diloco-") as folder:  # readable by this user only
@@ -69,7 +71,7 @@ class Credentials:
                 context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
                 context.minimum_version = ssl.TLSVersion.TLSv1_3
                 context.load_verify_locations(cadata=authority)
-                context.load_cert_chain(file)
+                context.load_cert_chain(file, password=password)
         self.listening.num_tickets = 0
 
     async def secure(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, listening: bool) -> bytes:
