@@ -163,7 +163,8 @@ class VirtualNetwork:
 
         Args:
             sent_at_s: when each replica submits its contribution.
-            sent_bytes, received_bytes: the traffic of each replica.
+            sent_bytes: what each replica sends.
+            received_bytes: what each replica receives.
 
         >>> network = VirtualNetwork([Link(8e6, 0.1)] * 2, [1.0] * 2)  # 1 MB/s and 0.1 s between them
         >>> round(network.commit_time_s([0.0, 0.0], [1_000_000] * 2, [1_000_000] * 2), 3)
