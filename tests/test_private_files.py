@@ -72,17 +72,21 @@ def test_nobody_else_can_read_what_a_run_writes(tmp_path: Path, umask: int, monk
 
 @UMASKS
 def test_the_key_of_connections_is_in_no_file_that_others_can_read(umask: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is encrypted too, because a process that is killed at that moment leaves the file behind."""
     modes: list[int] = []
+    texts: list[bytes] = []
     before = ssl.SSLContext.load_cert_chain
 
-    def note(self: ssl.SSLContext, path: Path) -> None:
+    def note(self: ssl.SSLContext, path: Path, password: bytes) -> None:
         modes.extend(stat.S_IMODE(each.stat().st_mode) for each in (path, path.parent))
-        before(self, path)
+        texts.append(path.read_bytes())
+        before(self, path, password=password)
 
     monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", note)
     with under(umask):
         Credentials("test", "")
     assert modes == [0o600, 0o700] * 2
+    assert all(b"BEGIN ENCRYPTED PRIVATE KEY" in each and b"BEGIN PRIVATE KEY" not in each for each in texts)
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077])

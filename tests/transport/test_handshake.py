@@ -148,18 +148,3 @@ def test_nothing_that_came_before_the_handshake_is_read_in_the_name_of_who_made_
             return str(said)
 
     assert asyncio.run(run()) == ("the other side has sent data before the handshake" if before else "secured")
-
-
-def test_the_file_through_which_ssl_reads_the_key_tells_nobody_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is killed at that moment leaves it behind."""
-    read = ssl.SSLContext.load_cert_chain
-    files: list[bytes] = []
-
-    def load(context: ssl.SSLContext, file: Path, password: bytes) -> None:
-        files.append(file.read_bytes())
-        read(context, file, password=password)
-
-    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", load)
-    Credentials("tcp", "")
-    assert len(files) == 2
-    assert all(b"BEGIN ENCRYPTED PRIVATE KEY" in each and b"BEGIN PRIVATE KEY" not in each for each in files)
