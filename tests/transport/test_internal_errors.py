@@ -14,10 +14,11 @@ import torch
 from diloco.algorithm import Contribution, make_codec
 from diloco.errors import RoundVoidError, TransportError
 from diloco.transport import PeerTransport
+from diloco.waiting import in_thread
 from tests.gpus import Cuda, on_gpu
 from tests.transport.contract import contribution, exchange
 from tests.transport.relays import stranger_at
-from tests.transport.wires import Wires, in_thread
+from tests.transport.wires import Wires
 
 BAD = 1  # the replica in which the error happens
 LIMIT_S = 30.0
@@ -51,12 +52,12 @@ def averaged(transport: PeerTransport) -> tuple[int, ...]:
 def test_an_internal_error_ends_one_transport_at_once_and_the_others_go_on(wires: Wires) -> None:
     """Those that wait do not wait for the 30 minutes after which a round would count as forgotten."""
     transports = wires.meet(3, continue_without_lost=True, round_timeout_s=600.0)
-    good = [in_thread(functools.partial(averaged, each)) for each in transports if each.replica != BAD]
+    good = [in_thread(functools.partial(averaged, each), "round") for each in transports if each.replica != BAD]
     bad = transports[BAD]
     waiting: list[Future[Any]] = [
-        in_thread(lambda: bad.average(broken("payload_bytes")).wait()),
-        in_thread(lambda: bad.meet("the end", 1)),
-        in_thread(lambda: bad.agree({"seed": "0"})),
+        in_thread(lambda: bad.average(broken("payload_bytes")).wait(), "waiting"),
+        in_thread(lambda: bad.meet("the end", 1), "waiting"),
+        in_thread(lambda: bad.agree({"seed": "0"}), "waiting"),
     ]
     for each in waiting:
         with pytest.raises(TransportError, match=r"rank 1 has ended all .*internal error \(Bug: in a method\)"):

@@ -16,8 +16,9 @@ from diloco.algorithm import UNKNOWN_UPLINK
 from diloco.errors import ReplicaLostError, RoundVoidError, TransportError
 from diloco.protocol import header_of
 from diloco.transport import PeerTransport, Transport
+from diloco.waiting import in_thread
 from tests.transport.contract import MakeEndpoints, TransportContract, contribution, exchange
-from tests.transport.wires import Wires, at_once, in_thread
+from tests.transport.wires import Wires, at_once
 
 LIMIT_S = 60.0
 
@@ -157,15 +158,15 @@ def test_closing_wakes_all_that_wait_and_what_comes_afterwards_is_refused(
     asked, ready = threading.Event(), threading.Event()
     other.publish(lambda fragment: {"ready": asked.set() or ready.wait()})
     waiting = [
-        in_thread(transport.average(contribution(0)).wait),
-        in_thread(lambda: transport.meet("the end", 1)),
-        in_thread(lambda: transport.agree({"seed": "0"})),
+        in_thread(transport.average(contribution(0)).wait, "waiting"),
+        in_thread(lambda: transport.meet("the end", 1), "waiting"),
+        in_thread(lambda: transport.agree({"seed": "0"}), "waiting"),
         transport.fetch_in_background(0, [1]),
     ]
     assert asked.wait(20)
     # the control thread never processes what is submitted while it ends
     monkeypatch.setattr(transport.connections, "post", lambda *call: None)
-    waiting.append(in_thread(transport.average(contribution(0, fragment=1)).wait))
+    waiting.append(in_thread(transport.average(contribution(0, fragment=1)).wait, "waiting"))
     try:
         transport.close()
         for each in waiting:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,20 +69,6 @@ def at_once(functions: Sequence[Callable[[], Any]]) -> list[Any]:
     for thread in threads:
         thread.join()
     return results
-
-
-def in_thread(function: Callable[[], Any]) -> Future[Any]:
-    """Call a function in a thread of its own, and return its future result."""
-    result: Future[Any] = Future()
-
-    def call() -> None:
-        try:
-            result.set_result(function())
-        except Exception as error:
-            result.set_exception(error)
-
-    threading.Thread(target=call, daemon=True).start()
-    return result
 
 
 class Wires:
