@@ -179,7 +179,7 @@ def examined(model: Path, file: Path, most_tokens: int) -> tuple[float, float, i
     """Return the loss on the answers of conversations, the share that the model gives exactly, and their number."""
     trained = load_trained(model)
     tokenizer = trained.chat_tokenizer()
-    settings = DataSettings(format="chat", paths=(file,))
+    settings = DataSettings(format="chat", paths=(str(file),))
     rows = heldout_rows(settings, tokenizer, LENGTH, [file])
     loss = evaluate(trained.model, tokenizer, rows, sequence_length=LENGTH, batch_size=32).loss
     right = []
