@@ -180,7 +180,7 @@ def examined(model: Path, file: Path, most_tokens: int) -> tuple[float, float, i
     trained = load_trained(model)
     tokenizer = trained.chat_tokenizer()
     settings = DataSettings(format="chat", paths=(str(file),))
-    rows = heldout_rows(settings, tokenizer, LENGTH, [file])
+    rows = heldout_rows(settings, tokenizer, LENGTH, [str(file)])
     loss = evaluate(trained.model, tokenizer, rows, sequence_length=LENGTH, batch_size=32).loss
     right = []
     for line in file.read_text(encoding="utf-8").splitlines():

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from diloco.data.chat_tokenizer import ChatTokenizer, Example
 from diloco.data.conversations import read_conversation, texts_of
 from diloco.data.corpus import Corpus, fingerprint_of
+from diloco.data.files import RowError, read_rows, usable, warn_once
 from diloco.data.packed import PackedTokens
 from diloco.data.settings import DataSettings
-from diloco.data.files import RowError, read_rows, usable, warn_once
 from diloco.data.source import is_heldout
 from diloco.errors import ConfigurationError, DataError
 from diloco.model import ENDS, NOT_COUNTED
@@ -133,6 +133,7 @@ class _Reader:
             raise RowError(f"{place}: {error}") from error
         self.counts["partial"] += not all_count
         return example
+
 
 class PackedRows(PackedTokens):
     """Rows of examples, as packed tokens whose windows of ``length`` are the rows.

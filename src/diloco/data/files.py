@@ -161,7 +161,8 @@ def files_of(place: str, suffixes: Iterable[str] = FOLDER_SUFFIXES) -> list[File
 
 def _data_of_folder(system: Any, folder: str, suffixes: Iterable[str]) -> list[str]:
     """Return the files of a folder that hold data. What is left out is named."""
-    data, others = [], []
+    data: list[str] = []
+    others: list[str] = []
     for name, about in sorted(system.find(folder, detail=True).items()):
         below = name.removeprefix(folder).lstrip("/")
         hidden = any(part.startswith(".") for part in below.split("/"))

@@ -36,10 +36,9 @@ class SourceSettings:
 class DataSettings:
     """Where the text comes from and how it becomes tokens."""
 
-    paths: Annotated[tuple[str, ...], arg(aliases=["--data"], metavar="PATH|URL ...")] = ()
-    """Text, .jsonl, .json or .parquet files, also compressed, folders of them, patterns such as 'texts/*.jsonl', URLs
-    of these (s3://, gs://, hf://, ...), folders made by `diloco tokenize`, or hf:NAME[/CONFIG][:SPLIT]. Default: the
-    standard library of the running Python."""
+    paths: Annotated[tuple[str, ...], arg(aliases=["--data"], metavar="PATH...")] = ()
+    """Text, .jsonl, .json or .parquet files, also compressed, their folders, patterns and URLs (s3://, ...), folders
+    made by `diloco tokenize`, or hf:NAME[/CONFIG][:SPLIT]. Default: the standard library of the running Python."""
     sources: Mapping[str, Any] = field(default_factory=dict)
     """Several weighted sources, instead of paths: one table NAME = { data = "...", weight = 1.0 } for each source."""
     format: Annotated[str, arg(metavar="{text,chat,FILE.jinja}")] = "text"

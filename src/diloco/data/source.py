@@ -96,8 +96,6 @@ def _data_set(place: str, settings: SourceSettings) -> DataSet:
     """Open the text of ``hf:NAME[/CONFIG][:SPLIT]``, of the hub or a local folder; nothing is read yet."""
     path, _, split = place.removeprefix(HUB_PREFIX).partition(":")
     folder, config = Path(path).expanduser(), None
-    if path == "pandas":
-        raise ConfigurationError(f"{place} reads pickles, which could run any code. Convert them to Parquet.")
     if not path or not folder.exists():
         parts = path.split("/")
         if not all(parts) or len(parts) > 3 or parts[0] in (".", "..", "~"):
