@@ -74,11 +74,7 @@ class Trained:
         return has_template(self._tokenizer_folder)
 
     def chat_tokenizer(self) -> ChatTokenizer:
-        """Return its tokenizer with the chat template.
-
-        Raises:
-            ConfigurationError, DataError: as `ChatTokenizer`.
-        """
+        """Return its tokenizer with the chat template."""
         return ChatTokenizer(str(self._tokenizer_folder))
 
     @property
@@ -86,14 +82,7 @@ class Trained:
         return self.path if self.step is None else self.run
 
     def length(self, asked: int | None, name: str) -> int:
-        """Return the context length in tokens: ``asked``, or the training length if that is None.
-
-        Args:
-            name: the name of the setting, for the error message.
-
-        Raises:
-            ConfigurationError: the model does not support that length.
-        """
+        """Return the context length in tokens: ``asked`` by the setting ``name``, or the training length if None."""
         longest = self.model.max_sequence_length
         if asked is None:
             return min(self.sequence_length, longest)
@@ -122,9 +111,6 @@ def load_trained(
             in the checkpoint is only compared with it.
         dequantize: whether to load the base model of adapters without the quantisation of the run.
 
-    Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged.
-        ConfigurationError: the replica or the device does not exist, or ``transformers`` is not installed.
     """
     place = choose_device(device)
     if step is None and is_huggingface_folder(path):
