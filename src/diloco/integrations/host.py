@@ -214,23 +214,11 @@ class HostedReplica:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a framework saves beside a model, which holds the chosen `parameters`."""
         saves_globals = self.training and self.parameters == "global"
-        local = (self.hidden or held_values(self.begun)) if saves_globals else None
-        return {"diloco": self.begun.state_dict(), "local": local, "replica": self.begun.transport.replica}
+        return state_of(self.begun, (self.hidden or held_values(self.begun)) if saves_globals else None)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict`. The framework loads the model before or after this call.
-
-        Raises:
-            CheckpointError: if it belongs to another replica, model or schedule.
-        """
-        with readable_state("The state"):
-            saved, replica = state["replica"], self.begun.transport.replica
-        if saved != replica:
-            raise CheckpointError(
-                f"The checkpoint belongs to replica {saved}, but this is replica {replica}. Resume each replica from "
-                "its own checkpoint."
-            )
-        _restore(self.begun, state)
+        """Restore what `state_dict` returned. The framework loads the model before or after this call."""
+        restore(self.begun, state)
 
 
 def held_values(diloco: DiLoCo) -> dict[str, Tensor]:
@@ -244,10 +232,27 @@ def _hold(diloco: DiLoCo, values: Mapping[str, Tensor]) -> None:
         shard.copy_(values[name])
 
 
-def _restore(diloco: DiLoCo, state: Mapping[str, Any]) -> None:
-    """Restore what was saved, or change nothing if it belongs to another model or run."""
+def state_of(diloco: DiLoCo, local: Mapping[str, Tensor] | None) -> dict[str, Any]:
+    """Return the state that is saved beside a model.
+
+    ``local`` are the local parameters by name if the model that is saved holds the global ones, else None.
+    """
+    return {"diloco": diloco.state_dict(), "local": local, "replica": diloco.transport.replica}
+
+
+def restore(diloco: DiLoCo, state: Mapping[str, Any]) -> None:
+    """Restore the state that `state_of` returned; afterwards the model holds its local parameters.
+
+    Raises:
+        CheckpointError: if it belongs to another replica, model or schedule. Nothing was changed.
+    """
     with readable_state("The state"):
-        saved, local = state["diloco"], state["local"]
+        saved, local, replica = state["diloco"], state["local"], state["replica"]
+        if replica != diloco.transport.replica:
+            raise CheckpointError(
+                f"The checkpoint belongs to replica {replica}, but this is replica {diloco.transport.replica}. Resume "
+                "each replica from its own checkpoint."
+            )
         shapes = {name: value.shape for name, value in held_values(diloco).items()}
         if local is not None and {name: value.shape for name, value in local.items()} != shapes:
             raise CheckpointError("The saved parameters are those of another model. Nothing was loaded.")
@@ -276,8 +281,7 @@ def save_state(checkpoint: Path, diloco: DiLoCo, local: Mapping[str, Tensor] | N
             "the other's model and optimizer. Give each replica its own folder."
         )
     about = {"replica": replica, "steps": diloco.steps, "model": digest_tensors(held_values(diloco))}
-    state = {"diloco": diloco.state_dict(), "local": local}
-    save_checkpoint(mine, diloco.steps, {"state": state}, about=about, keep=1)
+    save_checkpoint(mine, diloco.steps, {"state": state_of(diloco, local)}, about=about, keep=1)
 
 
 def load_state(checkpoint: Path, diloco: DiLoCo, *, check_model: bool) -> None:
@@ -303,7 +307,7 @@ def load_state(checkpoint: Path, diloco: DiLoCo, *, check_model: bool) -> None:
             f"The model that was loaded is not the one saved in {checkpoint}. Pass the folder that it was loaded from "
             "to DiLoCoCallback (resume_from_checkpoint=...)."
         )
-    _restore(diloco, opened.load("state"))
+    restore(diloco, opened.load("state"))
 
 
 def _place(checkpoint: Path, diloco: DiLoCo) -> Path:
