@@ -15,18 +15,16 @@ class MonitorSettings:
     """What a run prints and writes while it trains."""
 
     console: Annotated[Literal["auto", "live", "plain", "json", "quiet"], arg(aliases=["--log"])] = "auto"
-    """live: a progress display; plain: a line every ten steps; auto: live on a terminal, else plain; json: one JSON
-    object a line on standard error, with time, level and message; quiet: no output."""
+    """live: a progress display; plain: a line every ten steps; auto: one of them; json: JSON lines on standard error."""
     verbose: Annotated[bool, arg(aliases=["--verbose"])] = False
-    """Also print the details: all facts about the run at its start, and reasons in full."""
+    """Also print all facts about the run, and reasons in full."""
     prometheus: str | None = None
     """Port at which the run answers /metrics (for Prometheus) and /healthz (for orchestrators), on this machine alone;
     HOST:PORT: on that interface, to everybody who reaches it. Each further process of the run on this machine takes the
     next port. Needs pip install 'diloco[monitor]'."""
     sinks: Annotated[tuple[str, ...], arg(aliases=["--sinks"])] = ()
-    """Further sinks of the run's events: tensorboard, wandb (both need pip install 'diloco[monitor]'; wandb reads its
-    own WANDB_* variables), or your own as MODULE:NAME or FILE.py:NAME of what takes the run folder and returns a
-    diloco.events.Sink."""
+    """Further sinks of the run's events: tensorboard, wandb (both need pip install 'diloco[monitor]'), or your own as
+    MODULE:NAME or FILE.py:NAME of what takes the run folder and returns a diloco.events.Sink."""
 
     def __post_init__(self) -> None:
         if self.prometheus is not None:

@@ -29,7 +29,6 @@ KEPT = {
     "RoundCommitted": 128,
     "RoundVoid": 128,
     "ViewChanged": 32,
-    "Lost": 8,
     "StateFetched": 16,
     "Evaluated": 64,
     "SampleGenerated": 4,
