@@ -15,7 +15,7 @@ class MonitorSettings:
     """What a run prints and writes while it trains."""
 
     console: Annotated[Literal["auto", "live", "plain", "json", "quiet"], arg(aliases=["--log"])] = "auto"
-    """live: a progress display; plain: a line every ten steps; auto: one of them; json: JSON lines on standard error."""
+    """auto: live (a display) on a terminal, else plain (a row each ten steps); json: lines on stderr."""
     verbose: Annotated[bool, arg(aliases=["--verbose"])] = False
     """Also print all facts about the run, and reasons in full."""
     prometheus: str | None = None
