@@ -17,7 +17,7 @@ class MonitorSettings:
     console: Annotated[Literal["auto", "live", "plain", "json", "quiet"], arg(aliases=["--log"])] = "auto"
     """auto: live (a display) on a terminal, else plain (a row each ten steps); json: lines on stderr."""
     verbose: Annotated[bool, arg(aliases=["--verbose"])] = False
-    """Also print all facts about the run, and reasons in full."""
+    """Also print all facts and whole reasons."""
     prometheus: str | None = None
     """Port at which the run answers /metrics (for Prometheus) and /healthz (for orchestrators), on this machine alone;
     HOST:PORT: on that interface, to everybody who reaches it. Each further process of the run on this machine takes the
