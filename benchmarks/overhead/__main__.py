@@ -20,6 +20,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -55,21 +56,17 @@ def print_metrics(replicas: int = 4, fragments: int = 3, outer_steps: int = 64, 
     """Tell the sink of a run of all its rounds, timing each event, then scrape it and count the processor time."""
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
-    sink, times_s, numbers = PrometheusSink("127.0.0.1", port, "run"), [], tuple(range(replicas))
-    peers = {str(each): (10**9, 10**9, 0.05) for each in numbers}
-    usual = {"learning_rate": 0.1, "gradient_norm": 1.0, "step_s": 0.1, "sent_bytes": 1, "received_bytes": 1}
+    sink, times_s = PrometheusSink("127.0.0.1", port, "run"), []
+    usual: dict[str, Any] = {"learning_rate": 0.1, "gradient_norm": 1.0, "step_s": 0.1, "compute_utilization": 0.9}
+    round_: dict[str, Any] = {"replica": 0, "contributors": tuple(range(replicas)), "late_s": (0.1,) * replicas}
+    round_ |= {"wait_s": 0.1, "peers": {str(each): (10**9, 10**9, 0.05) for each in range(replicas)}}
+    sent: dict[str, Any] = {"sent_bytes": 1, "received_bytes": 1}
     for step in range(1, 10 * outer_steps + 1):
-        for event in (
-            events.StepFinished(step=step, loss=1.0, tokens=step, compute_utilization=0.9, **usual),
-            *(
-                events.RoundCommitted(
-                    **{"step": step, "replica": 0, "fragment": fragment, "outer_step": step // 10},
-                    **{"contributors": numbers, "sent_bytes": 1, "received_bytes": 1, "wait_s": 0.1},
-                    **{"late_s": (0.1,) * replicas, "peers": peers},
-                )
-                for fragment in range(fragments if step % 10 == 0 else 0)
-            ),
-        ):
+        told: list[events.Event] = [events.StepFinished(step=step, loss=1.0, tokens=step, **usual, **sent)]
+        for fragment in range(fragments if step % 10 == 0 else 0):
+            about = {"step": step, "fragment": fragment, "outer_step": step // 10}
+            told.append(events.RoundCommitted(**about, **round_, **sent))
+        for event in told:
             started_s = time.perf_counter()
             sink.handle(event)
             times_s.append(time.perf_counter() - started_s)
