@@ -64,7 +64,7 @@ def print_metrics(replicas: int = 4, fragments: int = 3, outer_steps: int = 64, 
     for step in range(1, 10 * outer_steps + 1):
         told: list[events.Event] = [events.StepFinished(step=step, loss=1.0, tokens=step, **usual, **sent)]
         for fragment in range(fragments if step % 10 == 0 else 0):
-            about = {"step": step, "fragment": fragment, "outer_step": step // 10}
+            about: dict[str, Any] = {"step": step, "fragment": fragment, "outer_step": step // 10}
             told.append(events.RoundCommitted(**about, **round_, **sent))
         for event in told:
             started_s = time.perf_counter()
