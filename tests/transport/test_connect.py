@@ -18,7 +18,7 @@ from diloco.protocol import Average, Entry, Registry
 from diloco.transport import Address, Connected, connect, parse_address, share_text
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import PATIENCE_S, diloco_threads, failure, free_address, nobody_at, place, rules
-from tests.transport.relays import frame, stranger_at, unframe
+from tests.transport.relays import frame, stranger_at
 from tests.transport.wires import at_once, rendezvous
 
 

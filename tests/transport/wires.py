@@ -34,9 +34,7 @@ def deaf_manager(rank: int = -1, secret: str = "") -> Iterator[ConnectionManager
 
 
 @contextmanager
-def rendezvous(
-    ranks: int | Registry, ranks_per_replica: int = 1, secret: str = ""
-) -> Iterator[Address]:
+def rendezvous(ranks: int | Registry, ranks_per_replica: int = 1, secret: str = "") -> Iterator[Address]:
     """A rendezvous of so many ranks at an address that belongs to none of them."""
     with deaf_manager(secret=secret) as connections:
         address = connections.listen("127.0.0.1", range(1), "127.0.0.1")

@@ -228,8 +228,8 @@ def _use_of(held: Held, connected: Connected, place: SwarmPlace) -> tuple[str, .
     if connected.swarm != held.swarm and connected.founded_step < held.step:
         lost = f"the others continued from step {connected.founded_step} and do not have the later steps either"
     return (
-        f"It adopts the state of the others, which are at step {connected.step}. Its own checkpoint of step {held.step} is "
-        f"not used: {lost}.",
+        f"It adopts the state of the others, which are at step {connected.step}. Its own checkpoint of step "
+        f"{held.step} is not used: {lost}.",
     )
 
 

@@ -26,7 +26,6 @@ from diloco.transport.swarm.search import SwarmDirectory
 from diloco.transport.swarm.status import serve_status
 from diloco.waiting import waiting_for
 
-
 _START_AGAIN_S = 0.5, 4.0  # pauses between two attempts to enter the network
 
 

@@ -20,9 +20,9 @@ from diloco.protocol import Entry, Registry, Rules
 from diloco.transport.address import Address, local_host_towards, parse_address, parse_ports
 from diloco.transport.base import Transport
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.sockets import Credentials, TcpStreams
-from diloco.transport.leader import LeaderTransport
+from diloco.transport.connections.sockets import TcpStreams
 from diloco.transport.connections.streams import within
+from diloco.transport.leader import LeaderTransport
 from diloco.transport.peers.connected import Connected, connect_all
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.replica_group import ReplicaGroup

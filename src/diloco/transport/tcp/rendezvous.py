@@ -231,8 +231,8 @@ class TcpDirectory(Directory):
             return super().nobody(why)
         if self._missing.startswith("rank "):
             return (
-                f"rank {rank} waited {for_s} at {self._meeting} for {self._missing}. Start the missing ranks, or choose "
-                "a longer network.round_timeout, of which this is half."
+                f"rank {rank} waited {for_s} at {self._meeting} for {self._missing}. Start the missing ranks, or "
+                "choose a longer network.round_timeout, of which this is half."
             )
         return (
             f"rank {rank} found no rendezvous at {self._meeting} within {for_s}: {'; '.join(why.values())}. Start "
@@ -267,7 +267,7 @@ def share_text(master: Address, mine: str | None, timeout_s: float, key: str) ->
         store = TCPStore(master.host, master.port, is_master=False, timeout=timedelta(seconds=timeout_s))
         if mine is not None:
             store.set(key, mine)
-        return store.get(key).decode()  # type: ignore[no-any-return]  # torch's stubs lack it
+        return str(store.get(key).decode())
 
     try:
         with waiting_for(lambda: f"the {key} of rank 0 in the store of torchrun at {master}", timeout_s):
