@@ -127,9 +127,9 @@ def test_health_is_training_waiting_or_lost(sink: PrometheusSink, port: int, mon
     assert health() == (503, "lost", "replica 1 is gone. It is searching for the other replicas.")
     sink.handle(step(3))
     reached(port, 'diloco_state{state="training"}', 1)
-    monkeypatch.setattr("diloco.watch.prometheus.SILENT_S", -1e9)
+    monkeypatch.setattr(sink, "silent_s", -1e9)
     assert health()[:2] == (200, "waiting")
-    monkeypatch.setattr("diloco.watch.prometheus.LOST_S", -1.0)
+    monkeypatch.setattr(sink, "lost_s", -1.0)
     assert health()[:2] == (503, "lost")
 
 
@@ -153,9 +153,9 @@ def test_a_port_in_use_is_refused_at_the_start(sink: PrometheusSink, port: int) 
 
 
 def test_a_fault_of_the_metrics_ends_them_and_not_the_run(
-    sink: PrometheusSink, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    sink: PrometheusSink, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("diloco.watch.history.ProcessHistory.take", lambda *given: 1 / 0)
+    sink.handle(step(1, step_s=None))
     sinks = Sinks({"the metrics": sink})
     while sinks.sinks:
         tell(sinks)

@@ -24,7 +24,6 @@ from diloco.watch.page_data import SILENT_S, alerts
 from diloco.watch.server import LocalHandler, LocalServer
 
 STATES = ("training", "waiting", "lost")
-LOST_S = 900.0  # silence without a known wait after which a process is lost; a round takes 10 min at most
 _FRESH_S, _PAUSE_S = 1.0, 0.01  # figures are this old at most; the time between two answers
 
 _OF_STEPS = (  # name, the field of `StepFinished`, and what it is
@@ -48,6 +47,9 @@ class PrometheusSink:
     Raises:
         ConfigurationError: if it can't listen there, or prometheus-client is missing.
     """
+
+    silent_s = SILENT_S  # a process is not training after so much silence, which is also at least ten steps
+    lost_s = 900.0  # silence without a known wait after which it is lost; a round takes 10 min at most
 
     def __init__(self, host: str, port: int, run: str) -> None:
         with from_extra("monitor", "monitor.prometheus needs prometheus-client"):
@@ -116,9 +118,9 @@ class PrometheusSink:
                 return "lost", f"{self._lost} It is searching for the other replicas."
             if waiting:
                 return "waiting", waiting
-            if self._run.first.last and silent_s < max(SILENT_S, 10 * step_s):
+            if self._run.first.last and silent_s < max(self.silent_s, 10 * step_s):
                 return "training", ""
-            if silent_s < LOST_S:
+            if silent_s < self.lost_s:
                 return "waiting", "the next step"
             return "lost", f"Nothing has been reported for {silent_s:.0f} s."
 
