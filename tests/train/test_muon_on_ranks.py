@@ -49,7 +49,7 @@ def rank_with_muon(position: int, setup: Setup, folder: Path) -> dict[str, Any]:
     done["held"] = sum(slot.numel() for slot in slots)
     if setup.strategy == "fsdp":
         for ranks in (None, ReplicaGroup()):
-            with pytest.raises(ConfigurationError, match="Muon on 1 ranks can't gather .* pass muon.*ranks="):
+            with pytest.raises(ConfigurationError, match=r"Muon on 1 ranks can't gather .* pass muon.*ranks="):
                 muon(rank.model, ranks=ranks)
     group.close()
     return done
