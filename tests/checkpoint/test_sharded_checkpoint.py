@@ -52,7 +52,7 @@ def rank_stops_and_goes_on(position: int, setup: Setup, folder: Path) -> dict[st
 
 
 def test_stopping_and_going_on_as_many_is_never_stopping(tmp_path: Path) -> None:
-    """The bits are equal (invariant 6), with a round in flight, its residual undecided, and Muon's and AdamW's state in use."""
+    """The bits are equal (invariant 6), with a round in flight, its residual undecided, and Muon and AdamW in use."""
     with Processes() as processes:
         processes.start(2, rank_stops_and_goes_on, Setup(strategy="fsdp", size=2, optimizer="Muon", **LOSSY), tmp_path)
         ranks = processes.results(timeout_s=300)
