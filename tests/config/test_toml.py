@@ -61,7 +61,7 @@ WRONG_FILES = [
     ("steps = " + "9" * 5000, ["run.toml", "not valid TOML"]),
     ('preset = "tinny"', ["there is no preset 'tinny'", "did you mean 'tiny'?"]),
     ("[train]\nsteps = 0", ["train.steps must be at least 1, got 0"]),
-    ("[monitor]\nevery_steps = 0", ["monitor.every_steps", "at least 1, got 0"]),
+    ("[monitor]\nprometheus = ':0'", ["monitor.prometheus must be PORT or HOST:PORT, got ':0'"]),
 ]
 
 

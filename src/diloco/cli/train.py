@@ -42,6 +42,7 @@ from diloco.errors import ConfigurationError, NoCheckpointError
 from diloco.plugins import is_own
 from diloco.private_files import make_private_folder
 from diloco.train import POSITION, Role, read_torchrun, role_of
+from diloco.waiting import log_to_stderr, say
 
 if TYPE_CHECKING:
     from diloco.train import PeerFleet
@@ -228,12 +229,13 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
     """Train with the settings of a command line; the processes of other ranks are started as ``typed``."""
     plan = plan_run(line)
     plan, settings = dataclasses.replace(plan, notes=(*notes, *plan.notes)), plan.configuration
+    log_to_stderr(as_json=settings.monitor.console == "json")
     if line.print_config:
         from diloco.data import corpus_vocabulary_size
         from diloco.train import describe, identity, outline
 
         for note in plan.notes:
-            _say(f"note: {note}")
+            say(f"note: {note}")
         model = outline(settings, settings.model.vocab_size or corpus_vocabulary_size(settings.data))
         facts = describe(settings, model) | identity(settings, model)
         print(plan.record, *(f"# {name}: {fact}" for name, fact in facts.items()), sep="\n")
@@ -264,16 +266,12 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
                 def words(replica: int, position: int, address: object) -> list[str]:
                     return [*typed, "--replica", str(replica), "--join", str(address), *out]
 
-                code = launch(settings.network, words, _say, talking_ranks=talking_ranks, lock=lock)
+                code = launch(settings.network, words, say, talking_ranks=talking_ranks, lock=lock)
             else:
                 code = _train(plan, folder)
     if code == INTERRUPTED:
-        _say(f"stopped; the state is saved. To resume: {resume_command(settings, folder)}")
+        say(f"stopped; the state is saved. To resume: {resume_command(settings, folder)}")
     return code
-
-
-def _say(words: str) -> None:
-    print(f"diloco: {words}", file=sys.stderr, flush=True)
 
 
 def _train_peer(plan: RunPlan, folder: Path) -> int:
@@ -289,7 +287,7 @@ def _train_peer(plan: RunPlan, folder: Path) -> int:
         outside = [address for address in fleet.addresses if not address.startswith("/ip4/127.")]
         addresses = " ".join(outside or fleet.addresses)
         secret = " --secret-file FILE" if settings.network.secret_file else ""  # their copy of it
-        _say(f"others join with\n  {join}{secret} --join {addresses}" if addresses else "no other peer can join here")
+        say(f"others join with\n  {join}{secret} --join {addresses}" if addresses else "no other peer can join here")
         return fleet
 
     code = _train(plan, folder, meet)
@@ -300,7 +298,7 @@ def _train_peer(plan: RunPlan, folder: Path) -> int:
                 f"while others train: {resume_command(settings, folder, others)}\ndiloco: if all have stopped, the one "
                 f"that stopped last resumes first, and the others join it. To resume: {resume}"
             )
-        _say(f"stopped; the state is saved. To resume{' ' if others else ': '}{resume}")
+        say(f"stopped; the state is saved. To resume{' ' if others else ': '}{resume}")
     return code
 
 
@@ -315,8 +313,7 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool, again: bool) -> int:
     if quiet and not role.is_first:
         settings = dataclasses.replace(settings, monitor=dataclasses.replace(settings.monitor, console="quiet"))
     if settings.train.device in ("auto", "cuda") and torch.cuda.is_available():  # its processes take turns
-        local = role.torchrun.local_rank if role.torchrun else role.local_rank
-        device = f"cuda:{local % torch.cuda.device_count()}"
+        device = f"cuda:{role.index % torch.cuda.device_count()}"
         settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, device=device))
 
     def meet(facts: Mapping[str, str], own: Path) -> PeerFleet:
@@ -369,13 +366,18 @@ def _train(
     config: dict[str, Any] = dataclasses.asdict(settings)
     sinks = make_sinks(monitor, folder, is_terminal=sys.stdout.isatty(), config=config, name=name, group=group)
     with closing(sinks):
+        if monitor.prometheus is not None and (role is None or not role.position):
+            from diloco.watch import PrometheusSink
+
+            host, port = monitor.metrics_address()
+            sinks.sinks["the metrics"] = PrometheusSink(host, port + (role.index if role else 0), name)
         summary = run_training(
             settings, folder=folder, sink=sinks, config_toml=plan.record, notes=plan.notes, meet=meet
         )
     in_vain = summary.get("rounds_void") and not summary.get("rounds_committed")
     if in_vain and (role is None or role.is_first):
         *_, last = {"reason": "see metrics.jsonl"}, *read_metrics(folder / "metrics.jsonl", "RoundVoid")
-        _say(
+        say(
             "no round was committed, so the replicas have learned nothing from each other: all "
             f"{summary['rounds_void']} were void. The reason of the last one: {last['reason'].rstrip('.')}. Remove the "
             "cause, then start a new run."

@@ -12,7 +12,7 @@ import torch
 
 from diloco.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError, RunFinishedError, TransportError
-from diloco.events import Event, Note, ViewChanged
+from diloco.events import Event, Lost, Note, ViewChanged
 from diloco.state_tree import readable_state
 from diloco.train.description import diff
 from diloco.train.fleet import PeerFleet
@@ -91,7 +91,7 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
     if not (lost or fleet.gathering) or stop.signal is not None:
         return
     if lost:
-        emit(Note(step=step, text=f"{fleet.failure} It is searching for the other replicas."))
+        emit(Lost(step=step, reason=str(fleet.failure)))
     try:
         while True:
             try:
