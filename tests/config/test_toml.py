@@ -35,7 +35,7 @@ WRONG_FILES = [
     ("steps = 5", ["unknown key 'steps'", "did you mean 'train.steps'?"]),
     ("[sync]\ninner-steps = 5", ["'sync.inner-steps'", "did you mean 'sync.inner_steps'?"]),
     ("[evaluations]\nxyz = 5", ["'evaluations'", "did you mean '[evaluation]'?"]),
-    ("[checkpoint]\ncolour = 1", ["'checkpoint.colour'", "[checkpoint] has: every_steps, keep, resume."]),
+    ("[checkpoint]\ncolour = 1", ["'checkpoint.colour'", "[checkpoint] has: every_steps, keep, mirror, resume."]),
     ('[train]\nsteps = "many"', ['train.steps = "many" is not valid', "expected a whole number"]),
     ("[train]\nsteps = 5.0", ["train.steps = 5.0", "expected a whole number"]),
     ("[train]\nsteps = true", ["train.steps = true", "expected a whole number"]),
