@@ -28,6 +28,7 @@ from .replica_group import open_replica_group as open_replica_group
 from .secret import derive_key as derive_key
 from .secret import new_secret as new_secret
 from .secret import read_secret as read_secret
+from .settings import NOWHERE as NOWHERE
 from .settings import EmulateSettings as EmulateSettings
 from .settings import NetworkSettings as NetworkSettings
 from .settings import multiaddress as multiaddress
@@ -49,12 +50,11 @@ from .swarm.status_client import StatusClient as StatusClient
 from .swarm.status_client import absences as absences
 from .swarm.status_client import open_status_client as open_status_client
 from .swarm.status_client import status_of as status_of
+from .tcp.connect import Lost as Lost
 from .tcp.connect import Place as Place
 from .tcp.connect import connect as connect
-from .tcp.connect import connect_again as connect_again
 from .tcp.connect import connect_tcp as connect_tcp
 from .tcp.doctor import examine as examine
 from .tcp.doctor import serve_probes as serve_probes
-from .tcp.rendezvous import ask as ask
-from .tcp.rendezvous import serve as serve
+from .tcp.rendezvous import Gatherer as Gatherer
 from .tcp.rendezvous import share_text as share_text
