@@ -68,7 +68,7 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         (["evaluate", "a", "--text-field", "body"], "--text-field 'body' needs --data PATH"),
         (["train", "--codec", "int9"], "did you mean 'int8'"),
         (["train", "--transport", "swarm"], "--run NAME"),
-        (["train", "--transport", "tcp", "--replica", "0"], "Pass --join HOST:PORT, an address"),
+        (["train", "--transport", "tcp", "--replica", "0"], "and --join HOST:PORT, an address"),
         (["train", "--join", "10.0.0.1", "--transport", "tcp"], "need each other. Pass --replica 0"),
         (["train", "--algorithm", "diloco", "--overlap-steps", "1"], "use --algorithm streaming"),
         (["train", "--algorithm", "data-parallel", "--codec", "fp4"], "--codec float32"),

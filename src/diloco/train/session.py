@@ -16,7 +16,7 @@ from diloco.algorithm import digest_tensors, make_codec, named_parameters
 from diloco.checkpoint import Whole
 from diloco.data import Corpus
 from diloco.devices import flops_utilization, known_peak_flops_per_s
-from diloco.events import Event, StepFinished
+from diloco.events import Event, RoundCommitted, StepFinished
 from diloco.model import ENDS, LanguageModel, Transformer, build_language_model
 from diloco.outer import DiLoCo
 from diloco.train.components import outer_arguments
@@ -82,6 +82,7 @@ class Session:
         self.pace: DynamicSteps | None = None  # chooses the scheduled steps to train; None: all of them
         if isinstance(fleet, PeerFleet) and settings.network.straggler == "dynamic":
             self.pace = DynamicSteps(fleet.local[0], settings.sync.inner_steps, fleet)
+        self.agreed_step = 0  # the last step that all replicas are known to have finished
         self._loss = 0.0
         self._inner: tuple[InnerStep, ...] = ()  # results of the last trained step
         self._end_shared_start_if_due()
@@ -277,6 +278,7 @@ class Session:
             may_lose = self.fleet.rejoins and self.settings.algorithm != "data-parallel"
             keep = average_gradients([r.gradients for r in averaging], self._emit, may_skip=may_skip, may_lose=may_lose)
             averaging_s += time.perf_counter() - computed_s
+            self.agreed_step = step + 1 if averaging and keep else self.agreed_step
             # queue the work of all replicas on the device and wait for it once, whatever their number
             norms = [replica.inner.begin(step, skip=not keep) for replica in self.replicas]
             self._loss, *read = torch.stack([torch.stack(losses).mean(), *norms]).tolist()
@@ -347,4 +349,8 @@ class Session:
         )
 
     def _emit(self, event: Event) -> None:
+        diloco = self.replicas[0].diloco
+        if isinstance(event, RoundCommitted) and diloco and {*diloco.transport.view.members} <= {*event.contributors}:
+            sent = diloco.schedule.sent_at(event.fragment, event.outer_step)
+            self.agreed_step = max(self.agreed_step, sent + diloco.recovery.begun_after)
         self.on_event(replace(event, step=self.totals.steps))

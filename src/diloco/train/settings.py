@@ -124,7 +124,8 @@ class CheckpointSettings:
     every_steps: int | None = None
     """Steps between checkpoints. Default: a quarter of the run. 0: only at the end."""
     keep: int = 2
-    """How many of the newest checkpoints to keep."""
+    """How many of the newest checkpoints to keep. Replicas in processes of their own keep older ones until a newer one
+    is complete on all of them."""
     resume: Annotated[Path | None, arg(aliases=["--resume"])] = None
     """Resume from this run folder or checkpoint."""
 

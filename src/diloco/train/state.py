@@ -208,7 +208,10 @@ def save_session(session: Session, writer: CheckpointWriter, folder: Path, keep:
         parts[f"{name}-values"] = state.values()
         if group.position < _num_shards(session):  # else position 0 saves the same
             own[f"{name}-own"] = {"diloco": state.own(), "random": replica.random_state.state_dict()}
-    writer.save(folder, session.totals.steps, parts, own=own, about=_about(session), keep=keep, copies=copies)
+    fleet = session.fleet  # processes that resume together need a step of which all have a checkpoint
+    agreed = session.agreed_step if fleet.hub is None and not fleet.elastic and fleet.num_members > 1 else None
+    about = _about(session)
+    writer.save(folder, session.totals.steps, parts, own=own, about=about, keep=keep, agreed=agreed, copies=copies)
 
 
 def _about(session: Session) -> dict[str, Any]:
