@@ -21,10 +21,7 @@ import xxhash
 
 from diloco.errors import CheckpointError, DiLoCoError
 
-__all__ = [
-    *("HIDDEN_NAME", "LATEST", "STEP_NAME", "FileFacts", "check_content", "check_size", "delete", "hidden_name"),
-    *("move_in", "new_folder", "replace_file", "sync_folder", "write_file", "write_whole"),
-]
+__all__ = ["FileFacts", "new_folder", "replace_file", "write_whole"]
 
 LATEST = "latest"
 STEP_NAME = re.compile(r"step-\d{8,}\Z")

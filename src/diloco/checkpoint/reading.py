@@ -27,10 +27,7 @@ from diloco.errors import CheckpointError, NoCheckpointError, nearest
 from diloco.private_files import read_regular
 from diloco.state_tree import UNREADABLE, unflatten
 
-__all__ = [
-    *("Checkpoint", "Manifest", "check_part_name", "find_checkpoint", "list_checkpoints", "open_checkpoint"),
-    *("read_manifest", "write_manifest"),
-]
+__all__ = ["Checkpoint", "Manifest", "list_checkpoints", "open_checkpoint", "read_manifest", "write_manifest"]
 
 T = TypeVar("T")
 

@@ -40,10 +40,7 @@ from diloco.plugins import code_digest
 from diloco.testing import check_average_rule, check_codec, check_merge_rule, check_outer_optimizer
 from diloco.transport import InProcessTransport, Transport
 
-__all__ = [
-    *("ModelWatch", "argument_facts", "check_arguments", "check_kinds", "check_own_code", "check_transport"),
-    *("frozen_digests", "frozen_facts", "saved_facts", "usable_device"),
-]
+__all__ = ["ModelWatch", "argument_facts", "check_arguments", "check_kinds", "check_own_code", "frozen_digests"]
 
 _NAMED = 3  # the number of tensors that are always named; a digest covers all of them
 _MAX_FRAGMENTS = 32  # of which each is compared by itself, as the message to register has at most 16 kB
