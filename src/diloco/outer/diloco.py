@@ -10,6 +10,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -457,7 +458,7 @@ class DiLoCo:
             reason = self.recovery.round_missed(average, average.donor)
         if reason:
             return self._on_event(fragment.drop(self.steps, reason))
-        committed = fragment.merge(average, self.steps)
+        committed = replace(fragment.merge(average, self.steps), peers=self.transport.traffic_by_peer())
         self._model_watch.take_buffers(average)
         self._on_event(committed)
 

@@ -12,7 +12,7 @@ import torch
 
 from diloco.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError, RunFinishedError, TransportError
-from diloco.events import Event, Note, ViewChanged
+from diloco.events import Event, Lost, Note, ViewChanged
 from diloco.state_tree import readable_state
 from diloco.train.description import diff
 from diloco.train.fleet import PeerFleet
@@ -93,7 +93,7 @@ def follow_views(session: Session, stop: StopRequest, emit: Callable[[Event], No
     if not (lost or fleet.gathering) or stop.signal is not None:
         return
     if lost:
-        emit(Note(step=step, text=f"{failure} It is searching for the other replicas."))
+        emit(Lost(step=step, reason=str(failure)))
     try:
         while True:
             try:
@@ -172,12 +172,13 @@ def find_beginning(session: Session, home: Path, emit: Callable[[Event], None]) 
     Replicas in separate processes that start together continue from the newest checkpoint that all of them have.
     ``home`` is the run folder of the replicas. Return what the run continues from, for the log; None: from step 0.
     """
-    fleet, path = session.fleet, session.settings.checkpoint.resume
+    fleet = session.fleet
     if isinstance(fleet, PeerFleet) and fleet.joining:
         _join_run(session, fleet)
         return "the other replicas"
-    if path is None:
+    if session.settings.checkpoint.resume is None:
         return None
+    path = Path(session.settings.checkpoint.resume)
     if isinstance(fleet, PeerFleet) and not fleet.elastic:
         name = f"step-{_newest_of_all(fleet):08d}"
         found = _newest_checkpoints(home, session.replicas[0].number, name)
@@ -229,13 +230,13 @@ class Held:
     swarm: str = ""  # the swarm of which the replica was a member then; "" if unknown
 
 
-def held_checkpoint(resume: Path | None) -> Held:
+def held_checkpoint(resume: str | None) -> Held:
     """Return the facts about the checkpoint that ``--resume`` names.
 
     A replica that ended before its first checkpoint can still join others.
     """
     try:
-        checkpoint = open_checkpoint(resume) if resume else None
+        checkpoint = open_checkpoint(Path(resume)) if resume else None
     except CheckpointError:  # reported when it is loaded
         checkpoint = None
     if checkpoint is None:
