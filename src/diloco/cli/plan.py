@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from diloco.algorithm import SyncSettings
@@ -110,7 +111,7 @@ def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, 
         number = settings.sync.num_fragments or 1
         sizes = fragment_sizes(total, number, number)
     else:
-        here = tuple(path for path in asked.data.paths if path.expanduser().exists())
+        here = tuple(path for path in asked.data.paths if Path(path).expanduser().exists())
         size = asked.model.vocab_size or corpus_vocabulary_size(replace(asked.data, paths=here))
         built = outline(asked, size)
         total, facts = built.num_parameters(), {"layers": built.num_layers, "vocabulary": built.vocab_size}

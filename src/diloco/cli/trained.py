@@ -78,8 +78,8 @@ class EvaluateOptions(AppliedOptions):
       diloco evaluate runs/streaming-tiny --data notes/ --sequences 0
     """
 
-    data: tuple[Path, ...] = ()
-    """Files or folders whose whole text is evaluated. Default: the text that the run held out."""
+    data: tuple[str, ...] = ()
+    """Files, folders or URLs whose whole text is evaluated. Default: the text that the run held out."""
     text_field: str | None = None
     """Field of records that holds the text. Default: as in the run."""
     sequences: int | None = None
@@ -99,7 +99,7 @@ def run_evaluate(arguments: Sequence[str]) -> int:
     """Evaluate on the text of --data or of the run, and print. The batches are those of training, for equal bits."""
     options: EvaluateOptions = parse_options(EvaluateOptions, "evaluate", arguments)
 
-    from diloco.data import heldout_rows, heldout_tokens, read_texts
+    from diloco.data import Source, SourceSettings, heldout_rows, heldout_tokens
     from diloco.trained import evaluate
 
     trained = options.load(options.device)
@@ -113,8 +113,8 @@ def run_evaluate(arguments: Sequence[str]) -> int:
         tokenizer = trained.chat_tokenizer()
         tokens = heldout_rows(data, tokenizer, length, options.data)
     elif options.data:
-        texts = read_texts(options.data, text_field=options.text_field, skip_bad=data.skip_bad)
-        tokens = tokenizer.encode_documents(list(texts))
+        asked = SourceSettings(data=options.data, text_field=options.text_field or "text", skip_bad=data.skip_bad)
+        tokens = tokenizer.encode_documents(list(Source(asked).documents()))
     else:
         tokens = heldout_tokens(data, tokenizer)
     done = [0]

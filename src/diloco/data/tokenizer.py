@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from diloco.data.hub import as_data_error
+from diloco.data.files import as_data_error
 from diloco.data.packed import PackedTokens
 from diloco.data.settings import HUB_PREFIX, DataSettings
 from diloco.errors import ConfigurationError, DataError, from_extra, nearest
@@ -338,4 +338,5 @@ def library_tokenizer(name: str, extra: str, needs: str) -> Any:
 
 
 def _loading(name: str) -> AbstractContextManager[None]:
-    return as_data_error(f"The tokenizer of {name}", "Check the name (or give a local folder or tokenizer.json)")
+    advice = "Check the name (or give a local folder or tokenizer.json), and the connection to the hub"
+    return as_data_error(f"The tokenizer of {name}", f"{advice} (HF_HUB_OFFLINE=1 disables it).")
