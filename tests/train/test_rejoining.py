@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from unittest import mock
 
 import pytest
@@ -13,11 +13,11 @@ import pytest
 from diloco.errors import RendezvousError, RunFinishedError
 from diloco.protocol import Entry, Rules
 from diloco.train import PeerFleet, fleet_over_tcp
-from diloco.transport import PeerTransport, Place, ask
+from diloco.transport import PeerTransport, Place
 from tests.transport.nowhere import nobody_at
 from tests.transport.relays import frame, stranger_at
 from tests.transport.swarms import wait_for_members
-from tests.transport.wires import QUICK, at_once, deaf_manager, rendezvous
+from tests.transport.wires import QUICK, at_once, rendezvous
 
 LIMIT_S = 30.0
 Meet = Callable[..., list[PeerFleet]]
@@ -33,13 +33,15 @@ def meet() -> Iterator[Meet]:
 
     def made(count: int, *, ended: bool = False) -> list[PeerFleet]:
         registered = count + ended
-        with rendezvous(registered) as address, nobody_at() as nowhere, deaf_manager() as asking:
+        with rendezvous(registered) as address, nobody_at() as nowhere, ExitStack() as open_ones:
             places = [
                 Place(replica=m, num_replicas=registered, rendezvous=address, join_window_s=1.0) for m in range(count)
             ]
             begin = [lambda place=place: fleet_over_tcp(place, RULES) for place in places]
-            register = [lambda: ask(asking, address, Entry(count, str(nowhere)), LIMIT_S)] if ended else []
-            found = at_once([*begin, *register])[:count]
+            if ended:
+                stranger = open_ones.enter_context(closing(stranger_at(address)))
+                stranger.sendall(frame({"kind": "ask", "entry": Entry(count, str(nowhere))}))
+            found = at_once(begin)
         for each in found:
             if isinstance(each, Exception):
                 raise each

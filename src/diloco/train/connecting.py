@@ -26,6 +26,7 @@ from diloco.train.settings import RunSettings
 from diloco.transport import (
     Admission,
     Connected,
+    Lost,
     NetworkSettings,
     NodePlace,
     PeerStreams,
@@ -34,7 +35,6 @@ from diloco.transport import (
     SwarmPlace,
     TcpStreams,
     connect,
-    connect_again,
     enter_swarm,
     multiaddress,
     open_replica_group,
@@ -105,7 +105,7 @@ def fleet_over_tcp(
         if not kept:
             kept.append(cast(TcpStreams, fleet.transport.connections.streams).keep())
         fleet.transport.close()
-        connected = connect_again(place, rules, fleet.connected, kept[0].dup(), views, patience_s)
+        connected = connect(place, rules, lost=Lost(fleet.connected, kept[0].dup(), views, patience_s))
         close()
         return connected
 
@@ -114,7 +114,7 @@ def fleet_over_tcp(
             kept.pop().close()
 
     def details(fleet: PeerFleet) -> dict[str, str]:
-        entries = sorted(fleet.connected.table.entries.items())
+        entries = sorted(fleet.connected.entries.items())
         return {"control addresses": ", ".join(f"{rank} at {entry.address}" for rank, entry in entries)}
 
     meeting = Meeting(
@@ -224,12 +224,12 @@ def _use_of(held: Held, connected: Connected, place: SwarmPlace) -> tuple[str, .
     if not connected.joining:
         alone = "No other peer was found" if place.node.join else "It knows no other peer (no --join)"
         return (f"{alone}, so it founds a new swarm at step {held.step}. Peers that join adopt its state.",)
-    lost, table = "the work that it had not shared by then is lost", connected.table
-    if connected.swarm != held.swarm and table.founded_step < held.step:
-        lost = f"the others continued from step {table.founded_step} and do not have the later steps either"
+    lost = "the work that it had not shared by then is lost"
+    if connected.swarm != held.swarm and connected.founded_step < held.step:
+        lost = f"the others continued from step {connected.founded_step} and do not have the later steps either"
     return (
-        f"It adopts the state of the others, which are at step {table.step}. Its own checkpoint of step {held.step} is "
-        f"not used: {lost}.",
+        f"It adopts the state of the others, which are at step {connected.step}. Its own checkpoint of step "
+        f"{held.step} is not used: {lost}.",
     )
 
 
@@ -275,6 +275,6 @@ def _compare(group: ReplicaGroup, facts: Mapping[str, str]) -> None:
 
 def _on_this_machine(connected: Connected) -> int:
     """Return the number of ranks at the address of this rank, including this one."""
-    rank, entries = connected.transport.rules.rank, connected.table.entries
+    rank, entries = connected.transport.rules.rank, connected.entries
     here = parse_address(entries[rank].address).host
     return sum(parse_address(entry.address).host == here for entry in entries.values())

@@ -413,7 +413,7 @@ class PeerFleet(Fleet):
 
     def held_steps(self) -> dict[int, int]:
         """Return the newest step from which each rank could resume; -1 for none."""
-        entries = self._ask(lambda: [[rank, e.held_step] for rank, e in self.connected.table.entries.items()])
+        entries = self._ask(lambda: [[rank, e.held_step] for rank, e in self.connected.entries.items()])
         return {int(rank): int(step) for rank, step in entries}
 
     def join(self, timeout_s: float) -> int:

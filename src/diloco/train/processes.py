@@ -179,7 +179,7 @@ def launch(
         lock: the lock of the run's folder, which rank 0 shares; see `diloco.checkpoint.lock`.
     """
     from diloco.protocol import Registry, Rules
-    from diloco.transport import ConnectionManager, TcpStreams, serve
+    from diloco.transport import ConnectionManager, Gatherer, TcpStreams
 
     secret = read_secret(settings.secret_file, "network.secret_file")
     connections = ConnectionManager(Rules(rank=-1), TcpStreams(secret=secret))
@@ -204,7 +204,7 @@ def launch(
     try:
         address = connections.listen(host, range(1), host)
         registry = Registry(settings.replicas * talking_ranks, talking_ranks)
-        serve(connections, registry)
+        Gatherer(connections, registry)
         for replica, position in product(range(settings.replicas), range(size)):
             variables = {POSITION: str(position)}
             if size > 1:  # the process groups inside the replica need a store

@@ -54,12 +54,11 @@ from .swarm.status_client import StatusClient as StatusClient
 from .swarm.status_client import absences as absences
 from .swarm.status_client import open_status_client as open_status_client
 from .swarm.status_client import status_of as status_of
+from .tcp.connect import Lost as Lost
 from .tcp.connect import Place as Place
 from .tcp.connect import connect as connect
-from .tcp.connect import connect_again as connect_again
 from .tcp.connect import connect_tcp as connect_tcp
 from .tcp.doctor import examine as examine
 from .tcp.doctor import serve_probes as serve_probes
-from .tcp.rendezvous import ask as ask
-from .tcp.rendezvous import serve as serve
+from .tcp.rendezvous import Gatherer as Gatherer
 from .tcp.rendezvous import share_text as share_text

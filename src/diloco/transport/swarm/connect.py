@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from diloco.errors import ConfigurationError, RendezvousError
 from diloco.membership import MOST_RANK, BootstrapElection
 from diloco.protocol import Registry, Rules
 from diloco.transport.connections.limits import Backoff
-from diloco.transport.peers.connected import Connected, Table, join
+from diloco.transport.peers.connected import Connected, connect_all, join
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.swarm.identity import load_identity, number_of
 from diloco.transport.swarm.node import Node
@@ -26,9 +25,6 @@ from diloco.transport.swarm.peer_streams import PeerStreams
 from diloco.transport.swarm.search import SwarmDirectory
 from diloco.transport.swarm.status import serve_status
 from diloco.waiting import waiting_for
-
-__all__ = ["connect_swarm", "enter_swarm", "run_peer"]
-
 
 _START_AGAIN_S = 0.5, 4.0  # pauses between two attempts to enter the network
 
@@ -75,32 +71,22 @@ def _start(transport: PeerTransport, place: SwarmPlace, timeout_s: float) -> Non
 
 
 def _connect(transport: PeerTransport, place: SwarmPlace, rules: Rules, held_step: int) -> Connected:
-    connections, number, registry = transport.connections, transport.replica, Registry(0)
     election = BootstrapElection(
-        number=number,
+        number=transport.replica,
         held_step=held_step,
         views=place.views,
         alone=not place.node.join,
         window_s=place.join_window_s,
         policy=rules.policy,
     )
-    directory = SwarmDirectory(transport, registry, election, place)
-    connections.entries = registry.entries
+    directory, connections = SwarmDirectory(transport, Registry(0), election, place), transport.connections
     connections.call(directory.announce())
-    with waiting_for(directory.awaited, directory.patience_s):
-        view, found = connections.call(directory.find())
-    directory.swarm = found.swarm if found else place.swarm or secrets.token_hex(8)
-    directory.founded_step = found.founded_step if found else max(0, held_step)
-    if found is None:
-        transport.step = directory.founded_step if place.views else 0  # joining peers receive it
-    transport.begin(view, registry, member=found is None, closed=place.closed)
-    if found is None:
+    connected = connect_all(directory, place.closed)
+    if not connected.joining:
         connections.call(directory.announce())  # before other peers search
     serve_status(directory, place.status)
     connections.post(directory.keep_announcing)
-    entries = {**(found.entries if found else {}), number: registry.entries[number]}
-    table = Table(entries, found is not None, found.step if found else 0, directory.founded_step)
-    return Connected(transport=transport, table=table, joining=found is not None, directory=directory)
+    return connected
 
 
 _CHECK_S = 0.1
@@ -160,7 +146,7 @@ def connect_swarm(
     transport = connected.transport
     streams = cast(PeerStreams, transport.connections.streams)
     try:
-        if connected.joining and connected.table.step > 0:
+        if connected.joining and connected.step > 0:
             raise connected.already_running()
         for address in transport.connections.call(streams.node.addresses()):
             on_address(address)

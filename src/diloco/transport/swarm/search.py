@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import secrets
 from collections.abc import Collection, Mapping
 from typing import cast
 
@@ -101,6 +102,13 @@ class SwarmDirectory(Directory):
             "others and start this replica first, so that they join it. To join them and discard those steps, start "
             "this replica in another folder."
         )
+
+    def settle(self, found: Members | None) -> None:
+        held_step = max(0, self.election.held_step)
+        self.swarm = found.swarm if found else self._place.swarm or secrets.token_hex(8)
+        self.founded_step = found.founded_step if found else held_step
+        if found is None:  # joining peers receive it
+            self.transport.step = held_step if self._place.views else 0
 
     def had_members(self) -> bool:
         return any(record.swarm for record in self._records)
