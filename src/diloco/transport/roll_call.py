@@ -21,6 +21,7 @@ import xxhash
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from diloco.errors import RendezvousError, ReplicaLostError
+from diloco.transport.replica_group import is_of_the_network
 from diloco.waiting import in_thread, waiting_for
 
 __all__ = ["RollCall", "fresh_store"]
@@ -138,6 +139,12 @@ class RollCall:
         self.check()
         if self.others_ended_s is not None and time.monotonic() - self.others_ended_s > self.silence_s / 3:
             raise ReplicaLostError("Another replica has finished its run, and takes part in no further round.")
+
+    def explained(self, error: Exception) -> Exception:
+        """Return the error that names the lost rank, for one of any collective; other errors stay as they are."""
+        of_group = isinstance(error, ReplicaLostError) and self._failed not in str(error)
+        lost = of_group or (isinstance(error, RuntimeError) and is_of_the_network(error))
+        return self.broken(str(error).splitlines()[0]) if lost else error
 
     def meet(self, name: str, value: str, timeout_s: float, ranks: Sequence[int] | None = None) -> list[str]:
         """Return the ``value`` of all ranks, or of ``ranks``, in order. Each ``name`` can be used once.
