@@ -44,7 +44,6 @@ from diloco.protocol import Average, Entry, Header, Rules, decode, difference, e
 from diloco.state_tree import flatten, unflatten
 from diloco.transport.base import Pending, SnapshotSource, Transport
 from diloco.transport.leader import LeaderTransport
-from diloco.transport.peers.exchange import digest_of
 from diloco.transport.replica_group import ReplicaGroup
 from diloco.transport.roll_call import RollCall, fresh_store
 from diloco.waiting import in_thread
@@ -87,7 +86,7 @@ def _content(row: Tensor) -> bytes:
 
 def _digest(mean: Mean) -> str:
     """Return the digest of a mean. On a GPU it is that of a sum, so that the values need not be copied to the host."""
-    return digest_of(replace(mean, values=weighted_bits(mean.values)) if mean.values.is_cuda else mean)
+    return (replace(mean, values=weighted_bits(mean.values)) if mean.values.is_cuda else mean).digest()
 
 
 def weighted_bits(values: Tensor) -> Tensor:
