@@ -71,6 +71,7 @@ from .rounds import check_mean as check_mean
 from .rounds import combined as combined
 from .rounds import contribution_weight as contribution_weight
 from .rounds import judge as judge
+from .rounds import mean_into_ as mean_into_
 from .rounds import mean_of_buffers as mean_of_buffers
 from .rounds import plan_round as plan_round
 from .rounds import scale_factors as scale_factors

@@ -25,15 +25,10 @@ ScalarSchedule = float | Callable[[int], float]  # a number, or a pure function 
 
 @dataclass
 class OuterState:
-    """The state of the outer optimizer for one fragment.
+    """The state of the outer optimizer for one fragment."""
 
-    Attributes:
-        step: The number of outer steps taken.
-        slots: Name -> ``(numel,)`` float32.
-    """
-
-    step: int = 0
-    slots: dict[str, Tensor] = field(default_factory=dict)
+    step: int = 0  # the number of outer steps taken
+    slots: dict[str, Tensor] = field(default_factory=dict)  # name -> ``(numel,)`` float32
 
 
 @runtime_checkable
@@ -59,13 +54,12 @@ def at(schedule: ScalarSchedule, step: int) -> float:
 
 
 def _check(name: str, value: ScalarSchedule, high: float = math.inf) -> None:
-    if not callable(value):
-        check_number(f"outer {name}", value, 0, high)
+    check_number(f"outer {name}", at(value, 0), 0, high)
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    for start, stop in pieces(tensors[0].numel(), tensors[0].device):
-        yield tuple(tensor[start:stop] for tensor in tensors)
+    ranges = pieces(tensors[0].numel(), tensors[0].device)
+    return (tuple(tensor[start:stop] for tensor in tensors) for start, stop in ranges)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -286,10 +286,8 @@ def weighted_mean(contributions: Sequence[Contribution]) -> Mean:
         factors = scale_factors(first.max_norm, norms)
     addends = {m: (each.codec, each.payload, weights[m] * factors.get(m, 1.0)) for m, each in ordered.items()}
     if first.average_rule is None:
-        values = torch.zeros(numel, dtype=torch.float32, device=first.payload.device)
-        for codec, payload, weight in addends.values():
-            codec.accumulate(payload, values, weight)
-        values.div_(divisor(total, values))
+        values = torch.empty(numel, dtype=torch.float32, device=first.payload.device)
+        mean_into_(values, addends.values(), total)
     else:
         decoded = ((m, each.codec.decode(each.payload, numel)) for m, each in ordered.items())
         values = combined(first.average_rule, decoded, weights, factors, first.tensors)
@@ -309,6 +307,14 @@ def weighted_mean(contributions: Sequence[Contribution]) -> Mean:
         clipped=tuple(factors),
         spread=distance,
     )
+
+
+def mean_into_(values: Tensor, addends: Iterable[tuple[Codec, Tensor, float]], total: float) -> None:
+    """Set ``values`` to the sum of the decoded payloads times their weights, divided by ``total``."""
+    values.zero_()
+    for codec, payload, weight in addends:
+        codec.accumulate(payload, values, weight)
+    values.div_(divisor(total, values))
 
 
 def mean_of_buffers(buffers: Mapping[int, Tensor], weights: Mapping[int, float]) -> Tensor:

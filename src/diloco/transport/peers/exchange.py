@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +28,9 @@ from diloco.algorithm import (
     RoundId,
     check_mean,
     combined,
-    divisor,
     encode_mean,
     largest_magnitude,
+    mean_into_,
     mean_of_buffers,
     sampled_ranges,
     scale_factors,
@@ -363,19 +364,12 @@ class PayloadExchange:
         watched = sampled_ranges(self.contribution.numel, codec.block_size) if at_hand else []
         squares = of_sum = 0.0
         for piece, (a, b) in enumerate(self._messages.pieces(*self._summed[self.me], codec)):
-            addends = {}
+            addends: dict[int, tuple[Codec, Tensor, float]] = {}
+            arriving = self._addends(piece, a, b, {m: weights[m] * factors.get(m, 1.0) for m in contributors}, addends)
             if rule is None:
-                self.values[a:b] = 0.0  # per piece, which stays in the cache until it is summed
-            for member in self.members:
-                counts = member in contributors  # whole contributions have already been validated
-                payload = self._piece(member, piece, a, b, check=counts and not self.contribution.whole)
-                if counts:
-                    weight = weights[member] * factors.get(member, 1.0)
-                    if rule is None:
-                        codec.accumulate(payload, self.values[a:b], weight)
-                    addends[member] = codec, payload, weight
-            if rule is None:
-                self.values[a:b].div_(divisor(total, self.values))
+                mean_into_(self.values[a:b], arriving, total)
+            else:
+                deque(arriving, maxlen=0)
             check_mean(self.values[a:b], addends)
             if self._means is not None:
                 self._means.send(b)
@@ -384,6 +378,17 @@ class PayloadExchange:
             terms = spread_terms(codec, payloads, b - a, within)
             squares, of_sum = squares + terms[0], of_sum + terms[1]
         return factors, (squares, of_sum)
+
+    def _addends(
+        self, piece: int, start: int, stop: int, weights: Mapping[int, float], addends: dict[int, Any]
+    ) -> Iterator[tuple[Codec, Tensor, float]]:
+        """Yield a piece of each contribution that counts, as it arrives, with its codec and weight; note it too."""
+        for member in self.members:
+            counts = member in weights  # whole contributions have already been validated
+            payload = self._piece(member, piece, start, stop, check=counts and not self.contribution.whole)
+            if counts:
+                addends[member] = self.contribution.codec, payload, weights[member]
+                yield addends[member]
 
     def _scale_factors(self, contributors: Sequence[int]) -> dict[int, float]:
         """Return the clipping factors of contributions that are too large. Waits for all contributions."""
