@@ -85,7 +85,7 @@ class RollCall:
         self._store = store
         self._beat_s = silence_s / _BEATS
         self._keys = [f"record/{each}" for each in range(size)]
-        self._mine: dict[str, Any] = {"beat": 0, "finished": False, "failed": "", "broken": "", "stop": False}
+        self._mine: dict[str, Any] = {"beat": 0, "finished": False, "failed": "", "broken": False, "stop": False}
         self._mine |= {"begun": None, "asks": 0, "asked": -1, "question": None}
         self._begun = 0  # inner steps begun
         self._records: Sequence[Mapping[str, Any]] = ()
@@ -126,7 +126,7 @@ class RollCall:
     def broken(self, why: str) -> ReplicaLostError:
         """Return the error after a collective has failed: wait until it is known who is lost."""
         with self._lock:
-            self._mine["broken"] = why
+            self._mine["broken"] = True
         self._wake.set()
         until_s = time.monotonic() + self.silence_s + 2 * self._beat_s
         while self.failure is None and time.monotonic() < until_s:
@@ -240,14 +240,14 @@ class RollCall:
 
     def _read(self, records: Sequence[Mapping[str, Any]]) -> None:
         now_s, self._records = time.monotonic(), records
-        broken = next(filter(None, (each["broken"] for each in records)), "")
+        broken = any(each["broken"] for each in records)
         limit_s = self.silence_s / 3 if broken else self.silence_s
         for rank, record in enumerate(records):
             beat, since_s = self._heard_s.get(rank, (-1, now_s))
             if beat != record["beat"]:
                 self._heard_s[rank] = record["beat"], now_s
             elif now_s - since_s > limit_s and not record["finished"] and rank != self.rank:
-                why = f"its connection broke ({broken}), and " if broken else ""
+                why = "a connection has broken, and " if broken else ""
                 self._fail(f"{self.names[rank]} is lost: {why}it has not been heard from for {limit_s:g} s")
             if record["failed"]:
                 self._fail(record["failed"])
