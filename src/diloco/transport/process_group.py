@@ -44,7 +44,7 @@ from diloco.protocol import Average, Entry, Header, Rules, decode, difference, e
 from diloco.state_tree import flatten, unflatten
 from diloco.transport.base import Pending, SnapshotSource, Transport
 from diloco.transport.leader import LeaderTransport
-from diloco.transport.replica_group import ReplicaGroup, is_of_the_network
+from diloco.transport.replica_group import ReplicaGroup
 from diloco.transport.roll_call import RollCall, fresh_store
 from diloco.waiting import in_thread
 
@@ -367,9 +367,7 @@ class _Round:
                 assert outcome is not None, "the average of a round is taken once"
                 average = outcome()
         except RuntimeError as error:
-            if not is_of_the_network(error):
-                raise
-            raise transport.roll.broken(str(error).splitlines()[0]) from error
+            raise transport.roll.explained(error) from error
         finally:
             transport.forget(self._round)
             del outcome  # an error in it refers to this frame, which keeps the caller's round alive

@@ -21,6 +21,7 @@ import xxhash
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from diloco.errors import RendezvousError, ReplicaLostError
+from diloco.transport.replica_group import is_of_the_network
 from diloco.waiting import in_thread, waiting_for
 
 __all__ = ["RollCall", "fresh_store"]
@@ -84,7 +85,7 @@ class RollCall:
         self._store = store
         self._beat_s = silence_s / _BEATS
         self._keys = [f"record/{each}" for each in range(size)]
-        self._mine: dict[str, Any] = {"beat": 0, "finished": False, "failed": "", "broken": "", "stop": False}
+        self._mine: dict[str, Any] = {"beat": 0, "finished": False, "failed": "", "broken": False, "stop": False}
         self._mine |= {"begun": None, "asks": 0, "asked": -1, "question": None}
         self._begun = 0  # inner steps begun
         self._records: Sequence[Mapping[str, Any]] = ()
@@ -125,7 +126,7 @@ class RollCall:
     def broken(self, why: str) -> ReplicaLostError:
         """Return the error after a collective has failed: wait until it is known who is lost."""
         with self._lock:
-            self._mine["broken"] = why
+            self._mine["broken"] = True
         self._wake.set()
         until_s = time.monotonic() + self.silence_s + 2 * self._beat_s
         while self.failure is None and time.monotonic() < until_s:
@@ -138,6 +139,12 @@ class RollCall:
         self.check()
         if self.others_ended_s is not None and time.monotonic() - self.others_ended_s > self.silence_s / 3:
             raise ReplicaLostError("Another replica has finished its run, and takes part in no further round.")
+
+    def explained(self, error: Exception) -> Exception:
+        """Return the error that names the lost rank, for one of any collective; other errors stay as they are."""
+        of_group = isinstance(error, ReplicaLostError) and self._failed not in str(error)
+        lost = of_group or (isinstance(error, RuntimeError) and is_of_the_network(error))
+        return self.broken(str(error).splitlines()[0]) if lost else error
 
     def meet(self, name: str, value: str, timeout_s: float, ranks: Sequence[int] | None = None) -> list[str]:
         """Return the ``value`` of all ranks, or of ``ranks``, in order. Each ``name`` can be used once.
@@ -233,14 +240,14 @@ class RollCall:
 
     def _read(self, records: Sequence[Mapping[str, Any]]) -> None:
         now_s, self._records = time.monotonic(), records
-        broken = next(filter(None, (each["broken"] for each in records)), "")
+        broken = any(each["broken"] for each in records)
         limit_s = self.silence_s / 3 if broken else self.silence_s
         for rank, record in enumerate(records):
             beat, since_s = self._heard_s.get(rank, (-1, now_s))
             if beat != record["beat"]:
                 self._heard_s[rank] = record["beat"], now_s
             elif now_s - since_s > limit_s and not record["finished"] and rank != self.rank:
-                why = f"its connection broke ({broken}), and " if broken else ""
+                why = "a connection has broken, and " if broken else ""
                 self._fail(f"{self.names[rank]} is lost: {why}it has not been heard from for {limit_s:g} s")
             if record["failed"]:
                 self._fail(record["failed"])
