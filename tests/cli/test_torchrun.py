@@ -80,7 +80,8 @@ def test_a_rank_of_four_is_killed_and_all_start_again_from_the_newest_checkpoint
     alone = train(data, tmp_path / "alone", f"{START} {more} --replicas 4")
     torchrun = Torchrun(processes, data, tmp_path / "run", 4)
     ranks = torchrun.start(more)
-    newest = [folder / "checkpoints" / "latest" for folder in (torchrun.out, torchrun.out / "replica-3")]
+    folders = (torchrun.out, *(torchrun.out / f"replica-{number}" for number in (1, 2, 3)))
+    newest = [folder / "checkpoints" / "latest" for folder in folders]
     ranks[0].until(lambda: all(path.exists() for path in newest), "a checkpoint of each")
     processes.kill(ranks[2].rank)
     started_s = time.monotonic()

@@ -220,8 +220,8 @@ _NEEDS: tuple[tuple[str, str, tuple[object, ...], str, tuple[str, ...]], ...] = 
     *((f"network.{each}", each, (), "network.transport", ("tcp", "swarm")) for each in ("join", "listen")),
     ("algorithm", "algorithm", ("streaming", "diloco", "data-parallel"), "network.transport", ("in-process",)),
     # replicas that join and leave can't average gradients at every step, or divide data that is read while training
-    ("algorithm", "algorithm", ("streaming", "diloco", "none"), "network.transport", ("in-process", "torch", "tcp")),
-    ("data.streaming", "streaming", (), "network.transport", ("in-process", "torch", "tcp")),
+    ("algorithm", "algorithm", ("streaming", "diloco", "none"), "network.transport", ("in-process", "tcp", "torch")),
+    ("data.streaming", "streaming", (), "network.transport", ("in-process", "tcp", "torch")),
     ("network.on_loss", "on_loss", ("stop",), "network.transport", ("in-process", "tcp", "swarm")),
 )
 """What can only be used with some algorithms or transports: its key, its field, the values that always work
