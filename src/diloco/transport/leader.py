@@ -72,6 +72,9 @@ class LeaderTransport(Transport):
         if self.transport is not None:
             self.transport.tick()
 
+    def traffic_by_peer(self) -> Mapping[str, tuple[int, int, float]]:
+        return self.transport.traffic_by_peer() if self.transport is not None else {}
+
     def shared(self, ask: Callable[[Transport], Any]) -> Any:
         """Call ``ask`` on position 0's transport, and return its result or raise its error on every rank.
 

@@ -71,6 +71,7 @@ class PeerLink:
         self.waiting_bytes = 0  # bytes that no stripe has taken yet
         self.pace = Pace()
         self.uses = 0  # number of stripes made so far
+        self.sent_bytes = self.received_bytes = 0  # of parts, compressed where they are
         self.why = "the other side did not connect"  # why a stripe last ended or could not be made
         self.keeping: list[asyncio.Task[None]] = []  # one for each stripe that this end opens
         self.started = False  # whether stripes are wanted
@@ -227,6 +228,7 @@ class PeerLink:
             return None
         self.waiting_bytes -= len(part.data)
         self._meter.written_bytes += len(part.body)
+        self.sent_bytes += len(part.body)
         return part
 
     def acknowledge(self, part: Part) -> None:
@@ -256,7 +258,11 @@ class PeerLink:
 
     def _counters(self) -> TcpCounters:
         """Return what TCP has counted for all stripes together."""
-        return sum_of(stripe.counters() for stripe in self.stripes.values())
+        return sum_of(stripe.counters() for stripe in list(self.stripes.values()))
+
+    def traffic(self) -> tuple[int, int, float]:
+        """Return what `RoundCommitted.peers` says about this peer. For any thread."""
+        return self.sent_bytes, self.received_bytes, self._counters().round_trip_s
 
     def _note_sending(self) -> None:
         self._meter.note(self, bool(self._unsent or self._to_resend), self._loop.time())
@@ -280,6 +286,7 @@ class PeerLink:
         Raises:
             TransportError: The part can't be decompressed, or does not fit to the others; see `Incoming.put`.
         """
+        self.received_bytes += len(data)
         message = self._incoming.get(head.tag)
         if message is None or head.start in message.parts:
             return
