@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch's stubs lack them
+from torch.distributed.device_mesh import init_device_mesh
 
 from diloco.devices import choose_threads
 from diloco.errors import ConfigurationError
@@ -150,7 +151,7 @@ def connect_cluster(
     )
     choose_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     shape = (settings.replicas, settings.replica_size)
-    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard"))
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard"))
     group = ReplicaGroup(mesh.get_group("shard") if settings.replica_size > 1 else None, replica=role.replica)
     cluster = open_cluster(
         mesh.get_group("replica"),
