@@ -25,8 +25,8 @@ class NetworkSettings:
     """How replicas find each other and exchange their contributions."""
 
     transport: Annotated[Literal["in-process", "torch", "tcp", "swarm"], arg(aliases=["--transport"])] = "in-process"
-    """in-process: all replicas in this process; torch: those of one torchrun (NCCL, gloo); tcp: a process per replica;
-    swarm: they join and leave."""
+    """in-process: all replicas here; torch: those of one torchrun (NCCL, gloo); tcp: a process per replica; swarm: they
+    join and leave."""
     replicas: Annotated[int, arg(aliases=["--replicas"])] = 4
     """Number of replicas (M). swarm: how many must have joined before training begins, by default 1."""
     replica: Annotated[int | None, arg(aliases=["--replica"])] = None
