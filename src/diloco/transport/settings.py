@@ -30,7 +30,7 @@ class NetworkSettings:
     replicas: Annotated[int, arg(aliases=["--replicas"])] = 4
     """Number of replicas (M). swarm: how many must have joined before training begins, by default 1."""
     replica: Annotated[int | None, arg(aliases=["--replica"])] = None
-    """tcp: start only this replica here, and the others elsewhere with the same --join."""
+    """tcp: start only this replica here, with --join."""
     replica_size: Annotated[int, arg(aliases=["--replica-size"])] = 1
     """torch, tcp: number of processes (ranks) of one replica."""
     on_loss: Annotated[Literal["stop", "continue"], arg(aliases=["--on-loss"])] = "stop"
