@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -179,8 +179,11 @@ def find_beginning(session: Session, home: Path, emit: Callable[[Event], None]) 
     if session.settings.checkpoint.resume is None:
         return None
     path = Path(session.settings.checkpoint.resume)
-    if isinstance(fleet, PeerFleet) and not fleet.elastic:
-        name = f"step-{_newest_of_all(fleet):08d}"
+    if fleet.hub is None and not fleet.elastic:
+        held = fleet.held_steps()
+        if fleet.restarted and min(held.values()) < 0:  # not all had saved, so all begin again
+            return None
+        name = f"step-{_newest_of_all(held):08d}"
         found = _newest_checkpoints(home, session.replicas[0].number, name)
         path = found[0].path if found else home / "checkpoints" / name
     with fleet.group.all_or_none():  # a rank may not see the file
@@ -199,8 +202,7 @@ def find_beginning(session: Session, home: Path, emit: Callable[[Event], None]) 
     return str(checkpoint.path)
 
 
-def _newest_of_all(fleet: PeerFleet) -> int:
-    held = fleet.held_steps()
+def _newest_of_all(held: Mapping[int, int]) -> int:
     if lacking := ", ".join(str(rank) for rank, step in held.items() if step < 0):
         raise CheckpointError(
             f"--resume needs a checkpoint on every rank, but rank {lacking} has none in its folder. Copy its "

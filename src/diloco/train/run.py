@@ -19,7 +19,7 @@ from diloco.checkpoint import CheckpointWriter, Mirror, open_checkpoint, whole, 
 from diloco.cores import usable_cores
 from diloco.data import Corpus, build_chat_corpus, build_corpus, open_stream
 from diloco.devices import choose_threads, use_device
-from diloco.errors import TransportError
+from diloco.errors import ReplicaLostError, TransportError
 from diloco.events import (
     CheckpointSaved,
     Evaluated,
@@ -35,7 +35,7 @@ from diloco.model import check_vocabulary, with_vocabulary
 from diloco.private_files import make_private_folder
 from diloco.train.components import make_transport, outer_components, outline, stored_definition
 from diloco.train.description import describe, describe_environment, identity, untrained_digest
-from diloco.train.fleet import Fleet, PeerFleet
+from diloco.train.fleet import Fleet
 from diloco.train.joining import find_beginning, follow_views
 from diloco.train.replica import seed_process
 from diloco.train.session import Session
@@ -49,7 +49,7 @@ __all__ = ["run_training"]
 
 SAMPLE_TOKENS = 200
 
-Meet = Callable[[Mapping[str, str], Path], PeerFleet]
+Meet = Callable[[Mapping[str, str], Path], Fleet]
 """Connects this rank to the others and returns its fleet, from the identity of the run and the rank's run folder."""
 
 
@@ -108,6 +108,8 @@ def run_training(
         run = _Run(session, emit, folder, home, resumed_from)
         with run.mirroring(), closing(run.writer):
             return run.train(notes)
+    except (RuntimeError, ReplicaLostError) as error:
+        raise fleet.explained(error) from error.__cause__
     finally:
         if session is not None:
             session.close()
