@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from diloco.errors import ConfigurationError
 
-__all__ = ["Address", "local_host_towards", "parse_address", "parse_ports"]
-
 
 @dataclass(frozen=True)
 class Address:

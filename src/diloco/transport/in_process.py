@@ -38,8 +38,6 @@ from diloco.protocol import Average, Entry, difference
 from diloco.transport.base import Pending, SnapshotSource, Transport
 from diloco.transport.links import VirtualNetwork
 
-__all__ = ["InProcessEndpoint", "InProcessTransport"]
-
 
 @dataclass(eq=False)
 class _Round:

@@ -21,8 +21,6 @@ from diloco.state_tree import flatten, unflatten
 from diloco.transport.base import Pending, SnapshotSource, Transport
 from diloco.transport.replica_group import ReplicaGroup
 
-__all__ = ["LeaderTransport"]
-
 
 class LeaderTransport(Transport):
     """The transport of one rank of a replica, which uses the transport of the replica's position 0.

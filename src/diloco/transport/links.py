@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from diloco.algorithm import UNKNOWN_UPLINK, Uplink
 from diloco.errors import ConfigurationError
 
-__all__ = ["Link", "LinkArrays", "RoundTimes", "VirtualNetwork", "round_times"]
-
 Floats = NDArray[np.float64]
 """Seconds or bytes of shape ``(..., M)``: any number of scenarios, and the M replicas that take part."""
 

@@ -21,8 +21,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError
 
-__all__ = ["ReplicaGroup", "open_replica_group"]
-
 _ENDED: list[dist.ProcessGroup] = []
 """Groups that are no longer in use. If DistributedDataParallel held the last reference to one, it would free the group
 while holding the GIL and deadlock with a thread of the group that waits for the GIL."""

@@ -21,8 +21,6 @@ from pathlib import Path
 from diloco.errors import ConfigurationError
 from diloco.private_files import read_private
 
-__all__ = ["TurnedAwayError", "check_secret", "derive_key", "new_secret", "read_secret"]
-
 _RANDOM, _PASSPHRASE = "diloco-secret:", "passphrase:"
 _KEY_BYTES, _CHECK_DIGITS = 32, 8
 _FEWEST_CHARACTERS = 16  # of a passphrase

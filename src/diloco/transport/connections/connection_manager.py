@@ -40,11 +40,8 @@ from diloco.transport.address import Address
 from diloco.transport.connections.control_connection import ControlConnection
 from diloco.transport.connections.control_thread import ControlThread
 from diloco.transport.connections.limits import ConnectionLimit
-from diloco.transport.connections.sockets import raw_transport
-from diloco.transport.connections.streams import Stream, Streams, pack, read_frame, within
-
-__all__ = ["ConnectionManager", "Greeting", "Hello", "PendingHellos", "Service", "send_hello"]
-
+from diloco.transport.connections.sockets import TcpStreams, raw_transport
+from diloco.transport.connections.streams import Stream, pack, read_frame, within
 
 _Name = Annotated[str, Meta(max_length=64)]
 
@@ -140,7 +137,7 @@ class ConnectionManager(ControlThread):
     """
 
     def __init__(
-        self, rules: Rules, streams: Streams, on_event: Callable[[Event], object] = lambda event: None
+        self, rules: Rules, streams: TcpStreams, on_event: Callable[[Event], object] = lambda event: None
     ) -> None:
         super().__init__(rules.rank)
         self.rules = rules
@@ -164,7 +161,7 @@ class ConnectionManager(ControlThread):
     # From any thread.
 
     def listen(self, *where: Any) -> Address:
-        """Accept connections. Arguments and errors are those of `Streams.listen` of the network."""
+        """Accept connections. Arguments and errors are those of `TcpStreams.listen` of the network."""
         return self.call(self.listen_at(*where))
 
     # In the control thread.
@@ -199,7 +196,7 @@ class ConnectionManager(ControlThread):
             connection.trusted = connection.opened or rank in self._members
 
     async def open(self, address: Address) -> Stream:
-        """Open a connection as `Streams.open` does. `close` aborts it, even if it still has data to send."""
+        """Open a connection as `TcpStreams.open` does. `close` aborts it, even if it still has data to send."""
         return self.keep(await self.streams.open(address))
 
     def vouch(self, writer: asyncio.StreamWriter) -> None:

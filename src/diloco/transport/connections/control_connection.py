@@ -19,8 +19,6 @@ from diloco.transport.connections.streams import (
     within,
 )
 
-__all__ = ["ControlConnection", "Ending"]
-
 _INQUIRIES = 6  # within about a second
 _BETWEEN_INQUIRIES_S = 0.05, 0.4
 _MESSAGE_BYTES = 512  # counted for each message, besides its size: the time that it takes

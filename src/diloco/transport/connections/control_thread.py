@@ -19,8 +19,6 @@ from diloco.errors import TransportError
 from diloco.transport.connections.sockets import raw_transport
 from diloco.transport.connections.streams import Stream, within
 
-__all__ = ["ControlThread"]
-
 T = TypeVar("T")
 
 CLOSING_S = 8.0  # tasks that hang for longer, on a dead network or a busy thread, end with the process

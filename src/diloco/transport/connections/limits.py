@@ -12,9 +12,6 @@ from typing import Generic, TypeVar
 
 from diloco.errors import ConfigurationError
 
-__all__ = ["Backoff", "ConnectionLimit", "TokenBucket", "few_at_once", "origin_of"]
-
-
 T = TypeVar("T", bound=Hashable)
 S = TypeVar("S")
 R = TypeVar("R")

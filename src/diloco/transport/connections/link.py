@@ -41,8 +41,6 @@ from diloco.transport.connections.stripe import (
     part_bytes,
 )
 
-__all__ = ["PeerLink", "PeerLinks", "round_tag"]
-
 _MOST_STRIPES = 64  # of one link
 _MOST_READY = 4096  # rounds of which a peer has said that it has begun them
 _TAG_BITS = 17  # of a message within its round

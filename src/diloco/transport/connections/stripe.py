@@ -36,18 +36,6 @@ from diloco.transport.connections.pace import NEAR_S, TcpCounters, tcp_counters
 if TYPE_CHECKING:
     from diloco.transport.connections.link import PeerLink
 
-__all__ = [
-    "HEAD",
-    "LEAST_PART_BYTES",
-    "MOST_PART_BYTES",
-    "Head",
-    "Incoming",
-    "Outgoing",
-    "Part",
-    "Stripe",
-    "compress",
-    "part_bytes",
-]
 
 MAX_MESSAGE_BYTES, MOST_PART_BYTES = 1 << 30, 1 << 18
 """Larger messages and parts are refused."""

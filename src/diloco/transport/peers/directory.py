@@ -26,8 +26,6 @@ from diloco.transport.connections.limits import Backoff, few_at_once
 from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, Stream, pack, read_frame, within
 from diloco.transport.peers.transport import PeerTransport
 
-__all__ = ["Directory", "Looking", "Members", "NotNowError", "question", "say"]
-
 _ANSWER_S, _LEAST_S = 10.0, 0.1
 _OVER_S = 2.0
 _LOOK_AGAIN_S = 0.5, 2.0  # pauses between two questions to all known processes

@@ -42,9 +42,6 @@ from diloco.errors import CodecError, TransportError
 from diloco.protocol import Computed, Event, ExchangeEnded, GiveVerdict, StartExchange
 from diloco.transport.connections.link import PeerLink, round_tag
 
-__all__ = ["MeanExchange", "PayloadExchange", "RoundMessages"]
-
-
 _LEAST_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 18
 """A payload is cut into at least this many pieces, so that summing starts early, unless they would be smaller than this
 size. Each piece has a fixed cost: a message, an acknowledgement and a validation. Links cut pieces further into parts

@@ -18,8 +18,6 @@ from diloco.protocol import Average
 if TYPE_CHECKING:
     from diloco.transport.peers.transport import PeerTransport
 
-__all__ = ["Contributed", "HostCopies", "PeerPending"]
-
 
 @dataclass(eq=False)
 class PeerPending:

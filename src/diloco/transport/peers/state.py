@@ -38,10 +38,9 @@ from diloco.transport.address import Address
 from diloco.transport.base import SnapshotSource
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.limits import Backoff, ConnectionLimit
-from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, Streams, pack, read_frame
+from diloco.transport.connections.sockets import TcpStreams
+from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, pack, read_frame
 from diloco.transport.peers.state_wire import Offer, TensorBytes, describe, not_finite
-
-__all__ = ["StateTransfer"]
 
 T = TypeVar("T")
 
@@ -287,7 +286,7 @@ class _Fetch:
 
     def __init__(
         self,
-        streams: Streams,
+        streams: TcpStreams,
         donors: Mapping[int, Address],
         fragment: int,
         after: int,

@@ -27,8 +27,6 @@ from diloco.membership import Count
 from diloco.protocol import WireMessage, decode, encode
 from diloco.state_tree import flatten, unflatten
 
-__all__ = ["Offer", "TensorBytes", "describe", "not_finite"]
-
 MAX_DEPTH = 8
 MAX_ENTRIES = 4096
 MAX_STATE_BYTES = 1 << 40

@@ -16,12 +16,8 @@ from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
 from diloco.transport.connections.streams import Stream, within
-from diloco.transport.swarm.daemon import Daemon, Handler, plainly
-from diloco.transport.swarm.engine import load_engine
-from diloco.transport.swarm.identity import Identity, PeerRecord, make_subkey, make_validator
-from diloco.transport.swarm.peer_config import Admission, NodePlace
-
-__all__ = ["Node"]
+from diloco.transport.swarm.engine import Daemon, Handler, load_engine, plainly
+from diloco.transport.swarm.identity import Admission, Identity, NodePlace, PeerRecord, make_subkey, make_validator
 
 _PROTOCOL = "diloco/2"
 _RECORD_S = 1800.0  # lifetime of a record, after which a peer that has ended is forgotten

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -102,7 +102,7 @@ def connect(place: Place, rules: Rules, *, held_step: int = -1, lost: Lost | Non
     rules = replace(rules, rank=place.rank, ranks_per_replica=place.ranks_per_replica)
     streams = TcpStreams(place.secret)
     if lost is not None:
-        before = cast(TcpStreams, lost.connected.transport.connections.streams)
+        before = lost.connected.transport.connections.streams
         streams = TcpStreams(place.secret, lost.listening, before.credentials)
     transport = PeerTransport(rules, streams)
     serve_probes(transport.connections)

@@ -21,8 +21,6 @@ from diloco.transport.connections.sockets import TcpStreams
 from diloco.transport.connections.streams import pack, read_frame, within
 from diloco.transport.secret import TurnedAwayError
 
-__all__ = ["Finding", "examine", "serve_probes"]
-
 MOST_BYTES = 64_000_000  # the most bytes that one probe transfers
 
 _CHUNK_BYTES = 1 << 20
