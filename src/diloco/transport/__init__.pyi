@@ -13,7 +13,6 @@ from .connections.pace import streams_to_each as streams_to_each
 from .connections.sockets import Credentials as Credentials
 from .connections.sockets import TcpStreams as TcpStreams
 from .in_process import InProcessTransport as InProcessTransport
-from .leader import LeaderTransport as LeaderTransport
 from .links import Link as Link
 from .links import LinkArrays as LinkArrays
 from .links import RoundTimes as RoundTimes
@@ -23,6 +22,7 @@ from .peers.connected import Connected as Connected
 from .peers.connected import join as join
 from .peers.directory import Members as Members
 from .peers.transport import PeerTransport as PeerTransport
+from .replica_group import LeaderTransport as LeaderTransport
 from .replica_group import ReplicaGroup as ReplicaGroup
 from .replica_group import open_replica_group as open_replica_group
 from .secret import derive_key as derive_key

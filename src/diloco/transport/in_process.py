@@ -41,8 +41,6 @@ from diloco.transport.links import VirtualNetwork
 
 @dataclass(eq=False)
 class _Round:
-    """A round whose outcome at least one replica has not collected yet."""
-
     contributions: dict[int, Contribution] = field(default_factory=dict)
     sent_at_s: dict[int, float] = field(default_factory=dict)
     verdict: Verdict | None = None
@@ -240,7 +238,6 @@ class InProcessTransport:
         )
 
     def _decided(self, replica: int, round_id: RoundId, timeout_s: float) -> _Round:
-        """Wait until a round that ``replica`` has in flight is decided."""
         state = self._rounds.get(round_id)
         if state is None or replica not in state.contributions or replica in state.taken:
             raise TransportError(

@@ -50,8 +50,6 @@ class Link:
 
 @dataclass(frozen=True)
 class LinkArrays:
-    """The links of a round's replicas; each array has the shape ``(..., M)`` or broadcasts to it."""
-
     bandwidth_bits_per_s: Floats
     latency_s: Floats
 

@@ -96,7 +96,6 @@ def derive_key(purpose: str, secret: str) -> bytes:
 
 @functools.lru_cache(maxsize=16)
 def _root(secret: str) -> bytes:
-    """Return the 256 bits of a secret; raise `ValueError` if it has neither form."""
     if not isinstance(secret, str):
         raise ValueError(f"it is a {type(secret).__name__} instead of a string")
     if secret.startswith(_RANDOM):

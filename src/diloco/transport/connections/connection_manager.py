@@ -55,8 +55,6 @@ class Hello(WireMessage):
 
 
 class Greeting(WireMessage):
-    """The answer to a hello."""
-
     rank: Rank
     crossed: _Name = ""  # the name of the hello of the answering rank that it crossed, or ""
 
@@ -97,10 +95,6 @@ async def send_hello(stream: Stream, me: int, mine: Address, name: str, rank: in
 
     Returns:
         The name of the other rank's hello that this one crossed, or "" if there is none.
-
-    Raises:
-        OSError, EOFError: The connection ended.
-        TransportError: The other side refuses, or is not ``rank``.
     """
     reader, writer = stream
     writer.write(pack(Hello(me, str(mine), name)))
@@ -168,11 +162,9 @@ class ConnectionManager(ControlThread):
 
     @property
     def connected(self) -> frozenset[int]:
-        """The ranks with an open connection."""
         return frozenset(self._connections)
 
     def get(self, rank: int) -> ControlConnection | None:
-        """Return the open connection to ``rank``, or None."""
         return self._connections.get(rank)
 
     def send(self, rank: int, message: WireMessage) -> None:
@@ -314,7 +306,6 @@ class ConnectionManager(ControlThread):
         self._register(rank, address, (reader, writer), hello.hello, opened=False)
 
     def _drop(self, connection: ControlConnection, why: str) -> None:
-        """End an open connection and report its rank as lost."""
         if self._connections.get(connection.rank) is connection:
             connection.writer.transport.abort()  # discards what the peer has not read
             self.hang_up(connection.rank)

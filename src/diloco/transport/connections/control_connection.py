@@ -30,16 +30,12 @@ OpenStream = Callable[[Address], Awaitable[Stream]]
 
 @dataclass(frozen=True)
 class Ending:
-    """Why a connection ended."""
-
     reason: str = ""
     was_dropped: bool = False  # whether the other side reports that it received nothing from this process for too long
 
 
 @dataclass(eq=False)
 class ControlConnection:
-    """An open control connection to another process."""
-
     rank: int  # of the other process
     number: int  # unique in this process; tells apart successive processes of one rank
     address: Address  # where the other process listens
@@ -58,12 +54,7 @@ class ControlConnection:
     async def listen(
         self, reader: asyncio.StreamReader, began: asyncio.Event, deliver: Callable[[Received], object]
     ) -> Ending:
-        """Deliver messages until the connection ends, at no more than the rate that `_PACES` allows.
-
-        Args:
-            began: Set when the first message has arrived, of any kind.
-            deliver: Called with each message. If it raises `MessageError`, the connection ends.
-        """
+        """Deliver messages until the connection ends, at no more than the rate that `_PACES` allows."""
         while True:
             try:
                 message = decode(await self._next(reader), Message)

@@ -105,7 +105,6 @@ class ControlThread:
         self.on_fault()
 
     def keep(self, stream: Stream) -> Stream:
-        """Register a connection for `abort_connections`."""
         self._transports.add(raw_transport(stream[1]))
         return stream
 

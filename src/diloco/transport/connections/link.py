@@ -54,12 +54,7 @@ def round_tag(view_id: int, round_id: RoundId) -> int:
 
 
 class PeerLink:
-    """Payload messages to and from one peer. Everything runs in the loop's thread.
-
-    Args:
-        connection: The control connection to the peer.
-        meter: Measures the uplink, which all links of this rank share.
-    """
+    """Payload messages to and from one peer. Everything runs in the loop's thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, connection: ControlConnection, meter: UplinkMeter) -> None:
         self.rank, self.token = connection.rank, connection.token
@@ -89,7 +84,6 @@ class PeerLink:
 
     @property
     def ended(self) -> bool:
-        """Whether the link has ended."""
         return self._error is not None
 
     def end(self, why: str) -> None:
@@ -111,7 +105,6 @@ class PeerLink:
                 task.cancel()
 
     def add(self, number: int, stripe: Stripe) -> None:
-        """Use a stripe, which replaces the one with the same number."""
         if before := self.stripes.get(number):
             before.end()
         self.stripes[number] = stripe
@@ -207,11 +200,7 @@ class PeerLink:
         self._note_sending()
 
     def take(self, *, compressed: bool = False) -> Part | None:
-        """Return the next part for a free stripe, or None.
-
-        Args:
-            compressed: Whether to compress the part.
-        """
+        """Return the next part for a free stripe, or None."""
         if self._to_resend:
             part = self._to_resend.popleft()
         elif self._unsent:
@@ -229,7 +218,6 @@ class PeerLink:
         return part
 
     def acknowledge(self, part: Part) -> None:
-        """Record that the peer has received a part."""
         message = part.message
         if part.acknowledged or message not in self._in_flight or self._error is not None:
             return
@@ -243,7 +231,6 @@ class PeerLink:
                 self._end_transfer()
 
     def _end_transfer(self) -> None:
-        """Take note of a transfer of which everything has been acknowledged."""
         now_s, now, before = self._loop.time(), self._counters(), self._counted
         self.pace.note(
             self._transfer_bytes,
@@ -254,7 +241,6 @@ class PeerLink:
         )
 
     def _counters(self) -> TcpCounters:
-        """Return what TCP has counted for all stripes together."""
         return sum_of(stripe.counters() for stripe in self.stripes.values())
 
     def _note_sending(self) -> None:
@@ -274,11 +260,7 @@ class PeerLink:
             self._incoming[tag] = Incoming(buffer, received, len(buffer))
 
     def arrived(self, head: Head, data: memoryview) -> None:
-        """Store a part that is awaited and has not arrived before.
-
-        Raises:
-            TransportError: The part can't be decompressed, or does not fit to the others; see `Incoming.put`.
-        """
+        """Store a part that is awaited and has not arrived before."""
         message = self._incoming.get(head.tag)
         if message is None or head.start in message.parts:
             return
@@ -295,8 +277,6 @@ class PeerLink:
 
 
 class LinkAsked(WireMessage, tag="link"):
-    """The sender opens a stripe."""
-
     token: Annotated[str, Meta(min_length=1, max_length=64)]  # of the control connection
     rank: Rank  # of the sender
     number: Annotated[int, Meta(ge=0, lt=_MOST_STRIPES)]  # of the stripe
@@ -321,7 +301,6 @@ class PeerLinks:
         connections.services[LinkAsked] = self._serve
 
     def _counters(self) -> TcpCounters:
-        """Return what TCP has counted for all links together."""
         return sum_of(stripe.counters() for link in self.by_rank.values() for stripe in link.stripes.values())
 
     @property
@@ -337,7 +316,6 @@ class PeerLinks:
             self._start(self.by_rank[rank])
 
     def make(self, rank: int) -> PeerLink:
-        """Return a new link to a connected rank."""
         connection = self.connections.get(rank)
         assert connection is not None, "it has just been made"
         return PeerLink(self.connections.loop, connection, self._meter)
@@ -363,16 +341,11 @@ class PeerLinks:
         """Process what a peer says about the route of its stripes."""
 
     def close(self) -> None:
-        """End all links."""
         for rank in list(self.by_rank):
             self.disconnect(rank)
 
     async def open_stripe(self, link: PeerLink) -> Stream:
-        """Open a connection for one more stripe.
-
-        Raises:
-            OSError: The rank is not connected, or another process answers at its address.
-        """
+        """Open a connection for one more stripe."""
         if (connection := self.connections.get(link.rank)) is None:
             raise OSError(f"rank {link.rank} is not connected")
         stream, streams = await self.connections.open(connection.address), self.connections.streams
@@ -382,7 +355,6 @@ class PeerLinks:
         return stream
 
     def begin_stripes(self, link: PeerLink) -> None:
-        """Open the stripes of a link, whichever end does it."""
         if link.dials:
             self._keep_at_least(link, 1)
 
@@ -402,7 +374,6 @@ class PeerLinks:
             self.connections.drop(link.rank, f"no payload connection could be {what} in {patience_s:g} s: {link.why}")
 
     def _keep_at_least(self, link: PeerLink, number: int) -> None:
-        """Maintain at least ``number`` stripes from now on."""
         for index in range(len(link.keeping), number):
             link.keeping.append(self.connections.begin(self._keep(link, index)))
 
@@ -450,7 +421,6 @@ class PeerLinks:
     async def _use(
         self, link: PeerLink, index: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Let a connection carry messages until it ends."""
         transport = writer.transport
         assert isinstance(transport, asyncio.Transport)
         transport.pause_reading()

@@ -122,14 +122,12 @@ def _public_key(writer: asyncio.StreamWriter) -> bytes:
 
 
 def _to_der(key: Any) -> bytes:
-    """Return a public key as DER."""
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
     return bytes(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo))
 
 
 def _certificate(name: str, key: Any, signer: Any, *, is_authority: bool) -> bytes:
-    """Return a certificate of a public key, as DER."""
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import Encoding
 
@@ -143,9 +141,6 @@ def _drain_on_reset(raw: asyncio.Transport) -> None:
     """Make a connection that is reset deliver what has already arrived before it reports its end.
 
     Otherwise a process that stood still would not learn what was the last that another one told it.
-
-    Args:
-        raw: The transport below TLS.
     """
     protocol: Any = raw.get_protocol()  # of TLS
     end = protocol.connection_lost
@@ -204,7 +199,6 @@ class TcpStreams:
 
     @property
     def me(self) -> str:
-        """The identity of this process."""
         return self.identity_of(self.credentials.public_key)
 
     def keep(self) -> socket.socket:
@@ -302,7 +296,6 @@ class TcpStreams:
         return True
 
     def identity_of(self, key: bytes) -> str:
-        """Return the identity of the owner of a public key."""
         return hashlib.sha256(key).hexdigest()
 
     def identity(self, writer: asyncio.StreamWriter) -> str:

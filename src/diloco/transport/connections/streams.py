@@ -35,9 +35,6 @@ async def within(seconds: float | None, awaited: Awaitable[T]) -> T:
 
     In Python 3.11 ``asyncio.wait_for`` loses a cancellation that arrives at the moment at which the awaited operation
     completes. The task then continues, and a caller that waits for its end waits forever.
-
-    Raises:
-        TimeoutError: It takes longer than ``seconds``.
     """
     async with asyncio.timeout(seconds):
         return await awaited
@@ -53,9 +50,6 @@ _HEAD = struct.Struct(">4sIQ")
 
 def pack(message: object, blob: bytes | memoryview = b"") -> bytes:
     """Encode a message and its blob.
-
-    Raises:
-        TransportError: The message is larger than readers accept. Nothing was sent.
 
     >>> from diloco.protocol import Beat
     >>> unpack_head(pack(Beat())[:16])
@@ -73,11 +67,7 @@ def pack(message: object, blob: bytes | memoryview = b"") -> bytes:
 def unpack_head(
     head: bytes, most_bytes: int = MAX_MESSAGE_BYTES, most_blob_bytes: int = MAX_BLOB_BYTES
 ) -> tuple[int, int]:
-    """Return the sizes of the message and the blob that follow a header.
-
-    Raises:
-        TransportError: The sender uses another protocol, or announces more than the limits.
-    """
+    """Return the sizes of the message and the blob that follow a header."""
     protocol, num_bytes, blob_bytes = _HEAD.unpack(head)
     if protocol != PROTOCOL:
         raise TransportError(

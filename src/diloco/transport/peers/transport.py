@@ -101,7 +101,6 @@ class PeerTransport(Transport):
 
     @property
     def address(self) -> Address:
-        """The address of this rank's control port."""
         return self.connections.address
 
     @property
@@ -136,12 +135,10 @@ class PeerTransport(Transport):
 
     @property
     def link_descriptions(self) -> Mapping[int, str]:
-        """The description of the link to each replica."""
         links, size = self.links.by_rank, self.rules.ranks_per_replica
         return {rank // size: link.description for rank, link in list(links.items()) if link.stripes}
 
     def known_entries(self) -> tuple[Entry, ...]:
-        """Return the entries of all other ranks that are or were members, or have asked to join."""
         return tuple(entry for rank, entry in self.registry.entries.items() if rank != self.rules.rank)
 
     # Rounds.
@@ -167,7 +164,6 @@ class PeerTransport(Transport):
         self._ticks += 1
 
     def missing(self, round_id: RoundId) -> tuple[int, ...]:
-        """Return the replicas that have not contributed to a round."""
         with self._changed:
             return self._machine.rounds.missing(round_id)
 
@@ -303,7 +299,6 @@ class PeerTransport(Transport):
             return self._machine.take_answer()
 
     def enter(self, welcome: Answer) -> None:
-        """Enter the view of a welcome message."""
         message, connections = welcome
         assert isinstance(message, Welcome)
         following = message.following
@@ -318,7 +313,6 @@ class PeerTransport(Transport):
     # For any thread.
 
     def _post(self, event: events.Event) -> None:
-        """Let the machine handle an event soon."""
         self.connections.post(self._handle, event)
 
     def _call(self, event: events.Event, timeout_s: float | None = None) -> None:
@@ -337,11 +331,7 @@ class PeerTransport(Transport):
         self.connections.call(handle(), timeout_s)
 
     def _wait_for(self, predicate: Callable[[], object], timeout_s: float) -> None:
-        """Wait until ``predicate`` holds, at most ``timeout_s``. It is evaluated after each event.
-
-        Raises:
-            TransportError: The transport was closed in the meantime, or has ended after an internal error.
-        """
+        """Wait until ``predicate`` holds, at most ``timeout_s``. It is evaluated after each event."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closed or self.connections.fault or predicate(), min(timeout_s, threading.TIMEOUT_MAX)
@@ -354,7 +344,6 @@ class PeerTransport(Transport):
     # For the training thread: what ranks agree on outside their rounds.
 
     def agree(self, facts: Mapping[str, str]) -> None:
-        """Compare facts with the other replicas; see `Transport.agree`."""
         entry = Entry(self.rules.rank, str(self.connections.address), dict(facts))
         timeout_s = self.rules.round_timeout_s
         agreement, present = self._machine.agreement, self._machine.present
@@ -409,7 +398,6 @@ class PeerTransport(Transport):
     # In the control thread.
 
     def _on_event(self, event: events.Event) -> None:
-        """Process an event of a control connection."""
         match event:
             case events.Received(sender, Store(topic, content)):
                 self.links.receive(sender, topic, content)
@@ -455,7 +443,6 @@ class PeerTransport(Transport):
             self.connections.fail(errors[0])
 
     def _fail(self, error: BaseException) -> None:
-        """End this transport because of an internal error. For any thread."""
         self.connections.post(self.connections.fail, error)
 
     def _end_waiting(self) -> None:
@@ -472,7 +459,6 @@ class PeerTransport(Transport):
                 exchange.verdict.set_exception(fault)
 
     def _acts(self, effects: Effects) -> list[tuple[Callable[..., object], Iterable[tuple[Any, ...]]]]:
-        """Return what the effects of an event come to: functions, and the arguments of all calls of each."""
         return [
             (self.connections.send, effects.messages),
             (self._hang_up, zip(effects.hang_ups)),
@@ -547,7 +533,6 @@ class PeerTransport(Transport):
             self.connections.begin(self._call_back(entry.rank, streams.locate(entry)))
 
     async def _call_back(self, rank: int, address: Address) -> None:
-        """Open a connection to a rank that can't open it itself."""
         with contextlib.suppress(OSError, EOFError, TransportError, TimeoutError):
             await within(self.rules.silence_s, self.connections.connect(rank, address))
 
@@ -556,7 +541,6 @@ class PeerTransport(Transport):
         self._handle(timer)
 
     def _peers(self, view: View) -> list[int]:
-        """Return the ranks of the same position in the other replicas of a view."""
         return [rank for rank in self.rules.ranks(view.members) if self._is_peer(rank)]
 
     def _is_peer(self, rank: int) -> bool:
@@ -569,7 +553,6 @@ class PeerTransport(Transport):
             self._exchanges[key].cancel()
 
     def _exchange(self, key: tuple[int, RoundId]) -> None:
-        """Run an exchange in a thread of its own and pass on its events."""
         exchange = self._exchanges[key]
         for event in exchange.run():
             if isinstance(event, events.ExchangeEnded):

@@ -90,7 +90,6 @@ class SwarmDirectory(Directory):
         return [PeerAddress(record.peer_id) for record in self._records]
 
     async def announce(self) -> None:
-        """Store where this peer is, in its own entry and in the DHT."""
         addresses, number = await self._node.addresses(), self.election.number
         places = (*self._streams.places_for_payloads(addresses), *addresses)[:_MOST_PLACES]
         self.registry.entries[number] = Entry(
@@ -207,7 +206,6 @@ def enter_swarm(place: SwarmPlace, rules: Rules, *, held_step: int = -1) -> Conn
 
 
 def _start(transport: PeerTransport, place: SwarmPlace, timeout_s: float) -> None:
-    """Start the peer, and retry for up to ``timeout_s`` seconds: the peers it joins through may be starting, too."""
     deadline_s = time.monotonic() + timeout_s
     backoff = Backoff(*_START_AGAIN_S, seed=str(place.replica))
     with waiting_for(lambda: f"an answer from a peer at {', '.join(place.node.join) or 'this machine'}", timeout_s):

@@ -123,7 +123,6 @@ class NetworkClock:
         self._ahead_s = time.time() - _elapsed_s()
 
     def now_s(self) -> float:
-        """Return the time of the network."""
         return _elapsed_s() + self._ahead_s
 
     def off_s(self) -> float:
@@ -213,23 +212,17 @@ class Daemon:
 
     @property
     def pid(self) -> int:
-        """The process id of the daemon."""
         pid: int = self.p2p._child.pid
         return pid
 
     async def addresses(self) -> tuple[str, ...]:
-        """Return the multiaddresses at which this peer can be reached, which include its identity; possibly none."""
         engine = load_engine()
         answer = await self._ask_once(self._request("IDENTIFY"))
         me = f"/p2p/{self.p2p.peer_id}"
         return tuple(f"{engine.Multiaddr(each)}{me}" for each in answer.identify.addrs)
 
     async def connect(self, peer_id: str, addresses: Sequence[str]) -> None:
-        """Connect to a peer at these multiaddresses, which must not include its identity.
-
-        Raises:
-            OSError: if the peer can't be reached.
-        """
+        """Connect to a peer at these multiaddresses, which must not include its identity."""
         engine = load_engine()
         try:
             places = [engine.Multiaddr(each).to_bytes() for each in addresses]
@@ -239,17 +232,12 @@ class Daemon:
         await self._ask_once(self._request("CONNECT", connect=asked), about=peer_id)
 
     async def open(self, peer_id: str) -> Stream:
-        """Open a stream to another peer.
-
-        Raises:
-            OSError: if the peer can't be reached.
-        """
+        """Open a stream to another peer."""
         asked = load_engine().p2pd_pb2.StreamOpenRequest(peer=_bytes_of(peer_id), proto=[self._protocol])
         _, reader, writer = await self._ask(self._request("STREAM_OPEN", streamOpen=asked), about=peer_id)
         return reader, writer
 
     async def handle(self, handler: Handler) -> None:
-        """Pass every incoming stream to ``handler``."""
         engine = load_engine()
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -32,8 +32,6 @@ _SHA2_256 = bytes((0x12, 32))  # the prefix of a SHA2-256 multihash: its code an
 
 @dataclass(frozen=True)
 class Identity:
-    """A peer's key pair."""
-
     path: Path  # file of the private key
     peer_id: str  # the peer's public identity: a hash of the public key, in base 58
     private_key: Any  # the key that signs the peer's records
@@ -150,7 +148,6 @@ def owner_of(subkey: bytes) -> str:
 
 
 def identity_of(key: bytes) -> str:
-    """Return the identity of the peer with a public key, given as DER."""
     engine = load_engine()
     packed = engine.crypto_pb2.PublicKey(key_type=engine.crypto_pb2.RSA, data=key).SerializeToString()
     return str(engine.PeerID(_SHA2_256 + hashlib.sha256(packed).digest()))

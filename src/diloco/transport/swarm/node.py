@@ -113,12 +113,10 @@ class Node:
         await asyncio.gather(*map(reach, asked))
 
     async def addresses(self) -> tuple[str, ...]:
-        """Return the multiaddresses at which this peer can be reached, with ``/p2p/`` and its identity; maybe none."""
         return await self._daemon.addresses()
 
     @property
     def daemon_pid(self) -> int:
-        """The process id of the libp2p daemon."""
         return self._daemon.pid
 
     @property
@@ -128,7 +126,6 @@ class Node:
         return ahead_s
 
     async def handle(self, handler: Handler) -> None:
-        """Pass every incoming stream to ``handler``."""
         await self._daemon.handle(handler)
 
     async def open(self, peer_id: str, addresses: Sequence[str] = ()) -> Stream:
@@ -146,7 +143,6 @@ class Node:
         return await self._daemon.open(peer_id)
 
     async def announce(self, admission: Admission, record: PeerRecord) -> None:
-        """Store the record of this peer in the DHT."""
         expires_s, data = load_engine().clock.now_s() + _RECORD_S, record.to_bytes(self._subkey, admission)
         await self._dht.store(admission.dht_key, data, expires_s, subkey=self._subkey)
 

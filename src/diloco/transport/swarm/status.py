@@ -74,7 +74,6 @@ class PeerStatus:
         self._lock = threading.Lock()
 
     def add(self, event: Event) -> None:
-        """Keep ``event`` for a while, if its kind is reported."""
         kept = self._kept.get(type(event).__name__)
         if kept is None:
             return
@@ -114,8 +113,6 @@ class PeerStatus:
 
 
 class StatusAsked(WireMessage):
-    """An observer asks for the status of a peer."""
-
     since: Count | None = None  # the number of the first event to report; None: none
     of: Annotated[str, Meta(max_length=200)] | None = None  # another peer, which the asked one is to ask
 
@@ -160,8 +157,6 @@ _NUMBERS = ("replica", "step", "view", "next_event", "sent_bytes", "received_byt
 
 @dataclass(frozen=True)
 class PeerReport:
-    """The status of one peer of a run."""
-
     peer_id: str  # the peer's identity
     number: int  # the replica number that the peer has announced
     # the status that the peer reports; empty if it does not answer

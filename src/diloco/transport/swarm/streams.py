@@ -45,8 +45,6 @@ class PeerAddress(Address):
 
 
 class PeerStreams(TcpStreams):
-    """The streams of one peer."""
-
     named = True
 
     def __init__(self, identity: Identity, place: NodePlace, admission: Admission) -> None:
@@ -84,7 +82,6 @@ class PeerStreams(TcpStreams):
                 del self._known[next(iter(self._known))]
 
     async def listen(self, accept: Accept, *where: Any) -> PeerAddress:
-        """Start the peer."""
         self._node = await Node.start(self._identity, self.place)
         self._accept = accept
         for host in hosts_in(self.place.listen) if self.place.direct else ():
@@ -143,7 +140,6 @@ class PeerStreams(TcpStreams):
         raise OSError(f"no direct connection to {', '.join(map(str, places)) or 'it'}: {why}")
 
     def _checked(self, peer_id: str, stream: Stream) -> Stream:
-        """Return a stream if its other end has the key of the peer."""
         if self.identity(stream[1]) == peer_id:
             self._note(peer_id)
             return stream
@@ -266,7 +262,6 @@ class SwarmLinks(PeerLinks):
         return await super().open_stripe(link)
 
     async def _choose(self, link: PeerLink) -> None:
-        """Choose a route, and keep stripes over it; or leave both to the other end."""
         streams, entry = self._streams, self.connections.entries.get(link.rank)
         places = streams.places_of(entry)
         try:

@@ -31,8 +31,6 @@ _SECRETS = "give both ends the same --secret-file"
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of checking one peer."""
-
     address: str  # the address as given
     resolved: tuple[str, ...] = ()  # the IP addresses that the name resolves to
     ok: bool = False  # whether everything works
@@ -130,7 +128,6 @@ async def examine(address: Address, num_bytes: int, timeout_s: float, secret: st
 async def _measure(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, num_bytes: int, timeout_s: float
 ) -> tuple[float, float, float]:
-    """Return the latency in seconds and the rates to and from the peer in bits per second."""
     loop, trips = asyncio.get_running_loop(), []
     for _ in range(_PINGS):
         started_s = loop.time()
