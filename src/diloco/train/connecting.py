@@ -33,7 +33,6 @@ from diloco.transport import (
     Place,
     ReplicaGroup,
     SwarmPlace,
-    TcpStreams,
     connect,
     enter_swarm,
     multiaddress,
@@ -103,7 +102,7 @@ def fleet_over_tcp(
 
     def again(fleet: PeerFleet, views: LastViews, patience_s: float) -> Connected:
         if not kept:
-            kept.append(cast(TcpStreams, fleet.transport.connections.streams).keep())
+            kept.append(fleet.transport.connections.streams.keep())
         fleet.transport.close()
         connected = connect(place, rules, lost=Lost(fleet.connected, kept[0].dup(), views, patience_s))
         close()

@@ -40,11 +40,8 @@ from diloco.transport.address import Address
 from diloco.transport.connections.control_connection import ControlConnection
 from diloco.transport.connections.control_thread import ControlThread
 from diloco.transport.connections.limits import ConnectionLimit
-from diloco.transport.connections.sockets import raw_transport
-from diloco.transport.connections.streams import Stream, Streams, pack, read_frame, within
-
-__all__ = ["ConnectionManager", "Greeting", "Hello", "PendingHellos", "Service", "send_hello"]
-
+from diloco.transport.connections.sockets import TcpStreams, raw_transport
+from diloco.transport.connections.streams import Stream, pack, read_frame, within
 
 _Name = Annotated[str, Meta(max_length=64)]
 
@@ -58,8 +55,6 @@ class Hello(WireMessage):
 
 
 class Greeting(WireMessage):
-    """The answer to a hello."""
-
     rank: Rank
     crossed: _Name = ""  # the name of the hello of the answering rank that it crossed, or ""
 
@@ -100,10 +95,6 @@ async def send_hello(stream: Stream, me: int, mine: Address, name: str, rank: in
 
     Returns:
         The name of the other rank's hello that this one crossed, or "" if there is none.
-
-    Raises:
-        OSError, EOFError: The connection ended.
-        TransportError: The other side refuses, or is not ``rank``.
     """
     reader, writer = stream
     writer.write(pack(Hello(me, str(mine), name)))
@@ -140,7 +131,7 @@ class ConnectionManager(ControlThread):
     """
 
     def __init__(
-        self, rules: Rules, streams: Streams, on_event: Callable[[Event], object] = lambda event: None
+        self, rules: Rules, streams: TcpStreams, on_event: Callable[[Event], object] = lambda event: None
     ) -> None:
         super().__init__(rules.rank)
         self.rules = rules
@@ -164,18 +155,16 @@ class ConnectionManager(ControlThread):
     # From any thread.
 
     def listen(self, *where: Any) -> Address:
-        """Accept connections. Arguments and errors are those of `Streams.listen` of the network."""
+        """Accept connections. Arguments and errors are those of `TcpStreams.listen` of the network."""
         return self.call(self.listen_at(*where))
 
     # In the control thread.
 
     @property
     def connected(self) -> frozenset[int]:
-        """The ranks with an open connection."""
         return frozenset(self._connections)
 
     def get(self, rank: int) -> ControlConnection | None:
-        """Return the open connection to ``rank``, or None."""
         return self._connections.get(rank)
 
     def send(self, rank: int, message: WireMessage) -> None:
@@ -199,7 +188,7 @@ class ConnectionManager(ControlThread):
             connection.trusted = connection.opened or rank in self._members
 
     async def open(self, address: Address) -> Stream:
-        """Open a connection as `Streams.open` does. `close` aborts it, even if it still has data to send."""
+        """Open a connection as `TcpStreams.open` does. `close` aborts it, even if it still has data to send."""
         return self.keep(await self.streams.open(address))
 
     def vouch(self, writer: asyncio.StreamWriter) -> None:
@@ -317,7 +306,6 @@ class ConnectionManager(ControlThread):
         self._register(rank, address, (reader, writer), hello.hello, opened=False)
 
     def _drop(self, connection: ControlConnection, why: str) -> None:
-        """End an open connection and report its rank as lost."""
         if self._connections.get(connection.rank) is connection:
             connection.writer.transport.abort()  # discards what the peer has not read
             self.hang_up(connection.rank)

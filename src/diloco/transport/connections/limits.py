@@ -10,11 +10,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
-from diloco.errors import ConfigurationError
-
-__all__ = ["Backoff", "ConnectionLimit", "TokenBucket", "few_at_once", "origin_of"]
-
-
 T = TypeVar("T", bound=Hashable)
 S = TypeVar("S")
 R = TypeVar("R")
@@ -103,11 +98,7 @@ class TokenBucket:
     At most ``burst_bytes + t * bytes_per_s`` bytes are sent in any ``t`` seconds.
 
     Args:
-        bytes_per_s: the limit; None means unlimited.
         burst_bytes: how many bytes may be sent at once after a pause; a larger message waits for the remainder.
-
-    Raises:
-        ConfigurationError: if the limit is not positive.
 
     >>> bucket = TokenBucket(1000.0, burst_bytes=500)
     >>> bucket.take(10.0, 500), bucket.take(10.0, 500), bucket.take(10.0, 1000)
@@ -116,11 +107,9 @@ class TokenBucket:
     0.0
     """
 
-    def __init__(self, bytes_per_s: float | None, burst_bytes: int) -> None:
-        if bytes_per_s is not None and not bytes_per_s > 0:
-            raise ConfigurationError(f"The rate limit must be a positive number or None, got {bytes_per_s} bytes/s.")
-        self._bytes_per_s = math.inf if bytes_per_s is None else bytes_per_s
-        self._burst_s = burst_bytes / self._bytes_per_s
+    def __init__(self, bytes_per_s: float, burst_bytes: int) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._burst_s = burst_bytes / bytes_per_s
         self._paid_s = -math.inf  # the time at which the limit allows for all bytes taken so far
 
     def take(self, now_s: float, num_bytes: int) -> float:
@@ -150,11 +139,9 @@ class Backoff:
         self._random = random.Random(seed)
 
     def next_s(self) -> float:
-        """Return the pause before the next attempt."""
         pause_s = self.upper_s * self._random.uniform(0.5, 1.0)
         self.upper_s = min(2 * self.upper_s, max(self._first_s, self._longest_s))
         return pause_s
 
     def reset(self) -> None:
-        """Begin again with the first pause, after a success."""
         self.upper_s = self._first_s

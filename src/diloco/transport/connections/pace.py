@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 from diloco.algorithm import UNKNOWN_UPLINK, Uplink
 
-__all__ = ["NEAR_S", "Pace", "TcpCounters", "UplinkMeter", "streams_to_each", "sum_of", "tcp_counters"]
-
 NEAR_S = 0.002  # over a shorter round trip, one connection is as good as many, and compression is not worth its time
 _FULL_TRIPS, _FULL_BYTES = 2.0, 1 << 18  # a transfer is full if it takes so many round trips, and is as large as this
 _LONG_TRIPS = 8.0  # a transfer of so many round trips fills the path

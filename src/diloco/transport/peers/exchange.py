@@ -43,9 +43,6 @@ from diloco.errors import CodecError, TransportError
 from diloco.protocol import Computed, Event, ExchangeEnded, GiveVerdict, StartExchange
 from diloco.transport.connections.link import PeerLink, round_tag
 
-__all__ = ["MeanExchange", "PayloadExchange", "RoundMessages"]
-
-
 _LEAST_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 18
 """A payload is cut into at least this many pieces, so that summing starts early, unless they would be smaller than this
 size. Each piece has a fixed cost: a message, an acknowledgement and a validation. Links cut pieces further into parts
@@ -76,14 +73,7 @@ class RoundMessages:
         return ((low, min(low + step, stop)) for low in range(start, stop, step))
 
     def send(self, members: Iterable[int], payload: Tensor, piece: int, *, second: bool = False) -> None:
-        """Start sending a contiguous CPU tensor, which must not change until `finish`, to each of ``members``.
-
-        Args:
-            second: Whether the piece belongs to the second half of a reduce-scatter.
-
-        Raises:
-            TransportError: The transport was closed.
-        """
+        """Start sending a contiguous CPU tensor, which must not change until `finish`, to each of ``members``."""
         self._sends += self._begin(PeerLink.send, members, payload, piece, second)
 
     def receive(self, member: int, buffer: Tensor, piece: int, *, second: bool = False) -> Future[None]:
@@ -130,12 +120,7 @@ class RoundMessages:
             link.close_round(round_tag(self.view_id, self.round_id))
 
     def take(self, member: int, piece: int, *, second: bool = False) -> Tensor:
-        """Wait until a piece from ``member`` has arrived, and return its buffer.
-
-        Raises:
-            TransportError: The link ended; the error names the replica.
-            CancelledError: The round was cancelled.
-        """
+        """Wait until a piece from ``member`` has arrived, and return its buffer."""
         buffer, received = self._incoming[member, piece, second]
         try:
             received.result()
@@ -144,25 +129,13 @@ class RoundMessages:
         return buffer
 
     def finish(self) -> None:
-        """Wait until everything has been sent, so that its memory can be reused.
-
-        Raises:
-            TransportError: A link ended.
-        """
+        """Wait until everything has been sent, so that its memory can be reused."""
         for sent in self._sends:
             sent.result()
 
 
 class MeanExchange:
-    """The exchange of means in one reduce-scatter.
-
-    Args:
-        plan: The owner of each slice, and the encoding of its mean.
-        values: ``(numel,)`` float32; filled with the decoded mean, which is the same on all replicas.
-
-    Raises:
-        TransportError: A link has ended.
-    """
+    """The exchange of means in one reduce-scatter."""
 
     def __init__(
         self,
@@ -190,9 +163,6 @@ class MeanExchange:
         """Send the pieces of this rank's slice that end at ``stop`` or before it. Up to there ``values`` is the mean.
 
         So the others receive means while this rank still waits for the last contributions.
-
-        Raises:
-            TransportError: A link ended; the error names the replica.
         """
         while self._unsent and self._unsent[0][1][1] <= stop:
             piece, (start, end) = self._unsent.popleft()
@@ -200,13 +170,7 @@ class MeanExchange:
             self._messages.send(self._messages.links, payload, piece, second=True)
 
     def receive(self) -> None:
-        """Send what is left of this rank's slice, and receive the means of the others' slices.
-
-        Raises:
-            TransportError: A link ended; the error names the replica.
-            CodecError: A replica, which the error names, sent an invalid payload, or a mean that is not finite or too
-                large.
-        """
+        """Send what is left of this rank's slice, and receive the means of the others' slices."""
         self.send(self.owned[1])
         for member, pieces in self._pieces.items():
             for piece, (start, stop) in enumerate(pieces):
@@ -230,12 +194,7 @@ _EXTRAS = (1 << 16) - 1  # piece number of the model buffers
 
 
 class PayloadExchange:
-    """The payloads of one round between this rank and its peers.
-
-    Args:
-        started: The contribution, its view, and the plan of the exchange.
-        loop, piece_bytes: See `RoundMessages`.
-    """
+    """The payloads of one round between this rank and its peers."""
 
     def __init__(self, started: StartExchange, loop: asyncio.AbstractEventLoop, piece_bytes: int) -> None:
         self.contribution, self.plan = started.contribution, started.plan
@@ -259,9 +218,6 @@ class PayloadExchange:
         """Start receiving, and send this rank's payload. `run` reports a failure.
 
         Runs in the thread of the links, which saves one thread switch for each message.
-
-        Args:
-            links: replica -> its link, for all other members that are connected.
         """
         codec = self.contribution.codec
         try:
@@ -331,12 +287,7 @@ class PayloadExchange:
             messages.send(messages.links, self._extras, _EXTRAS)
 
     def reduce(self, weights: Mapping[int, float], contributors: Sequence[int]) -> Mean:
-        """Return the mean over ``contributors``, weighted by ``weights``.
-
-        Raises:
-            TransportError: A link ended; the error names the replica.
-            CodecError: A replica, which the error names, sent an invalid payload, or the mean is not finite.
-        """
+        """Return the mean over ``contributors``, weighted by ``weights``."""
         total = sum(weights[member] for member in contributors)
         factors, moments = self._reduce_mine(weights, contributors, total)
         if self._means is not None:
@@ -392,7 +343,6 @@ class PayloadExchange:
                 yield addends[member]
 
     def _scale_factors(self, contributors: Sequence[int]) -> dict[int, float]:
-        """Return the clipping factors of contributions that are too large. Waits for all contributions."""
         if self.contribution.max_norm is None:
             return {}
         norms = {member: vector_norm(self._decoded(member)) for member in contributors}
@@ -433,7 +383,6 @@ class PayloadExchange:
 
 
 def digest_of(mean: Mean) -> str:
-    """Return the digest of everything that the average would change."""
     parts = {f"{mean.contributors} {mean.weight!r}": mean.values}
     if mean.buffers is not None:
         parts["buffers"] = mean.buffers

@@ -21,8 +21,6 @@ from diloco.transport.connections.sockets import TcpStreams
 from diloco.transport.connections.streams import pack, read_frame, within
 from diloco.transport.secret import TurnedAwayError
 
-__all__ = ["Finding", "examine", "serve_probes"]
-
 MOST_BYTES = 64_000_000  # the most bytes that one probe transfers
 
 _CHUNK_BYTES = 1 << 20
@@ -33,8 +31,6 @@ _SECRETS = "give both ends the same --secret-file"
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of checking one peer."""
-
     address: str  # the address as given
     resolved: tuple[str, ...] = ()  # the IP addresses that the name resolves to
     ok: bool = False  # whether everything works
@@ -132,7 +128,6 @@ async def examine(address: Address, num_bytes: int, timeout_s: float, secret: st
 async def _measure(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, num_bytes: int, timeout_s: float
 ) -> tuple[float, float, float]:
-    """Return the latency in seconds and the rates to and from the peer in bits per second."""
     loop, trips = asyncio.get_running_loop(), []
     for _ in range(_PINGS):
         started_s = loop.time()
