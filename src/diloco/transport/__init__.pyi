@@ -6,6 +6,7 @@ from .base import Pending as Pending
 from .base import SnapshotSource as SnapshotSource
 from .base import Transport as Transport
 from .connections.connection_manager import ConnectionManager as ConnectionManager
+from .connections.limits import ArrivalLimit as ArrivalLimit
 from .connections.limits import Backoff as Backoff
 from .connections.limits import ConnectionLimit as ConnectionLimit
 from .connections.limits import TokenBucket as TokenBucket
@@ -20,6 +21,7 @@ from .links import VirtualNetwork as VirtualNetwork
 from .links import round_times as round_times
 from .peers.connected import Connected as Connected
 from .peers.connected import join as join
+from .peers.directory import Looking as Looking
 from .peers.directory import Members as Members
 from .peers.transport import PeerTransport as PeerTransport
 from .replica_group import LeaderTransport as LeaderTransport

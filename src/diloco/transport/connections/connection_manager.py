@@ -39,7 +39,7 @@ from diloco.protocol import (
 from diloco.transport.address import Address
 from diloco.transport.connections.control_connection import ControlConnection
 from diloco.transport.connections.control_thread import ControlThread
-from diloco.transport.connections.limits import ConnectionLimit
+from diloco.transport.connections.limits import ArrivalLimit, ConnectionLimit
 from diloco.transport.connections.sockets import TcpStreams, raw_transport
 from diloco.transport.connections.streams import Stream, pack, read_frame, within
 
@@ -115,6 +115,8 @@ Service = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[
 FIRST_MESSAGE_S = 10.0
 MOST_OPEN, MOST_OPEN_OF_ONE = 512, 256
 """Limits on connections that are not control connections: they request a service or have sent nothing yet."""
+ARRIVALS_PER_S, MOST_ARRIVALS = 64.0, 1024
+"""Limits on how fast an origin may open connections: a tenth of a core's time for handshakes, and a start at once."""
 _MOST_UNKNOWN_PEERS, _MOST_UNKNOWN_PEERS_OF_ONE = 256, 4
 """Limits on control connections of ranks that are not members, on networks that prove identities."""
 MOST_UNSENT_BYTES, MOST_UNSENT_TO_UNKNOWN_PEER_BYTES = 4 << 20, 1 << 18  # per rank; one that reads too little is lost
@@ -148,6 +150,7 @@ class ConnectionManager(ControlThread):
         self._members: frozenset[int] = frozenset()
         self._open_limit = ConnectionLimit[asyncio.StreamWriter](MOST_OPEN, MOST_OPEN_OF_ONE)
         self._unknown_peers = ConnectionLimit[int](_MOST_UNKNOWN_PEERS, _MOST_UNKNOWN_PEERS_OF_ONE)
+        self._arrivals = ArrivalLimit(ARRIVALS_PER_S, MOST_ARRIVALS)
         self._numbers = itertools.count(1)
         self._watch: asyncio.Task[None] | None = None
         self.pulse = Pulse(rules)  # detects stalls of this process itself
@@ -200,11 +203,14 @@ class ConnectionManager(ControlThread):
         if rank == self.rank:
             mine = self.streams.identity(writer) == self.streams.me
             return "" if mine else f"rank {rank} is the process that was asked, at {self.address}"
-        other = self._connections.get(rank)
-        if other is None or self.streams.identity(other.writer) == self.streams.identity(writer):
+        other, streams = self._connections.get(rank), self.streams
+        if other is None or streams.process(other.writer) == streams.process(writer):
             return ""
-        answers = await other.answers(self.rules.heartbeat_s)
-        return f"rank {rank} is connected from {other.address}, which still answers" if answers else ""
+        is_copy = streams.identity(other.writer) == streams.identity(writer)
+        if not await other.answers(self.rules.heartbeat_s):
+            return ""
+        copied = ". It has the same key: was identity.key copied? Each replica needs its own" if is_copy else ""
+        return f"rank {rank} is connected from {other.address}, which still answers{copied}"
 
     async def connect(self, rank: int, address: Address) -> None:
         """Open the connection to ``rank``, which listens at ``address``.
@@ -267,7 +273,11 @@ class ConnectionManager(ControlThread):
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            if (out := self._open_limit.enter(writer, self.streams.origins(writer))) is not None:
+            origins = self.streams.origins(writer)
+            if not self._arrivals.admits(origins, self.loop.time()):
+                raw_transport(writer).abort()
+                return
+            if (out := self._open_limit.enter(writer, origins)) is not None:
                 raw_transport(out).abort()
             async with asyncio.timeout(FIRST_MESSAGE_S):
                 if not await self.streams.admit(reader, writer):

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
+_MOST_ORIGINS = 4096
 T = TypeVar("T", bound=Hashable)
 S = TypeVar("S")
 R = TypeVar("R")
@@ -58,6 +59,28 @@ class ConnectionLimit(Generic[T]):
     def leave(self, one: T) -> None:
         """Release the place of ``one``, if it has one."""
         self._inside.pop(one, None)
+
+
+class ArrivalLimit:
+    """A limit on the rate at which each origin may open connections: a handshake costs a millisecond of one thread.
+
+    >>> limit = ArrivalLimit(per_s=1.0, burst=2)
+    >>> [limit.admits(["peer a"], now_s) for now_s in (0.0, 0.0, 0.0, 1.5)], limit.admits(["peer b"], 0.0)
+    ([True, True, False, True], True)
+    """
+
+    def __init__(self, per_s: float, burst: int) -> None:
+        self._limits = per_s, burst - 1
+        self._buckets: dict[str, TokenBucket] = {}  # of the origins of late, the latest last
+
+    def admits(self, origins: Sequence[str], now_s: float) -> bool:
+        """Return whether a connection of these origins may go on. One that may not counts for nothing."""
+        buckets = {each: self._buckets.pop(each, TokenBucket(*self._limits)) for each in origins}
+        self._buckets |= buckets
+        for origin in list(self._buckets)[: max(0, len(self._buckets) - _MOST_ORIGINS)]:
+            del self._buckets[origin]
+        is_late = any(bucket.take(now_s, 0) > 0 for bucket in buckets.values())
+        return not is_late and all(bucket.take(now_s, 1) is not None for bucket in buckets.values())
 
 
 def origin_of(host: str) -> str:

@@ -70,7 +70,7 @@ class PeerLink:
         self._loop = loop
         self._meter = meter
         self._began_s = 0.0  # when the current transfer began
-        self._transfer_bytes = self._missing_bytes = 0  # its size so far, and how much of it is not acknowledged
+        self._transfer_bytes = self._missing_bytes = 0  # acknowledged of it, as sent, and not acknowledged, as data
         self._counted = TcpCounters()  # by TCP until then
         self._ready: dict[int, None] = {}  # rounds that the peer has begun, the oldest first
         self._held: dict[int, list[Outgoing]] = {}  # round -> messages that wait until the peer begins it
@@ -179,7 +179,6 @@ class PeerLink:
         self._in_flight.add(message)
         self._unsent.append(message)
         self.waiting_bytes += len(message.data)
-        self._transfer_bytes += len(message.data)
         self._missing_bytes += len(message.data)
         self._note_sending()
         if not self._wake_scheduled:  # waits for further messages of this iteration, which allow larger parts
@@ -221,6 +220,7 @@ class PeerLink:
         if part.acknowledged or message not in self._in_flight or self._error is not None:
             return
         part.acknowledged = True
+        self._transfer_bytes += len(part.body)
         message.missing -= len(part.data)
         self._missing_bytes -= len(part.data)
         if message.missing == 0:
@@ -234,7 +234,6 @@ class PeerLink:
         self.pace.note(
             self._transfer_bytes,
             now_s - self._began_s,
-            sent=now.sent - before.sent,
             resent=now.resent - before.resent,
             round_trip_s=now.round_trip_s,
         )

@@ -302,6 +302,11 @@ class TcpStreams:
         """Return the identity that the other end has proved; "" before that."""
         return self._identities.get(writer, "")
 
+    def process(self, writer: asyncio.StreamWriter) -> bytes:
+        """Return what tells apart two processes with the same key: the certificate, of which each makes its own."""
+        secured = writer.get_extra_info("ssl_object")
+        return (secured and secured.getpeercert(binary_form=True)) or self.identity(writer).encode()
+
     def address(self, text: str) -> Address:
         return parse_address(text)
 

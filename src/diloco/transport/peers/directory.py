@@ -271,8 +271,11 @@ class Directory:
         answer = await question(open_stream, address, Ask(self._entry), self.answers)
         if isinstance(answer, Looking) and self.election.views is not None:
             known = self.election.views.identities.get(self.transport.rules.ranks([answer.number])[0], identities[-1])
-            # over TCP a restarted process has another identity; it says that it was a member of no view
-            if known != identities[-1] and (self.connections.streams.named or answer.last is not None):
+            # over TCP a restarted process has another identity; it says that it was a member of no view, and listens
+            # where the one did that it replaces, which has therefore ended
+            entry = self.registry.entries.get(self.transport.rules.ranks([answer.number])[0])
+            replaces = answer.last is None and entry is not None and entry.address == str(address)
+            if known != identities[-1] and (self.connections.streams.named or not replaces):
                 raise TransportError(f"{address} answers in the name of replica {answer.number}, which is another one")
         if isinstance(answer, Members):
             keep = {self.connections.rank, *self.transport.rules.ranks(answer.members), *self.connections.connected}

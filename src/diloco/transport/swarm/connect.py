@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from diloco.algorithm import check_whole
 from diloco.errors import ConfigurationError, RendezvousError
-from diloco.membership import MOST_RANK, BootstrapElection, LastViews
+from diloco.membership import MOST_RANK, BootstrapElection, LastViews, byzantine_quorum
 from diloco.protocol import Entry, Registry, Rules
 from diloco.transport.address import Address
 from diloco.transport.connections.limits import Backoff
@@ -143,7 +143,9 @@ class SwarmDirectory(Directory):
 
     def over(self) -> str:
         ours = [each for each in self._records if each.swarm and self._place.swarm in ("", each.swarm)]
-        if not any(each.finished for each in ours) or not (self._place.swarm or self.election.held_step < 0):
+        known = 1 if self.election.views is None else len(self.election.views.last.members)
+        enough = byzantine_quorum(max(known, len(ours)))  # one may lie
+        if sum(each.finished for each in ours) < enough or not (self._place.swarm or self.election.held_step < 0):
             return ""
         return (
             f"the others have finished run {self._place.admission.run!r}, and no member is left to join. To train "

@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import os
 import re
+import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,7 +51,7 @@ def load_identity(path: Path) -> Identity:
     if not path.exists():
         key = engine.RSAPrivateKey()
         data = engine.crypto_pb2.PrivateKey(key_type=engine.crypto_pb2.RSA, data=key.to_bytes()).SerializeToString()
-        half = path.with_name(f".{path.name}.{os.getpid()}")
+        half = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # containers share process ids
         try:
             make_private_folder(path.parent)
             create_private(half, data)
