@@ -158,7 +158,8 @@ def known_flags() -> set[str]:
     flags = {flag for key in keys for flag in (key.flag, *key.aliases)}
     flags |= {f"--no-{flag[2:]}" for flag in flags}
     flags |= {word for old in cli.RENAMED for word in old.split() if word.startswith("--")}  # refused with the new ones
-    return flags | {"--help", "--help-all", "--print-config", "--debug", "--version", "--full", "--epochs"}
+    flags |= {"--help", "--help-all", "--print-config", "--debug", "--version"}
+    return flags | {"--full", "--epochs", "--resume-or-start"}
 
 
 def foreign_flags() -> set[str]:

@@ -124,6 +124,9 @@ class RoundCommitted(Event):
     late_s: tuple[float, ...] = ()
     """For each of `contributors`, the seconds by this replica's clock between the first contribution and this one.
     Empty if all replicas are in one process."""
+    peers: Mapping[str, tuple[int, int, float]] = field(default_factory=dict)
+    """For each connected replica, by number: payload bytes sent to it and received from it, as they were on the wire
+    since the connection began, and the shortest round trip in seconds (0: unknown). Empty within one process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +151,13 @@ class ViewChanged(Event):
     lost: tuple[int, ...] = ()  # those of `left` that did not announce their departure
     reason: str  # with all details
     names: Mapping[str, str] = field(default_factory=dict)  # the names of replicas that have one, by number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost(Event):
+    """This replica has lost the others and searches for them; it trains again with its next `StepFinished`."""
+
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from diloco.config import command_text, compose, flatten, join_command, parse_ar
 from diloco.errors import ConfigurationError
 from tests.command_lines import load_configuration
 
-PEER = "--network.behind-nat --out x --device cpu --secret-file s \
+PEER = "--out x --device cpu --secret-file s \
     --join /ip4/1/p2p/Qm --network.listen 0.0.0.0:7-8 --network.announce h:7 --monitor.console quiet \
     --checkpoint.keep 9 --train.global-device cpu"
 RUNS = (
@@ -30,7 +30,7 @@ RUNS = (
 
 def shared(arguments: list[str]) -> dict[str, Any]:
     """Return the resolved settings that another machine takes over."""
-    own = ("out", "checkpoint", "monitor", "network.behind_nat", "network.listen", "network.announce", "network.join",
+    own = ("out", "checkpoint", "monitor", "network.listen", "network.announce", "network.join",
            "network.secret_file", "train.device", "train.global_device")  # fmt: skip
     values = flatten(plan_run(parse_arguments(arguments)).configuration)
     return {name: value for name, value in values.items() if not {name, name.partition(".")[0]} & {*own}}

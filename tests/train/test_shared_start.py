@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from diloco.data import build_corpus
-from diloco.events import Event, Note, RoundCommitted, ViewChanged
+from diloco.events import Event, Lost, RoundCommitted, ViewChanged
 from diloco.model import with_vocabulary
 from diloco.protocol import Rules
 from diloco.train import Session, fleet_over_tcp, follow_views
@@ -79,7 +79,7 @@ class Peer:
 
 
 def looks(event: Event) -> bool:
-    return isinstance(event, Note) and "searching for the other replicas" in event.text
+    return isinstance(event, Lost)
 
 
 def committed_by_all(event: Event, fragment: int) -> bool:

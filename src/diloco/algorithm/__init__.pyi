@@ -29,7 +29,6 @@ from .merge import RebaseMerge as RebaseMerge
 from .merge import carry_over as carry_over
 from .muon import Muon as Muon
 from .muon import muon as muon
-from .muon import orthogonalised as orthogonalised
 from .optim import Adam as Adam
 from .optim import Nesterov as Nesterov
 from .optim import OuterOptimizer as OuterOptimizer
@@ -40,6 +39,7 @@ from .optim import at as at
 from .optim import digest_state as digest_state
 from .optim import digest_tensors as digest_tensors
 from .optim import host_pieces as host_pieces
+from .orthogonal import orthogonalised as orthogonalised
 from .partition import FragmentLayout as FragmentLayout
 from .partition import Strategy as Strategy
 from .partition import bind as bind

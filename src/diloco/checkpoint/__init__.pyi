@@ -3,7 +3,10 @@ from .disk import replace_file as replace_file
 from .disk import write_whole as write_whole
 from .lock import LOCK_FILE as LOCK_FILE
 from .lock import lock_folder as lock_folder
+from .lock import one_at_a_time as one_at_a_time
 from .lock import shared_lock as shared_lock
+from .mirror import Mirror as Mirror
+from .mirror import fetch_run as fetch_run
 from .reading import Checkpoint as Checkpoint
 from .reading import list_checkpoints as list_checkpoints
 from .reading import open_checkpoint as open_checkpoint

@@ -19,7 +19,7 @@ from diloco.private_files import make_private_folder
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["LOCK_FILE", "lock_folder", "shared_lock"]
+__all__ = ["LOCK_FILE", "lock_folder", "one_at_a_time", "shared_lock"]
 
 LOCK_FILE = "diloco.lock"  # says who has the folder, for people; only the lock on the open file counts
 
@@ -60,6 +60,22 @@ def lock_folder(folder: Path) -> Iterator[int]:
                     (folder / LOCK_FILE).unlink()
                     folder.rmdir()  # fails if the block has left anything there
             os.close(file)
+
+
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Wait until no other process of this machine is in such a block of the same folder, where locks exist."""
+    make_private_folder(folder)
+    if sys.platform == "win32":
+        yield
+        return
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
 
 
 @contextmanager

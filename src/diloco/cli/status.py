@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -19,6 +18,7 @@ from tyro.conf import Positional, arg
 from diloco.config import parse_options
 from diloco.errors import CheckpointError, ConfigurationError, DiLoCoError
 from diloco.units import Duration, columns, facts_table, format_bytes, format_rate
+from diloco.waiting import say
 
 if TYPE_CHECKING:
     from diloco.transport import PeerReport, StatusClient
@@ -102,7 +102,7 @@ def run_status(arguments: Sequence[str]) -> int:
     reports = asyncio.run(ask())
     print(json.dumps([asdict(each) for each in reports], indent=2) if options.json else _table(reports))
     for words in _remarks(reports, options.run):
-        print(f"diloco: {words}", file=sys.stderr)
+        say(words, "warning")
     return 0 if any(each.status for each in reports) else 1
 
 

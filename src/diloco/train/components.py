@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from diloco.algorithm import (
@@ -150,7 +151,9 @@ def stored_definition(settings: RunSettings) -> Mapping[str, Any] | None:
     Return None if there is no such checkpoint or its model has another source.
     """
     source, resume, init_from = settings.model.source, settings.checkpoint.resume, settings.train.init_from
-    places = [] if resume is None else [resume, *sorted(resume.glob("replica-*"))]  # a machine may have only these
+    places = []
+    if resume is not None:
+        places = [Path(resume), *sorted(Path(resume).glob("replica-*"))]  # a machine may have only the latter
     if init_from is not None and init_from.suffix != ".safetensors":
         places.append(init_from)
     for place in places if source is not None else ():

@@ -24,6 +24,7 @@ from diloco.train.joining import Held, held_checkpoint
 from diloco.train.processes import Role
 from diloco.train.settings import RunSettings
 from diloco.transport import (
+    NOWHERE,
     Admission,
     Connected,
     Lost,
@@ -147,7 +148,7 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Pe
         admission=Admission(str(network.run), secret, frozenset(network.allow)),
         node=NodePlace(
             join=network.join,
-            listen=() if network.behind_nat else (listen,),
+            listen=() if network.listen == NOWHERE else (listen,),
             announce=tuple(multiaddress(address, "network.announce") for address in network.announce),
             direct_port=last if last > first else 0,
         ),

@@ -24,6 +24,7 @@ from diloco.model import documents_of
 from diloco.plugins import check_arguments, find, is_own, takes
 from diloco.train.parallel import AUTOCAST, ParallelModel
 from diloco.train.settings import OptimizerSettings
+from diloco.transport import ReplicaGroup
 
 __all__ = ["InnerLoop", "InnerStep", "check_inner_arguments", "inner_learning_rate", "make_inner_optimizer"]
 
@@ -211,19 +212,25 @@ class InnerLoop:
 UNFIT = {"LBFGS": "evaluates the loss several times a step", "SparseAdam": "takes sparse gradients only"}
 """Classes of torch.optim that can't work with one forward and one dense backward pass per step, and the reason."""
 
-UNFIT_ON_SHARDS = ("Adafactor", "Muon", "Rprop")  # optimizers without a step for DTensors
-FUSED_ON_SHARDS = ("Adam", "AdamW")  # classes of torch.optim with a fused kernel for DTensors
+UNFIT_ON_SHARDS = ("Adafactor", "Rprop")  # optimizers without a step for DTensors
+FUSED_ON_SHARDS = ("Adam", "AdamW", "Muon")  # optimizers with a fused kernel for DTensors
 
 Parameters = Mapping[str, inspect.Parameter]
 
 
-def make_inner_optimizer(settings: OptimizerSettings, model: nn.Module) -> torch.optim.Optimizer:
+def make_inner_optimizer(
+    settings: OptimizerSettings, model: nn.Module, group: ReplicaGroup | None = None, *, compiled: bool = False
+) -> torch.optim.Optimizer:
     """Construct the optimizer that ``settings`` names, for the parameters of ``model``.
 
     A class of ``torch.optim`` is called with parameter groups. Anything else (`muon`, or the user's own code) is called
     with ``model`` if it has an argument of that name, and with parameter groups otherwise. Weight decay, whether given
     or the default of the class, applies to matrices only, not to norms and biases. The fused kernel of ``torch.optim``
     is used if there is one. Groups with an ``lr_ratio`` train at that multiple of the scheduled learning rate.
+
+    Args:
+        group: the ranks over which the model is distributed, which share the work of Muon.
+        compiled: whether to compile Muon's iteration.
 
     Raises:
         ConfigurationError: if the class or an argument is unknown, with the nearest known name; if the class needs more
@@ -241,6 +248,8 @@ def make_inner_optimizer(settings: OptimizerSettings, model: nn.Module) -> torch
     if may_fuse and not {"fused", "foreach"} & arguments.keys():
         arguments["fused"] = True
     decays = "weight_decay" in accepted and arguments.get("weight_decay", accepted["weight_decay"].default) != 0
+    if make is muon:
+        arguments = {"compile": compiled, **arguments, "ranks": group}
     trained = model if "model" in inspect.signature(make).parameters else _groups(model, decays=decays)
     try:
         optimizer = _uncompiled(make)(trained, lr=settings.learning_rate, **arguments)
@@ -301,7 +310,9 @@ def _constructor(name: str) -> tuple[Callable[..., torch.optim.Optimizer], Param
     accepted = dict(inspect.signature(known[name]).parameters)
     if name == "Muon":
         accepted |= inspect.signature(Muon).parameters
-    return known[name], {key: accepted[key] for key in accepted.keys() - {"params", "lr", "model", "arguments"}}
+    return known[name], {
+        key: accepted[key] for key in accepted.keys() - {"params", "lr", "model", "ranks", "arguments"}
+    }
 
 
 def _uncompiled(make: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:

@@ -12,7 +12,7 @@ import torch
 
 from diloco.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError, RunFinishedError, TransportError
-from diloco.events import Event, Note, ViewChanged
+from diloco.events import Event, Lost, Note, ViewChanged
 from diloco.state_tree import readable_state
 from diloco.train.description import diff
 from diloco.train.fleet import PeerFleet
@@ -91,7 +91,7 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
     if not (lost or fleet.gathering) or stop.signal is not None:
         return
     if lost:
-        emit(Note(step=step, text=f"{fleet.failure} It is searching for the other replicas."))
+        emit(Lost(step=step, reason=str(fleet.failure)))
     try:
         while True:
             try:
@@ -188,9 +188,9 @@ def find_beginning(session: Session, fleet: PeerFleet | None, home: Path, emit: 
     if fleet is not None and fleet.joining:
         _join_run(session, fleet)
         return "the other replicas"
-    path = settings.checkpoint.resume
-    if path is None:
+    if settings.checkpoint.resume is None:
         return None
+    path = Path(settings.checkpoint.resume)
     if fleet is not None and not fleet.elastic:
         name = f"step-{_newest_of_all(fleet):08d}"
         found = _newest_checkpoints(home, session.replicas[0].number, name)
@@ -243,7 +243,7 @@ class Held:
     swarm: str = ""  # the swarm of which the replica was a member then; "" if unknown
 
 
-def held_checkpoint(resume: Path | None) -> Held:
+def held_checkpoint(resume: str | None) -> Held:
     """Return the facts about the checkpoint that ``--resume`` names.
 
     A checkpoint that does not exist is no error here: a replica that ended before its first checkpoint can still join
@@ -255,7 +255,7 @@ def held_checkpoint(resume: Path | None) -> Held:
     if resume is None:
         return Held()
     try:
-        checkpoint = open_checkpoint(resume)
+        checkpoint = open_checkpoint(Path(resume))
     except CheckpointError:  # reported when it is loaded
         return Held()
     replicas = replicas_in(checkpoint)

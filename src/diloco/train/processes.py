@@ -93,6 +93,11 @@ class Role:
     local_rank: int = 0  # index of this process on its machine, if known
 
     @property
+    def index(self) -> int:
+        """The index of this process on its machine."""
+        return self.torchrun.local_rank if self.torchrun else self.local_rank
+
+    @property
     def is_first(self) -> bool:
         """Whether this is rank 0 of the run."""
         return self.replica == 0 and self.position == 0

@@ -215,7 +215,6 @@ _NEEDS: tuple[tuple[str, str, tuple[object, ...], str, tuple[str, ...]], ...] = 
     ("sync.overlap_steps", "overlap_steps", (), "algorithm", ("streaming",)),
     ("network.straggler", "straggler", ("wait",), "network.transport", ("swarm",)),
     *((f"network.{each}", each, (), "network.transport", ("swarm",)) for each in ("run", "allow", "announce")),
-    ("network.behind_nat", "behind_nat", (), "network.transport", ("swarm",)),
     ("network.secret_file", "secret_file", (), "network.transport", ("tcp", "swarm")),
     *((f"network.{each}", each, (), "network.transport", ("tcp", "swarm")) for each in ("join", "listen")),
     ("algorithm", "algorithm", ("streaming", "diloco", "data-parallel"), "network.transport", ("in-process",)),

@@ -7,15 +7,15 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from diloco.algorithm import check_buffers, data_parallel_bytes
-from diloco.checkpoint import CheckpointWriter, open_checkpoint, whole, write_whole
+from diloco.checkpoint import CheckpointWriter, Mirror, open_checkpoint, whole, write_whole
 from diloco.cores import usable_cores
 from diloco.data import Corpus, build_chat_corpus, build_corpus, open_stream
 from diloco.devices import choose_threads, use_device
@@ -114,7 +114,7 @@ def run_training(
             environment = json.dumps(describe_environment(device), indent=2)
             write_whole(folder / "environment.json", environment + "\n")
         run = _Run(session, peers, emit, folder, home, resumed_from)
-        with closing(run.writer):
+        with run.mirroring(), closing(run.writer):
             return run.train(notes)
     finally:
         if session is not None:
@@ -144,10 +144,25 @@ class _Run:
         self.saved_at = self.step if self.resumed_from else -1
         self.writer, self.save_began_s = CheckpointWriter(self.session.fleet.group), 0.0
         self.wall_before_s, self.started_s = self.session.totals.wall_s, time.perf_counter()
+        self.mirror: Mirror | None = None
 
     @property
     def step(self) -> int:
         return self.session.totals.steps
+
+    @contextmanager
+    def mirroring(self) -> Iterator[None]:
+        """Upload the checkpoints that are saved in the block, and then wait until the last one is there."""
+        settings, fleet, number = self.settings.checkpoint, self.session.fleet, self.session.replicas[0].number
+        if settings.mirror is None:
+            yield
+            return
+        below = f"/replica-{number}" if number and not fleet.elastic else ""
+        mirror = Mirror(f"{settings.mirror.rstrip('/')}{below}", self.home, settings.keep)
+        fleet.group.done_by_leader(lambda: mirror.claim(self.session.identity, fresh=self.resumed_from is None))
+        self.mirror = mirror if fleet.group.leads else None
+        with closing(mirror):
+            yield
 
     def train(self, notes: Sequence[str]) -> dict[str, Any]:
         session, fleet, peers = self.session, self.session.fleet, self.peers
@@ -335,11 +350,15 @@ class _Run:
 
     def _report_saved(self, *, wait: bool) -> None:
         """Report a checkpoint that has been written since. Call it on all ranks of a replica."""
+        for sentence in self.mirror.take_sentences() if self.mirror else ():
+            self.emit(Note(step=self.step, text=sentence))
         if (path := self.writer.poll(wait=wait)) is None:
             return
         size_bytes, free_bytes = self.session.fleet.group.done_by_leader(
             lambda: [open_checkpoint(path).size_bytes, shutil.disk_usage(path).free]
         )
+        if self.mirror:
+            self.mirror.offer(path)
         save_s = time.perf_counter() - self.save_began_s
         self.emit(
             CheckpointSaved(step=self.step, path=str(path), size_bytes=size_bytes, save_s=save_s, free_bytes=free_bytes)

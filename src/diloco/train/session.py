@@ -383,7 +383,7 @@ class Session:
         end = self.corpus.tokenizer.eos_id if settings.data.document_masks else None
         return InnerLoop(
             parallel,
-            make_inner_optimizer(settings.optimizer, model),
+            make_inner_optimizer(settings.optimizer, model, group, compiled=train.compile),
             learning_rate=inner_learning_rate(settings.optimizer, train.steps),
             clip_norm=settings.optimizer.clip_norm,
             precision=train.precision,

@@ -30,6 +30,7 @@ from .replica_group import open_replica_group as open_replica_group
 from .secret import derive_key as derive_key
 from .secret import new_secret as new_secret
 from .secret import read_secret as read_secret
+from .settings import NOWHERE as NOWHERE
 from .settings import EmulateSettings as EmulateSettings
 from .settings import NetworkSettings as NetworkSettings
 from .settings import multiaddress as multiaddress

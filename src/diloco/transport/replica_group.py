@@ -78,12 +78,39 @@ class ReplicaGroup:
 
     def gather(self, value: Tensor) -> Tensor:
         """Return the ``value`` of every rank in order, ``(size, ...)``; their sum has the same bits on all ranks."""
+        return self.begin_gather(value)()
+
+    def begin_gather(self, value: Tensor, /) -> Callable[[], Tensor]:
+        """Begin to `gather`, and return a function that waits for the result and returns it."""
         if self.process_group is None:
-            return value.unsqueeze(0)
+            return lambda: value.unsqueeze(0)
         gathered = torch.empty((self.size, *value.shape), dtype=value.dtype, device=value.device)
         with self.watched():
-            dist.all_gather(list(gathered.unbind()), value.contiguous(), group=self.process_group)
-        return gathered
+            work = dist.all_gather(list(gathered.unbind()), value.contiguous(), group=self.process_group, async_op=True)
+        return self._result(work, gathered)
+
+    def begin_exchange(self, values: Tensor, sends: Sequence[int], receives: Sequence[int], /) -> Callable[[], Tensor]:
+        """Begin to send each rank s the next ``sends[s]`` of ``values``, ``(n,)``.
+
+        Returns:
+            A function that waits for the ``receives[s]`` values from each rank and returns them in order, ``(m,)``.
+        """
+        if self.process_group is None:
+            return lambda: values
+        received = values.new_empty(sum(receives))
+        with self.watched():
+            work = dist.all_to_all_single(
+                received, values, list(receives), list(sends), group=self.process_group, async_op=True
+            )
+        return self._result(work, received)
+
+    def _result(self, work: dist.Work, result: Tensor) -> Callable[[], Tensor]:
+        def wait() -> Tensor:
+            with self.watched():
+                work.wait()
+            return result
+
+        return wait
 
     def all(self, flag: bool) -> bool:
         return bool(self.gather(torch.tensor(flag, dtype=torch.uint8, device="cpu")).all())
@@ -299,6 +326,9 @@ class LeaderTransport(Transport):
     def tick(self) -> None:
         if self.transport is not None:
             self.transport.tick()
+
+    def traffic_by_peer(self) -> Mapping[str, tuple[int, int, float]]:
+        return self.transport.traffic_by_peer() if self.transport is not None else {}
 
     def shared(self, ask: Callable[[Transport], Any]) -> Any:
         """Call ``ask`` on position 0's transport, and return its result or raise its error on every rank.

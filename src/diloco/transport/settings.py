@@ -13,6 +13,8 @@ from tyro.conf import arg
 from diloco.errors import ConfigurationError
 from diloco.units import Duration, Rate
 
+NOWHERE = "nowhere"  # of a peer behind a router, to which nobody can connect
+
 _LISTEN = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^:/\s]*):(?P<first>\d{1,5})(-(?P<last>\d{1,5}))?")
 
 
@@ -41,11 +43,10 @@ class NetworkSettings:
     """tcp: HOST:PORT at which all replicas meet, where replica 0 listens. swarm: addresses of any peers."""
     listen: str | None = None
     """HOST:PORT or HOST:FIRST-LAST to listen at, such as 0.0.0.0:31330; port 0 is any free one. swarm uses FIRST for
-    libp2p and LAST for direct connections. Default: any free port."""
+    libp2p and LAST for direct connections. nowhere (swarm): others are reached over connections that this peer opens,
+    and through relays. Default: any free port."""
     announce: tuple[str, ...] = ()
     """swarm: addresses HOST:PORT to announce to other peers instead of those that this peer listens at."""
-    behind_nat: bool = False
-    """swarm: do not listen. Others are reached over connections that this peer opens, and through relays."""
     secret_file: Annotated[Path | None, arg(aliases=["--secret-file"])] = None
     """A file with a secret that all replicas share, as `diloco secret FILE` writes it. Others are rejected."""
     allow: tuple[str, ...] = ()
@@ -97,7 +98,8 @@ class NetworkSettings:
         return self._listen_parts()[1:]
 
     def _listen_parts(self) -> tuple[str, int, int]:
-        match = _LISTEN.fullmatch(self.listen or ":0")
+        nowhere = self.listen == NOWHERE and self.transport == "swarm"
+        match = _LISTEN.fullmatch(":0" if self.listen is None or nowhere else self.listen)
         first, last = (1, 0) if match is None else (int(match["first"]), int(match["last"] or match["first"]))
         if match is None or not first <= last <= 65535:
             raise ConfigurationError(

@@ -64,6 +64,7 @@ class PeerLink:
         self.waiting_bytes = 0  # bytes that no stripe has taken yet
         self.pace = Pace()
         self.uses = 0  # number of stripes made so far
+        self.sent_bytes = self.received_bytes = 0  # of parts, compressed where they are
         self.why = "the other side did not connect"  # why a stripe last ended or could not be made
         self.keeping: list[asyncio.Task[None]] = []  # one for each stripe that this end opens
         self.started = False  # whether stripes are wanted
@@ -213,6 +214,7 @@ class PeerLink:
             return None
         self.waiting_bytes -= len(part.data)
         self._meter.written_bytes += len(part.body)
+        self.sent_bytes += len(part.body)
         return part
 
     def acknowledge(self, part: Part) -> None:
@@ -239,7 +241,11 @@ class PeerLink:
         )
 
     def _counters(self) -> TcpCounters:
-        return sum_of(stripe.counters() for stripe in self.stripes.values())
+        return sum_of(stripe.counters() for stripe in list(self.stripes.values()))
+
+    def traffic(self) -> tuple[int, int, float]:
+        """Return what `RoundCommitted.peers` says about this peer. For any thread."""
+        return self.sent_bytes, self.received_bytes, self._counters().round_trip_s
 
     def _note_sending(self) -> None:
         self._meter.note(self, bool(self._unsent or self._to_resend), self._loop.time())
@@ -259,6 +265,7 @@ class PeerLink:
 
     def arrived(self, head: Head, data: memoryview) -> None:
         """Store a part that is awaited and has not arrived before."""
+        self.received_bytes += len(data)
         message = self._incoming.get(head.tag)
         if message is None or head.start in message.parts:
             return

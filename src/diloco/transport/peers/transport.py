@@ -138,6 +138,10 @@ class PeerTransport(Transport):
         links, size = self.links.by_rank, self.rules.ranks_per_replica
         return {rank // size: link.description for rank, link in list(links.items()) if link.stripes}
 
+    def traffic_by_peer(self) -> Mapping[str, tuple[int, int, float]]:
+        size = self.rules.ranks_per_replica
+        return {str(rank // size): link.traffic() for rank, link in list(self.links.by_rank.items())}
+
     def known_entries(self) -> tuple[Entry, ...]:
         return tuple(entry for rank, entry in self.registry.entries.items() if rank != self.rules.rank)
 

@@ -46,7 +46,7 @@ KEPT = {
 }
 """The number of events kept of each kind. Notes are not reported, because they contain addresses and paths."""
 
-_KEPT_PRIVATE = ("facts", "details", "resumed_from", "path", "summary")  # event fields that describe this machine
+_KEPT_PRIVATE = ("facts", "details", "resumed_from", "path", "summary", "peers")  # they describe this machine
 
 _MOST_REPORTED = 600
 _LONGEST_TEXT = 2_000
