@@ -544,8 +544,8 @@ class DiLoCo:
             restore_buffers_(self.model, average.buffers, average.integers)
             self._agreed_buffers = average.buffers
         fields = {name: getattr(average, name) for name in _OF_AVERAGES}
-        peers = self.transport.traffic_by_peer()
-        self._on_event(RoundCommitted(**about, **fields, **measures, peers=peers))
+        fields |= {"view": average.view.id, "total_weight": average.weight, "peers": self.transport.traffic_by_peer()}
+        self._on_event(RoundCommitted(**about, **fields, **measures))
 
     def _on_event(self, event: Event) -> None:
         self._reports.pass_on(event, self.transport)
