@@ -11,7 +11,7 @@ import pytest
 from diloco.cli import main
 from diloco.errors import DataError
 from diloco.monitor import MonitorSettings, make_sinks, verify_lineage
-from tests.monitor.made_events import committed, sent, started
+from tests.monitor.made_events import committed, started
 from tests.runs import SMALL, write_text
 
 
@@ -20,8 +20,8 @@ def told(folder: Path, replica: int, rounds: int = 3, *, key: str = "d", start: 
     sink = make_sinks(MonitorSettings(console="quiet", sinks=("lineage",)), folder, is_terminal=False)
     sink.handle(started(start))
     for number in range(start // 10, start // 10 + rounds):
-        sink.handle(sent(replica, 0, number, digest=f"{key}{number}", weight=1.5 - replica))
-        sink.handle(committed(replica, 0, number, step=10 * number + 10, view=1, total_weight=total))
+        fields = {"weight": 1.5 - replica, "digest": f"{key}{number}", "view": 1, "total_weight": total}
+        sink.handle(committed(replica, 0, number, step=10 * number + 10, **fields))
     sink.close()
 
 

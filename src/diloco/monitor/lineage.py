@@ -20,6 +20,8 @@ from diloco.private_files import create_private, read_private
 from diloco.units import columns
 
 LINEAGE_FILE, _KEY_FILE = "lineage.jsonl", "lineage.key"
+_SHARED = ("view", "contributors", "total_weight", "digest")  # the same for all replicas of a round
+_FIELDS = ("replica", "fragment", "outer_step", "step", "weight", *_SHARED)
 
 
 def _text(entry: Any) -> bytes:
@@ -47,21 +49,14 @@ class LineageSink:
         self._file = path.open("wb")  # without an incomplete line at its end
         self._file.writelines(line + b"\n" for line in lines)
         self._digest = hashlib.sha256(lines[-1]).hexdigest() if lines else ""
-        self._sent: dict[tuple[int, int], events.RoundSent] = {}
 
     def handle(self, event: events.Event) -> None:
         """Append what ``event`` tells of a round."""
         match event:
             case events.RunStarted():
                 self._append({"started_at": event.step, "key": self._key.public_key().public_bytes_raw().hex()})
-            case events.RoundSent():
-                self._sent[event.replica, event.fragment] = event
             case events.RoundCommitted():
-                sent = self._sent.get((event.replica, event.fragment))
-                known = sent is not None and sent.outer_step == event.outer_step
-                names = ("replica", "fragment", "outer_step", "step", "view", "contributors", "total_weight")
-                entry = {name: getattr(event, name) for name in names}
-                self._append(entry | {"weight": sent.weight, "digest": sent.digest} if sent and known else entry)
+                self._append({name: getattr(event, name) for name in _FIELDS})
 
     def _append(self, entry: dict[str, Any]) -> None:
         entry |= {"previous": self._digest}
@@ -133,16 +128,16 @@ def verify_lineage(folder: Path) -> tuple[str, list[str]]:
     counted: defaultdict[int, list[float]] = defaultdict(list)
     for (fragment, outer_step), entries in sorted(told.items()):
         about = f"Fragment {fragment}, outer step {outer_step}"
-        for name in ("view", "contributors", "total_weight", "digest"):
-            if len({_text(entry[name]) for entry in entries.values() if name in entry}) > 1:
+        for name in _SHARED:
+            if len({_text(entry[name]) for entry in entries.values()}) > 1:
                 problems.append(f"{about}: the replicas differ about the {name}.")
         first = next(iter(entries.values()))
-        weights = {each: entries[each].get("weight") for each in first["contributors"] if each in entries}
+        total, weights = first["total_weight"], {each: entries[each]["weight"] for each in entries}
         for replica in first["contributors"]:
-            counted[replica].append((weights.get(replica) or 0.0) / first["total_weight"])
-        known = [weight for weight in weights.values() if weight is not None]
-        if len(known) == len(first["contributors"]) and abs(sum(known) / first["total_weight"] - 1) > 1e-6:
-            problems.append(f"{about}: the weights are {known}, but the mean was divided by {first['total_weight']}.")
+            counted[replica].append(weights.get(replica, 0.0) / total)
+        known = [weights[each] for each in first["contributors"] if each in weights]
+        if len(known) == len(first["contributors"]) and abs(sum(known) / total - 1) > 1e-6:
+            problems.append(f"{about}: the weights are {known}, but the mean was divided by {total}.")
     rows = [
         [str(replica), keys.get(replica, "-")[:16], str(len(shares)), f"{100 * sum(shares) / len(told):.2f} %"]
         for replica, shares in sorted(counted.items())
