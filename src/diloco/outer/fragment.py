@@ -227,7 +227,12 @@ class Fragment:
         self.committed += 1
         fields = {name: getattr(average, name) for name in _OF_AVERAGES}
         mine = self.flight.contribution
-        fields |= {"view": average.view.id, "total_weight": average.weight, "weight": mine.weight, "digest": mine.digest}
+        fields |= {
+            "view": average.view.id,
+            "total_weight": average.weight,
+            "weight": mine.weight,
+            "digest": mine.digest,
+        }
         return RoundCommitted(step=step, **self._land(), **fields, **measures)
 
     def drop(self, step: int, reason: str) -> RoundVoid:
