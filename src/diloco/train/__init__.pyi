@@ -10,8 +10,6 @@ from .connecting import connect_peer as connect_peer
 from .connecting import connect_rank as connect_rank
 from .connecting import fleet_in_swarm as fleet_in_swarm
 from .connecting import fleet_over_tcp as fleet_over_tcp
-from .data_parallel import GradientAverager as GradientAverager
-from .data_parallel import average_gradients as average_gradients
 from .description import describe as describe
 from .description import diff as diff
 from .description import identity as identity
@@ -32,12 +30,16 @@ from .parallel import prepare_blocks as prepare_blocks
 from .processes import IN_VAIN as IN_VAIN
 from .processes import POSITION as POSITION
 from .processes import Role as Role
+from .processes import StopAsked as StopAsked
+from .processes import StopRequest as StopRequest
 from .processes import launch as launch
 from .processes import read_torchrun as read_torchrun
 from .processes import role_of as role_of
 from .processes import start_process as start_process
 from .replica import DynamicSteps as DynamicSteps
+from .replica import GradientAverager as GradientAverager
 from .replica import RandomState as RandomState
+from .replica import average_gradients as average_gradients
 from .resolve import make_schedule as make_schedule
 from .resolve import notes as notes
 from .resolve import resolve as resolve
@@ -49,5 +51,3 @@ from .settings import TrainSettings as TrainSettings
 from .state import ReplicaState as ReplicaState
 from .state import load_session as load_session
 from .state import save_session as save_session
-from .stopping import StopAsked as StopAsked
-from .stopping import StopRequest as StopRequest
