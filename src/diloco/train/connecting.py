@@ -37,7 +37,6 @@ from diloco.transport import (
     Place,
     ReplicaGroup,
     SwarmPlace,
-    TcpStreams,
     connect,
     enter_swarm,
     fresh_store,
@@ -184,7 +183,7 @@ def fleet_over_tcp(
 
     def again(fleet: PeerFleet, views: LastViews, patience_s: float) -> Connected:
         if not kept:
-            kept.append(cast(TcpStreams, fleet.transport.connections.streams).keep())
+            kept.append(fleet.transport.connections.streams.keep())
         fleet.transport.close()
         connected = connect(place, rules, lost=Lost(fleet.connected, kept[0].dup(), views, patience_s))
         close()
