@@ -15,7 +15,7 @@ from diloco.errors import CheckpointError, ConfigurationError, RunFinishedError,
 from diloco.events import Event, Lost, Note, ViewChanged
 from diloco.state_tree import readable_state
 from diloco.train.description import diff
-from diloco.train.fleet import PeerFleet
+from diloco.train.peer_fleet import PeerFleet
 from diloco.train.processes import StopAsked, StopRequest
 from diloco.train.replica import Replica
 from diloco.train.session import Session

@@ -33,8 +33,8 @@ from diloco.events import Event, Note
 from diloco.membership import LEAST_FRAGMENT, View
 from diloco.model import LanguageModel
 from diloco.outer import DiLoCo
-from diloco.train.fleet import PeerFleet
 from diloco.train.inner import InnerLoop
+from diloco.train.peer_fleet import PeerFleet
 from diloco.transport import Pending, ReplicaGroup, Transport
 
 __all__ = ["DynamicSteps", "GradientAverager", "RandomState", "Replica", "average_gradients"]

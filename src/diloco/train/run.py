@@ -33,8 +33,16 @@ from diloco.events import (
 )
 from diloco.model import check_vocabulary, with_vocabulary
 from diloco.private_files import make_private_folder
-from diloco.train.components import make_transport, outer_components, outline, stored_definition
-from diloco.train.description import describe, describe_environment, identity, untrained_digest
+from diloco.train.description import (
+    describe,
+    describe_environment,
+    identity,
+    make_transport,
+    outer_components,
+    outline,
+    stored_definition,
+    untrained_digest,
+)
 from diloco.train.fleet import Fleet
 from diloco.train.joining import find_beginning, follow_views
 from diloco.train.processes import StopRequest

@@ -19,10 +19,11 @@ from diloco.devices import flops_utilization, known_peak_flops_per_s
 from diloco.events import Event, RoundCommitted, StepFinished
 from diloco.model import ENDS, LanguageModel, Transformer, build_language_model
 from diloco.outer import DiLoCo
-from diloco.train.components import outer_arguments
-from diloco.train.fleet import Fleet, PeerFleet
+from diloco.train.description import outer_arguments
+from diloco.train.fleet import Fleet
 from diloco.train.inner import InnerLoop, InnerStep, inner_learning_rate, make_inner_optimizer
 from diloco.train.parallel import Strategy, parallelise, prepare_model
+from diloco.train.peer_fleet import PeerFleet
 from diloco.train.replica import DynamicSteps, GradientAverager, RandomState, Replica, average_gradients
 from diloco.train.settings import RunSettings
 from diloco.train.state import ReplicaState
