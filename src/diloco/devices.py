@@ -105,7 +105,7 @@ def choose_threads(processes: int = 1) -> None:
     import torch
 
     # MKL chooses the kernel of a function at its first call. If two threads make that call at once, one of them may get
-    # another kernel, with other last bits, so one thread makes it here (benchmarks/overhead).
+    # another kernel, with other last bits, so one thread makes it here.
     for function in (torch.exp, torch.log, torch.cos, torch.sin, torch.tanh, torch.erf):
         for dtype in (torch.float32, torch.float64):
             function(torch.ones(1, dtype=dtype, device="cpu"))
