@@ -174,13 +174,8 @@ def heldout_batches(
 ) -> Iterator[Batch]:
     """Return an iterator of batches for evaluation: always the same windows, spread evenly over ``tokens``, in order.
 
-    Args:
-        tokens: (n,) integers, the packed held-out tokens.
-        batch_size: sequences per batch; the last batch may be smaller.
-        max_sequences: the largest number of windows to use; 0: all.
-
-    Raises:
-        DataError: there are too few tokens for one sequence. It is raised at once, not at the first batch.
+    At most ``max_sequences`` windows are used; 0: all. The last batch may be smaller. `DataError` for too few tokens is
+    raised at once, not at the first batch.
 
     >>> [inputs[:, 0].tolist() for inputs, _ in heldout_batches(np.arange(21), 2, batch_size=2, max_sequences=3)]
     [[0, 6], [12]]
