@@ -101,7 +101,7 @@ class AcceleratedDiLoCo(DiLoCo):
     def _load(self, models: list[nn.Module], folder: str) -> None:
         if of_one_job(self):
             raise CheckpointError(
-                "Each rank is a replica, but load_state gives all of them the model and the optimizer of the first. Save "
-                "those of each rank yourself, as examples/plain_pytorch.py does."
+                "Each rank is a replica, but load_state gives all of them the model and the optimizer of the first. "
+                "Save those of each rank yourself, as examples/plain_pytorch.py does."
             )
         load_state(Path(folder), self, check_model=False)
