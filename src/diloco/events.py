@@ -108,9 +108,8 @@ class RoundCommitted(Event):
     note: str = ""  # replicas left out of the mean or whose messages were refused, with reasons; else empty
     choice: str = ""  # what slow uplinks have changed in the exchange, and what that costs; else empty
     mean_norm: float | None = None
-    """The L2 norm of the mean pseudo-gradient. This field and the following ones up to ``spread`` are None
-    with ``DiLoCo(telemetry=False)``, or if the value is undefined. All but this one are estimated from samples of the
-    fragment."""
+    """The L2 norm of the mean pseudo-gradient. This field and the following ones up to ``spread`` are None if the value
+    is undefined. All but this one are estimated from samples of the fragment."""
     mean_cosine: float | None = None
     """The cosine between this mean and the fragment's previous one; None in the first round of a process."""
     momentum_cosine: float | None = None
