@@ -123,6 +123,10 @@ class RoundCommitted(Event):
     late_s: tuple[float, ...] = ()
     """For each of `contributors`, the seconds by this replica's clock between the first contribution and this one.
     Empty if all replicas are in one process."""
+    view: int = 0  # the number of the view whose members took part
+    total_weight: float = 0.0  # the sum of the contributors' weights, by which the sum was divided
+    weight: float = 0.0  # this replica's own, and the digest that `RoundSent` has
+    digest: str = ""
     peers: Mapping[str, tuple[int, int, float]] = field(default_factory=dict)
     """For each connected replica, by number: payload bytes sent to it and received from it, as they were on the wire
     since the connection began, and the shortest round trip in seconds (0: unknown). Empty within one process."""

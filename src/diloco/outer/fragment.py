@@ -226,6 +226,13 @@ class Fragment:
             self._carry_over(before)
         self.committed += 1
         fields = {name: getattr(average, name) for name in _OF_AVERAGES}
+        mine = self.flight.contribution
+        fields |= {
+            "view": average.view.id,
+            "total_weight": average.weight,
+            "weight": mine.weight,
+            "digest": mine.digest,
+        }
         return RoundCommitted(step=step, **self._land(), **fields, **measures)
 
     def drop(self, step: int, reason: str) -> RoundVoid:
