@@ -39,7 +39,6 @@ from diloco.errors import NonFiniteError
 from diloco.model import (
     DecoderSettings,
     LanguageModel,
-    LossChunks,
     ModelSettings,
     Transformer,
     attend,
@@ -161,7 +160,7 @@ def flash(sizes: Sizes, device: torch.device) -> str:
 
 def chunks(sizes: Sizes, device: torch.device) -> str:
     at_once, chunked = _model(sizes, device, z_loss=1e-4), _model(sizes, device, z_loss=1e-4)
-    chunked.loss_chunks = LossChunks(100, compiled=sizes.backend is not None)
+    chunked.loss_chunk_tokens, chunked.compiled_loss = 100, sizes.backend is not None
     exact = _below(_largest_error(_gradients(chunked, None), _gradients(at_once, None)), 1e-4)
     half = _below(_largest_error(_gradients(chunked, torch.bfloat16), _gradients(at_once, torch.bfloat16)), 2e-2)
     return f"float32: {exact}; bfloat16: {half}"
@@ -376,7 +375,7 @@ def sharded(sizes: Sizes, device: torch.device) -> str:
             for strategy in ("ddp", "fsdp"):
                 for chunk_tokens in (0, 100):
                     model = _model(sizes, torch.device("meta") if strategy == "fsdp" else device)
-                    model.loss_chunks = LossChunks(chunk_tokens)
+                    model.loss_chunk_tokens = chunk_tokens
                     prepare_blocks(model, checkpointing="selective")
                     found = _train(_loop(model, "bfloat16", strategy, group), 3)
                     difference = max(abs(a - b) for a, b in zip(found, expected, strict=True))

@@ -289,12 +289,14 @@ def test_torchrun_takes_a_settings_file(
         monkeypatch.setenv(name, value)
     assert main(["train", str(tmp_path / "run.toml"), "--print-config"]) == 0
     network = tomllib.loads(capsys.readouterr().out)["network"]
-    assert (network["transport"], network["replicas"]) == ("tcp", 3)
+    assert (network["transport"], network["replicas"]) == ("torch", 3)
+    assert main(["train", str(tmp_path / "run.toml"), "--replica", "1", "--join", "a:1", "--print-config"]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["network"]["transport"] == "tcp"
     (tmp_path / "run.toml").write_text('[network]\ntransport = "tcp"\nreplicas = 3\n')
     assert main(["train", str(tmp_path / "run.toml"), "--print-config"]) == 0
     (tmp_path / "run.toml").write_text('[network]\ntransport = "in-process"\n')
     assert main(["train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "x")]) == 2
-    assert "Use --transport tcp." in capsys.readouterr().err
+    assert "Use --transport torch." in capsys.readouterr().err
 
 
 def test_a_machine_that_is_taken_away_goes_on_with_the_same_line(

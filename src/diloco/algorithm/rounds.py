@@ -21,6 +21,7 @@ from torch import Tensor
 
 from diloco.algorithm.codec.base import Codec, divisor, largest_magnitude
 from diloco.algorithm.exchange import PLAIN_MEAN, Exchange, MeanEncoding, Uplink, plan_exchange
+from diloco.algorithm.optim import digest_tensors
 from diloco.algorithm.telemetry import sampled_ranges, spread, spread_terms
 from diloco.errors import CodecError, DivergedError
 
@@ -149,6 +150,15 @@ class Mean:
     integers: Tensor | None = None  # ``(n,)`` uint8, the integer buffers of the first contributor, or None
     clipped: tuple[int, ...] = ()  # the contributors whose values were scaled down, ascending
     spread: float | None = None  # see `diloco.algorithm.telemetry.spread`; None if it was not measured
+
+    def digest(self) -> str:
+        """Return the digest of everything that the mean would change."""
+        parts = {f"{self.contributors} {self.weight!r}": self.values}
+        if self.buffers is not None:
+            parts["buffers"] = self.buffers
+        if self.integers is not None:
+            parts["integers"] = self.integers
+        return digest_tensors(parts)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from diloco.train import POSITION, Role, read_torchrun, role_of
 from diloco.waiting import log_to_stderr, say
 
 if TYPE_CHECKING:
-    from diloco.train import PeerFleet
+    from diloco.train import Fleet, PeerFleet
 
 
 def run_train(arguments: Sequence[str]) -> int:
@@ -101,15 +101,19 @@ def _fetch(url: str, folder: Path, replica: int | None, *, must: bool) -> None:
 
 
 def with_torchrun(line: CommandLine) -> CommandLine:
-    """Return the line with the defaults of ``torchrun``: --transport tcp, and as many replicas as it started."""
+    """Return the line with the defaults of ``torchrun``: --transport torch, and as many replicas as it started.
+
+    With --replica or --join it has started the ranks of one replica of a run over TCP.
+    """
     torchrun = read_torchrun(os.environ)
     if torchrun is None or "checkpoint.resume" in line.values:
         return line
     asked = ({} if line.file is None else read_toml(line.file, Configuration)) | line.values
-    if asked.get("network.transport", "tcp") != "tcp":
+    transport = "tcp" if {"network.replica", "network.join"} & asked.keys() else "torch"
+    if asked.get("network.transport", transport) not in ("torch", "tcp"):
         return line
     replicas, rest = divmod(torchrun.world_size, asked.get("network.replica_size", 1))
-    defaults = {"network.transport": "tcp"} | ({} if rest else {"network.replicas": replicas})
+    defaults = {"network.transport": transport} | ({} if rest else {"network.replicas": replicas})
     return dataclasses.replace(line, defaults=defaults)
 
 
@@ -307,23 +311,36 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool, again: bool) -> int:
     import torch
 
     from diloco.devices import choose_device
-    from diloco.train import connect_rank, held_step
+    from diloco.train import begin_attempt, connect_cluster, connect_rank, held_step
 
-    settings, folder = plan.configuration, _folder_of_rank(plan, role)
+    settings, attempt = plan.configuration, None
+    if settings.network.transport == "torch":
+        base = settings.out or plan.source
+        attempt = begin_attempt(role, settings.network.start_timeout_s, lambda: base or _claim_numbered(plan))
+        if attempt.restarted:
+            checkpoint = dataclasses.replace(settings.checkpoint, resume=str(attempt.folder))
+            settings = dataclasses.replace(settings, checkpoint=checkpoint)
+    folder = _folder_of_rank(plan, role, attempt.folder if attempt else None)
     if quiet and not role.is_first:
         settings = dataclasses.replace(settings, monitor=dataclasses.replace(settings.monitor, console="quiet"))
     if settings.train.device in ("auto", "cuda") and torch.cuda.is_available():  # its processes take turns
         device = f"cuda:{role.index % torch.cuda.device_count()}"
         settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, device=device))
 
-    def meet(facts: Mapping[str, str], own: Path) -> PeerFleet:
+    def meet(facts: Mapping[str, str], own: Path) -> Fleet:
         resume, home = settings.checkpoint.resume, own.parent if role.position else own
         step = -1 if resume is None else held_step(home, role.replica, Path(resume))
-        fleet = connect_rank(settings, role, facts, step, choose_device(settings.train.device))
+        device = choose_device(settings.train.device)
+        fleet: Fleet
+        if attempt:
+            fleet = connect_cluster(settings, role, attempt, facts, step, device)
+        else:
+            fleet = connect_rank(settings, role, facts, step, device)
         try:
             with fleet.group.all_or_none():
-                if occupied and not fleet.joining:
+                if occupied and not (fleet.joining or fleet.restarted):
                     raise _not_empty(folder)
+            fleet.accept_folder()
         except BaseException:
             fleet.close()
             raise
@@ -337,7 +354,7 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool, again: bool) -> int:
 def _train(
     plan: RunPlan,
     folder: Path,
-    meet: Callable[[Mapping[str, str], Path], PeerFleet] | None = None,
+    meet: Callable[[Mapping[str, str], Path], Fleet] | None = None,
     role: Role | None = None,
 ) -> int:
     """Train in ``folder``, and return the exit code: a run whose rounds were all void has failed.
@@ -411,12 +428,12 @@ def _claimed(folder: Path, plan: RunPlan, *, of_rank: bool = False, again: bool 
                         entry.unlink()
 
 
-def _folder_of_rank(plan: RunPlan, role: Role) -> Path:
+def _folder_of_rank(plan: RunPlan, role: Role, base: Path | None) -> Path:
     """Return the run's folder for rank 0, or a folder inside it for any other rank, without creating it."""
     from diloco.transport import share_text
 
     settings, torchrun = plan.configuration, role.torchrun
-    base = settings.out or plan.source
+    base = base or settings.out or plan.source
     if base is None and torchrun is not None and role.rendezvous is None:
         claimed = str(_claim_numbered(plan)) if role.is_first else None
         timeout_s = settings.network.start_timeout_s

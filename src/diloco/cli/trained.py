@@ -36,16 +36,12 @@ class TrainedOptions:
     """For a run with a model of your own: the function that builds it, as in training."""
     checkpoint: Annotated[int | None, arg(metavar="STEP")] = None
     """Inner step of the checkpoint to load. Default: the latest."""
-    replica: int | None = None
-    """Use the local parameters of this replica. Default: the global parameters."""
 
     def load(self, device: str = "cpu", *, dequantize: bool = False) -> Trained:
         """Load it, as `diloco.trained.load_trained` does."""
         from diloco.trained import load_trained
 
-        return load_trained(
-            self.path, device, step=self.checkpoint, replica=self.replica, source=self.model, dequantize=dequantize
-        )
+        return load_trained(self.path, device, step=self.checkpoint, source=self.model, dequantize=dequantize)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +246,7 @@ class ExportOptions(TrainedOptions):
     Examples:
       diloco export runs/streaming-tiny --out exported
       diloco export runs/streaming-tiny --out exported --dtype bfloat16 --overwrite
-      diloco export runs/streaming-tiny --out replica-1 --replica 1 --checkpoint 300
+      diloco export runs/streaming-tiny --out earlier --checkpoint 300
       diloco export runs/streaming-tiny --out weights.safetensors --to safetensors
       diloco export runs/streaming-llama --out merged --merge
     """

@@ -4,6 +4,8 @@ from .components import make_links as make_links
 from .components import make_transport as make_transport
 from .components import outer_components as outer_components
 from .components import outline as outline
+from .connecting import begin_attempt as begin_attempt
+from .connecting import connect_cluster as connect_cluster
 from .connecting import connect_peer as connect_peer
 from .connecting import connect_rank as connect_rank
 from .connecting import fleet_in_swarm as fleet_in_swarm

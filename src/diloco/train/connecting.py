@@ -1,25 +1,28 @@
-"""How the replicas of a run meet: over TCP, or in a swarm over Hivemind's DHT and libp2p."""
+"""How the replicas of a run meet: in process groups, over TCP, or in a swarm over Hivemind's DHT and libp2p."""
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import socket
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs lack them
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch's stubs lack them
+from torch.distributed.device_mesh import init_device_mesh
 
 from diloco.devices import choose_threads
 from diloco.errors import ConfigurationError
 from diloco.membership import LastViews
 from diloco.protocol import MAX_NAME, Rules
 from diloco.train.description import diff
-from diloco.train.fleet import Elastic, Meeting, PeerFleet
+from diloco.train.fleet import ClusterFleet, Elastic, Meeting, PeerFleet
 from diloco.train.joining import Held, held_checkpoint
 from diloco.train.processes import Role
 from diloco.train.settings import RunSettings
@@ -36,7 +39,9 @@ from diloco.transport import (
     SwarmPlace,
     connect,
     enter_swarm,
+    fresh_store,
     multiaddress,
+    open_cluster,
     open_replica_group,
     parse_address,
     read_secret,
@@ -45,8 +50,17 @@ from diloco.transport import (
 from diloco.units import visible
 from diloco.waiting import waiting_for
 
-__all__ = ["connect_peer", "connect_rank", "fleet_in_swarm", "fleet_over_tcp"]
+__all__ = [
+    "Attempt",
+    "begin_attempt",
+    "connect_cluster",
+    "connect_peer",
+    "connect_rank",
+    "fleet_in_swarm",
+    "fleet_over_tcp",
+]
 
+_FOLDER = "diloco/folder"  # in the store of torchrun
 _STARTING = "it is starting"
 _CLOCK_OFF_S = 3.0  # smaller clock differences are not reported
 _NEW_WINDOW_S, _RESUMED_WINDOW_S = 3.0, 15.0
@@ -89,6 +103,72 @@ def connect_rank(
         together=settings.on_loss != "continue" or settings.replica_size > 1,
     )
     return fleet_over_tcp(place, rules, held_step, group, led=not each_talks)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The ranks that one torchrun has started, for the first time or again."""
+
+    shared: Store  # torchrun's, which keeps its keys over restarts
+    store: Store  # without keys of earlier attempts
+    folder: Path  # the run folder
+    restarted: bool  # whether an earlier attempt has trained in that folder
+
+    def keep_folder(self) -> None:
+        """Make later attempts continue in the folder."""
+        self.shared.set(_FOLDER, str(self.folder))
+
+
+def begin_attempt(role: Role, timeout_s: float, claim: Callable[[], Path]) -> Attempt:
+    """Meet the other ranks that torchrun has started.
+
+    Args:
+        claim: returns the run folder if this is the first attempt.
+    """
+    torchrun = role.torchrun
+    assert torchrun is not None, "torchrun has started this process"
+    shared = TCPStore(torchrun.master.host, torchrun.master.port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    store = fresh_store(PrefixStore("diloco", shared), torchrun.rank, torchrun.world_size, timeout_s)
+    if role.is_first:
+        restarted = shared.check([_FOLDER])
+        folder = shared.get(_FOLDER).decode() if restarted else str(claim())
+        store.set("beginning", json.dumps([folder, restarted]))
+    folder, restarted = json.loads(store.get("beginning"))
+    return Attempt(shared, store, Path(folder), restarted)
+
+
+def connect_cluster(
+    run: RunSettings, role: Role, attempt: Attempt, facts: Mapping[str, str], held_step: int, device: torch.device
+) -> ClusterFleet:
+    """Connect all ranks that torchrun has started: M replicas of S ranks. For the arguments see `connect_rank`."""
+    settings, torchrun = run.network, role.torchrun
+    assert torchrun is not None, "torchrun has started this process"
+    timeout = timedelta(seconds=settings.round_timeout)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, store=attempt.store, rank=torchrun.rank, world_size=torchrun.world_size, timeout=timeout
+    )
+    choose_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    shape = (settings.replicas, settings.replica_size)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard"))
+    group = ReplicaGroup(mesh.get_group("shard") if settings.replica_size > 1 else None, replica=role.replica)
+    cluster = open_cluster(
+        mesh.get_group("replica"),
+        whole=run.train.parallelism != "fsdp",
+        silence_s=settings.silence,
+        timeout_s=settings.round_timeout,
+        group=group,
+    )
+    try:
+        _compare(group, facts)
+        cluster.endpoint.agree(facts)
+        held = [int(step) for step in cluster.roll.meet("checkpoints", str(held_step), settings.start_timeout_s)]
+    except BaseException as error:
+        cluster.close(str(error))
+        raise
+    return ClusterFleet(
+        cluster, group, settings.replicas, held, restarted=attempt.restarted, keep_folder=attempt.keep_folder
+    )
 
 
 def fleet_over_tcp(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
+
+import torch.distributed as dist
 
 from diloco.data import Assignment, Shares, as_message, read_message
 from diloco.errors import RendezvousError, ReplicaLostError, TransportError
@@ -15,6 +18,7 @@ from diloco.events import Event, StateFetched
 from diloco.membership import LastViews, NextView, Ranks, View, enough_without
 from diloco.protocol import WireMessage, decode, encode
 from diloco.transport import (
+    Cluster,
     Connected,
     InProcessTransport,
     LeaderTransport,
@@ -27,7 +31,7 @@ from diloco.transport import (
 )
 from diloco.waiting import waiting_for
 
-__all__ = ["Elastic", "Fleet", "Meeting", "PeerFleet"]
+__all__ = ["ClusterFleet", "Elastic", "Fleet", "Meeting", "PeerFleet"]
 
 Answer = TypeVar("Answer")
 
@@ -39,6 +43,8 @@ class Fleet:
 
     elastic: bool = False  # whether replicas may join and leave
     rejoins: bool = False  # whether this process searches for the other replicas after losing them
+    joining: bool = False  # whether the others were already training when this process joined or rejoined
+    restarted: bool = False  # whether a launcher has started all processes again
     group: ReplicaGroup = ReplicaGroup()  # the ranks of the local replica
     hub: InProcessTransport | None  # the transport of all replicas, if they train in this process
 
@@ -107,6 +113,17 @@ class Fleet:
     def close(self) -> None:
         """Disconnect at once."""
 
+    def accept_folder(self) -> None:
+        """Confirm that this rank can train in its run folder."""
+
+    def held_steps(self) -> dict[int, int]:
+        """Return the newest step from which each rank could resume; -1 for none. Empty if all replicas are here."""
+        return {}
+
+    def explained(self, error: Exception) -> Exception:
+        """Return the error to raise for one that training has raised, which may be that of another rank."""
+        return error
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the connection for a checkpoint."""
         return self.hub.state_dict() if self.hub else {}
@@ -115,6 +132,90 @@ class Fleet:
         """Restore the state that `state_dict` returned."""
         if self.hub:
             self.hub.load_state_dict(state)
+
+
+class ClusterFleet(Fleet):
+    """One rank of a replica in a run over process groups, whose replicas are fixed and end together.
+
+    Args:
+        cluster: the connection to all ranks, which torch.distributed holds.
+        group: the ranks of the replica.
+        num_replicas: M.
+        held: the newest step from which each rank could resume.
+        restarted: whether torchrun has started the ranks again.
+        keep_folder: called on one rank once all have accepted their folders.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        group: ReplicaGroup,
+        num_replicas: int,
+        held: Sequence[int],
+        *,
+        restarted: bool,
+        keep_folder: Callable[[], None],
+    ) -> None:
+        super().__init__(None)
+        self.cluster, self.group, self.restarted = cluster, group, restarted
+        self._num_replicas, self._held, self._keep_folder = num_replicas, held, keep_folder
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        return (self.cluster.replica,)
+
+    @property
+    def num_members(self) -> int:
+        return self._num_replicas
+
+    def leads(self) -> bool:
+        return self.cluster.replica == 0
+
+    @property
+    def failure(self) -> TransportError | None:
+        return self.cluster.roll.failure
+
+    def endpoint(self, replica: int) -> Transport:
+        return self.cluster.endpoint
+
+    def accept_folder(self) -> None:
+        roll = self.cluster.roll
+        roll.meet("run folder", "", roll.silence_s)
+        if roll.rank == 0:
+            self._keep_folder()
+
+    def stop_step(self, step: int, *, wanted: bool) -> int | None:
+        if wanted:
+            self.cluster.roll.ask_to_stop()
+        return self.cluster.roll.stop_step(step)
+
+    def details(self) -> dict[str, str]:
+        silence_s = self.cluster.roll.silence_s
+        return {"lost ranks": f"named after at most {silence_s:g} s, or {silence_s / 3:g} s if they end; then all end"}
+
+    def held_steps(self) -> dict[int, int]:
+        return dict(enumerate(self._held))
+
+    def explained(self, error: Exception) -> Exception:
+        return self.cluster.roll.explained(error)
+
+    def finish(self) -> None:
+        self.cluster.roll.finish()
+
+    def close(self) -> None:
+        error = sys.exception()
+        self.cluster.close("" if error is None else str(error) or repr(error))
+        self.group.close()
+        if self.failure is None:  # otherwise a rank is missing, and NCCL would wait for it
+            dist.destroy_process_group()
+
+    def state_dict(self) -> dict[str, Any]:
+        transport = self.cluster.transport
+        return {} if transport is None else {"traffic": [transport.sent_bytes, transport.received_bytes]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if (transport := self.cluster.transport) is not None:
+            transport.sent_bytes, transport.received_bytes = map(int, state["traffic"])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,7 +295,6 @@ class PeerFleet(Fleet):
         self._searching = False  # whether it has lost its view and not found the others again
         self.gathering = False  # whether a view founded after a loss still has too few members
         self._reported_links: Mapping[int, str] = {}
-        self.joining = False  # whether the others were already training when this process joined or rejoined
         self.begun = not self.elastic  # whether there have been enough replicas to start training
         self.shares = Shares.of((0,))  # who draws which data, in an elastic run
         self._assignments: tuple[Assignment, ...] = ()
@@ -412,7 +512,6 @@ class PeerFleet(Fleet):
         return bool(self._ask(lambda: not seen() - {self.transport.rules.replica}))
 
     def held_steps(self) -> dict[int, int]:
-        """Return the newest step from which each rank could resume; -1 for none."""
         entries = self._ask(lambda: [[rank, e.held_step] for rank, e in self.connected.entries.items()])
         return {int(rank): int(step) for rank, step in entries}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -168,14 +168,13 @@ def _become_member(session: Session, replica: Replica, fleet: PeerFleet) -> None
     replica.sampler.join_at(totals.steps, replica.diloco.recovery.data_order if replica.diloco else "")
 
 
-def find_beginning(session: Session, fleet: PeerFleet | None, home: Path, emit: Callable[[Event], None]) -> str | None:
+def find_beginning(session: Session, home: Path, emit: Callable[[Event], None]) -> str | None:
     """Bring a session to the point from which its run continues: that of the other replicas, or the given checkpoint.
 
     Replicas in separate processes that start together continue from the newest checkpoint that all of them have.
 
     Args:
         session: a session at step 0.
-        fleet: the session's fleet, or None if all replicas train in this process.
 
     Returns:
         What the run continues from, as text for the log, or None if it starts at step 0.
@@ -184,15 +183,18 @@ def find_beginning(session: Session, fleet: PeerFleet | None, home: Path, emit: 
         CheckpointError: if there is no checkpoint that all replicas have, or it belongs to another run.
         TransportError: if the other replicas can't be joined.
     """
-    settings = session.settings
-    if fleet is not None and fleet.joining:
+    settings, fleet = session.settings, session.fleet
+    if isinstance(fleet, PeerFleet) and fleet.joining:
         _join_run(session, fleet)
         return "the other replicas"
     if settings.checkpoint.resume is None:
         return None
     path = Path(settings.checkpoint.resume)
-    if fleet is not None and not fleet.elastic:
-        name = f"step-{_newest_of_all(fleet):08d}"
+    if fleet.hub is None and not fleet.elastic:
+        held = fleet.held_steps()
+        if fleet.restarted and min(held.values()) < 0:  # not all had saved, so all begin again
+            return None
+        name = f"step-{_newest_of_all(held):08d}"
         found = _newest_checkpoints(home, session.replicas[0].number, name)
         path = found[0].path if found else home / "checkpoints" / name
     with session.fleet.group.all_or_none():  # a rank may not see the file
@@ -211,9 +213,8 @@ def find_beginning(session: Session, fleet: PeerFleet | None, home: Path, emit: 
     return str(checkpoint.path)
 
 
-def _newest_of_all(fleet: PeerFleet) -> int:
-    """Return the newest step of which all processes have a checkpoint."""
-    held = fleet.held_steps()
+def _newest_of_all(held: Mapping[int, int]) -> int:
+    """Return the newest step of which all processes have a checkpoint, from the newest of each rank."""
     if lacking := ", ".join(str(rank) for rank, step in held.items() if step < 0):
         raise CheckpointError(
             f"--resume needs a checkpoint on every rank, but rank {lacking} has none in its folder. Copy its "

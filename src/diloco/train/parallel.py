@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from diloco.algorithm import layer_container
 from diloco.errors import ConfigurationError
-from diloco.model import LanguageModel, LossChunks, LossParts, is_even
+from diloco.model import LanguageModel, LossParts
 from diloco.train.settings import TrainSettings
 from diloco.transport import ReplicaGroup
 
@@ -37,7 +37,7 @@ _LOSS_CHUNK_TOKENS = 8192  # the logits of a larger batch never exist at once
 
 def prepare_model(model: LanguageModel, settings: TrainSettings) -> None:
     """Set up recomputation, compilation and loss chunks, before the model is distributed over the ranks."""
-    model.loss_chunks = LossChunks(_LOSS_CHUNK_TOKENS, settings.compile)
+    model.loss_chunk_tokens, model.compiled_loss = _LOSS_CHUNK_TOKENS, settings.compile
     prepare_blocks(model, checkpointing=settings.activation_checkpointing, compiled=settings.compile)
 
 
@@ -83,7 +83,7 @@ def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
 def _run_block(
     trained: Callable[..., Any], evaluated: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    run = trained if torch.is_grad_enabled() else evaluated if is_even() else _whole
+    run = trained if torch.is_grad_enabled() else evaluated
     return run(block, *args, **kwargs)
 
 

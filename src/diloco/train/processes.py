@@ -116,13 +116,18 @@ def role_of(settings: NetworkSettings, torchrun: TorchRun | None) -> Role:
     >>> one.replica, one.position, str(one.rendezvous)
     (1, 1, 'a:1')
     """
-    if settings.transport != "tcp":
+    if settings.transport in ("in-process", "swarm"):
         if torchrun is not None and torchrun.world_size > 1:
             raise ConfigurationError(
                 f"torchrun started {torchrun.world_size} processes, but network.transport={settings.transport!r} uses "
-                "a single one. Use --transport tcp."
+                "a single one. Use --transport torch."
             )
         return Role("alone" if settings.transport == "in-process" else "peer")
+    if settings.transport == "torch" and torchrun is None:
+        raise ConfigurationError(
+            "network.transport='torch' needs torchrun, which starts all processes: torchrun --nproc-per-node "
+            f"{settings.num_ranks} -m diloco train ... Or use --transport tcp, with which this command starts them."
+        )
     size = settings.replica_size
     of_one_replica = settings.replica is not None and settings.rendezvous is not None
     if torchrun is not None and not (of_one_replica and torchrun.world_size == size > 1):

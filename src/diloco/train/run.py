@@ -19,7 +19,7 @@ from diloco.checkpoint import CheckpointWriter, Mirror, open_checkpoint, whole, 
 from diloco.cores import usable_cores
 from diloco.data import Corpus, build_chat_corpus, build_corpus, open_stream
 from diloco.devices import choose_threads, use_device
-from diloco.errors import TransportError
+from diloco.errors import ReplicaLostError, TransportError
 from diloco.events import (
     CheckpointSaved,
     Evaluated,
@@ -49,7 +49,7 @@ __all__ = ["run_training"]
 
 SAMPLE_TOKENS = 200
 
-Meet = Callable[[Mapping[str, str], Path], PeerFleet]
+Meet = Callable[[Mapping[str, str], Path], Fleet]
 """Connects this rank to the others and returns its fleet, from the identity of the run and the rank's run folder."""
 
 
@@ -90,8 +90,8 @@ def run_training(
     definition = stored_definition(settings)
     base = untrained_digest(settings, weightless, definition) if meet else ""
     mine = identity(settings, weightless, corpus.fingerprint, base)
-    peers = meet(mine, folder) if meet else None
-    fleet: Fleet = peers or Fleet(make_transport(settings))
+    fleet = meet(mine, folder) if meet else Fleet(make_transport(settings))
+    peers = fleet if isinstance(fleet, PeerFleet) else None
     seed_process(settings.seed, fleet.local[0])
     session: Session | None = None
 
@@ -105,7 +105,7 @@ def run_training(
         if peers and settings.network.straggler == "dynamic":
             session.pace = DynamicSteps(session.replicas[0].number, settings.sync.inner_steps, peers)
         home = folder.parent if fleet.group.position else folder
-        resumed_from = find_beginning(session, peers, home, emit)
+        resumed_from = find_beginning(session, home, emit)
         with fleet.group.all_or_none():
             if resumed_from is None or not (folder / "config.toml").exists():
                 make_private_folder(folder)
@@ -116,6 +116,8 @@ def run_training(
         run = _Run(session, peers, emit, folder, home, resumed_from)
         with run.mirroring(), closing(run.writer):
             return run.train(notes)
+    except (RuntimeError, ReplicaLostError) as error:
+        raise fleet.explained(error) from error.__cause__
     finally:
         if session is not None:
             session.close()

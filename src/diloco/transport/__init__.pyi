@@ -24,9 +24,16 @@ from .peers.connected import join as join
 from .peers.directory import Looking as Looking
 from .peers.directory import Members as Members
 from .peers.transport import PeerTransport as PeerTransport
+from .process_group import Cluster as Cluster
+from .process_group import ProcessGroupTransport as ProcessGroupTransport
+from .process_group import connect_process_group as connect_process_group
+from .process_group import open_cluster as open_cluster
+from .process_group import weighted_bits as weighted_bits
 from .replica_group import LeaderTransport as LeaderTransport
 from .replica_group import ReplicaGroup as ReplicaGroup
 from .replica_group import open_replica_group as open_replica_group
+from .roll_call import RollCall as RollCall
+from .roll_call import fresh_store as fresh_store
 from .secret import derive_key as derive_key
 from .secret import new_secret as new_secret
 from .secret import read_secret as read_secret

@@ -225,7 +225,7 @@ class ReplicaGroup:
         try:
             yield
         except RuntimeError as error:
-            if not _is_of_the_network(error):
+            if not is_of_the_network(error):
                 raise
             raise ReplicaLostError(
                 f"A rank of replica {self.replica} has ended or does not respond, so its position {self.position} "
@@ -284,7 +284,7 @@ def open_replica_group(
     return ReplicaGroup(dist.group.WORLD, replica=replica)
 
 
-def _is_of_the_network(error: RuntimeError) -> bool:
+def is_of_the_network(error: RuntimeError) -> bool:
     # gloo raises plain RuntimeErrors whose messages name its source files
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 

@@ -22,15 +22,15 @@ _LISTEN = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^:/\s]*):(?P<first>\d{1,5})(
 class NetworkSettings:
     """How replicas find each other and exchange their contributions."""
 
-    transport: Annotated[Literal["in-process", "tcp", "swarm"], arg(aliases=["--transport"])] = "in-process"
-    """in-process: all replicas in this process; tcp: a process per replica, over TCP; swarm: a swarm, which
-    replicas join and leave at any time."""
+    transport: Annotated[Literal["in-process", "torch", "tcp", "swarm"], arg(aliases=["--transport"])] = "in-process"
+    """in-process: all replicas here; torch: those of one torchrun (NCCL, gloo); tcp: a process per replica; swarm: they
+    join and leave."""
     replicas: Annotated[int, arg(aliases=["--replicas"])] = 4
     """Number of replicas (M). swarm: how many must have joined before training begins, by default 1."""
     replica: Annotated[int | None, arg(aliases=["--replica"])] = None
-    """tcp: start only this replica here, and the others elsewhere with the same --join."""
+    """tcp: start only this replica here, with --join."""
     replica_size: Annotated[int, arg(aliases=["--replica-size"])] = 1
-    """tcp: number of processes (ranks) of one replica."""
+    """torch, tcp: number of processes (ranks) of one replica."""
     on_loss: Annotated[Literal["stop", "continue"], arg(aliases=["--on-loss"])] = "stop"
     """tcp: what the others do when a replica is lost. swarm: what the smaller side of a split network does."""
     min_replicas: int = 1

@@ -26,7 +26,6 @@ from diloco.algorithm import (
     RoundId,
     check_mean,
     combined,
-    digest_tensors,
     encode_mean,
     largest_magnitude,
     mean_into_,
@@ -200,7 +199,7 @@ class PayloadExchange:
             given = self.verdict.result()
             if not given.verdict.void:
                 mean = self.reduce(given.weights, given.verdict.contributors)
-                yield Computed(self._view_id, round_id, mean, digest_of(mean))
+                yield Computed(self._view_id, round_id, mean, mean.digest())
                 self._messages.finish()
             yield ExchangeEnded(self._view_id, round_id)
         except CancelledError:
@@ -362,12 +361,3 @@ class PayloadExchange:
             first = raw[contributors[0]]
             integers = first[len(first) - mine.integers.numel() :].clone()
         return buffers, integers
-
-
-def digest_of(mean: Mean) -> str:
-    parts = {f"{mean.contributors} {mean.weight!r}": mean.values}
-    if mean.buffers is not None:
-        parts["buffers"] = mean.buffers
-    if mean.integers is not None:
-        parts["integers"] = mean.integers
-    return digest_tensors(parts)
