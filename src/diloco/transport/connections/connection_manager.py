@@ -316,7 +316,7 @@ class ConnectionManager(ControlThread):
         if connection.trusted:
             loss = await connection.why_lost(ended, self.open, longest_s, was_suspended=was_suspended)
         else:  # nobody is dialled on a stranger's word
-            loss = Loss("cut", f"the connection to {connection.address} ended ({ended.reason})")
+            loss = Loss("cut", f"the connection to {connection.address} ended ({ended})")
         if connection.rank not in self._connections:  # else a new process of that rank has connected, and was reported
             self._on_event(Lost(connection.rank, loss))
 
