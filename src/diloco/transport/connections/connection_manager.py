@@ -12,8 +12,7 @@ import contextlib
 import itertools
 import secrets
 import sys
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
 from typing import Annotated, Any, Union
 
 from msgspec import Meta
@@ -59,56 +58,6 @@ class Greeting(WireMessage):
     crossed: _Name = ""  # the name of the hello of the answering rank that it crossed, or ""
 
 
-class PendingHellos:
-    """The hellos that this rank has sent and that are still unanswered.
-
-    When the hellos of two ranks cross, the higher rank answers the lower rank's hello at once and includes the name of
-    its own hello. The lower rank holds back its answer until then, and no longer sends it.
-    """
-
-    def __init__(self, me: int) -> None:
-        self._me = me
-        self._pending: dict[int, tuple[str, asyncio.Event]] = {}  # rank -> name of the hello; set when it is settled
-
-    @contextmanager
-    def to(self, rank: int) -> Iterator[str]:
-        """Yield the name of a new hello to ``rank``, which counts as unanswered until the context ends."""
-        mine = secrets.token_hex(8), asyncio.Event()
-        self._pending[rank] = mine
-        try:
-            yield mine[0]
-        finally:
-            mine[1].set()
-            if self._pending.get(rank) is mine:
-                del self._pending[rank]
-
-    async def before(self, rank: int) -> str:
-        """Wait until a hello from ``rank`` may be answered. Return the name of the own hello that it crosses, or ""."""
-        name, over = self._pending.get(rank, ("", None))
-        if over is not None and self._me < rank:
-            await over.wait()
-        return name
-
-
-async def send_hello(stream: Stream, me: int, mine: Address, name: str, rank: int, address: Address) -> str:
-    """Introduce this process, rank ``me`` listening at ``mine``, over a connection to ``rank`` at ``address``.
-
-    Returns:
-        The name of the other rank's hello that this one crossed, or "" if there is none.
-    """
-    reader, writer = stream
-    writer.write(pack(Hello(me, str(mine), name)))
-    answer, _ = await read_frame(reader, Greeting | Refused)
-    if isinstance(answer, Refused):
-        raise TransportError(f"{address} refuses: {answer.reason}")
-    if answer.rank != rank:
-        raise TransportError(
-            f"{address} should be rank {rank}, but answered as rank {answer.rank}. Another diloco run may be using "
-            "that port."
-        )
-    return str(answer.crossed)
-
-
 Service = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Serves a connection whose first message asked for the service. The connection is closed when the service returns."""
 
@@ -145,7 +94,10 @@ class ConnectionManager(ControlThread):
         self.entries: Mapping[int, Entry] = {}  # known ranks; a peer with another proven identity can't claim them
         self._on_event = on_event
         self._connections: dict[int, ControlConnection] = {}
-        self._pending_hellos = PendingHellos(rules.rank)
+        # rank -> name of the hello to it that is not answered yet; set when it is. When the hellos of two ranks cross,
+        # the higher rank answers the lower rank's hello at once and includes the name of its own. The lower rank holds
+        # back its answer until then, and no longer sends it
+        self._hellos: dict[int, tuple[str, asyncio.Event]] = {}
         self.identities: dict[int, str] = {}  # rank -> its identity when it became a member, for each other member
         self._members: frozenset[int] = frozenset()
         self._open_limit = ConnectionLimit[asyncio.StreamWriter](MOST_OPEN, MOST_OPEN_OF_ONE)
@@ -223,16 +175,28 @@ class ConnectionManager(ControlThread):
         if rank in self._connections:  # it has connected in the meantime
             writer.close()
             return
+        mine = self._hellos[rank] = secrets.token_hex(8), asyncio.Event()
         try:
             self.streams.tune(writer, self.rules.silence_s)
-            with self._pending_hellos.to(rank) as hello:
-                crossed = await send_hello((reader, writer), self.rank, self.address, hello, rank, address)
-                self._register(rank, address, (reader, writer), hello, opened=True, crossed=crossed)
+            writer.write(pack(Hello(self.rank, str(self.address), mine[0])))
+            answer, _ = await read_frame(reader, Greeting | Refused)
+            if isinstance(answer, Refused):
+                raise TransportError(f"{address} refuses: {answer.reason}")
+            if answer.rank != rank:
+                raise TransportError(
+                    f"{address} should be rank {rank}, but answered as rank {answer.rank}. Another diloco run may be "
+                    "using that port."
+                )
+            self._register(rank, address, (reader, writer), mine[0], opened=True, crossed=answer.crossed)
         except BaseException as error:
             writer.close()
             if not isinstance(error, EOFError) or rank not in self._connections:
                 raise
             return  # the connection that it opened stays instead
+        finally:
+            mine[1].set()
+            if self._hellos.get(rank) is mine:
+                del self._hellos[rank]
         self.send(rank, Beat())  # confirms to the other end that the connection is open on this side
 
     def hang_up(self, rank: int) -> None:
@@ -302,7 +266,9 @@ class ConnectionManager(ControlThread):
         identity, known = self.streams.identity(writer), self.entries.get(rank)
         if self.streams.named and (identity != str(address) or (known is not None and known.address != identity)):
             return
-        crossed = await self._pending_hellos.before(rank)
+        crossed, answered = self._hellos.get(rank, ("", None))
+        if answered is not None and self.rank < rank:
+            await answered.wait()
         if (before := self._connections.get(rank)) is not None and before.crossed == hello.hello:
             return  # it said so before it answered this process's own hello, and the connection is registered
         if reason := await self.claimed(rank, writer):
@@ -350,7 +316,7 @@ class ConnectionManager(ControlThread):
         if connection.trusted:
             loss = await connection.why_lost(ended, self.open, longest_s, was_suspended=was_suspended)
         else:  # nobody is dialled on a stranger's word
-            loss = Loss("cut", f"the connection to {connection.address} ended ({ended.reason})")
+            loss = Loss("cut", f"the connection to {connection.address} ended ({ended})")
         if connection.rank not in self._connections:  # else a new process of that rank has connected, and was reported
             self._on_event(Lost(connection.rank, loss))
 

@@ -289,29 +289,25 @@ class Daemon:
         return answer
 
     async def _ask(self, request: Any, about: str) -> tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]:
+        engine, writer = load_engine(), None
         try:
-            return await within(_ANSWER_S, self._answer(request, about))
-        except TimeoutError as error:
-            raise OSError(f"{about} can't be reached: the libp2p daemon of this peer does not answer") from error
-
-    async def _answer(self, request: Any, about: str) -> tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]:
-        engine = load_engine()
-        try:
-            reader, writer = await self.p2p._client.control.daemon_connector.open_connection()
-        except OSError as error:  # this does not concern the other peer
-            raise OSError("the libp2p daemon of this peer has ended") from error
-        try:
-            await engine.write_pbmsg(writer, request)
-            answer = engine.p2pd_pb2.Response()
-            await engine.read_pbmsg_safe(reader, answer)
-            engine.raise_if_failed(answer)
-        except (engine.P2PDaemonError, EOFError) as error:
-            writer.close()
-            raise OSError(f"{about} can't be reached: {plainly(error)}") from error
-        except BaseException:
-            writer.close()
+            async with asyncio.timeout(_ANSWER_S):
+                reader, writer = await self.p2p._client.control.daemon_connector.open_connection()
+                await engine.write_pbmsg(writer, request)
+                answer = engine.p2pd_pb2.Response()
+                await engine.read_pbmsg_safe(reader, answer)
+                engine.raise_if_failed(answer)
+                return answer, reader, writer
+        except BaseException as error:
+            if writer is not None:
+                writer.close()
+            if isinstance(error, TimeoutError):
+                raise OSError(f"{about} can't be reached: the libp2p daemon of this peer does not answer") from error
+            if isinstance(error, engine.P2PDaemonError | EOFError):
+                raise OSError(f"{about} can't be reached: {plainly(error)}") from error
+            if writer is None and isinstance(error, OSError):  # this does not concern the other peer
+                raise OSError("the libp2p daemon of this peer has ended") from error
             raise
-        return answer, reader, writer
 
 
 def plainly(error: BaseException) -> str:
