@@ -100,13 +100,11 @@ def load_trained(
     """Load the model of a run, a checkpoint, or a folder of ``transformers``, such as an exported one.
 
     Args:
-        path: run folder, checkpoint, or folder of ``transformers``.
         device: where to load it, as for `diloco.devices.choose_device`.
         step: inner steps of the checkpoint of a run; None: the latest.
         source: the function that builds the model, as `ModelSettings.source`, if it is code of the user's own. The name
             in the checkpoint is only compared with it.
         dequantize: whether to load the base model of adapters without the quantisation of the run.
-
     """
     place = choose_device(device)
     if step is None and is_huggingface_folder(path):
