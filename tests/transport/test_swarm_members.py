@@ -87,7 +87,7 @@ def test_a_key_that_was_copied_to_another_machine_is_named(swarms: Swarms) -> No
 def test_one_record_of_a_finished_peer_ends_no_search(swarms: Swarms, monkeypatch: pytest.MonkeyPatch) -> None:
     """Anyone who knows the run's name can store one; before, a peer that found no member at that moment ended."""
     for finished, words in ((1, "has had a swarm within the last half hour"), (2, "the others have finished run")):
-        records = [PeerRecord(f"peer {m}", m, "swarm", (), m <= finished) for m in (1, 2, 3)]
+        records = [PeerRecord(m, "swarm", (), m <= finished, f"peer {m}") for m in (1, 2, 3)]
         monkeypatch.setattr(Node, "find", mock.AsyncMock(return_value=records))
         with pytest.raises(RendezvousError, match=words):
             swarms.peer(0, **PATIENCE)

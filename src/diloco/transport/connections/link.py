@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from typing import Annotated
 
@@ -24,8 +24,8 @@ from diloco.algorithm import RoundId, Uplink
 from diloco.errors import TransportError
 from diloco.membership import Rank
 from diloco.protocol import Refused, WireMessage
-from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.control_connection import ControlConnection
+from diloco.transport.address import Address
+from diloco.transport.connections.connection_manager import ConnectionManager, ControlConnection
 from diloco.transport.connections.limits import Backoff
 from diloco.transport.connections.pace import Pace, TcpCounters, UplinkMeter, streams_to_each, sum_of
 from diloco.transport.connections.streams import Stream, pack, read_frame
@@ -59,6 +59,8 @@ class PeerLink:
         self.rank, self.token = connection.rank, connection.token
         self.dials = connection.opened  # whether this end opens the stripes
         self.single = False  # whether a second stripe would be useless
+        self.places: Sequence[Address] = ()  # where they are opened; none: where the control connection was
+        self.first: Stream | None = None  # a stream for the first one that is already open
         self.description = ""  # what carries the link, for display
         self.stripes: dict[int, Stripe] = {}  # open stripes by number
         self.waiting_bytes = 0  # bytes that no stripe has taken yet

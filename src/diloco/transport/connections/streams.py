@@ -52,8 +52,8 @@ def pack(message: object, blob: bytes | memoryview = b"") -> bytes:
     """Encode a message and its blob.
 
     >>> from diloco.protocol import Beat
-    >>> unpack_head(pack(Beat())[:16])
-    (11, 0)
+    >>> pack(Beat())[:16]
+    b'DLC2\\x00\\x00\\x00\\x0b\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00'
     """
     data = encode(message)
     if len(data) > MAX_MESSAGE_BYTES or len(blob) > MAX_BLOB_BYTES:
@@ -62,24 +62,6 @@ def pack(message: object, blob: bytes | memoryview = b"") -> bytes:
             f"{MAX_MESSAGE_BYTES} + {MAX_BLOB_BYTES} bytes. Nothing was sent."
         )
     return b"".join((_HEAD.pack(PROTOCOL, len(data), len(blob)), data, blob))
-
-
-def unpack_head(
-    head: bytes, most_bytes: int = MAX_MESSAGE_BYTES, most_blob_bytes: int = MAX_BLOB_BYTES
-) -> tuple[int, int]:
-    """Return the sizes of the message and the blob that follow a header."""
-    protocol, num_bytes, blob_bytes = _HEAD.unpack(head)
-    if protocol != PROTOCOL:
-        raise TransportError(
-            f"data that begins with {protocol!r} arrived instead of {PROTOCOL!r}, so the sender does not use this "
-            "version of diloco's protocol. The connection was closed."
-        )
-    if num_bytes > most_bytes or blob_bytes > most_blob_bytes:
-        raise TransportError(
-            f"a message of {num_bytes} + {blob_bytes} bytes was announced, more than the limit of {most_bytes} + "
-            f"{most_blob_bytes} bytes. The connection was closed."
-        )
-    return num_bytes, blob_bytes
 
 
 async def read_frame(
@@ -112,6 +94,16 @@ async def read_body(
     reader: asyncio.StreamReader, head: bytes, most_bytes: int, most_blob_bytes: int = 0
 ) -> tuple[bytes, bytes]:
     """Read the rest of a message: itself and its blob. Errors are as in `read_frame`."""
-    num_bytes, blob_bytes = unpack_head(head, most_bytes, most_blob_bytes)
+    protocol, num_bytes, blob_bytes = _HEAD.unpack(head)
+    if protocol != PROTOCOL:
+        raise TransportError(
+            f"data that begins with {protocol!r} arrived instead of {PROTOCOL!r}, so the sender does not use this "
+            "version of diloco's protocol. The connection was closed."
+        )
+    if num_bytes > most_bytes or blob_bytes > most_blob_bytes:
+        raise TransportError(
+            f"a message of {num_bytes} + {blob_bytes} bytes was announced, more than the limit of {most_bytes} + "
+            f"{most_blob_bytes} bytes. The connection was closed."
+        )
     data = await reader.readexactly(num_bytes)
     return data, await reader.readexactly(blob_bytes) if blob_bytes else b""

@@ -95,7 +95,7 @@ class SwarmDirectory(Directory):
         self.registry.entries[number] = Entry(
             number, self._node.peer_id, self.transport.rules.facts, self.election.held_step, places, self._place.name
         )
-        record = PeerRecord(self._node.peer_id, number, self.swarm, addresses, self._finished)
+        record = PeerRecord(number, self.swarm, addresses, self._finished)
         await self._node.announce(self._place.admission, record)
 
     def keep_announcing(self) -> None:

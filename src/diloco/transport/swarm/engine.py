@@ -63,7 +63,7 @@ def load_engine() -> Any:
                 write_pbmsg,
             )
             from hivemind.proto import crypto_pb2, dht_pb2, p2pd_pb2
-            from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
+            from hivemind.utils.crypto import RSAPrivateKey
             from hivemind.utils.multiaddr import Multiaddr
     except ImportError as error:
         remedy = "Install it with pip install 'diloco[swarm]'."
@@ -95,27 +95,11 @@ def load_engine() -> Any:
         """Return the class of a P2P whose sockets are in ``folder`` instead of in /tmp, where others could use them."""
         return type("P2PInAFolder", (P2PInASession,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
 
-    return SimpleNamespace(
-        p2p_in=p2p_in,
-        PeerID=PeerID,
-        DHTNode=DHTNode,
-        DHTProtocol=DHTProtocol,
-        DHTID=DHTID,
-        Multiaddr=Multiaddr,
-        P2PDaemonError=P2PDaemonError,
-        RSAPrivateKey=RSAPrivateKey,
-        RSAPublicKey=RSAPublicKey,
-        RSASignatureValidator=RSASignatureValidator,
-        RecordValidatorBase=RecordValidatorBase,
-        CompositeValidator=CompositeValidator,
-        crypto_pb2=crypto_pb2,
-        dht_pb2=dht_pb2,
-        p2pd_pb2=p2pd_pb2,
-        raise_if_failed=raise_if_failed,
-        read_pbmsg_safe=read_pbmsg_safe,
-        write_pbmsg=write_pbmsg,
-        clock=clock,
-    )
+    classes = (PeerID, DHTNode, DHTProtocol, DHTID, Multiaddr, P2PDaemonError, RSAPrivateKey)
+    functions = (p2p_in, raise_if_failed, read_pbmsg_safe, write_pbmsg)
+    validators = (RSASignatureValidator, RecordValidatorBase, CompositeValidator)
+    named = {each.__name__: each for each in (*classes, *functions, *validators)}
+    return SimpleNamespace(**named, crypto_pb2=crypto_pb2, dht_pb2=dht_pb2, p2pd_pb2=p2pd_pb2, clock=clock)
 
 
 class NetworkClock:
@@ -291,29 +275,25 @@ class Daemon:
         return answer
 
     async def _ask(self, request: Any, about: str) -> tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]:
+        engine, writer = load_engine(), None
         try:
-            return await within(_ANSWER_S, self._answer(request, about))
-        except TimeoutError as error:
-            raise OSError(f"{about} can't be reached: the libp2p daemon of this peer does not answer") from error
-
-    async def _answer(self, request: Any, about: str) -> tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]:
-        engine = load_engine()
-        try:
-            reader, writer = await self.p2p._client.control.daemon_connector.open_connection()
-        except OSError as error:  # this does not concern the other peer
-            raise OSError("the libp2p daemon of this peer has ended") from error
-        try:
-            await engine.write_pbmsg(writer, request)
-            answer = engine.p2pd_pb2.Response()
-            await engine.read_pbmsg_safe(reader, answer)
-            engine.raise_if_failed(answer)
-        except (engine.P2PDaemonError, EOFError) as error:
-            writer.close()
-            raise OSError(f"{about} can't be reached: {plainly(error)}") from error
-        except BaseException:
-            writer.close()
+            async with asyncio.timeout(_ANSWER_S):
+                reader, writer = await self.p2p._client.control.daemon_connector.open_connection()
+                await engine.write_pbmsg(writer, request)
+                answer = engine.p2pd_pb2.Response()
+                await engine.read_pbmsg_safe(reader, answer)
+                engine.raise_if_failed(answer)
+                return answer, reader, writer
+        except BaseException as error:
+            if writer is not None:
+                writer.close()
+            if isinstance(error, TimeoutError):
+                raise OSError(f"{about} can't be reached: the libp2p daemon of this peer does not answer") from error
+            if isinstance(error, engine.P2PDaemonError | EOFError):
+                raise OSError(f"{about} can't be reached: {plainly(error)}") from error
+            if writer is None and isinstance(error, OSError):  # this does not concern the other peer
+                raise OSError("the libp2p daemon of this peer has ended") from error
             raise
-        return answer, reader, writer
 
 
 def plainly(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from diloco.errors import ConfigurationError
 from diloco.membership import MOST_RANK
@@ -81,33 +82,23 @@ def number_of(peer_id: str) -> int:
     return int.from_bytes(hashlib.sha256(peer_id.encode()).digest()[:4], "big") >> 4
 
 
-class StoredRecord(msgspec.Struct, frozen=True, array_like=True):
-    """What is stored of a `PeerRecord`; its fields are described there."""
+class PeerRecord(msgspec.Struct, frozen=True, array_like=True):
+    """The record of one peer of a run."""
 
-    number: Annotated[int, Meta(ge=-1, le=MOST_RANK)]
-    swarm: _Name = ""
+    number: Annotated[int, Meta(ge=-1, le=MOST_RANK)]  # the peer's replica number; -1 if it does not train
+    swarm: _Name = ""  # the swarm that the peer is a member of; "" while it is searching for one
+    # multiaddresses without ``/p2p/`` and the identity
     addresses: Annotated[tuple[Annotated[str, Meta(max_length=1 << 10)], ...], Meta(max_length=_MAX_ADDRESSES)] = ()
-    finished: bool = False
+    finished: bool = False  # whether the peer has finished all steps of the run and is leaving
+    peer_id: str = ""  # the peer's identity; what it is stored under says it, and not the record itself
 
     def __post_init__(self) -> None:
         if not self.swarm.isprintable():
             raise ValueError("the name of a swarm must be printable")
 
-
-@dataclass(frozen=True)
-class PeerRecord:
-    """The record of one peer of a run."""
-
-    peer_id: str  # the peer's identity
-    number: int  # the peer's replica number; -1 if it does not train
-    swarm: str = ""  # the swarm that the peer is a member of; "" while it is searching for one
-    addresses: tuple[str, ...] = ()  # multiaddresses without ``/p2p/`` and the identity
-    finished: bool = False  # whether the peer has finished all steps of the run and is leaving
-
     def to_bytes(self, subkey: bytes, admission: Admission) -> bytes:
         """Return the record as stored under a subkey, with a proof that its author knows the secret of the run."""
-        values = {name: getattr(self, name) for name in StoredRecord.__struct_fields__}
-        content = msgspec.json.encode(StoredRecord(**values | {"addresses": self.addresses[:_MAX_ADDRESSES]}))
+        content = msgspec.json.encode(replace(self, addresses=self.addresses[:_MAX_ADDRESSES], peer_id=""))
         # JSON, as Hivemind finds its signature in a stored record only if that is a line of text
         return msgspec.json.encode((content.decode(), admission.sign(subkey, content).hex()))
 
@@ -124,10 +115,10 @@ class PeerRecord:
             content, proof = msgspec.json.decode(data, type=tuple[str, str])
             if not hmac.compare_digest(proof.encode(), admission.sign(subkey, content.encode()).hex().encode()):
                 raise ValueError("its author does not know the secret")
-            stored = msgspec.json.decode(content, type=StoredRecord)
+            stored = msgspec.json.decode(content, type=cls)
         except RecursionError as error:
             raise ValueError("it is nested too deeply") from error
-        return cls(owner_of(subkey), **msgspec.structs.asdict(stored))
+        return replace(stored, peer_id=owner_of(subkey))
 
 
 def owner_of(subkey: bytes) -> str:

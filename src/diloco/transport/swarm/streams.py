@@ -228,11 +228,6 @@ class SwarmLinks(PeerLinks):
     if it can't either.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._places: WeakKeyDictionary[PeerLink, list[Address]] = WeakKeyDictionary()  # of links over TCP
-        self._first: WeakKeyDictionary[PeerLink, Stream] = WeakKeyDictionary()  # a stream that is already open
-
     @property
     def _streams(self) -> PeerStreams:
         return cast(PeerStreams, self.connections.streams)
@@ -255,18 +250,19 @@ class SwarmLinks(PeerLinks):
             link.keeping.append(self.connections.begin(self._choose(link)))
 
     async def open_stripe(self, link: PeerLink) -> Stream:
-        if first := self._first.pop(link, None):
+        if link.first is not None:
+            first, link.first = link.first, None
             return first
-        if places := self._places.get(link):
-            return await self._open_directly(link, places)
+        if link.places:
+            return await self._open_directly(link, link.places)
         return await super().open_stripe(link)
 
     async def _choose(self, link: PeerLink) -> None:
         streams, entry = self._streams, self.connections.entries.get(link.rank)
         places = streams.places_of(entry)
         try:
-            self._first[link] = await self._open_directly(link, places if streams.place.direct else ())
-            self._places[link] = places
+            link.first = await self._open_directly(link, places if streams.place.direct else ())
+            link.places = places
         except OSError as error:
             link.why = str(error)
             if streams.port and self.connections.rank < link.rank:
