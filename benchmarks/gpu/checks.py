@@ -21,7 +21,6 @@ from benchmarks.gpu.sizes import Sizes
 from diloco import DiLoCo
 from diloco.algorithm import (
     CODECS,
-    Adam,
     Contribution,
     Nesterov,
     RoundId,
@@ -294,7 +293,7 @@ def means(sizes: Sizes, device: torch.device) -> str:
 
 
 def outer_steps(sizes: Sizes, device: torch.device) -> str:
-    for outer in (Sgd(), Nesterov(), Adam(), Adam(betas=(0.5, 0.81), epsilon=1e-8)):
+    for outer in (Sgd(), Nesterov()):
         found = []
         for place in (torch.device("cpu"), device):
             values = _drawn(sizes.check_values, 0).to(place)
@@ -303,7 +302,7 @@ def outer_steps(sizes: Sizes, device: torch.device) -> str:
                 outer.update(_drawn(sizes.check_values, seed).to(place), state, values)
             found.append(digest_tensors({"values": values, **state.slots}))
         assert found[0] == found[1], f"{outer} gives other bits"
-    return "eight of SGD, Nesterov and Adam: the CPU's bits"
+    return "eight of SGD and Nesterov: the CPU's bits"
 
 
 def _drawn(count: int, seed: int) -> Tensor:

@@ -1,4 +1,3 @@
-from .algorithm import Adam as Adam
 from .algorithm import AlphaMerge as AlphaMerge
 from .algorithm import AverageRule as AverageRule
 from .algorithm import Codec as Codec

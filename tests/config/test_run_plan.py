@@ -23,7 +23,7 @@ RUNS = (
     "--seed 3 --outer-learning-rate 1 --optimizer.schedule wsd --network.straggler dynamic --steps 77",
     "--evaluation.sample-prompts=--debug --fragments 3 --overlap-steps 2 --merge-alpha 0.25",
     "--data 'my text.txt' $'\\nü' --model.arguments.width 64 --model.arguments.ffn-width 96 --replicas 3",
-    "--data.packing masked --optimizer.name SGD --sync.outer adam --sync.arguments.outer.betas [0.5,0.6] "
+    "--data.packing masked --optimizer.name SGD --sync.outer sgd --sync.arguments.outer.final_ratio 0.5 "
     "--network.allow Qm1 Qm2 --network.silence 20s",
 )
 

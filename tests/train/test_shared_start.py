@@ -48,7 +48,7 @@ class Peer:
         last, stop = None, mock.MagicMock(signal=None, interrupting=nullcontext)
         try:
             while last is None or self.session.totals.steps < last:
-                follow_views(self.fleet, self.session, stop, self._note)
+                follow_views(self.session, stop, self._note)
                 self.session.step()
                 last = last or self.fleet.stop_step(self.session.totals.steps, wanted=self.asked.is_set())
             self.digest = self.session.global_digest()

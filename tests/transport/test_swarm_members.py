@@ -10,12 +10,13 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from diloco.errors import RendezvousError
-from diloco.transport import PeerTransport, join, load_identity, new_secret
+from diloco.transport import Node, PeerRecord, PeerTransport, join, load_identity, new_secret
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import nobody_at
 from tests.transport.relays import frame
@@ -71,6 +72,25 @@ def test_peers_of_programs_with_one_seed_find_each_other(swarms: Swarms) -> None
             join(peer, LIMIT_S)
         known.append(peer.transport)
     wait_for_members(known[0], 3)
+
+
+def test_a_key_that_was_copied_to_another_machine_is_named(swarms: Swarms) -> None:
+    """Before, the two took each other's place without a word."""
+    first = swarms.peer(0).transport
+    owner = swarms.peer(1, [first])
+    join(owner, LIMIT_S)
+    with pytest.raises(RendezvousError, match=r"still answers\. It has the same key: was identity\.key copied\?"):
+        swarms.peer(1, [first])
+    assert owner.transport.failure is None
+
+
+def test_one_record_of_a_finished_peer_ends_no_search(swarms: Swarms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anyone who knows the run's name can store one; before, a peer that found no member at that moment ended."""
+    for finished, words in ((1, "has had a swarm within the last half hour"), (2, "the others have finished run")):
+        records = [PeerRecord(f"peer {m}", m, "swarm", (), m <= finished) for m in (1, 2, 3)]
+        monkeypatch.setattr(Node, "find", mock.AsyncMock(return_value=records))
+        with pytest.raises(RendezvousError, match=words):
+            swarms.peer(0, **PATIENCE)
 
 
 def test_only_those_on_the_list_who_have_the_secret_may_come(swarms: Swarms, keys: Path) -> None:

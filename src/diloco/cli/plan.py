@@ -98,7 +98,7 @@ def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, 
     """Return the resolved settings, facts about the model, and the number of values in each fragment."""
     from diloco.data import corpus_vocabulary_size
     from diloco.plan import fragment_sizes
-    from diloco.train import bytes_per_frozen, bytes_per_trained, make_fragments, outline, resolve
+    from diloco.train import make_fragments, outline, replica_bytes, resolve
 
     if asked.network.transport == "swarm" and asked.network.run is None:
         asked = replace(asked, network=replace(asked.network, run="plan"))  # a plan needs no name for its swarm
@@ -119,8 +119,7 @@ def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, 
         settings = resolve(asked, num_layers=built.num_layers, max_sequence_length=built.max_sequence_length)
         sizes = tuple(fragment.numel for fragment in make_fragments(settings.sync, built))
     trained = sum(sizes)
-    frozen_bytes = round(bytes_per_frozen(settings.model) * (total - trained))
-    memory_bytes = bytes_per_trained(settings) * trained + frozen_bytes
+    memory_bytes = replica_bytes(settings, trained, total - trained)
     model = {"parameters": total, "trained": trained, **facts, "memory_bytes": memory_bytes}
     return replace(settings, emulate=emulate), model, sizes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ class AcceleratedDiLoCo(DiLoCo):
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         super().__exit__(kind, *error)
-        self._connected.__exit__(kind, *error)
+        self._connected.__exit__(kind, sys.exception(), None)
         self.close()
 
     def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:

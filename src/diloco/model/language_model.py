@@ -154,19 +154,6 @@ class LanguageModel(nn.Module):
         """Return the parameters and persistent buffers without what the model's source has; they are not copied."""
         return {name: value for name, value in model_state(self).items() if name not in self.source_has}
 
-    def load_saved_state(self, values: Mapping[str, Tensor]) -> None:
-        """Copy what `saved_state` returned into the model.
-
-        Raises:
-            RuntimeError: it belongs to another model.
-        """
-        state = self.saved_state()
-        mine, theirs = ({name: tuple(value.shape) for name, value in each.items()} for each in (state, values))
-        if odd := sorted(mine.items() ^ theirs.items()):
-            raise RuntimeError(f"only one of the two has {', '.join(f'{name} {shape}' for name, shape in odd[:5])}.")
-        for name, tensor in state.items():
-            tensor.copy_(values[name])
-
     def num_trained(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
 

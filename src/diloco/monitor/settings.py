@@ -23,8 +23,8 @@ class MonitorSettings:
     HOST:PORT: on that interface, to everybody who reaches it. Each further process of the run on this machine takes the
     next port. Needs pip install 'diloco[monitor]'."""
     sinks: Annotated[tuple[str, ...], arg(aliases=["--sinks"])] = ()
-    """Further sinks: tensorboard, wandb (pip install 'diloco[monitor]'), or your own as MODULE:NAME or FILE.py:NAME of
-    what takes the run folder and returns a diloco.events.Sink."""
+    """Further sinks: lineage, tensorboard, wandb (pip install 'diloco[monitor]'), or MODULE:NAME or FILE.py:NAME of
+    your own, which takes the run folder."""
 
     def __post_init__(self) -> None:
         if self.prometheus is not None:

@@ -25,6 +25,7 @@ from diloco import events
 from diloco.errors import ConfigurationError, DataError, from_extra, nearest
 from diloco.events import Event, Sink
 from diloco.monitor.console import JsonConsole, LiveConsole, PlainConsole
+from diloco.monitor.lineage import LineageSink
 from diloco.monitor.settings import MonitorSettings
 from diloco.plugins import call, is_own
 from diloco.waiting import say
@@ -300,7 +301,9 @@ def _make_sink(text: str, folder: Path, offered: Mapping[str, Any]) -> Sink:
         return TensorBoardSink(folder)
     if text == "wandb":
         return WandbSink(folder, **offered)
-    known = nearest(text, ("tensorboard", "wandb"))
+    if text == "lineage":
+        return LineageSink(folder)
+    known = nearest(text, ("tensorboard", "wandb", "lineage"))
     raise ConfigurationError(f"monitor.sinks={text!r} is unknown; {known} Your own is MODULE:NAME or FILE.py:NAME.")
 
 

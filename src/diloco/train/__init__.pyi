@@ -12,11 +12,10 @@ from .connecting import fleet_in_swarm as fleet_in_swarm
 from .connecting import fleet_over_tcp as fleet_over_tcp
 from .data_parallel import GradientAverager as GradientAverager
 from .data_parallel import average_gradients as average_gradients
-from .description import bytes_per_frozen as bytes_per_frozen
-from .description import bytes_per_trained as bytes_per_trained
 from .description import describe as describe
 from .description import diff as diff
 from .description import identity as identity
+from .description import replica_bytes as replica_bytes
 from .fleet import Fleet as Fleet
 from .fleet import PeerFleet as PeerFleet
 from .inner import InnerLoop as InnerLoop

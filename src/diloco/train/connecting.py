@@ -22,7 +22,7 @@ from diloco.errors import ConfigurationError
 from diloco.membership import LastViews
 from diloco.protocol import MAX_NAME, Rules
 from diloco.train.description import diff
-from diloco.train.fleet import ClusterFleet, Elastic, Meeting, PeerFleet
+from diloco.train.fleet import ClusterFleet, Meeting, PeerFleet
 from diloco.train.joining import Held, held_checkpoint
 from diloco.train.processes import Role
 from diloco.train.settings import RunSettings
@@ -37,7 +37,6 @@ from diloco.transport import (
     Place,
     ReplicaGroup,
     SwarmPlace,
-    TcpStreams,
     connect,
     enter_swarm,
     fresh_store,
@@ -184,7 +183,7 @@ def fleet_over_tcp(
 
     def again(fleet: PeerFleet, views: LastViews, patience_s: float) -> Connected:
         if not kept:
-            kept.append(cast(TcpStreams, fleet.transport.connections.streams).keep())
+            kept.append(fleet.transport.connections.streams.keep())
         fleet.transport.close()
         connected = connect(place, rules, lost=Lost(fleet.connected, kept[0].dup(), views, patience_s))
         close()
@@ -244,19 +243,17 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Pe
         late_s=network.late_s,
         split="stop" if network.on_loss == "stop" else "go-on",
     )
-    return fleet_in_swarm(
-        place, rules, held, network.replicas, margin=2 * run.sync.inner_steps + 1, batch_size=run.train.batch_size
-    )
+    margin, batch, length = 2 * run.sync.inner_steps + 1, run.train.batch_size, run.train.sequence_length
+    return fleet_in_swarm(place, rules, held, network.replicas, margin=margin, batch_size=batch, tokens=batch * length)
 
 
 def fleet_in_swarm(
-    place: SwarmPlace, rules: Rules, held: Held, replicas: int, *, margin: int, batch_size: int
+    place: SwarmPlace, rules: Rules, held: Held, replicas: int, *, margin: int, batch_size: int, tokens: int = 1
 ) -> PeerFleet:
     """Join a swarm over Hivemind's DHT and libp2p, or found it.
 
-    Args:
-        held: the checkpoint from which this replica could resume.
-        replicas: the number of replicas at which training starts; see `Elastic` for the rest.
+    Training starts with ``replicas``; ``held`` is the checkpoint from which this one could resume. For the rest see
+    `Meeting`.
     """
     number = held.replica if place.replica is None else place.replica
     place = replace(place, replica=number, held_swarm=held.swarm, closed=_STARTING)
@@ -293,8 +290,16 @@ def fleet_in_swarm(
             "lost replicas": f"noticed after at most {transport.rules.silence_s:g} s; the others then continue",
         }
 
-    elastic = Elastic(place=place, start_replicas=replicas, margin=margin, batch_size=batch_size)
-    meeting = Meeting(num_replicas=replicas, elastic=elastic, again=again, addresses=addresses, details=details)
+    meeting = Meeting(
+        num_replicas=replicas,
+        place=place,
+        margin=margin,
+        batch_size=batch_size,
+        batch_tokens=tokens,
+        again=again,
+        addresses=addresses,
+        details=details,
+    )
     return PeerFleet(meeting, connected, notes=_use_of(held, connected, place))
 
 

@@ -35,9 +35,9 @@ from diloco.model import check_vocabulary, with_vocabulary
 from diloco.private_files import make_private_folder
 from diloco.train.components import make_transport, outer_components, outline, stored_definition
 from diloco.train.description import describe, describe_environment, identity, untrained_digest
-from diloco.train.fleet import Fleet, PeerFleet
+from diloco.train.fleet import Fleet
 from diloco.train.joining import find_beginning, follow_views
-from diloco.train.replica import DynamicSteps, seed_process
+from diloco.train.replica import seed_process
 from diloco.train.session import Session
 from diloco.train.settings import RunSettings
 from diloco.train.state import save_session
@@ -72,11 +72,7 @@ def run_training(
         meet: connects to the processes of the other replicas. None: all replicas train in this process.
 
     Returns:
-        The summary, which is also written to ``summary.json``. Its ``interrupted`` names the signal that stopped the
-        run, or is None.
-
-    Raises:
-        DiLoCoError: if the run fails; the subclass says why. Complete checkpoints remain.
+        The summary, as in ``summary.json``. Its ``interrupted`` names the signal that stopped the run, or is None.
     """
     choose_threads()
     device = use_device(settings.train.device)
@@ -90,20 +86,16 @@ def run_training(
     definition = stored_definition(settings)
     base = untrained_digest(settings, weightless, definition) if meet else ""
     mine = identity(settings, weightless, corpus.fingerprint, base)
-    fleet = meet(mine, folder) if meet else Fleet(make_transport(settings))
-    peers = fleet if isinstance(fleet, PeerFleet) else None
+    fleet: Fleet = meet(mine, folder) if meet else Fleet(make_transport(settings))
     seed_process(settings.seed, fleet.local[0])
     session: Session | None = None
 
     def emit(event: Event) -> None:
         sink.handle(event)
-        if peers:
-            peers.publish(event)
+        fleet.publish(event)
 
     try:
         session = Session(settings, corpus, fleet, device, emit, initial, definition, mine)
-        if peers and settings.network.straggler == "dynamic":
-            session.pace = DynamicSteps(session.replicas[0].number, settings.sync.inner_steps, peers)
         home = folder.parent if fleet.group.position else folder
         resumed_from = find_beginning(session, home, emit)
         with fleet.group.all_or_none():
@@ -113,7 +105,7 @@ def run_training(
                 corpus.tokenizer.save(folder)
             environment = json.dumps(describe_environment(device), indent=2)
             write_whole(folder / "environment.json", environment + "\n")
-        run = _Run(session, peers, emit, folder, home, resumed_from)
+        run = _Run(session, emit, folder, home, resumed_from)
         with run.mirroring(), closing(run.writer):
             return run.train(notes)
     except (RuntimeError, ReplicaLostError) as error:
@@ -132,10 +124,7 @@ def _read_corpus(settings: RunSettings) -> Corpus:
 
 @dataclasses.dataclass
 class _Run:
-    """What the parts of `run_training` share."""
-
     session: Session
-    peers: PeerFleet | None
     emit: Callable[[Event], None]
     folder: Path
     home: Path
@@ -167,13 +156,13 @@ class _Run:
             yield
 
     def train(self, notes: Sequence[str]) -> dict[str, Any]:
-        session, fleet, peers = self.session, self.session.fleet, self.peers
+        session, fleet = self.session, self.session.fleet
         self._emit_start()
-        for note in (*notes, *(peers.notes if peers else ())):
+        for note in (*notes, *fleet.notes):
             self.emit(Note(step=self.step, text=note))
-        with StopRequest(peers.stop_soon if peers else lambda: None) as stop:
-            if peers and self.step < self.settings.train.steps:
-                peers.wait_for_start(lambda: stop.signal is not None)
+        with StopRequest(fleet.stop_soon) as stop:
+            if self.step < self.settings.train.steps:
+                fleet.wait_for_start(lambda: stop.signal is not None)
             session.open_to_joiners()
             stopped_by_others = self._take_steps(stop)
             finished = self.step >= self.settings.train.steps
@@ -182,7 +171,7 @@ class _Run:
             if self.saved_at != self.step or finished:
                 self._save(wait=True)
             self._report_saved(wait=True)
-            if (failure := fleet.failure) is not None and not (peers and peers.rejoins):
+            if (failure := fleet.failure()) is not None and not fleet.rejoins:
                 self.emit(Note(step=self.step, text=f"{failure} The state at step {self.step} is saved."))
                 raise failure
             # Signals arrive at any time and at any rank, so the ranks compare them once; what follows communicates.
@@ -199,8 +188,8 @@ class _Run:
                 self._leave_adapter()
         self._count_time()
         summary = self._summary(evaluation, interrupted)
-        if finished and peers:
-            peers.tell_finished()
+        if finished:
+            fleet.tell_finished()
         fleet.finish()
         write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         self.emit(RunFinished(step=self.step, summary=summary))
@@ -208,7 +197,7 @@ class _Run:
 
     def _take_steps(self, stop: StopRequest) -> bool:
         """Train to the last step or the agreed stop step. Return whether the replicas agreed on a stop step."""
-        train, fleet, peers = self.settings.train, self.session.fleet, self.peers
+        train, fleet = self.settings.train, self.session.fleet
         evaluate_every, save_every = self.settings.evaluation.every_steps, self.settings.checkpoint.every_steps
         last = min(train.steps, train.stop_after or train.steps)
         agreed: int | None = None
@@ -217,12 +206,11 @@ class _Run:
             return bool(every) and self.step % (every or 1) == 0 and self.step < last
 
         while self.step < last:
-            if peers and peers.rejoins:
-                try:
-                    follow_views(peers, self.session, stop, self.emit)
-                except TransportError:
-                    self._save(wait=True)
-                    raise
+            try:
+                follow_views(self.session, stop, self.emit)
+            except TransportError:
+                self._save(wait=True)
+                raise
             if agreed is None:
                 agreed = fleet.stop_step(self.step, wanted=stop.signal is not None)
                 if agreed is not None:
@@ -240,9 +228,6 @@ class _Run:
     def _train_step(self) -> None:
         epochs = self.session.epochs
         done = self.session.step()
-        if self.peers and done.trained:
-            mine = self.settings.train.batch_size * self.settings.train.sequence_length
-            self.peers.note(loss=done.loss, tokens_per_s=mine / max(1e-9, done.step_s))
         self.emit(done)
         for name, epoch in self.session.epochs.items():
             if epoch == 2 and epochs.get(name) == 1:

@@ -125,7 +125,8 @@ class CheckpointSettings:
     every_steps: int | None = None
     """Steps between checkpoints. Default: a quarter of the run. 0: only at the end."""
     keep: int = 2
-    """How many of the newest checkpoints to keep."""
+    """How many of the newest checkpoints to keep. Replicas in processes of their own keep older ones until a newer one
+    is complete on all of them."""
     mirror: str | None = None
     """Upload checkpoints to s3://..., gs://..., hf://... or a path as well. Each peer of a swarm needs another one."""
     resume: Annotated[str | None, arg(aliases=["--resume"], metavar="RUN")] = None

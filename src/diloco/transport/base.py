@@ -17,8 +17,6 @@ from diloco.events import Event
 from diloco.membership import View
 from diloco.protocol import Average
 
-__all__ = ["Fetching", "Pending", "SnapshotSource", "Transport"]
-
 
 class Pending(Protocol):
     """The result of a round in flight."""

@@ -43,8 +43,7 @@ from diloco.membership import View
 from diloco.protocol import Average, Entry, Header, Rules, decode, difference, encode, header_of, judge_headers
 from diloco.state_tree import flatten, unflatten
 from diloco.transport.base import Pending, SnapshotSource, Transport
-from diloco.transport.leader import LeaderTransport
-from diloco.transport.replica_group import ReplicaGroup
+from diloco.transport.replica_group import LeaderTransport, ReplicaGroup
 from diloco.transport.roll_call import RollCall, fresh_store
 from diloco.waiting import in_thread
 

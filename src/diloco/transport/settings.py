@@ -13,8 +13,6 @@ from tyro.conf import arg
 from diloco.errors import ConfigurationError
 from diloco.units import Duration, Rate
 
-__all__ = ["NOWHERE", "EmulateSettings", "NetworkSettings", "multiaddress"]
-
 NOWHERE = "nowhere"  # of a peer behind a router, to which nobody can connect
 
 _LISTEN = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^:/\s]*):(?P<first>\d{1,5})(-(?P<last>\d{1,5}))?")

@@ -39,12 +39,9 @@ from diloco.protocol import (
 from diloco.transport.address import Address
 from diloco.transport.connections.control_connection import ControlConnection
 from diloco.transport.connections.control_thread import ControlThread
-from diloco.transport.connections.limits import ConnectionLimit
-from diloco.transport.connections.sockets import raw_transport
-from diloco.transport.connections.streams import Stream, Streams, pack, read_frame, within
-
-__all__ = ["ConnectionManager", "Greeting", "Hello", "PendingHellos", "Service", "send_hello"]
-
+from diloco.transport.connections.limits import ArrivalLimit, ConnectionLimit
+from diloco.transport.connections.sockets import TcpStreams, raw_transport
+from diloco.transport.connections.streams import Stream, pack, read_frame, within
 
 _Name = Annotated[str, Meta(max_length=64)]
 
@@ -58,8 +55,6 @@ class Hello(WireMessage):
 
 
 class Greeting(WireMessage):
-    """The answer to a hello."""
-
     rank: Rank
     crossed: _Name = ""  # the name of the hello of the answering rank that it crossed, or ""
 
@@ -100,10 +95,6 @@ async def send_hello(stream: Stream, me: int, mine: Address, name: str, rank: in
 
     Returns:
         The name of the other rank's hello that this one crossed, or "" if there is none.
-
-    Raises:
-        OSError, EOFError: The connection ended.
-        TransportError: The other side refuses, or is not ``rank``.
     """
     reader, writer = stream
     writer.write(pack(Hello(me, str(mine), name)))
@@ -124,6 +115,8 @@ Service = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[
 FIRST_MESSAGE_S = 10.0
 MOST_OPEN, MOST_OPEN_OF_ONE = 512, 256
 """Limits on connections that are not control connections: they request a service or have sent nothing yet."""
+ARRIVALS_PER_S, MOST_ARRIVALS = 64.0, 1024
+"""Limits on how fast an origin may open connections: a tenth of a core's time for handshakes, and a start at once."""
 _MOST_UNKNOWN_PEERS, _MOST_UNKNOWN_PEERS_OF_ONE = 256, 4
 """Limits on control connections of ranks that are not members, on networks that prove identities."""
 MOST_UNSENT_BYTES, MOST_UNSENT_TO_UNKNOWN_PEER_BYTES = 4 << 20, 1 << 18  # per rank; one that reads too little is lost
@@ -140,7 +133,7 @@ class ConnectionManager(ControlThread):
     """
 
     def __init__(
-        self, rules: Rules, streams: Streams, on_event: Callable[[Event], object] = lambda event: None
+        self, rules: Rules, streams: TcpStreams, on_event: Callable[[Event], object] = lambda event: None
     ) -> None:
         super().__init__(rules.rank)
         self.rules = rules
@@ -157,6 +150,7 @@ class ConnectionManager(ControlThread):
         self._members: frozenset[int] = frozenset()
         self._open_limit = ConnectionLimit[asyncio.StreamWriter](MOST_OPEN, MOST_OPEN_OF_ONE)
         self._unknown_peers = ConnectionLimit[int](_MOST_UNKNOWN_PEERS, _MOST_UNKNOWN_PEERS_OF_ONE)
+        self._arrivals = ArrivalLimit(ARRIVALS_PER_S, MOST_ARRIVALS)
         self._numbers = itertools.count(1)
         self._watch: asyncio.Task[None] | None = None
         self.pulse = Pulse(rules)  # detects stalls of this process itself
@@ -164,18 +158,16 @@ class ConnectionManager(ControlThread):
     # From any thread.
 
     def listen(self, *where: Any) -> Address:
-        """Accept connections. Arguments and errors are those of `Streams.listen` of the network."""
+        """Accept connections. Arguments and errors are those of `TcpStreams.listen` of the network."""
         return self.call(self.listen_at(*where))
 
     # In the control thread.
 
     @property
     def connected(self) -> frozenset[int]:
-        """The ranks with an open connection."""
         return frozenset(self._connections)
 
     def get(self, rank: int) -> ControlConnection | None:
-        """Return the open connection to ``rank``, or None."""
         return self._connections.get(rank)
 
     def send(self, rank: int, message: WireMessage) -> None:
@@ -199,7 +191,7 @@ class ConnectionManager(ControlThread):
             connection.trusted = connection.opened or rank in self._members
 
     async def open(self, address: Address) -> Stream:
-        """Open a connection as `Streams.open` does. `close` aborts it, even if it still has data to send."""
+        """Open a connection as `TcpStreams.open` does. `close` aborts it, even if it still has data to send."""
         return self.keep(await self.streams.open(address))
 
     def vouch(self, writer: asyncio.StreamWriter) -> None:
@@ -211,11 +203,14 @@ class ConnectionManager(ControlThread):
         if rank == self.rank:
             mine = self.streams.identity(writer) == self.streams.me
             return "" if mine else f"rank {rank} is the process that was asked, at {self.address}"
-        other = self._connections.get(rank)
-        if other is None or self.streams.identity(other.writer) == self.streams.identity(writer):
+        other, streams = self._connections.get(rank), self.streams
+        if other is None or streams.process(other.writer) == streams.process(writer):
             return ""
-        answers = await other.answers(self.rules.heartbeat_s)
-        return f"rank {rank} is connected from {other.address}, which still answers" if answers else ""
+        is_copy = streams.identity(other.writer) == streams.identity(writer)
+        if not await other.answers(self.rules.heartbeat_s):
+            return ""
+        copied = ". It has the same key: was identity.key copied? Each replica needs its own" if is_copy else ""
+        return f"rank {rank} is connected from {other.address}, which still answers{copied}"
 
     async def connect(self, rank: int, address: Address) -> None:
         """Open the connection to ``rank``, which listens at ``address``.
@@ -278,7 +273,11 @@ class ConnectionManager(ControlThread):
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            if (out := self._open_limit.enter(writer, self.streams.origins(writer))) is not None:
+            origins = self.streams.origins(writer)
+            if not self._arrivals.admits(origins, self.loop.time()):
+                raw_transport(writer).abort()
+                return
+            if (out := self._open_limit.enter(writer, origins)) is not None:
                 raw_transport(out).abort()
             async with asyncio.timeout(FIRST_MESSAGE_S):
                 if not await self.streams.admit(reader, writer):
@@ -317,7 +316,6 @@ class ConnectionManager(ControlThread):
         self._register(rank, address, (reader, writer), hello.hello, opened=False)
 
     def _drop(self, connection: ControlConnection, why: str) -> None:
-        """End an open connection and report its rank as lost."""
         if self._connections.get(connection.rank) is connection:
             connection.writer.transport.abort()  # discards what the peer has not read
             self.hang_up(connection.rank)

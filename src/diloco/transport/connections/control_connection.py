@@ -19,8 +19,6 @@ from diloco.transport.connections.streams import (
     within,
 )
 
-__all__ = ["ControlConnection", "Ending"]
-
 _INQUIRIES = 6  # within about a second
 _BETWEEN_INQUIRIES_S = 0.05, 0.4
 _MESSAGE_BYTES = 512  # counted for each message, besides its size: the time that it takes
@@ -32,16 +30,12 @@ OpenStream = Callable[[Address], Awaitable[Stream]]
 
 @dataclass(frozen=True)
 class Ending:
-    """Why a connection ended."""
-
     reason: str = ""
     was_dropped: bool = False  # whether the other side reports that it received nothing from this process for too long
 
 
 @dataclass(eq=False)
 class ControlConnection:
-    """An open control connection to another process."""
-
     rank: int  # of the other process
     number: int  # unique in this process; tells apart successive processes of one rank
     address: Address  # where the other process listens
@@ -60,12 +54,7 @@ class ControlConnection:
     async def listen(
         self, reader: asyncio.StreamReader, began: asyncio.Event, deliver: Callable[[Received], object]
     ) -> Ending:
-        """Deliver messages until the connection ends, at no more than the rate that `_PACES` allows.
-
-        Args:
-            began: Set when the first message has arrived, of any kind.
-            deliver: Called with each message. If it raises `MessageError`, the connection ends.
-        """
+        """Deliver messages until the connection ends, at no more than the rate that `_PACES` allows."""
         while True:
             try:
                 message = decode(await self._next(reader), Message)

@@ -38,10 +38,9 @@ from diloco.transport.address import Address
 from diloco.transport.base import SnapshotSource
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.limits import Backoff, ConnectionLimit
-from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, Streams, pack, read_frame
+from diloco.transport.connections.sockets import TcpStreams
+from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, pack, read_frame
 from diloco.transport.peers.state_wire import Offer, TensorBytes, describe, not_finite
-
-__all__ = ["StateTransfer"]
 
 T = TypeVar("T")
 
@@ -80,8 +79,6 @@ class Moved(WireMessage):
 
 
 class Later(WireMessage):
-    """The donor can't answer now."""
-
     reason: Words
 
 
@@ -90,8 +87,6 @@ Answer = Offer | Chunk | Moved | Later | Refused
 
 @dataclass(eq=False)
 class Snapshot:
-    """A copy of a fragment's state at one moment."""
-
     version: object  # of the donor's state when it was copied
     offer: Offer
     values: TensorBytes  # the bytes of its tensors, which never change
@@ -101,8 +96,6 @@ class Snapshot:
 
 
 class StateTransfer:
-    """Serves and fetches the state of one rank."""
-
     def __init__(self, connections: ConnectionManager) -> None:
         self.fetched_bytes = 0  # received in all fetches
         self._connections = connections
@@ -132,9 +125,6 @@ class StateTransfer:
 
         Args:
             after: Rounds that the state must include. A donor that has finished fewer is asked again.
-
-        Raises:
-            TransportError: No donor provides it in time; the error gives the reason for each donor.
         """
         rules, streams = self._connections.rules, self._connections.streams
         ranks = {donor: rules.ranks([donor])[rules.position] for donor in donors if donor != rules.replica}
@@ -220,12 +210,7 @@ class StateTransfer:
         return snapshot.offer
 
     async def _snapshot(self, fragment: int) -> Snapshot | None:
-        """Return a snapshot of the current state, copied if necessary; None while an earlier one is being sent.
-
-        Raises:
-            TransportError: Nothing is published.
-            Exception: Any error that the source raises.
-        """
+        """Return a snapshot of the current state, copied if necessary; None while an earlier one is being sent."""
         clock = asyncio.get_running_loop()
         async with self._copying:
             source = self._source
@@ -246,7 +231,6 @@ class StateTransfer:
             return snapshot
 
     def _is_kept(self, snapshot: Snapshot) -> bool:
-        """Return whether a fetcher keeps an outdated snapshot."""
         now_s = asyncio.get_running_loop().time()
         keepers = [origins for origins, read_s in snapshot.leases.items() if now_s - read_s < _KEPT_S]
         if now_s < snapshot.until_s:
@@ -257,7 +241,6 @@ class StateTransfer:
         return False
 
     def _drop_unused(self, fragment: int, snapshot: Snapshot) -> None:
-        """Drop a snapshot once it has not been used for a while."""
         loop = asyncio.get_running_loop()
         if self._snapshots.get(fragment) is snapshot:
             if (left_s := snapshot.used_s + _KEPT_S - loop.time()) > 0:
@@ -287,7 +270,7 @@ class _Fetch:
 
     def __init__(
         self,
-        streams: Streams,
+        streams: TcpStreams,
         donors: Mapping[int, Address],
         fragment: int,
         after: int,
@@ -307,11 +290,7 @@ class _Fetch:
         self._backoff = Backoff(*_PAUSES_S, seed=f"{os.getpid()} {fragment}")
 
     async def run(self, timeout_s: float) -> dict[str, Any]:
-        """Return the state.
-
-        Raises:
-            TransportError: No donor provides it in time.
-        """
+        """Return the state."""
         self._until_s = asyncio.get_running_loop().time() + timeout_s
         try:
             async with asyncio.timeout_at(self._until_s):
@@ -328,7 +307,6 @@ class _Fetch:
             raise self._failed(f"none provided it within {timeout_s:g} s") from error
 
     def _failed(self, what: str) -> TransportError:
-        """Return the error, which names every donor."""
         replicas = sorted(self._trouble)
         named = f"replicas {', '.join(map(str, replicas))} were" if len(replicas) > 1 else f"replica {replicas[0]} was"
         reasons = "; ".join(f"replica {donor}: {self._trouble[donor]}" for donor in replicas)
@@ -469,11 +447,7 @@ class _Fetch:
 
 
 class _Arrival:
-    """A state that is arriving.
-
-    Raises:
-        TransportError: There is not enough memory.
-    """
+    """A state that is arriving."""
 
     def __init__(self, wanted: Offer) -> None:
         self.wanted = wanted
@@ -488,7 +462,6 @@ class _Arrival:
 
     @property
     def digest(self) -> str:
-        """The digest of what has arrived."""
         return self._digest.hexdigest()
 
     def put(self, chunk: Chunk, data: bytes, sender: int) -> None:
@@ -507,10 +480,6 @@ def _choice(offers: Mapping[int, Offer], donors: int, *, certain: bool = False) 
     """Return the snapshot that more of the donors offer than could be faulty, or None.
 
     If there are two such snapshots, it is the one with more finished rounds.
-
-    Args:
-        donors: the number of donors.
-        certain: Whether no answer that is still to come could change the choice.
     """
     times = Counter(offer.key for offer in offers.values())
     least = donors // 2 + 1 if certain else byzantine_quorum(donors)

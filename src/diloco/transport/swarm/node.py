@@ -18,13 +18,9 @@ from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
 from diloco.transport.connections.streams import Stream, within
-from diloco.transport.swarm.daemon import Daemon, Handler, plainly
-from diloco.transport.swarm.engine import load_engine
-from diloco.transport.swarm.identity import Identity, PeerRecord, make_subkey, make_validator
-from diloco.transport.swarm.peer_config import Admission, NodePlace
+from diloco.transport.swarm.engine import Daemon, Handler, load_engine, plainly
+from diloco.transport.swarm.identity import Admission, Identity, NodePlace, PeerRecord, make_subkey, make_validator
 from diloco.waiting import waiting_for
-
-__all__ = ["Node"]
 
 _PROTOCOL = "diloco/2"
 _RECORD_S = 1800.0  # lifetime of a record, after which a peer that has ended is forgotten
@@ -126,12 +122,10 @@ class Node:
         await asyncio.gather(*map(reach, asked))
 
     async def addresses(self) -> tuple[str, ...]:
-        """Return the multiaddresses at which this peer can be reached, with ``/p2p/`` and its identity; maybe none."""
         return await self._daemon.addresses()
 
     @property
     def daemon_pid(self) -> int:
-        """The process id of the libp2p daemon."""
         return self._daemon.pid
 
     @property
@@ -141,7 +135,6 @@ class Node:
         return ahead_s
 
     async def handle(self, handler: Handler) -> None:
-        """Pass every incoming stream to ``handler``."""
         await self._daemon.handle(handler)
 
     async def open(self, peer_id: str, addresses: Sequence[str] = ()) -> Stream:
@@ -159,7 +152,6 @@ class Node:
         return await self._daemon.open(peer_id)
 
     async def announce(self, admission: Admission, record: PeerRecord) -> None:
-        """Store the record of this peer in the DHT."""
         expires_s, data = load_engine().clock.now_s() + _RECORD_S, record.to_bytes(self._subkey, admission)
         await self._dht.store(admission.dht_key, data, expires_s, subkey=self._subkey)
 
