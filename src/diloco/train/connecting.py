@@ -22,8 +22,9 @@ from diloco.errors import ConfigurationError
 from diloco.membership import LastViews
 from diloco.protocol import MAX_NAME, Rules
 from diloco.train.description import diff
-from diloco.train.fleet import ClusterFleet, Meeting, PeerFleet
+from diloco.train.fleet import ClusterFleet
 from diloco.train.joining import Held, held_checkpoint
+from diloco.train.peer_fleet import Meeting, PeerFleet
 from diloco.train.processes import Role
 from diloco.train.settings import RunSettings
 from diloco.transport import (

@@ -33,15 +33,23 @@ from diloco.events import (
 )
 from diloco.model import check_vocabulary, with_vocabulary
 from diloco.private_files import make_private_folder
-from diloco.train.components import make_transport, outer_components, outline, stored_definition
-from diloco.train.description import describe, describe_environment, identity, untrained_digest
+from diloco.train.description import (
+    describe,
+    describe_environment,
+    identity,
+    make_transport,
+    outer_components,
+    outline,
+    stored_definition,
+    untrained_digest,
+)
 from diloco.train.fleet import Fleet
 from diloco.train.joining import find_beginning, follow_views
+from diloco.train.processes import StopRequest
 from diloco.train.replica import seed_process
 from diloco.train.session import Session
 from diloco.train.settings import RunSettings
 from diloco.train.state import save_session
-from diloco.train.stopping import StopRequest
 from diloco.trained import evaluate, generate, mean_evaluation, read_weights
 from diloco.units import format_count
 
