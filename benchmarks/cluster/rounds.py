@@ -40,7 +40,8 @@ def exchanges(method: str, rank: int, given: argparse.Namespace, port: int) -> I
 
 def measure(rank: int, given: argparse.Namespace, store: str, ports: dict[str, int], results: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, given.replicas), rank=rank, world_size=given.replicas)
+    file = dist.FileStore(store, given.replicas)  # type: ignore[attr-defined]  # missing in torch's stubs
+    dist.init_process_group("gloo", store=file, rank=rank, world_size=given.replicas)
     for method, port in ports.items():
         rounds = []
         with exchanges(method, rank, given, port) as take_part:
