@@ -294,13 +294,8 @@ def _train_peer(plan: RunPlan, folder: Path) -> int:
         outside = [address for address in fleet.addresses if not address.startswith("/ip4/127.")]
         addresses = " ".join(outside or fleet.addresses)
         secret = " --secret-file FILE" if settings.network.secret_file else ""  # their copy of it
-        if addresses:
-            say(f"others join with\n  {join}{secret} --join {addresses}")
-        else:
-            say(
-                "no other peer can join here: it needs a forwarded port (--network.listen, --network.announce), or in "
-                "3 minutes a `diloco relay` on a public address, given as --join, carries its connections"
-            )
+        nowhere = "no other peer can join here without a forwarded port, or, after 3 minutes, a `diloco relay` (--join)"
+        say(f"others join with\n  {join}{secret} --join {addresses}" if addresses else nowhere)
         return fleet
 
     code = _train(plan, folder, meet)
@@ -396,7 +391,8 @@ def _train(
             from diloco.watch import PrometheusSink
 
             host, port = monitor.metrics_address()
-            sinks.sinks["the metrics"] = PrometheusSink(host, port + (role.index if role else 0), name)
+            shift = role.index if role and (role.torchrun or POSITION in os.environ) else 0  # several on this machine
+            sinks.sinks["the metrics"] = PrometheusSink(host, port + shift, name)
         summary = run_training(
             settings, folder=folder, sink=sinks, config_toml=plan.record, notes=plan.notes, meet=meet
         )
