@@ -237,6 +237,7 @@ class DiLoCo:
         if self._greatest is list or any(isinstance(action, Send) for action in actions):
             self._adopt_fetched_state()
         for fragment in self.fragments:
+            fragment.settle(wait=False)
             fragment.trained += trained
         self.steps += 1
         self.transport.tick()
@@ -501,6 +502,8 @@ class DiLoCo:
             buffers=buffers,
             integers=integers,
             withdrawn=withdrawn,
+            # ranks that shard the parameters decide together whether all values are finite
+            later=self.schedule.overlap_steps > 0 and self._greatest is list,
         )
         self._on_event(
             RoundSent(
@@ -523,6 +526,9 @@ class DiLoCo:
         assert fragment.flight is not None, "a round is in flight"
         about = {"step": self.steps, "replica": self.transport.replica, **vars(fragment.flight.contribution.round)}
         error: TransportError | None = None
+        if fragment.settle():
+            text = f"Values of fragment {fragment.index} were outside the codec's range and were clamped to its limit."
+            self._on_event(Note(step=self.steps, text=text))
         try:
             average = fragment.flight.pending.wait()
         except (DivergedError, RoundVoidError) as void:

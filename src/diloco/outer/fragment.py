@@ -14,7 +14,9 @@ ranks of a replica shard its parameters, each rank holds this for its own shards
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,6 +47,8 @@ from diloco.protocol import Average
 from diloco.transport import Pending, Transport
 
 __all__ = ["Fragment"]
+
+_LEAST_LATER = 1 << 19  # values from which a thread encodes: starting one takes as long as encoding a tenth of them
 
 _SAVED_FIELDS: Mapping[str, tuple[Any, torch.dtype | None]] = {
     "payload": (Tensor, torch.uint8),
@@ -99,6 +103,7 @@ class Fragment:
         self.residual: Tensor | None = None  # e, ``(numel,)`` float32, of the last round that took this replica's work
         if error_feedback:
             self.residual = torch.zeros(layout.numel, dtype=torch.float32, device=self.device)
+        self._largest = 0.0  # magnitude of the last pseudo-gradient that a thread encoded
         self.candidate: Tensor | None = None  # e if the round in flight takes it
         self.trained = 0.0  # inner steps since the last contribution
         self.submitted = 0.0  # inner steps in a contribution and in no mean yet
@@ -150,15 +155,20 @@ class Fragment:
         Raises:
             NonFiniteError: on all ranks, if Delta contains NaN or infinity on one. The message names the parameters.
         """
-        local, values = self.local(), self.global_params
-        delta, largest = self._empty() if keep_local else local, 0.0
+        local = self.local()
+        delta, largest = self._difference(local, self._empty() if keep_local else local)
+        (largest,) = self._greatest([largest])
+        if not math.isfinite(largest):
+            raise self._not_finite(delta)
+        return delta, local if keep_local else None, largest
+
+    def _difference(self, local: Tensor, delta: Tensor) -> tuple[Tensor, float]:
+        """Set ``delta`` to ``global - local``, and return it with its largest magnitude, infinite if one is NaN."""
+        values, largest = self.global_params, 0.0
         for start, stop in pieces(values.numel(), self.device):
             magnitude = largest_magnitude(torch.sub(values[start:stop], local[start:stop], out=delta[start:stop]))
             largest = max(largest, magnitude) if math.isfinite(magnitude) else math.inf
-        (largest,) = self._greatest([largest])
-        if not math.isfinite(largest):
-            raise self._not_finite()
-        return delta, local if keep_local else None, largest
+        return delta, largest
 
     def send(
         self,
@@ -170,8 +180,12 @@ class Fragment:
         buffers: Tensor | None = None,
         integers: Tensor | None = None,
         withdrawn: str = "",
+        later: bool = False,
     ) -> tuple[Contribution, bool]:
         """Submit the work of this replica to the transport. Never blocks on other replicas.
+
+        ``later``: copy the local parameters only, and leave the rest to a thread if the transport and the size of the
+        fragment allow it. `settle` then raises the errors, and tells whether a value was out of range.
 
         ``window_steps`` is the number of inner steps that the schedule has since the previous round; for the others see
         `Contribution`. Returns the contribution, and whether a value was outside the codec's range.
@@ -181,18 +195,22 @@ class Fragment:
         """
         assert self.flight is None, "a fragment has at most one round in flight"
         self.adopted = -1  # if the others' digest differs in this round, the current state is out of date
-        delta, sent, largest = self.pseudo_gradient(keep_local=self._merge.keeps_sent)
-        codec, candidate = self._template.codec, None
-        if self.residual is None:
-            payload = codec.encode(delta)
+        codec, keeps, ready = self._template.codec, self._merge.keeps_sent, None
+        candidate, largest = None, 0.0
+        if later and transport.fills_later and self.device.type == "cpu" and self.numel >= _LEAST_LATER:
+            ready, local = Future[None](), self.local()
+            payload = torch.empty(codec.payload_bytes(self.numel), dtype=torch.uint8, device="cpu")
+            sent: Tensor | None = local
         else:
-            payload, candidate = encode_with_feedback(codec, delta, self.residual, self._decay)
+            delta, sent, largest = self.pseudo_gradient(keep_local=keeps)
+            payload, candidate = self._encoded(delta)
         self.submitted, self.trained = self.submitted + self.trained, 0.0
         contribution = replace(
             self._template,
             round=RoundId(self.index, outer_step),
             replica=transport.replica,
             payload=payload,
+            ready=ready,
             weight=contribution_weight(base_weight, self.submitted, window_steps),
             base_weight=base_weight,
             digest=self.state.digest(),
@@ -200,9 +218,55 @@ class Fragment:
             integers=integers,
             withdrawn=withdrawn,
         )
-        self.flight = InFlight(contribution, transport.average(contribution), sent)
+        pending = transport.average(contribution)
+        self.flight = InFlight(contribution, pending, sent if keeps else None)
         self.candidate = candidate  # after submitting, which may fail
+        if ready is not None:
+            self.state.reader = ready
+            pending.on_commit = self._prepare  # type: ignore[attr-defined]  # of a transport that fills later
+            threading.Thread(target=self._fill, args=(ready, payload, local), name="encode", daemon=True).start()
         return contribution, largest > codec.saturation_limit
+
+    def settle(self, *, wait: bool = True) -> bool:
+        """Wait until the round in flight has been sent, and return whether a value was outside the codec's range.
+
+        Without ``wait`` only ask whether it could not be sent.
+
+        Raises:
+            NonFiniteError: if the pseudo-gradient contains NaN or infinity. Nothing was sent.
+        """
+        ready = None if self.flight is None else self.flight.contribution.ready
+        if ready is None or not (wait or ready.done()):
+            return False
+        try:
+            ready.result()
+        except BaseException:
+            self.flight = self.candidate = None
+            raise
+        return self._largest > self._template.codec.saturation_limit
+
+    def _fill(self, ready: Future[None], payload: Tensor, local: Tensor) -> None:
+        """Compute the payload in a thread."""
+        try:
+            delta, self._largest = self._difference(local, self._empty() if self._merge.keeps_sent else local)
+            if not math.isfinite(self._largest):
+                raise self._not_finite(delta)
+            encoded, self.candidate = self._encoded(delta)
+            payload.copy_(encoded)
+        except BaseException as error:
+            ready.set_exception(error)
+        else:
+            ready.set_result(None)
+
+    def _encoded(self, delta: Tensor) -> tuple[Tensor, Tensor | None]:
+        codec = self._template.codec
+        if self.residual is None:
+            return codec.encode(delta), None
+        return encode_with_feedback(codec, delta, self.residual, self._decay)
+
+    def _prepare(self, average: Average) -> None:
+        if average.donor is None:
+            self.state.prepare(average, telemetry=self._template.telemetry)
 
     def merge(self, average: Average) -> Measures:
         """Take the outer step of the round in flight and merge the new global parameters into the local ones.
@@ -252,6 +316,7 @@ class Fragment:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the fragment except its local parameters, as nested state. Copies no tensors."""
+        self.settle()
         return {
             **self.state.tensors(),
             "finished_rounds": self.state.finished_rounds,
@@ -357,9 +422,9 @@ class Fragment:
         if not in_place:
             unflatten_(flat[0], self.parameters)
 
-    def _not_finite(self) -> NonFiniteError:
-        named = zip(self.names, self.parameters, strict=True)
-        bad = [name for name, parameter in named if not math.isfinite(largest_magnitude(local_shard(parameter)))]
+    def _not_finite(self, delta: Tensor) -> NonFiniteError:
+        named = self.layout.named(delta)
+        bad = [name for name, values in named.items() if not math.isfinite(largest_magnitude(values))]
         return NonFiniteError(
             f"The pseudo-gradient of fragment {self.index} is not finite; the local values of "
             f"{', '.join(bad) or 'no parameter of this rank'} contain NaN or infinity. Nothing was sent. Resume from "

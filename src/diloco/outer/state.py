@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,18 @@ Greatest = Callable[[Sequence[float]], list[float]]
 """Returns the greatest of all ranks of a replica for each number. All ranks must call it in the same order."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """An outer step."""
+
+    applied: Tensor  # the mean
+    version: int  # of the state from which it was taken
+    values: Tensor  # those after it
+    outer: OuterState
+    measures: Measures
+    mean: Tensor | None  # a sample
+
+
 class GlobalState:
     """The global parameters of a fragment and their outer state, which all replicas agree on.
 
@@ -50,6 +63,8 @@ class GlobalState:
         self.users = 0  # replicas of this process that use it
         self._optimizer = optimizer
         self._lock = threading.Lock()
+        self.reader: Future[None] | None = None  # of a thread that still reads the values
+        self._prepared: Future[_Prepared] | None = None  # the next outer step
         self._digest: Future[str] | None = None  # of a large state, which a thread computes while the replica trains
         self._last_mean: Tensor | None = None  # a sample of the last mean
         # the last outer step: its number, its measures, and the values before it if a replica will need them
@@ -59,9 +74,12 @@ class GlobalState:
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Hold off snapshots while the state changes."""
+        for thread in (self.reader, self._prepared):  # the second one needs the lock
+            if thread is not None:
+                thread.exception()  # waits
         with self._lock:
             if self._digest is not None:
-                self._digest.exception()  # waits
+                self._digest.exception()
             self.version += 1
             try:
                 yield
@@ -80,19 +98,42 @@ class GlobalState:
         outer_step = average.round.outer_step
         if self.users > 1 and self._last[0] == outer_step:
             return self._last[1:]
+        prepared, self._prepared = self._prepared, None
+        step = None if prepared is None else prepared.result()
+        if step is not None and (step.applied is not average.values or step.version != self.version):
+            step = None  # the state has changed since
         with self.changing():
-            before = self.values.clone() if keep else None
-            mean = average.values.to(self.values.device)
-            measures: Measures = {}
-            if telemetry:
-                measures, self._last_mean = measured_outer_step(
-                    self._optimizer, mean, self.outer, self.values, self._last_mean
-                )
-            else:
-                self._optimizer.update(mean, self.outer, self.values)
+            before = None if not keep else self.values.clone() if step is None else self.values
+            if step is None:
+                step = self._stepped(average, self.values, self.outer, telemetry)
+            self.values, self.outer, self._last_mean = step.values, step.outer, step.mean
+            measures = step.measures
             self.finished_rounds = outer_step + 1
         self._last = outer_step, measures, before if self.users > 1 else None
         return measures, before
+
+    def prepare(self, average: Average, *, telemetry: bool) -> None:
+        """Begin the outer step that `take_step` will take of ``average``, in a thread and on copies."""
+        self._prepared = in_thread(lambda: self._copied_step(average, telemetry), "outer-step")
+
+    def _copied_step(self, average: Average, telemetry: bool) -> _Prepared:
+        with self._lock:
+            slots = {name: values.clone() for name, values in self.outer.slots.items()}
+            values, outer, version = self.values.clone(), OuterState(self.outer.step, slots), self.version
+        return self._stepped(average, values, outer, telemetry, version)
+
+    def _stepped(
+        self, average: Average, values: Tensor, outer: OuterState, telemetry: bool, version: int = -1
+    ) -> _Prepared:
+        """Take the outer step of ``average`` on ``values`` and ``outer``, in place."""
+        measures: Measures = {}
+        sample = self._last_mean
+        mean = average.values.to(values.device)
+        if telemetry:
+            measures, sample = measured_outer_step(self._optimizer, mean, outer, values, sample)
+        else:
+            self._optimizer.update(mean, outer, values)
+        return _Prepared(average.values, version, values, outer, measures, sample)
 
     def count_void(self, outer_step: int) -> None:
         """Count a round as finished that no replica applied."""

@@ -61,11 +61,13 @@ class Transport(abc.ABC):
         view: the members that take part in the next round.
         sent_bytes, received_bytes: payload bytes that this replica has moved in all rounds so far, including void ones.
         fetched_bytes: bytes of other replicas' state received so far; 0 if the transport does not count them.
+        fills_later: whether `average` takes payloads that are not ready, and tells its `Pending.on_commit`.
         shared_by_ranks: whether all ranks of a replica call this transport together, each holding the whole model.
     """
 
     replica: int
     view: View
+    fills_later: bool = False
     shared_by_ranks: bool = False
     sent_bytes: int = 0
     received_bytes: int = 0

@@ -53,6 +53,8 @@ class PeerTransport(ProtocolRunner, Transport):
         links: The class of the payload links, which the network may choose.
     """
 
+    fills_later = True
+
     def __init__(self, rules: Rules, streams: Streams, links: type[PeerLinks] = PeerLinks) -> None:
         super().__init__(rules, streams, links)
         self.replica = rules.replica
@@ -125,7 +127,11 @@ class PeerTransport(ProtocolRunner, Transport):
         self._ticks, self._measured_s, self._waited_s = 0, pending.sent_s, 0.0
         uplink = replace(self.uplink, window_s=contribution.transfer_steps * self._step_s)
         submitted = events.Submitted(contribution, self.step, pending.sent_s, uplink=uplink, after=self._merged)
-        if contribution.payload.is_cuda:
+        if contribution.ready is not None:
+            self._running.add(contribution.ready)
+            contribution.ready.add_done_callback(self._running.discard)
+            contribution.ready.add_done_callback(lambda ready: None if ready.exception() else self._post(submitted))
+        elif contribution.payload.is_cuda:
             host, copied = self._copies.start(contribution)
             self._copies.after(copied, lambda: self._post(replace(submitted, contribution=host)), self._fail)
         else:
