@@ -200,6 +200,8 @@ class DiLoCo:
             )
             for layout in layouts
         )
+        # ranks that shard the parameters decide together whether all values are finite
+        self._sends_later = schedule.overlap_steps > 0 and self._greatest is list
         self.recovery = StateRecovery(self.fragments, self.transport, self._greatest)
         optimizers = inner_optimizer if isinstance(inner_optimizer, Sequence) else [inner_optimizer]
         self._reports = Reports(optimizers, on_event)
@@ -243,6 +245,9 @@ class DiLoCo:
         self.transport.tick()
         for action in itertools.takewhile(_is_send, actions):
             self._perform(action)
+        for action in self.schedule.actions(self.steps + 1) if self._sends_later else ():
+            if isinstance(action, Send):
+                self.fragments[action.fragment].make_room(self.transport)
 
     @_outside_inference_mode()
     def finish(self) -> None:
@@ -502,8 +507,7 @@ class DiLoCo:
             buffers=buffers,
             integers=integers,
             withdrawn=withdrawn,
-            # ranks that shard the parameters decide together whether all values are finite
-            later=self.schedule.overlap_steps > 0 and self._greatest is list,
+            later=self._sends_later,
         )
         self._on_event(
             RoundSent(

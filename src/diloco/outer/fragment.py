@@ -45,6 +45,7 @@ from diloco.errors import FragmentError, NonFiniteError
 from diloco.outer.state import GlobalState, Greatest, Measures
 from diloco.protocol import Average
 from diloco.transport import Pending, Transport
+from diloco.waiting import in_thread
 
 __all__ = ["Fragment"]
 
@@ -103,6 +104,7 @@ class Fragment:
         self.residual: Tensor | None = None  # e, ``(numel,)`` float32, of the last round that took this replica's work
         if error_feedback:
             self.residual = torch.zeros(layout.numel, dtype=torch.float32, device=self.device)
+        self._room: Future[Tensor] | None = None  # memory for the next copy of the local parameters
         self._largest = 0.0  # magnitude of the last pseudo-gradient that a thread encoded
         self.candidate: Tensor | None = None  # e if the round in flight takes it
         self.trained = 0.0  # inner steps since the last contribution
@@ -197,8 +199,9 @@ class Fragment:
         self.adopted = -1  # if the others' digest differs in this round, the current state is out of date
         codec, keeps, ready = self._template.codec, self._merge.keeps_sent, None
         candidate, largest = None, 0.0
-        if later and transport.fills_later and self.device.type == "cpu" and self.numel >= _LEAST_LATER:
-            ready, local = Future[None](), self.local()
+        if later and self._may_fill(transport):
+            room = self._empty() if self._room is None else self._room.result()
+            ready, local, self._room = Future[None](), flatten(self.parameters, room), None
             payload = torch.empty(codec.payload_bytes(self.numel), dtype=torch.uint8, device="cpu")
             sent: Tensor | None = local
         else:
@@ -226,6 +229,14 @@ class Fragment:
             pending.on_commit = self._prepare  # type: ignore[attr-defined]  # of a transport that fills later
             threading.Thread(target=self._fill, args=(ready, payload, local), name="encode", daemon=True).start()
         return contribution, largest > codec.saturation_limit
+
+    def make_room(self, transport: Transport) -> None:
+        """Let a thread take the memory that the next `send` copies to, because the first use of a page is slow."""
+        if self._may_fill(transport):
+            self._room = in_thread(lambda: self._empty().zero_(), "room")
+
+    def _may_fill(self, transport: Transport) -> bool:
+        return transport.fills_later and self.device.type == "cpu" and self.numel >= _LEAST_LATER
 
     def settle(self, *, wait: bool = True) -> bool:
         """Wait until the round in flight has been sent, and return whether a value was outside the codec's range.

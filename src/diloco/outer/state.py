@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,11 +35,12 @@ class _Prepared:
     """An outer step."""
 
     applied: Tensor  # the mean
-    version: int  # of the state from which it was taken
     values: Tensor  # those after it
     outer: OuterState
     measures: Measures
     mean: Tensor | None  # a sample
+    version: int = -1  # of the state that was copied, and the digest of the new one, if it was taken on copies
+    digest: str = ""
 
 
 class GlobalState:
@@ -72,8 +73,8 @@ class GlobalState:
         self._hash()
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Hold off snapshots while the state changes."""
+    def changing(self, digest: str = "") -> Iterator[None]:
+        """Hold off snapshots while the state changes. ``digest`` is that of the new state, if it is known."""
         for thread in (self.reader, self._prepared):  # the second one needs the lock
             if thread is not None:
                 thread.exception()  # waits
@@ -84,7 +85,7 @@ class GlobalState:
             try:
                 yield
             finally:
-                self._hash()
+                self._hash(digest)
 
     def digest(self) -> str:
         """Return the digest of the values and the outer state. That of a large state was computed in a thread."""
@@ -102,7 +103,7 @@ class GlobalState:
         step = None if prepared is None else prepared.result()
         if step is not None and (step.applied is not average.values or step.version != self.version):
             step = None  # the state has changed since
-        with self.changing():
+        with self.changing("" if step is None else step.digest):
             before = None if not keep else self.values.clone() if step is None else self.values
             if step is None:
                 step = self._stepped(average, self.values, self.outer, telemetry)
@@ -120,11 +121,10 @@ class GlobalState:
         with self._lock:
             slots = {name: values.clone() for name, values in self.outer.slots.items()}
             values, outer, version = self.values.clone(), OuterState(self.outer.step, slots), self.version
-        return self._stepped(average, values, outer, telemetry, version)
+        step = self._stepped(average, values, outer, telemetry)
+        return replace(step, version=version, digest=digest_state(values, outer))
 
-    def _stepped(
-        self, average: Average, values: Tensor, outer: OuterState, telemetry: bool, version: int = -1
-    ) -> _Prepared:
+    def _stepped(self, average: Average, values: Tensor, outer: OuterState, telemetry: bool) -> _Prepared:
         """Take the outer step of ``average`` on ``values`` and ``outer``, in place."""
         measures: Measures = {}
         sample = self._last_mean
@@ -133,7 +133,7 @@ class GlobalState:
             measures, sample = measured_outer_step(self._optimizer, mean, outer, values, sample)
         else:
             self._optimizer.update(mean, outer, values)
-        return _Prepared(average.values, version, values, outer, measures, sample)
+        return _Prepared(average.values, values, outer, measures, sample)
 
     def count_void(self, outer_step: int) -> None:
         """Count a round as finished that no replica applied."""
@@ -187,9 +187,12 @@ class GlobalState:
         """Return the number of bytes of all tensors."""
         return sum(tensor.nbytes for tensor in (self.values, *self.outer.slots.values()))
 
-    def _hash(self) -> None:
+    def _hash(self, digest: str = "") -> None:
         self._digest = None
-        if self.num_bytes() > _LARGE_BYTES:
+        if digest:
+            self._digest = Future()
+            self._digest.set_result(digest)
+        elif self.num_bytes() > _LARGE_BYTES:
             # on a GPU the outer step may still be queued on the training's stream
             queued = torch.cuda.current_stream(self.values.device).record_event() if self.values.is_cuda else None
             self._digest = in_thread(lambda: self._hashed(queued), "digest")
