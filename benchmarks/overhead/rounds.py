@@ -8,7 +8,6 @@ Tokens: two processes train for some seconds with rounds and without, in turn.
 from __future__ import annotations
 
 import argparse
-import os
 import socket
 import statistics
 import subprocess
@@ -37,7 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--at", default="", help=argparse.SUPPRESS)
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the commands do
     torch.set_num_threads(1)
     if given.at:
         with connect_tcp(replica=1, num_replicas=2, rendezvous=given.at) as transport:

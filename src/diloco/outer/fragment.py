@@ -201,7 +201,9 @@ class Fragment:
         candidate, largest = None, 0.0
         if later and self._may_fill(transport):
             room = self._empty() if self._room is None else self._room.result()
-            ready, local, self._room = Future[None](), flatten(self.parameters, room), None
+            copying: set[torch.device] = set()
+            ready, local, self._room = Future[None](), flatten(self.parameters, room, copying), None
+            copies = [torch.cuda.current_stream(device).record_event() for device in copying]
             payload = torch.empty(codec.payload_bytes(self.numel), dtype=torch.uint8, device="cpu")
             sent: Tensor | None = local
         else:
@@ -224,10 +226,12 @@ class Fragment:
         pending = transport.average(contribution)
         self.flight = InFlight(contribution, pending, sent if keeps else None)
         self.candidate = candidate  # after submitting, which may fail
+        if transport.fills_later and (ready is not None or self.device.type == "cuda"):
+            pending.on_commit = self._prepare  # type: ignore[attr-defined]  # of a transport that fills later
         if ready is not None:
             self.state.reader = ready
-            pending.on_commit = self._prepare  # type: ignore[attr-defined]  # of a transport that fills later
-            threading.Thread(target=self._fill, args=(ready, payload, local), name="encode", daemon=True).start()
+            fill = threading.Thread(target=self._fill, args=(ready, payload, local, copies), name="encode", daemon=True)
+            fill.start()
         return contribution, largest > codec.saturation_limit
 
     def make_room(self, transport: Transport) -> None:
@@ -256,9 +260,11 @@ class Fragment:
             raise
         return self._largest > self._template.codec.saturation_limit
 
-    def _fill(self, ready: Future[None], payload: Tensor, local: Tensor) -> None:
-        """Compute the payload in a thread."""
+    def _fill(self, ready: Future[None], payload: Tensor, local: Tensor, copies: Sequence[torch.cuda.Event]) -> None:
+        """Compute the payload in a thread, once ``local`` has been copied from the GPUs."""
         try:
+            for copied in copies:
+                copied.synchronize()
             delta, self._largest = self._difference(local, self._empty() if self._merge.keeps_sent else local)
             if not math.isfinite(self._largest):
                 raise self._not_finite(delta)

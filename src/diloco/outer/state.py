@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.algorithm import OuterOptimizer, OuterState, digest_state, measured_outer_step, named_parameters
+from diloco.devices import to_device
 from diloco.errors import FragmentError
 from diloco.protocol import Average
 from diloco.waiting import in_thread
@@ -66,6 +67,7 @@ class GlobalState:
         self._lock = threading.Lock()
         self.reader: Future[None] | None = None  # of a thread that still reads the values
         self._prepared: Future[_Prepared] | None = None  # the next outer step
+        self._moved: Future[tuple[Tensor, Tensor]] | None = None  # the next mean, on the host and on the GPU
         self._digest: Future[str] | None = None  # of a large state, which a thread computes while the replica trains
         self._last_mean: Tensor | None = None  # a sample of the last mean
         # the last outer step: its number, its measures, and the values before it if a replica will need them
@@ -114,7 +116,13 @@ class GlobalState:
         return measures, before
 
     def prepare(self, average: Average, *, telemetry: bool) -> None:
-        """Begin the outer step that `take_step` will take of ``average``, in a thread and on copies."""
+        """Begin the outer step that `take_step` will take of ``average``, in a thread and on copies.
+
+        On a GPU, where the step takes no time, the thread moves the mean there, through pinned memory.
+        """
+        if self.values.is_cuda:
+            self._moved = in_thread(lambda: self._move(average.values), "mean")
+            return
         self._prepared = in_thread(lambda: self._copied_step(average, telemetry), "outer-step")
 
     def _copied_step(self, average: Average, telemetry: bool) -> _Prepared:
@@ -128,12 +136,28 @@ class GlobalState:
         """Take the outer step of ``average`` on ``values`` and ``outer``, in place."""
         measures: Measures = {}
         sample = self._last_mean
-        mean = average.values.to(values.device)
+        mean = self._mean(average.values)
         if telemetry:
             measures, sample = measured_outer_step(self._optimizer, mean, outer, values, sample)
         else:
             self._optimizer.update(mean, outer, values)
         return _Prepared(average.values, values, outer, measures, sample)
+
+    def _move(self, mean: Tensor) -> tuple[Tensor, Tensor]:
+        stream = torch.cuda.Stream(self.values.device)  # type: ignore[no-untyped-call]  # of torch
+        with torch.cuda.stream(stream):
+            moved = to_device(mean, self.values.device)
+        stream.synchronize()
+        return mean, moved
+
+    def _mean(self, mean: Tensor) -> Tensor:
+        """Return a mean on the device of the values."""
+        if self._moved is not None:
+            (source, moved), self._moved = self._moved.result(), None
+            if source is mean:
+                moved.record_stream(torch.cuda.current_stream(moved.device))  # its memory is of another stream
+                return moved
+        return mean.to(self.values.device)
 
     def count_void(self, outer_step: int) -> None:
         """Count a round as finished that no replica applied."""
