@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from diloco.cli import main
+from diloco.monitor import read_metrics
 from tests.commands import Command
 from tests.finetuning import write_base, write_sums
 from tests.processes import Processes, free_port
@@ -81,6 +83,24 @@ def test_processes_that_stop_and_go_on_end_where_one_process_does(replicas: Repl
         assert summary["rounds_committed"] == alone["rounds_committed"]
         assert summary["sent_bytes_per_replica"] == alone["sent_bytes_per_replica"]
     assert replicas.summaries()[0]["heldout_loss"] == alone["heldout_loss"]
+
+
+def test_machines_that_are_lost_with_their_disks_go_on_from_the_bucket(
+    replicas: Replicas, alone: dict[str, Any]
+) -> None:
+    """The newest checkpoint of one replica was never uploaded, so both go on from the one before."""
+    bucket = replicas.out.with_name("bucket")
+    line = f"--resume-or-start file://{bucket} --checkpoint.every-steps 4"
+    for command in replicas.by_hand(f"{line} --stop-after 8", "--replica 0", "--replica 1"):
+        command.end()
+    shutil.rmtree(replicas.out)
+    (newest,) = bucket.glob("replica-1/checkpoints/*-step-00000008-*/manifest.json")
+    newest.unlink()
+    Command(replicas.processes, f"{replicas.words} {line}".split(), replicas.out.with_suffix(".txt")).end()
+    starts = [read_metrics(folder / "metrics.jsonl", "RunStarted")[-1] for folder in replicas.folders]
+    assert [start["step"] for start in starts] == [4, 4]
+    for summary in replicas.summaries():
+        assert summary["global_params_digest"] == alone["global_params_digest"]
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ SHORT_FLAGS: dict[str, tuple[str, Any]] = {
     "--codec int8": ("sync.codec", "int8"),
     "--transport tcp": ("network.transport", "tcp"),
     "--data a b": ("data.paths", ("a", "b")),
-    "--resume runs/x": ("checkpoint.resume", Path("runs/x")),
+    "--resume runs/x": ("checkpoint.resume", "runs/x"),
     "--out runs/y": ("out", Path("runs/y")),
     "--init-from w.safetensors": ("train.init_from", Path("w.safetensors")),
     "--data-parallel-steps 0": ("train.data_parallel_steps", 0),

@@ -35,7 +35,7 @@ WRONG_FILES = [
     ("steps = 5", ["unknown key 'steps'", "did you mean 'train.steps'?"]),
     ("[sync]\ninner-steps = 5", ["'sync.inner-steps'", "did you mean 'sync.inner_steps'?"]),
     ("[evaluations]\nxyz = 5", ["'evaluations'", "did you mean '[evaluation]'?"]),
-    ("[checkpoint]\ncolour = 1", ["'checkpoint.colour'", "[checkpoint] has: every_steps, keep, resume."]),
+    ("[checkpoint]\ncolour = 1", ["'checkpoint.colour'", "[checkpoint] has: every_steps, keep, mirror, resume."]),
     ('[train]\nsteps = "many"', ['train.steps = "many" is not valid', "expected a whole number"]),
     ("[train]\nsteps = 5.0", ["train.steps = 5.0", "expected a whole number"]),
     ("[train]\nsteps = true", ["train.steps = true", "expected a whole number"]),
@@ -61,7 +61,7 @@ WRONG_FILES = [
     ("steps = " + "9" * 5000, ["run.toml", "not valid TOML"]),
     ('preset = "tinny"', ["there is no preset 'tinny'", "did you mean 'tiny'?"]),
     ("[train]\nsteps = 0", ["train.steps must be at least 1, got 0"]),
-    ("[monitor]\nevery_steps = 0", ["monitor.every_steps", "at least 1, got 0"]),
+    ("[monitor]\nprometheus = ':0'", ["monitor.prometheus must be PORT or HOST:PORT, got ':0'"]),
 ]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.algorithm import RebaseMerge, SyncSchedule, partition
+from diloco.algorithm import AlphaMerge, RebaseMerge, SyncSchedule, partition
 from diloco.errors import NonFiniteError
 from diloco.outer import DiLoCo
 from diloco.transport import InProcessTransport, Transport
@@ -63,7 +63,7 @@ def in_turns(**more: Any) -> list[Replica]:
     return replicas
 
 
-@pytest.mark.parametrize("more", [{}, {"telemetry": False, "error_feedback": False, "merge": None}])
+@pytest.mark.parametrize("more", [{}, {"error_feedback": False, "merge": AlphaMerge(0.5)}])
 def test_the_bits_are_those_of_one_thread(more: dict[str, Any]) -> None:
     expected, wires, replicas = in_turns(**more), Wires(), {}
 

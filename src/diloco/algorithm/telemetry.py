@@ -28,12 +28,7 @@ def measured_outer_step(
 ) -> tuple[dict[str, float | None], Tensor]:
     """Take an outer step, ``optimizer.update(mean, state, values)``, and measure its effect.
 
-    Args:
-        optimizer: The outer optimizer.
-        mean: ``(numel,)`` float32, the mean pseudo-gradient, on the device of ``values``.
-        state: The state of the outer optimizer.
-        values: ``(numel,)`` float32, the global parameters.
-        last: The sample of the last mean, or None.
+    ``mean`` and ``values``, the global parameters, are ``(numel,)`` float32; ``last`` is the sample of the last mean.
 
     Returns:
         The measures by name, None where one is undefined, and the sample of this mean:
@@ -45,8 +40,7 @@ def measured_outer_step(
           Nesterov ``lr (1 + mu)`` in the first step, and ``lr / (1 - mu)`` after many equal means.
     """
     delta, before = _sample(mean), _sample(values)
-    momentum = state.slots.get("momentum", state.slots.get("mean"))  # Adam calls its first moment "mean"
-    momentum = None if momentum is None else _sample(momentum)
+    momentum = _sample(state.slots["momentum"]) if "momentum" in state.slots else None
     optimizer.update(mean, state, values)
     zero = torch.zeros_like(delta)  # its cosines are undefined
     others = [before.sub_(_sample(values)), zero if last is None else last, zero if momentum is None else momentum]

@@ -138,12 +138,8 @@ class _Reader:
 class PackedRows(PackedTokens):
     """Rows of examples, as packed tokens whose windows of ``length`` are the rows.
 
-    Args:
-        examples: each of at most ``length`` tokens.
-        length: tokens per row (L).
-        together: pack as many examples into a row as fit, masked from each other; otherwise one per row.
-        padding: the token that fills the rest of a row. It is never a target.
-        dtype: the type of the tokens.
+    ``together`` packs as many examples into a row as fit, masked from each other; otherwise there is one per row. The
+    token ``padding`` fills the rest of a row. It is never a target.
 
     >>> yes = np.array([False, True])
     >>> rows = PackedRows([Example(np.array([5, 6]), yes), Example(np.array([7, 8]), yes)], 4, padding=0)

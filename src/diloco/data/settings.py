@@ -37,8 +37,8 @@ class DataSettings:
     """Where the text comes from and how it becomes tokens."""
 
     paths: Annotated[tuple[str, ...], arg(aliases=["--data"], metavar="PATH...")] = ()
-    """Text, .jsonl, .json or .parquet files, also compressed, their folders, patterns and URLs (s3://, ...), folders
-    made by `diloco tokenize`, or hf:NAME[/CONFIG][:SPLIT]. Default: the standard library of the running Python."""
+    """Text, .jsonl, .json or .parquet files, also compressed, their folders, patterns or URLs (s3://, ...), folders
+    made by `diloco tokenize`, or hf:NAME[/CONFIG][:SPLIT]. Default: Python's standard library."""
     sources: Mapping[str, Any] = field(default_factory=dict)
     """Several weighted sources, instead of paths: one table NAME = { data = "...", weight = 1.0 } for each source."""
     format: Annotated[str, arg(metavar="{text,chat,FILE.jinja}")] = "text"

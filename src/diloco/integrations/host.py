@@ -7,15 +7,18 @@ verified when read, and contain no pickle.
 
 from __future__ import annotations
 
+import gc
 import inspect
-from collections.abc import Mapping
-from contextlib import ExitStack
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import Subset
 
@@ -31,10 +34,10 @@ from diloco.algorithm import (
     reshard,
 )
 from diloco.checkpoint import open_checkpoint, save_checkpoint
-from diloco.errors import CheckpointError, ConfigurationError
+from diloco.errors import CheckpointError, ConfigurationError, TransportError
 from diloco.outer import DiLoCo, check_kinds
 from diloco.state_tree import readable_state
-from diloco.transport import Transport
+from diloco.transport import ProcessGroupTransport, Transport, connect_process_group
 
 Parameters = Literal["global", "local"]
 """Which parameters are evaluated, saved as the model, and left in the model at the end: the global ones, which are the
@@ -86,6 +89,33 @@ def unwrapped(model: nn.Module, optimizer: Any, transport: Transport | None) -> 
     return model, optimizer
 
 
+@contextmanager
+def replica_of_each_rank(model: nn.Module) -> Iterator[Transport | None]:
+    """Make each rank of torch.distributed a replica, and yield its transport.
+
+    DistributedDataParallel then no longer averages gradients. Call it on all ranks after the framework has wrapped
+    ``model``. Yield None if there is one rank, or if the ranks hold shards and so are one replica.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1 or _is_sharded(model):
+        yield None
+        return
+    wrappers = [each for each in gc.get_objects() if type(each) is DistributedDataParallel]
+    wrappers = [each for each in wrappers if each is model or each.module is model]
+    try:
+        for wrapper in wrappers:
+            wrapper.require_backward_grad_sync = False  # as inside no_sync(), which restores this value
+        with connect_process_group() as transport:
+            yield transport
+    finally:
+        for wrapper in wrappers:
+            wrapper.require_backward_grad_sync = True
+
+
+def of_one_job(diloco: DiLoCo) -> bool:
+    """Return whether the ranks of one job are replicas, of which the framework saves one."""
+    return isinstance(diloco.transport, ProcessGroupTransport) and not _is_sharded(diloco.model)
+
+
 def _is_sharded(model: nn.Module) -> bool:
     return any(hasattr(parameter, "to_local") for parameter in named_parameters(model).values())
 
@@ -93,14 +123,12 @@ def _is_sharded(model: nn.Module) -> bool:
 class StepWatch:
     """Observes whether an optimizer takes its steps or a gradient scaler skips them.
 
-    It observes the optimizer rather than the framework: a fused kernel receives ``found_inf`` and skips the step
-    itself, which Accelerate, for example, counts as a step taken.
+    It observes the optimizer, since a fused kernel receives ``found_inf`` and skips the step itself, which frameworks
+    count as a step taken.
 
     >>> parameter = nn.Parameter(torch.zeros(1))
     >>> optimizer = torch.optim.SGD([parameter], lr=1.0)
     >>> watch = StepWatch(optimizer)
-    >>> watch.trained()
-    0.0
     >>> optimizer.step()
     >>> watch.trained(), watch.trained()
     (1.0, 0.0)
@@ -149,12 +177,15 @@ class HostedReplica:
         self.hidden: dict[str, Tensor] | None = None  # name -> local value while the model holds the global ones
         self._arguments = arguments
         self._shown = ExitStack()
+        self._connected = ExitStack()
 
     def begin(self, model: nn.Module, optimizer: Any, transport: Transport | None) -> DiLoCo:
         """Create the `DiLoCo` for the model and optimizer that a framework has wrapped."""
-        bare, inner = unwrapped(model, optimizer, transport)
-        self.diloco = DiLoCo(bare, inner, transport=transport, **self._arguments)
-        self._watch = StepWatch(inner)
+        bare, self.inner = unwrapped(model, optimizer, transport)
+        if transport is None:
+            transport = self._connected.enter_context(replica_of_each_rank(model))
+        self.diloco = DiLoCo(bare, self.inner, transport=transport, **self._arguments)
+        self._watch = StepWatch(self.inner)
         self.training = True
         return self.diloco
 
@@ -190,11 +221,15 @@ class HostedReplica:
             instead = self.begun.named_global_params()
         if instead is not None:
             _hold(self.begun, instead)
+        self._connected.close()
         self.abandon()
 
     def abandon(self) -> None:
         """Put the local parameters back and remove the hook from the optimizer; do nothing after `end`."""
         self.hide()
+        error = sys.exception() or TransportError("training was abandoned")
+        with suppress(type(error)):  # the connection ends with the error of the caller
+            self._connected.__exit__(type(error), error, None)
         if self.training:
             self._watch.close()
             self.training = False
@@ -215,25 +250,12 @@ class HostedReplica:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a framework saves beside a model, which holds the chosen `parameters`."""
-        local = self.hidden or held_values(self.begun)
         saves_globals = self.training and self.parameters == "global"
-        state = {"diloco": self.begun.state_dict(), "local": local if saves_globals else None}
-        return state | {"replica": self.begun.transport.replica}
+        return state_of(self.begun, (self.hidden or held_values(self.begun)) if saves_globals else None)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict`. The framework loads the model before or after this call.
-
-        Raises:
-            CheckpointError: if it belongs to another replica, model or schedule.
-        """
-        with readable_state("The state"):
-            saved, replica = state["replica"], self.begun.transport.replica
-        if saved != replica:
-            raise CheckpointError(
-                f"The checkpoint belongs to replica {saved}, but this is replica {replica}. Resume each replica from "
-                "its own checkpoint."
-            )
-        _restore(self.begun, state)
+        """Restore what `state_dict` returned. The framework loads the model before or after this call."""
+        restore(self.begun, state)
 
 
 def held_values(diloco: DiLoCo) -> dict[str, Tensor]:
@@ -247,55 +269,74 @@ def _hold(diloco: DiLoCo, values: Mapping[str, Tensor]) -> None:
         shard.copy_(values[name])
 
 
-def _restore(diloco: DiLoCo, state: Mapping[str, Any]) -> None:
-    """Restore what was saved, or change nothing if it belongs to another model or run."""
+def state_of(diloco: DiLoCo, local: Mapping[str, Tensor] | None) -> dict[str, Any]:
+    """Return the state that is saved beside a model.
+
+    ``local`` are the local parameters by name if the model that is saved holds the global ones, else None.
+    """
+    return {"diloco": diloco.state_dict(), "local": local, "replica": diloco.transport.replica}
+
+
+def restore(diloco: DiLoCo, state: Mapping[str, Any]) -> None:
+    """Restore the state that `state_of` returned; afterwards the model holds its local parameters.
+
+    Raises:
+        CheckpointError: if it belongs to another replica, model or schedule. Nothing was changed.
+    """
     with readable_state("The state"):
-        saved, local, shapes = state["diloco"], state["local"], _shapes(held_values(diloco))
-        if local is not None and _shapes(local) != shapes:
+        saved, local, replica = state["diloco"], state["local"], state["replica"]
+        if replica != diloco.transport.replica:
+            raise CheckpointError(
+                f"The checkpoint belongs to replica {replica}, but this is replica {diloco.transport.replica}. Resume "
+                "each replica from its own checkpoint."
+            )
+        shapes = {name: value.shape for name, value in held_values(diloco).items()}
+        if local is not None and {name: value.shape for name, value in local.items()} != shapes:
             raise CheckpointError("The saved parameters are those of another model. Nothing was loaded.")
     diloco.load_state_dict(saved)
     if local is not None:
         _hold(diloco, local)
 
 
-def _shapes(values: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: value.shape for name, value in values.items()}
-
-
-def save_state(checkpoint: Path, diloco: DiLoCo, local: Mapping[str, Tensor] | None = None) -> None:
-    """Save the state that this rank needs to resume exactly. Call this on all ranks of the replica.
+def save_state(
+    checkpoint: Path, diloco: DiLoCo, local: Mapping[str, Tensor] | None = None, inner: Optimizer | None = None
+) -> None:
+    """Save the state that this rank needs to resume exactly, on all ranks of the replica.
 
     Args:
         checkpoint: the framework's checkpoint folder.
-        diloco: this rank's `DiLoCo`.
         local: parameter name -> local value, if the framework saves the global parameters as the model; else None.
+        inner: the inner optimizer, whose state the framework saves of one rank, if each rank is a replica.
 
     Raises:
         ConfigurationError: if another replica has saved into the same folder.
         CheckpointError: if the state can't be written.
     """
-    if not _is_sharded(diloco.model) and dist.is_initialized() and dist.get_rank() != 0:
+    together = of_one_job(diloco)
+    if not (together or _is_sharded(diloco.model)) and dist.is_initialized() and dist.get_rank() != 0:
         return
     replica, mine = diloco.transport.replica, _place(checkpoint, diloco)
-    if others := [name for name in saved_states(checkpoint) if name.partition("-rank-")[0] != f"replica-{replica}"]:
+    others = [name for name in saved_states(checkpoint) if name.partition("-rank-")[0] != f"replica-{replica}"]
+    if others and not together:
         raise ConfigurationError(
             f"Replica {replica} can't save into {checkpoint}, because {others[0]} saves there and each would overwrite "
             "the other's model and optimizer. Give each replica its own folder."
         )
     about = {"replica": replica, "steps": diloco.steps, "model": digest_tensors(held_values(diloco))}
-    state = {"diloco": diloco.state_dict(), "local": local}
+    state = state_of(diloco, local)
+    if together and inner is not None:
+        state |= {"local": local or held_values(diloco), "inner": inner.state_dict()}
     save_checkpoint(mine, diloco.steps, {"state": state}, about=about, keep=1)
 
 
-def load_state(checkpoint: Path, diloco: DiLoCo, *, check_model: bool) -> None:
-    """Restore the state that `save_state` saved. Call this on all ranks of the replica.
+def load_state(checkpoint: Path, diloco: DiLoCo, *, check_model: bool, inner: Optimizer | None = None) -> None:
+    """Restore the state that `save_state` saved, on all ranks of the replica, before the first step.
 
     Afterwards the model holds its local parameters, even if the framework saved the global ones.
 
     Args:
-        checkpoint: the framework's checkpoint folder.
-        diloco: this rank's `DiLoCo`, which has not taken a step.
         check_model: whether to check that the model is the one saved with the state; True if it is already loaded.
+        inner: see `save_state`.
 
     Raises:
         CheckpointError: if the state of this replica is missing or damaged, or belongs to another model or schedule.
@@ -307,12 +348,15 @@ def load_state(checkpoint: Path, diloco: DiLoCo, *, check_model: bool) -> None:
             "saved, with the same number of ranks."
         )
     opened = open_checkpoint(mine)
-    if check_model and opened.about.get("model") != digest_tensors(held_values(diloco)):
+    if check_model and not of_one_job(diloco) and opened.about.get("model") != digest_tensors(held_values(diloco)):
         raise CheckpointError(
             f"The model that was loaded is not the one saved in {checkpoint}. Pass the folder that it was loaded from "
             "to DiLoCoCallback (resume_from_checkpoint=...)."
         )
-    _restore(diloco, opened.load("state"))
+    state = opened.load("state")
+    restore(diloco, state)
+    if inner is not None and "inner" in state:
+        inner.load_state_dict(state["inner"])
 
 
 def _place(checkpoint: Path, diloco: DiLoCo) -> Path:
@@ -329,24 +373,21 @@ def saved_states(checkpoint: Path) -> list[str]:
 def replica_share(dataset: Any, *, replica: int, num_replicas: int, seed: int | None = 0) -> Any:
     """Return one replica's share of a map-style data set. Shares are disjoint and have equal sizes.
 
-    With equal shares, an epoch has the same number of steps on every replica, so that no replica waits for one that
-    finished its epoch early. The remainder, fewer than M samples, is left out.
+    So an epoch has the same number of steps on every replica. The remainder, fewer than M samples, is left out.
 
     Args:
-        dataset: a data set with ``__len__`` and ``__getitem__``. The share of a `datasets.Dataset` or of a tensor has
-            the same type; any other share is a `torch.utils.data.Subset`.
+        dataset: a data set with ``__len__`` and ``__getitem__``. The share of a `datasets.Dataset` has the same type;
+            any other share is a `torch.utils.data.Subset`.
         replica: the number m of the replica, from 0 to M - 1.
         num_replicas: the number M of replicas.
-        seed: the seed of the shuffle before the split, which must be the same on all replicas. None does not shuffle:
-            replica m gets every M-th sample, starting at sample m.
+        seed: the seed of the shuffle before the split, the same on all replicas. None: replica m gets every M-th
+            sample, starting at sample m.
 
     Raises:
         ConfigurationError: if ``replica`` is out of range, or if the data set has no length or fewer than M samples.
 
     >>> [list(replica_share(range(7), replica=m, num_replicas=3, seed=None)) for m in range(3)]
     [[0, 3], [1, 4], [2, 5]]
-    >>> replica_share(torch.arange(7) * 10, replica=1, num_replicas=3, seed=None)
-    tensor([10, 40])
     """
     check_replica(replica, num_replicas)
     if not hasattr(dataset, "__len__"):
@@ -364,6 +405,4 @@ def replica_share(dataset: Any, *, replica: int, num_replicas: int, seed: int | 
         generator = torch.Generator("cpu").manual_seed(seed)
         order = torch.randperm(len(dataset), generator=generator, dtype=torch.int64, device="cpu")
     indices = order[replica : each * num_replicas : num_replicas].tolist()
-    if isinstance(dataset, torch.Tensor):
-        return dataset[indices]
     return dataset.select(indices) if hasattr(dataset, "select") else Subset(dataset, indices)

@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from diloco.errors import CheckpointError, ConfigurationError, from_extra
-from diloco.integrations.host import (
-    HostedReplica,
-    Parameters,
-    held_values,
-    load_state,
-    save_state,
-    saved_states,
-)
+from diloco.integrations.host import HostedReplica, Parameters, held_values, load_state, save_state, saved_states
 from diloco.outer import DiLoCo
 from diloco.transport import Transport
 
@@ -35,7 +28,9 @@ class DiLoCoCallback(TrainerCallback):
     the same number of optimizer steps (``max_steps``), and see different data (`diloco.replica_share`).
 
     Args:
-        transport: the connection to the other replicas, or None to train alone.
+        transport: the connection to the other replicas. None: each rank of torch.distributed is a replica, and
+            DistributedDataParallel averages no gradients (`connect_process_group`). A single rank, or the ranks of a
+            sharded model (FSDP2), train alone.
         parameters: the parameters that are evaluated, saved as the model of a checkpoint, and left in the model at the
             end. With "global", which all replicas agree on, a decision based on an evaluation is the same on all of
             them. Resuming is still exact, because the local parameters are saved as well.
@@ -115,7 +110,7 @@ class DiLoCoCallback(TrainerCallback):
                 stacklevel=2,
             )
         if not args.save_only_model:
-            save_state(folder, self.diloco, self._replica.hidden)
+            save_state(folder, self.diloco, self._replica.hidden, self._replica.inner)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **given: Any) -> None:
         """Add the figures to the Trainer's training logs and to its history."""
@@ -126,10 +121,7 @@ class DiLoCoCallback(TrainerCallback):
             state.log_history[-1].update(figures)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Merge what is in flight, and leave the model with the chosen parameters.
-
-        If the Trainer has loaded the best model at the end, the model keeps those parameters.
-        """
+        """Merge what is in flight, and leave the model with the chosen parameters, or the best that were loaded."""
         assert self.diloco is not None, "training has started"
         best = None
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
@@ -140,7 +132,7 @@ class DiLoCoCallback(TrainerCallback):
         given = self.resume_from_checkpoint or args.resume_from_checkpoint
         folder = Path(given) if isinstance(given, str | Path) and Path(given).is_dir() else _checkpoint_of(args, state)
         if saved_states(folder):
-            load_state(folder, diloco, check_model=True)
+            load_state(folder, diloco, check_model=True, inner=self._replica.inner)
         elif not self.begin_from_checkpoint:
             raise CheckpointError(
                 f"The Trainer resumes at step {state.global_step}, but {folder} has no DiLoCo state. If it resumes "

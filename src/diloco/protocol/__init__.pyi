@@ -21,6 +21,7 @@ from .registry import Registry as Registry
 from .registry import difference as difference
 from .round import Tally as Tally
 from .round import header_of as header_of
+from .round import judge_headers as judge_headers
 from .round import tally as tally
 from .rules import Rules as Rules
 from .suspicion import MOST_SPOILT as MOST_SPOILT

@@ -106,10 +106,6 @@ class InnerLoop:
 
         Returns:
             The mean cross-entropy of the whole batch in nats per token that counts, ``()`` float32 on the device.
-
-        Raises:
-            ConfigurationError: if the batch has fewer sequences than the replica has ranks.
-            ReplicaLostError: if another rank of the replica is lost.
         """
         self.model.train()
         total = torch.zeros((), dtype=torch.float32, device=self.device)
@@ -140,9 +136,7 @@ class InnerLoop:
     def apply(self, step: int, *, skip: bool = False) -> InnerStep:
         """Clip, step the optimizer with the learning rate of ``step`` (counted from 0), and clear the gradients.
 
-        Args:
-            skip: whether to skip the step because another replica had to or the other replicas are lost; this lowers
-                the loss scale, as on that replica.
+        With ``skip``, because another replica had to or the others are lost, only the loss scale is lowered, as there.
 
         Raises:
             NonFiniteError: if the gradients are not finite and there is no scaler to skip the step.
@@ -152,8 +146,7 @@ class InnerLoop:
     def begin(self, step: int, *, skip: bool = False) -> Tensor:
         """Run the first half of `apply`: everything that can be queued on the device without waiting for it.
 
-        Returns:
-            The global gradient norm before clipping, ``()`` float32 on the device. Pass its value to `end`.
+        Returns the global gradient norm before clipping, ``()`` float32 on the device. Pass its value to `end`.
         """
         learning_rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
@@ -185,19 +178,15 @@ class InnerLoop:
                 # their mean over replicas is
                 self.optimizer.step()
             self.scaler.update()
-        elif self.scaler.is_enabled():
-            self._lower_scale()
+        elif self.scaler.is_enabled():  # as `update` does after an infinite gradient, even one of another replica
+            self.scaler.update(self.scaler.get_scale() * self.scaler.get_backoff_factor())
+            self.scaler.load_state_dict({**self.scaler.state_dict(), "_growth_tracker": 0})
         self.optimizer.zero_grad(set_to_none=True)
         return InnerStep(self.learning_rate(step), norm, skipped=skip or not finite)
 
     def _clip(self) -> None:
         if self.clip_norm is not None:
             clip_grads_with_norm_(self.model.parameters(), self.clip_norm, self._norm)
-
-    def _lower_scale(self) -> None:
-        """Lower the loss scale as `GradScaler.update` does after an infinite gradient, even one of another replica."""
-        self.scaler.update(self.scaler.get_scale() * self.scaler.get_backoff_factor())
-        self.scaler.load_state_dict({**self.scaler.state_dict(), "_growth_tracker": 0})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the inner optimizer and the gradient scaler."""
@@ -233,8 +222,7 @@ def make_inner_optimizer(
         compiled: whether to compile Muon's iteration.
 
     Raises:
-        ConfigurationError: if the class or an argument is unknown, with the nearest known name; if the class needs more
-            than one dense gradient per step, or whole parameters while the model is sharded.
+        ConfigurationError: if the class or an argument is unknown or refused, or can't step a sharded model.
     """
     name, sharded = settings.name, any(hasattr(parameter, "to_local") for parameter in model.parameters())
     make, accepted = check_inner_arguments(settings)
@@ -272,27 +260,15 @@ def check_inner_arguments(settings: OptimizerSettings) -> tuple[Callable[..., to
         ConfigurationError: if the class or an argument is unknown, with the nearest known name.
     """
     name = settings.name
-    make, accepted = _constructor(name)
-    for argument in settings.arguments:
-        if argument == "lr":
-            raise ConfigurationError(
-                "optimizer.arguments.lr can't be set: the schedule sets the learning rate. Set optimizer.learning_rate."
-            )
-        if argument not in accepted and not is_own(name):
-            raise ConfigurationError(
-                f"optimizer.arguments.{argument} is not an argument of {name}; {nearest(argument, accepted)}"
-            )
-    if is_own(name):
-        check_arguments("optimizer.name", name, make, settings.arguments)
-    return make, accepted
-
-
-def _constructor(name: str) -> tuple[Callable[..., torch.optim.Optimizer], Parameters]:
-    """Return the constructor of optimizer ``name`` and its arguments besides parameters and learning rate."""
+    if "lr" in settings.arguments:
+        raise ConfigurationError(
+            "optimizer.arguments.lr can't be set: the schedule sets the learning rate. Set optimizer.learning_rate."
+        )
     if is_own(name):
         make = find("optimizer.name", name, torch.optim.Optimizer)
         if not takes(make, "lr"):
             raise ConfigurationError(f"optimizer.name={name} must accept a learning rate as the argument lr.")
+        check_arguments("optimizer.name", name, make, settings.arguments)
         return make, inspect.signature(make).parameters
     known: dict[str, Callable[..., torch.optim.Optimizer]] = {
         key: value
@@ -310,16 +286,16 @@ def _constructor(name: str) -> tuple[Callable[..., torch.optim.Optimizer], Param
     accepted = dict(inspect.signature(known[name]).parameters)
     if name == "Muon":
         accepted |= inspect.signature(Muon).parameters
-    return known[name], {
-        key: accepted[key] for key in accepted.keys() - {"params", "lr", "model", "ranks", "arguments"}
-    }
+    accepted = {key: accepted[key] for key in accepted.keys() - {"params", "lr", "model", "ranks", "arguments"}}
+    for argument in settings.arguments.keys() - accepted.keys():
+        raise ConfigurationError(
+            f"optimizer.arguments.{argument} is not an argument of {name}; {nearest(argument, accepted)}"
+        )
+    return known[name], accepted
 
 
 def _uncompiled(make: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-    """Return a class of ``torch.optim`` without its graph breaks, as no optimizer step is compiled here.
-
-    The first graph break would import ``torch._dynamo``, which takes 70 MB and a second.
-    """
+    """Return a class of torch.optim without its graph breaks: the first would import ``torch._dynamo`` (70 MB, 1 s)."""
     if not inspect.isclass(make) or not make.__module__.startswith("torch.optim"):
         return make
     methods = ("add_param_group", "load_state_dict", "state_dict", "step", "zero_grad")

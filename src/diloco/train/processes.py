@@ -1,6 +1,10 @@
-"""The processes of a run: the role of this one, and the launcher, which starts every rank on this machine.
+"""The processes of a run: the role of this one, the signals that stop it, and the launcher of all ranks.
 
 The launcher does not train. It hosts the rendezvous, so that the rendezvous survives the loss of any replica.
+
+The first SIGINT or SIGTERM asks a run to save and stop, a second one ends the process at once. A batch system sends
+SIGTERM to every process, and ``torchrun`` forwards it to processes that already have it, so a SIGTERM shortly after
+another one counts as the same request.
 """
 
 from __future__ import annotations
@@ -10,30 +14,35 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
-from typing import IO, Any, Literal
+from types import FrameType
+from typing import IO, Any, Literal, Self
 
 from diloco.checkpoint import shared_lock
 from diloco.cores import set_thread_share
 from diloco.errors import ConfigurationError
-from diloco.train.stopping import is_echo
 from diloco.transport import Address, NetworkSettings, parse_address, read_secret
 
 __all__ = [
     "IN_VAIN",
     "POSITION",
     "Role",
-    "TorchRun",
-    "exit_code",
-    "insisted",
+    "StopAsked",
+    "StopRequest",
     "launch",
     "read_torchrun",
     "role_of",
     "start_process",
 ]
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ECHO_S = 5.0  # a launcher forwards a signal within this time
+HANDLED_S = 1.0  # the handler of a second signal has this long to end the process
 
 IN_VAIN = 3  # exit code of a rank that has trained to the end, but whose rounds were all void
 
@@ -56,11 +65,7 @@ class TorchRun:
 
 
 def read_torchrun(environment: Mapping[str, str]) -> TorchRun | None:
-    """Return the environment set by ``torchrun``, or None if it did not start this process.
-
-    >>> read_torchrun({}) is None
-    True
-    """
+    """Return the environment set by ``torchrun``, or None if it did not start this process."""
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
     try:
@@ -93,6 +98,11 @@ class Role:
     local_rank: int = 0  # index of this process on its machine, if known
 
     @property
+    def index(self) -> int:
+        """The index of this process on its machine."""
+        return self.torchrun.local_rank if self.torchrun else self.local_rank
+
+    @property
     def is_first(self) -> bool:
         """Whether this is rank 0 of the run."""
         return self.replica == 0 and self.position == 0
@@ -111,13 +121,18 @@ def role_of(settings: NetworkSettings, torchrun: TorchRun | None) -> Role:
     >>> one.replica, one.position, str(one.rendezvous)
     (1, 1, 'a:1')
     """
-    if settings.transport != "tcp":
+    if settings.transport in ("in-process", "swarm"):
         if torchrun is not None and torchrun.world_size > 1:
             raise ConfigurationError(
                 f"torchrun started {torchrun.world_size} processes, but network.transport={settings.transport!r} uses "
-                "a single one. Use --transport tcp."
+                "a single one. Use --transport torch."
             )
         return Role("alone" if settings.transport == "in-process" else "peer")
+    if settings.transport == "torch" and torchrun is None:
+        raise ConfigurationError(
+            "network.transport='torch' needs torchrun, which starts all processes: torchrun --nproc-per-node "
+            f"{settings.num_ranks} -m diloco train ... Or use --transport tcp, with which this command starts them."
+        )
     size = settings.replica_size
     of_one_replica = settings.replica is not None and settings.rendezvous is not None
     if torchrun is not None and not (of_one_replica and torchrun.world_size == size > 1):
@@ -131,18 +146,13 @@ def role_of(settings: NetworkSettings, torchrun: TorchRun | None) -> Role:
         return Role("rank", replica, position, torchrun=torchrun, inner_store=torchrun.master if size > 1 else None)
     if settings.replica is None and settings.rendezvous is None:
         return Role("launcher")
-    if settings.replica is None:
+    if settings.replica is None or settings.rendezvous is None:
         raise ConfigurationError(
-            f"network.join={settings.rendezvous!r} needs --replica. Pass --replica 0, 1, ... on each "
-            "machine, or leave out both to start all replicas here."
+            f"network.replica={settings.replica} and network.join={settings.rendezvous!r} need each other. Pass "
+            "--replica 0, 1, ... on each machine, and --join HOST:PORT, an address of the machine of replica 0; or "
+            "leave out both to start all replicas here."
         )
-    if settings.rendezvous is None:
-        raise ConfigurationError(
-            f"network.replica={settings.replica} needs network.join. Pass --join HOST:PORT, an "
-            "address of the machine of replica 0."
-        )
-    inner_store = torchrun.master if torchrun is not None else None
-    position = 0
+    position, inner_store = (0, None) if torchrun is None else (torchrun.rank, torchrun.master)
     if POSITION in os.environ:  # set by the launcher
         position, store = int(os.environ[POSITION]), os.environ.get(INNER_STORE)
         inner_store = None if store is None else parse_address(store, key=INNER_STORE)
@@ -154,7 +164,7 @@ def role_of(settings: NetworkSettings, torchrun: TorchRun | None) -> Role:
     return Role(
         "rank",
         settings.replica,
-        position if torchrun is None else torchrun.rank,
+        position,
         parse_address(settings.rendezvous, key="network.join"),
         torchrun=torchrun,
         inner_store=inner_store,
@@ -170,7 +180,10 @@ def launch(
     talking_ranks: int = 1,
     lock: int | None = None,
 ) -> int:
-    """Start ``settings.num_ranks`` processes, wait for them, and return one exit code for all, see `exit_code`.
+    """Start ``settings.num_ranks`` processes, wait for them, and return one exit code for all.
+
+    That is 2 after a usage error, 130 if stopped by request, 0 if finished, else 1. If the others continue without a
+    lost replica, one rank that finished is enough for 0.
 
     Args:
         command: returns the arguments of a rank's process from its replica, its position and the address of the
@@ -186,7 +199,7 @@ def launch(
     host, size, stores = settings.listen_host or "127.0.0.1", settings.replica_size, list[Any]()
     running: dict[tuple[int, int], subprocess.Popen[bytes]] = {}  # (replica, position) -> process of that rank
     codes: list[int] = []
-    asked: list[tuple[int, float]] = []
+    asked: list[tuple[int, float]] = []  # the signals and when they came
     patience_s = 2 * settings.silence + 10  # working ranks end together, a frozen one does not
     finished_s: float | None = None
 
@@ -218,7 +231,8 @@ def launch(
         while running:
             time.sleep(0.05)
             now_s = time.monotonic()
-            if insisted(asked) and now_s - asked[-1][1] > _KILL_S:
+            insisted = any(not is_echo(number, asked[0], at_s) for number, at_s in asked[1:])
+            if insisted and now_s - asked[-1][1] > _KILL_S:
                 kill_all()
             if finished_s is not None and now_s - finished_s > patience_s:
                 for replica, _ in running:
@@ -244,34 +258,11 @@ def launch(
         for process in running.values():
             process.wait()
         connections.close()
-    return exit_code(codes, survivors_continue=settings.on_loss == "continue", asked=bool(asked))
-
-
-def insisted(asked: Sequence[tuple[int, float]]) -> bool:
-    """Return whether the user asked to stop more than once, by signals and the times in seconds when they arrived.
-
-    >>> echoed = [(signal.SIGTERM, 10.0), (signal.SIGTERM, 10.1)]
-    >>> insisted(echoed), insisted([(signal.SIGINT, 10.0), (signal.SIGINT, 11.0)])
-    (False, True)
-    """
-    return any(not is_echo(number, signal.Signals(asked[0][0]).name, at_s - asked[0][1]) for number, at_s in asked[1:])
-
-
-def exit_code(codes: Collection[int], *, survivors_continue: bool, asked: bool) -> int:
-    """Combine the exit codes of all ranks: 2 after a usage error, 130 if stopped by request, 0 if finished, else 1.
-
-    If the others continue without a lost replica, one rank that finished is enough for 0.
-
-    >>> [exit_code([0, -9], survivors_continue=each, asked=False) for each in (True, False)]
-    [0, 1]
-    """
     if 2 in codes:
         return 2
-    if 130 in codes and (asked or set(codes) <= {0, 130}):
+    if 130 in codes and (asked or {*codes} <= {0, 130}):
         return 130
-    if set(codes) == {0} or (survivors_continue and 0 in codes):
-        return 0
-    return 1
+    return 0 if {*codes} == {0} or (settings.on_loss == "continue" and 0 in codes) else 1
 
 
 def start_process(
@@ -283,11 +274,8 @@ def start_process(
 ) -> subprocess.Popen[bytes]:
     """Start ``diloco`` as one of ``processes`` processes with its share of the cores. On Linux, it ends with this one.
 
-    It runs in its own session, so that Ctrl-C reaches it only once, through this process.
-
-    Args:
-        lock: the lock that the process shares; see `diloco.checkpoint.lock`.
-        output: where it writes, with nothing to read. None: where this process does.
+    It runs in its own session, so that Ctrl-C reaches it only once, through this process. It shares ``lock`` (see
+    `diloco.checkpoint.lock`) and writes to ``output``, with nothing to read; None: where this process does.
     """
     environment = {**os.environ, **(variables or {})}
     set_thread_share(environment, processes)
@@ -314,3 +302,93 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)
     if os.getppid() == 1:
         os._exit(1)
+
+
+class StopAsked(Exception):
+    """Raised in a long wait if the user asks to stop."""
+
+
+class StopRequest:
+    """A context that records a request to stop: ``signal`` is None before the request, then the signal's name.
+
+    Outside the main thread, where Python can't handle signals, it does nothing. ``asked`` is called once, in a thread
+    of its own, as soon as the first signal arrives, whatever the main thread does.
+    """
+
+    def __init__(self, asked: Callable[[], None] = lambda: None) -> None:
+        self.signal: str | None = None
+        self._asked = asked
+        self._interrupts = False
+        self._first = (0, 0.0)  # the first signal and when it came
+        self._before: dict[signal.Signals, Any] = {}
+        self._pipe: tuple[int, int] | None = None
+        self._wakeup_before = -1
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._pipe = os.pipe()
+            if sys.platform != "win32":  # Windows needs no such pipe, and can't make one before Python 3.12
+                os.set_blocking(self._pipe[1], False)
+            self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+            threading.Thread(target=self._watch, args=self._pipe[:1], name="diloco-signals", daemon=True).start()
+            for number in SIGNALS:
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        if self._pipe is not None:
+            signal.set_wakeup_fd(self._wakeup_before)
+            os.close(self._pipe[1])  # this ends the watching thread
+            self._pipe = None
+
+    def ask(self, why: str) -> None:
+        """Request a stop as if a signal named ``why`` had arrived, unless a stop was already requested."""
+        self.signal = self.signal or why
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Raise `StopAsked` in the block on a request to stop, even an earlier one. The block must not change state."""
+        self._interrupts = True
+        try:
+            if self.signal is not None:
+                raise StopAsked
+            yield
+        finally:
+            self._interrupts = False
+
+    def _watch(self, signals: int) -> None:
+        """Watch for signals in a thread, because Python handles none while the main thread waits in a C library.
+
+        It may also call what a handler must not, such as functions that take locks.
+        """
+        first: tuple[int, float] | None = None
+        with os.fdopen(signals, "rb", buffering=0) as pipe:
+            while number := int.from_bytes(pipe.read(1)):
+                if number in SIGNALS and first is None:
+                    first = number, time.monotonic()
+                    self._asked()
+                elif number in SIGNALS and first and not is_echo(number, first, time.monotonic()):
+                    time.sleep(HANDLED_S)  # meanwhile the handler ends the process, if it can run
+                    if self._pipe is not None:
+                        _end()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is None:
+            self.signal, self._first = signal.Signals(number).name, (number, time.monotonic())
+            if self._interrupts:
+                raise StopAsked
+        elif not is_echo(number, self._first, time.monotonic()):
+            _end()
+
+
+def is_echo(number: int, first: tuple[int, float], now_s: float) -> bool:
+    """Return whether a signal that arrives at ``now_s`` belongs to the same request as the ``first`` and its time."""
+    return number == first[0] == signal.SIGTERM and now_s - first[1] < ECHO_S
+
+
+def _end() -> None:
+    # a live display hides the cursor, and no other code runs after this
+    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\x1b[?25hstopped at once; nothing more was saved\n")
+    os._exit(130)

@@ -13,7 +13,7 @@ from torch import nn
 from diloco.data import PackedTokens, TokenArray, Tokenizer, heldout_batches
 from diloco.devices import to_device
 from diloco.errors import DataError
-from diloco.model import ENDS, NOT_COUNTED, LanguageModel, documents_of, even_batches
+from diloco.model import ENDS, NOT_COUNTED, LanguageModel, documents_of
 from diloco.units import perplexity
 
 __all__ = ["evaluate", "mean_evaluation"]
@@ -54,11 +54,9 @@ def evaluate(
     precision: Precision = "float32",
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Evaluation:
-    """Evaluate ``model`` on held-out ``tokens``; afterwards its mode is restored.
+    """Evaluate ``model`` on held-out ``tokens``, ``(n,)``; afterwards its mode is restored.
 
     Args:
-        tokenizer: determines how many bytes each token stands for.
-        tokens: ``(n,)`` packed held-out tokens.
         batch_size: sequences per forward pass; fewer if their logits would take more than `LOGITS_BYTES`.
         sequences: how many sequences to use, always the same ones, spread evenly; 0: all.
         document_masks: mask the documents of a sequence from each other.
@@ -75,7 +73,7 @@ def evaluate(
     nats, count, num_bytes, dtype = 0.0, 0, 0, getattr(torch, precision)
     model.eval()
     try:
-        with torch.no_grad(), even_batches(), torch.autocast(device.type, dtype, enabled=precision != "float32"):
+        with torch.no_grad(), torch.autocast(device.type, dtype, enabled=precision != "float32"):
             for inputs, targets in heldout_batches(
                 tokens, sequence_length, max(1, min(batch_size, fitting)), sequences
             ):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -81,24 +83,18 @@ def generate(
     window: int | None = None,
     agreed: Callable[[int], int] = int,
 ) -> Iterator[int]:
-    """Continue ``prompt_tokens``. The model is in evaluation mode meanwhile.
+    """Continue ``prompt_tokens``. The model, on any device, is in evaluation mode meanwhile.
 
     A token sees at most the ``window - 1`` tokens before it. When the window is full, its second half is processed
     again, and generation continues from there. So a token costs at most two forward passes of one token on average, and
     always sees at least half a window (or all there is).
 
     Args:
-        model: a model on any device; its own mode is restored afterwards.
         prompt_tokens: token ids, at least one; if the prompt is longer than the window, only its end is used.
         generator: a random generator on the model's device.
-        max_new_tokens: tokens to generate, at least 0.
-        stop_tokens: end when the model generates one of these tokens.
-        window: tokens of context; default: the model's ``max_sequence_length``. A model performs poorly beyond the
-            sequence length of its training, so that length is a good choice.
+        stop_tokens: end when the model generates one of these tokens, which is not returned.
+        window: tokens of context; default: the model's ``max_sequence_length``.
         agreed: returns the token on which all ranks that share the model agree, from the one that this rank has drawn.
-
-    Returns:
-        An iterator of the new tokens, without the prompt and the stop token; each is computed when requested.
 
     Raises:
         ConfigurationError: an argument is out of range; raised at once.
@@ -119,28 +115,34 @@ def generate(
             raise ConfigurationError(f"{message}.")
 
     def tokens() -> Iterator[int]:
-        text, unread, cache, was_training = list(prompt_tokens), window, model.new_cache(), model.training
+        text, was_training = list(prompt_tokens), model.training
+        unread, seen, cache = window, 0, model.new_cache()
         model.eval()
         try:
             for _ in range(max_new_tokens):
-                if cache.length + unread > window:
-                    unread, cache = max(1, window // 2), model.new_cache()
+                if seen + unread > window:
+                    unread, seen, cache = max(1, window // 2), 0, model.new_cache()
                 # Not around the yield, where it would also apply to the consumer's code. Not inference mode: parameters
                 # that FSDP gathers in it could not be trained afterwards.
-                with torch.no_grad():
-                    # Not `__call__`: a compiled model would be recompiled for every length of the cache.
-                    call: Callable[..., Tensor] = model._call_impl
+                with torch.no_grad(), _uncompiled():
                     inputs = torch.tensor([text[-unread:]], dtype=torch.int64, device=device)
-                    token = agreed(sampling.draw(call(inputs, cache)[0, -1].float(), generator))
+                    token = agreed(sampling.draw(model(inputs, cache)[0, -1].float(), generator))
                 if token in stop_tokens:
                     break
                 text.append(token)
-                unread = 1
+                if cache is not None:  # else all of the window is processed again
+                    unread, seen = 1, seen + inputs.shape[1]
                 yield token
         finally:
             model.train(was_training)
 
     return tokens()
+
+
+def _uncompiled() -> AbstractContextManager[None]:
+    """Run what is compiled as it is, since it would be compiled again for every length of the cache."""
+    loaded = "torch._dynamo" in sys.modules  # importing it takes long, and without it nothing is compiled
+    return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
 
 
 class TextStream:

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from diloco.algorithm import UNKNOWN_UPLINK, Uplink
 from diloco.errors import ConfigurationError
 
-__all__ = ["Link", "LinkArrays", "RoundTimes", "VirtualNetwork", "round_times"]
-
 Floats = NDArray[np.float64]
 """Seconds or bytes of shape ``(..., M)``: any number of scenarios, and the M replicas that take part."""
 
@@ -52,8 +50,6 @@ class Link:
 
 @dataclass(frozen=True)
 class LinkArrays:
-    """The links of a round's replicas; each array has the shape ``(..., M)`` or broadcasts to it."""
-
     bandwidth_bits_per_s: Floats
     latency_s: Floats
 

@@ -12,8 +12,8 @@ import contextlib
 import itertools
 import secrets
 import sys
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Union
 
 from msgspec import Meta
@@ -29,22 +29,31 @@ from diloco.protocol import (
     GivenUp,
     Loss,
     Lost,
+    Message,
+    MessageError,
     Pulse,
+    Received,
     Refused,
     Replaced,
     Rules,
     WireMessage,
+    decode,
     silent_ones,
 )
 from diloco.transport.address import Address
-from diloco.transport.connections.control_connection import ControlConnection
 from diloco.transport.connections.control_thread import ControlThread
-from diloco.transport.connections.limits import ConnectionLimit
-from diloco.transport.connections.sockets import raw_transport
-from diloco.transport.connections.streams import Stream, Streams, pack, read_frame, within
-
-__all__ = ["ConnectionManager", "Greeting", "Hello", "PendingHellos", "Service", "send_hello"]
-
+from diloco.transport.connections.limits import ArrivalLimit, Backoff, ConnectionLimit, TokenBucket
+from diloco.transport.connections.sockets import TcpStreams, raw_transport
+from diloco.transport.connections.streams import (
+    MAX_MESSAGE_BYTES,
+    UNKNOWN_PEER_BYTES,
+    Stream,
+    pack,
+    read_body,
+    read_frame,
+    read_head,
+    within,
+)
 
 _Name = Annotated[str, Meta(max_length=64)]
 
@@ -58,64 +67,8 @@ class Hello(WireMessage):
 
 
 class Greeting(WireMessage):
-    """The answer to a hello."""
-
     rank: Rank
     crossed: _Name = ""  # the name of the hello of the answering rank that it crossed, or ""
-
-
-class PendingHellos:
-    """The hellos that this rank has sent and that are still unanswered.
-
-    When the hellos of two ranks cross, the higher rank answers the lower rank's hello at once and includes the name of
-    its own hello. The lower rank holds back its answer until then, and no longer sends it.
-    """
-
-    def __init__(self, me: int) -> None:
-        self._me = me
-        self._pending: dict[int, tuple[str, asyncio.Event]] = {}  # rank -> name of the hello; set when it is settled
-
-    @contextmanager
-    def to(self, rank: int) -> Iterator[str]:
-        """Yield the name of a new hello to ``rank``, which counts as unanswered until the context ends."""
-        mine = secrets.token_hex(8), asyncio.Event()
-        self._pending[rank] = mine
-        try:
-            yield mine[0]
-        finally:
-            mine[1].set()
-            if self._pending.get(rank) is mine:
-                del self._pending[rank]
-
-    async def before(self, rank: int) -> str:
-        """Wait until a hello from ``rank`` may be answered. Return the name of the own hello that it crosses, or ""."""
-        name, over = self._pending.get(rank, ("", None))
-        if over is not None and self._me < rank:
-            await over.wait()
-        return name
-
-
-async def send_hello(stream: Stream, me: int, mine: Address, name: str, rank: int, address: Address) -> str:
-    """Introduce this process, rank ``me`` listening at ``mine``, over a connection to ``rank`` at ``address``.
-
-    Returns:
-        The name of the other rank's hello that this one crossed, or "" if there is none.
-
-    Raises:
-        OSError, EOFError: The connection ended.
-        TransportError: The other side refuses, or is not ``rank``.
-    """
-    reader, writer = stream
-    writer.write(pack(Hello(me, str(mine), name)))
-    answer, _ = await read_frame(reader, Greeting | Refused)
-    if isinstance(answer, Refused):
-        raise TransportError(f"{address} refuses: {answer.reason}")
-    if answer.rank != rank:
-        raise TransportError(
-            f"{address} should be rank {rank}, but answered as rank {answer.rank}. Another diloco run may be using "
-            "that port."
-        )
-    return str(answer.crossed)
 
 
 Service = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -124,6 +77,8 @@ Service = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[
 FIRST_MESSAGE_S = 10.0
 MOST_OPEN, MOST_OPEN_OF_ONE = 512, 256
 """Limits on connections that are not control connections: they request a service or have sent nothing yet."""
+ARRIVALS_PER_S, MOST_ARRIVALS = 64.0, 1024
+"""Limits on how fast an origin may open connections: a tenth of a core's time for handshakes, and a start at once."""
 _MOST_UNKNOWN_PEERS, _MOST_UNKNOWN_PEERS_OF_ONE = 256, 4
 """Limits on control connections of ranks that are not members, on networks that prove identities."""
 MOST_UNSENT_BYTES, MOST_UNSENT_TO_UNKNOWN_PEER_BYTES = 4 << 20, 1 << 18  # per rank; one that reads too little is lost
@@ -140,7 +95,7 @@ class ConnectionManager(ControlThread):
     """
 
     def __init__(
-        self, rules: Rules, streams: Streams, on_event: Callable[[Event], object] = lambda event: None
+        self, rules: Rules, streams: TcpStreams, on_event: Callable[[Event], object] = lambda event: None
     ) -> None:
         super().__init__(rules.rank)
         self.rules = rules
@@ -152,11 +107,15 @@ class ConnectionManager(ControlThread):
         self.entries: Mapping[int, Entry] = {}  # known ranks; a peer with another proven identity can't claim them
         self._on_event = on_event
         self._connections: dict[int, ControlConnection] = {}
-        self._pending_hellos = PendingHellos(rules.rank)
+        # rank -> name of the hello to it that is not answered yet; set when it is. When the hellos of two ranks cross,
+        # the higher rank answers the lower rank's hello at once and includes the name of its own. The lower rank holds
+        # back its answer until then, and no longer sends it
+        self._hellos: dict[int, tuple[str, asyncio.Event]] = {}
         self.identities: dict[int, str] = {}  # rank -> its identity when it became a member, for each other member
         self._members: frozenset[int] = frozenset()
         self._open_limit = ConnectionLimit[asyncio.StreamWriter](MOST_OPEN, MOST_OPEN_OF_ONE)
         self._unknown_peers = ConnectionLimit[int](_MOST_UNKNOWN_PEERS, _MOST_UNKNOWN_PEERS_OF_ONE)
+        self._arrivals = ArrivalLimit(ARRIVALS_PER_S, MOST_ARRIVALS)
         self._numbers = itertools.count(1)
         self._watch: asyncio.Task[None] | None = None
         self.pulse = Pulse(rules)  # detects stalls of this process itself
@@ -164,18 +123,16 @@ class ConnectionManager(ControlThread):
     # From any thread.
 
     def listen(self, *where: Any) -> Address:
-        """Accept connections. Arguments and errors are those of `Streams.listen` of the network."""
+        """Accept connections. Arguments and errors are those of `TcpStreams.listen` of the network."""
         return self.call(self.listen_at(*where))
 
     # In the control thread.
 
     @property
     def connected(self) -> frozenset[int]:
-        """The ranks with an open connection."""
         return frozenset(self._connections)
 
     def get(self, rank: int) -> ControlConnection | None:
-        """Return the open connection to ``rank``, or None."""
         return self._connections.get(rank)
 
     def send(self, rank: int, message: WireMessage) -> None:
@@ -199,7 +156,7 @@ class ConnectionManager(ControlThread):
             connection.trusted = connection.opened or rank in self._members
 
     async def open(self, address: Address) -> Stream:
-        """Open a connection as `Streams.open` does. `close` aborts it, even if it still has data to send."""
+        """Open a connection as `TcpStreams.open` does. `close` aborts it, even if it still has data to send."""
         return self.keep(await self.streams.open(address))
 
     def vouch(self, writer: asyncio.StreamWriter) -> None:
@@ -211,11 +168,14 @@ class ConnectionManager(ControlThread):
         if rank == self.rank:
             mine = self.streams.identity(writer) == self.streams.me
             return "" if mine else f"rank {rank} is the process that was asked, at {self.address}"
-        other = self._connections.get(rank)
-        if other is None or self.streams.identity(other.writer) == self.streams.identity(writer):
+        other, streams = self._connections.get(rank), self.streams
+        if other is None or streams.process(other.writer) == streams.process(writer):
             return ""
-        answers = await other.answers(self.rules.heartbeat_s)
-        return f"rank {rank} is connected from {other.address}, which still answers" if answers else ""
+        is_copy = streams.identity(other.writer) == streams.identity(writer)
+        if not await other.answers(self.rules.heartbeat_s):
+            return ""
+        copied = ". It has the same key: was identity.key copied? Each replica needs its own" if is_copy else ""
+        return f"rank {rank} is connected from {other.address}, which still answers{copied}"
 
     async def connect(self, rank: int, address: Address) -> None:
         """Open the connection to ``rank``, which listens at ``address``.
@@ -228,16 +188,28 @@ class ConnectionManager(ControlThread):
         if rank in self._connections:  # it has connected in the meantime
             writer.close()
             return
+        mine = self._hellos[rank] = secrets.token_hex(8), asyncio.Event()
         try:
             self.streams.tune(writer, self.rules.silence_s)
-            with self._pending_hellos.to(rank) as hello:
-                crossed = await send_hello((reader, writer), self.rank, self.address, hello, rank, address)
-                self._register(rank, address, (reader, writer), hello, opened=True, crossed=crossed)
+            writer.write(pack(Hello(self.rank, str(self.address), mine[0])))
+            answer, _ = await read_frame(reader, Greeting | Refused)
+            if isinstance(answer, Refused):
+                raise TransportError(f"{address} refuses: {answer.reason}")
+            if answer.rank != rank:
+                raise TransportError(
+                    f"{address} should be rank {rank}, but answered as rank {answer.rank}. Another diloco run may be "
+                    "using that port."
+                )
+            self._register(rank, address, (reader, writer), mine[0], opened=True, crossed=answer.crossed)
         except BaseException as error:
             writer.close()
             if not isinstance(error, EOFError) or rank not in self._connections:
                 raise
             return  # the connection that it opened stays instead
+        finally:
+            mine[1].set()
+            if self._hellos.get(rank) is mine:
+                del self._hellos[rank]
         self.send(rank, Beat())  # confirms to the other end that the connection is open on this side
 
     def hang_up(self, rank: int) -> None:
@@ -278,7 +250,11 @@ class ConnectionManager(ControlThread):
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            if (out := self._open_limit.enter(writer, self.streams.origins(writer))) is not None:
+            origins = self.streams.origins(writer)
+            if not self._arrivals.admits(origins, self.loop.time()):
+                raw_transport(writer).abort()
+                return
+            if (out := self._open_limit.enter(writer, origins)) is not None:
                 raw_transport(out).abort()
             async with asyncio.timeout(FIRST_MESSAGE_S):
                 if not await self.streams.admit(reader, writer):
@@ -303,7 +279,9 @@ class ConnectionManager(ControlThread):
         identity, known = self.streams.identity(writer), self.entries.get(rank)
         if self.streams.named and (identity != str(address) or (known is not None and known.address != identity)):
             return
-        crossed = await self._pending_hellos.before(rank)
+        crossed, answered = self._hellos.get(rank, ("", None))
+        if answered is not None and self.rank < rank:
+            await answered.wait()
         if (before := self._connections.get(rank)) is not None and before.crossed == hello.hello:
             return  # it said so before it answered this process's own hello, and the connection is registered
         if reason := await self.claimed(rank, writer):
@@ -317,7 +295,6 @@ class ConnectionManager(ControlThread):
         self._register(rank, address, (reader, writer), hello.hello, opened=False)
 
     def _drop(self, connection: ControlConnection, why: str) -> None:
-        """End an open connection and report its rank as lost."""
         if self._connections.get(connection.rank) is connection:
             connection.writer.transport.abort()  # discards what the peer has not read
             self.hang_up(connection.rank)
@@ -352,7 +329,7 @@ class ConnectionManager(ControlThread):
         if connection.trusted:
             loss = await connection.why_lost(ended, self.open, longest_s, was_suspended=was_suspended)
         else:  # nobody is dialled on a stranger's word
-            loss = Loss("cut", f"the connection to {connection.address} ended ({ended.reason})")
+            loss = Loss("cut", f"the connection to {connection.address} ended ({ended})")
         if connection.rank not in self._connections:  # else a new process of that rank has connected, and was reported
             self._on_event(Lost(connection.rank, loss))
 
@@ -406,3 +383,103 @@ async def _part(writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.CancelledError):  # at the end of its task
             await within(_FLUSH_S, writer.wait_closed())
     raw.abort()
+
+
+_INQUIRIES = 6  # within about a second
+_BETWEEN_INQUIRIES_S = 0.05, 0.4
+_MESSAGE_BYTES = 512  # counted for each message, besides its size: the time that it takes
+_PACES = {False: (64e3, 256_000), True: (8e6, 32_000_000)}
+"""Rate (bytes per second) and burst (bytes) accepted from unknown peers and from members; normal use is far below."""
+
+OpenStream = Callable[[Address], Awaitable[Stream]]
+
+
+@dataclass(eq=False)
+class ControlConnection:
+    rank: int  # of the other process
+    number: int  # unique in this process; tells apart successive processes of one rank
+    address: Address  # where the other process listens
+    writer: asyncio.StreamWriter
+    token: str  # the name of the hello that opened it, which both ends know and nobody else
+    opened: bool  # whether this process opened it
+    trusted: bool  # whether the other process is a member, or this process opened the connection
+    heard_s: float  # when a message was last received, by the loop's clock
+    crossed: str = ""  # name of the other end's hello that crossed the one that opened this connection, if any
+    num_messages: int = 0  # number of messages received, heartbeats included
+    task: asyncio.Task[None] | None = None  # runs `listen`
+
+    def __post_init__(self) -> None:
+        self._paces = {trusted: TokenBucket(*pace) for trusted, pace in _PACES.items()}
+
+    async def listen(
+        self, reader: asyncio.StreamReader, began: asyncio.Event, deliver: Callable[[Received], object]
+    ) -> str:
+        """Deliver messages until the connection ends, at no more than the rate that `_PACES` allows.
+
+        Returns:
+            Why it ended; "" if the other side says that it received nothing from this process for too long.
+        """
+        while True:
+            try:
+                message = decode(await self._next(reader), Message)
+                if self.num_messages == 1:
+                    began.set()
+                if isinstance(message, GivenUp):
+                    return ""
+                deliver(Received(self.rank, message))
+            except MessageError as error:
+                return f"it sent an invalid message: {error}"
+            except (OSError, EOFError, TransportError) as error:
+                return str(error) or type(error).__name__
+
+    async def _next(self, reader: asyncio.StreamReader) -> bytes:
+        """Read the next message; raises the errors of `read_frame`."""
+        clock = asyncio.get_running_loop()
+        head = await read_head(reader)
+        data, _ = await read_body(reader, head, MAX_MESSAGE_BYTES if self.trusted else UNKNOWN_PEER_BYTES)
+        self.heard_s = clock.time()
+        if wait_s := self._paces[self.trusted].take(clock.time(), _MESSAGE_BYTES + len(data)):
+            await asyncio.sleep(wait_s)
+        self.num_messages += 1
+        return data
+
+    async def answers(self, heartbeat_s: float) -> bool:
+        """Return whether a message arrives within two heartbeats of the last one.
+
+        A live process keeps its rank: where the network proves no identities, any peer could claim to be that rank.
+        """
+        clock, num_messages, until_s = asyncio.get_running_loop(), self.num_messages, self.heard_s + 2 * heartbeat_s
+        while not self.writer.is_closing() and clock.time() < until_s:
+            if self.num_messages > num_messages:
+                return True
+            await asyncio.sleep(heartbeat_s / 8)
+        return False
+
+    async def why_lost(self, why: str, open_stream: OpenStream, longest_s: float, *, was_suspended: bool) -> Loss:
+        """Find out why the process behind this connection, which has ended, is lost. A refusing port means it is gone.
+
+        The port is tried several times, as a process that is terminating may keep it for a moment.
+
+        Args:
+            longest_s: The time to wait for each answer.
+            was_suspended: Whether this process was suspended. The other one may have ended in the meantime, so its
+                port proves nothing.
+        """
+        if not why or was_suspended:
+            what = f"ended the connection ({why})" if why else "dropped it"
+            return Loss("cut", f"{self.address} received nothing from this process for too long and {what}")
+        ended = f"the connection to {self.address} ended ({why})"
+        backoff = Backoff(*_BETWEEN_INQUIRIES_S, seed=f"{self.rank} {self.number}")
+        for _ in range(_INQUIRIES):
+            try:
+                _, writer = await within(longest_s, open_stream(self.address))
+            except ConnectionRefusedError:
+                return Loss("gone", f"its process at {self.address} has ended")
+            except ConnectionResetError:
+                pass  # it was terminating at that moment
+            except (OSError, EOFError, TransportError) as error:
+                return Loss("cut", f"{ended} and can't be reopened ({error})")
+            else:
+                writer.close()
+            await asyncio.sleep(backoff.next_s())
+        return Loss("cut", f"{ended}, though a process still listens there")

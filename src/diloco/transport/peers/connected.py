@@ -20,8 +20,6 @@ _AGAIN_S = 0.3, 2.0  # pauses between two requests to join
 
 @dataclass(frozen=True)
 class Connected:
-    """A transport that is connected to the other ranks."""
-
     transport: PeerTransport  # ready for rounds; for a joiner, ready for `fetch` and then `join`
     directory: Directory
     joining: bool  # whether the run had already begun
@@ -31,11 +29,9 @@ class Connected:
 
     @property
     def swarm(self) -> str:
-        """The name of the swarm; "" over TCP."""
         return self.directory.swarm
 
     def refresh(self) -> None:
-        """Look up the current members and connect to all of them. Only a joiner needs this."""
         self.transport.connections.call(self.directory.refresh())
 
     def finish(self) -> None:
@@ -55,9 +51,6 @@ def connect_all(directory: Directory, closed: str = "") -> Connected:
 
     Args:
         closed: why nobody can join at first; "" if all can.
-
-    Raises:
-        RendezvousError: if this does not succeed in time.
     """
     transport, registry = directory.transport, directory.registry
     transport.connections.entries = registry.entries

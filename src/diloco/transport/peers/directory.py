@@ -26,8 +26,6 @@ from diloco.transport.connections.limits import Backoff, few_at_once
 from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, Stream, pack, read_frame, within
 from diloco.transport.peers.transport import PeerTransport
 
-__all__ = ["Directory", "Looking", "Members", "NotNowError", "question", "say"]
-
 _ANSWER_S, _LEAST_S = 10.0, 0.1
 _OVER_S = 2.0
 _LOOK_AGAIN_S = 0.5, 2.0  # pauses between two questions to all known processes
@@ -40,8 +38,6 @@ class NotNowError(OSError):
 
 
 class Ask(WireMessage):
-    """A process asks who the members are."""
-
     entry: Entry
 
 
@@ -60,7 +56,6 @@ class Members(WireMessage, dict=True):
 
     @functools.cached_property
     def entries(self) -> Mapping[int, Entry]:
-        """Rank -> entry."""
         return {each.rank: each for each in self.known.whole()}
 
 
@@ -76,8 +71,6 @@ class Looking(WireMessage):
 
 
 class CallBack(WireMessage):
-    """A process asks to have member ``to`` connect to it."""
-
     to: Rank
     entry: Entry
 
@@ -87,8 +80,6 @@ class Introduced(WireMessage):
 
 
 class Over(WireMessage):
-    """The run has ended for the sender's replica."""
-
     replica: Rank
 
 
@@ -148,7 +139,6 @@ class Directory:
         """Raise `RendezvousError` if this process must not join these members."""
 
     def had_members(self) -> bool:
-        """Whether there were members that do not answer now."""
         return False
 
     def over(self) -> str:
@@ -160,12 +150,10 @@ class Directory:
         return "the others have finished the run, and no member is left to join." if over else ""
 
     def awaited(self) -> str:
-        """Return what the search waits for, as text."""
         number = "other" if self.election.views is None else len(self.election.views.last.members)
         return f"enough of the {number} replicas to continue ({1 + len(self.looking)} of them are searching)"
 
     def nobody(self, why: Mapping[str, str]) -> str:
-        """Return that a search has ended in vain."""
         return (
             f"replica {self.election.number} has searched for the others for {self.patience_s:g} s, its limit, and "
             f"found {len(self.looking)} that are also searching. Its state is saved."
@@ -283,8 +271,11 @@ class Directory:
         answer = await question(open_stream, address, Ask(self._entry), self.answers)
         if isinstance(answer, Looking) and self.election.views is not None:
             known = self.election.views.identities.get(self.transport.rules.ranks([answer.number])[0], identities[-1])
-            # over TCP a restarted process has another identity; it says that it was a member of no view
-            if known != identities[-1] and (self.connections.streams.named or answer.last is not None):
+            # over TCP a restarted process has another identity; it says that it was a member of no view, and listens
+            # where the one did that it replaces, which has therefore ended
+            entry = self.registry.entries.get(self.transport.rules.ranks([answer.number])[0])
+            replaces = answer.last is None and entry is not None and entry.address == str(address)
+            if known != identities[-1] and (self.connections.streams.named or not replaces):
                 raise TransportError(f"{address} answers in the name of replica {answer.number}, which is another one")
         if isinstance(answer, Members):
             keep = {self.connections.rank, *self.transport.rules.ranks(answer.members), *self.connections.connected}
@@ -370,7 +361,6 @@ class Directory:
         return False
 
     async def refresh(self) -> None:
-        """Ask for the current members and connect to all of them."""
         entries, streams = self.registry.entries, self.connections.streams
         known = [streams.locate(entries[rank]) for rank in sorted(self.connections.connected & entries.keys())]
         for place in (*known, *await self.addresses()):
@@ -411,7 +401,6 @@ class Directory:
         await say(answer, reader, writer)
 
     async def _refusal(self, entry: Entry, writer: asyncio.StreamWriter) -> str:
-        """Return why a process can't take part, or "" if it can."""
         known = self.registry.entries.get(entry.rank)
         named, size = self.connections.streams.named, self.transport.rules.ranks_per_replica
         if named and known is not None and known.address != entry.address and entry.rank in self.members:
@@ -423,7 +412,6 @@ class Directory:
         return await self.connections.claimed(entry.rank, writer)
 
     async def _introduce(self, asked: CallBack, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Have a member connect to the asking process, which can't connect to that member."""
         if asked.entry.address == self.connections.streams.identity(writer) and asked.to in self.members:
             self.connections.send(asked.to, Introduce(asked.entry))
             await say(Introduced(), reader, writer)

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -22,10 +22,9 @@ from diloco.transport.base import Transport
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.sockets import TcpStreams
 from diloco.transport.connections.streams import within
-from diloco.transport.leader import LeaderTransport
 from diloco.transport.peers.connected import Connected, connect_all
 from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.replica_group import ReplicaGroup
+from diloco.transport.replica_group import LeaderTransport, ReplicaGroup
 from diloco.transport.secret import TurnedAwayError, check_secret
 from diloco.transport.tcp.doctor import serve_probes
 from diloco.transport.tcp.rendezvous import Gatherer, TcpDirectory, cause, share_text
@@ -68,8 +67,6 @@ class Place:
 
 @dataclass(frozen=True)
 class Lost:
-    """What a rank that has lost its view looks for the others with."""
-
     connected: Connected  # its transport must be closed
     listening: socket.socket  # at which the rank listened, as `TcpStreams.keep` returned it
     views: LastViews  # what the rank has been and promised; its vote is recorded there
@@ -102,7 +99,7 @@ def connect(place: Place, rules: Rules, *, held_step: int = -1, lost: Lost | Non
     rules = replace(rules, rank=place.rank, ranks_per_replica=place.ranks_per_replica)
     streams = TcpStreams(place.secret)
     if lost is not None:
-        before = cast(TcpStreams, lost.connected.transport.connections.streams)
+        before = lost.connected.transport.connections.streams
         streams = TcpStreams(place.secret, lost.listening, before.credentials)
     transport = PeerTransport(rules, streams)
     serve_probes(transport.connections)
@@ -169,9 +166,6 @@ async def _host_rendezvous(connections: ConnectionManager, address: Address, hos
     """Listen at the rendezvous as rank 0, and return whether this rank does.
 
     It does not if a launcher or another replica listens there, or if the address belongs to another machine.
-
-    Raises:
-        RendezvousError: if another program listens there.
     """
     clock = asyncio.get_running_loop()
     deadline_s = clock.time() + PORT_TIMEOUT_S
@@ -283,26 +277,17 @@ def connect_tcp(
         if connected.joining:
             raise connected.already_running()
 
-    def end() -> None:
-        opened[0].finish()
-
-    led = ranks == "whole" and group.size > 1
+    group = group if ranks == "whole" else ReplicaGroup()  # the ranks for which one communicates
     try:
-        if led:
-            group.done_by_leader(begin)
-            yield LeaderTransport(group, opened[0] if opened else None)
-            group.done_by_leader(end)
-        else:
-            begin()
-            yield opened[0]
-            end()
+        group.done_by_leader(begin)
+        yield LeaderTransport(group, opened[0] if opened else None) if group.size > 1 else opened[0]
+        group.done_by_leader(lambda: opened[0].finish())
     finally:
         for transport in opened:
             transport.close()
 
 
 def _process_group() -> dist.ProcessGroup | None:
-    """Return a group of all ranks of torch.distributed that supports CPU tensors; None for a lone rank."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and not dist.is_initialized():
         raise ConfigurationError(
