@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -124,7 +123,6 @@ class Contribution:
     tensors: tuple[int, ...] = ()  # the sizes of the tensors that the values consist of, for ``average_rule``
     telemetry: bool = False  # whether to measure the spread of the round's contributions where they are available
     mean: MeanEncoding = PLAIN_MEAN  # the encoding of means in a reduce-scatter; the same on all replicas
-    ready: Future[None] | None = None  # of a payload that a thread still fills, for transports with `fills_later`
     transfer_steps: float = math.inf  # see `SyncSchedule`; infinite: the uplinks change no means
 
     @property

@@ -77,6 +77,7 @@ class InFlight:
     contribution: Contribution  # submitted again after a resume, it gives the same average
     pending: Pending  # the average in flight
     sent: Tensor | None  # ``(numel,)`` float32, the local parameters when sent, if the merge rule needs them
+    ready: Future[None] | None = None  # done once a thread has filled the payload; None if none has to
 
 
 class Fragment:
@@ -212,17 +213,17 @@ class Fragment:
             round=RoundId(self.index, outer_step),
             replica=transport.replica,
             payload=payload,
-            ready=ready,
             weight=contribution_weight(base_weight, self.submitted, window_steps),
             base_weight=base_weight,
             digest=self.state.digest(),
             **buffers,
         )
-        pending = transport.average(contribution)
-        self.flight = InFlight(contribution, pending, sent if keeps else None)
+        if transport.averages_later and (ready is not None or self.device.type == "cuda"):
+            pending = transport.average_later(contribution, ready, self._prepare)
+        else:
+            pending = transport.average(contribution)
+        self.flight = InFlight(contribution, pending, sent if keeps else None, ready)
         self.candidate = candidate  # after submitting, which may fail
-        if transport.fills_later and (ready is not None or self.device.type == "cuda"):
-            pending.on_commit = self._prepare  # type: ignore[attr-defined]  # of a transport that fills later
         if ready is not None:
             self.state.reader = ready
             fill = threading.Thread(target=self._fill, args=(ready, payload, local, copies), name="encode", daemon=True)
@@ -243,7 +244,7 @@ class Fragment:
             self._room = in_thread(lambda: self._empty().zero_(), "room")
 
     def _may_fill(self, transport: Transport) -> bool:
-        return transport.fills_later and self.device.type == "cpu" and self.numel >= _LEAST_LATER
+        return transport.averages_later and self.device.type == "cpu" and self.numel >= _LEAST_LATER
 
     def settle(self, *, wait: bool = True) -> bool:
         """Wait until the round in flight has been sent, and return whether a value was outside the codec's range.
@@ -253,7 +254,7 @@ class Fragment:
         Raises:
             NonFiniteError: if the pseudo-gradient contains NaN or infinity. Nothing was sent.
         """
-        ready = None if self.flight is None else self.flight.contribution.ready
+        ready = None if self.flight is None else self.flight.ready
         if ready is None or not (wait or ready.done()):
             return False
         try:
