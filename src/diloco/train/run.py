@@ -345,8 +345,8 @@ class _Run:
 
     def _report_saved(self, *, wait: bool) -> None:
         """Report a checkpoint that has been written since. Call it on all ranks of a replica."""
-        for sentence in self.mirror.take_sentences() if self.mirror else ():
-            self.emit(Note(step=self.step, text=sentence))
+        while self.mirror and self.mirror.sentences:
+            self.emit(Note(step=self.step, text=self.mirror.sentences.pop(0)))
         if (path := self.writer.poll(wait=wait)) is None:
             return
         size_bytes, free_bytes = self.session.fleet.group.done_by_leader(
