@@ -179,7 +179,8 @@ class DiLoCo:
     @_outside_inference_mode()
     def begin(self, trained: float = 1.0) -> None:
         """Perform the first half of `step`: count the inner step and send the due fragments. Never blocks on others."""
-        check_number("trained", trained, 0, 1)
+        if not 0 <= trained <= 1:
+            check_number("trained", trained, 0, 1)
         self._reports.begin(self.steps)
         actions = self.schedule.actions(self.steps + 1)
         # ranks that shard the parameters agree on what to adopt, which takes an exchange, so not at every step
@@ -330,10 +331,7 @@ class DiLoCo:
                 reshard(self.model)
 
     def check_model(self) -> None:
-        """Raise `ConfigurationError` if a parameter or buffer was added, replaced, resized or made trainable since.
-
-        `step`, `drain` and `global_model` do this. Frozen parameters may have been trainable.
-        """
+        """Raise `ConfigurationError` if a parameter or buffer was added, replaced, resized or made trainable since."""
         self._model_watch.check()
 
     def state_dict(self) -> dict[str, Any]:

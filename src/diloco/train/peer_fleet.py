@@ -310,11 +310,7 @@ class PeerFleet(Fleet):
         return {int(rank): int(step) for rank, step in entries}
 
     def join(self, timeout_s: float) -> int:
-        """Become a member of a running run and return the number of inner steps done.
-
-        Raises:
-            RendezvousError: if the members refuse or do not answer in time.
-        """
+        """Become a member of a running run and return the number of inner steps done."""
         step = int(self._ask(lambda: join(self.connected, timeout_s)))
         self.joining = False
         if not self._talks:
@@ -338,8 +334,7 @@ class PeerFleet(Fleet):
     def rejoin(self, patience_s: float) -> None:
         """Find the other replicas after losing them, or found another view for the replicas that also search.
 
-        Raises:
-            TransportError: if no replica is found in time, or the members refuse. The call may be repeated.
+        After a `TransportError`, if none is found in time or the members refuse, the call may be repeated.
         """
         assert self.meeting.again is not None, "the run ends with the loss"
         lost, state = self.transport, self.state_dict()
@@ -361,16 +356,11 @@ class PeerFleet(Fleet):
             self.load_state_dict(state)
 
     def gather(self, timeout_s: float) -> None:
-        """Wait in a founded view until the replicas outside it are too few to continue from the lost view.
-
-        Raises:
-            RendezvousError: if too few replicas come in time.
-        """
+        """Wait in a founded view until the replicas outside it are too few to continue from the lost view."""
         if not self.gathering:
             return
         last = self._lost_view
         assert last is not None, "the others were lost"
-
         with waiting_for(lambda: f"enough of the {len(last.members)} replicas to rejoin", timeout_s), self._changed:
             self._changed.wait_for(lambda: self._enough(self.transport.view) or self.transport.failure, timeout_s)
         if not self._enough(self.transport.view):

@@ -154,12 +154,7 @@ class GradientAverager:
     def finish(self) -> RoundVoidError | None:
         """Replace the gradients by the mean, in the next view if the current one ends.
 
-        Returns:
-            The error of a round that is void on all replicas, after which `begin_again` may be called; None if the
-            round was committed.
-
-        Raises:
-            TransportError: if the other replicas are lost.
+        Return the error of a round that is void on all replicas, after which `begin_again` may be called, or None.
         """
         while True:
             assert self._sent is not None, "begin comes first"
@@ -189,23 +184,18 @@ class GradientAverager:
 def average_gradients(
     averagers: Sequence[GradientAverager], emit: Callable[[Event], None], *, may_skip: bool, may_lose: bool = False
 ) -> bool:
-    """Replace the gradients of each averager, whose `begin` was called, by the mean.
+    """Replace the gradients of the replicas of this process, which `begin` has sent, by the mean.
 
     A void round is tried again with the same gradients, so that a slow or broken link costs nothing but time; ``emit``
-    receives a note for each, whose step the caller sets.
+    receives a note for each, whose step the caller sets. If every attempt is void, the last `RoundVoidError` names the
+    reason and the replicas whose gradients failed.
 
     Args:
-        averagers: those of the replicas of this process.
         may_skip: whether a void round skips the step (gradient scaling) instead of being tried again.
         may_lose: whether losing the other replicas skips the step instead of raising.
 
     Returns:
         False if the step must be skipped: the round is void on all replicas, or the other replicas are lost.
-
-    Raises:
-        RoundVoidError: if the round of every attempt is void. It names the reason and the replicas whose gradients
-            failed.
-        TransportError: if the other replicas are lost and ``may_lose`` is false.
     """
     tried = 1
     try:
@@ -255,7 +245,7 @@ class DynamicSteps:
     """The scheduled steps that a replica of a swarm trains, from its own speed and the speeds of the others (DyLU).
 
     A slow replica trains an evenly spaced share of the steps. A skipped step only advances the schedule: learning rate,
-    rounds and data continue as on every other replica, and its sequences are not trained in this epoch.
+    rounds and data continue as on every other replica.
     """
 
     def __init__(self, replica: int, inner_steps: int, others: PeerFleet) -> None:
