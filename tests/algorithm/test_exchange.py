@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import combinations_with_replacement, pairwise
+from itertools import combinations_with_replacement, pairwise, product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.algorithm import (
+    UNKNOWN_UPLINK,
     Codec,
     Exchange,
     Float32,
@@ -152,24 +153,118 @@ def test_ranges_are_cut_between_the_blocks_of_both_codecs() -> None:
 
 
 BLOCK = 256
+INT8 = make_codec("int8", block_size=BLOCK)
+SLOW, FAST = Uplink(20_000_000, full=True), Uplink(100_000_000, full=True)
 
 
-def links(rates: list[int], window_s: float) -> list[Uplink]:
-    return [Uplink(rate, window_s) for rate in rates]
+def slowest(shares: list[float], rates: list[float], payload: float, mean: float) -> float:
+    """The time of the slowest replica, by the bytes that each share sends and receives."""
+    others = len(shares) - 1
+    times = []
+    for share, rate in zip(shares, rates, strict=True):
+        sent = (1 - share) * payload + others * share * mean
+        received = others * share * payload + (1 - share) * mean
+        times.append(max(sent, received) / rate)
+    return max(times)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rates=st.lists(st.integers(1, 100), min_size=3, max_size=3),
+    codec=st.sampled_from(["float32", "float16", "int8"]),
+    means=st.sampled_from(["float32", "int8", "fp4"]),
+)
+def test_no_other_parts_let_the_slowest_finish_much_sooner(rates: list[int], codec: str, means: str) -> None:
+    """Against a search over all parts of at most twice an equal one. Unequal parts must save a fifth."""
+    uplinks = [Uplink(1_000_000 * rate, full=True) for rate in rates]
+    blocks, contributions, mean = 24 * 64, make_codec(codec), MeanEncoding(make_codec(means))
+    numel = blocks * BLOCK
+    exchange = plan_exchange(contributions, numel, 3, mean=mean, uplinks=uplinks)
+    if exchange.pattern == "all-gather":
+        return
+    payload, encoded, steps = contributions.payload_bytes(numel), mean.codec.payload_bytes(numel), 24
+    others = (
+        [first / steps, second / steps, (steps - first - second) / steps]
+        for first, second in product(range(steps + 1), repeat=2)
+        if first + second <= steps
+    )
+    speeds = [float(rate) for rate in rates]
+    best = min(slowest(each, speeds, payload, encoded) for each in others if max(each) <= 2 / 3)
+    equal = [1 / 3] * 3
+    shares = [(stop - start) / numel for start, stop in exchange.shards]
+    limit = best * 1.01 if shares != equal else best / 0.8 * 1.01
+    assert slowest(shares, speeds, payload, encoded) <= limit
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rates=st.lists(st.integers(1, 10_000), min_size=2, max_size=64),
+    numel=st.integers(0, 300_000),
+    codec=st.sampled_from(["int8", "bfloat16"]),
+)
+@example(rates=[240, 317, 376, 304, 223, 187, 171], numel=6145, codec="int8")  # 24 blocks and a value
+def test_parts_hold_all_values_in_whole_blocks_and_none_more_than_twice_an_equal_one_and_a_block(
+    rates: list[int], numel: int, codec: str
+) -> None:
+    """Equal parts of the blocks, as the last one counts as whole; each end is rounded to the next boundary."""
+    uplinks = [Uplink(1_000_000 * rate, full=True) for rate in rates]
+    mean = MeanEncoding.of("int8")
+    bounds = plan_exchange(make_codec(codec), numel, len(rates), mean=mean, uplinks=uplinks).shards
+    assert (len(bounds), bounds[0][0], bounds[-1][1]) == (len(rates), 0, numel)
+    assert all(before[1] == after[0] for before, after in pairwise(bounds))
+    assert all(start % BLOCK == 0 or start == numel for start, _ in bounds)
+    blocks = [-(-(stop - start) // BLOCK) for start, stop in bounds]
+    assert min(blocks) >= 0
+    assert max(blocks) <= 2 * sum(blocks) / len(rates) + 1
+
+
+def plan(*uplinks: Uplink) -> Exchange:
+    return plan_exchange(INT8, 64 * BLOCK, 3, mean=MeanEncoding(INT8), uplinks=uplinks)
+
+
+def test_a_slow_uplink_sends_its_contribution_alone_and_no_mean() -> None:
+    unequal = plan(FAST, SLOW, FAST)
+    assert [stop - start for start, stop in unequal.shards] == [32 * BLOCK, 0, 32 * BLOCK]
+    assert unequal.sent[1] == 2 * INT8.payload_bytes(32 * BLOCK)
+    assert unequal.received[1] == 2 * INT8.payload_bytes(32 * BLOCK)
+    assert unequal.sent[1] < 0.8 * plan(FAST, FAST, FAST).sent[1]
+
+
+@pytest.mark.parametrize(
+    "uplinks",
+    [
+        (UNKNOWN_UPLINK,) * 3,
+        (Uplink(100), Uplink(1), Uplink(50)),  # none was full
+        (FAST, FAST, FAST),
+        (FAST, FAST, Uplink(90_000_000, full=True)),  # within the error of a measurement
+        (SLOW, UNKNOWN_UPLINK, UNKNOWN_UPLINK),  # nobody has shown a higher rate
+        (Uplink(0, full=True), FAST, FAST),  # a rate that nobody measures
+        (Uplink(0, full=True),) * 3,
+    ],
+)
+def test_shares_are_equal_unless_a_slow_uplink_is_known(uplinks: tuple[Uplink, ...]) -> None:
+    equal = plan()
+    assert equal.pattern == "reduce-scatter"
+    assert plan(*uplinks) == equal
+
+
+def links(rates: list[int], window_s: float, *, full: bool = False) -> list[Uplink]:
+    return [Uplink(rate, full, window_s) for rate in rates]
 
 
 @settings(max_examples=200, deadline=None)
 @given(
     rates=st.lists(st.integers(0, 200_000_000), min_size=1, max_size=9),
     window_s=st.one_of(st.floats(0, 100), st.just(float("nan"))),
+    full=st.booleans(),
     codec=st.sampled_from(["fp4", "int8", "bfloat16", "float32"]),
     whole=st.booleans(),
 )
 def test_auto_is_the_usual_choice_where_that_fits_and_never_later_and_never_coarser_than_contributions(
-    rates: list[int], window_s: float, codec: str, whole: bool
+    rates: list[int], window_s: float, full: bool, codec: str, whole: bool
 ) -> None:
     """Property: also for rates and windows that a member makes up."""
-    uplinks, contributions = links(rates, window_s), make_codec(codec)
+    uplinks, contributions = links(rates, window_s, full=full), make_codec(codec)
     auto = MeanEncoding.of("auto")
 
     def planned(mean: MeanEncoding) -> Exchange:

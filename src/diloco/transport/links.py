@@ -45,7 +45,7 @@ class Link:
     def uplink(self) -> Uplink:
         """What its replica knows about the bandwidth with which it sends: all, unless it is unlimited."""
         finite = math.isfinite(self.bandwidth_bits_per_s)
-        return Uplink(int(self.bandwidth_bits_per_s)) if finite else UNKNOWN_UPLINK
+        return Uplink(int(self.bandwidth_bits_per_s), full=True) if finite else UNKNOWN_UPLINK
 
 
 @dataclass(frozen=True)

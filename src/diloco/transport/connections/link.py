@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
@@ -313,7 +314,7 @@ class PeerLinks:
     @property
     def uplink(self) -> Uplink:
         """What is known about the bandwidth with which this rank sends. For any thread."""
-        return self._meter.uplink
+        return self._meter.uplink(full=any(math.isfinite(link.pace.bits_per_s) for link in list(self.by_rank.values())))
 
     def connect(self, rank: int) -> None:
         """Begin the link to a rank, as a control connection to it has been made."""

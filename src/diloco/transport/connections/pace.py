@@ -133,7 +133,7 @@ class UplinkMeter:
     >>> for link, sending, now_s in [("a", True, 1.0), ("b", True, 1.0), ("a", False, 1.1), ("b", False, 1.2)]:
     ...     meter.note(link, sending, now_s)
     ...     meter.written_bytes += 1_000_000
-    >>> meter.uplink.bits_per_s
+    >>> meter.uplink(full=True).bits_per_s
     100000000
     """
 
@@ -143,6 +143,7 @@ class UplinkMeter:
         self.written_bytes = 0  # by all links
         self._began_s, self._acked, self._written_bytes = 0.0, 0, 0
         self._bits_per_s = 0.0
+        self._was_full = False  # whether the path was full, which is not known where it is near
 
     def note(self, link: Hashable, sending: bool, now_s: float) -> None:
         """Take note of whether a link has anything that no stripe has taken yet."""
@@ -153,9 +154,9 @@ class UplinkMeter:
             num_bytes, trip_s = min(now.acked - self._acked, self.written_bytes - self._written_bytes), now.round_trip_s
             if num_bytes >= _FULL_BYTES and seconds > _LONG_TRIPS * trip_s:
                 self._bits_per_s = 8 * num_bytes / seconds
+                self._was_full = trip_s > NEAR_S
         (self._sending.add if sending else self._sending.discard)(link)
 
-    @property
-    def uplink(self) -> Uplink:
-        """What is known about the bandwidth with which this process sends."""
-        return Uplink(int(self._bits_per_s)) if self._bits_per_s else UNKNOWN_UPLINK
+    def uplink(self, *, full: bool) -> Uplink:
+        """Return what is known; ``full``: whether a link has a pace, so that the rate is that of the path."""
+        return Uplink(int(self._bits_per_s), full or self._was_full) if self._bits_per_s else UNKNOWN_UPLINK
