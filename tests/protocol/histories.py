@@ -9,8 +9,8 @@ import collections
 import random
 import sys
 
-from tests.membership.network import Limits, Network, explore, wander
-from tests.protocol.simulated import check_agreement, rank, simulated
+from tests.membership.network import Limits, Network, wander
+from tests.protocol.simulated import check_agreement, finish, rank, simulated
 
 
 def bridge(replicas: int, seed: int) -> Network:
@@ -48,14 +48,8 @@ def trouble(replicas: int, seed: int) -> Network:
 
 def outcome(network: Network) -> str:
     """Let everything under way finish, also with time, and return how the run has ended."""
-    for _ in range(6):
-        explore(network, [], 3000)
-        nodes = [rank(network, number) for number in sorted(network.alive)]
-        waiting = [each for each in nodes if not each.left and any(timer.kind == "settle" for _, timer in each.timers)]
-        if not waiting:
-            break
-        for node in waiting:
-            node.fire("settle")
+    finish(network)
+    nodes = [rank(network, number) for number in sorted(network.alive)]
     going_on = [node for node in nodes if not node.left and node.machine.views.is_member]
     if not going_on:
         return "none"
