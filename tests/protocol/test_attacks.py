@@ -31,7 +31,7 @@ from diloco.protocol import (
 )
 from tests.membership.network import Limits, Network
 from tests.protocol.simulated import rules_of
-from tests.protocol.simulated_rank import TIMEOUT_S, Rank
+from tests.protocol.simulated_rank import LATE_S, TIMEOUT_S, Rank
 
 Forgery = Callable[[int, Any], Iterable[Any]]
 """(receiver, message of an honest member) -> the messages that the attacker sends instead."""
@@ -86,7 +86,7 @@ def without(kind: type[WireMessage]) -> Forgery:
 
 def report(**facts: Any) -> WireMessage:
     """A report that begins a view change."""
-    return Change(Report(LIAR, facts.pop("view_id", 0), **{"number": 1, **facts}), "a lie")
+    return Change(Report(LIAR, facts.pop("view_id", 0), **facts), "a lie")
 
 
 def both(first: Forgery, second: Forgery) -> Forgery:
@@ -114,10 +114,10 @@ ATTACKS: dict[str, Callable[[], Forgery]] = {
     "32 strangers join": lambda: once(report(joining=frozenset(range(10, 42)))),
     "4000 strangers join": lambda: once(report(joining=frozenset(range(10, 4010)))),
     "reports full of rounds": lambda: once(
-        *(report(number=n, commits={(n, step): "d" * 64 for step in range(4000)}) for n in range(1, 60))
+        *(report(number=n, commits={(n, step): "d" * 64 for step in range(4000)}) for n in range(20))
     ),
-    "ballots that end as they begin": lambda: both(once(report(number=1)), ballots),
-    "no acceptance": lambda: both(once(report(apart=frozenset({0}))), without(Accept)),
+    "ballots that end as they begin": lambda: both(once(report()), ballots),
+    "no acceptance": lambda: both(once(report()), without(Accept)),
     "accepts something else": lambda: both(once(report()), instead(Accept, digest="else")),
     "no proposal": lambda: both(once(report()), without(Propose)),
     "another proposal for each": lambda: both(once(report()), another_for_each),
@@ -166,7 +166,7 @@ def test_a_malicious_member_harms_nobody(name: str) -> None:
     assert len({tuple(sorted(each.outcomes.items())) for each in honest}) == 1, "a round was applied by some"
     for step in honest[0].averages:
         assert len({each.averages[step].contributors for each in honest}) == 1
-    assert longest_s <= TIMEOUT_S + 1.0
+    assert longest_s <= TIMEOUT_S + 2 * LATE_S, "a liar costs a ballot, besides a round"
     assert peak_bytes < MAX_MEMORY_BYTES
     shown = [str(each) for member in honest for each in (*member.errors.values(), *(v.reason for v in member.changes))]
     assert all(text.isprintable() for text in shown)

@@ -36,7 +36,7 @@ _TURN = 2.0  # times `silence_s`: the time of a ballot; it grows by itself with 
 _TICKS = 12  # how often per turn a rank looks at the clock
 _MOST_TURNS = 10  # a rank stops after so much time without a next view
 _JOIN_WINDOW = 0.2  # times `silence_s`: how long others may still join by a change that has begun
-_MOST_KEPT = 4  # reports kept per rank, as a proposal may name an earlier one
+_MOST_KEPT = 3  # reports kept per rank, as a proposal may name an earlier one
 
 
 class Stop(NamedTuple):
@@ -228,20 +228,22 @@ class ViewChange:
         self._searched = 0
 
     def _is_over(self) -> bool:
-        """Return whether this rank expects nothing more of the ballot."""
+        """Return whether this rank expects nothing more of the ballot. Whoever has held it up is apart."""
+        replica_of, is_split = self._rules.replica_of, len({*self._accepts.values()}) > 1
+        if is_split and self._proposer == self._rules.rank:  # which has sent the same to all
+            self.extend(apart={replica_of(rank) for rank, digest in self._accepts.items() if digest != self._digest})
         lost, waited_s, turn_s, proposal = self.mine.lost, self._waited_s, self._turn_s, self._proposal
         staying = proposal.following.staying if proposal is not None and proposal.reports else ()
         stays = self._rules.replica in staying
         if waited_s >= turn_s and stays and self.mine.accepted and self.mine.accepted.ballot == self.mine.ballot:
-            silent = {self._rules.replica_of(rank) for rank in self._rules.ranks(staying) if rank not in self._accepts}
-            self.extend(apart=silent)
+            self.extend(apart={replica_of(rank) for rank in self._rules.ranks(staying) if rank not in self._accepts})
         return (
             waited_s >= turn_s
             or self._first in self.mine.gone
             or (self._first in lost and (waited_s >= 0.75 * turn_s or self._all_have_lost(self._first)))
             or (proposal is None and self._outbox.now_s - self._asked_s >= turn_s / _TICKS and self._first not in lost)
             or (stays and not lost.isdisjoint(staying))
-            or len({*self._accepts.values()}) > 1  # somebody lies
+            or is_split  # somebody lies
         )
 
     def _all_have_lost(self, replica: int) -> bool:
@@ -436,11 +438,7 @@ class ViewChange:
     def _chosen(self) -> NextView | None:
         """Return what is proposed once it can be adopted."""
         proposal, rules = self._proposal, self._rules
-        if len({*self._accepts.values()}) > 1:
-            if self._proposer == rules.rank:  # it has sent the same to all
-                self.extend(apart={rules.replica_of(r) for r, digest in self._accepts.items() if digest != self._digest})
-            return None
-        if proposal is None:
+        if proposal is None or len({*self._accepts.values()}) > 1:
             return None
         following = proposal.following
         some = {rank for rank, digest in self._accepts.items() if digest == self._digest}
