@@ -71,6 +71,7 @@ class ViewChange:
         self._adopted: dict[int, NextView] = {}  # rank -> what it says it has adopted
         self._proposal: Propose | None = None  # of the current ballot, as for the next three
         self._digest = ""  # of what is proposed
+        self._is_refused = False  # whether that does not follow from the reports that it names
         self._accepts: dict[int, str] = {}  # rank -> the digest of what it has accepted
         # when the first of them came though no proposal had, and when all that stay had accepted
         self._asked_s = self._full_s = math.inf
@@ -181,18 +182,19 @@ class ViewChange:
     def is_plausible(self, following: NextView) -> bool:
         """Return whether this rank may accept or adopt what it has not computed itself.
 
-        As far as it knows, that commits only rounds for which this rank has voted, leaves out only members that somebody
-        accuses, and admits only replicas that have asked.
+        As far as it knows, enough members stay, somebody accuses those that do not, only replicas join that have asked,
+        and only rounds are committed for which this rank has voted. If it does not stay itself, the rest is not its
+        affair.
         """
         mine, size = self.mine, self._rules.ranks_per_replica
-        if following.previous != self.view:
+        lost = {*self.view.members}.difference(following.staying)
+        if following.previous != self.view or self._refusal(lost, following.joined):
             return False
-        if self._rules.replica not in following.staying or (mine.accepted and mine.accepted.following == following):
+        if self._rules.replica in lost or (mine.accepted and mine.accepted.following == following):
             return True
         reports, held = [mine, *self._reports.values()], mine.held
-        accused = frozenset().union(*(each.lost | each.left | each.behind for each in reports))
         return (
-            accused.issuperset({*self.view.members}.difference(following.staying))
+            lost <= frozenset().union(*(each.lost | each.left | each.behind for each in reports))
             and frozenset().union(*(each.joining for each in reports)).issuperset(following.joined)
             and all(
                 len(digests) == size and held.get(key) == digests[self._rules.position]
@@ -221,7 +223,7 @@ class ViewChange:
 
     def _raise(self, ballot: int) -> None:
         self.mine, self._unsent = replace(self.mine, ballot=ballot), True
-        self._proposal, self._digest, self._accepts = None, "", {}
+        self._proposal, self._digest, self._is_refused, self._accepts = None, "", False, {}
         self._asked_s = self._full_s = math.inf
         self._ballot_s = self._outbox.now_s
         self._num_ballots += 1
@@ -243,7 +245,8 @@ class ViewChange:
             or (self._first in lost and (waited_s >= 0.75 * turn_s or self._all_have_lost(self._first)))
             or (proposal is None and self._outbox.now_s - self._asked_s >= turn_s / _TICKS and self._first not in lost)
             or (stays and not lost.isdisjoint(staying))
-            or is_split  # somebody lies
+            or is_split  # somebody lies, as for the next one
+            or self._is_refused
         )
 
     def _all_have_lost(self, replica: int) -> bool:
@@ -291,19 +294,20 @@ class ViewChange:
         """Return why this rank stops, or None. It first waits for the reports of all that it hears."""
         waited_s, turn_s, members = self._outbox.now_s - self._began_s, _TURN * self._rules.silence_s, self.view.members
         lost, reason, ticked, self._ticked = self.mine.lost.intersection(members), "", self._ticked, False
+        joining = self.mine.joining - self.mine.lost
         if waited_s >= _MOST_TURNS * turn_s:
             reason = f"the members did not agree on the next view within {_MOST_TURNS * turn_s:g} s"
         elif lost and not self._in_doubt() and (waited_s >= turn_s / 4 or not self._silent(self._reports)):
-            reason = self._refusal(lost)
+            reason = self._refusal(lost, joining)
         elif ticked and not self._silent(self._reports) and not any(each.accepted for each in self._reports.values()):
             # whom this rank can't hear may hear others, but no more than that
             ended = self._ended()
-            reason = self._refusal({*members}.difference(self._best([each for each in members if each not in ended])))
+            best = self._best([each for each in members if each not in ended])
+            reason = self._refusal({*members}.difference(best), joining)
         return Stop(reason, frozenset().union(*(each.commits for each in self._reports.values()))) if reason else None
 
-    def _refusal(self, lost: Collection[int]) -> str:
+    def _refusal(self, lost: Collection[int], joining: Collection[int]) -> str:
         """Return why the members that are not ``lost`` may not decide, or "" if they may."""
-        joining = self.mine.joining - self.mine.lost
         decision = decide(self.view, lost=lost, gone=self._ended(), joining=joining, policy=self._rules.policy)
         return decision.reason if decision.members is None else ""
 
@@ -403,7 +407,7 @@ class ViewChange:
         if proposal.reports and me in following.staying:
             if not self._is_computed(proposal):
                 return
-        elif not proposal.reports and not self.is_plausible(following):
+        elif not self.is_plausible(following):
             return
         self.mine = replace(mine, accepted=Accepted(ballot, following, again=not proposal.reports))
         self._accepts[self._rules.rank] = self._digest
@@ -423,8 +427,11 @@ class ViewChange:
         reports = [known[rank][proposal.reports[rank]] for rank in ranks]
         if not all(map(self._hears, following.staying)):
             return False
-        alive = {each for each in self.view.members if self._hears(each)}
-        return next_view(self.view, reports, following.staying, rules.policy, alive) == following
+        if next_view(self.view, reports, following.staying, rules.policy) != following:
+            self.extend(apart={self._first})
+            self._is_refused = True
+            return False
+        return not self._refusal({*self.view.members}.difference(following.staying), following.joined)
 
     def _may_switch(self, accepted: Accepted) -> bool:
         """Return whether nobody can have adopted what this rank has accepted, or whoever has had time to say so."""
@@ -445,10 +452,7 @@ class ViewChange:
         some.update(rank for rank, each in self._adopted.items() if each == following)
         if not proposal.reports:
             lost = {each for each in self.view.members if not some.issuperset(rules.ranks((each,)))}
-            decision = decide(
-                self.view, lost=lost, gone=self._ended(), joining=following.joined, policy=rules.policy
-            )
-            return following if decision.members is not None else None
+            return None if self._refusal(lost, following.joined) else following
         if not some.issuperset(rules.ranks(following.staying)):
             return None
         self._full_s = min(self._full_s, self._outbox.now_s)
