@@ -231,7 +231,8 @@ class ViewChange:
 
     def _is_over(self) -> bool:
         """Return whether this rank expects nothing more of the ballot. Whoever has held it up is apart."""
-        replica_of, is_split = self._rules.replica_of, len({*self._accepts.values()}) > 1
+        digests = {*self._accepts.values()} | ({self._digest} if self._proposal is not None else set())
+        replica_of, is_split = self._rules.replica_of, len(digests) > 1
         if is_split and self._proposer == self._rules.rank:  # which has sent the same to all
             self.extend(apart={replica_of(rank) for rank, digest in self._accepts.items() if digest != self._digest})
         lost, waited_s, turn_s, proposal = self.mine.lost, self._waited_s, self._turn_s, self._proposal
