@@ -66,7 +66,9 @@ class Network:
         self.ranks = tuple(ranks)
         self.alive = set(self.ranks)
         self._abrupt = limits.abrupt
-        self._left = {kind: getattr(limits, kind) for kind in ("ends", "machines", "cuts", "returns", "deaf", "sleeps", "flaps")}
+        self._left = {
+            kind: getattr(limits, kind) for kind in ("ends", "machines", "cuts", "returns", "deaf", "sleeps", "flaps")
+        }
         self._own = tuple(limits.own)
         self._left |= limits.own
         self.on_the_way: dict[tuple[int, int], deque[Any]] = {pair: deque() for pair in permutations(self.alive, 2)}

@@ -92,7 +92,7 @@ def with_liar(replicas: int, seed: int) -> Network:
 
 
 def lies_of(liar: Rank, chance: random.Random) -> Callable[[int, Any], Iterable[Any]]:
-    """Return what the liar sends instead of its messages about a view change: something false, to each something else."""
+    """Return what the liar sends instead of its messages about a view change: something else to each of the others."""
 
     def some(members: Iterable[int]) -> frozenset[int]:
         return frozenset(each for each in members if chance.random() < 0.4)
@@ -106,7 +106,9 @@ def lies_of(liar: Rank, chance: random.Random) -> Callable[[int, Any], Iterable[
             return [message]
         if isinstance(message, Change):
             view, report = liar.view, message.report
-            field = chance.choice(["apart", "gone", "left", "behind", "void", "voted", "commits", "joining", "accepted", "ballot"])
+            field = chance.choice(
+                ["apart", "gone", "left", "behind", "void", "voted", "commits", "joining", "accepted", "ballot"]
+            )
             rounds = [(1, 0), (2, 0), (0, 1)]
             value: Any = some(view.members)
             if field == "void":
@@ -122,7 +124,11 @@ def lies_of(liar: Rank, chance: random.Random) -> Callable[[int, Any], Iterable[
             return [Change(replace(report, **{field: value}), message.why)]
         if isinstance(message, Propose):
             following = made_up(message.following.previous)
-            return [msgspec.structs.replace(message, following=following, reports=message.reports if chance.random() < 0.7 else {})]
+            return [
+                msgspec.structs.replace(
+                    message, following=following, reports=message.reports if chance.random() < 0.7 else {}
+                )
+            ]
         if isinstance(message, Accept):
             return [msgspec.structs.replace(message, digest="a lie")] if chance.random() < 0.5 else []
         return [Adopted(made_up(message.following.previous))] if isinstance(message, Adopted) else [message]

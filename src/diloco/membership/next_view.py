@@ -106,7 +106,9 @@ def enough_without(view: View, lost: Collection[int], policy: Policy) -> bool:
     return decide(view, lost=lost, gone=(), joining=(), policy=policy).members is not None
 
 
-def staying_members(view: View, reports: Collection[Report], there: Collection[int], size: int, policy: Policy) -> tuple[int, ...]:
+def staying_members(
+    view: View, reports: Collection[Report], there: Collection[int], size: int, policy: Policy
+) -> tuple[int, ...]:
     """Return the members of ``view`` that a proposer lets stay, in ascending order.
 
     They are a largest set of members that all hear each other, without the late ones if the others are enough to
@@ -127,7 +129,10 @@ def staying_members(view: View, reports: Collection[Report], there: Collection[i
     if late.intersection(there):
         in_time = largest_set([each for each in order if each not in late], broken)
         gone = frozenset().union(*(report.gone for report in reports))
-        if decide(view, lost={*view.members}.difference(in_time), gone=gone, joining=(), policy=policy).members is not None:
+        if (
+            decide(view, lost={*view.members}.difference(in_time), gone=gone, joining=(), policy=policy).members
+            is not None
+        ):
             return in_time
     return largest_set(order, broken)
 

@@ -140,7 +140,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's report on the end of a view, all of it first-hand, and its promise to accept nothing below ``ballot``."""
+    """One rank's report on the end of a view, all first-hand, and its promise to accept nothing below ``ballot``."""
 
     rank: Rank
     view_id: Count

@@ -122,7 +122,7 @@ class ViewChange:
 
     def receive_report(self, report: Report) -> bool:
         """Receive another rank's report. Return False if the rank ends ballots as no honest one does."""
-        rank, replica, before = report.rank, self._rules.replica_of(report.rank), self._reports.get(report.rank)
+        replica, before = self._rules.replica_of(report.rank), self._reports.get(report.rank)
         if replica in self.mine.lost or (before is not None and report.number <= before.number):
             return True
         self._keep(report)
@@ -320,7 +320,9 @@ class ViewChange:
 
     def _silent(self, reports: Mapping[int, Report]) -> set[int]:
         """Return the members that have reported nothing, of those that this rank has not lost."""
-        silent = {self._rules.replica_of(rank) for rank in self._ranks if rank not in reports and rank not in self._adopted}
+        silent = {
+            self._rules.replica_of(rank) for rank in self._ranks if rank not in reports and rank not in self._adopted
+        }
         return silent - self.mine.lost - {self._rules.replica}
 
     def _current_reports(self) -> dict[int, Report]:
@@ -382,8 +384,8 @@ class ViewChange:
     def _may_stand(self, following: NextView, reports: Mapping[int, Report]) -> bool:
         """Return whether somebody may have adopted a proposal.
 
-        Whoever has accepted it says so, unless it is lost. All that stay had to accept it, and if it was proposed again,
-        a quorum of the old members.
+        Whoever has accepted it says so, unless it is lost. All that stay had to accept it; if it was proposed again, a
+        quorum of the old members.
         """
         naming = {
             rank: report.accepted.again

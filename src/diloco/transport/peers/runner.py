@@ -259,7 +259,7 @@ class ProtocolRunner:
         self._contributed.resolve(round_id, outcome)
 
     def _adopt(self, following: NextView, reason: str, joined: Sequence[int]) -> None:
-        self.view, self.reason = following.view or self.view, reason
+        self.view, self.reason = following.view, reason
         self.connections.trust(self.rules.ranks(self.view.members))
         note = self.on_change(following) or b""
         for rank in joined:

@@ -278,7 +278,6 @@ class PeerTransport(ProtocolRunner, Transport):
         message, connections = welcome
         assert isinstance(message, Welcome)
         following = message.following
-        assert following.view is not None
         self.view, self.welcome_note = following.view, message.note
         self.connections.post(self.connections.trust, self.rules.ranks(self.view.members))
         self._call(events.Enter(following, connections))
