@@ -40,12 +40,12 @@ ATTRIBUTES = {
     "transport.view",
     "optimizer.param_groups",
 }  # of modules, in docstrings
-# flags of pip, apt, git, docker, torchrun, Slurm, tensorboard, wandb, lm_eval, llama.cpp
+# flags of pip, apt, git, docker, torchrun, SkyPilot, Slurm, tensorboard, wandb, lm_eval, llama.cpp
 FOREIGN = """build-arg constraint create-home directory extra-index-url from group owner uid rm chmod yes quiet
 porcelain error-unmatch no-install-recommends no-build-isolation nnodes nproc-per-node rdzv-backend rdzv-endpoint
 rdzv-id standalone max-restarts master-addr master-port job-name nodes ntasks-per-node gpus-per-node gpus-per-task time
 cpus-per-task requeue open-mode signal output kill-on-bad-exit logdir include-online tasks outfile outtype
-force key-file socket pid-file log-file seed-file batch bind parsable"""
+env infra no-cache-dir strict force key-file socket pid-file log-file seed-file batch bind parsable"""
 COMMAND = re.compile(
     r"(?:[\w-]*\$ )?(?:torchrun .* -m )?(?:\w+=\S+ )*(?:(?:docker run|kubectl exec) .* diloco )?diloco ([a-z].*)"
 )
@@ -158,7 +158,8 @@ def known_flags() -> set[str]:
     flags = {flag for key in keys for flag in (key.flag, *key.aliases)}
     flags |= {f"--no-{flag[2:]}" for flag in flags}
     flags |= {word for old in cli.RENAMED for word in old.split() if word.startswith("--")}  # refused with the new ones
-    return flags | {"--help", "--help-all", "--print-config", "--debug", "--version", "--full", "--epochs"}
+    flags |= {"--help", "--help-all", "--print-config", "--debug", "--version"}
+    return flags | {"--full", "--epochs", "--resume-or-start"}
 
 
 def foreign_flags() -> set[str]:

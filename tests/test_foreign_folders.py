@@ -22,7 +22,7 @@ from torch import nn
 from diloco.checkpoint import open_checkpoint, read_manifest, write_manifest
 from diloco.cli import main
 from diloco.config import compose, parse_arguments, plan_run, resume_command
-from diloco.data import Source, SourceSettings, load_hub_tokenizer
+from diloco.data import load_hub_tokenizer
 from diloco.errors import ConfigurationError, DataError
 from diloco.events import Sink
 from diloco.model import ModelSettings, build_language_model, stored_tensors
@@ -328,13 +328,6 @@ def asking_tokenizer(folder: Path) -> Callable[[], object]:
     config |= {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": [None, "evil.Evil"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return lambda: load_hub_tokenizer(f"hf:{folder}")
-
-
-def test_pickles_are_no_data_set(tmp_path: Path) -> None:
-    (tmp_path / "rows.pkl").write_bytes(b"a pickle")
-    settings = SourceSettings(data=("hf:pandas",), data_files=(str(tmp_path / "rows.pkl"),))
-    with pytest.raises(ConfigurationError, match="hf:pandas reads pickles"):
-        Source(settings)
 
 
 def asking_model(folder: Path, **changes: Any) -> Callable[[], object]:

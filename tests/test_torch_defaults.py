@@ -15,7 +15,7 @@ from torch.utils._device import _device_constructors
 
 import diloco
 from diloco import testing
-from diloco.algorithm import Adam, AlphaMerge, Codec, Nesterov, SyncSchedule, collect_buffers
+from diloco.algorithm import AlphaMerge, Codec, Nesterov, SyncSchedule, collect_buffers
 from diloco.outer import DiLoCo
 from diloco.transport import InProcessTransport
 from tests.algorithm.codecs import ACCURATE, COARSE
@@ -122,7 +122,7 @@ def histories(make: Callable[[], Codec], feedback: float, around: Callable[[], A
                 transport=hub.endpoint(number),
                 schedule=SyncSchedule(inner_steps=3, num_fragments=2, overlap_steps=1),
                 fragments=diloco.partition(model, num_fragments=2, strategy="balanced"),
-                outer_optimizer=Adam() if feedback else Nesterov(learning_rate=0.4),
+                outer_optimizer=Nesterov(learning_rate=0.4),
                 merge=AlphaMerge(0.5),
                 codec=make(),
                 error_feedback=feedback,
@@ -209,6 +209,6 @@ def test_nor_in_a_whole_run_which_is_resumed(data: Path, tmp_path: Path) -> None
 def test_the_checks_of_plug_ins_judge_alike(default: str) -> None:
     with DEFAULTS[default]():
         testing.check_codec((ACCURATE | COARSE)["fp4"])
-        testing.check_outer_optimizer(Adam())
+        testing.check_outer_optimizer(Nesterov())
         testing.check_merge_rule(AlphaMerge(0.5))
         testing.check_average_rule(diloco.SendersMean())

@@ -179,8 +179,8 @@ def examined(model: Path, file: Path, most_tokens: int) -> tuple[float, float, i
     """Return the loss on the answers of conversations, the share that the model gives exactly, and their number."""
     trained = load_trained(model)
     tokenizer = trained.chat_tokenizer()
-    settings = DataSettings(format="chat", paths=(file,))
-    rows = heldout_rows(settings, tokenizer, LENGTH, [file])
+    settings = DataSettings(format="chat", paths=(str(file),))
+    rows = heldout_rows(settings, tokenizer, LENGTH, [str(file)])
     loss = evaluate(trained.model, tokenizer, rows, sequence_length=LENGTH, batch_size=32).loss
     right = []
     for line in file.read_text(encoding="utf-8").splitlines():

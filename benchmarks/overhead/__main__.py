@@ -3,6 +3,8 @@
 Time: the bare loop and the loop with ``diloco.step()`` alternate step by step on the quick start's model and batch, so
 that other work on the machine affects both. Medians are compared. The call itself is also timed separately.
 Memory: the storages of all live tensors before and after, with all fragments in flight and at rest.
+Prometheus (``--prometheus``, which measures nothing else): the time of an event in the training thread, and the
+processor time of a scrape, of a run of several replicas with all the rounds that are kept.
 Muon (``--muon``, which measures nothing else): its step, AdamW's step and the gradients of one layer, over widths.
 """
 
@@ -11,17 +13,21 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import socket
 import statistics
 import time
+import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 
-from diloco import DiLoCo, Nesterov, RebaseMerge, SyncSchedule, make_codec, muon, partition
+from diloco import DiLoCo, Nesterov, RebaseMerge, SyncSchedule, events, make_codec, muon, partition
 from diloco.algorithm import largest_magnitude, measured_outer_step, sampled_ranges, spread_terms
 from diloco.model import Transformer, build_model, get_preset
+from diloco.watch import PrometheusSink
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -30,7 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=200, help="steps of each loop")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--muon", action="store_true", help="measure only the steps of Muon, over widths")
+    parser.add_argument("--prometheus", action="store_true", help="measure only what metrics and scrapes cost")
     given = parser.parse_args(arguments)
+    if given.prometheus:
+        print_metrics()
+        return
     if given.muon:
         print_muon()
         return
@@ -40,6 +50,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_telemetry(model, print_overhead(model, batch, given.steps))
     print_finite(given.device)
     print_memory(given.preset, given.device, batch)
+
+
+def print_metrics(replicas: int = 4, fragments: int = 3, outer_steps: int = 64, scrapes: int = 200) -> None:
+    """Tell the sink of a run of all its rounds, timing each event, then scrape it and count the processor time."""
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    sink, times_s = PrometheusSink("127.0.0.1", port, "run"), []
+    usual: dict[str, Any] = {"learning_rate": 0.1, "gradient_norm": 1.0, "step_s": 0.1, "compute_utilization": 0.9}
+    round_: dict[str, Any] = {"replica": 0, "contributors": tuple(range(replicas)), "late_s": (0.1,) * replicas}
+    round_ |= {"wait_s": 0.1, "peers": {str(each): (10**9, 10**9, 0.05) for each in range(replicas)}}
+    sent: dict[str, Any] = {"sent_bytes": 1, "received_bytes": 1}
+    for step in range(1, 10 * outer_steps + 1):
+        told: list[events.Event] = [events.StepFinished(step=step, loss=1.0, tokens=step, **usual, **sent)]
+        for fragment in range(fragments if step % 10 == 0 else 0):
+            about: dict[str, Any] = {"step": step, "fragment": fragment, "outer_step": step // 10}
+            told.append(events.RoundCommitted(**about, **round_, **sent))
+        for event in told:
+            started_s = time.perf_counter()
+            sink.handle(event)
+            times_s.append(time.perf_counter() - started_s)
+    time.sleep(2)
+    used_s = 0.0
+    for _ in range(scrapes):
+        began_s = time.process_time()
+        sink.made.clear()
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            size = len(answer.read())
+        used_s += time.process_time() - began_s
+    sink.close()
+    print(f"| {replicas} replicas, {fragments} fragments, {outer_steps} outer steps | |\n|---|---|")
+    print(f"| an event, in the training thread | {1e6 * statistics.median(times_s):.1f} us |")
+    print(f"| a scrape of {size:,} bytes, client included | {1e3 * used_s / scrapes:.2f} ms of processor time |")
 
 
 def make(preset: str, device: str) -> Transformer:

@@ -151,7 +151,6 @@ CASES = (
     small("codec int8, error feedback", FEEDBACK, codec="int8"),
     small("codec fp4, error feedback", FEEDBACK, stop_after=IN_FLIGHT),
     small("merge alpha 0.5", STREAMING, merge_alpha=0.5, stop_after=IN_FLIGHT),
-    small("outer adam, three replicas", STREAMING, {"network.replicas": 3}, outer="adam", stop_after=IN_FLIGHT),
     small("outer sgd, cosine", STREAMING, {"sync.arguments.outer.schedule": "cosine"}, outer="sgd"),
     small("outer momentum warm-up", STREAMING, {"sync.arguments.outer.momentum_warmup": 3}),
     small("clipped", STREAMING, {"sync.arguments.average.max_norm": 0.01, "network.replicas": 3}),

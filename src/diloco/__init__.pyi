@@ -1,4 +1,3 @@
-from .algorithm import Adam as Adam
 from .algorithm import AlphaMerge as AlphaMerge
 from .algorithm import AverageRule as AverageRule
 from .algorithm import Codec as Codec
@@ -28,6 +27,7 @@ from .outer import DiLoCo as DiLoCo
 from .transport import InProcessTransport as InProcessTransport
 from .transport import Link as Link
 from .transport import VirtualNetwork as VirtualNetwork
+from .transport import connect_process_group as connect_process_group
 from .transport import connect_swarm as connect_swarm
 from .transport import connect_tcp as connect_tcp
 

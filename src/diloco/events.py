@@ -108,9 +108,8 @@ class RoundCommitted(Event):
     note: str = ""  # replicas left out of the mean or whose messages were refused, with reasons; else empty
     choice: str = ""  # what slow uplinks have changed in the exchange, and what that costs; else empty
     mean_norm: float | None = None
-    """The L2 norm of the mean pseudo-gradient. This field and the following ones up to ``spread`` are None
-    with ``DiLoCo(telemetry=False)``, or if the value is undefined. All but this one are estimated from samples of the
-    fragment."""
+    """The L2 norm of the mean pseudo-gradient. This field and the following ones up to ``spread`` are None if the value
+    is undefined. All but this one are estimated from samples of the fragment."""
     mean_cosine: float | None = None
     """The cosine between this mean and the fragment's previous one; None in the first round of a process."""
     momentum_cosine: float | None = None
@@ -124,6 +123,13 @@ class RoundCommitted(Event):
     late_s: tuple[float, ...] = ()
     """For each of `contributors`, the seconds by this replica's clock between the first contribution and this one.
     Empty if all replicas are in one process."""
+    view: int = 0  # the number of the view whose members took part
+    total_weight: float = 0.0  # the sum of the contributors' weights, by which the sum was divided
+    weight: float = 0.0  # this replica's own, and the digest that `RoundSent` has
+    digest: str = ""
+    peers: Mapping[str, tuple[int, int, float]] = field(default_factory=dict)
+    """For each connected replica, by number: payload bytes sent to it and received from it, as they were on the wire
+    since the connection began, and the shortest round trip in seconds (0: unknown). Empty within one process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +154,13 @@ class ViewChanged(Event):
     lost: tuple[int, ...] = ()  # those of `left` that did not announce their departure
     reason: str  # with all details
     names: Mapping[str, str] = field(default_factory=dict)  # the names of replicas that have one, by number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost(Event):
+    """This replica has lost the others and searches for them; it trains again with its next `StepFinished`."""
+
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,7 +138,9 @@ def find(key: str, text: str, kind: type) -> Callable[..., Any]:
         required = {re.split(r"[^\w.-]", each)[0] for each in metadata.requires("diloco") or ()}
         _refuse(key, text, (defined and inner.__module__) or module.__name__, required | sys.stdlib_module_names)
         makes = type(function).__call__, getattr(function, "__new__", None)  # of a class whose calls make its instances
-        dynamic = hasattr(function, "__getattr__")  # its instances may pass everything on to another object
+        # its instances may pass everything on to another object, or set the methods of a protocol in `__init__`
+        dynamic = hasattr(function, "__getattr__")
+        dynamic |= getattr(kind, "_is_protocol", False) and getattr(function, "__init__", None) is not object.__init__
         if makes == (type.__call__, object.__new__) and not dynamic and (lack := _lack(function, kind)):
             raise ConfigurationError(f"{key}={text} can't be used: it is a class which {lack}.")
     return function  # type: ignore[no-any-return]  # callable, as checked above

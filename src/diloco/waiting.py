@@ -1,16 +1,19 @@
-"""Work in a thread, and reports of long waits: for what a process waits, since when, and when the wait times out."""
+"""Work in a thread, messages on standard error, and reports of long waits: for what, since when, until when."""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -19,6 +22,7 @@ LOGGER = logging.getLogger("diloco.waiting")
 
 FIRST_REPORT_S = 2.0  # waits shorter than this are not reported
 _MAX_PAUSE_S = 30.0  # longest pause between two reports
+_WAITS: dict[object, tuple[Callable[[], str], float]] = {}  # those of this process: what for, and since when
 
 
 def in_thread(function: Callable[[], T], name: str) -> Future[T]:
@@ -49,16 +53,38 @@ def report_wait(subject: Callable[[], str], limit_s: float, ended: Callable[[flo
         pause_s = min(waited_s, _MAX_PAUSE_S)
 
 
+def waits() -> list[str]:
+    """Return for what this process has been waiting for more than two seconds, as `waiting_for` knows."""
+    now_s = time.monotonic()
+    return [subject() for subject, since_s in list(_WAITS.values()) if now_s - since_s > FIRST_REPORT_S]
+
+
 class _ToStderr(logging.Handler):
+    as_json = False
+
     def emit(self, record: logging.LogRecord) -> None:
-        bars = sys.modules.get("tqdm")  # tqdm.write prints a line above a download's progress bars
-        write = bars.tqdm.write if bars else print
-        write(f"diloco: {record.getMessage()}", file=sys.stderr)
-        sys.stderr.flush()
+        say(record.getMessage(), record.levelname.lower())
 
 
-def log_to_stderr() -> None:
-    """Print reports of waits, and of what is left out of the data, as ``diloco: ...``, like a command's messages."""
+def say(words: str, level: str = "info", **fields: Any) -> None:
+    """Print a message of a command on standard error: as ``diloco: ...``, or as a JSON object with ``fields``.
+
+    Args:
+        level: ``info``, ``warning`` or ``error``.
+    """
+    line = f"diloco: {words}"
+    if _ToStderr.as_json:
+        time_utc = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        line = json.dumps({"time": time_utc, "level": level, "message": words, **fields})
+    bars = sys.modules.get("tqdm")  # tqdm.write prints a line above a download's progress bars
+    write = bars.tqdm.write if bars else print
+    write(line, file=sys.stderr)
+    sys.stderr.flush()
+
+
+def log_to_stderr(*, as_json: bool = False) -> None:
+    """Print reports of waits, and of what is left out of the data, as `say` does; ``as_json`` holds for both."""
+    _ToStderr.as_json = as_json
     for logger in (LOGGER, logging.getLogger("diloco.data")):
         if not logger.handlers:
             logger.addHandler(_ToStderr())
@@ -73,11 +99,13 @@ def waiting_for(subject: Callable[[], str], limit_s: float = math.inf) -> Iterat
         limit_s: the time after which the wait gives up; infinity: never, or unknown.
     """
     ended = threading.Event()
+    _WAITS[ended] = subject, time.monotonic()
     reports = in_thread(lambda: report_wait(subject, limit_s, ended.wait), "diloco-waiting")
     try:
         yield
     finally:
         ended.set()
+        del _WAITS[ended]
         reports.result()
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from diloco import Adam, AlphaMerge, InProcessTransport, Nesterov, Sgd, SyncSchedule, ValueSchedule
+from diloco import AlphaMerge, InProcessTransport, Nesterov, Sgd, SyncSchedule, ValueSchedule
 from diloco.algorithm import AVERAGES, CODECS, MERGE_RULES, OUTER_OPTIMIZERS, Registry, SendersMean, make_codec
 from diloco.algorithm import partition as divide
 from diloco.errors import ConfigurationError, FragmentError
@@ -32,8 +32,6 @@ REFUSED: tuple[tuple[Callable[..., object], dict[str, Any]], ...] = (
     *((SyncSchedule, {"inner_steps": 4, "offsets": value}) for value in ((0.5,), (4,), (0, 1))),
     *((Sgd, {"learning_rate": value}) for value in (INF, NAN, "fast")),
     *((Nesterov, {"momentum": value}) for value in (NAN, 1.5)),
-    *((Adam, {"epsilon": value}) for value in (-1.0, NAN, INF, 0)),
-    *((Adam, {"betas": value}) for value in ((0.9, 1.0), (0.9, NAN), (0.9,))),
     *((AlphaMerge, {"alpha": value}) for value in (NAN, -0.01, 1.01, "half")),
     *((ValueSchedule, {"peak": 1.0, "final_ratio": value}) for value in (NAN, 2.0)),
     *((ValueSchedule, {"peak": 1.0} | value) for value in ({"total_steps": 1.5}, {"warmup_steps": -1})),

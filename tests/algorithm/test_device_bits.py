@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from diloco.algorithm import (
-    Adam,
     AverageRule,
     Contribution,
     Nesterov,
@@ -137,8 +136,6 @@ def test_encoded_means(codec: str) -> None:
 OUTER = [
     Sgd(learning_rate=0.7),
     Nesterov(),
-    Adam(),
-    Adam(betas=(0.0, 0.99)),
     Nesterov(learning_rate=ValueSchedule(peak=1)),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -82,6 +83,25 @@ def test_it_holds_everything_and_goes_on_from_its_state() -> None:
     second = muon(Model(), lr=1.0)
     second.load_state_dict(muon(Model()).state_dict())
     assert second.param_groups[0]["lr"] == pytest.approx(4e-3)
+
+
+def test_the_compiled_iteration_is_the_same_for_any_number_and_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few graphs serve all: past torch's limit the iteration would run uncompiled."""
+    import torch._dynamo.testing  # takes seconds
+
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=graphs))
+    shapes = [(8, 8)] * 3 + [(12, 12)] + [(8, 24)] * 2 + [(12, 33)] + [(24, 8)] * 4 + [(33, 12)]
+    moved = []
+    for compiled in (False, True):
+        random = torch.Generator().manual_seed(0)
+        matrices = [nn.Parameter(torch.randn(shape, generator=random)) for shape in shapes]
+        for matrix in matrices:
+            matrix.grad = torch.randn(matrix.shape, generator=random)
+        Muon([{"params": matrices, "orthogonalise": True}], compile=compiled).step()
+        moved.append(matrices)
+    assert all(torch.equal(one, other) for one, other in zip(*moved, strict=True))
+    assert 0 < graphs.frame_count <= torch._dynamo.config.recompile_limit - 2
 
 
 def test_matrices_with_inputs_first_move_as_much_as_their_transposes() -> None:

@@ -52,6 +52,14 @@ def test_only_the_last_ones_stay_in_the_order_of_saving(tmp_path: Path) -> None:
     assert names(tmp_path) == {"latest", "step-00000005"}
 
 
+def test_a_checkpoint_stays_until_a_newer_one_is_complete_on_all_replicas(tmp_path: Path) -> None:
+    """Of the steps before the agreed one, others may still be writing the last."""
+    for step, agreed in ((1, 0), (2, 0), (3, 2), (4, 4), (5, 5)):
+        save(tmp_path, step, 0.0, keep=1, agreed=agreed)
+        first = 1 if step < 4 else 2 if step == 4 else 3
+        assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == list(range(first, step + 1))
+
+
 def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order: the files, the manifest, their folder, the rename, the parent folder; ``latest`` in the same way."""
     events: list[str] = []

@@ -52,9 +52,9 @@ def rank_stops_and_goes_on(position: int, setup: Setup, folder: Path) -> dict[st
 
 
 def test_stopping_and_going_on_as_many_is_never_stopping(tmp_path: Path) -> None:
-    """The bits are equal (invariant 6), with a round in flight, its residual undecided and Adam's moments in use."""
+    """The bits are equal (invariant 6), with a round in flight, its residual undecided, and Muon and AdamW in use."""
     with Processes() as processes:
-        processes.start(2, rank_stops_and_goes_on, Setup(strategy="fsdp", size=2, **LOSSY), tmp_path)
+        processes.start(2, rank_stops_and_goes_on, Setup(strategy="fsdp", size=2, optimizer="Muon", **LOSSY), tmp_path)
         ranks = processes.results(timeout_s=300)
     for rank in ranks.values():
         ran, continued = rank["ran"], rank["continued"]
@@ -100,7 +100,7 @@ def run_relay(stages: Sequence[Setup], folder: Path) -> list[list[dict[str, Any]
 
 def test_other_shards_hold_the_same_and_drop_what_is_in_flight(tmp_path: Path) -> None:
     """The replica goes from one rank without shards to two with shards, to three, and back."""
-    two, three = (Setup(strategy="fsdp", size=size, error_feedback=True) for size in (2, 3))
+    two, three = (Setup(strategy="fsdp", size=size, optimizer="Muon", error_feedback=True) for size in (2, 3))
     relay = run_relay([two, three], tmp_path)
     for before, after in pairwise(relay):
         for rank in after:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ def test_the_costs_of_a_run_and_of_its_shared_start(capsys: pytest.CaptureFixtur
     sent = 990 * own["sent_bytes_per_step"] + 10 * start["sent_bytes_per_step"]
     assert plan["sent_bytes_per_replica"] == pytest.approx(sent)
     assert plan["cost"] == pytest.approx(4 * (10 * plan["hours"] + 0.5 * sent / 1e9))
+    assert main(["plan", *f"--preset 1b --replicas 4 {LINK} --steps 1000 {prices}".split()]) == 0
+    assert re.search(r"cost +[\d,]+\.\d\d, [\d,]+\.\d\d of it for sending", capsys.readouterr().out)
     assert all(row["inner_steps"] <= 990 for row in plan["table"])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,9 @@ import pytest
 from torch.distributed import TCPStore
 
 from diloco.cli import main
+from diloco.monitor import read_metrics
 from tests.commands import Command
+from tests.finetuning import write_base, write_sums
 from tests.processes import Processes, free_port
 from tests.runs import SMALL, train
 
@@ -23,9 +26,9 @@ START = "--data-parallel-steps 3"
 class Replicas:
     """Commands that train on ``data`` in ``out``: one command that starts all ranks, or one command for each rank."""
 
-    def __init__(self, processes: Processes, data: Path, out: Path) -> None:
+    def __init__(self, processes: Processes, words: str, out: Path) -> None:
         self.processes, self.out = processes, out
-        self.words = f"train {SMALL} {data} --out {out} --monitor.console quiet {START} --transport tcp"
+        self.words = f"{words} --out {out} --monitor.console quiet --transport tcp"
 
     def by_hand(self, arguments: str, *of_one: str) -> list[Command]:
         """Start one command for each entry of ``of_one``, which holds its own arguments."""
@@ -35,12 +38,12 @@ class Replicas:
             for m, own in enumerate(of_one)
         ]
 
-    def of_two_ranks(self, arguments: str) -> list[Command]:
-        """Start two replicas of two ranks each; the ranks of a replica rendezvous at a store of this process."""
+    def of_two_ranks(self, arguments: str, num_replicas: int = 2) -> list[Command]:
+        """Start replicas of two ranks each; the ranks of a replica rendezvous at a store of this process."""
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         meet = f"--replica-size 2 {arguments} --join 127.0.0.1:{free_port()}"
         ranks = []
-        for number in range(4):
+        for number in range(2 * num_replicas):
             replica, position = divmod(number, 2)
             place = {"DILOCO_POSITION": str(position), "DILOCO_INNER_STORE": f"127.0.0.1:{self.store.port}"}
             words = f"{self.words} {meet} --replica {replica}".split()
@@ -59,7 +62,7 @@ class Replicas:
 @pytest.fixture
 def replicas(data: Path, tmp_path: Path) -> Iterator[Replicas]:
     with Processes() as processes:
-        yield Replicas(processes, data, tmp_path / "run")
+        yield Replicas(processes, f"train {SMALL} {data} {START}", tmp_path / "run")
 
 
 @pytest.fixture(scope="module")
@@ -82,17 +85,57 @@ def test_processes_that_stop_and_go_on_end_where_one_process_does(replicas: Repl
     assert replicas.summaries()[0]["heldout_loss"] == alone["heldout_loss"]
 
 
-@pytest.mark.parametrize("parallelism", ["fsdp", "ddp"])
+def test_machines_that_are_lost_with_their_disks_go_on_from_the_bucket(
+    replicas: Replicas, alone: dict[str, Any]
+) -> None:
+    """The newest checkpoint of one replica was never uploaded, so both go on from the one before."""
+    bucket = replicas.out.with_name("bucket")
+    line = f"--resume-or-start file://{bucket} --checkpoint.every-steps 4"
+    for command in replicas.by_hand(f"{line} --stop-after 8", "--replica 0", "--replica 1"):
+        command.end()
+    shutil.rmtree(replicas.out)
+    (newest,) = bucket.glob("replica-1/checkpoints/*-step-00000008-*/manifest.json")
+    newest.unlink()
+    Command(replicas.processes, f"{replicas.words} {line}".split(), replicas.out.with_suffix(".txt")).end()
+    starts = [read_metrics(folder / "metrics.jsonl", "RunStarted")[-1] for folder in replicas.folders]
+    assert [start["step"] for start in starts] == [4, 4]
+    for summary in replicas.summaries():
+        assert summary["global_params_digest"] == alone["global_params_digest"]
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "more"), [("fsdp", ""), ("ddp", ""), ("fsdp", "--optimizer.name Muon --codec fp4")]
+)
 def test_two_replicas_of_two_ranks_are_two_replicas(
-    replicas: Replicas, alone: dict[str, Any], parallelism: str
+    replicas: Replicas, alone: dict[str, Any], data: Path, tmp_path: Path, parallelism: str, more: str
 ) -> None:
     """Up to round-off, since the ranks sum gradients in another order. The result can be evaluated like any run."""
-    for command in replicas.of_two_ranks(f"--train.parallelism {parallelism}"):
+    for command in replicas.of_two_ranks(f"--train.parallelism {parallelism} {more}"):
         command.end()
     summary = replicas.summaries()[0]
-    assert summary["heldout_loss"] == pytest.approx(alone["heldout_loss"], rel=1e-3)
+    alone = train(data, tmp_path / "alone", f"{START} {more}") if more else alone
+    assert summary["heldout_loss"] == pytest.approx(alone["heldout_loss"], rel=1e-4)
     assert summary["rounds_committed"] == alone["rounds_committed"]
     assert main(["evaluate", str(replicas.out)]) == 0
+
+
+def test_a_fully_fine_tuned_model_is_sharded_and_trained_by_muon(tmp_path: Path) -> None:
+    """Two ranks learn as one does, and stop and resume with the same bits."""
+    base, sums = write_base(tmp_path / "base"), write_sums(tmp_path / "sums.jsonl")
+    words = f"""finetune {base} --full --data {sums} --optimizer.name Muon --learning-rate 3e-3 --replicas 1
+        --steps 12 --inner-steps 4 --batch-size 2 --sequence-length 48 --evaluation.every-steps 0
+        --evaluation.sequences 8 --checkpoint.every-steps 0 --device cpu"""
+    assert main([*words.split(), "--out", str(tmp_path / "alone"), "--monitor.console", "quiet"]) == 0
+    with Processes() as processes:
+        for name, more in (("whole", ""), ("cut", "--stop-after 7")):
+            ranks = Replicas(processes, words, tmp_path / name)
+            for command in ranks.of_two_ranks(more, num_replicas=1):
+                command.end()
+        resumed = ["finetune", "--resume", tmp_path / "cut", "--monitor.console", "quiet"]
+        Command(processes, resumed, tmp_path / "resumed.txt").end()
+    done = {name: json.loads((tmp_path / name / "summary.json").read_text()) for name in ("alone", "whole", "cut")}
+    assert done["cut"]["global_params_digest"] == done["whole"]["global_params_digest"]
+    assert done["whole"]["heldout_loss"] == pytest.approx(done["alone"]["heldout_loss"], rel=1e-4)
 
 
 def test_settings_that_differ_are_told_to_both_in_one_sentence(replicas: Replicas) -> None:

@@ -289,9 +289,53 @@ def test_torchrun_takes_a_settings_file(
         monkeypatch.setenv(name, value)
     assert main(["train", str(tmp_path / "run.toml"), "--print-config"]) == 0
     network = tomllib.loads(capsys.readouterr().out)["network"]
-    assert (network["transport"], network["replicas"]) == ("tcp", 3)
+    assert (network["transport"], network["replicas"]) == ("torch", 3)
+    assert main(["train", str(tmp_path / "run.toml"), "--replica", "1", "--join", "a:1", "--print-config"]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["network"]["transport"] == "tcp"
     (tmp_path / "run.toml").write_text('[network]\ntransport = "tcp"\nreplicas = 3\n')
     assert main(["train", str(tmp_path / "run.toml"), "--print-config"]) == 0
     (tmp_path / "run.toml").write_text('[network]\ntransport = "in-process"\n')
     assert main(["train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "x")]) == 2
-    assert "Use --transport tcp." in capsys.readouterr().err
+    assert "Use --transport torch." in capsys.readouterr().err
+
+
+def test_a_machine_that_is_taken_away_goes_on_with_the_same_line(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It begins; its disk is lost; it resumes from the bucket; and the result is that of a run without all that."""
+    monkeypatch.chdir(tmp_path)
+    url = f"file://{tmp_path}/bucket/mine"
+    line = [*train(files, "--steps", "8", "--checkpoint.every-steps", "3"), "--resume-or-start", url]
+    assert main([*line, "--stop-after", "6"]) == 0
+    shutil.rmtree("runs")
+    assert main(line) == 0
+    assert main(train(files, "--out", "undisturbed")) == 0
+    lost, undisturbed = read_json(Path("runs/mine/summary.json")), read_json(Path("undisturbed/summary.json"))
+    assert lost["global_params_digest"] == undisturbed["global_params_digest"]
+    steps = [record["step"] for record in read_metrics(Path("runs/mine/metrics.jsonl"), "StepFinished")]
+    assert steps == list(range(1, 9)), "the log of the lost machine goes on"
+    # what it left is one whole run, for others too
+    assert main(["train", "--resume", url, "--steps", "9", "--out", "longer"]) == 0
+    assert read_json(Path("longer/summary.json"))["steps"] == 9
+    for refusal, words in {
+        "has a run whose checkpoint.mirror is None": ["train", "--resume", url, "--out", "undisturbed"],
+        "has the checkpoints of a run": train(files, "--checkpoint.mirror", url, "--out", "second"),
+        "has no checkpoint. Nothing was": ["train", "--resume", f"{url}2"],
+        "is neither a path nor a URL such as": train(files, "--checkpoint.mirror", "s3:/bucket"),
+    }.items():
+        assert refusal in refused(words, capsys)
+    assert not Path("runs/mine2").exists()
+
+
+def test_resume_or_start_of_a_folder(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = [*train(files, "--checkpoint.every-steps", "3"), "--resume-or-start", str(tmp_path / "run")]
+    assert main([*line, "--stop-after", "6"]) == 0
+    shutil.rmtree(tmp_path / "run" / "checkpoints")  # killed before its first checkpoint
+    assert main([*line, "--stop-after", "6"]) == 0
+    assert main(line) == 0
+    starts = read_metrics(tmp_path / "run" / "metrics.jsonl", "RunStarted")
+    assert [start["step"] for start in starts] == [0, 0, 6]
+    assert read_json(tmp_path / "run" / "summary.json")["steps"] == 8
+    assert "is not empty" in refused([*train(files), "--resume-or-start", str(files)], capsys)
+    assert "is another folder" in refused([*line[:-1], str(tmp_path / "new"), "--out", str(tmp_path / "other")], capsys)
+    assert "both given" in refused([*line, "--resume", str(tmp_path / "run")], capsys)

@@ -34,16 +34,8 @@ def test_evaluate_on_other_text_uses_all_of_it(files: Path, tmp_path: Path, caps
     assert json.loads(capsys.readouterr().out)["tokens"] == 16 * 10
 
 
-def test_evaluate_and_generate_take_a_replica_or_an_earlier_step(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    losses = []
-    for flags in ([], ["--replica", "0"], ["--replica", "1", "--checkpoint", "6"]):
-        assert main(["evaluate", str(files / "run"), "--json", *flags]) == 0
-        losses.append(json.loads(capsys.readouterr().out)["heldout_loss"])
-    assert len(set(losses)) == 3
+def test_a_step_without_a_checkpoint_is_told(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Its steps are: 6" in refused(["generate", str(files / "run"), "--checkpoint", "5"], capsys, code=1)
-    assert main(["generate", str(files / "run"), "--replica", "1", "--tokens", "3"]) == 0
 
 
 def test_generate_tells_scripts_what_ended_the_text(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +64,6 @@ def test_an_exported_folder_evaluates_and_continues_as_the_run_does(
     assert (results[0]["tokens"], results[0]["step"]) == (results[1]["tokens"], 6)
     assert results[1]["step"] is None
     assert "so it has no held-out text: give --data PATH" in refused(["evaluate", str(exported)], capsys)
-    assert "is not a run" in refused(["generate", str(exported), "--replica", "0"], capsys)
 
 
 def test_generate_is_reproducible_and_begins_with_the_prompt(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

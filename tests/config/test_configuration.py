@@ -45,8 +45,8 @@ SHORT_FLAGS: dict[str, tuple[str, Any]] = {
     "--merge-alpha 0.5": ("sync.merge_alpha", 0.5),
     "--codec int8": ("sync.codec", "int8"),
     "--transport tcp": ("network.transport", "tcp"),
-    "--data a b": ("data.paths", (Path("a"), Path("b"))),
-    "--resume runs/x": ("checkpoint.resume", Path("runs/x")),
+    "--data a b": ("data.paths", ("a", "b")),
+    "--resume runs/x": ("checkpoint.resume", "runs/x"),
     "--out runs/y": ("out", Path("runs/y")),
     "--init-from w.safetensors": ("train.init_from", Path("w.safetensors")),
     "--data-parallel-steps 0": ("train.data_parallel_steps", 0),
@@ -187,7 +187,7 @@ def test_input_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "tokenizer.json").write_text("{}")
     plan = plan_run(parse_arguments(["--data", "a", "~/b", "--init-from", "w", "--tokenizer", "tokenizer.json"]))
     configuration = plan.configuration
-    assert configuration.data.paths == (tmp_path / "a", tmp_path / "home" / "b")
+    assert configuration.data.paths == (str(tmp_path / "a"), str(tmp_path / "home" / "b"))
     assert configuration.train.init_from == tmp_path / "w"
     assert configuration.data.tokenizer == str(tmp_path / "tokenizer.json")
     assert plan_run(parse_arguments([])).configuration.data.tokenizer == "bytes"

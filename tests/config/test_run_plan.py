@@ -12,7 +12,7 @@ from diloco.config import command_text, compose, flatten, join_command, parse_ar
 from diloco.errors import ConfigurationError
 from tests.command_lines import load_configuration
 
-PEER = "--network.behind-nat --out x --device cpu --secret-file s \
+PEER = "--out x --device cpu --secret-file s \
     --join /ip4/1/p2p/Qm --network.listen 0.0.0.0:7-8 --network.announce h:7 --monitor.console quiet \
     --checkpoint.keep 9 --train.global-device cpu"
 RUNS = (
@@ -23,14 +23,14 @@ RUNS = (
     "--seed 3 --outer-learning-rate 1 --optimizer.schedule wsd --network.straggler dynamic --steps 77",
     "--evaluation.sample-prompts=--debug --fragments 3 --overlap-steps 2 --merge-alpha 0.25",
     "--data 'my text.txt' $'\\nü' --model.arguments.width 64 --model.arguments.ffn-width 96 --replicas 3",
-    "--data.packing masked --optimizer.name SGD --sync.outer adam --sync.arguments.outer.betas [0.5,0.6] "
+    "--data.packing masked --optimizer.name SGD --sync.outer sgd --sync.arguments.outer.final_ratio 0.5 "
     "--network.allow Qm1 Qm2 --network.silence 20s",
 )
 
 
 def shared(arguments: list[str]) -> dict[str, Any]:
     """Return the resolved settings that another machine takes over."""
-    own = ("out", "checkpoint", "monitor", "network.behind_nat", "network.listen", "network.announce", "network.join",
+    own = ("out", "checkpoint", "monitor", "network.listen", "network.announce", "network.join",
            "network.secret_file", "train.device", "train.global_device")  # fmt: skip
     values = flatten(plan_run(parse_arguments(arguments)).configuration)
     return {name: value for name, value in values.items() if not {name, name.partition(".")[0]} & {*own}}

@@ -11,6 +11,7 @@ import numpy as np
 from diloco.data import (
     Batches,
     ByteTokenizer,
+    DataSet,
     DocumentStream,
     Mixture,
     PackedTokens,
@@ -38,7 +39,7 @@ class InMemory(Source):
 
     def __init__(self, records: Sequence[str], name: str, weight: float) -> None:
         self.settings = SourceSettings(name=name, weight=weight)
-        self.parts = [("memory", Rows(records))]
+        self.parts = [DataSet("memory", Rows(records))]
 
 
 class Rows:
@@ -64,7 +65,7 @@ class Rows:
 
 
 def stream(
-    sources: Sequence[Sequence[str]], replica: int, replicas: int, *, block: int = 3, seed: int = 0, ahead: int = 0
+    sources: Sequence[Sequence[str]], replica: int, replicas: int, *, block: int = 3, ahead: int = 0
 ) -> DocumentStream:
     """Return a stream of sources whose weights are 2, 1, 1, ..."""
     return DocumentStream(
@@ -77,7 +78,7 @@ def stream(
         batch_size=SIZE,
         replica=replica,
         num_replicas=replicas,
-        seed=seed,
+        seed=0,
         ahead=ahead,
     )
 

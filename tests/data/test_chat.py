@@ -52,8 +52,6 @@ CALLING = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}:"
     "{% if m.thinking %}({{ m.thinking }}){% endif %}{{ m.content }}" + CALLS
 )
-RAW_ARGUMENTS = CALLING.replace("c.function.arguments | tojson", "c.function.arguments")
-JOINED_ARGUMENTS = CALLING.replace("c.function.arguments | tojson", "'=' + c.function.arguments")
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +79,9 @@ def read(tokenizer_of: Any, tmp_path: Path) -> Callable[..., list[str]]:
 
     def rows_of(records: Any, template: str = CALLING, **changes: Any) -> list[str]:
         data = records if isinstance(records, Path) else write_records(tmp_path / "a.jsonl", records)
-        settings = DataSettings(format="chat", paths=(data,), tokenizer="unused", packing="single", **changes)
+        settings = DataSettings(format="chat", paths=(str(data),), tokenizer="unused", packing="single", **changes)
         length = 1024
-        rows = heldout_rows(settings, tokenizer_of(template), length, [data])
+        rows = heldout_rows(settings, tokenizer_of(template), length, [str(data)])
         tokens = rows[0 : len(rows)].astype("int64")
         rows.mark(1, targets := tokens[1:].copy())
         learned = [False, *(targets >= 0).tolist()]
@@ -132,12 +130,9 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
     "messages": (said("q", "a"), BOTH),
     "ShareGPT": (share(("human", "q"), ("gpt", "a")), BOTH),
     "prompt and completion": ({"prompt": "q", "completion": "a"}, BOTH),
-    "chosen": ({"prompt": "q", "chosen": "a", "rejected": "b"}, BOTH),
-    "prompt as JSON": ({"prompt": json.dumps(said("q")["messages"]), "completion": [answer("a")]}, BOTH),
-    "chosen alone": ({"chosen": said("q", "a")["messages"], "rejected": said("q", "b")["messages"]}, BOTH),
     "Alpaca": ({"instruction": "add", "input": "1 2", "output": "3"}, "<user:add\n\n1 2><assistant:«3>»"),
     "system beside ShareGPT": (share(("human", "q"), ("gpt", "a"), system="s"), f"<system:s>{BOTH}"),
-    "answer first": (share(("gpt", "w"), ("human", "q"), ("gpt", "a")), f"<assistant:«w>»{BOTH}"),
+    "an answer to nothing is not learned": (share(("gpt", "w"), ("human", "q"), ("gpt", "a")), f"<assistant:w>{BOTH}"),
     "two answers in a row": (said("q", "a", answer("b")), f"{BOTH}<assistant:«b>»"),
     "empty answer": (said("q", ""), "<user:q><assistant:«>»"),
     "parts": (said({"role": "user", "content": [{"type": "text", "text": "q"}, "!"]}, "a"), "<user:q!><assistant:«a>»"),
@@ -169,14 +164,6 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_conversation_of_any_shape_is_read_and_its_answers_are_learned(read: Any, shape: str) -> None:
     record, expected = SHAPES[shape]
     assert read([record]) == [expected]
-
-
-@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'], ids=["object", "JSON"])
-@pytest.mark.parametrize("template", [CALLING, RAW_ARGUMENTS, JOINED_ARGUMENTS], ids=["tojson", "raw", "joined"])
-def test_arguments_are_json_whatever_form_a_template_expects(read: Any, template: str, arguments: Any) -> None:
-    joined = "=" if template is JOINED_ARGUMENTS else ""
-    records = [said("q", called(arguments, None), {"role": "tool", "content": "o"}, "a")]
-    assert read(records, template) == [f'<user:q><assistant:«f{joined}{{"a": 1}}>»<tool:o><assistant:«a>»']
 
 
 def tool(name: str, *properties: str, **more: Any) -> dict[str, Any]:
@@ -211,7 +198,7 @@ DEEP = nested(600 if sys.version_info < (3, 12) else 1200)  # the parser takes i
 
 BAD: tuple[tuple[dict[str, Any], str], ...] = (
     (said("q", answer("a", weight=0.5)), r"weight is 0\.5"),
-    (said("q", answer("a", train_detail=[1])), r"train_detail is \[1\]"),
+    (said("q", answer("a", train=1)), "train is 1, which can't be followed"),
     (said("q", "a", completion_mask=[0, 1, 1]), "completion_mask marks parts of the record, which can't be followed"),
     (said({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, "a"), "the part .*image_url"),
     ({"messages": [{"content": "q"}]}, "must be a list of messages"),
@@ -243,7 +230,7 @@ def test_a_system_text_stands_before_a_system_message_without_one(read: Any) -> 
 
 UNUSED = (
     (said("q", "a", source="web"), "the field 'source' is not used"),
-    ({"prompt": "q", "chosen": "a", "rejected": "b"}, "the field 'rejected' is not used"),
+    ({"prompt": "q", "completion": "a", "score": 2}, "the field 'score' is not used"),
     (said("q", "a", chat_template_kwargs={"chat_template": "x"}), "the field 'chat_template_kwargs' is not used"),
 )
 
@@ -273,7 +260,7 @@ def counted(example: Example) -> str:
 
 
 def settings_of(folder: Path, data: Path) -> DataSettings:
-    return DataSettings(format="chat", paths=(data,), tokenizer=str(folder), heldout_fraction=0.3)
+    return DataSettings(format="chat", paths=(str(data),), tokenizer=str(folder), heldout_fraction=0.3)
 
 
 texts = st.text(alphabet="ab \n?é🙂", max_size=6)
@@ -323,12 +310,12 @@ def corpus_of(folder: Path, place: Path, records: list[dict[str, Any]], length: 
     return build_chat_corpus(settings_of(folder, write_records(place / "data.jsonl", written)), length)
 
 
-def test_without_a_template_a_prompt_and_its_completion_are_plain_text(tokenizer_of: Any) -> None:
+def test_without_a_template_only_plain_text_is_learned(tokenizer_of: Any) -> None:
     tokenizer = tokenizer_of(None)
-    example = tokenizer.completion("2+2=", "4")
-    assert (spelled(example.tokens), counted(example)) == ("2+2=4<|endoftext|>", "4<|endoftext|>")
+    example = tokenizer.text("2+2=4")
+    assert (spelled(example.tokens), counted(example)) == ("2+2=4<|endoftext|>", "+2=4<|endoftext|>")
     with pytest.raises(DataError, match="has no chat template, which messages need"):
-        tokenizer.prompt(asked("a", "b")["messages"])
+        tokenizer.conversation(asked("a", "b")["messages"])
 
 
 def test_what_is_cut_and_left_out_is_told(folder: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def corpus_of(folder: Path, documents: list[str], **settings: object) -> Corpus:
     folder.mkdir(exist_ok=True)
     for i, document in enumerate(documents):
         (folder / f"{i:05}.txt").write_text(document)
-    return build_corpus(DataSettings(paths=(folder,), **settings))  # type: ignore[arg-type]  # varied by name
+    return build_corpus(DataSettings(paths=(str(folder),), **settings))  # type: ignore[arg-type]  # varied by name
 
 
 @settings(deadline=None)

@@ -35,26 +35,22 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     rows = datasets.Dataset.from_dict({"text": TEXTS, "body": [text.upper() for text in TEXTS]})
     rows.save_to_disk(str(folder / "saved"))
-    datasets.Dataset.from_dict({"text": TEXTS}, split=datasets.Split.TEST).save_to_disk(str(folder / "named"))
-    datasets.DatasetDict({"train": rows, "few": rows.select(range(5))}).save_to_disk(str(folder / "splits"))
     (folder / "hub").mkdir()
     for number in range(2):  # at a place that is no multiple of a block
         half = rows.select(range(100) if number == 0 else range(100, len(TEXTS)))
         half.to_parquet(str(folder / "hub" / f"train-0000{number}-of-00002.parquet"))
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    (folder / "b.txt").write_text("\n\n".join(TEXTS))
+    for number, text in enumerate(TEXTS):
+        (folder / f"{number:03}.txt").write_text(text)
     return folder
 
 
 KINDS: dict[str, Callable[[Path], SourceSettings]] = {
     "jsonl": lambda f: SourceSettings(data=(str(f / "a.jsonl"),)),
-    "text": lambda f: SourceSettings(data=(str(f / "b.txt"),), document_separator="\n\n"),
+    "text": lambda f: SourceSettings(data=(str(f / "*.txt"),)),
     "saved": lambda f: SourceSettings(data=(f"hf:{f / 'saved'}",)),
-    "saved splits": lambda f: SourceSettings(data=(f"hf:{f / 'splits'}:train",)),
     "folder": lambda f: SourceSettings(data=(f"hf:{f / 'hub'}",)),
     "folder, streamed": lambda f: SourceSettings(data=(f"hf:{f / 'hub'}",), streaming=True),
-    "loader": lambda f: SourceSettings(data=("hf:json",), data_files=(str(f / "a.jsonl"),)),
-    "loader, streamed": lambda f: SourceSettings(data=("hf:json",), data_files=(str(f / "*.jsonl"),), streaming=True),
 }
 TWICE = {
     "two": lambda f: SourceSettings(data=(f"hf:{f / 'saved'}", str(f / "a.jsonl"))),
@@ -79,11 +75,8 @@ def test_records_come_in_one_order_from_any_place_on(kind: str, files: Path) -> 
 
 
 def test_field_split_and_config_are_those_that_were_asked_for(files: Path) -> None:
-    few = SourceSettings(data=(f"hf:{files / 'splits'}:few",), text_field="body")
-    assert list(Source(few).documents()) == [text.upper() for text in TEXTS[:5]]
-    for folder in ("hub", "splits"):
-        tenth = SourceSettings(data=(f"hf:{files / folder}:train[:10%]",))
-        assert list(Source(tenth).documents()) == TEXTS[:25]
+    tenth = SourceSettings(data=(f"hf:{files / 'hub'}:train[:10%]",), text_field="body")
+    assert list(Source(tenth).documents()) == [text.upper() for text in TEXTS[:25]]
 
 
 @pytest.mark.parametrize(
@@ -105,19 +98,19 @@ def test_places_become_absolute_and_names_stay(files: Path, monkeypatch: pytest.
     monkeypatch.chdir(files)
     sources = {
         "a": {"data": ["hf:saved:train", "a.jsonl", "hf:org/name"], "weight": 2},
-        "b": {"data": "hf:json", "data_files": ["./*.jsonl", "data/*.jsonl", "https://x/*.jsonl"]},
+        "b": {"data": ["./*.jsonl", "s3://x/*.jsonl"]},
     }
     there = DataSettings(sources=sources).absolute().sources
     assert there["a"]["data"] == (f"hf:{files}/saved:train", f"{files}/a.jsonl", "hf:org/name")
-    assert there["b"]["data_files"] == (f"{files}/*.jsonl", "data/*.jsonl", "https://x/*.jsonl")
-    plain = DataSettings(paths=(Path("hf:saved"), Path("a.jsonl"), Path("hf:org/name:train")), tokenizer="hf:gpt2")
-    assert list(map(str, plain.absolute().paths)) == [f"hf:{files}/saved", f"{files}/a.jsonl", "hf:org/name:train"]
+    assert there["b"]["data"] == (f"{files}/*.jsonl", "s3://x/*.jsonl")
+    plain = DataSettings(paths=("hf:saved", "a.jsonl", "hf:org/name:train"), tokenizer="hf:gpt2")
+    assert plain.absolute().paths == (f"hf:{files}/saved", f"{files}/a.jsonl", "hf:org/name:train")
     assert plain.absolute().tokenizer == "hf:gpt2"
 
 
 def test_a_corpus_is_the_same_from_files_and_from_datasets(files: Path) -> None:
     corpora = [
-        build_corpus(DataSettings(paths=(Path(place),)))
+        build_corpus(DataSettings(paths=(place,)))
         for place in (str(files / "a.jsonl"), f"hf:{files / 'saved'}", f"hf:{files / 'hub'}")
     ]
     assert len({corpus.fingerprint for corpus in corpora}) == 1
@@ -129,9 +122,9 @@ def test_a_corpus_is_the_same_from_files_and_from_datasets(files: Path) -> None:
         ({"sources": {"a": {}}}, "data.sources.a must be a table such as .* data ="),
         ({"sources": {"a": {"data": "x", "weight": math.nan}}}, "weight"),
         ({"sources": {"a": {"data": "hf:x", "split": "train"}}}, "unknown key 'split'; hf:NAME/CONFIG:SPLIT names it"),
-        ({"paths": (Path("x"),), "sources": {"a": {"data": "x"}}}, "were both given"),
+        ({"paths": ("x",), "sources": {"a": {"data": "x"}}}, "were both given"),
         ({"format": "chat"}, "needs conversations"),
-        ({"format": "chat", "paths": (Path("x"),), "streaming": True}, "can't be combined with data.format='chat'"),
+        ({"format": "chat", "paths": ("x",), "streaming": True}, "can't be combined with data.format='chat'"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:

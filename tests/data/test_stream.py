@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from diloco.data import DocumentStream
 from diloco.errors import DataError
-from tests.data.streams import numbered, packed, stream, trained
+from tests.data.streams import packed, stream, trained
 
 
 def drawn(reader: DocumentStream, batches: int) -> list[int]:
@@ -60,12 +60,6 @@ def test_replicas_divide_all_documents_among_themselves(replicas: int, count: in
         if size:
             counted.update(drawn(stream([records], m, replicas, block=block), -(-size // 16))[:size])
     assert counted == Counter(packed(trained(records)).tolist())
-
-
-def test_the_order_is_the_seeds() -> None:
-    records = numbered(40)
-    ways = [drawn(stream([records], 0, 1, seed=seed), 8) for seed in (0, 0, 1)]
-    assert ways[0] == ways[1] != ways[2]
 
 
 def test_a_document_that_was_begun_and_is_gone_is_told() -> None:

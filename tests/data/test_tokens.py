@@ -118,13 +118,16 @@ def test_a_trained_bpe_has_the_size_asked_for_or_says_what_the_text_gives() -> N
 
 
 @pytest.mark.parametrize("special", [True, False])
-def test_a_users_tokenizer_with_one_usual_end_token(tmp_path: Path, special: bool) -> None:
+def test_a_users_tokenizer_with_an_end_token_of_its_own(tmp_path: Path, special: bool) -> None:
     file = tmp_path / "tokenizer.json"
     added = [AddedToken(token, special=special, normalized=False) for token in ("<|im_start|>", "</s>")]
     theirs = byte_level(*added)
     theirs.enable_truncation(4)
     theirs.enable_padding(length=100)
     theirs.save(str(file))
+    with pytest.raises(DataError, match=r"has no token '<\|endoftext\|>' .* Name another as eos_token"):
+        load_tokenizer(file)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}}')
     tokenizer = make_tokenizer(DataSettings(tokenizer=str(file)))
     text = "no document can </s> end itself"
     assert (tokenizer.eos_id, tokenizer.vocab_size) == (257, 258)

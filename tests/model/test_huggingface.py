@@ -14,7 +14,6 @@ from diloco.algorithm import partition
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model import (
     HuggingFaceModel,
-    LossChunks,
     ModelSettings,
     build_language_model,
 )
@@ -78,7 +77,7 @@ def test_the_loss_in_chunks_is_the_loss_where_nothing_but_a_product_makes_the_lo
         (0, "none", routed),
     ):
         some = copy.deepcopy(model)
-        some.loss_chunks = LossChunks(chunks)
+        some.loss_chunk_tokens = chunks
         prepare_blocks(some, checkpointing=checkpointing, compiled=compiled, backend="eager")
         loss, cross_entropy = some.loss(tokens[:, :-1], tokens[:, 1:])
         loss.backward()

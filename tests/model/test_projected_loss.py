@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco.model import (
     DecoderSettings,
-    LossChunks,
     Transformer,
     build_model,
     cross_entropy_with_z_loss,
@@ -84,8 +83,8 @@ def test_a_model_has_the_same_loss_and_gradients_in_chunks(change: dict[str, Any
     model = build_model(replace(SMALL, **change), seed=0)
     tokens = torch.randint(31, (3, 14), generator=torch.Generator().manual_seed(0))
     results = []
-    for chunks in (LossChunks(), LossChunks(5)):
-        model.loss_chunks = chunks
+    for chunk_tokens in (0, 5):
+        model.loss_chunk_tokens = chunk_tokens
         model.zero_grad()
         with torch.autocast("cpu", precision, enabled=precision != torch.float32):
             parts = model.loss(tokens[:, :-1], tokens[:, 1:])
@@ -119,8 +118,8 @@ def test_no_array_is_larger_than_a_chunks_logits() -> None:
     model: Transformer = build_model(replace(SMALL, vocab_size=500, max_sequence_length=320), seed=0)
     tokens = torch.randint(500, (2, 321), generator=torch.Generator().manual_seed(0))
     largest = []
-    for chunks in (LossChunks(640), LossChunks(64)):
-        model.loss_chunks = chunks
+    for chunk_tokens in (640, 64):
+        model.loss_chunk_tokens = chunk_tokens
         with LargestOutput() as measured:
             torch.autograd.backward(model.loss(tokens[:, :-1], tokens[:, 1:]).loss)
         largest.append(measured.nbytes)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import sys
 from collections.abc import Iterator
+from datetime import datetime, timedelta
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from diloco import events
-from diloco.monitor import LiveConsole, PlainConsole
+from diloco.monitor import LiveConsole, MonitorSettings, PlainConsole, make_sinks
+from diloco.waiting import log_to_stderr, say
 from tests.monitor.made_events import committed, evaluated, sent, started, step, void
 
 REASON = "fragment 1, outer step 0 is void: 1 of 2 contributions are usable, 2 are needed."
@@ -72,11 +76,9 @@ streaming, 2 replicas, 1.1M parameters, 20 steps of 2,048 tokens
   rounds  2 fragments every 10 steps
  step     loss perplexity epoch tokens/s     sent compute   left
  6/20  round void: {REASON}
- 8/20   2.7750      16.04     1     4.1K   4.8 MB  99.1 %   6.0s
  8/20  checkpoint runs/heron/step-8 (52.3 MB in 300ms)
 10/20   2.7250      15.26     2     4.1K   6.0 MB  99.1 %   5.3s
 10/20  held-out loss 2.5000  perplexity 12.18  3.6067 bits per byte  (best)
-16/20   2.5750      13.13     2     4.1K   9.6 MB  99.1 %   2.6s
 20/20   2.4750      11.88     3     4.1K  12.0 MB  99.1 %     0s
 20/20  held-out loss 2.5000  perplexity 12.18  3.6067 bits per byte  (final)
 
@@ -99,10 +101,43 @@ finished
 def test_plain_output_of_a_whole_run() -> None:
     assert max(len(line) for line in PLAIN.splitlines() if REASON not in line) <= 80
     stream, clock = io.StringIO(), Clock()
-    tell(PlainConsole(stream, every_steps=8, clock=clock), clock)
+    tell(PlainConsole(stream, clock=clock), clock)
     assert stream.getvalue() == PLAIN
     tell(PlainConsole(stream, clock=clock, verbose=True), clock, until=0)
     assert "  codec   fp4\n" in stream.getvalue(), "a detail"
+
+
+def test_json_lines_have_time_level_and_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sinks = make_sinks(MonitorSettings(console="json"), tmp_path / "heron", is_terminal=True)
+    log_to_stderr(as_json=True)
+    try:
+        for _, event in story():
+            sinks.handle(event)
+        sinks.handle(events.Lost(step=20, reason="replica 1 is gone."))
+        sinks.handle(told(21, math.nan))
+        say("a message of the command", "warning")
+    finally:
+        log_to_stderr()
+        sinks.close()
+    out, err = capsys.readouterr()
+    lines = [json.loads(line) for line in err.splitlines()]
+    assert out == ""
+    assert [(line["level"], line.get("event"), line.get("step")) for line in lines] == [
+        ("info", "RunStarted", 0),
+        ("warning", "RoundVoid", 6),
+        ("info", "CheckpointSaved", 8),
+        ("info", "StepFinished", 10),
+        ("info", "Evaluated", 10),
+        ("info", "StepFinished", 20),
+        ("info", "Evaluated", 20),
+        ("info", "RunFinished", 20),
+        ("error", "Lost", 20),
+        ("error", "StepFinished", 21),
+        ("warning", None, None),
+    ]
+    assert lines[3]["message"] == "loss 2.5000"
+    assert {line.get("process") for line in lines} == {"heron", None}
+    assert datetime.fromisoformat(lines[0]["time"]).utcoffset() == timedelta(0)
 
 
 def test_title_of_a_swarm_counts_no_replicas_since_they_come_and_go() -> None:
@@ -114,8 +149,8 @@ def test_title_of_a_swarm_counts_no_replicas_since_they_come_and_go() -> None:
 
 def test_the_use_of_the_devices_peak_has_a_column_where_it_is_known() -> None:
     stream = io.StringIO()
-    sink = PlainConsole(stream, every_steps=1)
-    for event in (started(peak_flops_per_s=1e15), told(1), told(2, model_flops_utilization=0.4567)):
+    sink = PlainConsole(stream)
+    for event in (started(peak_flops_per_s=1e15), told(10), told(20, model_flops_utilization=0.4567)):
         sink.handle(event)
     head, first, second = stream.getvalue().splitlines()[-3:]
     column = head.index("MFU") + 3
@@ -125,14 +160,14 @@ def test_the_use_of_the_devices_peak_has_a_column_where_it_is_known() -> None:
 
 def test_every_plain_line_is_flushed_and_written_as_the_stream_can() -> None:
     raw = io.BytesIO()
-    sink = PlainConsole(io.TextIOWrapper(raw, encoding="ascii"), every_steps=1)
+    sink = PlainConsole(io.TextIOWrapper(raw, encoding="ascii"))
     sink.handle(events.Note(step=3, text="naïve \ud800"))
     assert raw.getvalue() == b"3/0  na\\xefve \\ud800\n"
 
 
 def test_an_interrupted_run_tells_where_it_stopped() -> None:
     stream, clock = io.StringIO(), Clock()
-    sink = PlainConsole(stream, every_steps=8, clock=clock)
+    sink = PlainConsole(stream, clock=clock)
     tell(sink, clock, until=4)
     sink.handle(events.Interrupted(step=4, signal="SIGINT"))
     sink.handle(events.RunFinished(step=4, summary={"heldout_loss": None, "sent_bytes_per_replica": 0}))
@@ -180,7 +215,7 @@ def test_the_summary_and_the_sample_follow_the_last_picture() -> None:
 @pytest.mark.parametrize("loss", [math.nan, math.inf, 1e9])
 def test_a_run_gone_wrong_is_still_shown(loss: float) -> None:
     stream, _, live = terminal(100, refresh_s=0.0)
-    for sink in (live, PlainConsole(plain := io.StringIO(), every_steps=1)):
+    for sink in (live, PlainConsole(plain := io.StringIO())):
         for event in (started(), told(1, loss), evaluated(1, loss, perplexity=math.inf, bits_per_byte=loss)):
             sink.handle(event)
         sink.close()

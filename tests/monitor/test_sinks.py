@@ -41,9 +41,8 @@ def test_a_broken_sink_is_dropped_and_the_others_go_on(capsys: pytest.CaptureFix
     assert first.steps == last.steps == [1, 2, 3, 2]
     assert broken.steps == [1]
     assert (first.closed, broken.closed, last.closed) == (1, 1, 1)
-    assert capsys.readouterr().err == (
-        "metrics.jsonl failed at step 2 and is no longer written (OSError: no space left); training continues.\n"
-    )
+    words = "metrics.jsonl failed at step 2 and is no longer written (OSError: no space left); training continues.\n"
+    assert capsys.readouterr().err == f"diloco: {words}"
 
 
 def test_all_are_closed_also_when_one_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +51,10 @@ def test_all_are_closed_also_when_one_cannot_be(capsys: pytest.CaptureFixture[st
     sinks.close()
     sinks.close()
     assert (first.closed, broken.closed, last.closed) == (1, 1, 1)
-    assert capsys.readouterr().err == "b could not be closed (OSError: no space left); its last lines may be missing.\n"
+    assert (
+        capsys.readouterr().err
+        == "diloco: b could not be closed (OSError: no space left); its last lines may be missing.\n"
+    )
 
 
 def test_an_interrupt_is_not_held_back() -> None:
@@ -83,6 +85,7 @@ def test_closed_streams_end_their_output_and_not_the_run(tmp_path: Path, monkeyp
         ({"console": "live"}, True, ("metrics.jsonl", "the progress display")),
         ({"console": "plain", "sinks": ("tensorboard",)}, True, ("tensorboard", "metrics.jsonl", "the plain output")),
         ({"console": "quiet"}, True, ("metrics.jsonl",)),
+        ({"console": "json"}, True, ("metrics.jsonl", "the log")),
     ],
 )
 def test_the_sinks_that_settings_ask_for(
@@ -98,7 +101,6 @@ def test_the_sinks_that_settings_ask_for(
     ("settings", "words"),
     [
         ({"console": "live"}, "needs a terminal"),
-        ({"every_steps": 0}, "at least 1"),
         ({"sinks": ("tensorbord",)}, "did you mean 'tensorboard'"),
         ({"sinks": ("my_sinks:Stops",)}, "no function or class 'Stops'"),
         ({"sinks": ("my_sinks:number",)}, "no function or class 'number'"),

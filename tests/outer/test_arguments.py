@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from diloco import (
-    Adam,
     AlphaMerge,
     ConfigurationError,
     DiLoCo,
@@ -93,7 +92,6 @@ def swarm(**arguments: Any) -> None:
         (swarm, {"replica": 1 << 31}, "replica must be at most 2147483647"),
         (swarm, {"secrets": "x"}, "There is no argument 'secrets'"),
         (make_codec, {"name": 4}, "'fp4', got 4"),
-        (Adam, {"betas": 0.9}, "outer betas must be two numbers, got 0.9"),
         (SyncSchedule, {"inner_steps": 4, "offsets": 3}, "offsets must be 1 whole numbers.*got 3"),
     ],
 )
@@ -116,6 +114,13 @@ def test_what_is_no_state_is_not_loaded(state: Any) -> None:
         lambda state: state.pop("steps"),
         lambda state: state.update(about=None),
         lambda state: state["fragments"].pop(),
+        lambda state: state.update(steps=-1),
+        lambda state: state.update(steps=20),
+        lambda state: state.update(steps=float("nan")),
+        lambda state: state["fragments"][2].update(trained=float("nan")),
+        lambda state: state["fragments"][2].update(submitted=float("inf")),
+        lambda state: state["fragments"][2]["global_params"].fill_(float("nan")),
+        lambda state: state["fragments"][0]["in_flight"].update(weight=float("nan")),
         lambda state: state["fragments"][2].update(slots=None),
         lambda state: state["fragments"][2].update(residual=torch.zeros(1)),
         lambda state: state["fragments"][2].pop("void"),

@@ -210,16 +210,16 @@ def test_the_weight_is_the_steps_that_no_mean_has_taken(happenings: list[str]) -
             fragment.trained += steps[-1]
         elif what == "send" and fragment.flight is None:
             sent, outer_step = len(steps), outer_step + 1
-            contribution, _ = fragment.send(endpoint, outer_step, window_steps=1, base_weight=1.0)
-            assert contribution.weight == max(sum(steps), 1e-18)
+            sent_event = fragment.send(endpoint, outer_step, 0, 1, base_weight=1.0)
+            assert sent_event.weight == max(sum(steps), 1e-18)
         elif what == "merge" and fragment.flight is not None:
-            fragment.merge(fragment.flight.pending.wait())
+            fragment.merge(fragment.flight.pending.wait(), 0)
             steps = steps[sent:]
         elif what == "void" and fragment.flight is not None:
-            fragment.drop()
+            fragment.drop(0, "")
         elif what == "resume" and fragment.flight is None:
             other = fragment_of(model)
-            other.loader(fragment.state_dict(), resubmit=True)(endpoint)
+            other.loader(fragment.state_dict(), -1, resubmit=True)(endpoint)
             fragment = other
 
 

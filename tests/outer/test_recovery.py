@@ -163,7 +163,7 @@ class Pair:
 
     @staticmethod
     def apply(side: Sequence[Fragment], average: Average) -> None:
-        side[average.round.fragment].state.take_step(average, telemetry=False, keep=False)
+        side[average.round.fragment].state.take_step(average)
 
     def answer(self, fragment: int) -> dict[str, Any]:
         self.catch_up(fragment)

@@ -116,17 +116,6 @@ def test_it_is_the_virtual_clock(
     assert result.compute_utilization == pytest.approx(mean)
 
 
-def test_all_wait_less_for_a_slow_uplink_that_is_known() -> None:
-    """Among 20, 100 and 100 Mbit/s: (M - 1) / M * (n + m) bytes at 20 Mbit/s, or n bytes with nothing to sum."""
-    ways = [Link(20e6), Link(100e6), Link(100e6)]
-    schedule, waited_s = SyncSchedule(inner_steps=10), []
-    for known in ([], [way.uplink for way in ways]):
-        parcels = parcels_of(schedule, [768_000], FLOAT32, 3, uplinks=known)
-        result = simulate(schedule, parcels, site(ways, 0.1), steps=10)
-        waited_s.append(result.waited_s.tolist())
-    assert waited_s == [pytest.approx([2 / 3 * 2 * 8 * 3.072e6 / 20e6] * 3), pytest.approx([8 * 3.072e6 / 20e6] * 3)]
-
-
 def over(schedule: SyncSchedule, numels: list[int], bandwidth: float, latency: float, **more: Any) -> Simulated:
     """Simulate three identical replicas, with 50 steps of 0.1 s."""
     parcels = parcels_of(schedule, numels[: schedule.num_fragments], more.pop("codec", FP4), 3)

@@ -325,7 +325,7 @@ class Rank:
         given = self._given[step]
         taken = max((each for each in self.averages if each <= step - 3), default=None)  # rounds take up to three steps
         after = None if taken is None else self._given[taken].round
-        uplink = Uplink(10 ** ((self.rank + step) % 3), full=True)
+        uplink = Uplink(10 ** ((self.rank + step) % 3))
         self._todo.append(events.Submitted(given, step, self.now_s, uplink=uplink, after=after))
 
     def _step_of(self, round_id: RoundId) -> int:

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from diloco.protocol.view_change import ViewChange
-from diloco.protocol.views import Views
-from tests.protocol.histories import bridge, more_trouble, outcome, trouble
+from diloco.protocol import ViewChange, Views
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 

@@ -46,6 +46,7 @@ class Setup:
     clip_norm: float | None = 0.25
     accumulation: int = 2
     batch_size: int = 5
+    optimizer: str = "AdamW"
     copies: int = 1
     """How often each sequence is repeated in a batch."""
 
@@ -78,7 +79,7 @@ class Rank:
         self.model = self.parallel.model
         self.inner = InnerLoop(
             self.parallel,
-            make_inner_optimizer(OptimizerSettings(), self.model),
+            make_inner_optimizer(OptimizerSettings(name=setup.optimizer), self.model, group),
             learning_rate=ValueSchedule(peak=3e-3),
             clip_norm=setup.clip_norm,
             precision=setup.precision,

@@ -30,4 +30,4 @@ def trained(out: Path, plan: RunPlan, sink: Listener | None = None) -> dict[str,
 
 
 def plan_of(source: Path | str, data: Path, **values: Any) -> RunPlan:
-    return plan_run(command_line(**(BASE | {"model__source": str(source), "data__paths": (data,)} | values)))
+    return plan_run(command_line(**(BASE | {"model__source": str(source), "data__paths": (str(data),)} | values)))

@@ -78,7 +78,7 @@ def test_what_two_runs_do_not_have_in_common_is_named(model: Transformer) -> Non
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine"])
-@pytest.mark.parametrize("name", ["sgd", "nesterov", "adam"])
+@pytest.mark.parametrize("name", ["sgd", "nesterov"])
 def test_the_learning_rate_falls_over_the_outer_steps_of_the_run(name: str, kind: str) -> None:
     """Over ten rounds of a fragment, the rate starts at the peak and is half-way to its end value at five."""
     arguments = {"outer": {"schedule": kind, "final_ratio": 0.25}}

@@ -40,7 +40,7 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan_of(base: Path, sums: Path, *, full: bool = False, **values: Any) -> RunPlan:
-    own = {"preset": "finetune", "model__source": f"hf:{base}", "data__paths": (sums,)}
+    own = {"preset": "finetune", "model__source": f"hf:{base}", "data__paths": (str(sums),)}
     return plan_run(command_line(**(SMALL | own | ({"model__lora_rank": 0} if full else {}) | values)))
 
 

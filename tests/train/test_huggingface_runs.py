@@ -67,7 +67,9 @@ def test_a_run_goes_on_exactly_when_its_source_is_gone(
     assert main(["status", run]) == 0
     assert "GPT2LMHeadModel" in capsys.readouterr().out
     begun = plan_run(
-        command_line(train__init_from=tmp_path / "run", data__paths=(data,), train__steps=4, train__sequence_length=16)
+        command_line(
+            train__init_from=tmp_path / "run", data__paths=(str(data),), train__steps=4, train__sequence_length=16
+        )
     )
     assert begun.configuration.model.source == f"hf:{folder}"
     assert trained(tmp_path / "begun", begun)["parameters"] == straight["parameters"]

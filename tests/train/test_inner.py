@@ -221,8 +221,9 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
 def test_any_optimizer_of_torch_trains_without_torchs_compiler(
     optimizer: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiler takes 70 MB in every process that imports it."""
+    """The compiler takes 70 MB in every process that imports it, and sympy, for shapes on ``meta``, 40 MB."""
     monkeypatch.setitem(sys.modules, "torch._dynamo", None)
+    monkeypatch.setitem(sys.modules, "torch.fx.experimental.symbolic_shapes", None)
     loop = make_loop(optimizer=optimizer, rate=ValueSchedule(peak=0.1 if optimizer[0] == "SGD" else 1e-2))
     losses = train(loop, 30)
     assert type(loop.optimizer).__name__ == optimizer[0]

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 
-from diloco.errors import RendezvousError, RunFinishedError
+from diloco.errors import RendezvousError, RunFinishedError, TransportError
+from diloco.membership import LastViews
 from diloco.protocol import Entry, Rules
 from diloco.train import PeerFleet, fleet_over_tcp
-from diloco.transport import PeerTransport, Place, ask
-from tests.transport.nowhere import nobody_at
+from diloco.transport import Looking, PeerTransport, Place
+from tests.transport.nowhere import answering, nobody_at
 from tests.transport.relays import frame, stranger_at
 from tests.transport.swarms import wait_for_members
-from tests.transport.wires import QUICK, at_once, deaf_manager, rendezvous
+from tests.transport.wires import QUICK, at_once, rendezvous
 
 LIMIT_S = 30.0
 Meet = Callable[..., list[PeerFleet]]
@@ -33,13 +35,15 @@ def meet() -> Iterator[Meet]:
 
     def made(count: int, *, ended: bool = False) -> list[PeerFleet]:
         registered = count + ended
-        with rendezvous(registered) as address, nobody_at() as nowhere, deaf_manager() as asking:
+        with rendezvous(registered) as address, nobody_at() as nowhere, ExitStack() as open_ones:
             places = [
-                Place(replica=m, num_replicas=registered, rendezvous=address, join_window_s=1.0) for m in range(count)
+                Place(replica=m, num_replicas=registered, rendezvous=address, join_window_s=0.5) for m in range(count)
             ]
             begin = [lambda place=place: fleet_over_tcp(place, RULES) for place in places]
-            register = [lambda: ask(asking, address, Entry(count, str(nowhere)), LIMIT_S)] if ended else []
-            found = at_once([*begin, *register])[:count]
+            if ended:
+                stranger = open_ones.enter_context(closing(stranger_at(address)))
+                stranger.sendall(frame({"kind": "ask", "entry": Entry(count, str(nowhere))}))
+            found = at_once(begin)
         for each in found:
             if isinstance(each, Exception):
                 raise each
@@ -166,8 +170,22 @@ def test_nobody_else_votes_for_a_member(meet: Meet) -> None:
     others = fleets[2].transport.connections.identities
     others.update(dict.fromkeys(others, "another key"))
     with all_lost(fleets):
-        outcomes = at_once([lambda m=m: fleets[m].rejoin(3.0) for m in range(3)])
-    assert all("has searched for the others for 3 s" in str(each) for each in outcomes)
+        outcomes = at_once([lambda m=m: fleets[m].rejoin(2.0) for m in range(3)])
+    assert all("has searched for the others for 2 s" in str(each) for each in outcomes)
+
+
+def test_nobody_else_says_that_a_member_was_started_again(meet: Meet) -> None:
+    """Before, any process that a searcher asked could end a member that lives by speaking in its name."""
+    fleets = meet(3)
+    directory = fleets[2].connected.directory
+    identities = dict(fleets[2].transport.connections.identities)
+    directory.election = replace(directory.election, views=LastViews(fleets[2].view, identities=identities))
+    words = "answers in the name of replica 1, which is another one"
+    with answering(Looking(1, 30, "", None, None, None)) as liar, pytest.raises(TransportError, match=words):
+        fleets[2].transport.connections.call(directory.ask(liar))
+    with answering(Looking(1, 30, "", None, None, None)) as restarted:
+        directory.registry.entries[1] = replace(directory.registry.entries[1], address=str(restarted))
+        assert isinstance(fleets[2].transport.connections.call(directory.ask(restarted)), Looking)
 
 
 def test_one_that_has_rejoined_still_knows_how_many_ranks_there_are(meet: Meet) -> None:

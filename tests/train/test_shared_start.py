@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from diloco.data import build_corpus
-from diloco.events import Event, Note, RoundCommitted, ViewChanged
+from diloco.events import Event, Lost, RoundCommitted, ViewChanged
 from diloco.model import with_vocabulary
 from diloco.protocol import Rules
 from diloco.train import Session, fleet_over_tcp, follow_views
@@ -48,7 +48,7 @@ class Peer:
         last, stop = None, mock.MagicMock(signal=None, interrupting=nullcontext)
         try:
             while last is None or self.session.totals.steps < last:
-                follow_views(self.fleet, self.session, stop, self._note)
+                follow_views(self.session, stop, self._note)
                 self.session.step()
                 last = last or self.fleet.stop_step(self.session.totals.steps, wanted=self.asked.is_set())
             self.digest = self.session.global_digest()
@@ -79,7 +79,7 @@ class Peer:
 
 
 def looks(event: Event) -> bool:
-    return isinstance(event, Note) and "searching for the other replicas" in event.text
+    return isinstance(event, Lost)
 
 
 def committed_by_all(event: Event, fragment: int) -> bool:

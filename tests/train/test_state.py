@@ -75,7 +75,7 @@ def test_no_document_is_read_twice_or_left_out(read: list[list[str]], numbered: 
     whole = (windows // 2) * 2
     assert len(set(order[:whole])) == whole
     read.clear()
-    corpus = build_corpus(DataSettings(paths=(numbered,), heldout_fraction=0.05))
+    corpus = build_corpus(DataSettings(paths=(str(numbered),), heldout_fraction=0.05))
     one = Sampler(corpus.train, sequence_length=LENGTH, batch_size=2, replica=0, num_replicas=1, seed=0)
     for _ in range(drawn // 2):
         one.next_batch()

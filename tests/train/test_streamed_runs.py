@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
 from collections import Counter
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 
@@ -40,9 +42,20 @@ def data_set(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"hf:{folder}"
 
 
-@pytest.mark.parametrize("kind", ["file", "data set"])
-def test_stopping_and_resuming_is_never_stopping(data: Path, data_set: str, tmp_path: Path, kind: str) -> None:
-    data = data if kind == "file" else Path(data_set)
+@pytest.fixture(scope="module")
+def bucket(data: Path) -> str:
+    """Two compressed files in a store, named by a pattern."""
+    store, lines = fsspec.filesystem("memory"), data.read_bytes().splitlines(keepends=True)
+    for number, part in enumerate((lines[:50], lines[50:])):
+        store.pipe(f"/bucket/{number}.jsonl.gz", gzip.compress(b"".join(part)))
+    return "memory://bucket/*.jsonl.gz"
+
+
+@pytest.mark.parametrize("kind", ["file", "data set", "bucket"])
+def test_stopping_and_resuming_is_never_stopping(
+    data: Path, data_set: str, bucket: str, tmp_path: Path, kind: str
+) -> None:
+    data = {"file": data, "data set": data_set, "bucket": bucket}[kind]  # type: ignore[assignment]
     whole = train(data, tmp_path / "whole", f"{STREAMING}")
     train(data, tmp_path / "run", f"{STREAMING} --stop-after 5")
     resumed = train(data, tmp_path / "run", f"{STREAMING} --resume {tmp_path / 'run'}")

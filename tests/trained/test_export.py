@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.checkpoint import open_checkpoint, save_checkpoint
+from diloco.checkpoint import open_checkpoint
 from diloco.cli import main
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model import LanguageModel, Transformer
@@ -127,37 +127,13 @@ def test_training_goes_on_from_the_folder(run: Path, exported: Path, tmp_path: P
     assert load_trained(tmp_path / "on").tokenizer.encode(TEXTS[0]) == load_trained(run).tokenizer.encode(TEXTS[0])
 
 
-def test_replicas_and_earlier_checkpoints_can_be_taken(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saved = open_checkpoint(run / "checkpoints" / "step-00000006")
-    for number in (0, 1):
-        file = run.parent / f"replica-{number}.safetensors"
-        flags = f"--to safetensors --replica {number} --checkpoint 6"
-        assert main(["export", str(run), "--out", str(file), *flags.split()]) == 0
-        values = saved.load(f"replica-{number}-values")
-        assert same(read_weights(file), {n: values[f"model/{n}"] for n in read_weights(file)})
-        assert not same(read_weights(file), saved.load("global"))
-        assert load_trained(run, replica=number).weights == f"replica {number}"
+def test_an_earlier_checkpoint_can_be_taken(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run.parent / "earlier.safetensors"
+    assert main(["export", str(run), "--out", str(file), "--to", "safetensors", "--checkpoint", "6"]) == 0
+    assert same(read_weights(file), open_checkpoint(run / "checkpoints" / "step-00000006").load("global"))
     capsys.readouterr()
     assert main(["export", str(run), "--out", "x", "--checkpoint", "7"]) == 1
     assert "no checkpoint of step 7. Its steps are: 6, 12" in capsys.readouterr().err
-    assert main(["export", str(run), "--out", "x", "--replica", "2"]) == 1
-    assert "does not contain replica-2. It contains: replica-0, replica-1, " in capsys.readouterr().err
-
-
-def test_a_replica_that_is_a_process_is_found_in_its_own_folder(run: Path, tmp_path: Path) -> None:
-    """Save as the ranks of a replica do."""
-    trained = load_trained(run)
-    about = open_checkpoint(run).about
-    trained.tokenizer.save(tmp_path)
-    for number, folder in ((0, tmp_path), (1, tmp_path / "replica-1")):
-        agreed = {name: value.detach() for name, value in trained.model.named_parameters()}
-        local = {f"model/{name}": value + number + 1 for name, value in agreed.items()}
-        parts = {f"replica-{number}": {}, f"replica-{number}-values": local, "global": agreed}
-        save_checkpoint(folder / "checkpoints", 3, parts, about=about, keep=1)
-    for number in (0, 1):
-        found = load_trained(tmp_path, replica=number).model
-        pairs = zip(found.parameters(), trained.model.parameters(), strict=True)
-        assert all(torch.equal(mine, theirs + number + 1) for mine, theirs in pairs)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -244,11 +220,6 @@ def test_a_failure_leaves_the_earlier_export(run: Path, tmp_path: Path, monkeypa
         export_huggingface(trained, place, dtype="float16", overwrite=True)
     assert {path.name: path.read_bytes() for path in place.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-
-
-def test_weights_with_the_names_of_version_0_5_are_refused(run: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"the names of version 0\.5\. Export them with that version"):
-        load_parameters(load_trained(run).model, {"embedding.weight": torch.zeros(2, 2)})
 
 
 def test_a_model_without_a_counterpart_says_what_would_work(run: Path, tmp_path: Path) -> None:

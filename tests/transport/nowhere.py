@@ -13,10 +13,11 @@ import pytest
 
 from diloco.errors import RendezvousError
 from diloco.protocol import Rules
-from diloco.transport import Address, Place
+from diloco.transport import Address, Credentials, Place
+from tests.transport.relays import frame
 from tests.transport.wires import QUICK
 
-__all__ = ["PATIENCE_S", "diloco_threads", "failure", "free_address", "nobody_at", "place", "rules"]
+__all__ = ["PATIENCE_S", "answering", "diloco_threads", "failure", "free_address", "nobody_at", "place", "rules"]
 
 PATIENCE_S = 1.0
 """The rendezvous time-out of tests in which it expires."""
@@ -56,3 +57,17 @@ def place(rank: int, num_replicas: int, address: Address | None, **where: Any) -
 
 def rules(**given: Any) -> Rules:
     return Rules(**(QUICK | {"rendezvous_timeout_s": PATIENCE_S} | given))
+
+
+@contextmanager
+def answering(known: object) -> Iterator[Address]:
+    """An address at which another program answers the next question."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def lie() -> None:
+            with Credentials("tcp", "").listening.wrap_socket(listening.accept()[0], server_side=True) as asking:
+                asking.sendall(b"+" + frame(known))
+                asking.recv(1 << 16)
+
+        threading.Thread(target=lie, daemon=True).start()
+        yield Address(*listening.getsockname())

@@ -113,8 +113,9 @@ class Relays:
         return int(listening.getsockname()[1])
 
     def _start(self, work: Callable[..., None], *arguments: Any) -> None:
-        self._threads.append(threading.Thread(target=work, args=arguments, daemon=True))
-        self._threads[-1].start()
+        thread = threading.Thread(target=work, args=arguments, daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
     def _relay(self, listening: socket.socket, there: socket.socket, port: int) -> None:
         try:

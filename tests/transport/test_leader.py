@@ -137,8 +137,3 @@ def test_all_ranks_hear_what_the_leader_hears(tmp_path: Path) -> None:
         assert words.startswith("ReplicaLostError: Position 0 of replica 1")
         assert "nobody foresaw it" in words
         assert [key for key in leader if not same(leader[key], ranks[position][key])] == []
-
-
-def test_without_a_way_out_the_leader_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="Position 0 was given none"):
-        LeaderTransport(ReplicaGroup(), None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -23,13 +22,13 @@ _KEY = rsa.generate_private_key(65537, 2048)
 ADMISSION = Admission("run", new_secret())
 SUBKEY = b"[owner:" + _KEY.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"]"
 ADDRESSES = ("/ip4/10.0.0.1/tcp/4",)
-RECORD = PeerRecord(owner_of(SUBKEY), 3, "swarm", ADDRESSES, True)
+RECORD = PeerRecord(3, "swarm", ADDRESSES, True, owner_of(SUBKEY))
 
 
 def forged(**fields: Any) -> bytes:
     """A record by an author that knows the secret."""
     names = ("number", "swarm", "addresses", "finished")
-    content = msgspec.json.encode([(vars(RECORD) | fields)[name] for name in names])
+    content = msgspec.json.encode([(msgspec.structs.asdict(RECORD) | fields)[name] for name in names])
     return msgspec.json.encode((content.decode(), ADMISSION.sign(SUBKEY, content).hex()))
 
 
@@ -41,7 +40,7 @@ def test_a_record_survives_its_way() -> None:
 @pytest.mark.parametrize("number", range(0, 300, 7))
 def test_a_record_is_a_line_of_text(number: int) -> None:
     """Regression: Hivemind did not find its signature behind a record with the byte 10."""
-    data = replace(RECORD, number=number, addresses=("x" * number,)).to_bytes(SUBKEY, ADMISSION)
+    data = msgspec.structs.replace(RECORD, number=number, addresses=("x" * number,)).to_bytes(SUBKEY, ADMISSION)
     assert data.decode().isprintable()
 
 

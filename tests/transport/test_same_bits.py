@@ -103,20 +103,6 @@ def test_so_they_do_with_encoded_means(codec: str, mean_codec: str) -> None:
     check_both(4, make_codec(codec, block_size=64), mean_codec=means)
 
 
-INT8 = make_codec("int8", block_size=32)
-
-
-@pytest.mark.parametrize(("codec", "means"), [("float32", {}), (INT8, {"mean_codec": INT8})])
-def test_so_they_do_if_a_replica_with_a_slow_uplink_owns_less_from_the_second_round_on(
-    codec: Codec | str, means: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In one process all own equal parts."""
-    slow, fast = Uplink(20_000_000, full=True), Uplink(200_000_000)
-    monkeypatch.setattr(PeerTransport, "uplink", property(lambda self: slow if self.replica == 1 else fast))
-    sent_bytes = check_both(4, codec, **means)
-    assert sent_bytes[1] < 0.8 * min(sent_bytes[0], *sent_bytes[2:])
-
-
 def test_slow_uplinks_make_all_choose_the_same_means_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """By default, among fewer replicas than encode their means otherwise."""
     events: list[Event] = []

@@ -372,7 +372,7 @@ def test_a_request_that_is_none_ends_its_connection_only(wires: Wires) -> None:
             assert stranger.recv(1) == b""
     with closing(stranger_at(wires.transports[1].address)) as stranger:
         stranger.sendall(ask(0, "feed" * 16, offset=0))
-        assert heard(stranger) == {"kind": "moved"}
+        assert heard(stranger) == {"kind": "later", "reason": "its state has changed in the meantime"}
     assert same_values(first.fetch(0, [1]), {**source.held, "fragment": 0})
 
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
+import ssl
 import threading
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from diloco.membership import NextView, View
 from diloco.protocol import Entries, Entry, Welcome
-from diloco.transport import Address, Credentials, Members, PeerTransport, connect
+from diloco.transport import Address, ArrivalLimit, Members, PeerTransport, connect
 from tests.transport.contract import contribution, exchange
-from tests.transport.nowhere import place, rules
+from tests.transport.nowhere import answering, place, rules
 from tests.transport.relays import Relays, Unit, frame, plain_stranger_at, said_to, stranger_at, unframe
 from tests.transport.wires import QUICK, Wires, at_once, rendezvous
 
@@ -50,7 +53,6 @@ OPENINGS = {
     "a living rank": frame(HELLO | {"rank": 1}),
     "no address": frame(HELLO | {"address": "a:b"}),
     "an address with escapes": frame(HELLO | {"address": "\x1b[2J:1"}),
-    "a registration at no address": frame({"kind": "register", "entry": {"rank": 0, "address": "a"}}),
     "a state of no fragment": frame({"kind": "fetch", "fragment": -1, "after": 0, "snapshot": ""}),
     "a probe of 1 TB": frame({"kind": "probe", "ask": "give", "bytes": 1 << 40}),
 }
@@ -132,21 +134,36 @@ def test_connections_that_do_nothing_keep_nobody_out(live: Live) -> None:
         live.still_works()
 
 
-def test_a_process_that_stops_in_the_handshake_is_forgotten(live: Live) -> None:
+def test_who_opens_connections_all_the_time_takes_a_tenth_of_the_processor_at_most(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each handshake takes more than a millisecond of the thread that hears the others' heartbeats."""
+    transport = live.transports[0]
+    monkeypatch.setattr(transport.connections, "_arrivals", ArrivalLimit(per_s=0.001, burst=2))
+    for _ in range(2):
+        stranger_at(transport.address).close()
+    for _ in range(20):
+        with pytest.raises((ConnectionError, ssl.SSLError)):
+            stranger_at(transport.address)
+    live.still_works()
+
+
+def test_a_process_that_stops_in_the_handshake_is_forgotten(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = asyncio.timeout
+    monkeypatch.setattr(asyncio, "timeout", lambda seconds: limit(min(seconds, 1.0) if seconds else seconds))
     with closing(plain_stranger_at(live.transports[0].address)) as stranger:
         stranger.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
-        stranger.settimeout(2 * 10.0)
+        stranger.settimeout(9.0)
         assert stranger.recv(1) == b""
 
 
-@pytest.mark.parametrize("kind", ["ask", "register"])
 @pytest.mark.parametrize(("rank", "words"), [(1, "which still answers"), (0, "the process that was asked")])
-def test_nobody_changes_the_address_of_a_rank_that_is_connected(live: Live, kind: str, rank: int, words: str) -> None:
+def test_nobody_changes_the_address_of_a_rank_that_is_connected(live: Live, rank: int, words: str) -> None:
     """Before, a message to the rendezvous or to a member did, and joiners took its author for three donors."""
     asked, other = live.transports
     entry = {"rank": rank, "address": "6.6.6.6:1", "facts": {}, "held_step": -1, "places": []}
     with closing(stranger_at(asked.address)) as stranger:
-        stranger.sendall(frame({"kind": kind, "entry": entry}))
+        stranger.sendall(frame({"kind": "ask", "entry": entry}))
         answer, _ = unframe(stranger.recv(1 << 16))
     assert answer["kind"] == "refused"
     assert words in answer["reason"]
@@ -189,20 +206,6 @@ def test_who_does_not_read_what_it_is_told_is_lost(wires: Wires, relays: Relays)
     assert "does not read its messages" in first.reason
 
 
-@contextmanager
-def answering(known: Members) -> Iterator[Address]:
-    """An address at which a member answers the next question."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-
-        def lie() -> None:
-            with Credentials("tcp", "").listening.wrap_socket(listening.accept()[0], server_side=True) as asking:
-                asking.sendall(b"+" + frame(known))
-                asking.recv(1 << 16)
-
-        threading.Thread(target=lie, daemon=True).start()
-        yield Address(*listening.getsockname())
-
-
 def test_an_address_that_is_none_is_not_taken_from_an_answer() -> None:
     """Before, it ended each later search of the process that had asked, which could not ask at that address."""
     known = Members(Entries.of([Entry(1, "nowhere"), Entry(2, "127.0.0.1:1")]), (1, 2))
@@ -222,3 +225,16 @@ def test_nor_is_another_address_of_a_rank_that_is_connected() -> None:
         first, second = (open_ones.enter_context(closing(each.transport)) for each in both)
         first.connections.call(both[0].directory.ask(liar))
         assert first.connections.entries[1].address == str(second.address)
+
+
+def test_a_joiner_takes_the_table_that_most_members_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, the first one that answered could have it join the members that it named."""
+    connected = connect(place(0, 1, Address("127.0.0.1", 0)), rules())
+    directory, honest = connected.directory, Members(Entries.of([Entry(1, "a:1"), Entry(2, "a:2")]), (1, 2))
+    with ExitStack() as open_ones, closing(connected.transport):
+        liar = open_ones.enter_context(answering(Members(Entries.of([Entry(3, "a:3")]), (3,))))
+        others = [open_ones.enter_context(answering(honest)) for _ in range(2)]
+        monkeypatch.setattr(directory, "addresses", mock.AsyncMock(return_value=[liar, *others]))
+        monkeypatch.setattr(directory, "connect", mock.AsyncMock(side_effect=lambda found: found))
+        view, _ = connected.transport.connections.call(directory.find())
+    assert view.members == (1, 2)

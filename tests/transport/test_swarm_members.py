@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from diloco.errors import RendezvousError
-from diloco.transport import PeerTransport, join, load_identity, new_secret
+from diloco.transport import Node, PeerRecord, PeerTransport, join, load_identity, new_secret
 from tests.transport.contract import contribution, exchange
+from tests.transport.nowhere import nobody_at
 from tests.transport.relays import frame
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, Swarms, wait_for_members
 from tests.transport.wires import at_once
@@ -67,6 +72,25 @@ def test_peers_of_programs_with_one_seed_find_each_other(swarms: Swarms) -> None
             join(peer, LIMIT_S)
         known.append(peer.transport)
     wait_for_members(known[0], 3)
+
+
+def test_a_key_that_was_copied_to_another_machine_is_named(swarms: Swarms) -> None:
+    """Before, the two took each other's place without a word."""
+    first = swarms.peer(0).transport
+    owner = swarms.peer(1, [first])
+    join(owner, LIMIT_S)
+    with pytest.raises(RendezvousError, match=r"still answers\. It has the same key: was identity\.key copied\?"):
+        swarms.peer(1, [first])
+    assert owner.transport.failure is None
+
+
+def test_one_record_of_a_finished_peer_ends_no_search(swarms: Swarms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anyone who knows the run's name can store one; before, a peer that found no member at that moment ended."""
+    for finished, words in ((1, "has had a swarm within the last half hour"), (2, "the others have finished run")):
+        records = [PeerRecord(m, "swarm", (), m <= finished, f"peer {m}") for m in (1, 2, 3)]
+        monkeypatch.setattr(Node, "find", mock.AsyncMock(return_value=records))
+        with pytest.raises(RendezvousError, match=words):
+            swarms.peer(0, **PATIENCE)
 
 
 def test_only_those_on_the_list_who_have_the_secret_may_come(swarms: Swarms, keys: Path) -> None:
@@ -165,7 +189,7 @@ def test_who_was_farther_than_the_swarm_does_not_take_over_its_state_unasked(swa
     with pytest.raises(RendezvousError, match=r"is at step 40, and the newest checkpoint of replica 1 is of step 50"):
         swarms.peer(1, [first.transport], held_step=50, **PATIENCE)
     as_far = swarms.peer(1, [first.transport], held_step=40)
-    assert (as_far.joining, as_far.table.step, as_far.table.founded_step) == (True, 40, 30)
+    assert (as_far.joining, as_far.step, as_far.founded_step) == (True, 40, 30)
     member = swarms.peer(2, [first.transport], held_step=50, held_swarm=first.swarm)
     assert member.joining, "the swarm is the one that it was a member of"
 
@@ -175,6 +199,24 @@ def test_who_ended_while_it_looked_is_not_waited_for(swarms: Swarms, member: Pee
     with pytest.raises(RendezvousError):
         swarms.peer(1, [member], run="ended", held_step=90, join_window_s=60.0, rendezvous_timeout_s=0.1)
     assert not swarms.peer(2, [member], run="ended", held_step=50, silence_s=1.0).joining
-    nowhere = f"/ip4/127.0.0.1/tcp/1/p2p/{load_identity(swarms.key(9)).peer_id}"
-    with pytest.raises(RendezvousError, match=r"the network can't be entered through|no peer answers at"):
-        swarms.peer_at(3, [nowhere], **PATIENCE)
+
+
+def test_why_the_network_cannot_be_entered_is_said(swarms: Swarms, member: PeerTransport) -> None:
+    """A peer that has ended, another one than the address names, a blocked port, a wrong name, and no address."""
+    nobody = load_identity(swarms.key(9)).peer_id
+    here = next(each for each in swarms.addresses_of(member) if "/ip4/127.0.0.1/" in each)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, nobody_at() as ended:
+        port = full.getsockname()[1]
+        with contextlib.ExitStack() as stack:
+            for _ in range(2):  # the kernel answers no further ones, as a firewall
+                waiting = stack.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex(("127.0.0.1", port))
+            for address, words in (
+                (f"/ip4/127.0.0.1/tcp/{ended.port}", f"nothing listens at {ended}"),
+                (here.partition("/p2p/")[0], f"answers, but is not the peer {nobody}"),
+                (f"/ip4/127.0.0.1/tcp/{port}", f"127.0.0.1:{port} does not answer: open the port in its firewall"),
+                ("/dns4/no-such-host.invalid/tcp/1", "there is no host called no-such-host.invalid"),
+            ):
+                with pytest.raises(RendezvousError, match=re.escape(words)):
+                    swarms.peer_at(3, [f"{address}/p2p/{nobody}"], **PATIENCE)

@@ -50,7 +50,6 @@ OPENINGS: dict[str, bytes] = {
     "link of nobody": frame({"kind": "link", "key": "0/0-1/0", "connection": 0, "rank": 1}),
     "link with a key of lists": frame({"kind": "link", "key": [], "connection": "x", "rank": 1}),
     "status with a blob": frame({"kind": "status"}, bytes(100_000)),
-    "register": frame({"kind": "register", "entry": ENTRY}),
 }
 """Openings of a stream from a peer that knows the secret; `ME` is its own identity. Frames that are none: over TCP."""
 FOLLOWING = NextView(View(3, (9,)), View(2, (9,)), 0, {}, "")

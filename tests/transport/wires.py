@@ -12,11 +12,11 @@ from diloco.transport import (
     Address,
     Connected,
     ConnectionManager,
+    Gatherer,
     PeerTransport,
     Place,
     TcpStreams,
     connect,
-    serve,
     serve_probes,
 )
 
@@ -34,14 +34,12 @@ def deaf_manager(rank: int = -1, secret: str = "") -> Iterator[ConnectionManager
 
 
 @contextmanager
-def rendezvous(
-    ranks: int | Registry, ranks_per_replica: int = 1, secret: str = "", host: int | None = None
-) -> Iterator[Address]:
-    """A rendezvous of so many ranks at an address that belongs to no rank, unless ``host`` names one."""
+def rendezvous(ranks: int | Registry, ranks_per_replica: int = 1, secret: str = "") -> Iterator[Address]:
+    """A rendezvous of so many ranks at an address that belongs to none of them."""
     with deaf_manager(secret=secret) as connections:
         address = connections.listen("127.0.0.1", range(1), "127.0.0.1")
         registry = ranks if isinstance(ranks, Registry) else Registry(ranks, ranks_per_replica)
-        serve(connections, registry, host=host)
+        Gatherer(connections, registry)
         yield address
 
 

@@ -29,8 +29,6 @@ from .merge import RebaseMerge as RebaseMerge
 from .merge import carry_over as carry_over
 from .muon import Muon as Muon
 from .muon import muon as muon
-from .muon import orthogonalised as orthogonalised
-from .optim import Adam as Adam
 from .optim import Nesterov as Nesterov
 from .optim import OuterOptimizer as OuterOptimizer
 from .optim import OuterState as OuterState
@@ -40,6 +38,7 @@ from .optim import at as at
 from .optim import digest_state as digest_state
 from .optim import digest_tensors as digest_tensors
 from .optim import host_pieces as host_pieces
+from .orthogonal import orthogonalised as orthogonalised
 from .partition import FragmentLayout as FragmentLayout
 from .partition import Strategy as Strategy
 from .partition import bind as bind
@@ -71,6 +70,7 @@ from .rounds import check_mean as check_mean
 from .rounds import combined as combined
 from .rounds import contribution_weight as contribution_weight
 from .rounds import judge as judge
+from .rounds import mean_into_ as mean_into_
 from .rounds import mean_of_buffers as mean_of_buffers
 from .rounds import plan_round as plan_round
 from .rounds import scale_factors as scale_factors

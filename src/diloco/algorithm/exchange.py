@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -31,11 +31,6 @@ __all__ = [
 ]
 
 _WORTH_IT = 0.8  # what a slow uplink changes must take at most this part of the time, as measured rates are not exact
-
-_MOST_SHARE = 2.0  # the most that a replica owns, in equal shares: the others can't check the mean that an owner sends
-
-_HALVINGS = 60
-
 
 _AUTO: tuple[Codec, ...] = Float32(), Int8(), FP4()
 MEASURED_COSTS = {"int8": "0.01 %", "fp4": "0.23 %"}
@@ -111,7 +106,6 @@ class Uplink:
     """What a replica knows about the bandwidth with which it sends."""
 
     bits_per_s: int = 0  # the highest rate measured; 0: none
-    full: bool = False  # whether the uplink was full at that rate
     window_s: float = math.inf  # how long a round may take before its training stands still for more than a little
 
     def late_s(self, sent_bytes: int) -> float:
@@ -149,11 +143,6 @@ class Exchange:
         """The most bytes that a replica moves in one direction."""
         return max(*self.sent, *self.received)
 
-    def time(self, rates: Sequence[float]) -> float:
-        """Return the time of the slowest replica, in bytes over the unit of ``rates``, which are by position."""
-        moved = map(max, self.sent, self.received)
-        return max(num_bytes / rate for num_bytes, rate in zip(moved, rates, strict=True))
-
 
 def plan_exchange(
     codec: Codec,
@@ -170,10 +159,6 @@ def plan_exchange(
     With n the payload and m the encoded mean of all values, in bytes, an all-gather moves ``(M - 1) * n`` bytes each
     way. A reduce-scatter followed by an all-gather of the means moves about ``(M - 1) / M * (n + m)``, counted here
     exactly for each range. On a tie the all-gather is chosen, which needs one trip instead of two.
-
-    In a reduce-scatter, replicas with slow uplinks may own less of the sum, or nothing: such a replica sends n and no
-    mean. Unequal shares are chosen if they save at least a fifth of the time of the slowest. They don't change the
-    pattern, nor the result: ranges consist of whole blocks, which are summed and encoded alike by any owner.
 
     Of several codecs of means it is the first with which every uplink sends its part within its window. If there is
     none, it is the first that saves all but a fifth of what can be saved of the time beyond.
@@ -197,9 +182,6 @@ def plan_exchange(
     'all-gather'
     >>> plan_exchange(make_codec("fp4"), 1024, 4, mean=MeanEncoding.of("fp4")).sent
     (774, 774, 774, 774)
-    >>> slow, fast = Uplink(20_000_000, full=True), Uplink(100_000_000)
-    >>> plan_exchange(make_codec("int8"), 4096, 3, mean=MeanEncoding.of("int8"), uplinks=[slow, fast, fast]).shards
-    ((0, 0), (0, 2048), (2048, 4096))
     >>> home = [Uplink(15_000_000, window_s=2.6)] * 4
     >>> plan_exchange(make_codec("fp4"), 6_000_000, 4, mean=MeanEncoding.of("auto"), uplinks=home).mean.name
     'fp4'
@@ -207,7 +189,7 @@ def plan_exchange(
     plans: list[Exchange] = []
     late_s: list[float] = []
     for each in mean.choices(num_replicas, codec):
-        plans.append(_cheaper(codec, each, numel, num_replicas, extra_bytes, whole=whole, uplinks=uplinks))
+        plans.append(_cheaper(codec, each, numel, num_replicas, extra_bytes, whole=whole))
         late_s.append(max((link.late_s(sent) for link, sent in zip(uplinks, plans[-1].sent, strict=False)), default=0))
         if late_s[-1] == 0:
             break
@@ -222,113 +204,27 @@ def plan_exchange(
     return replace(plans[chosen], choice=words)
 
 
-def _cheaper(
-    codec: Codec,
-    mean: Codec,
-    numel: int,
-    num_replicas: int,
-    extra_bytes: int,
-    *,
-    whole: bool,
-    uplinks: Sequence[Uplink],
-) -> Exchange:
+def _cheaper(codec: Codec, mean: Codec, numel: int, num_replicas: int, extra_bytes: int, *, whole: bool) -> Exchange:
     """Return the cheaper pattern with means in ``mean``; see `plan_exchange`."""
-    block_size = math.lcm(codec.block_size, mean.block_size)
-    shards = _shard_bounds(numel, num_replicas, block_size)
-    gathered = ((num_replicas - 1) * (codec.payload_bytes(numel) + extra_bytes),) * num_replicas
+    others, block_size = num_replicas - 1, math.lcm(codec.block_size, mean.block_size)
+    # Ranges differ by at most one block. The last, with the perhaps shorter last block, is one of the longest, so no
+    # other division has a shorter longest range. With fewer blocks than replicas some are empty.
+    blocks = -(-numel // block_size)
+    ends = [min(position * blocks // num_replicas * block_size, numel) for position in range(num_replicas + 1)]
+    shards = tuple(pairwise(ends))
+    gathered = (others * (codec.payload_bytes(numel) + extra_bytes),) * num_replicas
     gather = Exchange("all-gather", shards, mean, gathered, gathered)
-    scatter = _scatter(codec, mean, shards, extra_bytes)
-    if whole or gather.busiest_bytes <= scatter.busiest_bytes:
-        return gather
-    rates = _speeds(uplinks)
-    # all together move as much for any shares, so the slowest can't gain more than it is slower than the fastest
-    if not rates or min(rates) >= _WORTH_IT * max(rates):
-        return scatter
-    shares = _owned_shares(rates, codec.payload_bytes(numel), mean.payload_bytes(numel))
-    unequal = _scatter(codec, mean, _shard_bounds(numel, num_replicas, block_size, shares), extra_bytes)
-    return unequal if unequal.time(rates) <= _WORTH_IT * scatter.time(rates) else scatter
-
-
-def _scatter(codec: Codec, mean: Codec, shards: tuple[tuple[int, int], ...], extra_bytes: int) -> Exchange:
-    """Return the reduce-scatter in which the replica at position i owns the range ``shards[i]``."""
-    others = len(shards) - 1
     payloads = [codec.payload_bytes(stop - start) for start, stop in shards]
     means = [mean.payload_bytes(stop - start) for start, stop in shards]
     both = list(zip(payloads, means, strict=True))
-    return Exchange(
+    scatter = Exchange(
         "reduce-scatter",
         shards,
         mean,
         sent=tuple(sum(payloads) - payload + others * (encoded + extra_bytes) for payload, encoded in both),
         received=tuple(others * (payload + extra_bytes) + sum(means) - encoded for payload, encoded in both),
     )
-
-
-def _shard_bounds(
-    numel: int, num_replicas: int, block_size: int, shares: Sequence[float] = ()
-) -> tuple[tuple[int, int], ...]:
-    """Divide ``numel`` values into consecutive ranges of whole blocks, by ``shares``, which add up to 1, or equal ones.
-
-    Equal ones differ by at most one block. With fewer blocks than replicas some are empty. The last, which holds the
-    last, perhaps shorter block, is one of those with the most blocks, so no other division has a shorter longest range.
-    """
-    blocks = -(-numel // block_size)
-    ends = [position * blocks // num_replicas for position in range(1, num_replicas)]
-    if shares:
-        ends = [min(blocks, round(blocks * each)) for each in accumulate(shares[:-1])]
-    return tuple(pairwise([0, *(min(end * block_size, numel) for end in ends), numel]))
-
-
-def _speeds(uplinks: Sequence[Uplink]) -> list[float]:
-    """Return the rates at which replicas are assumed to send; empty if no uplink is known to have been full.
-
-    One whose uplink was never full is among the fastest.
-    """
-    if not any(each.full and each.bits_per_s for each in uplinks):
-        return []
-    fastest = float(max(each.bits_per_s for each in uplinks))
-    return [float(each.bits_per_s) if each.full and each.bits_per_s else fastest for each in uplinks]
-
-
-def _owned_shares(rates: Sequence[float], payload_bytes: float, mean_bytes: float) -> list[float]:
-    """Return the share of the sum that each replica should own so that the slowest is done soonest.
-
-    The replica at position i has the share s_i. It sends ``(1 - s_i) n + (M - 1) s_i m`` and receives
-    ``(M - 1) s_i n + (1 - s_i) m``, where n is the payload and m the encoded mean of all values. T is the least time in
-    which all replicas can do both, at their rates, with s_i at most 2 / M. What T leaves open is shared out in
-    proportion. Every operation is correctly rounded (`sum` is not, in some versions of Python), so every machine gets
-    the same bits. A downlink is assumed to be as fast as the uplink.
-    """
-    replicas = len(rates)
-    sent, received = (payload_bytes, (replicas - 1) * mean_bytes), (mean_bytes, (replicas - 1) * payload_bytes)
-
-    def limits(time: float) -> list[tuple[float, float]]:
-        """Return the least and the greatest share with which each replica is done in ``time``."""
-        bounds = []
-        for rate in rates:
-            least, greatest = 0.0, _MOST_SHARE / replicas
-            for as_none, as_only in (sent, received):  # the bytes with a share of 0, and with a share of 1
-                if as_only > as_none:
-                    greatest = min(greatest, (time * rate - as_none) / (as_only - as_none))
-                elif as_only < as_none:
-                    least = max(least, (as_none - time * rate) / (as_none - as_only))
-            bounds.append((least, greatest))
-        return bounds
-
-    def enough(time: float) -> bool:
-        bounds = limits(time)
-        possible = all(least <= greatest for least, greatest in bounds)
-        sums = math.fsum(least for least, _ in bounds), math.fsum(greatest for _, greatest in bounds)
-        return possible and sums[0] <= 1 <= sums[1]
-
-    low, high = 0.0, 2 * (payload_bytes + mean_bytes) / min(rates)  # equal shares take less
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    bounds = limits(high)
-    left_open = math.fsum(greatest - least for least, greatest in bounds)
-    part = (1 - math.fsum(least for least, _ in bounds)) / left_open if left_open else 0.0
-    return [least + part * (greatest - least) for least, greatest in bounds]
+    return gather if whole or gather.busiest_bytes <= scatter.busiest_bytes else scatter
 
 
 def data_parallel_bytes(numel: int, num_replicas: int, steps: int) -> int:

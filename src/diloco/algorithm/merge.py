@@ -25,12 +25,10 @@ class MergeRule(Protocol):
         """Whether the rule needs the local parameters when sent, which cost 4 bytes per value while in flight."""
 
     def merge(self, local: Tensor, global_params: Tensor, sent: Tensor | None) -> None:
-        """Update ``local`` in place. With an attribute ``elementwise = True`` the rule also accepts part of the values.
+        """Update ``local`` in place, given the global parameters after the outer step; all ``(numel,)`` float32.
 
-        Args:
-            local: ``(numel,)`` float32, the current local parameters.
-            global_params: ``(numel,)`` float32, the global parameters after the outer step.
-            sent: ``(numel,)`` float32, the local parameters when sent if ``keeps_sent``, else None.
+        ``sent`` are the local parameters when sent if ``keeps_sent``, else None. With an attribute ``elementwise =
+        True`` the rule also accepts part of the values.
         """
 
 

@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from diloco.algorithm.orthogonal import Alone, Ranks, newton_schulz, orthogonalised_by
 from diloco.algorithm.partition import trainable_parameters
+from diloco.algorithm.tensors import local_shard
 from diloco.errors import ConfigurationError
-
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_LEAST_SIDE = 64  # for smaller matrices bfloat16 costs more than it gains
-_BATCH_VALUES = 1 << 24  # the most values orthogonalised together, which bounds the scratch memory
 
 
 class Muon(torch.optim.Optimizer):
@@ -30,6 +28,10 @@ class Muon(torch.optim.Optimizer):
 
     A scheduler that sets ``lr`` of all groups should multiply it by each group's ``lr_ratio``.
 
+    Each matrix is orthogonalised by one of ``ranks``. If matrices are sharded by rows (FSDP2), their shards travel to
+    that rank and the shards of U back; if each rank holds all of them (DDP), U travels to all. Transfers overlap with
+    the work on other matrices. U has the bits that a lone rank computes from the same gradients.
+
     Args:
         params: The parameter groups, with three optional keys: ``orthogonalise`` selects Muon instead of AdamW
             (default: False), ``lr_ratio`` multiplies ``lr`` (default: 1), and ``inputs_first`` means that the matrices
@@ -38,10 +40,12 @@ class Muon(torch.optim.Optimizer):
         weight_decay: The decoupled weight decay of groups that do not set their own.
         momentum: That of orthogonalised matrices; ``nesterov`` too. For ``newton_schulz_steps`` see `orthogonalised`.
         betas: AdamW's; ``eps`` and ``fused`` too.
+        compile: Whether `torch.compile` compiles the iteration, which changes round-off.
+        ranks: Those that share the work. Sharded matrices need them.
 
     Raises:
-        ConfigurationError: if a parameter of a group with ``orthogonalise`` is not a whole matrix, or a value is out of
-            range.
+        ConfigurationError: if a parameter of a group with ``orthogonalise`` is not a matrix, or is sharded otherwise
+            than by rows over ``ranks``, or a value is out of range.
     """
 
     def __init__(
@@ -56,12 +60,17 @@ class Muon(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         fused: bool | None = None,
+        compile: bool = False,  # the name of the setting and of torch's function
+        ranks: Ranks | None = None,
     ) -> None:
         if not 0.0 <= momentum < 1.0 or newton_schulz_steps < 1:
             raise ConfigurationError(
                 "Muon's momentum must be from 0 to less than 1 and its newton_schulz_steps at least 1, got "
                 f"{momentum} and {newton_schulz_steps}."
             )
+        self._ranks = ranks or Alone()
+        # with sizes as symbols, since each number of matrices would be compiled anew
+        self._iterate = torch.compile(newton_schulz, dynamic=True) if compile else newton_schulz
         groups = [dict(group) for group in params]
         for group in groups:
             group.setdefault("lr", lr * group.setdefault("lr_ratio", 1.0))
@@ -71,15 +80,24 @@ class Muon(torch.optim.Optimizer):
             group.setdefault("inputs_first", False)
             group.update(momentum=momentum, nesterov=nesterov, newton_schulz_steps=newton_schulz_steps)
             for parameter in group["params"]:
-                if hasattr(parameter, "to_local") or parameter.dim() != 2:
-                    shape = "sharded over ranks" if parameter.dim() == 2 else f"of shape {tuple(parameter.shape)}"
-                    raise ConfigurationError(
-                        f"Muon orthogonalises whole matrices, but a parameter is {shape}. Use AdamW for it, or keep "
-                        "all parameters on every rank (ddp)."
-                    )
+                self._check(parameter)
         self._adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
         super().__init__(self._adamw.param_groups, {})
         self._share()
+
+    def _check(self, parameter: Any) -> None:
+        if parameter.dim() != 2:
+            raise ConfigurationError(
+                f"Muon orthogonalises matrices, but a parameter is of shape {tuple(parameter.shape)}. Use AdamW for it."
+            )
+        if not hasattr(parameter, "to_local"):
+            return
+        size, placements = parameter.device_mesh.size(), parameter.placements
+        if size != self._ranks.size or len(placements) != 1 or not placements[0].is_shard(0):
+            raise ConfigurationError(
+                f"Muon on {self._ranks.size} ranks can't gather a matrix that is laid out as {placements} on {size}. "
+                "Shard by rows over one group, as FSDP2 does, and pass muon(..., ranks=ReplicaGroup(that_group))."
+            )
 
     def _share(self) -> None:
         # AdamW steps its own groups alone, and has its state in this optimizer's
@@ -104,69 +122,25 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _step_matrices(self, group: Mapping[str, Any]) -> None:
-        alike: dict[Any, list[tuple[nn.Parameter, Tensor]]] = {}
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if not parameters:
+            return
+        for parameter in parameters:
             state = self.state[parameter]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-            momentum = state["momentum_buffer"].mul_(group["momentum"]).add_(parameter.grad)
-            update = parameter.grad.add(momentum, alpha=group["momentum"]) if group["nesterov"] else momentum
-            key = parameter.shape, parameter.device, parameter.dtype
-            alike.setdefault(key, []).append((parameter, update))
-        for (shape, _, _), pairs in alike.items():
-            rows, columns = reversed(shape) if group["inputs_first"] else shape
-            step_size = group["lr"] * math.sqrt(max(1.0, rows / columns))
-            at_once = max(1, _BATCH_VALUES // shape.numel())
-            for start in range(0, len(pairs), at_once):
-                batch = pairs[start : start + at_once]
-                updates = orthogonalised(torch.stack([update for _, update in batch]), group["newton_schulz_steps"])
-                for (parameter, _), update in zip(batch, updates, strict=True):
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                    parameter.add_(update, alpha=-step_size)
-
-
-def orthogonalised(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Return approximately ``U V^T`` for each matrix ``U S V^T``, by the quintic Newton-Schulz iteration.
-
-    The singular values of the result are near 1. With ``X = G / |G|_F``, transposed if it has more rows than columns,
-    ``steps`` times::
-
-        A = X X^T;   X <- 3.4445 X + (-4.7750 A + 2.0315 A^2) X
-
-    The computation uses bfloat16 on CUDA, and on CPUs that multiply it in hardware (AMX) for matrices of at least
-    64 x 64; otherwise float32.
-
-    Args:
-        matrices: ``(n, rows, columns)``, left unchanged.
-        steps: The number of iterations.
-
-    Returns:
-        ``(n, rows, columns)``, in the type of ``matrices``. A matrix of zeros gives zeros.
-
-    >>> made = orthogonalised(torch.randn(3, 8, 32, generator=torch.Generator().manual_seed(0)))
-    >>> bool((torch.linalg.svdvals(made) - 1).abs().max() < 0.35)
-    True
-    """
-    a, b, c = _COEFFICIENTS
-    fast = matrices.is_cuda or (min(matrices.shape[1:]) >= _LEAST_SIDE and _multiplies_bfloat16(matrices.device.type))
-    working = matrices.to(torch.bfloat16 if fast else torch.float32)
-    tall = matrices.shape[1] > matrices.shape[2]
-    if tall:
-        working = working.mT
-    working = working / working.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for _ in range(steps):
-        gram = working @ working.mT
-        working = torch.baddbmm(working, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), working, beta=a)
-    return (working.mT if tall else working).to(matrices.dtype)
-
-
-@functools.cache
-def _multiplies_bfloat16(device: str) -> bool:
-    """Return whether the device is a CPU that multiplies bfloat16 matrices in hardware, much faster than float32."""
-    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # newer versions of torch
-    return device == "cpu" and bool(capabilities.get("amx_bf16"))
+        gradients = [local_shard(parameter.grad) for parameter in parameters]
+        momenta = [local_shard(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
+        torch._foreach_mul_(momenta, group["momentum"])
+        torch._foreach_add_(momenta, gradients)
+        updates = torch._foreach_add(gradients, momenta, alpha=group["momentum"]) if group["nesterov"] else momenta
+        pairs = list(zip(parameters, updates, strict=True))
+        iterate = functools.partial(self._iterate, steps=group["newton_schulz_steps"])
+        for parameter, update in orthogonalised_by(self._ranks, pairs, iterate):
+            rows, columns = reversed(parameter.shape) if group["inputs_first"] else parameter.shape
+            values, step_size = local_shard(parameter), group["lr"] * math.sqrt(max(1.0, rows / columns))
+            values.mul_(1 - group["lr"] * group["weight_decay"])
+            values.add_(update.to(values.dtype), alpha=-step_size)
 
 
 def muon(
@@ -176,6 +150,7 @@ def muon(
     matrix_lr_ratio: float = 10.0,
     adamw: Sequence[str] = (),
     weight_decay: float = 0.1,
+    ranks: Ranks | None = None,
     **arguments: Any,
 ) -> Muon:
     """Return a `Muon` that orthogonalises the hidden matrices of ``model`` and trains the rest with AdamW.
@@ -191,11 +166,12 @@ def muon(
         matrix_lr_ratio: The learning rate of hidden matrices as a multiple of ``lr``.
         adamw: Name patterns, such as ``*.router.weight``, of matrices that AdamW trains.
         weight_decay: The decoupled weight decay of all matrices.
+        ranks: The ranks that share the work, as in `Muon`; with FSDP2 or DDP a `diloco.transport.ReplicaGroup`.
         arguments: Further arguments of `Muon`.
 
     Raises:
-        ConfigurationError: if a pattern matches no trainable matrix, no matrix is left to orthogonalise, or a matrix is
-            sharded over ranks.
+        ConfigurationError: if a pattern matches no trainable matrix, no matrix is left to orthogonalise, or matrices
+            are sharded over other ranks than ``ranks``.
 
     >>> model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 50, bias=False))
     >>> optimizer = muon(model, lr=1e-3)
@@ -233,4 +209,4 @@ def muon(
         {"params": [p for p in others if p.dim() >= 2]},
         {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return Muon([group for group in groups if group["params"]], lr, weight_decay=weight_decay, **arguments)
+    return Muon([group for group in groups if group["params"]], lr, weight_decay=weight_decay, ranks=ranks, **arguments)

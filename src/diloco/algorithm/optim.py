@@ -8,7 +8,7 @@ fused multiply-add). So the result has the same bits on every machine and needs 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -16,24 +16,18 @@ import torch
 import xxhash
 from torch import Tensor
 
-from diloco.algorithm.checks import check_number, check_type
-from diloco.algorithm.codec.base import divisor, pieces
-from diloco.errors import ConfigurationError
+from diloco.algorithm.checks import check_number
+from diloco.algorithm.codec.base import pieces
 
 ScalarSchedule = float | Callable[[int], float]  # a number, or a pure function of the outer step (counted from 0)
 
 
 @dataclass
 class OuterState:
-    """The state of the outer optimizer for one fragment.
+    """The state of the outer optimizer for one fragment."""
 
-    Attributes:
-        step: The number of outer steps taken.
-        slots: Name -> ``(numel,)`` float32.
-    """
-
-    step: int = 0
-    slots: dict[str, Tensor] = field(default_factory=dict)
+    step: int = 0  # the number of outer steps taken
+    slots: dict[str, Tensor] = field(default_factory=dict)  # name -> ``(numel,)`` float32
 
 
 @runtime_checkable
@@ -59,13 +53,12 @@ def at(schedule: ScalarSchedule, step: int) -> float:
 
 
 def _check(name: str, value: ScalarSchedule, high: float = math.inf) -> None:
-    if not callable(value):
-        check_number(f"outer {name}", value, 0, high)
+    check_number(f"outer {name}", at(value, 0), 0, high)
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    for start, stop in pieces(tensors[0].numel(), tensors[0].device):
-        yield tuple(tensor[start:stop] for tensor in tensors)
+    ranges = pieces(tensors[0].numel(), tensors[0].device)
+    return (tuple(tensor[start:stop] for tensor in tensors) for start, stop in ranges)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,42 +111,6 @@ class Nesterov:
             velocity.mul_(momentum).add_(delta)
             theta.sub_(velocity.mul(momentum).add_(delta).mul_(learning_rate))
         state.step += 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Adam:
-    """Adam on pseudo-gradients, with bias correction (Adam, Algorithm 1). The DiLoCo paper needed epsilon = 0.1.
-
-    ``m <- b1 m + (1 - b1) Delta;  s <- b2 s + (1 - b2) Delta^2;
-    theta <- theta - lr * (m / (1 - b1^k)) / (sqrt(s / (1 - b2^k)) + epsilon)``. Adds 8 bytes per value.
-    """
-
-    learning_rate: ScalarSchedule = 0.3
-    betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = 0.1
-
-    def __post_init__(self) -> None:
-        _check("learning_rate", self.learning_rate)
-        check_number("outer epsilon", self.epsilon, 0, above=True)
-        check_type("outer betas", self.betas, Sequence, "two numbers")
-        if [isinstance(beta, int | float) and 0 <= beta < 1 for beta in self.betas] != [True, True]:
-            raise ConfigurationError(f"outer betas must be two numbers from 0 to less than 1, got {self.betas}.")
-
-    def init(self, values: Tensor) -> OuterState:
-        return OuterState(slots={"mean": torch.zeros_like(values), "square": torch.zeros_like(values)})
-
-    def update(self, mean: Tensor, state: OuterState, values: Tensor) -> None:
-        learning_rate = at(self.learning_rate, state.step)
-        beta1, beta2 = self.betas
-        count = state.step + 1
-        correction1, correction2 = divisor(1 - beta1**count, values), divisor(1 - beta2**count, values)
-        for delta, first, second, theta in _pieces(mean, state.slots["mean"], state.slots["square"], values):
-            first.mul_(beta1).add_(delta * (1 - beta1))
-            second.mul_(beta2).add_(delta.square().mul_(1 - beta2))
-            # torch's float32 root differs in the last bit with MKL, so replicas on other processors would diverge
-            denominator = second.div(correction2).double().sqrt_().float().add_(self.epsilon)
-            theta.sub_(first.div(correction1).mul_(learning_rate).div_(denominator))
-        state.step = count
 
 
 PIECE_BYTES = 1 << 25  # 32 MiB: GPU memory is hashed in pieces of this size, two of which are pinned on the host

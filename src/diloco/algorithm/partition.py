@@ -30,17 +30,11 @@ Strategy = Literal["strided", "sequential", "balanced", "patterns"]
 
 @dataclass(frozen=True)
 class FragmentLayout:
-    """Parameters that are sent together.
+    """Parameters that are sent together."""
 
-    Attributes:
-        index: p, counted from 0.
-        names: The parameter names, in the order of the flat vector.
-        shapes: The shapes of the parameters, or of this rank's shards of them.
-    """
-
-    index: int
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    index: int  # p, counted from 0
+    names: tuple[str, ...]  # of the parameters, in the order of the flat vector
+    shapes: tuple[tuple[int, ...], ...]  # of the parameters, or of this rank's shards of them
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -231,30 +225,21 @@ def holding(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> I
 def _matching(
     model: nn.Module, parameters: Mapping[str, nn.Parameter], patterns: Sequence[Sequence[str]]
 ) -> list[list[str]]:
-    listed = isinstance(patterns, Sequence) and not isinstance(patterns, str)
-    if not listed or any(isinstance(group, str) or not isinstance(group, Sequence) for group in patterns):
-        raise FragmentError(
-            "patterns must be a list of patterns for each fragment, such as [['layers.0.*'], ['layers.1.*', 'head.*']],"
-            f" got {patterns!r}."
-        )
+    if any(isinstance(group, str) for group in (patterns, *patterns)):
+        raise FragmentError(f"patterns must be a list of patterns for each fragment, got {patterns!r}.")
     first = {id(parameter): name for name, parameter in parameters.items()}
     # all names of every parameter, those of wrappers too
     named = [*all_parameters(model), *model.named_parameters(remove_duplicate=False)]
-    hits: dict[str, set[int]] = {name: set() for name in parameters}
-    idle = []
+    groups = []
     for index, group in enumerate(patterns):
+        names: set[str] = set()
         for pattern in group:
-            names = {first[id(p)] for name, p in named if id(p) in first and fnmatchcase(name, pattern)}
-            for name in names:
-                hits[name].add(index)
-            idle += [] if names else [f"The pattern {pattern!r} of fragment {index} matches no trainable parameter."]
-    for name, indices in hits.items():
-        if len(indices) != 1:
-            where = f"the patterns of fragments {sorted(indices)}" if indices else "no pattern of any fragment"
-            raise FragmentError(f"The parameter {name!r} matches {where}; it must match those of exactly one fragment.")
-    if idle:
-        raise FragmentError(idle[0])
-    return [[name for name in parameters if index in hits[name]] for index in range(len(patterns))]
+            hits = {first[id(p)] for name, p in named if id(p) in first and fnmatchcase(name, pattern)}
+            if not hits:
+                raise FragmentError(f"The pattern {pattern!r} of fragment {index} matches no trainable parameter.")
+            names |= hits
+        groups.append([name for name in parameters if name in names])
+    return groups
 
 
 def _layered(sizes: Mapping[str, int], num_fragments: int, strategy: str) -> list[list[str]]:

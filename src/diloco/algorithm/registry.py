@@ -94,7 +94,7 @@ OUTER_OPTIMIZERS = Registry(
     "outer optimizer",
     "sync.outer",
     "optim:OuterOptimizer",
-    {"nesterov": "optim:Nesterov", "sgd": "optim:Sgd", "adam": "optim:Adam"},
+    {"nesterov": "optim:Nesterov", "sgd": "optim:Sgd"},
 )
 MERGE_RULES = Registry(
     "merge rule", "sync.merge", "merge:MergeRule", {"alpha": "merge:AlphaMerge", "rebase": "merge:RebaseMerge"}

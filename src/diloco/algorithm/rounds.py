@@ -21,6 +21,7 @@ from torch import Tensor
 
 from diloco.algorithm.codec.base import Codec, divisor, largest_magnitude
 from diloco.algorithm.exchange import PLAIN_MEAN, Exchange, MeanEncoding, Uplink, plan_exchange
+from diloco.algorithm.optim import digest_tensors
 from diloco.algorithm.telemetry import sampled_ranges, spread, spread_terms
 from diloco.errors import CodecError, DivergedError
 
@@ -150,6 +151,15 @@ class Mean:
     clipped: tuple[int, ...] = ()  # the contributors whose values were scaled down, ascending
     spread: float | None = None  # see `diloco.algorithm.telemetry.spread`; None if it was not measured
 
+    def digest(self) -> str:
+        """Return the digest of everything that the mean would change."""
+        parts = {f"{self.contributors} {self.weight!r}": self.values}
+        if self.buffers is not None:
+            parts["buffers"] = self.buffers
+        if self.integers is not None:
+            parts["integers"] = self.integers
+        return digest_tensors(parts)
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -276,10 +286,8 @@ def weighted_mean(contributions: Sequence[Contribution]) -> Mean:
         factors = scale_factors(first.max_norm, norms)
     addends = {m: (each.codec, each.payload, weights[m] * factors.get(m, 1.0)) for m, each in ordered.items()}
     if first.average_rule is None:
-        values = torch.zeros(numel, dtype=torch.float32, device=first.payload.device)
-        for codec, payload, weight in addends.values():
-            codec.accumulate(payload, values, weight)
-        values.div_(divisor(total, values))
+        values = torch.empty(numel, dtype=torch.float32, device=first.payload.device)
+        mean_into_(values, addends.values(), total)
     else:
         decoded = ((m, each.codec.decode(each.payload, numel)) for m, each in ordered.items())
         values = combined(first.average_rule, decoded, weights, factors, first.tensors)
@@ -299,6 +307,14 @@ def weighted_mean(contributions: Sequence[Contribution]) -> Mean:
         clipped=tuple(factors),
         spread=distance,
     )
+
+
+def mean_into_(values: Tensor, addends: Iterable[tuple[Codec, Tensor, float]], total: float) -> None:
+    """Set ``values`` to the sum of the decoded payloads times their weights, divided by ``total``."""
+    values.zero_()
+    for codec, payload, weight in addends:
+        codec.accumulate(payload, values, weight)
+    values.div_(divisor(total, values))
 
 
 def mean_of_buffers(buffers: Mapping[int, Tensor], weights: Mapping[int, float]) -> Tensor:

@@ -27,8 +27,7 @@ class SyncSettings:
     inner_steps: Annotated[int, arg(aliases=["--inner-steps"])] = 100
     """Inner optimizer steps between two synchronisations of the same fragment (H)."""
     overlap_steps: Annotated[int | None, arg(aliases=["--overlap-steps"])] = None
-    """Inner steps between sending a fragment and merging its average (tau, at most H). Default: 1 for streaming, else
-    0."""
+    """Inner steps between sending a fragment and merging its average (tau). Default: 1 for streaming, else 0."""
     num_fragments: Annotated[int | None, arg(aliases=["--fragments"])] = None
     """Number of fragments (P). Default: 1 for diloco; for streaming one per three layers and one for the rest."""
     fragment_strategy: Literal["strided", "sequential", "balanced"] = "strided"
@@ -39,7 +38,7 @@ class SyncSettings:
     error_feedback: Annotated[float, arg(aliases=["--error-feedback"])] = 0.0
     """Share of the codec's error that is added to the next pseudo-gradient, 0..1."""
     outer: str = "nesterov"
-    """Outer optimizer: nesterov (SGD with Nesterov momentum, the papers'), sgd, adam, or module:class for your own."""
+    """Outer optimizer: nesterov (SGD with Nesterov momentum, the papers'), sgd, or module:class for your own."""
     outer_learning_rate: Annotated[float | None, arg(aliases=["--outer-learning-rate"])] = None
     """Outer learning rate. Default: 0.7 for diloco, 0.4 for streaming (the papers')."""
     outer_momentum: Annotated[float, arg(aliases=["--outer-momentum"])] = 0.9
@@ -56,8 +55,8 @@ class SyncSettings:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """A table of arguments for each of codec, outer, merge and average, such as arguments.codec.block_size. Yours get
     all of theirs. int8, fp4: block_size (256). nesterov, sgd, adam: schedule of the outer learning rate (constant,
-    linear or cosine), final_ratio (0), momentum_warmup in outer steps; adam: betas, epsilon (0.1). average: max_norm,
-    to which the norm of a contribution is clipped, and codec of the means (auto, float32, bfloat16, int8, fp4)."""
+    linear or cosine), final_ratio (0), momentum_warmup in outer steps. average: max_norm, to which the norm of a
+    contribution is clipped, and codec of the means (auto, float32, bfloat16, int8, fp4)."""
 
     def arguments_of(self, role: str) -> Mapping[str, Any]:
         """Return the arguments of the codec, outer optimizer, merge rule or average (``role``)."""
@@ -83,7 +82,7 @@ class SyncSettings:
 
     @property
     def lasting_gain(self) -> float | None:
-        """The gain ``lr / (1 - mu)`` of resolved settings, by which equal means move the parameters; None for Adam."""
+        """The gain ``lr / (1 - mu)`` of resolved settings, by which equal means move values; None for others."""
         momentum, rate = {"nesterov": self.outer_momentum, "sgd": 0.0}.get(self.outer), self.outer_learning_rate
         return None if momentum is None or rate is None else round(rate / (1 - momentum), 12)
 

@@ -45,8 +45,7 @@ def measured_outer_step(
           Nesterov ``lr (1 + mu)`` in the first step, and ``lr / (1 - mu)`` after many equal means.
     """
     delta, before = _sample(mean), _sample(values)
-    momentum = state.slots.get("momentum", state.slots.get("mean"))  # Adam calls its first moment "mean"
-    momentum = None if momentum is None else _sample(momentum)
+    momentum = _sample(state.slots["momentum"]) if "momentum" in state.slots else None
     optimizer.update(mean, state, values)
     zero = torch.zeros_like(delta)  # its cosines are undefined
     others = [before.sub_(_sample(values)), zero if last is None else last, zero if momentum is None else momentum]

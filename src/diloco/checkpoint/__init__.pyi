@@ -3,13 +3,15 @@ from .disk import replace_file as replace_file
 from .disk import write_whole as write_whole
 from .lock import LOCK_FILE as LOCK_FILE
 from .lock import lock_folder as lock_folder
+from .lock import one_at_a_time as one_at_a_time
 from .lock import shared_lock as shared_lock
+from .mirror import Mirror as Mirror
+from .mirror import fetch_run as fetch_run
 from .reading import Checkpoint as Checkpoint
 from .reading import list_checkpoints as list_checkpoints
 from .reading import open_checkpoint as open_checkpoint
 from .reading import read_manifest as read_manifest
 from .reading import write_manifest as write_manifest
-from .tensors import SavedTensor as SavedTensor
 from .tensors import Whole as Whole
 from .tensors import tensor_chunks as tensor_chunks
 from .tensors import whole as whole

@@ -21,22 +21,7 @@ import xxhash
 
 from diloco.errors import CheckpointError, DiLoCoError
 
-__all__ = [
-    "HIDDEN_NAME",
-    "LATEST",
-    "STEP_NAME",
-    "FileFacts",
-    "check_content",
-    "check_size",
-    "delete",
-    "hidden_name",
-    "move_in",
-    "new_folder",
-    "replace_file",
-    "sync_folder",
-    "write_file",
-    "write_whole",
-]
+__all__ = ["FileFacts", "new_folder", "replace_file", "write_whole"]
 
 LATEST = "latest"
 STEP_NAME = re.compile(r"step-\d{8,}\Z")
@@ -54,11 +39,7 @@ class FileFacts:
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:
-    """Write a new file and sync it to disk.
-
-    Raises:
-        OSError: if the file exists, the disk is full, or writing fails in any other way.
-    """
+    """Write a new file and sync it to disk."""
     digest, size_bytes = xxhash.xxh3_128(), 0
     with open(path, "xb") as file:
         for chunk in chunks:
@@ -74,11 +55,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a temporary file and rename it, so that no reader sees a partial file. Text is written as UTF-8.
-
-    Raises:
-        DiLoCoError: if the file can't be written. An earlier file is then unchanged.
-    """
+    """Replace a file as `replace_file` does; a failure is a `DiLoCoError`. Text is written as UTF-8."""
     try:
         replace_file(path, [content.encode() if isinstance(content, str) else content])
     except OSError as error:
@@ -99,11 +76,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def check_size(path: Path, facts: FileFacts) -> None:
-    """Check that a file exists, is a regular file, and has the recorded size.
-
-    Raises:
-        CheckpointError: if it does not.
-    """
+    """Raise `CheckpointError` unless a file exists, is a regular file, and has the recorded size."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -117,11 +90,7 @@ def check_size(path: Path, facts: FileFacts) -> None:
 
 
 def check_content(path: Path, facts: FileFacts) -> None:
-    """Read a whole file and check that its content is what was written.
-
-    Raises:
-        CheckpointError: if it is not.
-    """
+    """Read a whole file and raise `CheckpointError` unless its content is what was written."""
     check_size(path, facts)
     with open(path, "rb") as file:
         if hashlib.file_digest(file, xxhash.xxh3_128).hexdigest() != facts.digest:
@@ -150,11 +119,7 @@ def move_in(partial: Path, place: Path) -> None:
 
 
 def replace_file(place: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write a temporary file, sync it to disk and rename it to ``place``. No partial file is left after a failure.
-
-    Raises:
-        OSError: if the file can't be written. An earlier file is then unchanged.
-    """
+    """Write a temporary file, sync it to disk and rename it to ``place``. A failure leaves what was there before."""
     partial = hidden_name(place, "partial")
     try:
         write_file(partial, chunks)
@@ -171,13 +136,7 @@ def new_folder(place: Path, *, last: str, replaces: bool = False) -> Iterator[Pa
     """Yield a folder to fill, which becomes ``place`` when the block ends and is deleted if the block raises.
 
     An existing empty folder at ``place`` is kept, as it may be a mount point or a shell's working directory. The files
-    are then moved into it, the one called ``last`` last.
-
-    Args:
-        replaces: whether the new folder replaces another one, which stays in place until the block ends.
-
-    Raises:
-        OSError: if the folder can't be written, or ``place`` exists and must not be replaced.
+    are then moved into it, the one called ``last`` last. If it ``replaces`` a folder, that stays until the block ends.
     """
     fills = place.is_dir() and not any(place.iterdir())
     partial = hidden_name(place / place.name if fills else place, "partial")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import socket
@@ -19,7 +18,7 @@ from diloco.private_files import make_private_folder
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["LOCK_FILE", "lock_folder", "shared_lock"]
+__all__ = ["LOCK_FILE", "lock_folder", "one_at_a_time", "shared_lock"]
 
 LOCK_FILE = "diloco.lock"  # says who has the folder, for people; only the lock on the open file counts
 
@@ -32,15 +31,10 @@ _OPEN: set[int] = set()
 def lock_folder(folder: Path) -> Iterator[int]:
     """Create a folder if it is missing, and lock it until the block ends. Then remove it if nothing is in it.
 
-    Forked children lose the lock, and it ends with this process, even if that is killed. A process that was started
-    with `shared_lock` of the same folder shares its parent's lock. On NFS the lock also holds between machines. Where
-    the file system has no locks, and on Windows, a warning says that nothing prevents a second run.
-
-    Yields:
-        The open lock file. As long as a process has it open, the folder stays locked.
-
-    Raises:
-        ConfigurationError: if another process has the lock, or the folder can't be written.
+    Yield the open lock file: as long as a process has it open, the folder stays locked. Forked children lose it, and it
+    ends with this process, even if that is killed. A process that was started with `shared_lock` of the same folder
+    shares its parent's lock. On NFS the lock also holds between machines. Where the file system has no locks, and on
+    Windows, a warning says that nothing prevents a second run.
     """
     try:
         make_private_folder(folder)
@@ -60,6 +54,22 @@ def lock_folder(folder: Path) -> Iterator[int]:
                     (folder / LOCK_FILE).unlink()
                     folder.rmdir()  # fails if the block has left anything there
             os.close(file)
+
+
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Wait until no other process of this machine is in such a block of the same folder, where locks exist."""
+    make_private_folder(folder)
+    if sys.platform == "win32":
+        yield
+        return
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
 
 
 @contextmanager
@@ -88,9 +98,12 @@ def _lock(folder: Path) -> int:
                 os.close(file)
                 continue
         except BlockingIOError as error:
-            holder = os.read(file, 2000).decode(errors="replace")
+            holder = os.read(file, 2000).decode(errors="replace").strip()
             os.close(file)
-            raise ConfigurationError(_in_use(folder, holder)) from error
+            raise ConfigurationError(
+                f"{folder} is in use by {holder or 'another process'}, or by a process that it started. Wait until it "
+                "has ended, stop it, or choose another folder."
+            ) from error
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP):
                 os.close(file)
@@ -98,10 +111,9 @@ def _lock(folder: Path) -> int:
             why = f"{folder} can't be locked ({error.strerror}): nothing prevents a second run in it."
             logging.getLogger(__name__).warning(why)
         since = datetime.now().astimezone().isoformat(" ", "seconds")
-        about = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
         with suppress(OSError):  # a full disk does not weaken the lock
             os.ftruncate(file, 0)
-            os.write(file, json.dumps(about).encode() + b"\n")
+            os.write(file, f"process {os.getpid()} on {socket.gethostname()}, since {since}\n".encode())
         return file
 
 
@@ -111,20 +123,7 @@ def _flock(file: int) -> None:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _in_use(folder: Path, holder: str) -> str:
-    try:
-        about = json.loads(holder)
-        who = f"process {int(about['pid'])} on {about['host']}, since {about['since']}"
-    except (ValueError, KeyError, TypeError):  # it has the lock and has not written yet
-        who = "another process"
-    return (
-        f"{folder} is in use by {who}, or by a process that it started. Wait until it has ended, stop it, or choose "
-        "another folder."
-    )
-
-
 def _from_parent(folder: Path) -> int | None:
-    """Return the lock of ``folder`` that this process shares with its parent, or None."""
     with suppress(OSError, ValueError):
         file = int(os.environ.get(_SHARED, ""))
         if _is_at(file, folder / LOCK_FILE):

@@ -27,16 +27,7 @@ from diloco.errors import CheckpointError, NoCheckpointError, nearest
 from diloco.private_files import read_regular
 from diloco.state_tree import UNREADABLE, unflatten
 
-__all__ = [
-    "Checkpoint",
-    "Manifest",
-    "check_part_name",
-    "find_checkpoint",
-    "list_checkpoints",
-    "open_checkpoint",
-    "read_manifest",
-    "write_manifest",
-]
+__all__ = ["Checkpoint", "Manifest", "list_checkpoints", "open_checkpoint", "read_manifest", "write_manifest"]
 
 T = TypeVar("T")
 
@@ -68,12 +59,7 @@ def check_part_name(part: str) -> None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write ``manifest.json`` into ``folder``.
-
-    Raises:
-        CheckpointError: if ``about`` holds values that JSON can't represent.
-        OSError: if the file can't be written.
-    """
+    """Write ``manifest.json`` into ``folder``. What JSON can't represent is a `CheckpointError`."""
     try:
         content = _sealed({"format_version": _FORMAT_VERSION, **asdict(manifest)})
     except (TypeError, ValueError) as error:
@@ -91,12 +77,7 @@ def _sealed(members: Mapping[str, Any]) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and verify ``folder/manifest.json``. The files that it names, all in ``folder``, are not checked yet.
-
-    Raises:
-        CheckpointError: if the manifest is missing or damaged, has another format version, or names files outside
-            ``folder``.
-    """
+    """Read and verify ``folder/manifest.json``. The files that it names, all in ``folder``, are not checked yet."""
     path = folder / _MANIFEST_NAME
     try:
         raw = read_regular(path)
@@ -144,22 +125,14 @@ class Checkpoint(Manifest):
         return sum(facts.size_bytes for files in self.parts.values() for facts in files.values())
 
     def fact(self, name: str, kind: type[T], default: T | None = None, *, least: int = 0) -> T:
-        """Return a value of `about`, whoever wrote it.
-
-        Raises:
-            CheckpointError: it is missing and has no default, or is not of this type, or is a number below ``least``.
-        """
+        """Return a value of `about`, whoever wrote it, if it is of this type and no number below ``least``."""
         value = default if self.about.get(name) is None else self.about[name]
         if type(value) is not kind or (isinstance(value, int) and not least <= value < 2**63):
             raise CheckpointError(f"{self.path} says {name} = {value!r:.100}, which is not valid. Nothing was loaded.")
         return value
 
     def load(self, part: str, device: torch.device | str = "cpu") -> Any:
-        """Return the tree that was saved as ``part``, with its tensors, which are whole, on ``device``.
-
-        Raises:
-            CheckpointError: if there is no such part, or one of its files is missing or damaged.
-        """
+        """Return the tree that was saved as ``part``, with its tensors, which are whole, on ``device``."""
         with self._reading(part):
             opened: OpenFiles = {}
             for name, facts in self.parts[part].items():
@@ -171,11 +144,7 @@ class Checkpoint(Manifest):
             return unflatten(skeleton, tensors)
 
     def tensors(self, part: str) -> dict[str, SavedTensor]:
-        """Return the tensors of a part by name, without loading them.
-
-        Raises:
-            CheckpointError: if there is no such part, or one of its files is malformed.
-        """
+        """Return the tensors of a part by name, without loading them."""
         with self._reading(part):
             files = self.parts[part].items()
             return find_tensors({self.path / name: facts for name, facts in files if name.endswith(".safetensors")})
@@ -184,9 +153,6 @@ class Checkpoint(Manifest):
         """Fill ``values`` in place from the tensors of a part with the same names; in a DTensor, this rank's shard.
 
         The ranks exchange nothing: each reads the files that it needs.
-
-        Raises:
-            CheckpointError: if a tensor was not saved or has another shape or dtype, or a file is damaged.
         """
         tensors, opened = self.tensors(part), OpenFiles()
         with self._reading(part):
@@ -206,15 +172,11 @@ class Checkpoint(Manifest):
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open the checkpoint that ``path`` names.
+    """Open the checkpoint that ``path`` names; none that is complete and readable is a `CheckpointError`.
 
     Args:
         path: a ``step-XXXXXXXX`` folder; or a run folder, its ``checkpoints`` folder or ``latest`` in that, for the
             latest checkpoint.
-
-    Raises:
-        CheckpointError: if there is no checkpoint, or it is incomplete, damaged, a pickle, or has an unknown format
-            version.
     """
     try:
         place = _resolve(path)
@@ -248,11 +210,7 @@ def find_checkpoint(place: Path) -> Checkpoint | None:
 
 
 def _open_complete(place: Path) -> Checkpoint:
-    """Open a checkpoint after checking that all files exist and have the right size. Digests are not checked.
-
-    Raises:
-        CheckpointError: if the checkpoint is not complete.
-    """
+    """Open a checkpoint after checking that all files exist and have the right size. Digests are not checked."""
     manifest = read_manifest(place)
     for files in manifest.parts.values():
         for name, facts in files.items():
@@ -272,7 +230,6 @@ def _stand_in(place: Path) -> Path:
 
 
 def _resolve(path: Path) -> Path:
-    """Return the folder of the checkpoint that ``path`` names, which may be incomplete."""
     if path.suffix in _PICKLES and path.is_file():
         raise CheckpointError(
             f"{path} is a pickle, which could run arbitrary code when it is read. Use a checkpoint folder of diloco, "

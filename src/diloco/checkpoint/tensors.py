@@ -31,9 +31,7 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 def tensor_chunks(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """Yield the content of a safetensors file with ``tensors``.
-
-    The tensors may have any shape, strides and device, and the dtypes of `DTYPE_NAMES`.
+    """Yield the content of a safetensors file with ``tensors`` of any shape, strides and device.
 
     >>> chunks = list(tensor_chunks({"half": torch.ones(2, dtype=torch.float16)}))
     >>> bytes(chunks[1]).strip(), bytes(chunks[2]).hex()
@@ -104,12 +102,7 @@ def _shard(value: Tensor) -> tuple[Tensor, Sequence[int]]:
 
 
 class SavedTensor:
-    """A saved tensor, which one file contains or several files share.
-
-    Attributes:
-        shape: the shape of the whole tensor.
-        dtype: its dtype.
-    """
+    """A saved tensor, which one file contains or several files share, with the shape of the whole."""
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.name = name
@@ -122,14 +115,7 @@ class SavedTensor:
         self._pieces[tuple(offsets)] = path, facts, tuple(sizes)
 
     def load_into(self, value: Tensor, opened: OpenFiles) -> None:
-        """Fill a tensor from the files; in a DTensor, fill this rank's shard.
-
-        Args:
-            opened: the files that have been checked and opened, to which those read now are added.
-
-        Raises:
-            CheckpointError: if the tensor has another shape or dtype, or a file is damaged or incomplete.
-        """
+        """Fill a tensor from the files, in a DTensor this rank's shard; ``opened`` are those that were checked."""
         if (self.shape, self.dtype) != (tuple(value.shape), value.dtype):
             raise CheckpointError(
                 f"{self.name} is {tuple(value.shape)}, {value.dtype} in this run, but {self.shape}, {self.dtype} in "
@@ -157,7 +143,6 @@ class SavedTensor:
             raise CheckpointError(f"The checkpoint is incomplete: it lacks values of {self.name}.")
 
     def load(self, device: torch.device | str, opened: OpenFiles) -> Tensor:
-        """Return the whole tensor on a device."""
         # Filled, because mapped tensors have another alignment than torch's own, and a matrix product may round
         # differently there, so that a resumed run would not repeat the bits of an uninterrupted one.
         value = torch.empty(self.shape, dtype=self.dtype, device="cpu")
@@ -166,11 +151,7 @@ class SavedTensor:
 
 
 def find_tensors(files: Mapping[Path, FileFacts]) -> dict[str, SavedTensor]:
-    """Return the tensors in some safetensors files, by name. Only the headers are read.
-
-    Raises:
-        SafetensorError, ValueError, KeyError, TypeError: if a file is malformed.
-    """
+    """Return the tensors in some safetensors files, by name. Only the headers are read."""
     tensors: dict[str, SavedTensor] = {}
     for path, facts in files.items():
         with safe_open(path, framework="pt", device="cpu") as file:

@@ -43,10 +43,8 @@ __all__ = ["CheckpointWriter", "save_checkpoint"]
 class CheckpointWriter:
     """Writes the checkpoints of a replica, one at a time, in a thread of each rank while they train.
 
-    All ranks of the replica call its methods in the same order, between the same steps.
-
-    Args:
-        group: the ranks of the replica. None: this process is alone.
+    All ranks of the replica (``group``; None: this process is alone) call its methods in the same order, between the
+    same steps.
     """
 
     def __init__(self, group: ReplicaGroup | None = None) -> None:
@@ -63,6 +61,7 @@ class CheckpointWriter:
         about: Mapping[str, Any],
         keep: int,
         own: Mapping[str, Any] | None = None,
+        agreed: int | None = None,
         copies: bool = True,
     ) -> None:
         """Begin to save ``folder/step-XXXXXXXX``, then to delete all but the last ``keep`` checkpoints.
@@ -77,18 +76,15 @@ class CheckpointWriter:
             about: metadata to read without loading anything, as JSON: algorithm, replicas, fragments in flight.
             keep: the number of checkpoints to keep, at least 1.
             own: part name -> nested state of this rank, saved as the part ``NAME-POSITION``.
+            agreed: the step that all replicas are known to have finished, if others save checkpoints of their own at
+                the same steps: the newest checkpoint that is complete on all of them then stays too.
             copies: False if the state does not change before `poll` reports the checkpoint.
 
         Raises:
             CheckpointError: on all ranks, as `poll`.
         """
         assert self._saving is None, "one checkpoint is written at a time"
-        if step < 0 or keep < 1:
-            raise CheckpointError(
-                f"step must be at least 0 and keep at least 1, got step={step} and keep={keep}. Nothing was saved."
-            )
-        place = folder / f"step-{step:08d}"
-        saving = self._save(place, parts, about=about, keep=keep, own=own or {}, copies=copies)
+        saving = self._save(folder / f"step-{step:08d}", parts, about, keep, own or {}, agreed, copies)
         self._work = next(saving)
         self._saving = saving
 
@@ -134,10 +130,10 @@ class CheckpointWriter:
         self,
         place: Path,
         parts: Mapping[str, Any],
-        *,
         about: Mapping[str, Any],
         keep: int,
         own: Mapping[str, Any],
+        agreed: int | None,
         copies: bool,
     ) -> Generator[Future[Any], None, Path]:
         """Save in stages: each ends when the work that it yields is done on all ranks."""
@@ -177,26 +173,17 @@ class CheckpointWriter:
             if group.leads:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        deleted = in_thread(lambda: _delete_all_but(folder, keep) if group.leads else None, "checkpoint")
+        deleted = in_thread(lambda: _delete_all_but(folder, keep, agreed) if group.leads else None, "checkpoint")
         yield deleted
         with _on_all_or_none(group, f"{place} is saved, but ", ". Delete it by hand."):
             deleted.result()
         return place
 
 
-def save_checkpoint(
-    folder: Path,
-    step: int,
-    parts: Mapping[str, Any],
-    *,
-    about: Mapping[str, Any],
-    keep: int,
-    own: Mapping[str, Any] | None = None,
-    group: ReplicaGroup | None = None,
-) -> Path:
-    """Save a checkpoint at once, as `CheckpointWriter.save` does, and return its path. Call it on all ranks."""
+def save_checkpoint(folder: Path, step: int, *given: Any, group: ReplicaGroup | None = None, **named: Any) -> Path:
+    """Save a checkpoint at once, with the arguments of `CheckpointWriter.save`, and return its path."""
     writer = CheckpointWriter(group)
-    writer.save(folder, step, parts, about=about, keep=keep, own=own, copies=False)
+    writer.save(folder, step, *given, **named, copies=False)
     try:
         path = writer.poll(wait=True)
     finally:
@@ -207,11 +194,7 @@ def save_checkpoint(
 
 @contextmanager
 def _on_all_or_none(group: ReplicaGroup, before: str, after: str) -> Iterator[None]:
-    """Make the block, which each rank runs by itself, fail on all ranks if it fails on any.
-
-    Raises:
-        CheckpointError: on all ranks, if the block raised on any. Its message is framed by ``before`` and ``after``.
-    """
+    """Raise `CheckpointError` on all ranks if the block raised on any; ``before`` and ``after`` frame its message."""
     raised: Exception | None = None
     try:
         yield
@@ -241,11 +224,7 @@ def _begin(partial: Path) -> int:
 
 
 def _content(part: str, tree: Any, group: ReplicaGroup | None, copies: bool) -> dict[str, Iterable[Any]]:
-    """Return the content of the files that this rank writes of a part, in chunks by file name.
-
-    Args:
-        group: the ranks that save the part. None: this rank alone.
-    """
+    """Return the content of the files that this rank writes of a part, in chunks by name; ``group`` None: it alone."""
     check_part_name(part)
     try:
         skeleton, tensors = flatten(tree)
@@ -282,8 +261,13 @@ def _complete(partial: Path, place: Path, manifest: Manifest) -> None:
     replace_file(place.parent / LATEST, [f"{place.name}\n".encode()])
 
 
-def _delete_all_but(folder: Path, keep: int) -> None:
-    for old in list_checkpoints(folder)[:-keep]:
+def _delete_all_but(folder: Path, keep: int, agreed: int | None) -> None:
+    saved = list_checkpoints(folder)
+    # who has finished the agreed step has begun to save the last checkpoint before it, and so completed the one before
+    complete = [each.step for each in saved if agreed is not None and each.step < agreed][:-1]
+    for old in saved[:-keep]:
+        if agreed is not None and old.step >= max(complete, default=0):
+            continue
         try:
             delete(old.path)
         except OSError as error:

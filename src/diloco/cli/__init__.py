@@ -17,6 +17,7 @@ from diloco import __version__
 from diloco.cores import set_wait_policy
 from diloco.errors import DEBUG, ConfigurationError, DiLoCoError, nearest
 from diloco.terminal import StandardOutput, make_streams_safe, show_visibly
+from diloco.waiting import log_to_stderr, say
 
 __all__ = ["COMMANDS", "DONE", "FAILED", "INTERRUPTED", "main"]
 
@@ -74,16 +75,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif not _said_already(str(error)):
             trains = isinstance(error, ConfigurationError) and words[:1] in (["train"], ["finetune"])
             nothing = " Nothing was started." if trains else ""
-            print(f"diloco: {error}{_near_paths(str(error), words)}{nothing}", file=sys.stderr)
+            say(f"{error}{_near_paths(str(error), words)}{nothing}", "error")
         return MISUSED if isinstance(error, ConfigurationError) else FAILED
     except KeyboardInterrupt:
-        print("diloco: interrupted.", file=sys.stderr)
+        say("interrupted.", "error")
         return INTERRUPTED
     except OSError as error:
         if error is not StandardOutput.failure:
             raise
         if not isinstance(error, BrokenPipeError):  # a reader that has closed the pipe wants no more
-            print(f"diloco: the output cannot be written: {error.strerror}.", file=sys.stderr)
+            say(f"the output cannot be written: {error.strerror}.", "error")
         return FAILED
     finally:
         if arguments is not None:  # otherwise the traceback of an unexpected error is still to be printed
@@ -132,8 +133,6 @@ def _dispatch(words: Sequence[str]) -> int:
         kind = "option" if command.startswith("-") else "command"
         hint = nearest(command, ["--help", "--version", "--debug"] if kind == "option" else COMMANDS)
         raise ConfigurationError(f"unknown {kind} {command!r}; {hint}")
-    from diloco.waiting import log_to_stderr
-
     log_to_stderr()
     module = importlib.import_module(f"diloco.cli.{COMMANDS[command][0]}")
     run: Callable[[Sequence[str]], int] = getattr(module, f"run_{command}")

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from diloco.errors import ConfigurationError
 from diloco.train import StopRequest
 from diloco.transport import multiaddress, parse_address, read_secret
 from diloco.units import BYTES, Duration, columns, format_rate, parse
+from diloco.waiting import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def run_doctor(arguments: Sequence[str]) -> int:
         print(columns(["peer", "address", "status", "round trip", "to peer", "from peer"], rows))
     problems = [f"{each.address}: {each.problem}; {each.advice}." for each in findings if not each.ok]
     for words in problems:
-        print(f"diloco: {words}", file=sys.stderr)
+        say(words, "error")
     return 1 if problems else 0
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from diloco.algorithm import SyncSettings
@@ -67,9 +68,9 @@ class PlanSettings(Configuration):
     loss: str = "0%"
     """Packet loss of the links, in per cent."""
     price_per_hour: float = 0.0
-    """Price of one hour of one replica, in any currency."""
+    """Price of one hour of one replica, such as 3.7, in any currency."""
     price_per_gb: float = 0.0
-    """Price of sending 10^9 bytes."""
+    """Price of sending 10^9 bytes (egress), such as 0.08."""
     json: bool = False
     """Print one JSON object."""
 
@@ -97,7 +98,7 @@ def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, 
     """Return the resolved settings, facts about the model, and the number of values in each fragment."""
     from diloco.data import corpus_vocabulary_size
     from diloco.plan import fragment_sizes
-    from diloco.train import bytes_per_frozen, bytes_per_trained, make_fragments, outline, resolve
+    from diloco.train import make_fragments, outline, replica_bytes, resolve
 
     if asked.network.transport == "swarm" and asked.network.run is None:
         asked = replace(asked, network=replace(asked.network, run="plan"))  # a plan needs no name for its swarm
@@ -110,7 +111,7 @@ def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, 
         number = settings.sync.num_fragments or 1
         sizes = fragment_sizes(total, number, number)
     else:
-        here = tuple(path for path in asked.data.paths if path.expanduser().exists())
+        here = tuple(path for path in asked.data.paths if Path(path).expanduser().exists())
         size = asked.model.vocab_size or corpus_vocabulary_size(replace(asked.data, paths=here))
         built = outline(asked, size)
         total, facts = built.num_parameters(), {"layers": built.num_layers, "vocabulary": built.vocab_size}
@@ -118,8 +119,7 @@ def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, 
         settings = resolve(asked, num_layers=built.num_layers, max_sequence_length=built.max_sequence_length)
         sizes = tuple(fragment.numel for fragment in make_fragments(settings.sync, built))
     trained = sum(sizes)
-    frozen_bytes = round(bytes_per_frozen(settings.model) * (total - trained))
-    memory_bytes = bytes_per_trained(settings) * trained + frozen_bytes
+    memory_bytes = replica_bytes(settings, trained, total - trained)
     model = {"parameters": total, "trained": trained, **facts, "memory_bytes": memory_bytes}
     return replace(settings, emulate=emulate), model, sizes
 
@@ -135,7 +135,7 @@ def _record(
     start, steps = settings.train.data_parallel_steps, settings.train.steps
     hours = (start * baseline.step_s + (steps - start) * own.step_s) / 3600
     sent_bytes = start * baseline.sent_bytes_per_step + (steps - start) * own.sent_bytes_per_step
-    cost = options.price_per_hour * hours + options.price_per_gb * sent_bytes / 1e9
+    machines, sending = options.price_per_hour * hours, options.price_per_gb * sent_bytes / 1e9
     return {
         "model": model,
         "site": asdict(site),
@@ -149,7 +149,8 @@ def _record(
         "data_parallel_steps": start,
         "hours": hours,
         "sent_bytes_per_replica": sent_bytes,
-        "cost": len(site.links) * cost,
+        "cost": len(site.links) * (machines + sending),
+        "cost_of_sending": len(site.links) * sending,
         "table": [asdict(row) for row in table(exchange, site, most_steps=steps - start)],
     }
 
@@ -188,6 +189,7 @@ def _report(record: dict[str, Any]) -> str:
     latencies = each(format_duration, (link["latency_s"] for link in site["links"]))
     typical, p90, ideal = (f"{own[f'{name}_utilization']:.1%}" for name in ("compute", "p90", "ideal"))
     work = [f"{1e9 * conditions[f'{name}_s_per_value']:.2g} ns per value for {name}s" for name in ("send", "merge")]
+    sending = f"{record['cost_of_sending']:,.2f}"
     facts = {
         "model": f"{format_count(model['parameters'])} parameters"
         + (f", {model['layers']} layers, vocabulary of {model['vocabulary']:,}" if "layers" in model else ""),
@@ -203,7 +205,7 @@ def _report(record: dict[str, Any]) -> str:
         "run": f"{record['steps']:,} steps in {format_duration(3600 * record['hours'])}"
         + (f"; {start:,} of them data-parallel, {format_duration(data_parallel['step_s'])} each" if start else ""),
         "sent": f"{format_bytes(record['sent_bytes_per_replica'])} per replica",
-        **({"cost": f"{record['cost']:,.2f}"} if record["cost"] else {}),
+        **({"cost": f"{record['cost']:,.2f}, {sending} of it for sending"} if record["cost"] else {}),
     }
     fragments, limit_s = own["fragments"], record["round_timeout_s"]
     slowest_s = max(fragment["p90_round_s"] for fragment in fragments)

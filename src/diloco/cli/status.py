@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -19,6 +18,7 @@ from tyro.conf import Positional, arg
 from diloco.config import parse_options
 from diloco.errors import CheckpointError, ConfigurationError, DiLoCoError
 from diloco.units import Duration, columns, facts_table, format_bytes, format_rate
+from diloco.waiting import say
 
 if TYPE_CHECKING:
     from diloco.transport import PeerReport, StatusClient
@@ -76,6 +76,8 @@ class StatusOptions(SwarmOptions):
     """A run folder (its latest checkpoint) or a checkpoint."""
     every: Duration | None = None
     """Keep the table of a swarm up to date, with this time between two queries. `diloco watch` shows more."""
+    verify: bool = False
+    """Check the signed lines of --sinks lineage in RUN and its replica-N, and show who contributed what."""
     json: bool = False
     """Print everything as JSON: the checkpoint's manifest, or the peers' reports."""
 
@@ -87,6 +89,16 @@ def run_status(arguments: Sequence[str]) -> int:
         raise ConfigurationError("give either the folder of a run or checkpoint, or --run and --join of a swarm.")
     if options.every is not None and (options.folder or options.json):
         raise ConfigurationError("--every keeps the table of --run up to date, without --json.")
+    if options.verify:
+        from diloco.monitor import verify_lineage
+
+        if options.folder is None or options.json:
+            raise ConfigurationError("--verify needs the folder of a run, without --json.")
+        table, problems = verify_lineage(options.folder)
+        print(table)
+        for words in problems:
+            say(words, "error")
+        return 1 if problems else 0
     if options.folder:
         print(_checkpoint(options.folder, as_json=options.json))
         return 0
@@ -102,7 +114,7 @@ def run_status(arguments: Sequence[str]) -> int:
     reports = asyncio.run(ask())
     print(json.dumps([asdict(each) for each in reports], indent=2) if options.json else _table(reports))
     for words in _remarks(reports, options.run):
-        print(f"diloco: {words}", file=sys.stderr)
+        say(words, "warning")
     return 0 if any(each.status for each in reports) else 1
 
 

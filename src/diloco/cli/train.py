@@ -18,7 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.checkpoint import LOCK_FILE, lock_folder, write_whole
+from diloco.checkpoint import LOCK_FILE, lock_folder, one_at_a_time, write_whole
 from diloco.cli import DONE, FAILED, INTERRUPTED
 from diloco.config import (
     CONFIG_FILE,
@@ -29,37 +29,91 @@ from diloco.config import (
     compose,
     flatten,
     join_command,
+    keys_of,
     parse_arguments,
     parse_flags,
     plan_run,
     preset_values,
+    read_record,
     read_toml,
     resume_command,
 )
-from diloco.errors import ConfigurationError
+from diloco.errors import ConfigurationError, NoCheckpointError
 from diloco.plugins import is_own
 from diloco.private_files import make_private_folder
 from diloco.train import POSITION, Role, read_torchrun, role_of
+from diloco.waiting import log_to_stderr, say
 
 if TYPE_CHECKING:
-    from diloco.train import PeerFleet
+    from diloco.train import Fleet, PeerFleet
 
 
 def run_train(arguments: Sequence[str]) -> int:
     """Train; return 130 if a signal stopped the run and its state was saved."""
-    return run_line(with_torchrun(parse_arguments(arguments)), ["train", *arguments])
+    return run_line(with_torchrun(with_beginning(parse_arguments(arguments))), ["train", *arguments])
+
+
+def with_beginning(line: CommandLine) -> CommandLine:
+    """Return the line with ``--resume FOLDER``, or without it, in place of --resume-or-start and of a URL to resume.
+
+    What is at a URL is fetched into --out, or into a folder in runs/ that is named like the last part of the URL.
+    """
+    values, resume = dict(line.values), line.values.get("checkpoint.resume")
+    if resume is not None and line.resume_or_start is not None:
+        raise ConfigurationError("--resume and --resume-or-start were both given. Leave one of them out.")
+    place = str(line.resume_or_start or resume or "")
+    folder, remote = Path(place), "://" in place
+    if not remote and line.resume_or_start is None:
+        return line
+    if remote:
+        folder = values.setdefault("out", Path("runs", place.rstrip("/").rpartition("/")[2]))
+        _fetch(place, folder, values.get("network.replica"), must=line.resume_or_start is None)
+    if line.resume_or_start is not None and remote:
+        values["checkpoint.mirror"] = place
+    from diloco.checkpoint import list_checkpoints
+
+    if any(map(list_checkpoints, (folder / "checkpoints", *folder.glob("replica-*/checkpoints")))):
+        known = keys_of(Configuration)  # and not what diloco finetune derives settings of a new run from
+        values = {name: value for name, value in values.items() if name in known} | {"checkpoint.resume": str(folder)}
+        return dataclasses.replace(line, file=None if line.resume_or_start else line.file, values=values)
+    if values.setdefault("out", folder) != folder:
+        raise ConfigurationError(
+            f"--out {values['out']} is another folder than --resume-or-start {folder}. Leave it out."
+        )
+    return dataclasses.replace(line, values=values)
+
+
+def _fetch(url: str, folder: Path, replica: int | None, *, must: bool) -> None:
+    from diloco.checkpoint import fetch_run
+
+    if POSITION in os.environ:  # the launcher has done it
+        return
+    path = folder / CONFIG_FILE
+    if path.exists() and (there := read_record(path).checkpoint.mirror) != url:
+        raise ConfigurationError(
+            f"{folder} has a run whose checkpoint.mirror is {there!r}, so {url} can't be fetched into it. Choose "
+            "another --out."
+        )
+    with one_at_a_time(folder.parent):  # of the ranks on this machine, the first fetches, and the others find it there
+        found = fetch_run(url, folder, replica)
+    if must and not found:
+        raise NoCheckpointError(f"{url} has no checkpoint. Nothing was fetched.")
 
 
 def with_torchrun(line: CommandLine) -> CommandLine:
-    """Return the line with the defaults of ``torchrun``: --transport tcp, and as many replicas as it started."""
+    """Return the line with the defaults of ``torchrun``: --transport torch, and as many replicas as it started.
+
+    With --replica or --join it has started the ranks of one replica of a run over TCP.
+    """
     torchrun = read_torchrun(os.environ)
     if torchrun is None or "checkpoint.resume" in line.values:
         return line
     asked = ({} if line.file is None else read_toml(line.file, Configuration)) | line.values
-    if asked.get("network.transport", "tcp") != "tcp":
+    transport = "tcp" if {"network.replica", "network.join"} & asked.keys() else "torch"
+    if asked.get("network.transport", transport) not in ("torch", "tcp"):
         return line
     replicas, rest = divmod(torchrun.world_size, asked.get("network.replica_size", 1))
-    defaults = {"network.transport": "tcp"} | ({} if rest else {"network.replicas": replicas})
+    defaults = {"network.transport": transport} | ({} if rest else {"network.replicas": replicas})
     return dataclasses.replace(line, defaults=defaults)
 
 
@@ -118,7 +172,7 @@ def run_finetune(arguments: Sequence[str]) -> int:
     """Fine-tune; return 130 if a signal stopped the run and its state was saved."""
     shown = flatten(FinetuneSettings()) | preset_values("finetune") | SHOWN
     about: Any = {"shown": shown, "common": COMMON, "metavars": {"file": "MODEL"}, "helps": HELPS}
-    line = parse_flags(FinetuneSettings, "finetune", FINETUNE_DESCRIPTION, arguments, **about)
+    line = with_beginning(parse_flags(FinetuneSettings, "finetune", FINETUNE_DESCRIPTION, arguments, **about))
     values, folder, typed = dict(line.values), line.file, ["finetune", *arguments]
     full, epochs, resumes = values.pop("full", False), values.pop("epochs", None), "checkpoint.resume" in values
     for flag, others, both in (
@@ -179,20 +233,21 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
     """Train with the settings of a command line; the processes of other ranks are started as ``typed``."""
     plan = plan_run(line)
     plan, settings = dataclasses.replace(plan, notes=(*notes, *plan.notes)), plan.configuration
+    log_to_stderr(as_json=settings.monitor.console == "json")
     if line.print_config:
         from diloco.data import corpus_vocabulary_size
         from diloco.train import describe, identity, outline
 
         for note in plan.notes:
-            _say(f"note: {note}")
+            say(f"note: {note}")
         model = outline(settings, settings.model.vocab_size or corpus_vocabulary_size(settings.data))
         facts = describe(settings, model) | identity(settings, model)
         print(plan.record, *(f"# {name}: {fact}" for name, fact in facts.items()), sep="\n")
         return DONE
     torchrun, launched = read_torchrun(os.environ), POSITION in os.environ
-    role, folder = role_of(settings.network, torchrun), settings.out or plan.source
+    role, folder, again = role_of(settings.network, torchrun), settings.out or plan.source, bool(line.resume_or_start)
     if role.kind == "rank":
-        code = _train_rank(plan, role, quiet="monitor.console" not in line.values)
+        code = _train_rank(plan, role, quiet="monitor.console" not in line.values, again=again)
         if launched and code == FAILED:
             from diloco.train import IN_VAIN
 
@@ -201,7 +256,7 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
             return code
     else:
         folder = folder or _claim_numbered(plan)
-        with _claimed(folder, plan) as (lock, occupied):
+        with _claimed(folder, plan, again=again) as (lock, occupied):
             if occupied:
                 raise _not_empty(folder)
             if role.kind == "peer":
@@ -215,16 +270,12 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
                 def words(replica: int, position: int, address: object) -> list[str]:
                     return [*typed, "--replica", str(replica), "--join", str(address), *out]
 
-                code = launch(settings.network, words, _say, talking_ranks=talking_ranks, lock=lock)
+                code = launch(settings.network, words, say, talking_ranks=talking_ranks, lock=lock)
             else:
                 code = _train(plan, folder)
     if code == INTERRUPTED:
-        _say(f"stopped; the state is saved. To resume: {resume_command(settings, folder)}")
+        say(f"stopped; the state is saved. To resume: {resume_command(settings, folder)}")
     return code
-
-
-def _say(words: str) -> None:
-    print(f"diloco: {words}", file=sys.stderr, flush=True)
 
 
 def _train_peer(plan: RunPlan, folder: Path) -> int:
@@ -240,7 +291,7 @@ def _train_peer(plan: RunPlan, folder: Path) -> int:
         outside = [address for address in fleet.addresses if not address.startswith("/ip4/127.")]
         addresses = " ".join(outside or fleet.addresses)
         secret = " --secret-file FILE" if settings.network.secret_file else ""  # their copy of it
-        _say(f"others join with\n  {join}{secret} --join {addresses}" if addresses else "no other peer can join here")
+        say(f"others join with\n  {join}{secret} --join {addresses}" if addresses else "no other peer can join here")
         return fleet
 
     code = _train(plan, folder, meet)
@@ -251,39 +302,51 @@ def _train_peer(plan: RunPlan, folder: Path) -> int:
                 f"while others train: {resume_command(settings, folder, others)}\ndiloco: if all have stopped, the one "
                 f"that stopped last resumes first, and the others join it. To resume: {resume}"
             )
-        _say(f"stopped; the state is saved. To resume{' ' if others else ': '}{resume}")
+        say(f"stopped; the state is saved. To resume{' ' if others else ': '}{resume}")
     return code
 
 
-def _train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
-    """Train as one of several ranks; ``quiet``: only rank 0 shows its progress."""
+def _train_rank(plan: RunPlan, role: Role, *, quiet: bool, again: bool) -> int:
+    """Train as one of several ranks; ``quiet``: only rank 0 shows its progress; ``again``: as in `_claimed`."""
     import torch
 
     from diloco.devices import choose_device
-    from diloco.train import connect_rank, held_step
+    from diloco.train import begin_attempt, connect_cluster, connect_rank, held_step
 
-    settings, folder = plan.configuration, _folder_of_rank(plan, role)
+    settings, attempt = plan.configuration, None
+    if settings.network.transport == "torch":
+        base = settings.out or plan.source
+        attempt = begin_attempt(role, settings.network.start_timeout_s, lambda: base or _claim_numbered(plan))
+        if attempt.restarted:
+            checkpoint = dataclasses.replace(settings.checkpoint, resume=str(attempt.folder))
+            settings = dataclasses.replace(settings, checkpoint=checkpoint)
+    folder = _folder_of_rank(plan, role, attempt.folder if attempt else None)
     if quiet and not role.is_first:
         settings = dataclasses.replace(settings, monitor=dataclasses.replace(settings.monitor, console="quiet"))
     if settings.train.device in ("auto", "cuda") and torch.cuda.is_available():  # its processes take turns
-        local = role.torchrun.local_rank if role.torchrun else role.local_rank
-        device = f"cuda:{local % torch.cuda.device_count()}"
+        device = f"cuda:{role.index % torch.cuda.device_count()}"
         settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, device=device))
 
-    def meet(facts: Mapping[str, str], own: Path) -> PeerFleet:
+    def meet(facts: Mapping[str, str], own: Path) -> Fleet:
         resume, home = settings.checkpoint.resume, own.parent if role.position else own
-        step = -1 if resume is None else held_step(home, role.replica, resume)
-        fleet = connect_rank(settings, role, facts, step, choose_device(settings.train.device))
+        step = -1 if resume is None else held_step(home, role.replica, Path(resume))
+        device = choose_device(settings.train.device)
+        fleet: Fleet
+        if attempt:
+            fleet = connect_cluster(settings, role, attempt, facts, step, device)
+        else:
+            fleet = connect_rank(settings, role, facts, step, device)
         try:
             with fleet.group.all_or_none():
-                if occupied and not fleet.joining:
+                if occupied and not (fleet.joining or fleet.restarted):
                     raise _not_empty(folder)
+            fleet.accept_folder()
         except BaseException:
             fleet.close()
             raise
         return fleet
 
-    with _claimed(folder, plan, of_rank=True) as (_, occupied):
+    with _claimed(folder, plan, of_rank=True, again=again) as (_, occupied):
         plan = dataclasses.replace(plan, configuration=settings, notes=plan.notes if role.is_first else ())
         return _train(plan, folder, meet, role)
 
@@ -291,7 +354,7 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
 def _train(
     plan: RunPlan,
     folder: Path,
-    meet: Callable[[Mapping[str, str], Path], PeerFleet] | None = None,
+    meet: Callable[[Mapping[str, str], Path], Fleet] | None = None,
     role: Role | None = None,
 ) -> int:
     """Train in ``folder``, and return the exit code: a run whose rounds were all void has failed.
@@ -320,13 +383,18 @@ def _train(
     config: dict[str, Any] = dataclasses.asdict(settings)
     sinks = make_sinks(monitor, folder, is_terminal=sys.stdout.isatty(), config=config, name=name, group=group)
     with closing(sinks):
+        if monitor.prometheus is not None and (role is None or not role.position):
+            from diloco.watch import PrometheusSink
+
+            host, port = monitor.metrics_address()
+            sinks.sinks["the metrics"] = PrometheusSink(host, port + (role.index if role else 0), name)
         summary = run_training(
             settings, folder=folder, sink=sinks, config_toml=plan.record, notes=plan.notes, meet=meet
         )
     in_vain = summary.get("rounds_void") and not summary.get("rounds_committed")
     if in_vain and (role is None or role.is_first):
         *_, last = {"reason": "see metrics.jsonl"}, *read_metrics(folder / "metrics.jsonl", "RoundVoid")
-        _say(
+        say(
             "no round was committed, so the replicas have learned nothing from each other: all "
             f"{summary['rounds_void']} were void. The reason of the last one: {last['reason'].rstrip('.')}. Remove the "
             "cause, then start a new run."
@@ -336,8 +404,10 @@ def _train(
 
 
 @contextmanager
-def _claimed(folder: Path, plan: RunPlan, *, of_rank: bool = False) -> Iterator[tuple[int, bool]]:
+def _claimed(folder: Path, plan: RunPlan, *, of_rank: bool = False, again: bool = False) -> Iterator[tuple[int, bool]]:
     """Create and lock a folder; yield its lock, and whether there is anything in it but the run to resume.
+
+    ``again``: a run that was killed before its first checkpoint begins again in its folder.
 
     The folder of a run that did not start is cleared and removed, so that the next attempt can use it.
     """
@@ -345,7 +415,8 @@ def _claimed(folder: Path, plan: RunPlan, *, of_rank: bool = False) -> Iterator[
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError(f"--out {folder} is not a folder. Choose another --out.")
     with lock_folder(folder) as lock:
-        occupied = not resumes and bool(_files(folder, of_rank=of_rank))
+        begins_again = again and (folder / CONFIG_FILE).exists()
+        occupied = not (resumes or begins_again) and bool(_files(folder, of_rank=of_rank))
         try:
             yield lock, occupied
         finally:
@@ -357,12 +428,12 @@ def _claimed(folder: Path, plan: RunPlan, *, of_rank: bool = False) -> Iterator[
                         entry.unlink()
 
 
-def _folder_of_rank(plan: RunPlan, role: Role) -> Path:
+def _folder_of_rank(plan: RunPlan, role: Role, base: Path | None) -> Path:
     """Return the run's folder for rank 0, or a folder inside it for any other rank, without creating it."""
     from diloco.transport import share_text
 
     settings, torchrun = plan.configuration, role.torchrun
-    base = settings.out or plan.source
+    base = base or settings.out or plan.source
     if base is None and torchrun is not None and role.rendezvous is None:
         claimed = str(_claim_numbered(plan)) if role.is_first else None
         timeout_s = settings.network.start_timeout_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -36,16 +37,12 @@ class TrainedOptions:
     """For a run with a model of your own: the function that builds it, as in training."""
     checkpoint: Annotated[int | None, arg(metavar="STEP")] = None
     """Inner step of the checkpoint to load. Default: the latest."""
-    replica: int | None = None
-    """Use the local parameters of this replica. Default: the global parameters."""
 
     def load(self, device: str = "cpu", *, dequantize: bool = False) -> Trained:
         """Load it, as `diloco.trained.load_trained` does."""
         from diloco.trained import load_trained
 
-        return load_trained(
-            self.path, device, step=self.checkpoint, replica=self.replica, source=self.model, dequantize=dequantize
-        )
+        return load_trained(self.path, device, step=self.checkpoint, source=self.model, dequantize=dequantize)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +75,8 @@ class EvaluateOptions(AppliedOptions):
       diloco evaluate runs/streaming-tiny --data notes/ --sequences 0
     """
 
-    data: tuple[Path, ...] = ()
-    """Files or folders whose whole text is evaluated. Default: the text that the run held out."""
+    data: tuple[str, ...] = ()
+    """Files, folders or URLs whose whole text is evaluated. Default: the text that the run held out."""
     text_field: str | None = None
     """Field of records that holds the text. Default: as in the run."""
     sequences: int | None = None
@@ -99,7 +96,7 @@ def run_evaluate(arguments: Sequence[str]) -> int:
     """Evaluate on the text of --data or of the run, and print. The batches are those of training, for equal bits."""
     options: EvaluateOptions = parse_options(EvaluateOptions, "evaluate", arguments)
 
-    from diloco.data import heldout_rows, heldout_tokens, read_texts
+    from diloco.data import Source, SourceSettings, heldout_rows, heldout_tokens
     from diloco.trained import evaluate
 
     trained = options.load(options.device)
@@ -113,8 +110,8 @@ def run_evaluate(arguments: Sequence[str]) -> int:
         tokenizer = trained.chat_tokenizer()
         tokens = heldout_rows(data, tokenizer, length, options.data)
     elif options.data:
-        texts = read_texts(options.data, text_field=options.text_field, skip_bad=data.skip_bad)
-        tokens = tokenizer.encode_documents(list(texts))
+        asked = SourceSettings(data=options.data, text_field=options.text_field or "text", skip_bad=data.skip_bad)
+        tokens = tokenizer.encode_documents(list(Source(asked).documents()))
     else:
         tokens = heldout_tokens(data, tokenizer)
     done = [0]
@@ -250,9 +247,10 @@ class ExportOptions(TrainedOptions):
     Examples:
       diloco export runs/streaming-tiny --out exported
       diloco export runs/streaming-tiny --out exported --dtype bfloat16 --overwrite
-      diloco export runs/streaming-tiny --out replica-1 --replica 1 --checkpoint 300
+      diloco export runs/streaming-tiny --out earlier --checkpoint 300
       diloco export runs/streaming-tiny --out weights.safetensors --to safetensors
       diloco export runs/streaming-llama --out merged --merge
+      diloco export runs/streaming-tiny --out exported --push USER/NAME --private
     """
 
     out: Path
@@ -265,10 +263,23 @@ class ExportOptions(TrainedOptions):
     """Data type of the weights."""
     overwrite: bool = False
     """Replace an earlier export."""
+    push: Annotated[str | None, arg(metavar="USER/NAME")] = None
+    """hf, adapter: push the folder to this repository of the Hugging Face hub, with a card on how it was trained."""
+    private: bool = False
+    """--push: create the repository as a private one."""
+    dry_run: bool = False
+    """--push: print the card and the names of the files instead."""
+
+    def __post_init__(self) -> None:
+        if self.push is None and (self.private or self.dry_run):
+            raise ConfigurationError("--private and --dry-run need --push USER/NAME.")
+        if self.push is not None and (self.to == "safetensors" or not re.fullmatch(r"[\w.-]+/[\w.-]+", self.push)):
+            raise ConfigurationError(f"--push {self.push} must be USER/NAME, with --to hf or --to adapter.")
 
 
 def run_export(arguments: Sequence[str]) -> int:
     """Load the model, write it, and print what was written."""
+    from diloco.cli.hub import model_card
     from diloco.trained import export_adapter, export_huggingface, export_safetensors
 
     options: ExportOptions = parse_options(ExportOptions, "export", arguments)
@@ -285,10 +296,11 @@ def run_export(arguments: Sequence[str]) -> int:
             raise ConfigurationError(f"{options.path} has no adapters, so {asked} has no effect. Leave it out.")
         if options.merge and options.to != "hf":
             raise ConfigurationError(f"--merge needs --to hf, not --to {options.to}.")
+        card = "" if options.push is None else model_card(trained, options.push, adapter=options.to == "adapter")
         if options.to == "adapter":
             export_adapter(trained, out, overwrite=overwrite)
             print(f"{out}: adapter for peft, {format_count(trained.model.num_trained())} parameters")
-            return 0
+            return _push(options, card)
         model: nn.Module = trained.model
         if options.to == "hf":
             model = export_huggingface(trained, out, dtype=dtype, overwrite=overwrite)
@@ -299,4 +311,12 @@ def run_export(arguments: Sequence[str]) -> int:
     print(f"{out}: {type(model).__name__}, {format_count(parameters)} parameters, {dtype}, {size}")
     step = "" if trained.step is None else f", step {trained.step}"
     print(f"from {trained.path}{step}, {trained.weights}")
+    return _push(options, card)
+
+
+def _push(options: ExportOptions, card: str) -> int:
+    if options.push is not None:
+        from diloco.cli.hub import push
+
+        print(push(options.out, options.push, card, private=options.private, dry_run=options.dry_run))
     return 0

@@ -86,7 +86,7 @@ def compose(line: CommandLine) -> Configuration:
         ConfigurationError: for an unknown key or preset, a value of the wrong type or out of range, or a size of the
             native decoder together with a source.
     """
-    swallowed = [path for path in line.values.get("data.paths", ()) if path.suffix == ".toml"]
+    swallowed = [path for path in line.values.get("data.paths", ()) if path.endswith(".toml")]
     if line.file is None and swallowed:
         raise ConfigurationError(
             f"--data includes {swallowed[-1]}, which looks like a settings file. To use it as settings, put it before "

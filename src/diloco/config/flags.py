@@ -53,6 +53,8 @@ class CommandLine:
     """TOML file with any of the keys below."""
     print_config: bool = False
     """Print the resolved settings as TOML and the facts that follow, and exit."""
+    resume_or_start: Annotated[str | None, arg(metavar="RUN")] = None
+    """As --resume, or else begin (with this mirror)."""
     help_all: bool = False
     """Show all settings."""
     values: Suppress[Values] = field(default_factory=dict)  # the keys that were set by flags
@@ -84,12 +86,14 @@ def parse_flags(
         ConfigurationError: as in `parse_options`.
         SystemExit: with code 0, for --help and --help-all.
     """
-    own, known = keys_of(CommandLine), keys_of(settings_type)
+    trains = command in ("train", "finetune")
+    own = {name: key for name, key in keys_of(CommandLine).items() if trains or name != "resume_or_start"}
+    known = keys_of(settings_type)
     if asked := _help_asked(arguments):
         everything = asked == {"--help-all"}
         usual = common or [name for name, key in known.items() if key.aliases or not key.section]
-        keys = [own["file"], *(known[name] for name in (known if everything else usual)), own["print_config"]]
-        keys += [] if everything else [own["help_all"]]
+        options = [key for name, key in own.items() if name not in ("file", "help_all" if everything else "")]
+        keys = [own["file"], *(known[name] for name in (known if everything else usual)), *options]
         _show_help(keys, command, description, shown, metavars, helps, in_sections=everything)
     values = _parse(own | known, command, arguments)
     typed = {name: value for name, value in values.items() if name not in own}

@@ -61,11 +61,11 @@ def plan_run(line: CommandLine) -> RunPlan:
     """
     resume = line.values.get("checkpoint.resume")
     if resume is not None:
-        return _plan_resumed(line, resume)
+        return _plan_resumed(line, Path(resume))
     asked = _with_absolute_paths(compose(line))
     if asked.checkpoint.resume is not None:
         raise ConfigurationError(
-            f"checkpoint.resume={str(asked.checkpoint.resume)!r} cannot be set in {line.file}: a resumed run takes its "
+            f"checkpoint.resume={asked.checkpoint.resume!r} cannot be set in {line.file}: a resumed run takes its "
             f"settings from its own folder. Use `{command_text('train', flags={'--resume': asked.checkpoint.resume})}`."
         )
     resolved = _resolved(asked)
@@ -172,6 +172,8 @@ def _with_absolute_paths(configuration: Configuration) -> Configuration:
     """Return the configuration with absolute input paths, so that the run can resume in another working directory."""
     values = flatten(dataclasses.replace(configuration, data=configuration.data.absolute()))
     values |= {key: absolute(values[key]) for key in _CODE_KEYS if values[key] is not None}
+    if values["checkpoint.mirror"] is not None and "://" not in values["checkpoint.mirror"]:
+        values["checkpoint.mirror"] = os.path.abspath(os.path.expanduser(values["checkpoint.mirror"]))
     if values["train.init_from"] is not None:
         values["train.init_from"] = Path(os.path.abspath(values["train.init_from"].expanduser()))
     if values["model.source"] is not None:
@@ -187,7 +189,7 @@ def _with_absolute_paths(configuration: Configuration) -> Configuration:
 _PRIVATE = (
     *("out", "checkpoint", "monitor", "emulate", *_PROCESS_KEYS),
     *("train.device", "train.global_device", "train.stop_after"),
-    *("network.name", "network.behind_nat", "network.secret_file"),
+    *("network.name", "network.secret_file"),
 )
 """Keys and sections about one machine and its owner, which a command for another machine does not repeat."""
 

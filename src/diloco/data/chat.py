@@ -9,20 +9,20 @@ from __future__ import annotations
 import json
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from diloco.data.chat_tokenizer import ChatTokenizer, Example, Message
+from diloco.data.chat_tokenizer import ChatTokenizer, Example
 from diloco.data.conversations import read_conversation, texts_of
 from diloco.data.corpus import Corpus, fingerprint_of
+from diloco.data.files import RowError, read_rows, usable, warn_once
 from diloco.data.packed import PackedTokens
 from diloco.data.settings import DataSettings
-from diloco.data.text import RowError, is_heldout, read_rows, usable, warn_once
+from diloco.data.source import is_heldout
 from diloco.errors import ConfigurationError, DataError
 from diloco.model import ENDS, NOT_COUNTED
 
@@ -68,7 +68,7 @@ def build_chat_corpus(settings: DataSettings, sequence_length: int) -> Corpus:
 
 
 def heldout_rows(
-    settings: DataSettings, tokenizer: ChatTokenizer, sequence_length: int, paths: Sequence[Path] = ()
+    settings: DataSettings, tokenizer: ChatTokenizer, sequence_length: int, paths: Sequence[str] = ()
 ) -> PackedRows:
     """Return the rows that `build_chat_corpus` holds out, or all conversations of ``paths``."""
     examples = _Reader(tokenizer, sequence_length).examples(paths or settings.paths, settings)
@@ -91,7 +91,7 @@ class _Reader:
         self._tokenizer, self._length = tokenizer, length
         self._named: set[str] = set()  # fields that are not used
 
-    def examples(self, paths: Sequence[Path], settings: DataSettings) -> Iterator[tuple[Example, bool]]:
+    def examples(self, paths: Sequence[str], settings: DataSettings) -> Iterator[tuple[Example, bool]]:
         """Yield what is learned from each record, and whether it is held out."""
 
         def read(place: str, record: Any) -> tuple[Example | str, bool]:
@@ -114,18 +114,17 @@ class _Reader:
     def _example(self, place: str, record: Any) -> Example | str:
         """Tokenise a record. If there is nothing to learn from it, return why, as one of `_NOTES`."""
         tokenizer, conversation = self._tokenizer, read_conversation(place, record)
-        self._name(place, conversation.unused)
+        for name in sorted(conversation.unused - self._named):
+            self._named.add(name)
+            warn_once(f"{place}: the field {name!r} is not used.")
         if (text := conversation.text) is not None:
-            return "special" if tokenizer.holds_special(text) else tokenizer.completion("", text)
+            return "special" if tokenizer.holds_special(text) else tokenizer.text(text)
         if any(map(tokenizer.holds_special, texts_of([conversation.messages, conversation.tools]))):
             return "special"
         size = max((number + 1 for number, learned in enumerate(conversation.learned) if learned), default=0)
         messages, learned = conversation.messages[:size], conversation.learned[:size]
         if not messages:
             return "unanswered"
-        if tokenizer.template is None and not conversation.needs_template:
-            self._name(place, ["tools"] if conversation.tools else ())
-            return tokenizer.completion(_joined(messages[:-1]), _joined(messages[-1:]))
         try:
             example, all_count = tokenizer.conversation(messages, learned, conversation.tools)
         except DataError as error:
@@ -134,12 +133,6 @@ class _Reader:
             raise RowError(f"{place}: {error}") from error
         self.counts["partial"] += not all_count
         return example
-
-    def _name(self, place: str, names: Collection[str]) -> None:
-        """Name the fields that are not used, each once."""
-        for name in sorted(set(names) - self._named):
-            self._named.add(name)
-            warn_once(f"{place}: the field {name!r} is not used.")
 
 
 class PackedRows(PackedTokens):
@@ -221,7 +214,3 @@ def pack_rows(sizes: Sequence[int], length: int) -> list[list[int]]:
         if free > sizes[number]:
             insort(room, (free - sizes[number], row))
     return rows
-
-
-def _joined(messages: Iterable[Message]) -> str:
-    return "\n\n".join(str(message.get("content", "")) for message in messages)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.data.text import checked_text, warn_once
+from diloco.data.files import checked_text
 from diloco.data.tokenizer import Tokenizer, library_tokenizer
 from diloco.errors import ConfigurationError, DataError
 
@@ -26,10 +24,8 @@ Message = Mapping[str, Any]  # ``role``, ``content``, and whatever else the temp
 Tools = Sequence[Mapping[str, Any]]  # descriptions of tools, for the template
 
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")
-_OTHER = "\1"  # a text that no answer begins with
 _NOW = re.compile(r"""strftime_now\((['"])(.*?)\1\)""")
 _DATE = datetime(2024, 7, 26)  # instead of the current date, on which no example may depend
-_ROLE_NAMES = (("developer", "system"), ("function", "tool"))  # a later name of a role, and what templates call it
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +55,7 @@ class ChatTokenizer(Tokenizer):
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigurationError(f"data.format={template} can't be read: {error}.") from error
         self._library, self._place = library, place
-        # the template; None: there is none, so only prompts, completions and plain text can be read
+        # the template; None: there is none, so only plain text can be read
         named = library.chat_template
         self.template: str | None = "\n".join(map(str, named.values())) if isinstance(named, dict) else named
         added = library.added_tokens_decoder.values()
@@ -84,14 +80,13 @@ class ChatTokenizer(Tokenizer):
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of the prompt for the answer to ``messages``, as `conversation` tokenises them."""
-        text = self._render(self._adapted(messages, ()), (), answer_next=True)
+        text = self._render(messages, (), answer_next=True)
         return [int(token) for token in self._tokens(text)[0]]
 
-    def completion(self, prompt: str, text: str) -> Example:
-        """Tokenise a prompt and its completion without a template; the completion and the final token count."""
-        tokens, spans = self._tokens(prompt + text)
-        counted = [*([False] * len(self._first)), *(spans[:, 1] > len(prompt)), True]
-        return self._example(np.array([*self._first, *tokens, self.eos_id]), np.array(counted))
+    def text(self, text: str) -> Example:
+        """Tokenise a document without a template; all of it and the final token count."""
+        tokens = np.array([*self._first, *self._tokens(text)[0], self.eos_id])
+        return self._example(tokens, np.arange(len(tokens)) >= len(self._first))
 
     def conversation(
         self, messages: Sequence[Message], learned: Sequence[bool] | None = None, tools: Tools = ()
@@ -99,9 +94,9 @@ class ChatTokenizer(Tokenizer):
         """Tokenise a conversation. Its answers count, each with the tokens that end it.
 
         The template decides which tokens are answers: an answer runs from the end of the prompt for it to the end of
-        the conversation up to it. If the template marks the answers itself (``{% generation %}``), those marks are
-        used. An answer that lacks the end of the prompt (``<think>``), or has no prompt because the conversation begins
-        with it, runs from where its own text begins.
+        the conversation up to it. If the template marks answers itself (``{% generation %}``), only what it marks
+        counts. If the end of the prompt (``<think>``) is missing before an answer, the answer runs from where it
+        differs from the prompt.
 
         Args:
             learned: for each message whether it counts, if it is an answer. Default: all.
@@ -114,26 +109,16 @@ class ChatTokenizer(Tokenizer):
         Raises:
             DataError: the template refuses the conversation, or does not render the last answer after its prompt.
         """
-        messages = self._adapted(messages, tools)
         whole = self._render(messages, tools)
         tokens, spans = self._tokens(whole)
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         chosen = [number for number in answers if learned is None or learned[number]]
-        if chosen and "".join(messages[chosen[-1]].get("content", "").split()) not in "".join(whole.split()):
-            warn_once(
-                f"The chat template of {self._place} does not show the whole text of all answers (often not their "
-                "reasoning). What it leaves out is not learned."
-            )
         marked = np.ones(len(tokens), dtype=np.bool_)
         if _MARKS_ANSWERS.search(self._template_for(tools)):
             masks = self._applied(messages, tools, return_assistant_tokens_mask=True, return_dict=True)
             marked = np.array(masks["assistant_masks"], dtype=np.bool_)
-            stretch = np.cumsum(marked & np.diff(marked, prepend=False)) - 1  # of marked tokens, in which a token is
             if chosen == answers:
                 return self._example(tokens, marked), True
-            if stretch[-1] + 1 == len(answers):
-                kept = [place for place, number in enumerate(answers) if number in chosen]
-                return self._example(tokens, marked & np.isin(stretch, kept)), True
         counted = np.zeros(len(tokens), dtype=np.bool_)
         all_count = True
         for number in chosen:
@@ -155,56 +140,18 @@ class ChatTokenizer(Tokenizer):
         is_last = number == len(messages) - 1
         try:
             after = whole if is_last else self._render(messages[: number + 1], tools)
+            prompt = self._render(messages[:number], tools, answer_next=True)
             if not whole.startswith(after):
                 return None
-            prompt = self._render(messages[:number], tools, answer_next=True) if number else ""
-            if number and after.startswith(prompt):
+            if after.startswith(prompt):
                 return len(prompt), len(after)
-            others = [{"role": role, "content": _OTHER} for role in ("assistant", "user")]
-            other = self._render([*messages[:number], *others], tools)  # an earlier answer, without its thoughts
-            before = self._render(messages[:number], tools) if number else ""
+            # texts and not paths, character by character
+            begin = len(os.path.commonprefix([after, prompt]))  # noqa: RUF071
+            return (begin, len(after)) if begin > len(self._render(messages[:number], tools)) else None
         except DataError:
             if is_last:
                 raise
             return None
-        # texts and not paths, character by character
-        begin = os.path.commonprefix([after, other, *([prompt] if number else [])])  # noqa: RUF071
-        return None if number and len(begin) <= len(before) else (len(begin), len(after))
-
-    def _adapted(self, messages: Sequence[Message], tools: Tools) -> list[dict[str, Any]]:
-        """Return messages with the roles that the template knows, and arguments of calls in the form that it prints.
-
-        Some templates expect objects, others JSON; they refuse the other, or show it as a string in quotes or as a
-        Python dictionary. Some also refuse calls without content.
-        """
-        adapted = [dict(message) for message in messages]
-        for message, (role, other) in itertools.product(adapted, _ROLE_NAMES):
-            known = re.search(rf"[=,(] *['\"]{role}['\"]", self.template or "")
-            if message["role"] == role and not known and other in (self.template or ""):
-                message["role"] = other
-        arguments = [call["function"]["arguments"] for each in adapted for call in each.get("tool_calls", ())]
-        if self.template is None or not arguments:
-            return adapted
-        wrong = [
-            text
-            for each in arguments
-            if each
-            for text in (repr(_as_object(each)), json.dumps(_as_json(each), ensure_ascii=False))
-        ]
-        forms: list[tuple[bool, list[dict[str, Any]]]] = []  # that the template takes, and whether it shows them wrong
-        refused: DataError | None = None
-        for content, form in itertools.product(({}, {"content": ""}), (_as_object, _as_json)):
-            candidate = copy.deepcopy([content | message for message in adapted])
-            for call in [call for message in candidate for call in message.get("tool_calls", ())]:
-                call["function"]["arguments"] = form(call["function"]["arguments"])
-            try:
-                text = self._render(candidate, tools)
-                forms.append((any(each in text for each in wrong), candidate))
-            except DataError as error:
-                refused = refused or error
-        if refused is not None and not forms:
-            raise refused
-        return min(forms, key=lambda each: each[0])[1]
 
     def _example(self, tokens: NDArray[Any], counted: NDArray[np.bool_]) -> Example:
         counted[:1] = False
@@ -225,7 +172,7 @@ class ChatTokenizer(Tokenizer):
         if self.template is None:
             raise DataError(
                 f"{self._place} has no chat template, which messages need. Give a template (--data.format "
-                "FILE.jinja), the folder of a chat model, or records with prompt and completion."
+                "FILE.jinja), or the folder of a chat model."
             )
         text = str(self._applied(messages, tools, tokenize=False, add_generation_prompt=answer_next))
         return checked_text(text, self._place, "conversation")  # a role may hold what is no text
@@ -240,14 +187,6 @@ class ChatTokenizer(Tokenizer):
                 f"The chat template of {self._place} refused a conversation with the roles "
                 f"{', '.join(str(message['role']) for message in messages)}: {str(error).rstrip('.')}."
             ) from error
-
-
-def _as_object(arguments: Any) -> Any:
-    return json.loads(arguments) if isinstance(arguments, str) else arguments
-
-
-def _as_json(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def has_template(folder: Path) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Unpack
 
 import numpy as np
@@ -15,8 +14,8 @@ import xxhash
 from diloco.data.loader import Batches, Drawing, Sampler
 from diloco.data.packed import Mixture, PackedTokens
 from diloco.data.settings import DataSettings, SourceSettings
-from diloco.data.stream import BLOCK, DocumentStream, Source
-from diloco.data.text import is_heldout
+from diloco.data.source import Source, is_heldout
+from diloco.data.stream import BLOCK, DocumentStream
 from diloco.data.token_folder import SPLITS, TokenFolder, encode_splits, token_folders, training_texts
 from diloco.data.tokenizer import Tokenizer, make_tokenizer
 from diloco.errors import ConfigurationError, DataError
@@ -29,7 +28,6 @@ __all__ = [
     "fingerprint_of",
     "heldout_tokens",
     "open_stream",
-    "read_texts",
 ]
 
 _AHEAD = 4
@@ -96,7 +94,8 @@ def open_stream(settings: DataSettings) -> Corpus:
     named = [(about.name, about.weight, about.text_field) for about in parsed]
     total = sum(about.weight for about in parsed)
     shares = ", ".join(f"{about.name} {about.weight / total:.1%}" for about in parsed if about.name)
-    fingerprint = f"{named} {settings.heldout_fraction} {BLOCK} {tokenizer.to_json()} {heldout.digest}"
+    parts = [len(source.parts) for source in sources]
+    fingerprint = f"{named} {parts} {settings.heldout_fraction} {BLOCK} {tokenizer.to_json()} {heldout.digest}"
     digest = xxhash.xxh3_128_hexdigest(fingerprint.encode())
     return Corpus(
         PackedTokens([]),
@@ -124,13 +123,6 @@ def heldout_tokens(settings: DataSettings, tokenizer: Tokenizer) -> PackedTokens
         return _first_heldout([Source(about) for about in parsed], settings, tokenizer)
     fraction = settings.heldout_fraction
     return PackedTokens.joined([_splits(each, token_folders(each), fraction, tokenizer)["heldout"] for each in parsed])
-
-
-def read_texts(paths: Sequence[Path], *, text_field: str | None, skip_bad: bool) -> Iterator[str]:
-    """Return all documents of ``paths``: files, folders and ``hf:`` names."""
-    return Source(
-        SourceSettings(data=tuple(map(str, paths)), text_field=text_field or "text", skip_bad=skip_bad)
-    ).documents()
 
 
 def fingerprint_of(tokenizer: Tokenizer, train: PackedTokens, heldout: PackedTokens) -> str:

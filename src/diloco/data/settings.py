@@ -23,14 +23,12 @@ class SourceSettings:
     """One source of documents: what to read, and its share of the tokens."""
 
     name: str = ""  # the name in reports; "" if there is only one source
-    data: tuple[str, ...] = ()  # files, folders and ``hf:`` names, read in this order; if empty, the standard library
+    # files, folders, URLs and ``hf:`` names, read in this order; if empty, the standard library
+    data: tuple[str, ...] = ()
     # its fraction of the tokens drawn is this divided by the sum of all weights
     weight: Annotated[float, msgspec.Meta(gt=0, lt=1e300)] = 1.0
     text_field: str = "text"  # the field of records that holds the text
-    # splits a text file into documents; None: a file is one document
-    document_separator: Annotated[str, msgspec.Meta(min_length=1)] | None = None
-    data_files: tuple[str, ...] = ()  # for ``hf:`` names: files of the data set, or patterns
-    streaming: bool = False  # read a data set record by record, without a copy on disk
+    streaming: bool = False  # read an ``hf:`` data set record by record, without a copy on disk
     skip_bad: bool = False  # leave out rows that can't be used
 
 
@@ -38,9 +36,9 @@ class SourceSettings:
 class DataSettings:
     """Where the text comes from and how it becomes tokens."""
 
-    paths: Annotated[tuple[Path, ...], arg(aliases=["--data"])] = ()
-    """Text, .jsonl, .json or .parquet files, also compressed, folders of them, folders made by `diloco tokenize`, or
-    hf:NAME[/CONFIG][:SPLIT]. Default: the standard library of the running Python."""
+    paths: Annotated[tuple[str, ...], arg(aliases=["--data"], metavar="PATH...")] = ()
+    """Text, .jsonl, .json or .parquet files, also compressed, their folders, patterns or URLs (s3://, ...), folders
+    made by `diloco tokenize`, or hf:NAME[/CONFIG][:SPLIT]. Default: Python's standard library."""
     sources: Mapping[str, Any] = field(default_factory=dict)
     """Several weighted sources, instead of paths: one table NAME = { data = "...", weight = 1.0 } for each source."""
     format: Annotated[str, arg(metavar="{text,chat,FILE.jinja}")] = "text"
@@ -100,7 +98,7 @@ class DataSettings:
                 f"data.{name} can't be combined with data.format='chat', which reads all conversations of data.paths "
                 "before training. Leave it out."
             )
-        if self.chat and (not self.paths or any(str(path).startswith(HUB_PREFIX) for path in self.paths)):
+        if self.chat and (not self.paths or any(path.startswith(HUB_PREFIX) for path in self.paths)):
             raise ConfigurationError(
                 "data.format='chat' needs conversations in .jsonl, .json or .parquet files: --data FILE.jsonl. Save "
                 "a data set of the datasets library with Dataset.to_parquet."
@@ -116,7 +114,7 @@ class DataSettings:
         """
         common = SourceSettings(streaming=self.streaming, skip_bad=self.skip_bad)
         if not self.sources:
-            return (replace(common, data=tuple(map(str, self.paths))),)
+            return (replace(common, data=self.paths),)
         if self.paths:
             raise ConfigurationError("data.paths and data.sources were both given. List all data in one of them.")
         return tuple(_parse_source(name, table, common) for name, table in self.sources.items())
@@ -126,17 +124,22 @@ class DataSettings:
         named = self.tokenizer == "bytes" or self.bpe_vocab_size is not None
         return replace(
             self,
-            paths=tuple(Path(_absolute(str(path))) for path in self.paths),
+            paths=tuple(map(_absolute, self.paths)),
             sources={
-                name: {**table, **{key: _absolute(table[key], key != "data") for key in _PLACES if key in table}}
-                for name, table in self.sources.items()
+                source.name: {**self.sources[source.name], "data": tuple(map(_absolute, source.data))}
+                for source in (self.parsed_sources() if self.sources else ())
             },
-            tokenizer=self.tokenizer if named else _absolute(self.tokenizer, named=True),
+            tokenizer=self.tokenizer if named else _absolute(self.tokenizer),
             format=self.format if self.chat_template is None else _absolute(self.format),
         )
 
 
-_PLACES = ("data", "data_files")  # the keys of a source that hold a text or a list of texts
+_INSTEAD = {
+    **dict.fromkeys(("config", "split"), "hf:NAME/CONFIG:SPLIT names it"),
+    "data_files": 'data = "dumps/*.json" names files',
+    "document_separator": "write a .jsonl with one document per line",
+}
+"""Keys that a source does not have, and what replaces them."""
 
 
 def _parse_source(name: str, table: Any, common: SourceSettings) -> SourceSettings:
@@ -147,28 +150,19 @@ def _parse_source(name: str, table: Any, common: SourceSettings) -> SourceSettin
         )
     known = {each.name for each in fields(SourceSettings)} - {"name"}
     for key in table.keys() - known:
-        instead = "hf:NAME/CONFIG:SPLIT names it" if key in ("config", "split") else nearest(key, known)
-        raise ConfigurationError(f"{where} has an unknown key {key!r}; {instead}")
-    values = {key: [value] if key in _PLACES and isinstance(value, str) else value for key, value in table.items()}
+        raise ConfigurationError(f"{where} has an unknown key {key!r}; {_INSTEAD.get(key) or nearest(key, known)}")
+    data = [table["data"]] if isinstance(table["data"], str) else table["data"]
     try:
-        source = msgspec.convert(asdict(common) | values | {"name": name}, SourceSettings)
+        return msgspec.convert(asdict(common) | dict(table) | {"name": name, "data": data}, SourceSettings)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"{where} can't be used: {error}.") from error
-    if source.data_files and not any(place.startswith(HUB_PREFIX) for place in source.data):
-        raise ConfigurationError(f"{where} sets data_files, which only hf: names can have.")
-    return source
 
 
-def _absolute(value: Any, named: bool = False) -> Any:
-    """Return paths and ``hf:`` names that mean the same in another working directory.
-
-    ``named``: what does not exist is the name of a data set or tokenizer, or a pattern of files on the hub, and stays.
-    """
-    if not isinstance(value, str):
-        return tuple(_absolute(each, named) for each in value)
-    prefix = HUB_PREFIX if value.startswith(HUB_PREFIX) else ""
-    place, colon, split = value.removeprefix(prefix).partition(":") if prefix else (value, "", "")
-    folder = place.split("*", 1)[0].rpartition("/")[0] if "*" in place else ""
-    path = os.path.expanduser(place)
-    exists = os.path.exists(path) or os.path.isdir(folder)
-    return f"{prefix}{os.path.abspath(path)}{colon}{split}" if exists or not (named or prefix) else value
+def _absolute(place: str) -> str:
+    """Return a path that means the same in another working directory; URLs, and names on the hub, stay."""
+    prefix = HUB_PREFIX if place.startswith(HUB_PREFIX) else ""
+    path, colon, split = place.removeprefix(prefix).partition(":") if prefix else (place, "", "")
+    path = os.path.expanduser(path)
+    if "://" in place or (prefix and not os.path.exists(path)):
+        return place
+    return f"{prefix}{os.path.abspath(path)}{colon}{split}"

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from diloco.checkpoint import new_folder
 from diloco.data.packed import PackedTokens
 from diloco.data.settings import DataSettings, SourceSettings
-from diloco.data.stream import Source
-from diloco.data.text import split_documents
+from diloco.data.source import Source, split_documents
 from diloco.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
 from diloco.errors import ConfigurationError, DataError
 from diloco.private_files import read_regular
@@ -34,7 +33,7 @@ __all__ = ["SPLITS", "TokenFolder", "encode_splits", "token_folders", "tokenize"
 SPLITS = ("train", "heldout")
 
 _FORMAT = "diloco tokens"
-_READABLE = (1, 2)  # versions, of which the last is written; the first one also has files of where documents end
+_VERSION = 2
 _MANIFEST = "manifest.json"
 _DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 _BATCH_CHARACTERS = 4 << 20  # text tokenised at a time: enough to use all threads of the tokenizers library
@@ -47,10 +46,8 @@ class TokenFolder:
         self.path = path
         try:
             manifest = json.loads(read_regular(path / _MANIFEST))
-            if manifest["format_version"] not in _READABLE:
-                raise ValueError(
-                    f"version {manifest['format_version']}, but diloco {version('diloco')} reads {_READABLE}"
-                )
+            if (written := manifest["format_version"]) != _VERSION:
+                raise ValueError(f"version {written}, but diloco {version('diloco')} reads {_VERSION}")
             self._dtype = np.dtype(_DTYPES[manifest["dtype"]])
             self.vocab_size, self._eos_id = int(manifest["vocab_size"]), int(manifest["eos_id"])
             self.made: Mapping[str, Any] = dict(manifest["made"])  # how the folder was made
@@ -74,8 +71,7 @@ class TokenFolder:
 
     def _split(self, name: str, about: Mapping[str, Any]) -> PackedTokens:
         pieces: list[NDArray[Any]] = []
-        for number, shard in enumerate(about["shards"]):
-            tokens = int(shard[0] if isinstance(shard, list) else shard)  # version 1 also counts its documents
+        for number, tokens in enumerate(map(int, about["shards"])):
             file, size = self.path / f"{name}-{number:05d}.tokens", tokens * self._dtype.itemsize
             if file.stat().st_size != size:
                 raise ValueError(f"{file.name} has {file.stat().st_size:,} bytes, but should have {size:,}")
@@ -148,7 +144,7 @@ def tokenize(
                     progress(sum(writer.documents for writer in writers), sum(writer.bytes for writer in writers))
                 manifest = {
                     "format": _FORMAT,
-                    "format_version": _READABLE[-1],
+                    "format_version": _VERSION,
                     "dtype": tokenizer.dtype.name,
                     "vocab_size": tokenizer.vocab_size,
                     "eos_id": tokenizer.eos_id,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from diloco.data.hub import as_data_error
+from diloco.data.files import as_data_error
 from diloco.data.packed import PackedTokens
 from diloco.data.settings import HUB_PREFIX, DataSettings
 from diloco.errors import ConfigurationError, DataError, from_extra, nearest
@@ -42,7 +42,6 @@ __all__ = [
 EOS = "<|endoftext|>"
 """The end-of-document token of the vocabularies made here. In a text, these characters are plain text."""
 
-_KNOWN_EOS = (EOS, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "<EOS>", "[EOS]", "<｜end▁of▁sentence｜>")
 _PROBE = "The quick  brown fox,\n\n\tit's 12,345 µm Grüße – 東京 🙂 ﬁ e\u0301 \u00a0x_\r\n"
 """A text that a tokenizer must spell exactly: white space, other scripts, characters that normalisers change."""
 
@@ -71,7 +70,10 @@ class Tokenizer:
             raise DataError(f"{source} is not a valid tokenizer.json: {error}.") from error
         eos_id = self._tokenizer.token_to_id(eos)
         if eos_id is None:
-            raise DataError(f"{source} has no token {eos!r} to end a document with.")
+            raise DataError(
+                f"{source} has no token {eos!r} to end a document with. Name another as eos_token in a "
+                "tokenizer_config.json next to it."
+            )
         self._tokenizer.add_special_tokens([eos])  # some files list it without marking it as special
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
@@ -278,28 +280,18 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
 def load_tokenizer(path: Path) -> Tokenizer:
     """Load the tokenizer at ``path``: a ``tokenizer.json``, or a folder with one, as `Tokenizer.save` writes.
 
-    The end-of-document token is the ``eos_token`` of the ``tokenizer_config.json`` next to it. Without that entry, the
-    vocabulary must contain exactly one of the usual names, such as ``<|endoftext|>``; else `DataError` is raised.
+    The end-of-document token is the ``eos_token`` of the ``tokenizer_config.json`` next to it, else GPT-2's.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     config = file.with_name("tokenizer_config.json")
     try:
         content = read_regular(file).decode("utf-8-sig")
-        added = json.loads(content).get("added_tokens") or ()
         eos = json.loads(read_regular(config)).get("eos_token") if config.exists() else None
-        names = {token.get("content") for token in added}
-    except (OSError, ValueError, RecursionError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, AttributeError) as error:
         raise DataError(f"{file} and the {config.name} next to it can't be read: {error}.") from error
     if isinstance(eos, dict):  # the longer of the two forms in which a token is written there
         eos = eos.get("content")
-    if not isinstance(eos, str):
-        known = [name for name in _KNOWN_EOS if name in names]
-        if len(known) != 1:
-            raise DataError(
-                f"{file} does not say which token ends a document: of the usual names it has {known}. Put "
-                f'{{"eos_token": "..."}} into a {config.name} next to it.'
-            )
-        eos = known[0]
+    eos = eos if isinstance(eos, str) else EOS
     tokenizer = Tokenizer(content, eos=eos, source=str(file))
     plain = ByteTokenizer()
     return plain if tokenizer.to_json() == plain.to_json() else tokenizer
@@ -338,4 +330,5 @@ def library_tokenizer(name: str, extra: str, needs: str) -> Any:
 
 
 def _loading(name: str) -> AbstractContextManager[None]:
-    return as_data_error(f"The tokenizer of {name}", "Check the name (or give a local folder or tokenizer.json)")
+    advice = "Check the name (or give a local folder or tokenizer.json), and the connection to the hub"
+    return as_data_error(f"The tokenizer of {name}", f"{advice} (HF_HUB_OFFLINE=1 disables it).")

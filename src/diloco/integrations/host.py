@@ -93,14 +93,12 @@ def _is_sharded(model: nn.Module) -> bool:
 class StepWatch:
     """Observes whether an optimizer takes its steps or a gradient scaler skips them.
 
-    It observes the optimizer rather than the framework: a fused kernel receives ``found_inf`` and skips the step
-    itself, which Accelerate, for example, counts as a step taken.
+    It observes the optimizer, since a fused kernel receives ``found_inf`` and skips the step itself, which frameworks
+    count as a step taken.
 
     >>> parameter = nn.Parameter(torch.zeros(1))
     >>> optimizer = torch.optim.SGD([parameter], lr=1.0)
     >>> watch = StepWatch(optimizer)
-    >>> watch.trained()
-    0.0
     >>> optimizer.step()
     >>> watch.trained(), watch.trained()
     (1.0, 0.0)
@@ -215,25 +213,12 @@ class HostedReplica:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a framework saves beside a model, which holds the chosen `parameters`."""
-        local = self.hidden or held_values(self.begun)
         saves_globals = self.training and self.parameters == "global"
-        state = {"diloco": self.begun.state_dict(), "local": local if saves_globals else None}
-        return state | {"replica": self.begun.transport.replica}
+        return state_of(self.begun, (self.hidden or held_values(self.begun)) if saves_globals else None)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict`. The framework loads the model before or after this call.
-
-        Raises:
-            CheckpointError: if it belongs to another replica, model or schedule.
-        """
-        with readable_state("The state"):
-            saved, replica = state["replica"], self.begun.transport.replica
-        if saved != replica:
-            raise CheckpointError(
-                f"The checkpoint belongs to replica {saved}, but this is replica {replica}. Resume each replica from "
-                "its own checkpoint."
-            )
-        _restore(self.begun, state)
+        """Restore what `state_dict` returned. The framework loads the model before or after this call."""
+        restore(self.begun, state)
 
 
 def held_values(diloco: DiLoCo) -> dict[str, Tensor]:
@@ -247,27 +232,40 @@ def _hold(diloco: DiLoCo, values: Mapping[str, Tensor]) -> None:
         shard.copy_(values[name])
 
 
-def _restore(diloco: DiLoCo, state: Mapping[str, Any]) -> None:
-    """Restore what was saved, or change nothing if it belongs to another model or run."""
+def state_of(diloco: DiLoCo, local: Mapping[str, Tensor] | None) -> dict[str, Any]:
+    """Return the state that is saved beside a model.
+
+    ``local`` are the local parameters by name if the model that is saved holds the global ones, else None.
+    """
+    return {"diloco": diloco.state_dict(), "local": local, "replica": diloco.transport.replica}
+
+
+def restore(diloco: DiLoCo, state: Mapping[str, Any]) -> None:
+    """Restore the state that `state_of` returned; afterwards the model holds its local parameters.
+
+    Raises:
+        CheckpointError: if it belongs to another replica, model or schedule. Nothing was changed.
+    """
     with readable_state("The state"):
-        saved, local, shapes = state["diloco"], state["local"], _shapes(held_values(diloco))
-        if local is not None and _shapes(local) != shapes:
+        saved, local, replica = state["diloco"], state["local"], state["replica"]
+        if replica != diloco.transport.replica:
+            raise CheckpointError(
+                f"The checkpoint belongs to replica {replica}, but this is replica {diloco.transport.replica}. Resume "
+                "each replica from its own checkpoint."
+            )
+        shapes = {name: value.shape for name, value in held_values(diloco).items()}
+        if local is not None and {name: value.shape for name, value in local.items()} != shapes:
             raise CheckpointError("The saved parameters are those of another model. Nothing was loaded.")
     diloco.load_state_dict(saved)
     if local is not None:
         _hold(diloco, local)
 
 
-def _shapes(values: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: value.shape for name, value in values.items()}
-
-
 def save_state(checkpoint: Path, diloco: DiLoCo, local: Mapping[str, Tensor] | None = None) -> None:
-    """Save the state that this rank needs to resume exactly. Call this on all ranks of the replica.
+    """Save the state that this rank needs to resume exactly, on all ranks of the replica.
 
     Args:
         checkpoint: the framework's checkpoint folder.
-        diloco: this rank's `DiLoCo`.
         local: parameter name -> local value, if the framework saves the global parameters as the model; else None.
 
     Raises:
@@ -283,18 +281,15 @@ def save_state(checkpoint: Path, diloco: DiLoCo, local: Mapping[str, Tensor] | N
             "the other's model and optimizer. Give each replica its own folder."
         )
     about = {"replica": replica, "steps": diloco.steps, "model": digest_tensors(held_values(diloco))}
-    state = {"diloco": diloco.state_dict(), "local": local}
-    save_checkpoint(mine, diloco.steps, {"state": state}, about=about, keep=1)
+    save_checkpoint(mine, diloco.steps, {"state": state_of(diloco, local)}, about=about, keep=1)
 
 
 def load_state(checkpoint: Path, diloco: DiLoCo, *, check_model: bool) -> None:
-    """Restore the state that `save_state` saved. Call this on all ranks of the replica.
+    """Restore the state that `save_state` saved, on all ranks of the replica, before the first step.
 
     Afterwards the model holds its local parameters, even if the framework saved the global ones.
 
     Args:
-        checkpoint: the framework's checkpoint folder.
-        diloco: this rank's `DiLoCo`, which has not taken a step.
         check_model: whether to check that the model is the one saved with the state; True if it is already loaded.
 
     Raises:
@@ -312,7 +307,7 @@ def load_state(checkpoint: Path, diloco: DiLoCo, *, check_model: bool) -> None:
             f"The model that was loaded is not the one saved in {checkpoint}. Pass the folder that it was loaded from "
             "to DiLoCoCallback (resume_from_checkpoint=...)."
         )
-    _restore(diloco, opened.load("state"))
+    restore(diloco, opened.load("state"))
 
 
 def _place(checkpoint: Path, diloco: DiLoCo) -> Path:
@@ -329,24 +324,21 @@ def saved_states(checkpoint: Path) -> list[str]:
 def replica_share(dataset: Any, *, replica: int, num_replicas: int, seed: int | None = 0) -> Any:
     """Return one replica's share of a map-style data set. Shares are disjoint and have equal sizes.
 
-    With equal shares, an epoch has the same number of steps on every replica, so that no replica waits for one that
-    finished its epoch early. The remainder, fewer than M samples, is left out.
+    So an epoch has the same number of steps on every replica. The remainder, fewer than M samples, is left out.
 
     Args:
-        dataset: a data set with ``__len__`` and ``__getitem__``. The share of a `datasets.Dataset` or of a tensor has
-            the same type; any other share is a `torch.utils.data.Subset`.
+        dataset: a data set with ``__len__`` and ``__getitem__``. The share of a `datasets.Dataset` has the same type;
+            any other share is a `torch.utils.data.Subset`.
         replica: the number m of the replica, from 0 to M - 1.
         num_replicas: the number M of replicas.
-        seed: the seed of the shuffle before the split, which must be the same on all replicas. None does not shuffle:
-            replica m gets every M-th sample, starting at sample m.
+        seed: the seed of the shuffle before the split, the same on all replicas. None: replica m gets every M-th
+            sample, starting at sample m.
 
     Raises:
         ConfigurationError: if ``replica`` is out of range, or if the data set has no length or fewer than M samples.
 
     >>> [list(replica_share(range(7), replica=m, num_replicas=3, seed=None)) for m in range(3)]
     [[0, 3], [1, 4], [2, 5]]
-    >>> replica_share(torch.arange(7) * 10, replica=1, num_replicas=3, seed=None)
-    tensor([10, 40])
     """
     check_replica(replica, num_replicas)
     if not hasattr(dataset, "__len__"):
@@ -364,6 +356,4 @@ def replica_share(dataset: Any, *, replica: int, num_replicas: int, seed: int | 
         generator = torch.Generator("cpu").manual_seed(seed)
         order = torch.randperm(len(dataset), generator=generator, dtype=torch.int64, device="cpu")
     indices = order[replica : each * num_replicas : num_replicas].tolist()
-    if isinstance(dataset, torch.Tensor):
-        return dataset[indices]
     return dataset.select(indices) if hasattr(dataset, "select") else Subset(dataset, indices)

@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from diloco.errors import CheckpointError, ConfigurationError, from_extra
-from diloco.integrations.host import (
-    HostedReplica,
-    Parameters,
-    held_values,
-    load_state,
-    save_state,
-    saved_states,
-)
+from diloco.integrations.host import HostedReplica, Parameters, held_values, load_state, save_state, saved_states
 from diloco.outer import DiLoCo
 from diloco.transport import Transport
 
@@ -126,10 +119,7 @@ class DiLoCoCallback(TrainerCallback):
             state.log_history[-1].update(figures)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Merge what is in flight, and leave the model with the chosen parameters.
-
-        If the Trainer has loaded the best model at the end, the model keeps those parameters.
-        """
+        """Merge what is in flight, and leave the model with the chosen parameters, or the best that were loaded."""
         assert self.diloco is not None, "training has started"
         best = None
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:

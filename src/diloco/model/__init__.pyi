@@ -9,14 +9,11 @@ from .folders import without_progress_bars as without_progress_bars
 from .huggingface import HuggingFaceModel as HuggingFaceModel
 from .huggingface import base_digest as base_digest
 from .language_model import LanguageModel as LanguageModel
-from .language_model import LossChunks as LossChunks
 from .language_model import LossParts as LossParts
 from .language_model import build_language_model as build_language_model
 from .language_model import check_vocabulary as check_vocabulary
 from .language_model import document_numbers as document_numbers
 from .language_model import documents_of as documents_of
-from .language_model import even_batches as even_batches
-from .language_model import is_even as is_even
 from .loss import ENDS as ENDS
 from .loss import NOT_COUNTED as NOT_COUNTED
 from .loss import cross_entropy_with_z_loss as cross_entropy_with_z_loss

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from diloco.algorithm import model_state, named_parameters
 from diloco.errors import ConfigurationError, from_extra
@@ -18,7 +18,6 @@ from diloco.model.settings import ModelSettings, parse_source
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-    from transformers import PreTrainedModel
 
 
 ADAPTER_FOLDER = "adapter"  # the folder to which a run writes its adapter
@@ -52,13 +51,22 @@ def add_adapters(model: HuggingFaceModel, settings: ModelSettings) -> None:
     """
     config, wrapped = lora_config(settings), model.wrapped
     from peft.tuners.lora import LoraModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
+    head = wrapped.get_output_embeddings()
+    tied = head is not None and head.weight is wrapped.get_input_embeddings().weight
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # peft corrects it itself
             tuner = LoraModel(wrapped, config, _NAME)
     except (ValueError, TypeError, ImportError) as error:
         raise ConfigurationError(f"peft refused the adapters: {' '.join(str(error).split())}") from error
+    ends = wrapped.get_input_embeddings(), wrapped.get_output_embeddings()
+    if tied and any(isinstance(end, BaseTunerLayer) for end in ends):
+        raise ConfigurationError(
+            "An adapter of an output projection that is tied to the embedding can't be merged. Choose other "
+            "model.arguments.lora_targets (all-linear leaves it out)."
+        )
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -73,8 +81,6 @@ def add_adapters(model: HuggingFaceModel, settings: ModelSettings) -> None:
 def merge_adapters(model: HuggingFaceModel) -> None:
     """Add every adapter to the weights it belongs to, in place and in float32, and remove it.
 
-    If one of those weights is tied to another, such as an output projection to the embedding, all are separated first.
-
     Raises:
         ConfigurationError: the weights are quantised, so merging would round them once more.
     """
@@ -85,29 +91,8 @@ def merge_adapters(model: HuggingFaceModel) -> None:
             "that are not quantised."
         )
     wrapped.float()  # a small change would vanish in the rounding of 16-bit weights
-    _separate(wrapped)
     model.tuner[0].merge_and_unload()
     wrapped.requires_grad_(True)
-
-
-def _separate(model: PreTrainedModel) -> None:
-    """Give each module parameters of its own, if an adapter changes one that is tied."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    uses: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            uses.setdefault(id(parameter), []).append((module, name))
-    bases: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, BaseTunerLayer):
-            bases.update(map(id, module.get_base_layer().parameters()))
-    if not any(len(places) > 1 and parameter in bases for parameter, places in uses.items()):
-        return
-    for places in uses.values():  # all of them, since the configuration says only whether any are tied
-        for module, name in places[1:]:
-            setattr(module, name, nn.Parameter(getattr(module, name).clone()))
-    model.config.tie_word_embeddings = False
 
 
 def save_adapter(folder: Path, model: HuggingFaceModel, values: Mapping[str, Tensor]) -> None:

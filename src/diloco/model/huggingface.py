@@ -28,14 +28,14 @@ from diloco.model.folders import (
     weights_digest,
     without_progress_bars,
 )
-from diloco.model.language_model import LanguageModel, LossParts, TokensSeen
+from diloco.model.language_model import LanguageModel, LossParts
 from diloco.model.settings import HuggingFaceSettings, ModelSettings, parse_source
 from diloco.model.transformer import block_mask, boolean_mask
 from diloco.waiting import fetching
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraModel
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 
 UNLIMITED = 1 << 30  # the maximum length for a model without a position limit, such as a recurrent one
@@ -96,22 +96,16 @@ class HuggingFaceModel(LanguageModel):
         self.masks_documents = attends and "position_ids" in accepted and not getattr(wrapped, "_is_stateful", False)
         self._has_windows = bool(kinds - {"full_attention"} or getattr(config, "sliding_window", None))
 
-    def forward(self, tokens: Tensor, cache: _Cache | None = None, documents: Tensor | None = None) -> Tensor:
-        new = tokens.shape[1]
-        length = new + (0 if cache is None else cache.length)
+    def forward(self, tokens: Tensor, cache: DynamicCache | None = None, documents: Tensor | None = None) -> Tensor:
+        length = tokens.shape[1] + (0 if cache is None else cache.get_seq_length())
         if length > self.max_sequence_length:
             raise ConfigurationError(
                 f"A sequence of {length} tokens is longer than max_position_embeddings={self.max_sequence_length} "
                 f"of {type(self.wrapped).__name__}. Shorten it."
             )
-        logits: Tensor
-        if cache is None:
-            logits = self._call(self.wrapped, tokens, documents).logits.view(*tokens.shape, -1)
-        else:
-            seen = cache.extend(tokens)
-            past = {} if cache.past is None else {"past_key_values": cache.past, "use_cache": True}
-            logits = self.wrapped(input_ids=tokens if past else seen, **past).logits[:, -new:]
-        return logits
+        past: dict[str, Any] = {} if cache is None else {"past_key_values": cache, "use_cache": True}
+        logits: Tensor = self._call(self.wrapped, tokens, documents, **past).logits
+        return logits.view(*tokens.shape, -1)
 
     def hidden(self, tokens: Tensor, documents: Tensor | None) -> Tensor:
         hidden: Tensor = self._call(self.wrapped.base_model, tokens, documents).last_hidden_state
@@ -131,14 +125,16 @@ class HuggingFaceModel(LanguageModel):
         parts = self.loss_of_logits(output.logits, targets)
         return LossParts(parts.loss + self.balance_loss * output.aux_loss, parts.cross_entropy)
 
-    def new_cache(self) -> _Cache:
-        return _Cache(self.wrapped.config if self._caches else None)
+    def new_cache(self) -> DynamicCache | None:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.wrapped.config) if self._caches else None
 
     def used_share(self, name: str) -> float:
         return self._expert_share if ".experts." in name else 1.0
 
     def attended(self, length: int) -> float:
-        """Recurrent layers have no attention, and ``sliding_window`` limits what a token sees."""
+        """Recurrent layers have no attention; ``sliding_window`` limits what a token sees."""
         config = self.wrapped.config
         heads = int(getattr(config, "num_attention_heads", 0) or 0)
         head_width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
@@ -168,7 +164,7 @@ class HuggingFaceModel(LanguageModel):
     def _call(self, module: Any, tokens: Tensor, documents: Tensor | None, **arguments: Any) -> Any:
         """Call a module of ``transformers``, whose output may have all rows in one."""
         if self._caches:
-            arguments["use_cache"] = False
+            arguments.setdefault("use_cache", False)
         if documents is not None:
             arguments |= self._apart(documents)
             tokens = tokens.reshape(arguments["position_ids"].shape)
@@ -195,16 +191,6 @@ class HuggingFaceModel(LanguageModel):
         if implementation == "eager":  # it adds the mask to the scores
             mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, torch.finfo(torch.float32).min)
         return {"position_ids": restarted, "attention_mask": mask}
-
-
-class _Cache(TokensSeen):
-    """The tokens seen; for architectures that use one, ``past`` is the key-value cache of transformers."""
-
-    def __init__(self, config: PretrainedConfig | None) -> None:
-        from transformers import DynamicCache
-
-        super().__init__()
-        self.past = None if config is None else DynamicCache(config=config)
 
 
 def build_huggingface(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -30,65 +28,6 @@ class LossParts(NamedTuple):
     cross_entropy: Tensor  # the value to report: the mean cross-entropy alone; it has no gradient
 
 
-@dataclass(frozen=True)
-class LossChunks:
-    """How a loss is computed in chunks together with the output projection; see `projected_cross_entropy`."""
-
-    tokens: int = 0  # the most tokens whose logits exist at once; 0: the logits of a whole batch
-    compiled: bool = False  # use torch.compile
-
-    def serve(self, tokens: int) -> bool:
-        """Return whether a batch of ``tokens`` is computed in chunks: if it is larger than a chunk, or compiled.
-
-        >>> LossChunks(4096).serve(4096), LossChunks(4096).serve(4097), LossChunks(4096, compiled=True).serve(8)
-        (False, True, True)
-        """
-        return self.tokens > 0 and (self.compiled or tokens > self.tokens)
-
-
-_even: ContextVar[bool] = ContextVar("even", default=False)
-
-
-@contextmanager
-def even_batches() -> Iterator[None]:
-    """Say that passes inside the context have the shapes of few kinds of batches, unlike those of generation.
-
-    Compiled blocks then serve them also without gradients.
-    """
-    token = _even.set(True)
-    try:
-        yield
-    finally:
-        _even.reset(token)
-
-
-def is_even() -> bool:
-    """Return whether the caller is inside of `even_batches`."""
-    return _even.get()
-
-
-class TokensSeen:
-    """A cache for models without one: it stores the tokens, and every step processes all of them again.
-
-    >>> seen = TokensSeen()
-    >>> seen.extend(torch.tensor([[1, 2]])).tolist(), seen.extend(torch.tensor([[3]])).tolist(), seen.length
-    ([[1, 2]], [[1, 2, 3]], 3)
-    """
-
-    def __init__(self) -> None:
-        self._tokens: Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        """The number of tokens seen."""
-        return 0 if self._tokens is None else self._tokens.shape[1]
-
-    def extend(self, tokens: Tensor) -> Tensor:
-        """Append the ``(batch, new)`` tokens and return all of them, ``(batch, length + new)``."""
-        self._tokens = tokens if self._tokens is None else torch.cat((self._tokens, tokens), 1)
-        return self._tokens
-
-
 class LanguageModel(nn.Module):
     """A causal language model: `forward`, and what has a default here.
 
@@ -99,8 +38,10 @@ class LanguageModel(nn.Module):
     max_sequence_length: int  # the longest supported sequence, in tokens
     num_layers: int  # the number of blocks, from which fragments are made
     z_loss: float = 0.0  # weight of the squared log-partition in the loss
-    # how `loss` is computed by a model that supports chunks; training sets it
-    loss_chunks: LossChunks = LossChunks()
+    # the most tokens whose logits exist at once in a `loss` that is computed in chunks together with the output
+    # projection, where the model supports that; 0: all. Training sets it
+    loss_chunk_tokens: int = 0
+    compiled_loss: bool = False  # compute it in chunks whatever the batch, by compiled code
     whole_graphs: bool = False  # whether it is known that torch.compile traces its blocks without a break
     # whether `loss` calls ``self(tokens)``, and so runs its hooks
     loss_calls_model: bool = True
@@ -112,8 +53,8 @@ class LanguageModel(nn.Module):
 
         Args:
             tokens: ``(batch, sequence)`` int64.
-            cache: made by `new_cache` of this model. It holds what came before ``tokens``, and they are added to it.
-                None: nothing came before.
+            cache: made by `new_cache`. It holds what came before ``tokens``, and they are added to it. None: nothing
+                came before.
             documents: ``(batch, sequence)`` int64, equal where two tokens of a row belong to one document; a token sees
                 only those of its own document (not with a cache). None: it sees all tokens before it.
 
@@ -143,24 +84,22 @@ class LanguageModel(nn.Module):
                 counted. The means are over the counted targets, and 0 if there are none.
             documents: as in `forward`.
         """
-        chunks, targets, projection = self.loss_chunks, targets.flatten(), self.projection
-        if projection is not None and chunks.serve(len(targets)):
-            hidden = self.hidden(tokens, documents).flatten(0, 1)
-            parts = projected_cross_entropy(
-                hidden, projection, targets, self.z_loss, chunk_tokens=chunks.tokens, compiled=chunks.compiled
+        most, targets, projection = self.loss_chunk_tokens, targets.flatten(), self.projection
+        if projection is not None and most and (self.compiled_loss or len(targets) > most):
+            hidden, compiled = self.hidden(tokens, documents).flatten(0, 1), self.compiled_loss
+            return LossParts(
+                *projected_cross_entropy(hidden, projection, targets, self.z_loss, chunk_tokens=most, compiled=compiled)
             )
-            return LossParts(*parts)
         call = self if self.loss_calls_model else self.forward
         return self.loss_of_logits(call(tokens, documents=documents), targets)
 
     def loss_of_logits(self, logits: Tensor, targets: Tensor) -> LossParts:
         """Return the loss of ``(batch, sequence, vocab)`` logits; see `loss`."""
-        parts = cross_entropy_with_z_loss(logits.flatten(0, 1).float(), targets.flatten(), self.z_loss)
-        return LossParts(*parts)
+        return LossParts(*cross_entropy_with_z_loss(logits.flatten(0, 1).float(), targets.flatten(), self.z_loss))
 
     def new_cache(self) -> Any:
-        """Return an empty cache for one batch of sequences; its ``length`` is the number of tokens seen."""
-        return TokensSeen()
+        """Return an empty cache for one batch of sequences; None if the model has none."""
+        return None
 
     def flops_per_token(self, sequence_length: int | None = None) -> float:
         """Return the estimated floating-point operations of training on one token, forward and backward.
@@ -215,19 +154,6 @@ class LanguageModel(nn.Module):
         """Return the parameters and persistent buffers without what the model's source has; they are not copied."""
         return {name: value for name, value in model_state(self).items() if name not in self.source_has}
 
-    def load_saved_state(self, values: Mapping[str, Tensor]) -> None:
-        """Copy what `saved_state` returned into the model.
-
-        Raises:
-            RuntimeError: it belongs to another model.
-        """
-        state = self.saved_state()
-        mine, theirs = ({name: tuple(value.shape) for name, value in each.items()} for each in (state, values))
-        if odd := sorted(mine.items() ^ theirs.items()):
-            raise RuntimeError(f"only one of the two has {', '.join(f'{name} {shape}' for name, shape in odd[:5])}.")
-        for name, tensor in state.items():
-            tensor.copy_(values[name])
-
     def num_trained(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
 
@@ -274,10 +200,7 @@ class ForeignModel(LanguageModel):
         self.vocab_size, self.max_sequence_length, self.z_loss = vocab_size, max_sequence_length, z_loss
         self.num_layers = self.count_layers()
 
-    def forward(self, tokens: Tensor, cache: TokensSeen | None = None, documents: Tensor | None = None) -> Tensor:
-        new = tokens.shape[1]
-        if cache is not None:
-            tokens = cache.extend(tokens)
+    def forward(self, tokens: Tensor, cache: Any = None, documents: Tensor | None = None) -> Tensor:
         if tokens.shape[1] > self.max_sequence_length:
             raise ConfigurationError(
                 f"A sequence of {tokens.shape[1]} tokens is longer than max_sequence_length="
@@ -297,7 +220,7 @@ class ForeignModel(LanguageModel):
                 f"{name} returned {shape}, not logits of shape (batch, sequence, vocab) = "
                 f"{(*tokens.shape, self.vocab_size)}."
             )
-        return logits[:, -new:]  # type: ignore[no-any-return]  # a tensor, as checked above
+        return logits  # type: ignore[no-any-return]  # a tensor, as checked above
 
 
 def build_language_model(

@@ -137,7 +137,7 @@ class ModelSettings:
     attn_implementation (sdpa, flex_attention, ...), lora_alpha (twice the rank), lora_dropout, lora_targets
     (all-linear), base_dtype of the frozen weights (float32)."""
     lora_rank: Annotated[int, arg(aliases=["--lora-rank"])] = 0
-    """With an hf: model: train only adapters of this rank (LoRA) next to frozen weights. 0: all weights."""
+    """With an hf: model: train only adapters of this rank (LoRA). 0: all weights."""
     quantization: Annotated[Literal["nf4", "int8"] | None, arg(aliases=["--quantization"])] = None
     """With LoRA: quantise the frozen weights to four or eight bits with bitsandbytes (QLoRA)."""
 

@@ -284,12 +284,18 @@ class RMSNorm(nn.Module):
         return normed.to(product_dtype(hidden))
 
 
+class _Linear(nn.Linear):
+    """A layer whose values `Transformer.initialise` sets, not the global generator.
+
+    ``torch.nn.utils.skip_init`` does the same but makes it on ``meta`` first, for which torch imports sympy (40 MB).
+    """
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 def _linear(inputs: int, outputs: int) -> nn.Linear:
-    """Return a layer whose values `Transformer.initialise` sets, not the global generator."""
-    device = torch.get_default_device()  # of the `with` statement around the construction, such as meta
-    arguments: dict[str, Any] = {"bias": False, "dtype": torch.float32, "device": device}
-    layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs, **arguments)  # type: ignore[no-untyped-call]  # torch's
-    return layer
+    return _Linear(inputs, outputs, bias=False, dtype=torch.float32)
 
 
 def _rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

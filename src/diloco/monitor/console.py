@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 import time
@@ -28,7 +29,9 @@ from diloco.units import (
     perplexity,
     visible_lines,
 )
+from diloco.waiting import say
 
+ROW_EVERY = 10  # steps between two rows; the last step always has one
 _HEADER_EVERY = 30
 _STYLES = {
     events.Evaluated: "green",
@@ -81,21 +84,19 @@ class _Console:
 
 
 class PlainConsole(_Console):
-    """Plain lines for a log: the facts of the run, a row every ``every_steps`` steps, and a line per notable event.
+    """Plain lines for a log: the facts of the run, a row every ten steps, and a line per notable event.
 
     Lines have at most 80 columns unless a path or a message is longer, and every line is flushed.
 
     Args:
         stream: the stream to write to; by default, standard output at the time of the call.
-        every_steps: steps between two rows, at least 1. The last step always has a row.
         options: as for `_Console`.
     """
 
-    def __init__(self, stream: TextIO | None = None, *, every_steps: int = 10, **options: Any) -> None:
+    def __init__(self, stream: TextIO | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._stream = sys.stdout if stream is None else stream
         self.encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        self._every_steps = every_steps
         self._rows, self._row_step = 0, -1  # the number of rows, and the step of the last one
 
     def handle(self, event: events.Event) -> None:
@@ -106,7 +107,7 @@ class PlainConsole(_Console):
         match event:
             case events.RunStarted():
                 self._heads()
-            case events.StepFinished(step=step) if step % self._every_steps == 0 or step == self._progress.total_steps:
+            case events.StepFinished(step=step) if step % ROW_EVERY == 0 or step == self._progress.total_steps:
                 self._row()
 
     def close(self) -> None:
@@ -135,6 +136,48 @@ class PlainConsole(_Console):
         speed = f"{_known(format_count, progress.tokens_per_s):>8}{used} {format_bytes(last.sent_bytes):>8}"
         compute, left = _percent(last.compute_utilization), _known(format_duration, progress.left_s)
         self._print(f"{_done(last.step, progress)}  {loss} {speed} {compute:>7} {left:>6}")
+
+
+class JsonConsole:
+    """One JSON object a line on standard error: ``time``, ``level``, ``message``, and the fields of the event.
+
+    Every tenth step has a line, and each event of which a console tells. Messages of the command and reports of waits
+    are such lines too; see `diloco.waiting.say`.
+
+    Args:
+        process: the name of this process, a field of each line.
+    """
+
+    def __init__(self, process: str, *, verbose: bool = False) -> None:
+        self._process, self._progress = process, RunProgress(verbose=verbose)
+
+    def handle(self, event: events.Event) -> None:
+        """Write the line for ``event``, if there is one."""
+        line, level = self._progress.take(event, time.monotonic()), "info"
+        match event:
+            case events.StepFinished():
+                diverged = not math.isfinite(event.loss)
+                if not (line or diverged or event.step % ROW_EVERY == 0 or event.step == self._progress.total_steps):
+                    return
+                line, level = line or f"loss {event.loss:.4f}", "error" if diverged else level
+            case events.RunStarted():
+                line = _title(event)
+            case events.RunFinished():
+                line = "the run has ended"
+            case events.Lost():
+                level = "error"
+            case events.RoundVoid() | events.Interrupted():
+                level = "warning"
+            case events.ViewChanged() if event.lost:
+                level = "warning"
+        if line:
+            record = events.json_ready(events.to_record(event))
+            if not self._progress.verbose:
+                record.pop("details", None)
+            say(line, level, process=self._process, **record)
+
+    def close(self) -> None:
+        """Do nothing: every line has been flushed."""
 
 
 class VisibleConsole(Console):

@@ -94,6 +94,8 @@ class RunProgress:
             case events.ViewChanged():
                 self.names = event.names
                 return f"{_change(event)}\n{event.reason}" if self.verbose else _change(event)
+            case events.Lost():
+                return f"{event.reason} It is searching for the other replicas."
             case events.Note() if self.verbose or not event.detail:
                 return event.text
             case events.CheckpointSaved():

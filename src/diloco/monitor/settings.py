@@ -14,18 +14,29 @@ from diloco.errors import ConfigurationError
 class MonitorSettings:
     """What a run prints and writes while it trains."""
 
-    console: Literal["auto", "live", "plain", "quiet"] = "auto"
-    """live: a progress display; plain: a line every monitor.every_steps steps; auto: live on a terminal, else plain;
-    quiet: no output."""
+    console: Annotated[Literal["auto", "live", "plain", "json", "quiet"], arg(aliases=["--log"])] = "auto"
+    """auto: live (a display) on a terminal, else plain (a row each ten steps); json: lines on stderr."""
     verbose: Annotated[bool, arg(aliases=["--verbose"])] = False
-    """Also print the details: all facts about the run at its start, and reasons in full."""
-    every_steps: int = 10
-    """Steps between two lines of plain output."""
+    """Also print all facts and whole reasons."""
+    prometheus: str | None = None
+    """Port at which the run answers /metrics (for Prometheus) and /healthz (for orchestrators), on this machine alone;
+    HOST:PORT: on that interface, to everybody who reaches it. Each further process of the run on this machine takes the
+    next port. Needs pip install 'diloco[monitor]'."""
     sinks: Annotated[tuple[str, ...], arg(aliases=["--sinks"])] = ()
-    """Further sinks of the run's events: tensorboard, wandb (both need pip install 'diloco[monitor]'; wandb reads its
-    own WANDB_* variables), or your own as MODULE:NAME or FILE.py:NAME of what takes the run folder and returns a
-    diloco.events.Sink."""
+    """Further sinks: lineage, tensorboard, wandb (pip install 'diloco[monitor]'), or MODULE:NAME or FILE.py:NAME of
+    your own, which takes the run folder."""
 
     def __post_init__(self) -> None:
-        if self.every_steps < 1:
-            raise ConfigurationError(f"monitor.every_steps must be at least 1, got {self.every_steps}.")
+        if self.prometheus is not None:
+            self.metrics_address()
+
+    def metrics_address(self) -> tuple[str, int]:
+        """Return host and port of monitor.prometheus, which must be set.
+
+        >>> MonitorSettings(prometheus="9464").metrics_address(), MonitorSettings(prometheus="[::]:1").metrics_address()
+        (('127.0.0.1', 9464), ('::', 1))
+        """
+        host, _, port = (self.prometheus or "").rpartition(":")
+        if not (port.isdecimal() and port.isascii() and 0 < int(port) < 1 << 16):
+            raise ConfigurationError(f"monitor.prometheus must be PORT or HOST:PORT, got {self.prometheus!r}.")
+        return host.strip("[]") or "127.0.0.1", int(port)

@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import secrets
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,9 +24,11 @@ from typing import Any
 from diloco import events
 from diloco.errors import ConfigurationError, DataError, from_extra, nearest
 from diloco.events import Event, Sink
-from diloco.monitor.console import LiveConsole, PlainConsole
+from diloco.monitor.console import JsonConsole, LiveConsole, PlainConsole
+from diloco.monitor.lineage import LineageSink
 from diloco.monitor.settings import MonitorSettings
 from diloco.plugins import call, is_own
+from diloco.waiting import say
 
 
 class MetricsFile:
@@ -285,8 +286,10 @@ def make_sinks(
     sinks["metrics.jsonl"] = MetricsFile(folder / "metrics.jsonl")
     if kind == "live" or (kind == "auto" and is_terminal):
         sinks["the progress display"] = LiveConsole(verbose=settings.verbose)
+    elif kind == "json":
+        sinks["the log"] = JsonConsole(name or folder.resolve().name, verbose=settings.verbose)
     elif kind != "quiet":
-        sinks["the plain output"] = PlainConsole(every_steps=settings.every_steps, verbose=settings.verbose)
+        sinks["the plain output"] = PlainConsole(verbose=settings.verbose)
     return Sinks(sinks)
 
 
@@ -298,12 +301,14 @@ def _make_sink(text: str, folder: Path, offered: Mapping[str, Any]) -> Sink:
         return TensorBoardSink(folder)
     if text == "wandb":
         return WandbSink(folder, **offered)
-    known = nearest(text, ("tensorboard", "wandb"))
+    if text == "lineage":
+        return LineageSink(folder)
+    known = nearest(text, ("tensorboard", "wandb", "lineage"))
     raise ConfigurationError(f"monitor.sinks={text!r} is unknown; {known} Your own is MODULE:NAME or FILE.py:NAME.")
 
 
 def _print(what: str, error: Exception, then: str) -> None:
-    """Print a message to stderr. It never raises, unlike `warnings` under ``-W error``."""
+    """Print a message on standard error. It never raises, unlike `warnings` under ``-W error``."""
     why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     with contextlib.suppress(Exception):
-        print(f"{what} ({why}); {then}", file=sys.stderr, flush=True)
+        say(f"{what} ({why}); {then}", "error")

@@ -22,9 +22,7 @@ from diloco.algorithm import (
     AlphaMerge,
     AverageRule,
     Codec,
-    Contribution,
     FragmentLayout,
-    MeanEncoding,
     Merge,
     MergeRule,
     Nesterov,
@@ -33,18 +31,16 @@ from diloco.algorithm import (
     RoundId,
     Send,
     SyncSchedule,
-    collect_buffers,
     digest_state,
     holding,
     make_codec,
-    not_finite,
     partition,
     reshard,
-    restore_buffers_,
 )
 from diloco.errors import CheckpointError, ConfigurationError, DivergedError, RoundVoidError, TransportError
-from diloco.events import Event, Note, RoundCommitted, RoundSent, RoundVoid
-from diloco.outer.arguments import (
+from diloco.events import Event, Note
+from diloco.outer.checks import (
+    ModelWatch,
     argument_facts,
     check_arguments,
     check_kinds,
@@ -54,7 +50,6 @@ from diloco.outer.arguments import (
     usable_device,
 )
 from diloco.outer.fragment import Fragment
-from diloco.outer.model_watch import ModelWatch
 from diloco.outer.recovery import StateRecovery
 from diloco.outer.reports import Reports
 from diloco.outer.state import greatest_of_ranks
@@ -62,12 +57,6 @@ from diloco.state_tree import readable_state
 from diloco.transport import InProcessTransport, Transport
 
 __all__ = ["DiLoCo"]
-
-_OF_AVERAGES = (
-    *("contributors", "sent_bytes", "received_bytes", "wait_s", "late_s"),
-    *("clipped", "note", "choice", "spread"),
-)
-"""The fields that `RoundCommitted` takes from the average."""
 
 
 @contextmanager
@@ -82,19 +71,16 @@ class DiLoCo:
 
     Call `step` after every step of the inner optimizer, or `begin` and `finish` if several replicas share a thread. All
     replicas must start from the same weights and use the same arguments, except ``weight``, ``global_device`` and
-    ``on_event``. The constructor compares the arguments with those of the other replicas; it waits for replicas in
-    other processes.
+    ``on_event``. The constructor compares the arguments with those of the other replicas, for which it waits.
 
     Args:
         model: Any module. Its trainable parameters (float32, bfloat16 or float16) are synchronised and its persistent
             floating-point buffers averaged. It may be compiled or wrapped (DDP, FSDP2, checkpointing): names stay
             those of the plain model. Parameters and buffers must not be added, replaced or resized afterwards.
-        inner_optimizer: The optimizer or optimizers that train the model. Together they must hold every trainable
-            parameter.
+        inner_optimizer: The optimizer or optimizers of the model, which together hold every trainable parameter.
         transport: The connection of this replica to the others. None runs the same algorithm with a single replica.
         schedule: When fragments are sent and merged. Default: H = 100, one fragment, no overlap.
-        fragments: A partition of the parameters, made by `partition`. Default: strided, with as many fragments as the
-            schedule has.
+        fragments: A partition of the parameters, made by `partition`. Default: strided, as many as in the schedule.
         outer_optimizer: The optimizer of the global parameters. Default: Nesterov with momentum 0.9 and the papers'
             learning rates, 0.7 for one fragment and 0.4 for several.
         merge: How local parameters adopt new global ones. Default: with overlap `RebaseMerge`, which keeps the work of
@@ -107,13 +93,11 @@ class DiLoCo:
             of the window that the replica trained. Set it if replicas have different batch sizes.
         max_norm: The largest L2 norm of a contribution; a larger one is scaled down to it. None: no bound.
         average: The rule that averages contributions, such as `SendersMean`. None: the weighted mean.
-        telemetry: Whether to measure norms, cosines, gain and spread of each round for `RoundCommitted`.
         mean_codec: How means are encoded in rounds in which each replica sums a part of the values (see
             `plan_exchange`): a codec, its name, or "auto". "auto" is int8 among at least 8 replicas whose contributions
             take less than 16 bits per value, else float32; int8 or fp4 where uplinks are too slow for that.
         on_event: Called with `RoundSent`, `RoundCommitted`, `RoundVoid` and `StateFetched`, with a `Note` for every
-            other failure, and with the `StepFinished` of `log`. None warns of void rounds and failures, once for each
-            reason.
+            other failure, and with the `StepFinished` of `log`. None warns of failures, once for each reason.
         compare_arguments: Whether to compare the arguments with the other replicas. False if the caller has done so.
         global_state_of: Another replica of this process, whose global parameters and outer state this one uses instead
             of its own. Both must start from the same weights, and take turns in one thread.
@@ -151,7 +135,6 @@ class DiLoCo:
         weight: float = 1.0,
         max_norm: float | None = None,
         average: AverageRule | None = None,
-        telemetry: bool = True,
         mean_codec: Codec | str = "auto",
         on_event: Callable[[Event], None] | None = None,
         compare_arguments: bool = True,
@@ -161,11 +144,13 @@ class DiLoCo:
         check_kinds(arguments)
         schedule = schedule or SyncSchedule(inner_steps=100)
         layouts = tuple(fragments or partition(model, num_fragments=schedule.num_fragments))
-        outer_optimizer = outer_optimizer or Nesterov(learning_rate=0.7 if len(layouts) == 1 else 0.4)
-        merge = merge or (RebaseMerge() if schedule.overlap_steps else AlphaMerge())
-        codec = make_codec(codec) if isinstance(codec, str) else codec
-        arguments |= {"schedule": schedule, "fragments": layouts, "merge": merge, "codec": codec}
-        arguments |= {"outer_optimizer": outer_optimizer}
+        arguments |= {
+            "schedule": schedule,
+            "fragments": layouts,
+            "outer_optimizer": outer_optimizer or Nesterov(learning_rate=0.7 if len(layouts) == 1 else 0.4),
+            "merge": merge or (RebaseMerge() if schedule.overlap_steps else AlphaMerge()),
+            "codec": make_codec(codec) if isinstance(codec, str) else codec,
+        }
         check_arguments(arguments)
         self.model = model
         self.transport = transport or InProcessTransport(1).endpoint(0)
@@ -173,38 +158,16 @@ class DiLoCo:
         self.weight = weight
         self.steps = 0
         device = None if global_device is None else usable_device(global_device)
-        template = Contribution(
-            round=RoundId(0, 0),
-            replica=self.transport.replica,
-            codec=codec,
-            numel=0,
-            payload=torch.empty(0, dtype=torch.uint8, device="cpu"),
-            max_norm=max_norm,
-            average_rule=average,
-            telemetry=telemetry,
-            mean=MeanEncoding.of(mean_codec),
-            transfer_steps=self.schedule.transfer_steps,
-        )
         self._greatest = greatest_of_ranks(model)
+        shared = [None] * len(layouts) if global_state_of is None else [f.state for f in global_state_of.fragments]
         self.fragments: tuple[Fragment, ...] = tuple(
-            Fragment(
-                model,
-                layout,
-                outer_optimizer,
-                merge,
-                error_feedback=float(error_feedback),
-                device=device,
-                template=replace(template, numel=layout.numel, tensors=layout.sizes),
-                state=global_state_of.fragments[layout.index].state if global_state_of else None,
-                greatest=self._greatest,
-            )
-            for layout in layouts
+            Fragment(layout, arguments, device=device, state=state, greatest=self._greatest)
+            for layout, state in zip(layouts, shared, strict=True)
         )
         self.recovery = StateRecovery(self.fragments, self.transport, self._greatest)
         optimizers = inner_optimizer if isinstance(inner_optimizer, Sequence) else [inner_optimizer]
         self._reports = Reports(optimizers, on_event)
         self._model_watch = ModelWatch(model, self.named_parameters())
-        self._agreed_buffers, _ = collect_buffers(model)  # the floating-point buffers that all replicas held last
         facts = argument_facts(model, arguments)
         self._saved_facts = saved_facts(facts)
         self._facts = facts | frozen_facts(model) if compare_arguments else {}
@@ -234,7 +197,7 @@ class DiLoCo:
         self._reports.begin(self.steps)
         actions = self.schedule.actions(self.steps + 1)
         # ranks that shard the parameters agree on what to adopt, which takes an exchange, so not at every step
-        if self._greatest is list or any(isinstance(action, Send) for action in actions):
+        if self._greatest is list or any(map(_is_send, actions)):
             self._adopt_fetched_state()
         for fragment in self.fragments:
             fragment.trained += trained
@@ -264,9 +227,6 @@ class DiLoCo:
             loss: The training loss, a number or a tensor of one value.
             tokens: The tokens seen so far, over all replicas; None if unknown.
             gradient_norm: The norm of the gradients before clipping, likewise; None if unknown.
-
-        Raises:
-            ConfigurationError: if an argument is no number.
         """
         report = self._reports.step
         self._on_event(report(self.steps, self.transport, loss=loss, tokens=tokens, gradient_norm=gradient_norm))
@@ -298,16 +258,12 @@ class DiLoCo:
 
     @_outside_inference_mode()
     def take_over(self, donors: Sequence[int], *, keep_work: bool = False) -> None:
-        """Adopt the global parameters and outer state of other replicas. No fragment may be in flight.
+        """Adopt the global parameters and outer state of one of ``donors``. No fragment may be in flight.
 
         Args:
             donors: The members to ask.
             keep_work: True keeps the work since the last merge in the local parameters, so that the next round shares
                 it. False sets the local parameters to the global ones.
-
-        Raises:
-            ConfigurationError: if a fragment is in flight. Nothing was changed.
-            TransportError: if none of ``donors`` answers.
         """
         self._require_nothing_in_flight("taking over other replicas' state")
         for fetched in self.recovery.fetch_all(donors, keep_work=keep_work, step=self.steps):
@@ -317,8 +273,7 @@ class DiLoCo:
     def begin_from_global(self) -> None:
         """Reset the local parameters to the global ones and drop all work and residuals of this replica.
 
-        Raises:
-            ConfigurationError: if a fragment is in flight. Nothing was changed.
+        No fragment may be in flight.
         """
         self._require_nothing_in_flight("beginning from the global parameters")
         for fragment in self.fragments:
@@ -329,9 +284,7 @@ class DiLoCo:
     def drain(self, *, take_over: bool = True) -> None:
         """Wait for every fragment in flight and merge it, in the order sent. Use it at the end of a run.
 
-        Args:
-            take_over: Whether to wait for fetches of other replicas' state as well. False if the caller will fetch that
-                state again.
+        With ``take_over`` also wait for fetches of other replicas' state.
         """
         self.check_model()
         for round_id in self.in_flight:
@@ -388,19 +341,15 @@ class DiLoCo:
         """Return a digest of all global parameters and outer state, as 32 hexadecimal digits.
 
         Replicas that have finished the same rounds have the same digest. Compare it after the same step with nothing in
-        flight: after the ``with`` block or after `drain`. If the ranks of a replica shard its parameters, each rank has
-        the digest of its own shards, which equals that of the same rank of every other replica. Local parameters do not
-        affect the digest. Each call reads the whole state.
+        flight: after the ``with`` block or after `drain`. If the ranks of a replica shard its parameters, each has the
+        digest of its own shards, which equals that of the same rank of every other replica. Each call reads all of it.
         """
         digests = [digest_state(fragment.global_params, fragment.state.outer) for fragment in self.fragments]
         return xxhash.xxh3_128_hexdigest("\n".join(digests).encode())
 
     @contextmanager
     def global_model(self) -> Iterator[nn.Module]:
-        """Put the global parameters into the model inside a ``with`` block, e.g. to evaluate or export them.
-
-        At the end of the block the model gets its local parameters back.
-        """
+        """Put the global parameters into the model inside a ``with`` block, e.g. to evaluate or export them."""
         self.check_model()
         with holding(self.named_parameters(), self.named_global_params()):
             try:
@@ -409,12 +358,9 @@ class DiLoCo:
                 reshard(self.model)
 
     def check_model(self) -> None:
-        """Check that the model has the parameters and buffers that it had when this was constructed.
+        """Raise `ConfigurationError` if a parameter or buffer was added, replaced, resized or made trainable since.
 
         `step`, `drain` and `global_model` do this. Frozen parameters may have been trainable.
-
-        Raises:
-            ConfigurationError: if one was added, replaced or resized, or became trainable; the message names it.
         """
         self._model_watch.check()
 
@@ -455,25 +401,23 @@ class DiLoCo:
                         f"The saved state has {key} = {theirs!r} but this run has {value!r}; both must be equal. "
                         "Nothing was loaded."
                     )
-            steps, pairs = int(state["steps"]), zip(self.fragments, state["fragments"], strict=True)
-            # contributions are submitted in the order in which they were sent
-            ordered = sorted(pairs, key=lambda pair: self._sent_at(pair[0].index, pair[1]["in_flight"]))
-            lacking = ", ".join(
-                str(index) for index, saved in enumerate(state["fragments"]) if saved["fetching"] is True
-            )
-            loaders = [fragment.loader(saved, resubmit=resubmit) for fragment, saved in ordered]
+            if (steps := int(state["steps"])) < 0:
+                raise CheckpointError(f"The saved state has steps = {steps}. Nothing was loaded.")
+            last = [self.schedule.rounds_of(fragment.index, steps) - 1 for fragment in self.fragments]
+            loaders = [
+                fragment.loader(saved, outer_step, resubmit=resubmit)
+                for fragment, saved, outer_step in zip(self.fragments, state["fragments"], last, strict=True)
+            ]
+            lacking = ", ".join(f"{index}" for index, saved in enumerate(state["fragments"]) if saved["fetching"])
         self.recovery.change_transport(self.transport)  # what is being fetched does not belong to the loaded state
         self.steps = steps
-        for load in loaders:
-            load(self.transport)
-        self._agreed_buffers, _ = collect_buffers(self.model)
+        # contributions are submitted in the order in which they were sent
+        for index in sorted(range(len(loaders)), key=lambda index: self.schedule.sent_at(index, last[index])):
+            loaders[index](self.transport)
         self._model_watch.begin()
         if lacking:
             text = f"The state of fragment {lacking} was being fetched when this was saved. It is fetched again."
             self._on_event(Note(step=self.steps, text=text))
-
-    def _sent_at(self, index: int, flight: Mapping[str, Any] | None) -> tuple[int, int]:
-        return (0 if flight is None else self.schedule.sent_at(index, int(flight["outer_step"])), index)
 
     def _perform(self, action: Send | Merge) -> None:
         self.check_model()
@@ -485,35 +429,13 @@ class DiLoCo:
 
     def _send(self, fragment: Fragment, outer_step: int) -> None:
         """Submit the fragment; the model's buffers travel with the last one."""
-        buffers = integers = None
-        withdrawn = ""
+        fields: dict[str, Any] = {"base_weight": self.weight}
         if fragment is self.fragments[-1]:
             if drift := self._model_watch.drift():
                 self._on_event(Note(step=self.steps, text=drift))
-            buffers, integers = collect_buffers(self.model)
-            bad = [] if buffers is None else not_finite(self.model, buffers, self._agreed_buffers)
-            withdrawn = f"its buffer {', '.join(map(repr, bad))} became NaN or infinite" if bad else ""
-        contribution, saturated = fragment.send(
-            self.transport,
-            outer_step,
-            window_steps=self.schedule.window_steps(fragment.index, outer_step),
-            base_weight=self.weight,
-            buffers=buffers,
-            integers=integers,
-            withdrawn=withdrawn,
-        )
-        self._on_event(
-            RoundSent(
-                step=self.steps,
-                replica=contribution.replica,
-                fragment=fragment.index,
-                outer_step=outer_step,
-                payload_bytes=contribution.payload.numel(),
-                saturated=saturated,
-                digest=contribution.digest,
-                weight=contribution.weight,
-            )
-        )
+            fields |= self._model_watch.outgoing_buffers()
+        window_steps = self.schedule.window_steps(fragment.index, outer_step)
+        self._on_event(fragment.send(self.transport, outer_step, self.steps, window_steps, **fields))
 
     def _merge(self, fragment: Fragment) -> None:
         """Wait for the average of the fragment in flight and apply it. Work that it lacks is sent with the next.
@@ -521,7 +443,6 @@ class DiLoCo:
         A round that is void for one rank that shards the parameters is void for all of them, as it is on all replicas.
         """
         assert fragment.flight is not None, "a round is in flight"
-        about = {"step": self.steps, "replica": self.transport.replica, **vars(fragment.flight.contribution.round)}
         error: TransportError | None = None
         try:
             average = fragment.flight.pending.wait()
@@ -536,15 +457,10 @@ class DiLoCo:
         elif average.donor is not None:
             reason = self.recovery.round_missed(average, average.donor)
         if reason:
-            fragment.drop()
-            self._on_event(RoundVoid(**about, reason=reason))
-            return
-        measures = fragment.merge(average)
-        if average.buffers is not None or average.integers is not None:
-            restore_buffers_(self.model, average.buffers, average.integers)
-            self._agreed_buffers = average.buffers
-        fields = {name: getattr(average, name) for name in _OF_AVERAGES}
-        self._on_event(RoundCommitted(**about, **fields, **measures))
+            return self._on_event(fragment.drop(self.steps, reason))
+        committed = replace(fragment.merge(average, self.steps), peers=self.transport.traffic_by_peer())
+        self._model_watch.take_buffers(average)
+        self._on_event(committed)
 
     def _on_event(self, event: Event) -> None:
         self._reports.pass_on(event, self.transport)

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from diloco.algorithm import (
     Contribution,
     FragmentLayout,
+    MeanEncoding,
     MergeRule,
-    OuterOptimizer,
     RoundId,
     bind,
     carry_over,
@@ -40,7 +40,8 @@ from diloco.algorithm import (
     unflatten_,
 )
 from diloco.errors import FragmentError, NonFiniteError
-from diloco.outer.state import GlobalState, Greatest, Measures
+from diloco.events import RoundCommitted, RoundSent, RoundVoid
+from diloco.outer.state import GlobalState, Greatest
 from diloco.protocol import Average
 from diloco.transport import Pending, Transport
 
@@ -56,6 +57,12 @@ _SAVED_FIELDS: Mapping[str, tuple[Any, torch.dtype | None]] = {
     "withdrawn": (str, None),
 }
 """The fields that are saved of a contribution in flight, with the type of each and the dtype of vectors."""
+
+_OF_AVERAGES = (
+    *("contributors", "sent_bytes", "received_bytes", "wait_s", "late_s"),
+    *("clipped", "note", "choice", "spread"),
+)
+"""The fields that `RoundCommitted` takes from the average."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,30 +81,44 @@ class Fragment:
     average contains this replica's contribution. Otherwise they carry over, as the next pseudo-gradient contains all of
     this work again.
 
-    The arguments are those of `DiLoCo`; ``template`` has the fields that all contributions of the fragment share, and
-    ``state`` is the global state of another replica of this process, or None.
+    ``arguments`` are those of `DiLoCo` with their defaults; ``state`` is the global state of another replica of this
+    process.
     """
 
     def __init__(
         self,
-        model: nn.Module,
         layout: FragmentLayout,
-        optimizer: OuterOptimizer,
-        merge: MergeRule,
+        arguments: Mapping[str, Any],
         *,
-        error_feedback: float,
-        device: torch.device | None,
-        template: Contribution,
+        device: torch.device | None = None,
         state: GlobalState | None = None,
         greatest: Greatest = list,
     ) -> None:
+        self._model: nn.Module = arguments["model"]
+        self._merge: MergeRule = arguments["merge"]
+        self._decay = float(arguments["error_feedback"])
+        self._greatest = greatest
+        self._template = Contribution(  # what all contributions of the fragment share
+            round=RoundId(layout.index, 0),
+            replica=0,
+            codec=arguments["codec"],
+            numel=layout.numel,
+            payload=torch.empty(0, dtype=torch.uint8, device="cpu"),
+            max_norm=arguments["max_norm"],
+            average_rule=arguments["average"],
+            tensors=layout.sizes,
+            telemetry=True,
+            mean=MeanEncoding.of(arguments["mean_codec"]),
+            transfer_steps=arguments["schedule"].transfer_steps,
+        )
         self.layout = layout
-        self.parameters = bind(model, layout)
+        self.index, self.names, self.numel = layout.index, layout.names, layout.numel  # p; the values of this rank
+        self.parameters = bind(self._model, layout)
         self.device = device or self.parameters[0].device
-        self.state = state or GlobalState(self.local(), optimizer)
+        self.state = state or GlobalState(self.local(), arguments["outer_optimizer"])
         self.state.users += 1
         self.residual: Tensor | None = None  # e, ``(numel,)`` float32, of the last round that took this replica's work
-        if error_feedback:
+        if self._decay:
             self.residual = torch.zeros(layout.numel, dtype=torch.float32, device=self.device)
         self.candidate: Tensor | None = None  # e if the round in flight takes it
         self.trained = 0.0  # inner steps since the last contribution
@@ -111,26 +132,6 @@ class Fragment:
         self.adopted = -1
         self.unconfirmed = False
         self.mismatches = 0
-        self._model = model
-        self._merge = merge
-        self._decay = error_feedback
-        self._template = template
-        self._greatest = greatest
-
-    @property
-    def index(self) -> int:
-        """p, counted from 0."""
-        return self.layout.index
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the parameters."""
-        return self.layout.names
-
-    @property
-    def numel(self) -> int:
-        """The number of values on this rank."""
-        return self.layout.numel
 
     @property
     def global_params(self) -> Tensor:
@@ -164,20 +165,16 @@ class Fragment:
         self,
         transport: Transport,
         outer_step: int,
-        *,
+        step: int,
         window_steps: int,
+        *,
         base_weight: float,
-        buffers: Tensor | None = None,
-        integers: Tensor | None = None,
-        withdrawn: str = "",
-    ) -> tuple[Contribution, bool]:
-        """Submit the work of this replica to the transport. Never blocks on other replicas.
+        **buffers: Any,
+    ) -> RoundSent:
+        """Submit the work of this replica to the transport after inner step ``step``. Never blocks on other replicas.
 
-        ``window_steps`` is the number of inner steps that the schedule has since the previous round; for the others see
-        `Contribution`. Returns the contribution, and whether a value was outside the codec's range.
-
-        Raises:
-            NonFiniteError: if the pseudo-gradient contains NaN or infinity. Nothing was sent.
+        ``window_steps`` is the number of inner steps that the schedule has since the previous round; the others are
+        fields of `Contribution`.
         """
         assert self.flight is None, "a fragment has at most one round in flight"
         self.adopted = -1  # if the others' digest differs in this round, the current state is out of date
@@ -196,24 +193,30 @@ class Fragment:
             weight=contribution_weight(base_weight, self.submitted, window_steps),
             base_weight=base_weight,
             digest=self.state.digest(),
-            buffers=buffers,
-            integers=integers,
-            withdrawn=withdrawn,
+            **buffers,
         )
         self.flight = InFlight(contribution, transport.average(contribution), sent)
         self.candidate = candidate  # after submitting, which may fail
-        return contribution, largest > codec.saturation_limit
+        return RoundSent(
+            step=step,
+            replica=contribution.replica,
+            **vars(contribution.round),
+            payload_bytes=payload.numel(),
+            saturated=largest > codec.saturation_limit,
+            digest=contribution.digest,
+            weight=contribution.weight,
+        )
 
-    def merge(self, average: Average) -> Measures:
+    def merge(self, average: Average, step: int) -> RoundCommitted:
         """Take the outer step of the round in flight and merge the new global parameters into the local ones.
 
-        If the average excludes this replica, its work stays in the local parameters. Returns the measures of the step.
+        If the average excludes this replica, its work stays in the local parameters.
         """
         assert self.flight is not None, "a round is in flight"
         included = self.flight.contribution.replica in average.contributors
         excluded = len(average.contributors) < len(average.view.members)
         keep = not included or (excluded and self.state.users > 1)
-        measures, before = self.state.take_step(average, telemetry=self._template.telemetry, keep=keep)
+        measures, before = self.state.take_step(average, keep=keep)
         if included:
             self.reset_local(self._merge, self.flight.sent)
             self.submitted = 0.0
@@ -222,16 +225,29 @@ class Fragment:
             assert before is not None, "kept above"
             self._carry_over(before)
         self.committed += 1
-        self.flight = self.candidate = None
-        return measures
+        fields = {name: getattr(average, name) for name in _OF_AVERAGES}
+        mine = self.flight.contribution
+        fields |= {
+            "view": average.view.id,
+            "total_weight": average.weight,
+            "weight": mine.weight,
+            "digest": mine.digest,
+        }
+        return RoundCommitted(step=step, **self._land(), **fields, **measures)
 
-    def drop(self) -> None:
+    def drop(self, step: int, reason: str) -> RoundVoid:
         """End the round in flight as void: its work stays in the local parameters."""
-        assert self.flight is not None, "a round is in flight"
         self.void += 1
+        about = self._land()
         if self.donor is None:
-            self.state.count_void(self.flight.contribution.round.outer_step)
-        self.flight = self.candidate = None
+            self.state.count_void(about["outer_step"])
+        return RoundVoid(step=step, **about, reason=reason)
+
+    def _land(self) -> dict[str, Any]:
+        """End the round in flight and return what events say of it."""
+        assert self.flight is not None, "a round is in flight"
+        contribution, self.flight, self.candidate = self.flight.contribution, None, None
+        return {"replica": contribution.replica, **vars(contribution.round)}
 
     def adopt(self, state: Mapping[str, Any], finished_rounds: int, averages: Sequence[Average] = ()) -> None:
         """Load a received state, see `GlobalState.load`. The work in no mean yet stays in the local parameters."""
@@ -252,6 +268,10 @@ class Fragment:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the fragment except its local parameters, as nested state. Copies no tensors."""
+        flight, in_flight = self.flight, None
+        if flight is not None:
+            saved = {name: getattr(flight.contribution, name) for name in _SAVED_FIELDS}
+            in_flight = {"outer_step": flight.contribution.round.outer_step, **saved, "sent": flight.sent}
         return {
             **self.state.tensors(),
             "finished_rounds": self.state.finished_rounds,
@@ -262,24 +282,26 @@ class Fragment:
             "committed": self.committed,
             "void": self.void,
             "fetching": self.donor is not None,
-            "in_flight": self._flight_state(),
+            "in_flight": in_flight,
         }
 
-    def loader(self, state: Mapping[str, Any], *, resubmit: bool) -> Callable[[Transport], None]:
+    def loader(self, state: Mapping[str, Any], last: int, *, resubmit: bool) -> Callable[[Transport], None]:
         """Check a state that `state_dict` returned, and return the function that restores it.
 
-        That function submits the round that was in flight to a transport again; with ``resubmit`` False it counts the
-        round as void instead.
-
-        Raises:
-            FragmentError: if it is the state of another fragment. Whatever else a state lacks raises `UNREADABLE`.
+        ``last`` is the round that was sent last by then, or -1. That function submits the round that was in flight to a
+        transport again; with ``resubmit`` False it counts it as void. A state of another fragment is a `FragmentError`;
+        what one lacks raises `UNREADABLE`.
         """
         self.state.check(state)
         flight, residual, sent = state["in_flight"], state["residual"], None
+        if flight is not None and flight["outer_step"] != last:
+            raise FragmentError(f"Round {flight['outer_step']} of fragment {self.index} can't be in flight then.")
         lost = flight is not None and not resubmit
         candidate = None if lost else state["candidate"]
         finished = int(flight["outer_step"]) + 1 if lost else int(state["finished_rounds"])
         trained, submitted = float(state["trained"]), float(state["submitted"])
+        if not (0 <= trained < math.inf and 0 <= submitted < math.inf):
+            raise FragmentError(f"Fragment {self.index} can't have {trained} trained and {submitted} submitted steps.")
         committed, void = int(state["committed"]), int(state["void"]) + lost
         contribution: Contribution | None = None
         if flight is not None and resubmit:
@@ -309,7 +331,6 @@ class Fragment:
         return load
 
     def _saved_contribution(self, flight: Mapping[str, Any]) -> Contribution:
-        """Return the contribution that `_flight_state` saved; raise `FragmentError` if it can't be submitted."""
         fields = {name: flight[name] for name in _SAVED_FIELDS}
         sizes = {
             name: None if values is None else values.numel()
@@ -317,19 +338,13 @@ class Fragment:
         }
         for name, value in fields.items():
             kind, dtype = _SAVED_FIELDS[name]
-            fits = isinstance(value, kind)
+            fits = isinstance(value, kind) and (not isinstance(value, float) or math.isfinite(value))
             if isinstance(value, Tensor):
                 numel = sizes.get(name, value.numel())
                 fits = fits and value.dtype == dtype and tuple(value.shape) == (numel,)
             if not fits:
                 raise FragmentError(f"Fragment {self.index} can't have {name} = {value!r:.80} in flight.")
         return replace(self._template, **fields, round=RoundId(self.index, int(flight["outer_step"])))
-
-    def _flight_state(self) -> dict[str, Any] | None:
-        if (flight := self.flight) is None:
-            return None
-        saved = {name: getattr(flight.contribution, name) for name in _SAVED_FIELDS}
-        return {"outer_step": flight.contribution.round.outer_step, **saved, "sent": flight.sent}
 
     def _carry_over(self, before: Tensor) -> None:
         """Shift the local parameters by the change of the global ones, so that the pseudo-gradient stays the same."""

@@ -27,8 +27,6 @@ _IDLE, _ARRIVED, _PENDING, _FAILED = range(4)
 
 @dataclass(frozen=True, eq=False)
 class _Fetch:
-    """A fetch in the background."""
-
     fragment: Fragment
     donor: int
     digest: str  # of the state that the majority held when the fetch began; "" if it is not known
@@ -106,15 +104,12 @@ class StateRecovery:
             fragment.donor, fragment.adopted, fragment.unconfirmed, fragment.mismatches = None, -1, False, 0
 
     def fetch_all(self, donors: Sequence[int], *, keep_work: bool, step: int) -> Iterator[StateFetched]:
-        """Adopt every fragment now; see `DiLoCo.take_over`.
-
-        Yields the progress after inner step ``step`` once a second and whenever a fragment has been adopted.
-        """
+        """Adopt every fragment now; see `DiLoCo.take_over`. Yield the progress at inner step ``step`` once a second."""
         expected = [fragment.state.num_bytes() for fragment in self._fragments]
         index, before = 0, self._transport.fetched_bytes
 
         def progress(*, here: bool = False) -> StateFetched:
-            """Return what has been received of fragment ``index`` and of those before it; repeated bytes count once."""
+            # repeated bytes count once
             received = expected[index] if here else min(expected[index], self._transport.fetched_bytes - before)
             return StateFetched(
                 step=step,

@@ -22,9 +22,7 @@ __all__ = ["Reports"]
 class Reports:
     """Passes the events of a replica on to its listener and to those who watch the run, and measures its steps.
 
-    Args:
-        optimizers: the inner optimizers, of which the first has the reported learning rate.
-        on_event: the listener; None warns of failures, once for each reason.
+    The first inner optimizer has the reported learning rate. ``on_event`` None warns of failures, once for each reason.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], on_event: Callable[[Event], None] | None) -> None:
@@ -43,7 +41,6 @@ class Reports:
             self._last = step, self._began_s
 
     def pass_on(self, event: Event, transport: Transport) -> None:
-        """Pass on an event."""
         if isinstance(event, RoundCommitted):
             self.wait_s += event.wait_s
             self.contributors = len(event.contributors)
@@ -51,11 +48,7 @@ class Reports:
         self._listen(event)
 
     def step(self, step: int, transport: Transport, *, loss: Any, tokens: Any, gradient_norm: Any) -> StepFinished:
-        """Return the event of ``step``, with what was measured since the last one.
-
-        Raises:
-            ConfigurationError: if the loss or the norm is no number, or the tokens are no whole one.
-        """
+        """Return the event of ``step``, with what was measured since the last one."""
         now_s, (last_step, last_s) = time.monotonic(), self._last
         elapsed_s = max(1e-9, now_s - (self._began_s or now_s))
         self._last = step, now_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -11,19 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm import OuterOptimizer, OuterState, digest_state, measured_outer_step, named_parameters
+from diloco.algorithm import (
+    OuterOptimizer,
+    OuterState,
+    digest_state,
+    largest_magnitude,
+    measured_outer_step,
+    named_parameters,
+)
 from diloco.errors import FragmentError
 from diloco.protocol import Average
 from diloco.waiting import in_thread
 
-__all__ = ["GlobalState", "Greatest", "Measures", "greatest_of_ranks"]
+__all__ = ["GlobalState", "Greatest", "greatest_of_ranks"]
 
 _LARGE_BYTES = 1 << 21
 """From this size a thread hashes the state, beside the training: hashing 2 MiB takes 64 us and starting a thread 62 us,
 while a state of 0.25 MiB takes 14 us where it is sent."""
 
-Measures = Mapping[str, Any]
-"""The measures of an outer step by name; see `measured_outer_step`."""
+Measures = Mapping[str, Any]  # of an outer step by name; see `measured_outer_step`
 
 Greatest = Callable[[Sequence[float]], list[float]]
 """Returns the greatest of all ranks of a replica for each number. All ranks must call it in the same order."""
@@ -32,8 +39,8 @@ Greatest = Callable[[Sequence[float]], list[float]]
 class GlobalState:
     """The global parameters of a fragment and their outer state, which all replicas agree on.
 
-    Replicas of one process may share it if they take turns in one thread: the first to merge a round takes its outer
-    step. Any thread can copy it (`snapshot`) while the training thread changes it.
+    Replicas of one process share it if they take turns in one thread: the first to merge a round takes its outer step.
+    Any thread can copy it (`snapshot`) while the training thread changes it.
 
     Attributes:
         values: ``(numel,)`` float32, theta.
@@ -72,10 +79,10 @@ class GlobalState:
         """Return the digest of the values and the outer state. That of a large state was computed in a thread."""
         return digest_state(self.values, self.outer) if self._digest is None else self._digest.result()
 
-    def take_step(self, average: Average, *, telemetry: bool, keep: bool) -> tuple[Measures, Tensor | None]:
+    def take_step(self, average: Average, *, keep: bool = False) -> tuple[Measures, Tensor | None]:
         """Update ``global <- OuterOpt(global, mean)`` (Algorithm 2, line 11), once for all replicas that share it.
 
-        Returns its measures, empty without ``telemetry``, and with ``keep`` the values before, ``(numel,)`` float32.
+        Returns its measures, and with ``keep`` the values before, ``(numel,)`` float32.
         """
         outer_step = average.round.outer_step
         if self.users > 1 and self._last[0] == outer_step:
@@ -83,13 +90,9 @@ class GlobalState:
         with self.changing():
             before = self.values.clone() if keep else None
             mean = average.values.to(self.values.device)
-            measures: Measures = {}
-            if telemetry:
-                measures, self._last_mean = measured_outer_step(
-                    self._optimizer, mean, self.outer, self.values, self._last_mean
-                )
-            else:
-                self._optimizer.update(mean, self.outer, self.values)
+            measures, self._last_mean = measured_outer_step(
+                self._optimizer, mean, self.outer, self.values, self._last_mean
+            )
             self.finished_rounds = outer_step + 1
         self._last = outer_step, measures, before if self.users > 1 else None
         return measures, before
@@ -106,13 +109,17 @@ class GlobalState:
 
     def snapshot(self) -> dict[str, Any]:
         """Return a copy of the state together with its ``finished_rounds``."""
-        with self._lock, _settled(self.values.device):
+        # other threads may change the memory of a GPU on streams of their own, so it is waited for at both ends
+        settle = torch.cuda.synchronize if self.values.device.type == "cuda" else lambda _: None
+        with self._lock:
+            settle(self.values.device)
             slots = {name: values.clone() for name, values in self.outer.slots.items()}
             copies = {"global_params": self.values.clone(), "slots": slots, "finished_rounds": self.finished_rounds}
+            settle(self.values.device)
             return self.tensors() | copies
 
     def check(self, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], int]:
-        """Return the tensors and the outer step of a state; raise `FragmentError` if it is that of another fragment."""
+        """Return the tensors and the outer step of a state; raise `FragmentError` unless it is finite and fits."""
         mine, theirs = _named(self.values, self.outer.slots), _named(state["global_params"], state["slots"])
         shapes = [{name: tuple(values.shape) for name, values in tensors.items()} for tensors in (mine, theirs)]
         if shapes[0] != shapes[1]:
@@ -120,12 +127,14 @@ class GlobalState:
                 f"The state has the shapes {shapes[1]} instead of {shapes[0]}. It must come from the same model, "
                 "fragments and outer optimizer."
             )
+        if odd := [name for name, values in theirs.items() if not math.isfinite(largest_magnitude(values))]:
+            raise FragmentError(f"{', '.join(odd)} of the state has values that are NaN or infinite.")
         return theirs, int(state["outer_step"])
 
     def load(self, state: Mapping[str, Any], finished_rounds: int, averages: Sequence[Average] = ()) -> None:
-        """Copy a state into this one, and take the outer steps of ``averages``, the rounds that it lacks, in order.
+        """Copy a state that fits into this one, and take the outer steps of the rounds that it lacks, ``averages``.
 
-        Afterwards ``finished_rounds`` are finished. Raises as `check`, before anything is changed.
+        Afterwards ``finished_rounds`` are finished.
         """
         theirs, outer_step = self.check(state)
         with self.changing():
@@ -163,15 +172,6 @@ class GlobalState:
 
 def _named(values: Tensor, slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {"global_params": values, **slots}
-
-
-@contextmanager
-def _settled(device: torch.device) -> Iterator[None]:
-    """Wait for a GPU at both ends of a ``with`` block: other threads may change its memory on streams of their own."""
-    settle = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
-    settle(device)
-    yield
-    settle(device)
 
 
 def greatest_of_ranks(model: nn.Module) -> Greatest:

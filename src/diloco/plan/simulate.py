@@ -210,13 +210,9 @@ class Site:
     conditions: Conditions = Conditions()
 
     def uplinks(self, transfer_steps: float) -> tuple[Uplink, ...]:
-        """Return what the replicas learn of their uplinks; see `SyncSchedule.transfer_steps`.
-
-        Slow ones sum less where losses don't slow them all.
-        """
-        full = self.conditions.congestion_control in ("bbr", None)
+        """Return what the replicas learn of their uplinks; see `SyncSchedule.transfer_steps`."""
         each = zip(self.links, self.step_time_s, strict=True)
-        return tuple(replace(link.uplink, full=full, window_s=transfer_steps * step_s) for link, step_s in each)
+        return tuple(replace(link.uplink, window_s=transfer_steps * step_s) for link, step_s in each)
 
 
 @dataclass(frozen=True)

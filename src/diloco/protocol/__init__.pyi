@@ -21,6 +21,7 @@ from .registry import Registry as Registry
 from .registry import difference as difference
 from .round import Tally as Tally
 from .round import header_of as header_of
+from .round import judge_headers as judge_headers
 from .round import tally as tally
 from .rules import Rules as Rules
 from .suspicion import MOST_SPOILT as MOST_SPOILT
@@ -28,6 +29,8 @@ from .suspicion import Lateness as Lateness
 from .suspicion import Loss as Loss
 from .suspicion import Pulse as Pulse
 from .suspicion import silent_ones as silent_ones
+from .view_change import ViewChange as ViewChange
+from .views import Views as Views
 from .wire import PROTOCOL_VERSION as PROTOCOL_VERSION
 from .wire import Accept as Accept
 from .wire import Adopted as Adopted

@@ -187,7 +187,6 @@ def header_of(contribution: Contribution, view_id: int, uplink: Uplink, *, takin
         withdrawn,
         taking_over,
         uplink.bits_per_s,
-        uplink.full,
         uplink.window_s,
     )
 

@@ -186,7 +186,6 @@ class Header(WireMessage):
     taking_over: bool = False
     # what the sender knows of its uplink, for the plan of a later round; see `Rounds._uplinks`
     uplink_bits_per_s: Count = UNKNOWN_UPLINK.bits_per_s
-    uplink_full: bool = UNKNOWN_UPLINK.full
     uplink_window_s: float = UNKNOWN_UPLINK.window_s
 
     @property
@@ -197,7 +196,7 @@ class Header(WireMessage):
     @property
     def uplink(self) -> Uplink:
         """What the sender knows of its uplink."""
-        return Uplink(self.uplink_bits_per_s, self.uplink_full, self.uplink_window_s)
+        return Uplink(self.uplink_bits_per_s, self.uplink_window_s)
 
 
 class RoundVote(WireMessage, tag="vote"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from diloco.algorithm import (
@@ -42,11 +43,7 @@ __all__ = [
 def outer_components(sync: SyncSettings, outer_steps: int = 1) -> dict[str, Any]:
     """Return those arguments of `DiLoCo` that follow from resolved settings alone, by name.
 
-    Args:
-        outer_steps: rounds of one fragment in the whole run, which the schedules span.
-
-    Raises:
-        ConfigurationError: if a component can't be made.
+    The schedules of the outer optimizer span ``outer_steps``, the rounds of one fragment in the whole run.
     """
     codec, mean_codec = sync.arguments_of("codec"), sync.mean_codec
     average = {name: v for name, v in sync.arguments_of("average").items() if name not in ("max_norm", "codec")}
@@ -85,22 +82,13 @@ def outer_arguments(settings: RunSettings, model: LanguageModel) -> dict[str, An
 
 
 def check_components(settings: RunSettings) -> None:
-    """Construct the components that the settings name, and check the user's own with `diloco.testing`.
-
-    Raises:
-        ConfigurationError: if a component can't be constructed or violates its contract.
-    """
+    """Construct the components that the settings name, and check the user's own against their contracts."""
     check_own_code(outer_components(settings.sync))
     check_inner_arguments(settings.optimizer)
 
 
 def make_fragments(settings: SyncSettings, model: LanguageModel) -> tuple[FragmentLayout, ...]:
-    """Partition ``model`` into fragments as resolved ``settings`` say.
-
-    Raises:
-        FragmentError: if the model can't be partitioned like that. `resolve` can't detect this for a model of unknown
-            depth.
-    """
+    """Partition ``model`` into fragments as resolved ``settings`` say."""
     number = settings.num_fragments or 1
     try:
         return partition(model, num_fragments=number, strategy=settings.fragment_strategy)
@@ -130,16 +118,11 @@ def make_transport(settings: RunSettings) -> InProcessTransport:
 
 
 def _each(values: tuple[float, ...], count: int) -> tuple[float, ...]:
-    """Repeat a single value ``count`` times; leave several values as they are."""
     return values * count if len(values) == 1 else values
 
 
 def outline(settings: RunSettings, vocab_size: int) -> LanguageModel:
-    """Build the model of ``settings`` on the meta device, where it takes no memory.
-
-    Args:
-        vocab_size: the vocabulary size if neither the settings nor the model's source give one.
-    """
+    """Build the model on the meta device; ``vocab_size`` counts if neither settings nor the model's source give one."""
     model = with_vocabulary(settings.model, vocab_size)
     return build_language_model(model, seed=0, device="meta", definition=stored_definition(settings))
 
@@ -150,7 +133,9 @@ def stored_definition(settings: RunSettings) -> Mapping[str, Any] | None:
     Return None if there is no such checkpoint or its model has another source.
     """
     source, resume, init_from = settings.model.source, settings.checkpoint.resume, settings.train.init_from
-    places = [] if resume is None else [resume, *sorted(resume.glob("replica-*"))]  # a machine may have only these
+    places = []
+    if resume is not None:
+        places = [Path(resume), *sorted(Path(resume).glob("replica-*"))]  # a machine may have only the latter
     if init_from is not None and init_from.suffix != ".safetensors":
         places.append(init_from)
     for place in places if source is not None else ():

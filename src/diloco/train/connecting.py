@@ -1,42 +1,47 @@
-"""How the replicas of a run meet: over TCP, or in a swarm over Hivemind's DHT and libp2p."""
+"""How the replicas of a run meet: in process groups, over TCP, or in a swarm over Hivemind's DHT and libp2p."""
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import socket
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs lack them
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch's stubs lack them
+from torch.distributed.device_mesh import init_device_mesh
 
 from diloco.devices import choose_threads
 from diloco.errors import ConfigurationError
 from diloco.membership import LastViews
 from diloco.protocol import MAX_NAME, Rules
 from diloco.train.description import diff
-from diloco.train.fleet import Elastic, Meeting, PeerFleet
+from diloco.train.fleet import ClusterFleet, Meeting, PeerFleet
 from diloco.train.joining import Held, held_checkpoint
 from diloco.train.processes import Role
 from diloco.train.settings import RunSettings
 from diloco.transport import (
+    NOWHERE,
     Admission,
     Connected,
+    Lost,
     NetworkSettings,
     NodePlace,
     PeerStreams,
     Place,
     ReplicaGroup,
     SwarmPlace,
-    TcpStreams,
     connect,
-    connect_again,
     enter_swarm,
+    fresh_store,
     multiaddress,
+    open_cluster,
     open_replica_group,
     parse_address,
     read_secret,
@@ -45,8 +50,17 @@ from diloco.transport import (
 from diloco.units import visible
 from diloco.waiting import waiting_for
 
-__all__ = ["connect_peer", "connect_rank", "fleet_in_swarm", "fleet_over_tcp"]
+__all__ = [
+    "Attempt",
+    "begin_attempt",
+    "connect_cluster",
+    "connect_peer",
+    "connect_rank",
+    "fleet_in_swarm",
+    "fleet_over_tcp",
+]
 
+_FOLDER = "diloco/folder"  # in the store of torchrun
 _STARTING = "it is starting"
 _CLOCK_OFF_S = 3.0  # smaller clock differences are not reported
 _NEW_WINDOW_S, _RESUMED_WINDOW_S = 3.0, 15.0
@@ -91,6 +105,72 @@ def connect_rank(
     return fleet_over_tcp(place, rules, held_step, group, led=not each_talks)
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """The ranks that one torchrun has started, for the first time or again."""
+
+    shared: Store  # torchrun's, which keeps its keys over restarts
+    store: Store  # without keys of earlier attempts
+    folder: Path  # the run folder
+    restarted: bool  # whether an earlier attempt has trained in that folder
+
+    def keep_folder(self) -> None:
+        """Make later attempts continue in the folder."""
+        self.shared.set(_FOLDER, str(self.folder))
+
+
+def begin_attempt(role: Role, timeout_s: float, claim: Callable[[], Path]) -> Attempt:
+    """Meet the other ranks that torchrun has started.
+
+    Args:
+        claim: returns the run folder if this is the first attempt.
+    """
+    torchrun = role.torchrun
+    assert torchrun is not None, "torchrun has started this process"
+    shared = TCPStore(torchrun.master.host, torchrun.master.port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    store = fresh_store(PrefixStore("diloco", shared), torchrun.rank, torchrun.world_size, timeout_s)
+    if role.is_first:
+        restarted = shared.check([_FOLDER])
+        folder = shared.get(_FOLDER).decode() if restarted else str(claim())
+        store.set("beginning", json.dumps([folder, restarted]))
+    folder, restarted = json.loads(store.get("beginning"))
+    return Attempt(shared, store, Path(folder), restarted)
+
+
+def connect_cluster(
+    run: RunSettings, role: Role, attempt: Attempt, facts: Mapping[str, str], held_step: int, device: torch.device
+) -> ClusterFleet:
+    """Connect all ranks that torchrun has started: M replicas of S ranks. For the arguments see `connect_rank`."""
+    settings, torchrun = run.network, role.torchrun
+    assert torchrun is not None, "torchrun has started this process"
+    timeout = timedelta(seconds=settings.round_timeout)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, store=attempt.store, rank=torchrun.rank, world_size=torchrun.world_size, timeout=timeout
+    )
+    choose_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    shape = (settings.replicas, settings.replica_size)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard"))
+    group = ReplicaGroup(mesh.get_group("shard") if settings.replica_size > 1 else None, replica=role.replica)
+    cluster = open_cluster(
+        mesh.get_group("replica"),
+        whole=run.train.parallelism != "fsdp",
+        silence_s=settings.silence,
+        timeout_s=settings.round_timeout,
+        group=group,
+    )
+    try:
+        _compare(group, facts)
+        cluster.endpoint.agree(facts)
+        held = [int(step) for step in cluster.roll.meet("checkpoints", str(held_step), settings.start_timeout_s)]
+    except BaseException as error:
+        cluster.close(str(error))
+        raise
+    return ClusterFleet(
+        cluster, group, settings.replicas, held, restarted=attempt.restarted, keep_folder=attempt.keep_folder
+    )
+
+
 def fleet_over_tcp(
     place: Place, rules: Rules, held_step: int = -1, group: ReplicaGroup | None = None, *, led: bool = False
 ) -> PeerFleet:
@@ -103,9 +183,9 @@ def fleet_over_tcp(
 
     def again(fleet: PeerFleet, views: LastViews, patience_s: float) -> Connected:
         if not kept:
-            kept.append(cast(TcpStreams, fleet.transport.connections.streams).keep())
+            kept.append(fleet.transport.connections.streams.keep())
         fleet.transport.close()
-        connected = connect_again(place, rules, fleet.connected, kept[0].dup(), views, patience_s)
+        connected = connect(place, rules, lost=Lost(fleet.connected, kept[0].dup(), views, patience_s))
         close()
         return connected
 
@@ -114,7 +194,7 @@ def fleet_over_tcp(
             kept.pop().close()
 
     def details(fleet: PeerFleet) -> dict[str, str]:
-        entries = sorted(fleet.connected.table.entries.items())
+        entries = sorted(fleet.connected.entries.items())
         return {"control addresses": ", ".join(f"{rank} at {entry.address}" for rank, entry in entries)}
 
     meeting = Meeting(
@@ -148,7 +228,7 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Pe
         admission=Admission(str(network.run), secret, frozenset(network.allow)),
         node=NodePlace(
             join=network.join,
-            listen=() if network.behind_nat else (listen,),
+            listen=() if network.listen == NOWHERE else (listen,),
             announce=tuple(multiaddress(address, "network.announce") for address in network.announce),
             direct_port=last if last > first else 0,
         ),
@@ -163,19 +243,17 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Pe
         late_s=network.late_s,
         split="stop" if network.on_loss == "stop" else "go-on",
     )
-    return fleet_in_swarm(
-        place, rules, held, network.replicas, margin=2 * run.sync.inner_steps + 1, batch_size=run.train.batch_size
-    )
+    margin, batch, length = 2 * run.sync.inner_steps + 1, run.train.batch_size, run.train.sequence_length
+    return fleet_in_swarm(place, rules, held, network.replicas, margin=margin, batch_size=batch, tokens=batch * length)
 
 
 def fleet_in_swarm(
-    place: SwarmPlace, rules: Rules, held: Held, replicas: int, *, margin: int, batch_size: int
+    place: SwarmPlace, rules: Rules, held: Held, replicas: int, *, margin: int, batch_size: int, tokens: int = 1
 ) -> PeerFleet:
     """Join a swarm over Hivemind's DHT and libp2p, or found it.
 
-    Args:
-        held: the checkpoint from which this replica could resume.
-        replicas: the number of replicas at which training starts; see `Elastic` for the rest.
+    Training starts with ``replicas``; ``held`` is the checkpoint from which this one could resume. For the rest see
+    `Meeting`.
     """
     number = held.replica if place.replica is None else place.replica
     place = replace(place, replica=number, held_swarm=held.swarm, closed=_STARTING)
@@ -212,8 +290,16 @@ def fleet_in_swarm(
             "lost replicas": f"noticed after at most {transport.rules.silence_s:g} s; the others then continue",
         }
 
-    elastic = Elastic(place=place, start_replicas=replicas, margin=margin, batch_size=batch_size)
-    meeting = Meeting(num_replicas=replicas, elastic=elastic, again=again, addresses=addresses, details=details)
+    meeting = Meeting(
+        num_replicas=replicas,
+        place=place,
+        margin=margin,
+        batch_size=batch_size,
+        batch_tokens=tokens,
+        again=again,
+        addresses=addresses,
+        details=details,
+    )
     return PeerFleet(meeting, connected, notes=_use_of(held, connected, place))
 
 
@@ -224,12 +310,12 @@ def _use_of(held: Held, connected: Connected, place: SwarmPlace) -> tuple[str, .
     if not connected.joining:
         alone = "No other peer was found" if place.node.join else "It knows no other peer (no --join)"
         return (f"{alone}, so it founds a new swarm at step {held.step}. Peers that join adopt its state.",)
-    lost, table = "the work that it had not shared by then is lost", connected.table
-    if connected.swarm != held.swarm and table.founded_step < held.step:
-        lost = f"the others continued from step {table.founded_step} and do not have the later steps either"
+    lost = "the work that it had not shared by then is lost"
+    if connected.swarm != held.swarm and connected.founded_step < held.step:
+        lost = f"the others continued from step {connected.founded_step} and do not have the later steps either"
     return (
-        f"It adopts the state of the others, which are at step {table.step}. Its own checkpoint of step {held.step} is "
-        f"not used: {lost}.",
+        f"It adopts the state of the others, which are at step {connected.step}. Its own checkpoint of step "
+        f"{held.step} is not used: {lost}.",
     )
 
 
@@ -275,6 +361,6 @@ def _compare(group: ReplicaGroup, facts: Mapping[str, str]) -> None:
 
 def _on_this_machine(connected: Connected) -> int:
     """Return the number of ranks at the address of this rank, including this one."""
-    rank, entries = connected.transport.rules.rank, connected.table.entries
+    rank, entries = connected.transport.rules.rank, connected.entries
     here = parse_address(entries[rank].address).host
     return sum(parse_address(entry.address).host == here for entry in entries.values())

@@ -35,9 +35,7 @@ _ATTEMPTS = -LEAST_FRAGMENT
 class GradientAverager:
     """Replaces the gradients of one replica by their mean over all replicas, through the transport that DiLoCo uses.
 
-    Args:
-        codec: the codec for gradients; float32 is plain data-parallel training.
-        group: the ranks of the replica, each of which averages the values it holds.
+    ``group`` are the ranks of the replica, each of which averages the values that it holds.
     """
 
     def __init__(self, model: LanguageModel, transport: Transport, codec: Codec, group: ReplicaGroup) -> None:
@@ -45,8 +43,7 @@ class GradientAverager:
         self.transport = transport
         self.codec = codec
         self.group = group
-        self._pending: Pending | None = None
-        self._contribution: Contribution | None = None
+        self._sent: tuple[Contribution, Pending] | None = None
 
     def begin(self, step: int, weight: float = 1.0) -> None:
         """Send the gradients of inner step ``step`` (counted from 0). A missing gradient counts as zero.
@@ -59,24 +56,25 @@ class GradientAverager:
         flatten(self._gradients(), values)
         # checked before encoding, as a saturating codec would hide it; the ranks of a replica withdraw together
         finite = self.group.all(math.isfinite(largest_magnitude(values)))
-        self._contribution = Contribution(
-            round=RoundId(-1, step),
-            replica=self.transport.replica,
-            codec=self.codec,
-            numel=numel,
-            payload=self.codec.encode(values),
-            weight=contribution_weight(1.0, weight, 1),
-            withdrawn="" if finite else "gradients that are not finite",
+        self._send(
+            Contribution(
+                round=RoundId(-1, step),
+                replica=self.transport.replica,
+                codec=self.codec,
+                numel=numel,
+                payload=self.codec.encode(values),
+                weight=contribution_weight(1.0, weight, 1),
+                withdrawn="" if finite else "gradients that are not finite",
+            )
         )
-        self._pending = self.transport.average(self._contribution)
         self.transport.tick()
 
     def begin_again(self) -> None:
         """Send the same gradients in another round, after the last one was void on all replicas."""
-        assert self._contribution is not None, "begin comes first"
-        void = self._contribution.round
-        self._contribution = replace(self._contribution, round=replace(void, fragment=void.fragment - 1))
-        self._pending = self.transport.average(self._contribution)
+        assert self._sent is not None, "begin comes first"
+        contribution, _ = self._sent
+        void = contribution.round
+        self._send(replace(contribution, round=replace(void, fragment=void.fragment - 1)))
 
     def finish(self) -> RoundVoidError | None:
         """Replace the gradients by the mean, in the next view if the current one ends.
@@ -88,20 +86,23 @@ class GradientAverager:
         Raises:
             TransportError: if the other replicas are lost.
         """
-        assert self._pending is not None, "begin comes first"
-        assert self._contribution is not None
         while True:
+            assert self._sent is not None, "begin comes first"
+            contribution, pending = self._sent
             try:
-                unflatten_(self._pending.wait().values, self._gradients())
+                unflatten_(pending.wait().values, self._gradients())
                 return None
             except ViewChangedError:
-                self._pending = self.transport.average(self._contribution)
+                self._send(contribution)
             except RoundVoidError as error:
                 return error
 
     def forget(self) -> None:
         """Release the contribution and the average, each as large as the model."""
-        self._pending = self._contribution = None
+        self._sent = None
+
+    def _send(self, contribution: Contribution) -> None:
+        self._sent = contribution, self.transport.average(contribution)
 
     def _gradients(self) -> list[Tensor]:
         for parameter in self.parameters:
@@ -115,11 +116,11 @@ def average_gradients(
 ) -> bool:
     """Replace the gradients of each averager, whose `begin` was called, by the mean.
 
-    A void round is tried again with the same gradients, so that a slow or broken link costs nothing but time.
+    A void round is tried again with the same gradients, so that a slow or broken link costs nothing but time; ``emit``
+    receives a note for each, whose step the caller sets.
 
     Args:
         averagers: those of the replicas of this process.
-        emit: receives a note for each round that is tried again; the caller sets the note's step.
         may_skip: whether a void round skips the step (gradient scaling) instead of being tried again.
         may_lose: whether losing the other replicas skips the step instead of raising.
 

@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from diloco.algorithm import MeanEncoding, data_parallel_bytes, make_codec, plan_exchange, trainable_parameters
-from diloco.model import LanguageModel, ModelSettings, base_digest, build_language_model
+from diloco.model import LanguageModel, base_digest, build_language_model
 from diloco.outer import argument_facts, frozen_digests
 from diloco.protocol import PROTOCOL_VERSION
 from diloco.train.components import make_fragments, outer_arguments, outer_components
@@ -25,7 +25,7 @@ from diloco.train.resolve import make_schedule
 from diloco.train.settings import RunSettings
 from diloco.units import format_bytes, format_ratio
 
-__all__ = ["bytes_per_frozen", "bytes_per_trained", "describe", "describe_environment", "diff", "identity"]
+__all__ = ["describe", "describe_environment", "diff", "identity", "replica_bytes", "untrained_digest"]
 
 _PACKAGES = ("diloco", "torch", "numpy", "safetensors", "tokenizers", "xxhash")
 
@@ -33,11 +33,7 @@ _PACKAGES = ("diloco", "torch", "numpy", "safetensors", "tokenizers", "xxhash")
 def identity(settings: RunSettings, model: LanguageModel, data: str = "", base: str = "") -> dict[str, str]:
     """Return what all replicas of a run must have in common, by name, the likeliest mistakes first.
 
-    Args:
-        settings: resolved settings.
-        model: the model to train; it may be on the meta device.
-        data: the fingerprint of the data; "" if it is not read.
-        base: from `untrained_digest`.
+    ``model`` may be on the meta device; ``data`` is the fingerprint of the data, ``base`` from `untrained_digest`.
     """
     train, network = settings.train, settings.network
     replicas = f"{network.replicas} of {network.replica_size} ranks"
@@ -62,13 +58,10 @@ def identity(settings: RunSettings, model: LanguageModel, data: str = "", base: 
 
 
 def diff(mine: Mapping[str, str], theirs: Mapping[str, str], names: Collection[str] = ()) -> str:
-    """Return the first difference between two identities, in words, or "" if there is none.
+    """Return the first difference between two identities in the facts ``names`` (none: all), or "" if there is none.
 
     >>> diff({"codec": "fp4", "seed": "0"}, {"codec": "int8", "seed": "1"})
     'codec = int8, but this run has codec = fp4'
-
-    Args:
-        names: the facts to compare; none stands for all.
     """
     for name in names or dict.fromkeys([*mine, *theirs]):
         here, there = mine.get(name, "nothing"), theirs.get(name, "nothing")
@@ -102,17 +95,12 @@ def _model_fingerprint(parameters: Mapping[str, Tensor]) -> str:
 def describe(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
     """Return what tells the user that this is the right run, by name, in the order to print it.
 
-    Traffic is counted in each direction.
-
-    Args:
-        model: the model to train; it may be on the meta device.
+    Traffic is counted in each direction. ``model`` may be on the meta device.
     """
     facts, trained, total = {}, model.num_trained(), model.num_parameters()
     if settings.model.source is not None:
-        kind, part = type(getattr(model, "wrapped", model)).__name__, ""
-        if trained != total:
-            part = f"; trains {trained / total:.2%} of it"
-        facts["model"] = f"{kind} from {settings.model.source}{part}"
+        part = "" if trained == total else f"; trains {trained / total:.2%} of it"
+        facts["model"] = f"{type(getattr(model, 'wrapped', model)).__name__} from {settings.model.source}{part}"
     facts["optimizers"] = f"{settings.optimizer.name}, learning rate {settings.optimizer.learning_rate:g}"
     if settings.algorithm in ("streaming", "diloco"):
         facts["optimizers"] += f"; outer {settings.sync.outer}, learning rate {settings.sync.outer_learning_rate:g}"
@@ -125,7 +113,6 @@ def describe(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
 
 
 def _describe_rounds(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
-    """Return what an algorithm with an outer loop sends, and when."""
     start, replicas = settings.train.data_parallel_steps, settings.network.replicas
     schedule, components = make_schedule(settings), outer_components(settings.sync)
     codec, mean = components["codec"], MeanEncoding.of(components["mean_codec"])
@@ -148,25 +135,21 @@ def _describe_rounds(settings: RunSettings, model: LanguageModel) -> dict[str, s
     }
 
 
-def bytes_per_trained(settings: RunSettings) -> int:
-    """Return the bytes that a replica keeps per trained value.
+def replica_bytes(settings: RunSettings, trained: int, frozen: int) -> int:
+    """Return the bytes that a replica keeps of its trained and frozen values.
 
-    They are 16 for the value, its gradient and Adam's two moments, 4 for the global value, 4 for each slot of the outer
-    optimizer, and 4 for the residual of error feedback.
+    For each trained value they are 16 for itself, its gradient and Adam's two moments, 4 for the global value, 4 for
+    each slot of the outer optimizer, and 4 for the residual of error feedback. The scales of quantised blocks are left
+    out.
     """
-    if settings.algorithm not in ("streaming", "diloco"):
-        return 16
-    value = torch.zeros(1, dtype=torch.float32, device="cpu")
-    slots = len(outer_components(settings.sync)["outer_optimizer"].init(value).slots)
-    return 16 + 4 + 4 * slots + (4 if settings.sync.error_feedback else 0)
-
-
-def bytes_per_frozen(settings: ModelSettings) -> float:
-    """Return the bytes per frozen value; for quantised values, without the scales of their blocks."""
-    if settings.quantization is not None:
-        return {"nf4": 0.5, "int8": 1.0}[settings.quantization]
-    dtype = settings.huggingface.base_dtype if settings.kind == "hf" else "float32"
-    return {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}[dtype]
+    model, per_trained = settings.model, 16
+    if settings.algorithm in ("streaming", "diloco"):
+        value = torch.zeros(1, dtype=torch.float32, device="cpu")
+        slots = len(outer_components(settings.sync)["outer_optimizer"].init(value).slots)
+        per_trained += 4 + 4 * slots + (4 if settings.sync.error_feedback else 0)
+    kind = model.quantization or (model.huggingface.base_dtype if model.kind == "hf" else "float32")
+    per_frozen = {"nf4": 0.5, "int8": 1.0, "bfloat16": 2.0, "float16": 2.0, "float32": 4.0}[kind]
+    return per_trained * trained + round(per_frozen * frozen)
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
@@ -193,7 +176,6 @@ def _version(package: str) -> str | None:
 
 @functools.cache  # the running code is what was imported, whatever happens to the checkout later
 def _git(*arguments: str) -> str | None:
-    """Return the output of a git command in this package's own checkout, or None outside of one."""
     here = Path(__file__).resolve().parent
     try:
         # an installed copy may lie inside the checkout of another project

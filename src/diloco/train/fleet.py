@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
+
+import torch.distributed as dist
 
 from diloco.data import Assignment, Shares, as_message, read_message
 from diloco.errors import RendezvousError, ReplicaLostError, TransportError
-from diloco.events import Event, StateFetched
+from diloco.events import Event, StateFetched, StepFinished
 from diloco.membership import LastViews, NextView, Ranks, View, enough_without
 from diloco.protocol import WireMessage, decode, encode
 from diloco.transport import (
+    Cluster,
     Connected,
     InProcessTransport,
     LeaderTransport,
@@ -27,7 +31,7 @@ from diloco.transport import (
 )
 from diloco.waiting import waiting_for
 
-__all__ = ["Elastic", "Fleet", "Meeting", "PeerFleet"]
+__all__ = ["ClusterFleet", "Fleet", "Meeting", "PeerFleet"]
 
 Answer = TypeVar("Answer")
 
@@ -39,7 +43,10 @@ class Fleet:
 
     elastic: bool = False  # whether replicas may join and leave
     rejoins: bool = False  # whether this process searches for the other replicas after losing them
+    joining: bool = False  # whether the others were already training when this process joined or rejoined
+    restarted: bool = False  # whether a launcher has started all processes again
     group: ReplicaGroup = ReplicaGroup()  # the ranks of the local replica
+    notes: tuple[str, ...] = ()  # sentences for the user about the beginning
     hub: InProcessTransport | None  # the transport of all replicas, if they train in this process
 
     def __init__(self, hub: InProcessTransport | None) -> None:
@@ -55,39 +62,30 @@ class Fleet:
         """The number of replicas in all processes: the members of an elastic fleet, else the planned number."""
         return len(self.local)
 
-    def leads(self) -> bool:
-        """Return whether this process evaluates and reports for all replicas. Call it on all ranks of a replica."""
-        return True
-
     @property
     def network(self) -> VirtualNetwork | None:
         """The emulated links with a virtual clock, or None."""
         return self.hub.network if self.hub else None
-
-    @property
-    def failure(self) -> TransportError | None:
-        """The reason why the replicas can't continue together, or None."""
-        return None
 
     def endpoint(self, replica: int) -> Transport:
         """Return the transport of a local replica."""
         assert self.hub is not None, "the replicas have processes of their own"
         return self.hub.endpoint(replica)
 
+    def leads(self) -> bool:
+        """Return whether this process evaluates and reports for all replicas. Call it on all ranks of a replica."""
+        return True
+
+    def failure(self) -> TransportError | None:
+        """Return why the replicas can't continue together, or None. Call it on all ranks of a replica."""
+        return None
+
     def take_assignments(self) -> tuple[Assignment, ...]:
         """Return the new data assignments since the last call, which follow when replicas join or leave."""
         return ()
 
-    def stop_step(self, step: int, *, wanted: bool) -> int | None:
-        """Return the step after which all replicas stop, or None if no process wants to stop.
-
-        Args:
-            wanted: whether this process wants to stop.
-        """
-        return step if wanted else None
-
-    def close_to_joiners(self, reason: str) -> None:
-        """Refuse replicas that ask to join, giving ``reason``; "" admits them again."""
+    def publish(self, event: Event) -> None:
+        """Publish an event for the status page."""
 
     def facts(self) -> dict[str, str]:
         """Return what identifies this replica, to print at the start, by name."""
@@ -101,11 +99,42 @@ class Fleet:
         """Return the names of the replicas that have one, by number; no two are the same."""
         return {}
 
+    def close_to_joiners(self, reason: str) -> None:
+        """Refuse replicas that ask to join, giving ``reason``; "" admits them again."""
+
+    def wait_for_start(self, stopped: Callable[[], bool]) -> None:
+        """Wait until there are enough replicas to start training, or ``stopped`` returns True."""
+
+    def stop_soon(self) -> None:
+        """Act on the user's request to stop as soon as it arrives, in any thread, whatever the training waits for."""
+
+    def stop_step(self, step: int, *, wanted: bool) -> int | None:
+        """Return the step after which all replicas stop, or None if no process wants to stop.
+
+        Args:
+            wanted: whether this process wants to stop.
+        """
+        return step if wanted else None
+
+    def tell_finished(self) -> None:
+        """Announce that all steps are done, for replicas that rejoin later."""
+
     def finish(self) -> None:
         """Wait until the other replicas have finished too, then disconnect."""
 
     def close(self) -> None:
         """Disconnect at once."""
+
+    def accept_folder(self) -> None:
+        """Confirm that this rank can train in its run folder."""
+
+    def held_steps(self) -> dict[int, int]:
+        """Return the newest step from which each rank could resume; -1 for none. Empty if all replicas are here."""
+        return {}
+
+    def explained(self, error: Exception) -> Exception:
+        """Return the error to raise for one that training has raised, which may be that of another rank."""
+        return error
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the connection for a checkpoint."""
@@ -117,22 +146,98 @@ class Fleet:
             self.hub.load_state_dict(state)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Elastic:
-    """A run whose replicas join and leave."""
+class ClusterFleet(Fleet):
+    """One rank of a replica in a run over process groups, whose replicas are fixed and end together.
 
-    place: SwarmPlace  # this replica and its run
-    start_replicas: int  # the number of replicas at which training starts
-    margin: int  # the number of inner steps within which every member has to wait for a round
-    batch_size: int  # sequences per batch of a replica (B)
+    Args:
+        cluster: the connection to all ranks, which torch.distributed holds.
+        group: the ranks of the replica.
+        num_replicas: M.
+        held: the newest step from which each rank could resume.
+        restarted: whether torchrun has started the ranks again.
+        keep_folder: called on one rank once all have accepted their folders.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        group: ReplicaGroup,
+        num_replicas: int,
+        held: Sequence[int],
+        *,
+        restarted: bool,
+        keep_folder: Callable[[], None],
+    ) -> None:
+        super().__init__(None)
+        self.cluster, self.group, self.restarted = cluster, group, restarted
+        self._num_replicas, self._held, self._keep_folder = num_replicas, held, keep_folder
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        return (self.cluster.replica,)
+
+    @property
+    def num_members(self) -> int:
+        return self._num_replicas
+
+    def leads(self) -> bool:
+        return self.cluster.replica == 0
+
+    def failure(self) -> TransportError | None:
+        return self.cluster.roll.failure
+
+    def endpoint(self, replica: int) -> Transport:
+        return self.cluster.endpoint
+
+    def accept_folder(self) -> None:
+        roll = self.cluster.roll
+        roll.meet("run folder", "", roll.silence_s)
+        if roll.rank == 0:
+            self._keep_folder()
+
+    def stop_step(self, step: int, *, wanted: bool) -> int | None:
+        if wanted:
+            self.cluster.roll.ask_to_stop()
+        return self.cluster.roll.stop_step(step)
+
+    def details(self) -> dict[str, str]:
+        silence_s = self.cluster.roll.silence_s
+        return {"lost ranks": f"named after at most {silence_s:g} s, or {silence_s / 3:g} s if they end; then all end"}
+
+    def held_steps(self) -> dict[int, int]:
+        return dict(enumerate(self._held))
+
+    def explained(self, error: Exception) -> Exception:
+        return self.cluster.roll.explained(error)
+
+    def finish(self) -> None:
+        self.cluster.roll.finish()
+
+    def close(self) -> None:
+        error = sys.exception()
+        self.cluster.close("" if error is None else str(error) or repr(error))
+        self.group.close()
+        if self.failure() is None:  # otherwise a rank is missing, and NCCL would wait for it
+            dist.destroy_process_group()
+
+    def state_dict(self) -> dict[str, Any]:
+        transport = self.cluster.transport
+        return {} if transport is None else {"traffic": [transport.sent_bytes, transport.received_bytes]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if (transport := self.cluster.transport) is not None:
+            transport.sent_bytes, transport.received_bytes = map(int, state["traffic"])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Meeting:
     """How the replicas of a run meet over one kind of network."""
 
-    num_replicas: int  # as planned
-    elastic: Elastic | None = None  # None: the number of replicas is fixed
+    num_replicas: int  # as planned; in a swarm, with which training starts
+    place: SwarmPlace | None = None  # this replica and its run, whose replicas join and leave; None: they are fixed
+    margin: int = 0  # in a swarm: the number of inner steps within which every member has to wait for a round
+    batch_size: int = 1  # in a swarm: sequences per batch of a replica (B)
+    batch_tokens: int = 1  # in a swarm: tokens per batch
     # Closes the lost connection of a fleet and finds the others, or founds the view after the given ones with replicas
     # that also search; it has the given time in seconds. None: a replica that has lost the others ends.
     again: Callable[[PeerFleet, LastViews, float], Connected] | None = None
@@ -182,7 +287,7 @@ class PeerFleet(Fleet):
         self.meeting = meeting
         self.group = group or ReplicaGroup()
         self.notes = notes
-        self.elastic, self.rejoins = meeting.elastic is not None, meeting.again is not None
+        self.elastic, self.rejoins = meeting.place is not None, meeting.again is not None
         self.left_at: tuple[str, ...] = ()  # once it has left a swarm: addresses at which the run goes on without it
         self._led = self.group if led else ReplicaGroup()
         self._talks = connected is not None
@@ -194,7 +299,6 @@ class PeerFleet(Fleet):
         self._searching = False  # whether it has lost its view and not found the others again
         self.gathering = False  # whether a view founded after a loss still has too few members
         self._reported_links: Mapping[int, str] = {}
-        self.joining = False  # whether the others were already training when this process joined or rejoined
         self.begun = not self.elastic  # whether there have been enough replicas to start training
         self.shares = Shares.of((0,))  # who draws which data, in an elastic run
         self._assignments: tuple[Assignment, ...] = ()
@@ -207,15 +311,13 @@ class PeerFleet(Fleet):
         self.joining = bool(self._ask(lambda: self.joining))
 
     def _connect(self, connected: Connected) -> None:
-        """Use a new connection to the other replicas."""
         self.connected = connected
-        self.transport = connected.transport
-        self._endpoint = connected.transport
+        self.transport = self._endpoint = connected.transport
         self.transport.on_change = lambda following: encode(self._follow(following))
         self.joining = connected.joining
         self.addresses = self.meeting.addresses(connected)
-        if elastic := self.meeting.elastic:
-            self.note(state="joining", name=elastic.place.name)
+        if self.meeting.place:
+            self.note(state="joining", name=self.meeting.place.name)
             if not self.joining:
                 self._share(Shares.of(self.local), 1)
 
@@ -243,7 +345,6 @@ class PeerFleet(Fleet):
     def leads(self) -> bool:
         return bool(self.group.share(self._talks and self.transport.replica == self.transport.view.members[0]))
 
-    @property
     def failure(self) -> TransportError | None:
         if self.group.size == 1:
             return self.transport.failure
@@ -265,10 +366,10 @@ class PeerFleet(Fleet):
         """Restore the state that `state_dict` returned; in an elastic run, with this replica as the only member."""
         if self._talks:
             self.transport.load_state_dict(state)
-        if elastic := self.meeting.elastic:
+        if self.elastic:
             with self._changed:
                 continued = read_message(state["shares"], Shares).following(
-                    self.transport.step, self.local, joined=(), margin=0, batch_size=elastic.batch_size
+                    self.transport.step, self.local, joined=(), margin=0, batch_size=self.meeting.batch_size
                 )
                 self._share(Shares(continued.chain[-1:]))  # earlier assignments no longer matter
 
@@ -295,30 +396,32 @@ class PeerFleet(Fleet):
 
     def note(self, **seen: Any) -> None:
         """Publish facts about this replica for the status page."""
-        if self.meeting.elastic:
-            self.meeting.elastic.place.status.seen.update(seen)
+        if self.meeting.place:
+            self.meeting.place.status.seen.update(seen)
 
     def publish(self, event: Event) -> None:
-        """Publish an event for the status page."""
-        if self.meeting.elastic:
-            self.meeting.elastic.place.status.add(event)
-            if isinstance(event, StateFetched):
-                self.note(state_received_bytes=event.received_bytes, state_expected_bytes=event.expected_bytes)
+        if self.meeting.place is None:
+            return
+        self.meeting.place.status.add(event)
+        if isinstance(event, StateFetched):
+            self.note(state_received_bytes=event.received_bytes, state_expected_bytes=event.expected_bytes)
+        elif isinstance(event, StepFinished) and event.trained:
+            self.note(loss=event.loss, tokens_per_s=self.meeting.batch_tokens / max(1e-9, event.step_s))
 
     def names(self) -> dict[str, str]:
-        if self.meeting.elastic is None:
+        if self.meeting.place is None:
             return {}
-        known = {self.transport.replica: self.meeting.elastic.place.name}
+        known = {self.transport.replica: self.meeting.place.name}
         known |= {entry.rank: entry.name for entry in self.transport.known_entries()}
         often = Counter(known.values())
         unique = {number: name if often[name] == 1 else f"{name}/{number % 10_000}" for number, name in known.items()}
         return {str(number): name for number, name in unique.items() if known[number]}
 
     def facts(self) -> dict[str, str]:
-        if self.meeting.elastic is None:
+        if self.meeting.place is None:
             return {"replica": f"{self.local[0]}, in its own process"}
         name = self.names().get(str(self.transport.replica), "it")
-        return {"replica": f"{name}, of {self.num_members} in run {self.meeting.elastic.place.admission.run!r}"}
+        return {"replica": f"{name}, of {self.num_members} in run {self.meeting.place.admission.run!r}"}
 
     def details(self) -> dict[str, str]:
         return self._ask(lambda: self.meeting.details(self))
@@ -326,25 +429,21 @@ class PeerFleet(Fleet):
     # The beginning and the end.
 
     def wait_for_start(self, stopped: Callable[[], bool]) -> None:
-        """Wait until there are enough replicas to start training, or ``stopped`` returns True."""
         if self.begun:
             return
         self.close_to_joiners("")
         with waiting_for(self._missing), self._changed:
-            while not self.begun and not stopped() and self.failure is None:
+            while not self.begun and not stopped() and self.transport.failure is None:
                 self._changed.wait(0.2)
 
     def _missing(self) -> str:
-        start = self.meeting.elastic.start_replicas if self.meeting.elastic else 0
+        start = self.meeting.num_replicas
         more = start - self.num_members
         return f"{more} more replica{'s' if more > 1 else ''}, to start with {start} (Ctrl-C leaves),"
 
     def stop_soon(self) -> None:
-        """Act on the user's request to stop as soon as it arrives, in any thread, whatever the training waits for.
-
-        Replicas that stop together ask for it here, or one of them would wait for a round of another that has already
-        asked and waits for it. A replica of a swarm leaves within seconds; work that is not shared is kept.
-        """
+        # Replicas that stop together ask for it here, or one of them would wait for a round of another that has already
+        # asked and waits for it. A replica of a swarm leaves within seconds; work that is not shared is kept.
         if self.elastic:
             self._leaving = threading.Timer(_ROUND_MAY_TAKE_S, lambda: self.transport.leave_at_once())
             self._leaving.daemon = True
@@ -367,7 +466,6 @@ class PeerFleet(Fleet):
         return transport.stop_step()
 
     def tell_finished(self) -> None:
-        """Announce that all steps are done, for replicas that rejoin later. A failure is only logged."""
         if not self._talks:
             return
         try:
@@ -385,19 +483,19 @@ class PeerFleet(Fleet):
         self.meeting.close()
         if self._leaving is not None:
             self._leaving.cancel()
-        if elastic := self.meeting.elastic:
-            self.left_at = self._others_at(elastic)
+        if self.meeting.place:
+            self.left_at = self._others_at(self.meeting.place)
             self.transport.leave()
         if self._talks:
             self.transport.close()
         self.group.close()
 
-    def _others_at(self, elastic: Elastic) -> tuple[str, ...]:
+    def _others_at(self, place: SwarmPlace) -> tuple[str, ...]:
         """Return addresses of the other members, and those given as --join that are not of replicas that have left."""
         view, known = self.transport.last_view, self.transport.known_entries()
         members = () if view is None else view.members
         gone = {entry.address for entry in known if entry.rank not in members}
-        given = [address for address in elastic.place.node.join if address.rpartition("/p2p/")[2] not in gone]
+        given = [address for address in place.node.join if address.rpartition("/p2p/")[2] not in gone]
         there = [each for entry in known if entry.rank in members for each in entry.places if "/p2p/" in each]
         return tuple(dict.fromkeys([*given, *sorted(there, key=lambda address: address.startswith("/ip4/127."))]))
 
@@ -412,8 +510,7 @@ class PeerFleet(Fleet):
         return bool(self._ask(lambda: not seen() - {self.transport.rules.replica}))
 
     def held_steps(self) -> dict[int, int]:
-        """Return the newest step from which each rank could resume; -1 for none."""
-        entries = self._ask(lambda: [[rank, e.held_step] for rank, e in self.connected.table.entries.items()])
+        entries = self._ask(lambda: [[rank, e.held_step] for rank, e in self.connected.entries.items()])
         return {int(rank): int(step) for rank, step in entries}
 
     def join(self, timeout_s: float) -> int:
@@ -479,7 +576,7 @@ class PeerFleet(Fleet):
         assert last is not None, "the others were lost"
 
         with waiting_for(lambda: f"enough of the {len(last.members)} replicas to rejoin", timeout_s), self._changed:
-            self._changed.wait_for(lambda: self._enough(self.transport.view) or self.failure is not None, timeout_s)
+            self._changed.wait_for(lambda: self._enough(self.transport.view) or self.transport.failure, timeout_s)
         if not self._enough(self.transport.view):
             names = self.names()
             missing = (str(each) for each in sorted({*last.members} - {*self.transport.view.members}))
@@ -499,28 +596,28 @@ class PeerFleet(Fleet):
 
     def _follow(self, following: NextView) -> WelcomeNote:
         """Record an adopted view, divide the data again, and return the welcome note for the replicas that join it."""
-        elastic, view = self.meeting.elastic, following.view
+        view = following.view
         with self._changed:
             if view is not None:
-                if elastic:
+                if self.elastic:
                     shares = self.shares.following(
                         following.from_step - 1,
                         view.members,
                         joined=following.joined,
-                        margin=elastic.margin if self.begun else 0,  # no replica takes a step before the run begins
-                        batch_size=elastic.batch_size,
+                        margin=self.meeting.margin if self.begun else 0,  # no replica trains before the run begins
+                        batch_size=self.meeting.batch_size,
                     )
                     self._share(shares, len(view.members))
                 self._news.append(dataclasses.replace(following, reason=self.transport.reason))
             lacks = self.gathering and view is not None and not self._enough(view)
             self._changed.notify_all()
             gathers = self._lost_view.members if lacks and self._lost_view else ()
-            return WelcomeNote(gathers, self.begun, self.shares) if elastic else WelcomeNote(gathers)
+            return WelcomeNote(gathers, self.begun, self.shares) if self.elastic else WelcomeNote(gathers)
 
     def _share(self, shares: Shares, members: int = 0) -> None:
         """Divide the data as ``shares`` say; training begins once there are enough members."""
         self.shares, self._assignments = shares, shares.of_member(self.transport.replica)
-        if members and self.meeting.elastic:
-            self.begun = self.begun or members >= self.meeting.elastic.start_replicas
+        if members and self.elastic:
+            self.begun = self.begun or members >= self.meeting.num_replicas
             if not self.joining:
                 self.note(state="training" if self.begun else "waiting for replicas")

@@ -24,6 +24,7 @@ from diloco.model import documents_of
 from diloco.plugins import check_arguments, find, is_own, takes
 from diloco.train.parallel import AUTOCAST, ParallelModel
 from diloco.train.settings import OptimizerSettings
+from diloco.transport import ReplicaGroup
 
 __all__ = ["InnerLoop", "InnerStep", "check_inner_arguments", "inner_learning_rate", "make_inner_optimizer"]
 
@@ -105,10 +106,6 @@ class InnerLoop:
 
         Returns:
             The mean cross-entropy of the whole batch in nats per token that counts, ``()`` float32 on the device.
-
-        Raises:
-            ConfigurationError: if the batch has fewer sequences than the replica has ranks.
-            ReplicaLostError: if another rank of the replica is lost.
         """
         self.model.train()
         total = torch.zeros((), dtype=torch.float32, device=self.device)
@@ -139,9 +136,7 @@ class InnerLoop:
     def apply(self, step: int, *, skip: bool = False) -> InnerStep:
         """Clip, step the optimizer with the learning rate of ``step`` (counted from 0), and clear the gradients.
 
-        Args:
-            skip: whether to skip the step because another replica had to or the other replicas are lost; this lowers
-                the loss scale, as on that replica.
+        With ``skip``, because another replica had to or the others are lost, only the loss scale is lowered, as there.
 
         Raises:
             NonFiniteError: if the gradients are not finite and there is no scaler to skip the step.
@@ -151,8 +146,7 @@ class InnerLoop:
     def begin(self, step: int, *, skip: bool = False) -> Tensor:
         """Run the first half of `apply`: everything that can be queued on the device without waiting for it.
 
-        Returns:
-            The global gradient norm before clipping, ``()`` float32 on the device. Pass its value to `end`.
+        Returns the global gradient norm before clipping, ``()`` float32 on the device. Pass its value to `end`.
         """
         learning_rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
@@ -184,19 +178,15 @@ class InnerLoop:
                 # their mean over replicas is
                 self.optimizer.step()
             self.scaler.update()
-        elif self.scaler.is_enabled():
-            self._lower_scale()
+        elif self.scaler.is_enabled():  # as `update` does after an infinite gradient, even one of another replica
+            self.scaler.update(self.scaler.get_scale() * self.scaler.get_backoff_factor())
+            self.scaler.load_state_dict({**self.scaler.state_dict(), "_growth_tracker": 0})
         self.optimizer.zero_grad(set_to_none=True)
         return InnerStep(self.learning_rate(step), norm, skipped=skip or not finite)
 
     def _clip(self) -> None:
         if self.clip_norm is not None:
             clip_grads_with_norm_(self.model.parameters(), self.clip_norm, self._norm)
-
-    def _lower_scale(self) -> None:
-        """Lower the loss scale as `GradScaler.update` does after an infinite gradient, even one of another replica."""
-        self.scaler.update(self.scaler.get_scale() * self.scaler.get_backoff_factor())
-        self.scaler.load_state_dict({**self.scaler.state_dict(), "_growth_tracker": 0})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the inner optimizer and the gradient scaler."""
@@ -211,13 +201,15 @@ class InnerLoop:
 UNFIT = {"LBFGS": "evaluates the loss several times a step", "SparseAdam": "takes sparse gradients only"}
 """Classes of torch.optim that can't work with one forward and one dense backward pass per step, and the reason."""
 
-UNFIT_ON_SHARDS = ("Adafactor", "Muon", "Rprop")  # optimizers without a step for DTensors
-FUSED_ON_SHARDS = ("Adam", "AdamW")  # classes of torch.optim with a fused kernel for DTensors
+UNFIT_ON_SHARDS = ("Adafactor", "Rprop")  # optimizers without a step for DTensors
+FUSED_ON_SHARDS = ("Adam", "AdamW", "Muon")  # optimizers with a fused kernel for DTensors
 
 Parameters = Mapping[str, inspect.Parameter]
 
 
-def make_inner_optimizer(settings: OptimizerSettings, model: nn.Module) -> torch.optim.Optimizer:
+def make_inner_optimizer(
+    settings: OptimizerSettings, model: nn.Module, group: ReplicaGroup | None = None, *, compiled: bool = False
+) -> torch.optim.Optimizer:
     """Construct the optimizer that ``settings`` names, for the parameters of ``model``.
 
     A class of ``torch.optim`` is called with parameter groups. Anything else (`muon`, or the user's own code) is called
@@ -225,9 +217,12 @@ def make_inner_optimizer(settings: OptimizerSettings, model: nn.Module) -> torch
     or the default of the class, applies to matrices only, not to norms and biases. The fused kernel of ``torch.optim``
     is used if there is one. Groups with an ``lr_ratio`` train at that multiple of the scheduled learning rate.
 
+    Args:
+        group: the ranks over which the model is distributed, which share the work of Muon.
+        compiled: whether to compile Muon's iteration.
+
     Raises:
-        ConfigurationError: if the class or an argument is unknown, with the nearest known name; if the class needs more
-            than one dense gradient per step, or whole parameters while the model is sharded.
+        ConfigurationError: if the class or an argument is unknown or refused, or can't step a sharded model.
     """
     name, sharded = settings.name, any(hasattr(parameter, "to_local") for parameter in model.parameters())
     make, accepted = check_inner_arguments(settings)
@@ -241,6 +236,8 @@ def make_inner_optimizer(settings: OptimizerSettings, model: nn.Module) -> torch
     if may_fuse and not {"fused", "foreach"} & arguments.keys():
         arguments["fused"] = True
     decays = "weight_decay" in accepted and arguments.get("weight_decay", accepted["weight_decay"].default) != 0
+    if make is muon:
+        arguments = {"compile": compiled, **arguments, "ranks": group}
     trained = model if "model" in inspect.signature(make).parameters else _groups(model, decays=decays)
     try:
         optimizer = _uncompiled(make)(trained, lr=settings.learning_rate, **arguments)
@@ -263,27 +260,15 @@ def check_inner_arguments(settings: OptimizerSettings) -> tuple[Callable[..., to
         ConfigurationError: if the class or an argument is unknown, with the nearest known name.
     """
     name = settings.name
-    make, accepted = _constructor(name)
-    for argument in settings.arguments:
-        if argument == "lr":
-            raise ConfigurationError(
-                "optimizer.arguments.lr can't be set: the schedule sets the learning rate. Set optimizer.learning_rate."
-            )
-        if argument not in accepted and not is_own(name):
-            raise ConfigurationError(
-                f"optimizer.arguments.{argument} is not an argument of {name}; {nearest(argument, accepted)}"
-            )
-    if is_own(name):
-        check_arguments("optimizer.name", name, make, settings.arguments)
-    return make, accepted
-
-
-def _constructor(name: str) -> tuple[Callable[..., torch.optim.Optimizer], Parameters]:
-    """Return the constructor of optimizer ``name`` and its arguments besides parameters and learning rate."""
+    if "lr" in settings.arguments:
+        raise ConfigurationError(
+            "optimizer.arguments.lr can't be set: the schedule sets the learning rate. Set optimizer.learning_rate."
+        )
     if is_own(name):
         make = find("optimizer.name", name, torch.optim.Optimizer)
         if not takes(make, "lr"):
             raise ConfigurationError(f"optimizer.name={name} must accept a learning rate as the argument lr.")
+        check_arguments("optimizer.name", name, make, settings.arguments)
         return make, inspect.signature(make).parameters
     known: dict[str, Callable[..., torch.optim.Optimizer]] = {
         key: value
@@ -301,14 +286,16 @@ def _constructor(name: str) -> tuple[Callable[..., torch.optim.Optimizer], Param
     accepted = dict(inspect.signature(known[name]).parameters)
     if name == "Muon":
         accepted |= inspect.signature(Muon).parameters
-    return known[name], {key: accepted[key] for key in accepted.keys() - {"params", "lr", "model", "arguments"}}
+    accepted = {key: accepted[key] for key in accepted.keys() - {"params", "lr", "model", "ranks", "arguments"}}
+    for argument in settings.arguments.keys() - accepted.keys():
+        raise ConfigurationError(
+            f"optimizer.arguments.{argument} is not an argument of {name}; {nearest(argument, accepted)}"
+        )
+    return known[name], accepted
 
 
 def _uncompiled(make: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-    """Return a class of ``torch.optim`` without its graph breaks, as no optimizer step is compiled here.
-
-    The first graph break would import ``torch._dynamo``, which takes 70 MB and a second.
-    """
+    """Return a class of torch.optim without its graph breaks: the first would import ``torch._dynamo`` (70 MB, 1 s)."""
     if not inspect.isclass(make) or not make.__module__.startswith("torch.optim"):
         return make
     methods = ("add_param_group", "load_state_dict", "state_dict", "step", "zero_grad")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 
 from diloco.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError, RunFinishedError, TransportError
-from diloco.events import Event, Note, ViewChanged
+from diloco.events import Event, Lost, Note, ViewChanged
 from diloco.state_tree import readable_state
 from diloco.train.description import diff
 from diloco.train.fleet import PeerFleet
@@ -33,8 +33,7 @@ OVER = "the others, which have finished"  # what stops a replica that rejoins a 
 def _join_run(session: Session, fleet: PeerFleet) -> None:
     """Adopt the global parameters, step and data position of the other replicas, and become a member.
 
-    Global parameters and outer state are fetched while the others keep training. Fragments that change meanwhile are
-    adopted afterwards. The inner optimizer starts fresh.
+    The others keep training meanwhile; fragments that change are adopted afterwards. The inner optimizer starts fresh.
     """
     (replica,) = session.replicas
     fleet.close_to_joiners("")
@@ -43,7 +42,7 @@ def _join_run(session: Session, fleet: PeerFleet) -> None:
             f"Replica {replica.number} can't join a run of algorithm={session.settings.algorithm!r} that is already "
             "training; only DiLoCo and Streaming DiLoCo can be joined. Restart all replicas."
         )
-    if not fleet.elastic or fleet.connected.table.step > 0:  # in a swarm they may have no state yet
+    if not fleet.elastic or fleet.connected.step > 0:  # in a swarm they may have no state yet
         _adopt_state(session, replica, fleet)
     _become_member(session, replica, fleet)
 
@@ -63,12 +62,14 @@ def _adopt_state(session: Session, replica: Replica, fleet: PeerFleet) -> None:
             time.sleep(_RETRY_S)
 
 
-def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Callable[[Event], None]) -> None:
+def follow_views(session: Session, stop: StopRequest, emit: Callable[[Event], None]) -> None:
     """Report the view changes since the last step, and rejoin the other replicas if this replica has lost them.
 
-    A replica that was asked to stop does not search for the others.
+    A replica that was asked to stop does not search for the others, nor does one that ends with the loss.
     """
-    step = session.totals.steps
+    step, fleet = session.totals.steps, session.fleet
+    if not isinstance(fleet, PeerFleet) or not fleet.rejoins:
+        return
     if notice := fleet.take_notices():
         emit(Note(step=step, text=notice, detail=True))
     for news in fleet.take_news():
@@ -87,11 +88,12 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
                 names=fleet.names(),
             )
         )
-    lost = fleet.failure is not None
+    failure = fleet.failure()
+    lost = failure is not None
     if not (lost or fleet.gathering) or stop.signal is not None:
         return
     if lost:
-        emit(Note(step=step, text=f"{fleet.failure} It is searching for the other replicas."))
+        emit(Lost(step=step, reason=str(failure)))
     try:
         while True:
             try:
@@ -122,11 +124,7 @@ def _rejoin(session: Session, fleet: PeerFleet, stop: StopRequest) -> None:
 
     If all replicas have lost each other, one of them founds another view instead, in which `PeerFleet.gather` waits.
     During the shared start there is no state to adopt yet: a replica that finds the others waits for its end, and a
-    replica that founds a view ends it.
-
-    Raises:
-        TransportError: if the others are not found, or refuse. The call may be repeated.
-        StopAsked: if the user asks to stop during the search. Nothing has changed.
+    replica that founds a view ends it. After a `TransportError` the call may be repeated.
     """
     (replica,) = session.replicas
     if replica.diloco is not None:
@@ -168,40 +166,33 @@ def _become_member(session: Session, replica: Replica, fleet: PeerFleet) -> None
     replica.sampler.join_at(totals.steps, replica.diloco.recovery.data_order if replica.diloco else "")
 
 
-def find_beginning(session: Session, fleet: PeerFleet | None, home: Path, emit: Callable[[Event], None]) -> str | None:
-    """Bring a session to the point from which its run continues: that of the other replicas, or the given checkpoint.
+def find_beginning(session: Session, home: Path, emit: Callable[[Event], None]) -> str | None:
+    """Bring a new session to the point from which its run continues: that of the other replicas, or a checkpoint.
 
     Replicas in separate processes that start together continue from the newest checkpoint that all of them have.
-
-    Args:
-        session: a session at step 0.
-        fleet: the session's fleet, or None if all replicas train in this process.
-
-    Returns:
-        What the run continues from, as text for the log, or None if it starts at step 0.
-
-    Raises:
-        CheckpointError: if there is no checkpoint that all replicas have, or it belongs to another run.
-        TransportError: if the other replicas can't be joined.
+    ``home`` is the run folder of the replicas. Return what the run continues from, for the log; None: from step 0.
     """
-    settings = session.settings
-    if fleet is not None and fleet.joining:
+    fleet = session.fleet
+    if isinstance(fleet, PeerFleet) and fleet.joining:
         _join_run(session, fleet)
         return "the other replicas"
-    path = settings.checkpoint.resume
-    if path is None:
+    if session.settings.checkpoint.resume is None:
         return None
-    if fleet is not None and not fleet.elastic:
-        name = f"step-{_newest_of_all(fleet):08d}"
+    path = Path(session.settings.checkpoint.resume)
+    if fleet.hub is None and not fleet.elastic:
+        held = fleet.held_steps()
+        if fleet.restarted and min(held.values()) < 0:  # not all had saved, so all begin again
+            return None
+        name = f"step-{_newest_of_all(held):08d}"
         found = _newest_checkpoints(home, session.replicas[0].number, name)
         path = found[0].path if found else home / "checkpoints" / name
-    with session.fleet.group.all_or_none():  # a rank may not see the file
+    with fleet.group.all_or_none():  # a rank may not see the file
         checkpoint = open_checkpoint(path)
         _check_same_run(session, checkpoint)
     with readable_state(str(checkpoint.path)):
         notes = load_session(session, checkpoint, home)
     before, now = checkpoint.about.get("threads"), torch.get_num_threads()
-    if before not in (None, now) and not session.fleet.elastic:  # only these runs repeat their bits
+    if before not in (None, now) and not fleet.elastic:  # only these runs repeat their bits
         notes += (
             f"The checkpoint was saved with {before} threads, but this process uses {now}. The result may "
             f"differ in the last bits from an uninterrupted run. Set OMP_NUM_THREADS={before} to get the same bits.",
@@ -211,9 +202,7 @@ def find_beginning(session: Session, fleet: PeerFleet | None, home: Path, emit: 
     return str(checkpoint.path)
 
 
-def _newest_of_all(fleet: PeerFleet) -> int:
-    """Return the newest step of which all processes have a checkpoint."""
-    held = fleet.held_steps()
+def _newest_of_all(held: Mapping[int, int]) -> int:
     if lacking := ", ".join(str(rank) for rank, step in held.items() if step < 0):
         raise CheckpointError(
             f"--resume needs a checkpoint on every rank, but rank {lacking} has none in its folder. Copy its "
@@ -243,20 +232,16 @@ class Held:
     swarm: str = ""  # the swarm of which the replica was a member then; "" if unknown
 
 
-def held_checkpoint(resume: Path | None) -> Held:
+def held_checkpoint(resume: str | None) -> Held:
     """Return the facts about the checkpoint that ``--resume`` names.
 
-    A checkpoint that does not exist is no error here: a replica that ended before its first checkpoint can still join
-    others.
-
-    Raises:
-        CheckpointError: if the state of an existing checkpoint can't be read.
+    A replica that ended before its first checkpoint can still join others.
     """
-    if resume is None:
-        return Held()
     try:
-        checkpoint = open_checkpoint(resume)
+        checkpoint = open_checkpoint(Path(resume)) if resume else None
     except CheckpointError:  # reported when it is loaded
+        checkpoint = None
+    if checkpoint is None:
         return Held()
     replicas = replicas_in(checkpoint)
     with readable_state(str(checkpoint.path)):
@@ -271,14 +256,10 @@ def held_step(home: Path, replica: int, resume: Path) -> int:
 
 
 def _newest_checkpoints(home: Path, replica: int, name: str) -> list[Checkpoint]:
-    """Return the newest checkpoints from which a replica in a process of its own can resume, at most two.
+    """Return the newest checkpoints (or those called ``name``) from which a replica in its own process can resume.
 
     One is in the run folder of replica 0, if the replica is new or was saved there, by one process for all replicas.
-    The other is in the replica's own.
-
-    Args:
-        home: the replica's own run folder, which is inside that of replica 0.
-        name: the name of the checkpoint; "": any.
+    The other is in the replica's own, ``home``, which is inside that of replica 0.
     """
     own, shared = list_checkpoints(home / "checkpoints"), []
     if replica and (there := list_checkpoints(base_home(home, replica) / "checkpoints")):

@@ -24,8 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from diloco.algorithm import layer_container
-from diloco.errors import ConfigurationError
-from diloco.model import LanguageModel, LossChunks, LossParts, is_even
+from diloco.model import LanguageModel, LossParts
 from diloco.train.settings import TrainSettings
 from diloco.transport import ReplicaGroup
 
@@ -37,7 +36,7 @@ _LOSS_CHUNK_TOKENS = 8192  # the logits of a larger batch never exist at once
 
 def prepare_model(model: LanguageModel, settings: TrainSettings) -> None:
     """Set up recomputation, compilation and loss chunks, before the model is distributed over the ranks."""
-    model.loss_chunks = LossChunks(_LOSS_CHUNK_TOKENS, settings.compile)
+    model.loss_chunk_tokens, model.compiled_loss = _LOSS_CHUNK_TOKENS, settings.compile
     prepare_blocks(model, checkpointing=settings.activation_checkpointing, compiled=settings.compile)
 
 
@@ -48,15 +47,11 @@ def prepare_blocks(
     compiled: bool = False,
     backend: str = "inductor",
 ) -> None:
-    """Set up recomputation and compilation for each block of ``model``, for training and evaluation.
+    """Set up recomputation (see `TrainSettings`) and compilation for each block, for training and evaluation.
 
     Blocks are compiled one by one: they are alike, so the code compiled for the first serves all, and the code that
     gathers and drops their parameters stays outside. A break in a block's graph, which costs speed, is an error if the
     model says that its graphs are whole. Generation has varying shapes and runs uncompiled.
-
-    Args:
-        checkpointing: ``full``: keep a block's input and recompute everything else in the backward pass; ``selective``:
-            also keep the outputs of matrix products and attention.
     """
     run = {"none": _whole, "full": _recomputed, "selective": _partly_recomputed}[checkpointing]
     trained, evaluated = run, _whole
@@ -83,7 +78,7 @@ def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
 def _run_block(
     trained: Callable[..., Any], evaluated: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    run = trained if torch.is_grad_enabled() else evaluated if is_even() else _whole
+    run = trained if torch.is_grad_enabled() else evaluated
     return run(block, *args, **kwargs)
 
 
@@ -105,7 +100,7 @@ def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> A
 
 
 @cache
-def _products() -> frozenset[Any]:
+def _products() -> list[Any]:
     """Return the operations of matrix products and attention on every device that this version of torch has."""
     aten = torch.ops.aten
     attention = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
@@ -113,9 +108,8 @@ def _products() -> frozenset[Any]:
         *("mm", "addmm", "bmm", "baddbmm", "linear"),
         *(f"_scaled_dot_product_{name}" for name in (*attention, "fused_attention_overrideable")),
     )
-    kept = {getattr(aten, name).default for name in names if hasattr(aten, name)}
-    flex = getattr(torch.ops.higher_order, "flex_attention", None)
-    return frozenset(kept if flex is None else {*kept, flex})
+    kept = [getattr(aten, name).default for name in names if hasattr(aten, name)]
+    return [*kept, flex] if (flex := getattr(torch.ops.higher_order, "flex_attention", None)) else kept
 
 
 Strategy = Literal["none", "ddp", "fsdp"]
@@ -230,23 +224,13 @@ def parallelise(
     device: torch.device,
     precision: Literal["float32", "bfloat16", "float16"] = "float32",
 ) -> ParallelModel:
-    """Move ``model`` to ``device`` and distribute it over the ranks of its replica.
-
-    Create the optimizer afterwards, because this may replace the parameters.
+    """Move ``model`` to ``device`` and distribute it over the ranks of its replica; create the optimizer afterwards.
 
     Args:
         model: a model with its initial weights, the same on all ranks. With ``fsdp`` it may be larger than the device's
             memory, because it is copied from the host layer by layer, or on ``meta``; then fill it afterwards.
         precision: the autocast type of the forward pass.
-
-    Raises:
-        ConfigurationError: if ``strategy`` does not fit the group.
     """
-    if strategy == "none" and group.size != 1:
-        raise ConfigurationError(
-            f"Strategy 'none' can't be used for a replica of {group.size} ranks, because each would train its own "
-            "model. Use ddp or fsdp, or one rank."
-        )
     if strategy == "fsdp":
         return _ShardedModel(model, group, device, AUTOCAST.get(precision))
     model.to(device)

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import IO, Any, Literal
@@ -22,18 +22,7 @@ from diloco.errors import ConfigurationError
 from diloco.train.stopping import is_echo
 from diloco.transport import Address, NetworkSettings, parse_address, read_secret
 
-__all__ = [
-    "IN_VAIN",
-    "POSITION",
-    "Role",
-    "TorchRun",
-    "exit_code",
-    "insisted",
-    "launch",
-    "read_torchrun",
-    "role_of",
-    "start_process",
-]
+__all__ = ["IN_VAIN", "POSITION", "Role", "TorchRun", "launch", "read_torchrun", "role_of", "start_process"]
 
 IN_VAIN = 3  # exit code of a rank that has trained to the end, but whose rounds were all void
 
@@ -56,11 +45,7 @@ class TorchRun:
 
 
 def read_torchrun(environment: Mapping[str, str]) -> TorchRun | None:
-    """Return the environment set by ``torchrun``, or None if it did not start this process.
-
-    >>> read_torchrun({}) is None
-    True
-    """
+    """Return the environment set by ``torchrun``, or None if it did not start this process."""
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
     try:
@@ -93,6 +78,11 @@ class Role:
     local_rank: int = 0  # index of this process on its machine, if known
 
     @property
+    def index(self) -> int:
+        """The index of this process on its machine."""
+        return self.torchrun.local_rank if self.torchrun else self.local_rank
+
+    @property
     def is_first(self) -> bool:
         """Whether this is rank 0 of the run."""
         return self.replica == 0 and self.position == 0
@@ -111,13 +101,18 @@ def role_of(settings: NetworkSettings, torchrun: TorchRun | None) -> Role:
     >>> one.replica, one.position, str(one.rendezvous)
     (1, 1, 'a:1')
     """
-    if settings.transport != "tcp":
+    if settings.transport in ("in-process", "swarm"):
         if torchrun is not None and torchrun.world_size > 1:
             raise ConfigurationError(
                 f"torchrun started {torchrun.world_size} processes, but network.transport={settings.transport!r} uses "
-                "a single one. Use --transport tcp."
+                "a single one. Use --transport torch."
             )
         return Role("alone" if settings.transport == "in-process" else "peer")
+    if settings.transport == "torch" and torchrun is None:
+        raise ConfigurationError(
+            "network.transport='torch' needs torchrun, which starts all processes: torchrun --nproc-per-node "
+            f"{settings.num_ranks} -m diloco train ... Or use --transport tcp, with which this command starts them."
+        )
     size = settings.replica_size
     of_one_replica = settings.replica is not None and settings.rendezvous is not None
     if torchrun is not None and not (of_one_replica and torchrun.world_size == size > 1):
@@ -131,18 +126,13 @@ def role_of(settings: NetworkSettings, torchrun: TorchRun | None) -> Role:
         return Role("rank", replica, position, torchrun=torchrun, inner_store=torchrun.master if size > 1 else None)
     if settings.replica is None and settings.rendezvous is None:
         return Role("launcher")
-    if settings.replica is None:
+    if settings.replica is None or settings.rendezvous is None:
         raise ConfigurationError(
-            f"network.join={settings.rendezvous!r} needs --replica. Pass --replica 0, 1, ... on each "
-            "machine, or leave out both to start all replicas here."
+            f"network.replica={settings.replica} and network.join={settings.rendezvous!r} need each other. Pass "
+            "--replica 0, 1, ... on each machine, and --join HOST:PORT, an address of the machine of replica 0; or "
+            "leave out both to start all replicas here."
         )
-    if settings.rendezvous is None:
-        raise ConfigurationError(
-            f"network.replica={settings.replica} needs network.join. Pass --join HOST:PORT, an "
-            "address of the machine of replica 0."
-        )
-    inner_store = torchrun.master if torchrun is not None else None
-    position = 0
+    position, inner_store = (0, None) if torchrun is None else (torchrun.rank, torchrun.master)
     if POSITION in os.environ:  # set by the launcher
         position, store = int(os.environ[POSITION]), os.environ.get(INNER_STORE)
         inner_store = None if store is None else parse_address(store, key=INNER_STORE)
@@ -154,7 +144,7 @@ def role_of(settings: NetworkSettings, torchrun: TorchRun | None) -> Role:
     return Role(
         "rank",
         settings.replica,
-        position if torchrun is None else torchrun.rank,
+        position,
         parse_address(settings.rendezvous, key="network.join"),
         torchrun=torchrun,
         inner_store=inner_store,
@@ -170,7 +160,10 @@ def launch(
     talking_ranks: int = 1,
     lock: int | None = None,
 ) -> int:
-    """Start ``settings.num_ranks`` processes, wait for them, and return one exit code for all, see `exit_code`.
+    """Start ``settings.num_ranks`` processes, wait for them, and return one exit code for all.
+
+    That is 2 after a usage error, 130 if stopped by request, 0 if finished, else 1. If the others continue without a
+    lost replica, one rank that finished is enough for 0.
 
     Args:
         command: returns the arguments of a rank's process from its replica, its position and the address of the
@@ -179,14 +172,14 @@ def launch(
         lock: the lock of the run's folder, which rank 0 shares; see `diloco.checkpoint.lock`.
     """
     from diloco.protocol import Registry, Rules
-    from diloco.transport import ConnectionManager, TcpStreams, serve
+    from diloco.transport import ConnectionManager, Gatherer, TcpStreams
 
     secret = read_secret(settings.secret_file, "network.secret_file")
     connections = ConnectionManager(Rules(rank=-1), TcpStreams(secret=secret))
     host, size, stores = settings.listen_host or "127.0.0.1", settings.replica_size, list[Any]()
     running: dict[tuple[int, int], subprocess.Popen[bytes]] = {}  # (replica, position) -> process of that rank
     codes: list[int] = []
-    asked: list[tuple[int, float]] = []
+    asked: list[tuple[int, float]] = []  # the signals and when they came
     patience_s = 2 * settings.silence + 10  # working ranks end together, a frozen one does not
     finished_s: float | None = None
 
@@ -204,7 +197,7 @@ def launch(
     try:
         address = connections.listen(host, range(1), host)
         registry = Registry(settings.replicas * talking_ranks, talking_ranks)
-        serve(connections, registry)
+        Gatherer(connections, registry)
         for replica, position in product(range(settings.replicas), range(size)):
             variables = {POSITION: str(position)}
             if size > 1:  # the process groups inside the replica need a store
@@ -218,7 +211,8 @@ def launch(
         while running:
             time.sleep(0.05)
             now_s = time.monotonic()
-            if insisted(asked) and now_s - asked[-1][1] > _KILL_S:
+            insisted = any(not is_echo(number, asked[0], at_s) for number, at_s in asked[1:])
+            if insisted and now_s - asked[-1][1] > _KILL_S:
                 kill_all()
             if finished_s is not None and now_s - finished_s > patience_s:
                 for replica, _ in running:
@@ -244,34 +238,11 @@ def launch(
         for process in running.values():
             process.wait()
         connections.close()
-    return exit_code(codes, survivors_continue=settings.on_loss == "continue", asked=bool(asked))
-
-
-def insisted(asked: Sequence[tuple[int, float]]) -> bool:
-    """Return whether the user asked to stop more than once, by signals and the times in seconds when they arrived.
-
-    >>> echoed = [(signal.SIGTERM, 10.0), (signal.SIGTERM, 10.1)]
-    >>> insisted(echoed), insisted([(signal.SIGINT, 10.0), (signal.SIGINT, 11.0)])
-    (False, True)
-    """
-    return any(not is_echo(number, signal.Signals(asked[0][0]).name, at_s - asked[0][1]) for number, at_s in asked[1:])
-
-
-def exit_code(codes: Collection[int], *, survivors_continue: bool, asked: bool) -> int:
-    """Combine the exit codes of all ranks: 2 after a usage error, 130 if stopped by request, 0 if finished, else 1.
-
-    If the others continue without a lost replica, one rank that finished is enough for 0.
-
-    >>> [exit_code([0, -9], survivors_continue=each, asked=False) for each in (True, False)]
-    [0, 1]
-    """
     if 2 in codes:
         return 2
-    if 130 in codes and (asked or set(codes) <= {0, 130}):
+    if 130 in codes and (asked or {*codes} <= {0, 130}):
         return 130
-    if set(codes) == {0} or (survivors_continue and 0 in codes):
-        return 0
-    return 1
+    return 0 if {*codes} == {0} or (settings.on_loss == "continue" and 0 in codes) else 1
 
 
 def start_process(
@@ -283,11 +254,8 @@ def start_process(
 ) -> subprocess.Popen[bytes]:
     """Start ``diloco`` as one of ``processes`` processes with its share of the cores. On Linux, it ends with this one.
 
-    It runs in its own session, so that Ctrl-C reaches it only once, through this process.
-
-    Args:
-        lock: the lock that the process shares; see `diloco.checkpoint.lock`.
-        output: where it writes, with nothing to read. None: where this process does.
+    It runs in its own session, so that Ctrl-C reaches it only once, through this process. It shares ``lock`` (see
+    `diloco.checkpoint.lock`) and writes to ``output``, with nothing to read; None: where this process does.
     """
     environment = {**os.environ, **(variables or {})}
     set_thread_share(environment, processes)

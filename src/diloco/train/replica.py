@@ -97,15 +97,19 @@ def load_process_random(state: Mapping[str, Any]) -> None:
 
 @dataclass(eq=False)
 class Replica:
-    """The model, inner loop, data and outer loop of one replica."""
+    """The inner loop, data and outer loop of one replica."""
 
     number: int
-    model: LanguageModel
     inner: InnerLoop
     sampler: Batches
     random_state: RandomState
     gradients: GradientAverager
     diloco: DiLoCo | None = None
+
+    @property
+    def model(self) -> LanguageModel:
+        """The model that it trains."""
+        return self.inner.model
 
 
 class DynamicSteps:

@@ -215,13 +215,13 @@ _NEEDS: tuple[tuple[str, str, tuple[object, ...], str, tuple[str, ...]], ...] = 
     ("sync.overlap_steps", "overlap_steps", (), "algorithm", ("streaming",)),
     ("network.straggler", "straggler", ("wait",), "network.transport", ("swarm",)),
     *((f"network.{each}", each, (), "network.transport", ("swarm",)) for each in ("run", "allow", "announce")),
-    ("network.behind_nat", "behind_nat", (), "network.transport", ("swarm",)),
     ("network.secret_file", "secret_file", (), "network.transport", ("tcp", "swarm")),
     *((f"network.{each}", each, (), "network.transport", ("tcp", "swarm")) for each in ("join", "listen")),
     ("algorithm", "algorithm", ("streaming", "diloco", "data-parallel"), "network.transport", ("in-process",)),
     # replicas that join and leave can't average gradients at every step, or divide data that is read while training
-    ("algorithm", "algorithm", ("streaming", "diloco", "none"), "network.transport", ("in-process", "tcp")),
-    ("data.streaming", "streaming", (), "network.transport", ("in-process", "tcp")),
+    ("algorithm", "algorithm", ("streaming", "diloco", "none"), "network.transport", ("in-process", "tcp", "torch")),
+    ("data.streaming", "streaming", (), "network.transport", ("in-process", "tcp", "torch")),
+    ("network.on_loss", "on_loss", ("stop",), "network.transport", ("in-process", "tcp", "swarm")),
 )
 """What can only be used with some algorithms or transports: its key, its field, the values that always work
 (none: all that are false), the setting that it depends on, and the values of that one with which the others work."""
@@ -230,6 +230,12 @@ _NEEDS: tuple[tuple[str, str, tuple[object, ...], str, tuple[str, ...]], ...] = 
 def _check_together(settings: RunSettings) -> None:
     """Refuse what the chosen algorithm or transport does not support."""
     network, sync = settings.network, settings.sync
+    _refuse_if(
+        network.transport == "torch" and (network.replica is not None or bool(network.join)),
+        f"network.transport='torch' says that one torchrun starts all replicas, but network.replica={network.replica} "
+        f"and network.join={network.join} that each is started by itself and meets the others over TCP. Leave out "
+        "--replica and --join, or use --transport tcp.",
+    )
     for key, field, usual, other, works in _NEEDS:
         section = getattr(settings, key.partition(".")[0]) if "." in key else settings
         value, choice = getattr(section, field), attrgetter(other)(settings)

@@ -7,19 +7,19 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from diloco.algorithm import check_buffers, data_parallel_bytes
-from diloco.checkpoint import CheckpointWriter, open_checkpoint, whole, write_whole
+from diloco.checkpoint import CheckpointWriter, Mirror, open_checkpoint, whole, write_whole
 from diloco.cores import usable_cores
 from diloco.data import Corpus, build_chat_corpus, build_corpus, open_stream
 from diloco.devices import choose_threads, use_device
-from diloco.errors import TransportError
+from diloco.errors import ReplicaLostError, TransportError
 from diloco.events import (
     CheckpointSaved,
     Evaluated,
@@ -35,9 +35,9 @@ from diloco.model import check_vocabulary, with_vocabulary
 from diloco.private_files import make_private_folder
 from diloco.train.components import make_transport, outer_components, outline, stored_definition
 from diloco.train.description import describe, describe_environment, identity, untrained_digest
-from diloco.train.fleet import Fleet, PeerFleet
+from diloco.train.fleet import Fleet
 from diloco.train.joining import find_beginning, follow_views
-from diloco.train.replica import DynamicSteps, seed_process
+from diloco.train.replica import seed_process
 from diloco.train.session import Session
 from diloco.train.settings import RunSettings
 from diloco.train.state import save_session
@@ -49,7 +49,7 @@ __all__ = ["run_training"]
 
 SAMPLE_TOKENS = 200
 
-Meet = Callable[[Mapping[str, str], Path], PeerFleet]
+Meet = Callable[[Mapping[str, str], Path], Fleet]
 """Connects this rank to the others and returns its fleet, from the identity of the run and the rank's run folder."""
 
 
@@ -72,11 +72,7 @@ def run_training(
         meet: connects to the processes of the other replicas. None: all replicas train in this process.
 
     Returns:
-        The summary, which is also written to ``summary.json``. Its ``interrupted`` names the signal that stopped the
-        run, or is None.
-
-    Raises:
-        DiLoCoError: if the run fails; the subclass says why. Complete checkpoints remain.
+        The summary, as in ``summary.json``. Its ``interrupted`` names the signal that stopped the run, or is None.
     """
     choose_threads()
     device = use_device(settings.train.device)
@@ -90,22 +86,18 @@ def run_training(
     definition = stored_definition(settings)
     base = untrained_digest(settings, weightless, definition) if meet else ""
     mine = identity(settings, weightless, corpus.fingerprint, base)
-    peers = meet(mine, folder) if meet else None
-    fleet: Fleet = peers or Fleet(make_transport(settings))
+    fleet: Fleet = meet(mine, folder) if meet else Fleet(make_transport(settings))
     seed_process(settings.seed, fleet.local[0])
     session: Session | None = None
 
     def emit(event: Event) -> None:
         sink.handle(event)
-        if peers:
-            peers.publish(event)
+        fleet.publish(event)
 
     try:
         session = Session(settings, corpus, fleet, device, emit, initial, definition, mine)
-        if peers and settings.network.straggler == "dynamic":
-            session.pace = DynamicSteps(session.replicas[0].number, settings.sync.inner_steps, peers)
         home = folder.parent if fleet.group.position else folder
-        resumed_from = find_beginning(session, peers, home, emit)
+        resumed_from = find_beginning(session, home, emit)
         with fleet.group.all_or_none():
             if resumed_from is None or not (folder / "config.toml").exists():
                 make_private_folder(folder)
@@ -113,9 +105,11 @@ def run_training(
                 corpus.tokenizer.save(folder)
             environment = json.dumps(describe_environment(device), indent=2)
             write_whole(folder / "environment.json", environment + "\n")
-        run = _Run(session, peers, emit, folder, home, resumed_from)
-        with closing(run.writer):
+        run = _Run(session, emit, folder, home, resumed_from)
+        with run.mirroring(), closing(run.writer):
             return run.train(notes)
+    except (RuntimeError, ReplicaLostError) as error:
+        raise fleet.explained(error) from error.__cause__
     finally:
         if session is not None:
             session.close()
@@ -130,10 +124,7 @@ def _read_corpus(settings: RunSettings) -> Corpus:
 
 @dataclasses.dataclass
 class _Run:
-    """What the parts of `run_training` share."""
-
     session: Session
-    peers: PeerFleet | None
     emit: Callable[[Event], None]
     folder: Path
     home: Path
@@ -144,19 +135,34 @@ class _Run:
         self.saved_at = self.step if self.resumed_from else -1
         self.writer, self.save_began_s = CheckpointWriter(self.session.fleet.group), 0.0
         self.wall_before_s, self.started_s = self.session.totals.wall_s, time.perf_counter()
+        self.mirror: Mirror | None = None
 
     @property
     def step(self) -> int:
         return self.session.totals.steps
 
+    @contextmanager
+    def mirroring(self) -> Iterator[None]:
+        """Upload the checkpoints that are saved in the block, and then wait until the last one is there."""
+        settings, fleet, number = self.settings.checkpoint, self.session.fleet, self.session.replicas[0].number
+        if settings.mirror is None:
+            yield
+            return
+        below = f"/replica-{number}" if number and not fleet.elastic else ""
+        mirror = Mirror(f"{settings.mirror.rstrip('/')}{below}", self.home, settings.keep)
+        fleet.group.done_by_leader(lambda: mirror.claim(self.session.identity, fresh=self.resumed_from is None))
+        self.mirror = mirror if fleet.group.leads else None
+        with closing(mirror):
+            yield
+
     def train(self, notes: Sequence[str]) -> dict[str, Any]:
-        session, fleet, peers = self.session, self.session.fleet, self.peers
+        session, fleet = self.session, self.session.fleet
         self._emit_start()
-        for note in (*notes, *(peers.notes if peers else ())):
+        for note in (*notes, *fleet.notes):
             self.emit(Note(step=self.step, text=note))
-        with StopRequest(peers.stop_soon if peers else lambda: None) as stop:
-            if peers and self.step < self.settings.train.steps:
-                peers.wait_for_start(lambda: stop.signal is not None)
+        with StopRequest(fleet.stop_soon) as stop:
+            if self.step < self.settings.train.steps:
+                fleet.wait_for_start(lambda: stop.signal is not None)
             session.open_to_joiners()
             stopped_by_others = self._take_steps(stop)
             finished = self.step >= self.settings.train.steps
@@ -165,7 +171,7 @@ class _Run:
             if self.saved_at != self.step or finished:
                 self._save(wait=True)
             self._report_saved(wait=True)
-            if (failure := fleet.failure) is not None and not (peers and peers.rejoins):
+            if (failure := fleet.failure()) is not None and not fleet.rejoins:
                 self.emit(Note(step=self.step, text=f"{failure} The state at step {self.step} is saved."))
                 raise failure
             # Signals arrive at any time and at any rank, so the ranks compare them once; what follows communicates.
@@ -182,8 +188,8 @@ class _Run:
                 self._leave_adapter()
         self._count_time()
         summary = self._summary(evaluation, interrupted)
-        if finished and peers:
-            peers.tell_finished()
+        if finished:
+            fleet.tell_finished()
         fleet.finish()
         write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         self.emit(RunFinished(step=self.step, summary=summary))
@@ -191,7 +197,7 @@ class _Run:
 
     def _take_steps(self, stop: StopRequest) -> bool:
         """Train to the last step or the agreed stop step. Return whether the replicas agreed on a stop step."""
-        train, fleet, peers = self.settings.train, self.session.fleet, self.peers
+        train, fleet = self.settings.train, self.session.fleet
         evaluate_every, save_every = self.settings.evaluation.every_steps, self.settings.checkpoint.every_steps
         last = min(train.steps, train.stop_after or train.steps)
         agreed: int | None = None
@@ -200,12 +206,11 @@ class _Run:
             return bool(every) and self.step % (every or 1) == 0 and self.step < last
 
         while self.step < last:
-            if peers and peers.rejoins:
-                try:
-                    follow_views(peers, self.session, stop, self.emit)
-                except TransportError:
-                    self._save(wait=True)
-                    raise
+            try:
+                follow_views(self.session, stop, self.emit)
+            except TransportError:
+                self._save(wait=True)
+                raise
             if agreed is None:
                 agreed = fleet.stop_step(self.step, wanted=stop.signal is not None)
                 if agreed is not None:
@@ -223,9 +228,6 @@ class _Run:
     def _train_step(self) -> None:
         epochs = self.session.epochs
         done = self.session.step()
-        if self.peers and done.trained:
-            mine = self.settings.train.batch_size * self.settings.train.sequence_length
-            self.peers.note(loss=done.loss, tokens_per_s=mine / max(1e-9, done.step_s))
         self.emit(done)
         for name, epoch in self.session.epochs.items():
             if epoch == 2 and epochs.get(name) == 1:
@@ -335,11 +337,15 @@ class _Run:
 
     def _report_saved(self, *, wait: bool) -> None:
         """Report a checkpoint that has been written since. Call it on all ranks of a replica."""
+        for sentence in self.mirror.take_sentences() if self.mirror else ():
+            self.emit(Note(step=self.step, text=sentence))
         if (path := self.writer.poll(wait=wait)) is None:
             return
         size_bytes, free_bytes = self.session.fleet.group.done_by_leader(
             lambda: [open_checkpoint(path).size_bytes, shutil.disk_usage(path).free]
         )
+        if self.mirror:
+            self.mirror.offer(path)
         save_s = time.perf_counter() - self.save_began_s
         self.emit(
             CheckpointSaved(step=self.step, path=str(path), size_bytes=size_bytes, save_s=save_s, free_bytes=free_bytes)

@@ -12,21 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.algorithm import (
-    digest_tensors,
-    make_codec,
-    named_parameters,
-    persistent_buffers,
-)
+from diloco.algorithm import digest_tensors, make_codec, named_parameters
 from diloco.checkpoint import Whole
 from diloco.data import Corpus
 from diloco.devices import flops_utilization, known_peak_flops_per_s
-from diloco.events import Event, StepFinished
+from diloco.events import Event, RoundCommitted, StepFinished
 from diloco.model import ENDS, LanguageModel, Transformer, build_language_model
 from diloco.outer import DiLoCo
 from diloco.train.components import outer_arguments
 from diloco.train.data_parallel import GradientAverager, average_gradients
-from diloco.train.fleet import Fleet
+from diloco.train.fleet import Fleet, PeerFleet
 from diloco.train.inner import InnerLoop, InnerStep, inner_learning_rate, make_inner_optimizer
 from diloco.train.parallel import Strategy, parallelise, prepare_model
 from diloco.train.replica import DynamicSteps, RandomState, Replica
@@ -60,7 +55,7 @@ class Session:
         device: the device to train on.
         on_event: receives the events of the session.
         initial: initial values of the parameters by name; None: new values, or those of the model's source.
-        definition: the model's definition, for `diloco.model.build.build_language_model`.
+        definition: the model's definition, for `build_language_model`.
         identity: what the run is; see `diloco.train.description`.
     """
 
@@ -83,13 +78,14 @@ class Session:
         self.identity = identity or {}
         self.totals = Totals()
         self._definition = definition
-        self.replicas: list[Replica] = []
-        for number in fleet.local:
-            self.replicas.append(self._make_replica(number, initial))
+        self.replicas = [self._make_replica(number, initial) for number in fleet.local]
         self.pace: DynamicSteps | None = None  # chooses the scheduled steps to train; None: all of them
+        if isinstance(fleet, PeerFleet) and settings.network.straggler == "dynamic":
+            self.pace = DynamicSteps(fleet.local[0], settings.sync.inner_steps, fleet)
+        self.agreed_step = 0  # the last step that all replicas are known to have finished
         self._loss = 0.0
         self._inner: tuple[InnerStep, ...] = ()  # results of the last trained step
-        self._begin_diloco_if_due()
+        self._end_shared_start_if_due()
 
     @property
     def averages_gradients(self) -> bool:
@@ -98,19 +94,6 @@ class Session:
         begun = any(replica.diloco for replica in self.replicas)
         return self.settings.algorithm == "data-parallel" or (self.totals.steps < shared_start and not begun)
 
-    def part_models(self) -> None:
-        """Give each replica its own model, unless gradients are still averaged."""
-        if self.averages_gradients:
-            return
-        first, *others = self.replicas
-        for replica in others:
-            if replica.model is first.model:
-                inner = self._make_inner(None)
-                inner.model.load_saved_state(first.model.saved_state())
-                inner.load_state_dict(first.inner.state_dict())
-                replica.model, replica.inner = inner.model, inner
-                replica.gradients = self._average_gradients_of(replica.number, inner)
-
     def open_to_joiners(self) -> None:
         """Admit joining replicas, unless the replicas average gradients at every step."""
         self.fleet.close_to_joiners("the replicas average gradients at every step" if self.averages_gradients else "")
@@ -118,8 +101,7 @@ class Session:
     def step(self) -> StepFinished:
         """Run one scheduled inner step of every replica and the synchronisation that is due after it.
 
-        A step that `DynamicSteps` skips only advances the schedule; loss and norm are then those of the last trained
-        step.
+        A step that `DynamicSteps` skips only advances the schedule; loss and norm are those of the last trained step.
         """
         started_s = time.perf_counter()
         step, pace = self.totals.steps, None if self.averages_gradients else self.pace
@@ -137,7 +119,7 @@ class Session:
         stepped_s = time.perf_counter()
         self._synchronise(trained=trained)
         finished_s = time.perf_counter()
-        self._begin_diloco_if_due()
+        self._end_shared_start_if_due()
         compute_s = stepped_s - started_s - averaging_s
         self.totals.compute_s += compute_s
         self.totals.exchange_s += averaging_s + finished_s - stepped_s
@@ -198,10 +180,7 @@ class Session:
         return flops_utilization(self.flops_per_token * tokens * steps, seconds, self.peak_flops_per_s)
 
     def begin_diloco(self, replica: Replica) -> DiLoCo:
-        """Return the outer loop of a replica.
-
-        If there is none yet, create it with the replica's parameters as global parameters, and admit joining replicas.
-        """
+        """Return the outer loop of a replica, which begins with the replica's parameters as the global ones."""
         if replica.diloco is None:
             # an Apple GPU lacks some operations of the codecs
             on_host = self.settings.train.global_device == "cpu" or replica.inner.device.type == "mps"
@@ -221,13 +200,12 @@ class Session:
         return replica.diloco
 
     def end_shared_start(self) -> None:
-        """Start the outer loop of every replica, with its current parameters as global parameters."""
+        """Begin the outer loop of every replica."""
         self.totals.shared_start_sent_bytes = self.traffic()[0]
         for replica in self.replicas:
             self.begin_diloco(replica)
 
     def close(self) -> None:
-        """Stop the background threads."""
         for replica in self.replicas:
             replica.sampler.close()
 
@@ -237,19 +215,17 @@ class Session:
             if replica.diloco:
                 replica.diloco.drain()
 
+    def _end_shared_start_if_due(self) -> None:
+        due = self.settings.algorithm in ("streaming", "diloco") and not self.averages_gradients
+        if due and self.replicas[0].diloco is None:
+            self.end_shared_start()
+
     def global_params(self) -> dict[str, Tensor]:
         """Return what `ReplicaState.global_params` of the first replica does."""
-        return self.states()[0].global_params()
-
-    def states(self) -> list[ReplicaState]:
-        """Return what each replica saves."""
-        return [ReplicaState(replica.inner, replica.diloco) for replica in self.replicas]
+        return ReplicaState(self.replicas[0].inner, self.replicas[0].diloco).global_params()
 
     def global_digest(self) -> str:
-        """Return the digest of the global parameters, or of the parameters of all independent replicas.
-
-        Call it on all ranks of a replica.
-        """
+        """Return the digest of the global parameters, or of those of all independent replicas. Call it on all ranks."""
         if self.settings.algorithm != "none":
             return digest_tensors(Whole(self.global_params()))
         replicas = enumerate(self.replicas)
@@ -269,8 +245,7 @@ class Session:
     def compute_utilization(self) -> float:
         """Return compute time / (compute time + time stalled by the exchange), as the mean over replicas.
 
-        On emulated links the times are virtual. Without links they are the times of this process, and the exchange is
-        encoding, averaging and merging.
+        On emulated links the times are virtual; else they are those of this process, with encoding and merging.
         """
         network = self.fleet.network
         if network is not None:
@@ -288,14 +263,13 @@ class Session:
         """Train inner step ``step`` on every replica and return the seconds spent averaging gradients."""
         losses, averaging_s = [], 0.0
         averaging = self.replicas if self.averages_gradients else []
-        done: dict[InnerLoop, InnerStep] = {}
+        done: list[InnerStep] = []
         for replica in self.replicas:
             losses.append(self._accumulate(replica))
             if averaging:
                 averaging_s += self._send_gradients(replica, step)
             elif self.device.type == "cpu":  # apply at once, as waiting costs nothing and gradients need not be kept
-                done[replica.inner] = replica.inner.apply(step)
-        inners = dict.fromkeys(replica.inner for replica in self.replicas)
+                done.append(replica.inner.apply(step))
         if done:
             self._loss = float(torch.stack(losses).mean())
         else:
@@ -304,11 +278,13 @@ class Session:
             may_lose = self.fleet.rejoins and self.settings.algorithm != "data-parallel"
             keep = average_gradients([r.gradients for r in averaging], self._emit, may_skip=may_skip, may_lose=may_lose)
             averaging_s += time.perf_counter() - computed_s
+            self.agreed_step = step + 1 if averaging and keep else self.agreed_step
             # queue the work of all replicas on the device and wait for it once, whatever their number
-            norms = [inner.begin(step, skip=not keep) for inner in inners]
+            norms = [replica.inner.begin(step, skip=not keep) for replica in self.replicas]
             self._loss, *read = torch.stack([torch.stack(losses).mean(), *norms]).tolist()
-            done = {inner: inner.end(step, norm, skip=not keep) for inner, norm in zip(inners, read, strict=True)}
-        self._inner = tuple(done[replica.inner] for replica in self.replicas)
+            pairs = zip(self.replicas, read, strict=True)
+            done = [replica.inner.end(step, norm, skip=not keep) for replica, norm in pairs]
+        self._inner = tuple(done)
         return averaging_s
 
     def _synchronise(self, *, trained: bool) -> None:
@@ -328,29 +304,14 @@ class Session:
         return loss
 
     def _send_gradients(self, replica: Replica, step: int) -> float:
-        """Submit a replica's gradients and return the seconds this took."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # otherwise the time would include pending compute
         started_s = time.perf_counter()
         replica.gradients.begin(step, replica.inner.counted)
-        if len(self.replicas) > 1 and not replica.inner.scaler.is_enabled():
-            replica.inner.optimizer.zero_grad(set_to_none=True)  # the mean replaces them
         return time.perf_counter() - started_s
 
     def _make_replica(self, number: int, initial: Mapping[str, Tensor] | None) -> Replica:
-        """Return replica ``number`` at step 0, without an outer loop.
-
-        While gradients are averaged, all replicas hold the same values after every step. So they share a model and
-        inner loop then, until `part_models`, unless the model has buffers, which each replica's batches change, or the
-        gradient scaler of float16 checks the gradients of each replica.
-        """
-        settings = self.settings
-        first = self.replicas[0].inner if self.replicas else None
-        may_share = self.averages_gradients and settings.train.precision != "float16"
-        if first and may_share and not first.model.source_has and not persistent_buffers(first.model):
-            inner = first
-        else:
-            inner = self._make_inner(initial)
+        settings, inner = self.settings, self._make_inner(initial)
         batches = self.corpus.batches(
             sequence_length=settings.train.sequence_length,
             batch_size=settings.train.batch_size,
@@ -358,13 +319,9 @@ class Session:
             replica=number,
             num_replicas=None if self.fleet.elastic else settings.network.replicas,
         )
-        random = RandomState(settings.seed, number)
-        return Replica(number, inner.model, inner, batches, random, self._average_gradients_of(number, inner))
-
-    def _average_gradients_of(self, number: int, inner: InnerLoop) -> GradientAverager:
-        name = self.settings.sync.codec if self.settings.algorithm == "data-parallel" else None
-        endpoint, codec = self.fleet.endpoint(number), make_codec(name or "float32")
-        return GradientAverager(inner.model, endpoint, codec, self.fleet.group)
+        codec = make_codec(settings.sync.codec or "float32" if settings.algorithm == "data-parallel" else "float32")
+        gradients = GradientAverager(inner.model, self.fleet.endpoint(number), codec, self.fleet.group)
+        return Replica(number, inner, batches, RandomState(settings.seed, number), gradients)
 
     def _make_inner(self, initial: Mapping[str, Tensor] | None) -> InnerLoop:
         settings, train, group = self.settings, self.settings.train, self.fleet.group
@@ -383,7 +340,7 @@ class Session:
         end = self.corpus.tokenizer.eos_id if settings.data.document_masks else None
         return InnerLoop(
             parallel,
-            make_inner_optimizer(settings.optimizer, model),
+            make_inner_optimizer(settings.optimizer, model, group, compiled=train.compile),
             learning_rate=inner_learning_rate(settings.optimizer, train.steps),
             clip_norm=settings.optimizer.clip_norm,
             precision=train.precision,
@@ -391,12 +348,9 @@ class Session:
             end_of_document=ENDS if self.corpus.train.marks_ends else end,
         )
 
-    def _begin_diloco_if_due(self) -> None:
-        """Start the outer loops if the shared start has ended."""
-        self.part_models()
-        due = self.settings.algorithm in ("streaming", "diloco") and not self.averages_gradients
-        if due and self.replicas[0].diloco is None:
-            self.end_shared_start()
-
     def _emit(self, event: Event) -> None:
+        diloco = self.replicas[0].diloco
+        if isinstance(event, RoundCommitted) and diloco and {*diloco.transport.view.members} <= {*event.contributors}:
+            sent = diloco.schedule.sent_at(event.fragment, event.outer_step)
+            self.agreed_step = max(self.agreed_step, sent + diloco.recovery.begun_after)
         self.on_event(replace(event, step=self.totals.steps))

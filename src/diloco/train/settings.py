@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -124,9 +125,17 @@ class CheckpointSettings:
     every_steps: int | None = None
     """Steps between checkpoints. Default: a quarter of the run. 0: only at the end."""
     keep: int = 2
-    """How many of the newest checkpoints to keep."""
-    resume: Annotated[Path | None, arg(aliases=["--resume"])] = None
-    """Resume from this run folder or checkpoint."""
+    """How many of the newest checkpoints to keep. Replicas in processes of their own keep older ones until a newer one
+    is complete on all of them."""
+    mirror: str | None = None
+    """Upload checkpoints to s3://..., gs://..., hf://... or a path as well. Each peer of a swarm needs another one."""
+    resume: Annotated[str | None, arg(aliases=["--resume"], metavar="RUN")] = None
+    """Resume from this run folder, checkpoint or mirror."""
+
+    def __post_init__(self) -> None:
+        for place in filter(None, map(str, (self.mirror or "", self.resume or ""))):
+            if re.match(r"\w{2,}:(?!//)", place):  # else it would become a folder of this name
+                raise ConfigurationError(f"{place!r} is neither a path nor a URL such as s3://BUCKET/FOLDER.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +148,7 @@ class RunSettings:
     """
 
     out: Annotated[Path | None, arg(aliases=["-o"])] = None
-    """Run folder. Default: runs/ALGORITHM-PRESET, or runs/RUN in a swarm, with a number if it exists."""
+    """Run folder. Default: runs/NAME, numbered if it exists."""
     seed: int = 0
     """Seed of weights, data order and random generators."""
     algorithm: Algorithm = "streaming"

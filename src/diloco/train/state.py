@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm import RoundId, named_parameters
-from diloco.checkpoint import Checkpoint, CheckpointWriter, SavedTensor, open_checkpoint
+from diloco.checkpoint import Checkpoint, CheckpointWriter, open_checkpoint
 from diloco.data import Cursor
 from diloco.errors import CheckpointError
 from diloco.outer import DiLoCo
@@ -35,13 +35,7 @@ if TYPE_CHECKING:
     from diloco.train.replica import Replica
     from diloco.train.session import Session
 
-__all__ = [
-    "ReplicaState",
-    "base_home",
-    "load_session",
-    "replicas_in",
-    "save_session",
-]
+__all__ = ["ReplicaState", "base_home", "load_session", "replicas_in", "save_session"]
 
 _REPLICA = re.compile(r"replica-(\d+)\Z")  # a replica's part of a checkpoint; its shards have longer names
 
@@ -51,7 +45,10 @@ _OF_RANKS = ("in_flight", "candidate")
 
 
 class ReplicaState:
-    """The state of an inner loop and, if there is one, of the `DiLoCo` around it, as a rank of the replica saves it."""
+    """The state of an inner loop and, if there is one, of the `DiLoCo` around it, as a rank of the replica saves it.
+
+    No method copies a tensor. Values with the shape of a parameter are DTensors if the model is sharded.
+    """
 
     def __init__(self, inner: InnerLoop, diloco: DiLoCo | None) -> None:
         self.inner = inner
@@ -62,48 +59,35 @@ class ReplicaState:
         self.parameters = {name: trained[name] for name in self.names.values() if name in trained}
 
     def values(self) -> dict[str, Tensor]:
-        """Return this replica's values with the shape of a parameter (or buffer), without copying.
-
-        They are called ``model/NAME``, ``inner/SLOT/NAME`` and ``residual/NAME`` (of error feedback), and are DTensors
-        if the model is sharded.
-        """
+        """Return this replica's values: ``model/NAME``, ``inner/SLOT/NAME`` and ``residual/NAME`` (error feedback)."""
         values = {f"model/{name}": tensor for name, tensor in saved_once(self.inner.model).items()}
         for parameter, slots in self.inner.optimizer.state.items():
-            for slot, value in slots.items():
-                if _is_shaped_as(value, parameter):
-                    values[f"inner/{slot}/{self.names[id(parameter)]}"] = value
+            name = self.names[id(parameter)]
+            values |= {f"inner/{slot}/{name}": v for slot, v in slots.items() if _is_shaped_as(v, parameter)}
         for fragment in self.diloco.fragments if self.diloco else ():
             if fragment.residual is not None:
-                for name, piece in fragment.layout.named(fragment.residual).items():
-                    values[f"residual/{name}"] = self._laid_out(piece, name)
+                values |= self._laid_out(fragment.layout.named(fragment.residual), "residual/")
         return values
 
     def global_params(self) -> dict[str, Tensor]:
-        """Return the global parameters by name, or the model's parameters without an outer loop, without copying.
-
-        They are DTensors if the model is sharded.
-        """
+        """Return the global parameters by name, or the model's parameters without an outer loop."""
         if self.diloco is None:
             return {name: parameter.detach() for name, parameter in self.parameters.items()}
-        named = self.diloco.named_global_params()
-        return {name: self._laid_out(values, name) for name, values in named.items()}
+        return self._laid_out(self.diloco.named_global_params())
 
     def outer_state(self) -> dict[str, Tensor]:
-        """Return the outer state as ``SLOT/NAME``, without copying; empty without an outer loop."""
-        return {
-            f"{slot}/{name}": self._laid_out(piece, name)
-            for fragment in (self.diloco.fragments if self.diloco else ())
-            for slot, vector in fragment.state.outer.slots.items()
-            for name, piece in fragment.layout.named(vector).items()
-        }
+        """Return the outer state as ``SLOT/NAME``; empty without an outer loop."""
+        values: dict[str, Tensor] = {}
+        for fragment in self.diloco.fragments if self.diloco else ():
+            for slot, vector in fragment.state.outer.slots.items():
+                values |= self._laid_out(fragment.layout.named(vector), f"{slot}/")
+        return values
 
     def common(self) -> dict[str, Any]:
         """Return what is the same on all ranks: steps, learning rates, the gradient scaler, counters."""
         saved, outer = self.inner.state_dict(), None
         rest = {
-            self.names[id(parameter)]: {
-                slot: value for slot, value in slots.items() if not _is_shaped_as(value, parameter)
-            }
+            self.names[id(parameter)]: {slot: v for slot, v in slots.items() if not _is_shaped_as(v, parameter)}
             for parameter, slots in self.inner.optimizer.state.items()
         }
         if self.diloco is not None:
@@ -122,22 +106,15 @@ class ReplicaState:
         return {"fragments": [{name: fragment[name] for name in _OF_RANKS} for fragment in fragments]}
 
     def load(
-        self,
-        checkpoint: Checkpoint,
-        part: str,
-        common: Mapping[str, Any],
-        own: Mapping[str, Any] | None,
-        *,
-        same_replicas: bool = True,
+        self, checkpoint: Checkpoint, part: str, common: Mapping[str, Any], own: Mapping[str, Any] | None
     ) -> tuple[RoundId, ...]:
         """Restore all kinds of state, on any number of ranks. If a `DiLoCo` was saved, this state must have one.
 
         Args:
             part: the part of the checkpoint that has the result of `values`.
             common: the result of `common`.
-            own: the result of `own` at the same position of the same number of ranks. None: the number of ranks
-                differs; the rounds in flight were encoded for other shards and count as void.
-            same_replicas: whether the rounds in flight were between the same replicas. If not, they count as void.
+            own: the result of `own` at the same position of the same number of ranks and among the same replicas. None:
+                these differ, and the rounds in flight count as void.
 
         Returns:
             The void rounds. Their work is in the next rounds, because the global parameters did not change.
@@ -145,7 +122,13 @@ class ReplicaState:
         Raises:
             CheckpointError: if the state belongs to another model, optimizer or algorithm.
         """
-        slots = self._make_slots(checkpoint.tensors(part))
+        slots: dict[str, tuple[str, str, Tensor]] = {}  # name -> parameter, slot, and room for the saved value
+        for name, tensor in checkpoint.tensors(part).items():
+            kind, _, place = name.partition("/")
+            slot, _, parameter = place.partition("/")
+            if kind == "inner" and parameter in self.parameters:
+                room = torch.empty_like(self.parameters[parameter], dtype=tensor.dtype, requires_grad=False)
+                slots[name] = (parameter, slot, room)
         parts = {part: self.values() | {name: value for name, (_, _, value) in slots.items()}}
         if self.diloco is not None:
             parts |= {"global": self.global_params(), "outer": self.outer_state()}
@@ -157,13 +140,39 @@ class ReplicaState:
                 )
         for name, values in parts.items():
             checkpoint.load_into(name, values)
-        self._load_inner(slots, common["inner"])
-        if self.diloco is None:
-            return ()
-        return self._load_diloco(self.diloco, common["diloco"], own["fragments"] if own and same_replicas else None)
+        optimizer, inner = self.inner.optimizer, common["inner"]
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        index = {self.names[id(parameter)]: number for number, parameter in enumerate(held)}
+        state: dict[int, dict[str, Any]] = {index[name]: dict(kept) for name, kept in inner["rest"].items()}
+        for parameter, slot, value in slots.values():
+            state.setdefault(index[parameter], {})[slot] = value
+        optimizer.load_state_dict({"state": state, "param_groups": inner["groups"]})
+        self.inner.scaler.load_state_dict(dict(inner["scaler"]))
+        return () if self.diloco is None else self._load_diloco(self.diloco, common["diloco"], own)
 
-    def _laid_out(self, local: Tensor, name: str) -> Tensor:
-        """Return ``local``, this rank's shard of parameter ``name``, as a DTensor if the parameter is one."""
+    def _load_diloco(
+        self, diloco: DiLoCo, common: Mapping[str, Any], own: Mapping[str, Any] | None
+    ) -> tuple[RoundId, ...]:
+        void = () if own is not None else tuple(RoundId(int(p), int(k)) for p, k in common["rounds_in_flight"])
+        lost = {r.fragment: {"in_flight": {"outer_step": r.outer_step}} for r in void}
+        # the values have already been loaded in place, so loading them from here changes nothing
+        fragments = [
+            {**{name: now[name] for name in _VALUES}, **dict.fromkeys(_OF_RANKS), **saved, **more}
+            for now, saved, more in zip(
+                diloco.state_dict()["fragments"],
+                common["fragments"],
+                own["fragments"] if own else [lost.get(fragment.index, {}) for fragment in diloco.fragments],
+                strict=True,
+            )
+        ]
+        diloco.load_state_dict({**common, "fragments": fragments}, resubmit=own is not None)
+        return void
+
+    def _laid_out(self, shards: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
+        """Return this rank's shards of parameters with longer names, as DTensors if the parameters are."""
+        return {f"{prefix}{name}": self._whole(local, name) for name, local in shards.items()}
+
+    def _whole(self, local: Tensor, name: str) -> Tensor:
         parameter: Any = self.parameters[name]
         if not hasattr(parameter, "to_local"):
             return local
@@ -174,81 +183,38 @@ class ReplicaState:
         shape, stride = parameter.shape, parameter.stride()
         return DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
 
-    def _make_slots(self, saved: Mapping[str, SavedTensor]) -> dict[str, tuple[str, str, Tensor]]:
-        """Return the parameter, slot and an empty tensor for each saved value of the inner optimizer, by name."""
-        slots = {}
-        for name, tensor in saved.items():
-            kind, _, place = name.partition("/")
-            slot, _, parameter = place.partition("/")
-            if kind == "inner" and parameter in self.parameters:
-                room = torch.empty_like(self.parameters[parameter], dtype=tensor.dtype, requires_grad=False)
-                slots[name] = (parameter, slot, room)
-        return slots
-
-    def _load_inner(self, slots: Mapping[str, tuple[str, str, Tensor]], common: Mapping[str, Any]) -> None:
-        optimizer = self.inner.optimizer
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        index = {self.names[id(parameter)]: number for number, parameter in enumerate(held)}
-        state: dict[int, dict[str, Any]] = {index[name]: dict(kept) for name, kept in common["rest"].items()}
-        for parameter, slot, value in slots.values():
-            state.setdefault(index[parameter], {})[slot] = value
-        optimizer.load_state_dict({"state": state, "param_groups": common["groups"]})
-        self.inner.scaler.load_state_dict(dict(common["scaler"]))
-
-    def _load_diloco(self, diloco: DiLoCo, common: Mapping[str, Any], own: Any) -> tuple[RoundId, ...]:
-        void = () if own is not None else tuple(RoundId(int(p), int(k)) for p, k in common["rounds_in_flight"])
-        lost = {r.fragment: {"in_flight": {"outer_step": r.outer_step}} for r in void}
-        # the values have already been loaded in place, so loading them from here changes nothing
-        fragments = [
-            {**{name: now[name] for name in _VALUES}, **dict.fromkeys(_OF_RANKS), **saved, **more}
-            for now, saved, more in zip(
-                diloco.state_dict()["fragments"],
-                common["fragments"],
-                own if own is not None else [lost.get(fragment.index, {}) for fragment in diloco.fragments],
-                strict=True,
-            )
-        ]
-        diloco.load_state_dict({**common, "fragments": fragments}, resubmit=own is not None)
-        return void
-
 
 def _is_shaped_as(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
 
 
 def save_session(session: Session, writer: CheckpointWriter, folder: Path, keep: int, *, copies: bool = True) -> None:
-    """Begin to save the state that the session needs to resume. Call it on all ranks of a replica.
+    """Begin to save the state that the session needs to resume; see `CheckpointWriter.save`. Call it on all ranks.
 
     Parts ``global`` and ``outer`` have what all replicas agree on, ``replica-M-values`` the named tensors of replica M,
     ``replica-M`` what else its ranks have in common, and ``replica-M-own-S`` what only its rank S can use. Another
     number of ranks can load all but the last.
-
-    Args:
-        writer: writes the checkpoint, while the session goes on.
-        folder: the checkpoints folder.
-        keep: the number of newest checkpoints to keep.
-        copies: False if the session waits until the checkpoint is written.
-
-    Raises:
-        CheckpointError: if saving can't begin. Earlier complete checkpoints are unchanged.
     """
     run = {"totals": vars(session.totals), "transport": session.fleet.state_dict(), "random": process_random()}
-    first, group = session.states()[0], session.fleet.group
+    states = [ReplicaState(replica.inner, replica.diloco) for replica in session.replicas]
+    first, group = states[0], session.fleet.group
     parts: dict[str, Any] = {"run": run, "global": first.global_params(), "outer": first.outer_state()}
     if rest := rest_of_state(session.replicas[0].model, first.parameters):
         parts[REST] = rest
     own = {}
-    for replica, state in zip(session.replicas, session.states(), strict=True):
+    for replica, state in zip(session.replicas, states, strict=True):
         name = f"replica-{replica.number}"
         parts[name] = {"common": state.common(), "sampler": replica.sampler.state_dict()}
         parts[f"{name}-values"] = state.values()
         if group.position < _num_shards(session):  # else position 0 saves the same
             own[f"{name}-own"] = {"diloco": state.own(), "random": replica.random_state.state_dict()}
-    writer.save(folder, session.totals.steps, parts, own=own, about=_about(session), keep=keep, copies=copies)
+    fleet = session.fleet  # processes that resume together need a step of which all have a checkpoint
+    agreed = session.agreed_step if fleet.hub is None and not fleet.elastic and fleet.num_members > 1 else None
+    about = _about(session)
+    writer.save(folder, session.totals.steps, parts, own=own, about=about, keep=keep, agreed=agreed, copies=copies)
 
 
 def _about(session: Session) -> dict[str, Any]:
-    """Return the metadata that can be read without loading a checkpoint, as JSON. Call it on all ranks of a replica."""
     settings, model, diloco = session.settings, session.replicas[0].model, session.replicas[0].diloco
     return {
         "algorithm": settings.algorithm,
@@ -277,17 +243,12 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
         home: the replica's run folder.
 
     Returns:
-        Sentences about the differences to the saved run: another number of replicas, and rounds in flight that are now
-        void.
-
-    Raises:
-        CheckpointError: if the checkpoint belongs to another model or another kind of run.
+        Sentences about the differences to the saved run: another number of replicas, and rounds that are now void.
     """
     run = checkpoint.load("run")
     session.totals = replace(session.totals, **run["totals"])
     if replicas_in(checkpoint)[:1] == session.fleet.local[:1]:  # a checkpoint of all replicas has those of the first
         load_process_random(run["random"])
-    session.part_models()
     saved = _saved_replicas(session, checkpoint, home)
     if saved.differ and session.settings.algorithm == "none":
         raise CheckpointError(
@@ -326,9 +287,9 @@ def _load_replica(
     if source == replica.number and sum(part.startswith(f"{name}-") for part in checkpoint.parts) == shards:
         own = checkpoint.load(f"{name}-{session.fleet.group.position % shards}")
         replica.random_state.load_state_dict(own["random"])
-    rounds = None if own is None else own["diloco"]
+    rounds = None if own is None or saved.differ else own["diloco"]
     state = ReplicaState(replica.inner, replica.diloco)
-    return state.load(checkpoint, f"replica-{source}-values", common, rounds, same_replicas=not saved.differ)
+    return state.load(checkpoint, f"replica-{source}-values", common, rounds)
 
 
 def _num_shards(session: Session) -> int:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 __all__ = ["StopAsked", "StopRequest", "is_echo"]
@@ -30,22 +30,15 @@ class StopAsked(Exception):
 class StopRequest:
     """A context that records a request to stop: ``signal`` is None before the request, then the signal's name.
 
-    Outside the main thread, where Python can't handle signals, it does nothing.
-
-    Args:
-        asked: called once, in a thread of its own, as soon as the first signal arrives, whatever the main thread does.
-
-    >>> with StopRequest() as stop:
-    ...     signal.raise_signal(signal.SIGTERM)
-    ...     stop.signal
-    'SIGTERM'
+    Outside the main thread, where Python can't handle signals, it does nothing. ``asked`` is called once, in a thread
+    of its own, as soon as the first signal arrives, whatever the main thread does.
     """
 
     def __init__(self, asked: Callable[[], None] = lambda: None) -> None:
         self.signal: str | None = None
         self._asked = asked
         self._interrupts = False
-        self._asked_s = 0.0
+        self._first = (0, 0.0)  # the first signal and when it came
         self._before: dict[signal.Signals, Any] = {}
         self._pipe: tuple[int, int] | None = None
         self._wakeup_before = -1
@@ -61,9 +54,7 @@ class StopRequest:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
         if self._pipe is not None:
@@ -91,30 +82,29 @@ class StopRequest:
 
         It may also call what a handler must not, such as functions that take locks.
         """
-        first, first_s = "", 0.0
+        first: tuple[int, float] | None = None
         with os.fdopen(signals, "rb", buffering=0) as pipe:
             while number := int.from_bytes(pipe.read(1)):
-                if number in SIGNALS and not first:
-                    first, first_s = signal.Signals(number).name, time.monotonic()
+                if number in SIGNALS and first is None:
+                    first = number, time.monotonic()
                     self._asked()
-                elif number in SIGNALS and not is_echo(number, first, time.monotonic() - first_s):
+                elif number in SIGNALS and first and not is_echo(number, first, time.monotonic()):
                     time.sleep(HANDLED_S)  # meanwhile the handler ends the process, if it can run
                     if self._pipe is not None:
                         _end()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal is None:
-            self.signal, self._asked_s = signal.Signals(number).name, time.monotonic()
+            self.signal, self._first = signal.Signals(number).name, (number, time.monotonic())
             if self._interrupts:
                 raise StopAsked
-            return
-        if not is_echo(number, self.signal, time.monotonic() - self._asked_s):
+        elif not is_echo(number, self._first, time.monotonic()):
             _end()
 
 
-def is_echo(number: int, first: str, later_s: float) -> bool:
-    """Return whether a signal that arrives ``later_s`` seconds after the ``first`` belongs to the same request."""
-    return number == signal.SIGTERM and first == "SIGTERM" and later_s < ECHO_S
+def is_echo(number: int, first: tuple[int, float], now_s: float) -> bool:
+    """Return whether a signal that arrives at ``now_s`` belongs to the same request as the ``first`` and its time."""
+    return number == first[0] == signal.SIGTERM and now_s - first[1] < ECHO_S
 
 
 def _end() -> None:

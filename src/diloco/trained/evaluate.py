@@ -13,7 +13,7 @@ from torch import nn
 from diloco.data import PackedTokens, TokenArray, Tokenizer, heldout_batches
 from diloco.devices import to_device
 from diloco.errors import DataError
-from diloco.model import ENDS, NOT_COUNTED, LanguageModel, documents_of, even_batches
+from diloco.model import ENDS, NOT_COUNTED, LanguageModel, documents_of
 from diloco.units import perplexity
 
 __all__ = ["evaluate", "mean_evaluation"]
@@ -75,7 +75,7 @@ def evaluate(
     nats, count, num_bytes, dtype = 0.0, 0, 0, getattr(torch, precision)
     model.eval()
     try:
-        with torch.no_grad(), even_batches(), torch.autocast(device.type, dtype, enabled=precision != "float32"):
+        with torch.no_grad(), torch.autocast(device.type, dtype, enabled=precision != "float32"):
             for inputs, targets in heldout_batches(
                 tokens, sequence_length, max(1, min(batch_size, fitting)), sequences
             ):

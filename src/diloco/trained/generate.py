@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -119,28 +121,34 @@ def generate(
             raise ConfigurationError(f"{message}.")
 
     def tokens() -> Iterator[int]:
-        text, unread, cache, was_training = list(prompt_tokens), window, model.new_cache(), model.training
+        text, was_training = list(prompt_tokens), model.training
+        unread, seen, cache = window, 0, model.new_cache()
         model.eval()
         try:
             for _ in range(max_new_tokens):
-                if cache.length + unread > window:
-                    unread, cache = max(1, window // 2), model.new_cache()
+                if seen + unread > window:
+                    unread, seen, cache = max(1, window // 2), 0, model.new_cache()
                 # Not around the yield, where it would also apply to the consumer's code. Not inference mode: parameters
                 # that FSDP gathers in it could not be trained afterwards.
-                with torch.no_grad():
-                    # Not `__call__`: a compiled model would be recompiled for every length of the cache.
-                    call: Callable[..., Tensor] = model._call_impl
+                with torch.no_grad(), _uncompiled():
                     inputs = torch.tensor([text[-unread:]], dtype=torch.int64, device=device)
-                    token = agreed(sampling.draw(call(inputs, cache)[0, -1].float(), generator))
+                    token = agreed(sampling.draw(model(inputs, cache)[0, -1].float(), generator))
                 if token in stop_tokens:
                     break
                 text.append(token)
-                unread = 1
+                if cache is not None:  # else all of the window is processed again
+                    unread, seen = 1, seen + inputs.shape[1]
                 yield token
         finally:
             model.train(was_training)
 
     return tokens()
+
+
+def _uncompiled() -> AbstractContextManager[None]:
+    """Run what is compiled as it is, since it would be compiled again for every length of the cache."""
+    loaded = "torch._dynamo" in sys.modules  # importing it takes long, and without it nothing is compiled
+    return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
 
 
 class TextStream:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model import (
     LanguageModel,
     ModelSettings,
-    Transformer,
     build_language_model,
     build_model,
     is_huggingface_folder,
@@ -61,7 +59,7 @@ class Trained:
     step: int | None  # inner steps of the checkpoint; None for a folder of ``transformers``
     sequence_length: int  # tokens per sequence in training; at most 2048 if that is unknown
     path: Path  # the checkpoint or folder
-    weights: str = "global parameters"  # describes the weights: global parameters, or those of which replica
+    weights: str = "global parameters"  # describes them
 
     @property
     def run(self) -> Path:
@@ -74,11 +72,7 @@ class Trained:
         return has_template(self._tokenizer_folder)
 
     def chat_tokenizer(self) -> ChatTokenizer:
-        """Return its tokenizer with the chat template.
-
-        Raises:
-            ConfigurationError, DataError: as `ChatTokenizer`.
-        """
+        """Return its tokenizer with the chat template."""
         return ChatTokenizer(str(self._tokenizer_folder))
 
     @property
@@ -86,14 +80,7 @@ class Trained:
         return self.path if self.step is None else self.run
 
     def length(self, asked: int | None, name: str) -> int:
-        """Return the context length in tokens: ``asked``, or the training length if that is None.
-
-        Args:
-            name: the name of the setting, for the error message.
-
-        Raises:
-            ConfigurationError: the model does not support that length.
-        """
+        """Return the context length in tokens: ``asked`` by the setting ``name``, or the training length if None."""
         longest = self.model.max_sequence_length
         if asked is None:
             return min(self.sequence_length, longest)
@@ -107,7 +94,6 @@ def load_trained(
     device: str = "cpu",
     *,
     step: int | None = None,
-    replica: int | None = None,
     source: str | None = None,
     dequantize: bool = False,
 ) -> Trained:
@@ -117,19 +103,13 @@ def load_trained(
         path: run folder, checkpoint, or folder of ``transformers``.
         device: where to load it, as for `diloco.devices.choose_device`.
         step: inner steps of the checkpoint of a run; None: the latest.
-        replica: the replica whose local parameters to load; None: the global ones.
         source: the function that builds the model, as `ModelSettings.source`, if it is code of the user's own. The name
             in the checkpoint is only compared with it.
         dequantize: whether to load the base model of adapters without the quantisation of the run.
 
-    Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged.
-        ConfigurationError: the replica or the device does not exist, or ``transformers`` is not installed.
     """
     place = choose_device(device)
     if step is None and is_huggingface_folder(path):
-        if replica is not None:
-            raise ConfigurationError(f"Replica {replica} can't be loaded, because {path} is not a run.")
         if source is not None:
             raise _no_own_code(path, source)
         return _load_huggingface(path, place)
@@ -142,10 +122,9 @@ def load_trained(
         device=place,
         definition=checkpoint.fact("definition", dict, {}),
     )
-    load_parameters(model, read_weights(checkpoint.path) if replica is None else _local(checkpoint, replica, model))
-    weights = "global parameters" if replica is None else f"replica {replica}"
-    if replica is None and checkpoint.about.get("algorithm") == "none":
-        weights = "replica 0 (independent replicas)"
+    load_parameters(model, read_weights(checkpoint.path))
+    alone = checkpoint.about.get("algorithm") == "none"
+    weights = "replica 0 (independent replicas)" if alone else "global parameters"
     if bare:
         weights += f", trained beside {settings.quantization} weights and merged into the original ones"
     tokenizer = load_tokenizer(checkpoint.path.parent.parent)
@@ -178,21 +157,6 @@ def _checkpoint_of_step(run: Path, step: int) -> Checkpoint:
         there = ", ".join(map(str, checkpoints)) or "none"
         raise CheckpointError(f"{run} has no checkpoint of step {step}. Its steps are: {there}.")
     return checkpoints[step]
-
-
-def _local(checkpoint: Checkpoint, replica: int, model: LanguageModel) -> Mapping[str, Tensor]:
-    """Return the parameters of ``replica`` itself. If replicas are processes, each has its own checkpoints."""
-    part = f"replica-{replica}"
-    beside = checkpoint.path.parent.parent / part / "checkpoints" / checkpoint.path.name
-    if beside.is_dir():
-        checkpoint = open_checkpoint(beside)
-    if part not in checkpoint.parts:
-        replicas = sorted(name for name in checkpoint.parts if re.fullmatch(r"replica-\d+", name))
-        there = ", ".join([*replicas, "global parameters"])
-        raise CheckpointError(f"{checkpoint.path} does not contain {part}. It contains: {there}.")
-    state = saved_once(model)
-    checkpoint.load_into(f"{part}-values", {f"model/{name}": value for name, value in state.items()})
-    return state
 
 
 def _load_huggingface(folder: Path, device: torch.device) -> Trained:
@@ -256,11 +220,6 @@ def load_parameters(model: LanguageModel, values: Mapping[str, Tensor]) -> None:
         CheckpointError: names or shapes differ, or a parameter is not finite; the message names them.
     """
     parameters, state = trainable_parameters(model), model_state(model)
-    if isinstance(model, Transformer) and "embedding.weight" in values:
-        raise CheckpointError(
-            "The initial weights have the names of version 0.5. Export them with that version (diloco export --to hf), "
-            "and begin from the exported folder."
-        )
     if hasattr(model, "wrapped") and not any(name.startswith("wrapped.") for name in values):
         values = {f"wrapped.{name}": value for name, value in values.items()}
     if odd := sorted((parameters.keys() - values.keys()) | (values.keys() - state.keys())):

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from diloco.errors import ConfigurationError
 
-__all__ = ["Address", "local_host_towards", "parse_address", "parse_ports"]
-
 
 @dataclass(frozen=True)
 class Address:
@@ -72,9 +70,6 @@ def local_host_towards(remote: Address) -> str:
     """Return the address of this machine that the route to ``remote`` starts from.
 
     Nothing is sent, because connecting a datagram socket only looks up the route.
-
-    Raises:
-        OSError: if the name does not resolve or there is no route.
     """
     try:
         found = socket.getaddrinfo(remote.host, remote.port or 9, type=socket.SOCK_DGRAM)
@@ -87,5 +82,4 @@ def local_host_towards(remote: Address) -> str:
 
 
 def _is_number(text: str) -> bool:
-    """Return whether ``text`` consists of ASCII digits; `int` accepts more than that."""
     return text.isascii() and text.isdigit()

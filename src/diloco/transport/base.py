@@ -17,8 +17,6 @@ from diloco.events import Event
 from diloco.membership import View
 from diloco.protocol import Average
 
-__all__ = ["Fetching", "Pending", "SnapshotSource", "Transport"]
-
 
 class Pending(Protocol):
     """The result of a round in flight."""
@@ -114,6 +112,10 @@ class Transport(abc.ABC):
         Raises:
             TransportError: if no donor is a member of the view, has published anything, or answers.
         """
+
+    def traffic_by_peer(self) -> Mapping[str, tuple[int, int, float]]:
+        """Return what `RoundCommitted.peers` says; nothing if this transport does not count it."""
+        return {}
 
     def report(self, event: Event) -> None:  # noqa: B027 - most transports have no observers
         """Show an event of this replica to those who watch the run, if the transport has such observers."""

@@ -38,13 +38,9 @@ from diloco.protocol import Average, Entry, difference
 from diloco.transport.base import Pending, SnapshotSource, Transport
 from diloco.transport.links import VirtualNetwork
 
-__all__ = ["InProcessEndpoint", "InProcessTransport"]
-
 
 @dataclass(eq=False)
 class _Round:
-    """A round whose outcome at least one replica has not collected yet."""
-
     contributions: dict[int, Contribution] = field(default_factory=dict)
     sent_at_s: dict[int, float] = field(default_factory=dict)
     verdict: Verdict | None = None
@@ -242,7 +238,6 @@ class InProcessTransport:
         )
 
     def _decided(self, replica: int, round_id: RoundId, timeout_s: float) -> _Round:
-        """Wait until a round that ``replica`` has in flight is decided."""
         state = self._rounds.get(round_id)
         if state is None or replica not in state.contributions or replica in state.taken:
             raise TransportError(

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from diloco.algorithm import UNKNOWN_UPLINK, Uplink
 from diloco.errors import ConfigurationError
 
-__all__ = ["Link", "LinkArrays", "RoundTimes", "VirtualNetwork", "round_times"]
-
 Floats = NDArray[np.float64]
 """Seconds or bytes of shape ``(..., M)``: any number of scenarios, and the M replicas that take part."""
 
@@ -47,13 +45,11 @@ class Link:
     def uplink(self) -> Uplink:
         """What its replica knows about the bandwidth with which it sends: all, unless it is unlimited."""
         finite = math.isfinite(self.bandwidth_bits_per_s)
-        return Uplink(int(self.bandwidth_bits_per_s), full=True) if finite else UNKNOWN_UPLINK
+        return Uplink(int(self.bandwidth_bits_per_s)) if finite else UNKNOWN_UPLINK
 
 
 @dataclass(frozen=True)
 class LinkArrays:
-    """The links of a round's replicas; each array has the shape ``(..., M)`` or broadcasts to it."""
-
     bandwidth_bits_per_s: Floats
     latency_s: Floats
 

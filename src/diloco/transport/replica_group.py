@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -19,9 +19,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError
-
-__all__ = ["ReplicaGroup", "open_replica_group"]
+from diloco import errors
+from diloco.algorithm import Contribution, RoundId
+from diloco.errors import ConfigurationError, DiLoCoError, RendezvousError, ReplicaLostError
+from diloco.membership import View
+from diloco.protocol import Average
+from diloco.state_tree import flatten, unflatten
+from diloco.transport.base import Pending, SnapshotSource, Transport
 
 _ENDED: list[dist.ProcessGroup] = []
 """Groups that are no longer in use. If DistributedDataParallel held the last reference to one, it would free the group
@@ -74,23 +78,47 @@ class ReplicaGroup:
 
     def gather(self, value: Tensor) -> Tensor:
         """Return the ``value`` of every rank in order, ``(size, ...)``; their sum has the same bits on all ranks."""
+        return self.begin_gather(value)()
+
+    def begin_gather(self, value: Tensor, /) -> Callable[[], Tensor]:
+        """Begin to `gather`, and return a function that waits for the result and returns it."""
         if self.process_group is None:
-            return value.unsqueeze(0)
+            return lambda: value.unsqueeze(0)
         gathered = torch.empty((self.size, *value.shape), dtype=value.dtype, device=value.device)
         with self.watched():
-            dist.all_gather(list(gathered.unbind()), value.contiguous(), group=self.process_group)
-        return gathered
+            work = dist.all_gather(list(gathered.unbind()), value.contiguous(), group=self.process_group, async_op=True)
+        return self._result(work, gathered)
+
+    def begin_exchange(self, values: Tensor, sends: Sequence[int], receives: Sequence[int], /) -> Callable[[], Tensor]:
+        """Begin to send each rank s the next ``sends[s]`` of ``values``, ``(n,)``.
+
+        Returns:
+            A function that waits for the ``receives[s]`` values from each rank and returns them in order, ``(m,)``.
+        """
+        if self.process_group is None:
+            return lambda: values
+        received = values.new_empty(sum(receives))
+        with self.watched():
+            work = dist.all_to_all_single(
+                received, values, list(receives), list(sends), group=self.process_group, async_op=True
+            )
+        return self._result(work, received)
+
+    def _result(self, work: dist.Work, result: Tensor) -> Callable[[], Tensor]:
+        def wait() -> Tensor:
+            with self.watched():
+                work.wait()
+            return result
+
+        return wait
 
     def all(self, flag: bool) -> bool:
-        """Return whether ``flag`` is true on every rank."""
         return bool(self.gather(torch.tensor(flag, dtype=torch.uint8, device="cpu")).all())
 
     def any(self, flag: bool) -> bool:
-        """Return whether ``flag`` is true on at least one rank."""
         return bool(self.gather(torch.tensor(flag, dtype=torch.uint8, device="cpu")).any())
 
     def gather_texts(self, text: str) -> list[str]:
-        """Return the ``text`` of every rank in order."""
         data = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
         lengths = [int(length) for length in self.gather(torch.tensor(data.numel(), dtype=torch.int64, device="cpu"))]
         padded = data.new_zeros(max(lengths))
@@ -197,7 +225,7 @@ class ReplicaGroup:
         try:
             yield
         except RuntimeError as error:
-            if not _is_of_the_network(error):
+            if not is_of_the_network(error):
                 raise
             raise ReplicaLostError(
                 f"A rank of replica {self.replica} has ended or does not respond, so its position {self.position} "
@@ -206,7 +234,6 @@ class ReplicaGroup:
             ) from error
 
     def close(self) -> None:
-        """Destroy the process group, if there is one."""
         if self.process_group is not None:
             _ENDED.append(self.process_group)
             dist.destroy_process_group(self.process_group)
@@ -257,6 +284,124 @@ def open_replica_group(
     return ReplicaGroup(dist.group.WORLD, replica=replica)
 
 
-def _is_of_the_network(error: RuntimeError) -> bool:
+def is_of_the_network(error: RuntimeError) -> bool:
     # gloo raises plain RuntimeErrors whose messages name its source files
     return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+class LeaderTransport(Transport):
+    """The transport of one rank of a replica, which uses the transport of the replica's position 0.
+
+    All ranks must call `agree`, `average`, `Pending.wait`, `fetch` and `shared` in the same order. An error on position
+    0 is raised on every rank, with the same class and message.
+
+    Args:
+        group: the ranks of the replica.
+        transport: position 0's transport to the other replicas; None on the other ranks.
+    """
+
+    shared_by_ranks = True
+
+    def __init__(self, group: ReplicaGroup, transport: Transport | None) -> None:
+        self.group = group
+        self.transport = transport
+        self.replica = int(self.shared(lambda leader: leader.replica))
+
+    def average(self, contribution: Contribution) -> Pending:
+        kept: list[Pending] = []
+        self.shared(lambda leader: kept.append(leader.average(contribution)))
+        return _LeaderPending(self, contribution.round, kept[0] if kept else None)
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        self.shared(lambda leader: leader.agree(facts))
+
+    def publish(self, source: SnapshotSource, version: Callable[[int], object] | None = None) -> None:
+        if self.transport is not None:
+            self.transport.publish(source, version)
+
+    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
+        state: Mapping[str, Any] = self.shared_tree(lambda leader: dict(leader.fetch(fragment, donors, expected_bytes)))
+        return state
+
+    def tick(self) -> None:
+        if self.transport is not None:
+            self.transport.tick()
+
+    def traffic_by_peer(self) -> Mapping[str, tuple[int, int, float]]:
+        return self.transport.traffic_by_peer() if self.transport is not None else {}
+
+    def shared(self, ask: Callable[[Transport], Any]) -> Any:
+        """Call ``ask`` on position 0's transport, and return its result or raise its error on every rank.
+
+        JSON must be able to represent the result. The view and traffic of every rank become those of position 0.
+        """
+        outcome: dict[str, Any] = {}
+        raised: Exception | None = None
+        if self.transport is not None:
+            try:
+                outcome["value"] = ask(self.transport)
+            except DiLoCoError as error:
+                raised, outcome["error"] = error, _described(error)
+            except Exception as error:  # a bug, but the other ranks must not wait forever
+                raised = error
+                outcome["error"] = _described(
+                    ReplicaLostError(
+                        f"Position 0 of replica {self.group.replica}, which communicates with the other replicas, has "
+                        f"failed: {error!r}. This rank can't continue without it.",
+                        replicas=[self.group.replica],
+                    )
+                )
+            outcome["view"] = [self.transport.view.id, *self.transport.view.members]
+            outcome["traffic"] = [self.transport.sent_bytes, self.transport.received_bytes]
+        outcome = self.group.share(outcome)
+        view_id, *members = outcome["view"]
+        self.view = View(view_id, tuple(members))
+        self.sent_bytes, self.received_bytes = outcome["traffic"]
+        if "error" in outcome:
+            try:
+                raise raised or _rebuilt(outcome["error"])
+            finally:
+                del raised  # the error refers to this frame, which keeps the caller's round alive
+        return outcome["value"]
+
+    def shared_tree(self, ask: Callable[[Transport], Any]) -> Any:
+        """Do as `shared` for results that `diloco.state_tree` can represent; tensors keep their device type."""
+        tensors: dict[str, Tensor] = {}
+
+        def asked(leader: Transport) -> list[Any]:
+            skeleton, found = flatten(ask(leader))
+            tensors.update({name: tensor.contiguous() for name, tensor in found.items()})
+            return [skeleton, {name: [str(t.dtype), list(t.shape), t.device.type] for name, t in tensors.items()}]
+
+        skeleton, outlines = self.shared(asked)
+        for name, (dtype, shape, device) in outlines.items():
+            if name not in tensors:
+                tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
+            self.group.share_(tensors[name])
+        return unflatten(skeleton, tensors)
+
+
+class _LeaderPending:
+    def __init__(self, transport: LeaderTransport, round_id: RoundId, pending: Pending | None) -> None:
+        self._transport = transport
+        self._round = round_id
+        self._pending = pending
+
+    def wait(self, timeout_s: float | None = None) -> Average:
+        def taken(_: Transport) -> dict[str, Any]:
+            assert self._pending is not None, "position 0 has the pending average"
+            average = self._pending.wait(timeout_s)
+            return vars(average) | {"round": None, "view": (average.view.id, average.view.members)}
+
+        fields = self._transport.shared_tree(taken)
+        return Average(**fields | {"round": self._round, "view": View(*fields["view"])})
+
+
+def _described(error: DiLoCoError) -> dict[str, Any]:
+    fields = {name: value for name, value in vars(error).items() if name in ("round", "replicas", "donor", "digest")}
+    return {"class": type(error).__name__, "message": str(error), "fields": fields}
+
+
+def _rebuilt(described: Mapping[str, Any]) -> DiLoCoError:
+    kind: type[DiLoCoError] = getattr(errors, described["class"])
+    return kind(described["message"], **described["fields"])

@@ -21,8 +21,6 @@ from pathlib import Path
 from diloco.errors import ConfigurationError
 from diloco.private_files import read_private
 
-__all__ = ["TurnedAwayError", "check_secret", "derive_key", "new_secret", "read_secret"]
-
 _RANDOM, _PASSPHRASE = "diloco-secret:", "passphrase:"
 _KEY_BYTES, _CHECK_DIGITS = 32, 8
 _FEWEST_CHARACTERS = 16  # of a passphrase
@@ -98,7 +96,6 @@ def derive_key(purpose: str, secret: str) -> bytes:
 
 @functools.lru_cache(maxsize=16)
 def _root(secret: str) -> bytes:
-    """Return the 256 bits of a secret; raise `ValueError` if it has neither form."""
     if not isinstance(secret, str):
         raise ValueError(f"it is a {type(secret).__name__} instead of a string")
     if secret.startswith(_RANDOM):

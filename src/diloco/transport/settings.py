@@ -13,7 +13,7 @@ from tyro.conf import arg
 from diloco.errors import ConfigurationError
 from diloco.units import Duration, Rate
 
-__all__ = ["EmulateSettings", "NetworkSettings", "multiaddress"]
+NOWHERE = "nowhere"  # of a peer behind a router, to which nobody can connect
 
 _LISTEN = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^:/\s]*):(?P<first>\d{1,5})(-(?P<last>\d{1,5}))?")
 
@@ -22,15 +22,15 @@ _LISTEN = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^:/\s]*):(?P<first>\d{1,5})(
 class NetworkSettings:
     """How replicas find each other and exchange their contributions."""
 
-    transport: Annotated[Literal["in-process", "tcp", "swarm"], arg(aliases=["--transport"])] = "in-process"
-    """in-process: all replicas in this process; tcp: a process per replica, over TCP; swarm: a swarm, which
-    replicas join and leave at any time."""
+    transport: Annotated[Literal["in-process", "torch", "tcp", "swarm"], arg(aliases=["--transport"])] = "in-process"
+    """in-process: all replicas here; torch: those of one torchrun (NCCL, gloo); tcp: a process per replica; swarm: they
+    join and leave."""
     replicas: Annotated[int, arg(aliases=["--replicas"])] = 4
     """Number of replicas (M). swarm: how many must have joined before training begins, by default 1."""
     replica: Annotated[int | None, arg(aliases=["--replica"])] = None
-    """tcp: start only this replica here, and the others elsewhere with the same --join."""
+    """tcp: start only this replica here, with --join."""
     replica_size: Annotated[int, arg(aliases=["--replica-size"])] = 1
-    """tcp: number of processes (ranks) of one replica."""
+    """torch, tcp: number of processes (ranks) of one replica."""
     on_loss: Annotated[Literal["stop", "continue"], arg(aliases=["--on-loss"])] = "stop"
     """tcp: what the others do when a replica is lost. swarm: what the smaller side of a split network does."""
     min_replicas: int = 1
@@ -43,11 +43,10 @@ class NetworkSettings:
     """tcp: HOST:PORT at which all replicas meet, where replica 0 listens. swarm: addresses of any peers."""
     listen: str | None = None
     """HOST:PORT or HOST:FIRST-LAST to listen at, such as 0.0.0.0:31330; port 0 is any free one. swarm uses FIRST for
-    libp2p and LAST for direct connections. Default: any free port."""
+    libp2p and LAST for direct connections. nowhere (swarm): others are reached over connections that this peer opens,
+    and through relays. Default: any free port."""
     announce: tuple[str, ...] = ()
     """swarm: addresses HOST:PORT to announce to other peers instead of those that this peer listens at."""
-    behind_nat: bool = False
-    """swarm: do not listen. Others are reached over connections that this peer opens, and through relays."""
     secret_file: Annotated[Path | None, arg(aliases=["--secret-file"])] = None
     """A file with a secret that all replicas share, as `diloco secret FILE` writes it. Others are rejected."""
     allow: tuple[str, ...] = ()
@@ -99,7 +98,8 @@ class NetworkSettings:
         return self._listen_parts()[1:]
 
     def _listen_parts(self) -> tuple[str, int, int]:
-        match = _LISTEN.fullmatch(self.listen or ":0")
+        nowhere = self.listen == NOWHERE and self.transport == "swarm"
+        match = _LISTEN.fullmatch(":0" if self.listen is None or nowhere else self.listen)
         first, last = (1, 0) if match is None else (int(match["first"]), int(match["last"] or match["first"]))
         if match is None or not first <= last <= 65535:
             raise ConfigurationError(

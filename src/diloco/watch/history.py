@@ -307,6 +307,8 @@ class ProcessHistory:
                 self.interrupted = event.signal or "a signal"
             case events.Note():
                 self.notes.append(event)
+            case events.Lost():
+                self.notes.append(events.Note(step=event.step, text=event.reason))
             case events.RunFinished():
                 self.finished = event
 

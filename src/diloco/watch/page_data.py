@@ -140,6 +140,11 @@ def _disk(run: RunHistory, now_s: float) -> Iterator[Alert]:
 _ALERTS = (_silent, _lost, _digests, _missed, _void, _numbers, _slow, _disk)
 
 
+def alerts(run: RunHistory, now_s: float) -> list[Alert]:
+    """Return what the operator should look at, errors first."""
+    return sorted((each for kind in _ALERTS for each in kind(run, now_s)), key=lambda alert: alert.level != "error")
+
+
 MAX_LINES = 8  # processes of a run whose curves are drawn; the table of peers has all
 
 
@@ -159,7 +164,7 @@ def _shown(run: RunHistory, now_s: float) -> msgspec.Raw:
 
 def _run(run: RunHistory, now_s: float) -> dict[str, Any]:
     """Return the content of one run. JSON has null for what is unknown or not finite."""
-    alerts = sorted((each for kind in _ALERTS for each in kind(run, now_s)), key=lambda alert: alert.level != "error")
+    active = alerts(run, now_s)
     by_number = sorted(run.processes, key=lambda name: (len(name), name))
     lines = {name: run.processes[name] for name in by_number[:MAX_LINES]}
     return {
@@ -168,7 +173,7 @@ def _run(run: RunHistory, now_s: float) -> dict[str, Any]:
         "settings": run.settings,
         "problems": [visible(words, 1_000) for words in run.problems],
         "behind_bytes": run.behind_bytes,
-        "header": _header(run, is_silent=any(alert.kind == "silent" for alert in alerts)),
+        "header": _header(run, is_silent=any(alert.kind == "silent" for alert in active)),
         "lines": {
             name: {
                 kind: {"columns": each.columns, "stride": each.stride, "rows": each.rows()}
@@ -185,7 +190,7 @@ def _run(run: RunHistory, now_s: float) -> dict[str, Any]:
         "views": [view for view, _ in run.views],
         "samples": [sample for each in run.evaluated[:1] for sample in each.samples],
         "notes": list(run.first.notes),
-        "alerts": alerts,
+        "alerts": active,
         "facts": {**started.facts, **started.details} if (started := run.first.started) else {},
     }
 

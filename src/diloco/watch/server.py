@@ -70,14 +70,14 @@ def export_page(data: bytes) -> str:
     return html.replace("<!-- head -->", head).replace("<!-- scripts -->", body)
 
 
-class PageServer(ThreadingTCPServer):
-    """Serves the page in threads within a ``with`` block.
+class LocalServer(ThreadingTCPServer):
+    """A read-only server of this process, which answers in threads within a ``with`` block.
 
     Args:
         host: the address to listen at. At a loopback address, only requests for its names are answered: a page of
             another site can't read this one through a host name that resolves to this address (DNS rebinding).
         port: the port to listen at; 0 for any.
-        on_used: called when a token has been used, and another one is needed for the next visitor.
+        handler: the class of its answers.
 
     Raises:
         OSError: if it can't listen there.
@@ -87,41 +87,20 @@ class PageServer(ThreadingTCPServer):
     daemon_threads = True
     request_queue_size = MAX_CONNECTIONS
 
-    def __init__(self, host: str, port: int, on_used: Callable[[PageServer], None] = lambda server: None) -> None:
+    def __init__(self, host: str, port: int, handler: type[LocalHandler]) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), _Handler)
+        super().__init__((host, port), handler)
         self.host, self.port = host, int(self.server_address[1])
         self.is_local = host in LOOPBACK
-        self.token = secrets.token_urlsafe(16)
-        """The token of the next visitor, which counts once: it is exchanged for a cookie."""
-        # the name of the cookie has the port, since browsers send cookies to all ports
-        self.cookie = f"diloco-watch-{self.port}", secrets.token_urlsafe(16)
-        self.content: dict[str, tuple[str, bytes, str]] = {}  # path -> type, compressed content, and its entity tag
         self._open: dict[socket.socket, None] = {}  # connections, the oldest first
-        self.show(export_page(b"").encode(), "/", "text/html; charset=utf-8")
-        self.show(b"{}")
-        self._on_used, self._lock = on_used, threading.Lock()
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self.serve_forever, args=(0.1,), name="diloco-watch", daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.1,), name="diloco-server", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
         self.server_close()
-
-    def show(self, content: bytes, path: str = "/data.json", kind: str = "application/json") -> None:
-        """Replace the content at a path, by default a result of `diloco.watch.page_data`."""
-        self.content[path] = kind, gzip.compress(content, 1, mtime=0), f'"{hashlib.sha256(content).hexdigest()}"'
-
-    def use(self, token: str) -> bool:
-        """Return whether a visitor has the right token, which is then replaced."""
-        with self._lock:
-            if not hmac.compare_digest(token.encode(), self.token.encode()):
-                return False
-            self.token = secrets.token_urlsafe(16)
-        self._on_used(self)
-        return True
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a new thread. If there are too many connections, hang up on the oldest, however little it says."""
@@ -144,39 +123,25 @@ class PageServer(ThreadingTCPServer):
             super().handle_error(request, client_address)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: PageServer
+class LocalHandler(BaseHTTPRequestHandler):
+    """Answers one request of a `LocalServer`."""
+
+    server: LocalServer
     server_version, sys_version = "diloco", ""
-    timeout = 60.0  # seconds to receive a line, or to send the whole page
+    timeout = 60.0  # seconds to receive a line, or to send a whole answer
+
+    def answer(self) -> None:
+        """Answer a request for ``path``."""
+        raise NotImplementedError
 
     def do_GET(self) -> None:
-        server, (path, _, query), (name, secret) = self.server, self.path.partition("?"), self.server.cookie
-        cookies = dict(each.strip().partition("=")[::2] for each in self.headers.get("Cookie", "").split(";"))
-        token = parse_qs(query).get("token", [""])[0]
-        if server.is_local and re.sub(r":\d*$", "", self.headers.get("Host", "")) not in LOOPBACK:
-            self._send(400, b"This host name is not known here.")
-        elif hmac.compare_digest(cookies.get(name, "").encode(), secret.encode()):
-            if token:  # the address was opened again
-                self._send(303, Location="/")
-            else:
-                self._show(path)
-        elif server.use(token):
-            self._send(303, Location="/", Set_Cookie=f"{name}={secret}; HttpOnly; SameSite=Lax; Path=/")
+        if self.server.is_local and re.sub(r":\d*$", "", self.headers.get("Host", "")) not in LOOPBACK:
+            self.send(400, b"This host name is not known here.")
         else:
-            self._send(403, b"This page needs the address that `diloco watch` printed last: /?token=...")
+            self.answer()
 
-    def _show(self, path: str) -> None:
-        kind, content, tag = self.server.content.get(path, ("", b"", ""))
-        if not kind:
-            self._send(404, b"There is no such page.")
-        elif tag in self.headers.get("If-None-Match", ""):  # a list, perhaps of weakened tags
-            self._send(304, ETag=tag)
-        else:
-            packed = {"Content_Encoding": "gzip"} if "gzip" in self.headers.get("Accept-Encoding", "gzip") else {}
-            body = content if packed else gzip.decompress(content)
-            self._send(200, body, Content_Type=kind, ETag=tag, **packed)
-
-    def _send(self, status: int, body: bytes = b"", **headers: str) -> None:
+    def send(self, status: int, body: bytes = b"", **headers: str) -> None:
+        """Send an answer; a name of a header has underscores."""
         self.send_response(status)
         for name, value in {"Content_Type": "text/plain", "Content_Length": str(len(body)), **headers}.items():
             self.send_header(name.replace("_", "-"), value)
@@ -190,3 +155,65 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Print nothing about requests."""
+
+
+class PageServer(LocalServer):
+    """Serves the page within a ``with`` block.
+
+    Args:
+        host: the address to listen at, and ``port`` its port; see `LocalServer`.
+        on_used: called when a token has been used, and another one is needed for the next visitor.
+    """
+
+    def __init__(self, host: str, port: int, on_used: Callable[[PageServer], None] = lambda server: None) -> None:
+        super().__init__(host, port, _Handler)
+        self.token = secrets.token_urlsafe(16)
+        """The token of the next visitor, which counts once: it is exchanged for a cookie."""
+        # the name of the cookie has the port, since browsers send cookies to all ports
+        self.cookie = f"diloco-watch-{self.port}", secrets.token_urlsafe(16)
+        self.content: dict[str, tuple[str, bytes, str]] = {}  # path -> type, compressed content, and its entity tag
+        self.show(export_page(b"").encode(), "/", "text/html; charset=utf-8")
+        self.show(b"{}")
+        self._on_used, self._lock = on_used, threading.Lock()
+
+    def show(self, content: bytes, path: str = "/data.json", kind: str = "application/json") -> None:
+        """Replace the content at a path, by default a result of `diloco.watch.page_data`."""
+        self.content[path] = kind, gzip.compress(content, 1, mtime=0), f'"{hashlib.sha256(content).hexdigest()}"'
+
+    def use(self, token: str) -> bool:
+        """Return whether a visitor has the right token, which is then replaced."""
+        with self._lock:
+            if not hmac.compare_digest(token.encode(), self.token.encode()):
+                return False
+            self.token = secrets.token_urlsafe(16)
+        self._on_used(self)
+        return True
+
+
+class _Handler(LocalHandler):
+    server: PageServer
+
+    def answer(self) -> None:
+        server, (path, _, query), (name, secret) = self.server, self.path.partition("?"), self.server.cookie
+        cookies = dict(each.strip().partition("=")[::2] for each in self.headers.get("Cookie", "").split(";"))
+        token = parse_qs(query).get("token", [""])[0]
+        if hmac.compare_digest(cookies.get(name, "").encode(), secret.encode()):
+            if token:  # the address was opened again
+                self.send(303, Location="/")
+            else:
+                self._show(path)
+        elif server.use(token):
+            self.send(303, Location="/", Set_Cookie=f"{name}={secret}; HttpOnly; SameSite=Lax; Path=/")
+        else:
+            self.send(403, b"This page needs the address that `diloco watch` printed last: /?token=...")
+
+    def _show(self, path: str) -> None:
+        kind, content, tag = self.server.content.get(path, ("", b"", ""))
+        if not kind:
+            self.send(404, b"There is no such page.")
+        elif tag in self.headers.get("If-None-Match", ""):  # a list, perhaps of weakened tags
+            self.send(304, ETag=tag)
+        else:
+            packed = {"Content_Encoding": "gzip"} if "gzip" in self.headers.get("Accept-Encoding", "gzip") else {}
+            body = content if packed else gzip.decompress(content)
+            self.send(200, body, Content_Type=kind, ETag=tag, **packed)

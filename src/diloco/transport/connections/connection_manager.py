@@ -12,8 +12,7 @@ import contextlib
 import itertools
 import secrets
 import sys
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
 from typing import Annotated, Any, Union
 
 from msgspec import Meta
@@ -39,12 +38,9 @@ from diloco.protocol import (
 from diloco.transport.address import Address
 from diloco.transport.connections.control_connection import ControlConnection
 from diloco.transport.connections.control_thread import ControlThread
-from diloco.transport.connections.limits import ConnectionLimit
-from diloco.transport.connections.sockets import raw_transport
-from diloco.transport.connections.streams import Stream, Streams, pack, read_frame, within
-
-__all__ = ["ConnectionManager", "Greeting", "Hello", "PendingHellos", "Service", "send_hello"]
-
+from diloco.transport.connections.limits import ArrivalLimit, ConnectionLimit
+from diloco.transport.connections.sockets import TcpStreams, raw_transport
+from diloco.transport.connections.streams import Stream, pack, read_frame, within
 
 _Name = Annotated[str, Meta(max_length=64)]
 
@@ -58,64 +54,8 @@ class Hello(WireMessage):
 
 
 class Greeting(WireMessage):
-    """The answer to a hello."""
-
     rank: Rank
     crossed: _Name = ""  # the name of the hello of the answering rank that it crossed, or ""
-
-
-class PendingHellos:
-    """The hellos that this rank has sent and that are still unanswered.
-
-    When the hellos of two ranks cross, the higher rank answers the lower rank's hello at once and includes the name of
-    its own hello. The lower rank holds back its answer until then, and no longer sends it.
-    """
-
-    def __init__(self, me: int) -> None:
-        self._me = me
-        self._pending: dict[int, tuple[str, asyncio.Event]] = {}  # rank -> name of the hello; set when it is settled
-
-    @contextmanager
-    def to(self, rank: int) -> Iterator[str]:
-        """Yield the name of a new hello to ``rank``, which counts as unanswered until the context ends."""
-        mine = secrets.token_hex(8), asyncio.Event()
-        self._pending[rank] = mine
-        try:
-            yield mine[0]
-        finally:
-            mine[1].set()
-            if self._pending.get(rank) is mine:
-                del self._pending[rank]
-
-    async def before(self, rank: int) -> str:
-        """Wait until a hello from ``rank`` may be answered. Return the name of the own hello that it crosses, or ""."""
-        name, over = self._pending.get(rank, ("", None))
-        if over is not None and self._me < rank:
-            await over.wait()
-        return name
-
-
-async def send_hello(stream: Stream, me: int, mine: Address, name: str, rank: int, address: Address) -> str:
-    """Introduce this process, rank ``me`` listening at ``mine``, over a connection to ``rank`` at ``address``.
-
-    Returns:
-        The name of the other rank's hello that this one crossed, or "" if there is none.
-
-    Raises:
-        OSError, EOFError: The connection ended.
-        TransportError: The other side refuses, or is not ``rank``.
-    """
-    reader, writer = stream
-    writer.write(pack(Hello(me, str(mine), name)))
-    answer, _ = await read_frame(reader, Greeting | Refused)
-    if isinstance(answer, Refused):
-        raise TransportError(f"{address} refuses: {answer.reason}")
-    if answer.rank != rank:
-        raise TransportError(
-            f"{address} should be rank {rank}, but answered as rank {answer.rank}. Another diloco run may be using "
-            "that port."
-        )
-    return str(answer.crossed)
 
 
 Service = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -124,6 +64,8 @@ Service = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[
 FIRST_MESSAGE_S = 10.0
 MOST_OPEN, MOST_OPEN_OF_ONE = 512, 256
 """Limits on connections that are not control connections: they request a service or have sent nothing yet."""
+ARRIVALS_PER_S, MOST_ARRIVALS = 64.0, 1024
+"""Limits on how fast an origin may open connections: a tenth of a core's time for handshakes, and a start at once."""
 _MOST_UNKNOWN_PEERS, _MOST_UNKNOWN_PEERS_OF_ONE = 256, 4
 """Limits on control connections of ranks that are not members, on networks that prove identities."""
 MOST_UNSENT_BYTES, MOST_UNSENT_TO_UNKNOWN_PEER_BYTES = 4 << 20, 1 << 18  # per rank; one that reads too little is lost
@@ -140,7 +82,7 @@ class ConnectionManager(ControlThread):
     """
 
     def __init__(
-        self, rules: Rules, streams: Streams, on_event: Callable[[Event], object] = lambda event: None
+        self, rules: Rules, streams: TcpStreams, on_event: Callable[[Event], object] = lambda event: None
     ) -> None:
         super().__init__(rules.rank)
         self.rules = rules
@@ -152,11 +94,15 @@ class ConnectionManager(ControlThread):
         self.entries: Mapping[int, Entry] = {}  # known ranks; a peer with another proven identity can't claim them
         self._on_event = on_event
         self._connections: dict[int, ControlConnection] = {}
-        self._pending_hellos = PendingHellos(rules.rank)
+        # rank -> name of the hello to it that is not answered yet; set when it is. When the hellos of two ranks cross,
+        # the higher rank answers the lower rank's hello at once and includes the name of its own. The lower rank holds
+        # back its answer until then, and no longer sends it
+        self._hellos: dict[int, tuple[str, asyncio.Event]] = {}
         self.identities: dict[int, str] = {}  # rank -> its identity when it became a member, for each other member
         self._members: frozenset[int] = frozenset()
         self._open_limit = ConnectionLimit[asyncio.StreamWriter](MOST_OPEN, MOST_OPEN_OF_ONE)
         self._unknown_peers = ConnectionLimit[int](_MOST_UNKNOWN_PEERS, _MOST_UNKNOWN_PEERS_OF_ONE)
+        self._arrivals = ArrivalLimit(ARRIVALS_PER_S, MOST_ARRIVALS)
         self._numbers = itertools.count(1)
         self._watch: asyncio.Task[None] | None = None
         self.pulse = Pulse(rules)  # detects stalls of this process itself
@@ -164,18 +110,16 @@ class ConnectionManager(ControlThread):
     # From any thread.
 
     def listen(self, *where: Any) -> Address:
-        """Accept connections. Arguments and errors are those of `Streams.listen` of the network."""
+        """Accept connections. Arguments and errors are those of `TcpStreams.listen` of the network."""
         return self.call(self.listen_at(*where))
 
     # In the control thread.
 
     @property
     def connected(self) -> frozenset[int]:
-        """The ranks with an open connection."""
         return frozenset(self._connections)
 
     def get(self, rank: int) -> ControlConnection | None:
-        """Return the open connection to ``rank``, or None."""
         return self._connections.get(rank)
 
     def send(self, rank: int, message: WireMessage) -> None:
@@ -199,7 +143,7 @@ class ConnectionManager(ControlThread):
             connection.trusted = connection.opened or rank in self._members
 
     async def open(self, address: Address) -> Stream:
-        """Open a connection as `Streams.open` does. `close` aborts it, even if it still has data to send."""
+        """Open a connection as `TcpStreams.open` does. `close` aborts it, even if it still has data to send."""
         return self.keep(await self.streams.open(address))
 
     def vouch(self, writer: asyncio.StreamWriter) -> None:
@@ -211,11 +155,14 @@ class ConnectionManager(ControlThread):
         if rank == self.rank:
             mine = self.streams.identity(writer) == self.streams.me
             return "" if mine else f"rank {rank} is the process that was asked, at {self.address}"
-        other = self._connections.get(rank)
-        if other is None or self.streams.identity(other.writer) == self.streams.identity(writer):
+        other, streams = self._connections.get(rank), self.streams
+        if other is None or streams.process(other.writer) == streams.process(writer):
             return ""
-        answers = await other.answers(self.rules.heartbeat_s)
-        return f"rank {rank} is connected from {other.address}, which still answers" if answers else ""
+        is_copy = streams.identity(other.writer) == streams.identity(writer)
+        if not await other.answers(self.rules.heartbeat_s):
+            return ""
+        copied = ". It has the same key: was identity.key copied? Each replica needs its own" if is_copy else ""
+        return f"rank {rank} is connected from {other.address}, which still answers{copied}"
 
     async def connect(self, rank: int, address: Address) -> None:
         """Open the connection to ``rank``, which listens at ``address``.
@@ -228,16 +175,28 @@ class ConnectionManager(ControlThread):
         if rank in self._connections:  # it has connected in the meantime
             writer.close()
             return
+        mine = self._hellos[rank] = secrets.token_hex(8), asyncio.Event()
         try:
             self.streams.tune(writer, self.rules.silence_s)
-            with self._pending_hellos.to(rank) as hello:
-                crossed = await send_hello((reader, writer), self.rank, self.address, hello, rank, address)
-                self._register(rank, address, (reader, writer), hello, opened=True, crossed=crossed)
+            writer.write(pack(Hello(self.rank, str(self.address), mine[0])))
+            answer, _ = await read_frame(reader, Greeting | Refused)
+            if isinstance(answer, Refused):
+                raise TransportError(f"{address} refuses: {answer.reason}")
+            if answer.rank != rank:
+                raise TransportError(
+                    f"{address} should be rank {rank}, but answered as rank {answer.rank}. Another diloco run may be "
+                    "using that port."
+                )
+            self._register(rank, address, (reader, writer), mine[0], opened=True, crossed=answer.crossed)
         except BaseException as error:
             writer.close()
             if not isinstance(error, EOFError) or rank not in self._connections:
                 raise
             return  # the connection that it opened stays instead
+        finally:
+            mine[1].set()
+            if self._hellos.get(rank) is mine:
+                del self._hellos[rank]
         self.send(rank, Beat())  # confirms to the other end that the connection is open on this side
 
     def hang_up(self, rank: int) -> None:
@@ -278,7 +237,11 @@ class ConnectionManager(ControlThread):
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            if (out := self._open_limit.enter(writer, self.streams.origins(writer))) is not None:
+            origins = self.streams.origins(writer)
+            if not self._arrivals.admits(origins, self.loop.time()):
+                raw_transport(writer).abort()
+                return
+            if (out := self._open_limit.enter(writer, origins)) is not None:
                 raw_transport(out).abort()
             async with asyncio.timeout(FIRST_MESSAGE_S):
                 if not await self.streams.admit(reader, writer):
@@ -303,7 +266,9 @@ class ConnectionManager(ControlThread):
         identity, known = self.streams.identity(writer), self.entries.get(rank)
         if self.streams.named and (identity != str(address) or (known is not None and known.address != identity)):
             return
-        crossed = await self._pending_hellos.before(rank)
+        crossed, answered = self._hellos.get(rank, ("", None))
+        if answered is not None and self.rank < rank:
+            await answered.wait()
         if (before := self._connections.get(rank)) is not None and before.crossed == hello.hello:
             return  # it said so before it answered this process's own hello, and the connection is registered
         if reason := await self.claimed(rank, writer):
@@ -317,7 +282,6 @@ class ConnectionManager(ControlThread):
         self._register(rank, address, (reader, writer), hello.hello, opened=False)
 
     def _drop(self, connection: ControlConnection, why: str) -> None:
-        """End an open connection and report its rank as lost."""
         if self._connections.get(connection.rank) is connection:
             connection.writer.transport.abort()  # discards what the peer has not read
             self.hang_up(connection.rank)
@@ -352,7 +316,7 @@ class ConnectionManager(ControlThread):
         if connection.trusted:
             loss = await connection.why_lost(ended, self.open, longest_s, was_suspended=was_suspended)
         else:  # nobody is dialled on a stranger's word
-            loss = Loss("cut", f"the connection to {connection.address} ended ({ended.reason})")
+            loss = Loss("cut", f"the connection to {connection.address} ended ({ended})")
         if connection.rank not in self._connections:  # else a new process of that rank has connected, and was reported
             self._on_event(Lost(connection.rank, loss))
 

@@ -19,8 +19,6 @@ from diloco.transport.connections.streams import (
     within,
 )
 
-__all__ = ["ControlConnection", "Ending"]
-
 _INQUIRIES = 6  # within about a second
 _BETWEEN_INQUIRIES_S = 0.05, 0.4
 _MESSAGE_BYTES = 512  # counted for each message, besides its size: the time that it takes
@@ -30,18 +28,8 @@ _PACES = {False: (64e3, 256_000), True: (8e6, 32_000_000)}
 OpenStream = Callable[[Address], Awaitable[Stream]]
 
 
-@dataclass(frozen=True)
-class Ending:
-    """Why a connection ended."""
-
-    reason: str = ""
-    was_dropped: bool = False  # whether the other side reports that it received nothing from this process for too long
-
-
 @dataclass(eq=False)
 class ControlConnection:
-    """An open control connection to another process."""
-
     rank: int  # of the other process
     number: int  # unique in this process; tells apart successive processes of one rank
     address: Address  # where the other process listens
@@ -59,12 +47,11 @@ class ControlConnection:
 
     async def listen(
         self, reader: asyncio.StreamReader, began: asyncio.Event, deliver: Callable[[Received], object]
-    ) -> Ending:
+    ) -> str:
         """Deliver messages until the connection ends, at no more than the rate that `_PACES` allows.
 
-        Args:
-            began: Set when the first message has arrived, of any kind.
-            deliver: Called with each message. If it raises `MessageError`, the connection ends.
+        Returns:
+            Why it ended; "" if the other side says that it received nothing from this process for too long.
         """
         while True:
             try:
@@ -72,12 +59,12 @@ class ControlConnection:
                 if self.num_messages == 1:
                     began.set()
                 if isinstance(message, GivenUp):
-                    return Ending(was_dropped=True)
+                    return ""
                 deliver(Received(self.rank, message))
             except MessageError as error:
-                return Ending(f"it sent an invalid message: {error}")
+                return f"it sent an invalid message: {error}"
             except (OSError, EOFError, TransportError) as error:
-                return Ending(str(error) or type(error).__name__)
+                return str(error) or type(error).__name__
 
     async def _next(self, reader: asyncio.StreamReader) -> bytes:
         """Read the next message; raises the errors of `read_frame`."""
@@ -102,7 +89,7 @@ class ControlConnection:
             await asyncio.sleep(heartbeat_s / 8)
         return False
 
-    async def why_lost(self, ending: Ending, open_stream: OpenStream, longest_s: float, *, was_suspended: bool) -> Loss:
+    async def why_lost(self, why: str, open_stream: OpenStream, longest_s: float, *, was_suspended: bool) -> Loss:
         """Find out why the process behind this connection, which has ended, is lost. A refusing port means it is gone.
 
         The port is tried several times, as a process that is terminating may keep it for a moment.
@@ -112,10 +99,10 @@ class ControlConnection:
             was_suspended: Whether this process was suspended. The other one may have ended in the meantime, so its
                 port proves nothing.
         """
-        if ending.was_dropped or was_suspended:
-            why = "dropped it" if ending.was_dropped else f"ended the connection ({ending.reason})"
-            return Loss("cut", f"{self.address} received nothing from this process for too long and {why}")
-        ended = f"the connection to {self.address} ended ({ending.reason})"
+        if not why or was_suspended:
+            what = f"ended the connection ({why})" if why else "dropped it"
+            return Loss("cut", f"{self.address} received nothing from this process for too long and {what}")
+        ended = f"the connection to {self.address} ended ({why})"
         backoff = Backoff(*_BETWEEN_INQUIRIES_S, seed=f"{self.rank} {self.number}")
         for _ in range(_INQUIRIES):
             try:

@@ -19,8 +19,6 @@ from diloco.errors import TransportError
 from diloco.transport.connections.sockets import raw_transport
 from diloco.transport.connections.streams import Stream, within
 
-__all__ = ["ControlThread"]
-
 T = TypeVar("T")
 
 CLOSING_S = 8.0  # tasks that hang for longer, on a dead network or a busy thread, end with the process
@@ -107,7 +105,6 @@ class ControlThread:
         self.on_fault()
 
     def keep(self, stream: Stream) -> Stream:
-        """Register a connection for `abort_connections`."""
         self._transports.add(raw_transport(stream[1]))
         return stream
 

@@ -10,11 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
-from diloco.errors import ConfigurationError
-
-__all__ = ["Backoff", "ConnectionLimit", "TokenBucket", "few_at_once", "origin_of"]
-
-
+_MOST_ORIGINS = 4096
 T = TypeVar("T", bound=Hashable)
 S = TypeVar("S")
 R = TypeVar("R")
@@ -65,6 +61,28 @@ class ConnectionLimit(Generic[T]):
         self._inside.pop(one, None)
 
 
+class ArrivalLimit:
+    """A limit on the rate at which each origin may open connections: a handshake costs a millisecond of one thread.
+
+    >>> limit = ArrivalLimit(per_s=1.0, burst=2)
+    >>> [limit.admits(["peer a"], now_s) for now_s in (0.0, 0.0, 0.0, 1.5)], limit.admits(["peer b"], 0.0)
+    ([True, True, False, True], True)
+    """
+
+    def __init__(self, per_s: float, burst: int) -> None:
+        self._limits = per_s, burst - 1
+        self._buckets: dict[str, TokenBucket] = {}  # of the origins of late, the latest last
+
+    def admits(self, origins: Sequence[str], now_s: float) -> bool:
+        """Return whether a connection of these origins may go on. One that may not counts for nothing."""
+        buckets = {each: self._buckets.pop(each, TokenBucket(*self._limits)) for each in origins}
+        self._buckets |= buckets
+        for origin in list(self._buckets)[: max(0, len(self._buckets) - _MOST_ORIGINS)]:
+            del self._buckets[origin]
+        is_late = any(bucket.take(now_s, 0) > 0 for bucket in buckets.values())
+        return not is_late and all(bucket.take(now_s, 1) is not None for bucket in buckets.values())
+
+
 def origin_of(host: str) -> str:
     """Return the origin of a connection from an address: of IPv6 the network, as one machine has 2^64 addresses in it.
 
@@ -103,11 +121,7 @@ class TokenBucket:
     At most ``burst_bytes + t * bytes_per_s`` bytes are sent in any ``t`` seconds.
 
     Args:
-        bytes_per_s: the limit; None means unlimited.
         burst_bytes: how many bytes may be sent at once after a pause; a larger message waits for the remainder.
-
-    Raises:
-        ConfigurationError: if the limit is not positive.
 
     >>> bucket = TokenBucket(1000.0, burst_bytes=500)
     >>> bucket.take(10.0, 500), bucket.take(10.0, 500), bucket.take(10.0, 1000)
@@ -116,11 +130,9 @@ class TokenBucket:
     0.0
     """
 
-    def __init__(self, bytes_per_s: float | None, burst_bytes: int) -> None:
-        if bytes_per_s is not None and not bytes_per_s > 0:
-            raise ConfigurationError(f"The rate limit must be a positive number or None, got {bytes_per_s} bytes/s.")
-        self._bytes_per_s = math.inf if bytes_per_s is None else bytes_per_s
-        self._burst_s = burst_bytes / self._bytes_per_s
+    def __init__(self, bytes_per_s: float, burst_bytes: int) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._burst_s = burst_bytes / bytes_per_s
         self._paid_s = -math.inf  # the time at which the limit allows for all bytes taken so far
 
     def take(self, now_s: float, num_bytes: int) -> float:
@@ -150,11 +162,9 @@ class Backoff:
         self._random = random.Random(seed)
 
     def next_s(self) -> float:
-        """Return the pause before the next attempt."""
         pause_s = self.upper_s * self._random.uniform(0.5, 1.0)
         self.upper_s = min(2 * self.upper_s, max(self._first_s, self._longest_s))
         return pause_s
 
     def reset(self) -> None:
-        """Begin again with the first pause, after a success."""
         self.upper_s = self._first_s

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from typing import Annotated
 
@@ -25,6 +24,7 @@ from diloco.algorithm import RoundId, Uplink
 from diloco.errors import TransportError
 from diloco.membership import Rank
 from diloco.protocol import Refused, WireMessage
+from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.control_connection import ControlConnection
 from diloco.transport.connections.limits import Backoff
@@ -41,8 +41,6 @@ from diloco.transport.connections.stripe import (
     part_bytes,
 )
 
-__all__ = ["PeerLink", "PeerLinks", "round_tag"]
-
 _MOST_STRIPES = 64  # of one link
 _MOST_READY = 4096  # rounds of which a peer has said that it has begun them
 _TAG_BITS = 17  # of a message within its round
@@ -56,29 +54,27 @@ def round_tag(view_id: int, round_id: RoundId) -> int:
 
 
 class PeerLink:
-    """Payload messages to and from one peer. Everything runs in the loop's thread.
-
-    Args:
-        connection: The control connection to the peer.
-        meter: Measures the uplink, which all links of this rank share.
-    """
+    """Payload messages to and from one peer. Everything runs in the loop's thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, connection: ControlConnection, meter: UplinkMeter) -> None:
         self.rank, self.token = connection.rank, connection.token
         self.dials = connection.opened  # whether this end opens the stripes
         self.single = False  # whether a second stripe would be useless
+        self.places: Sequence[Address] = ()  # where they are opened; none: where the control connection was
+        self.first: Stream | None = None  # a stream for the first one that is already open
         self.description = ""  # what carries the link, for display
         self.stripes: dict[int, Stripe] = {}  # open stripes by number
         self.waiting_bytes = 0  # bytes that no stripe has taken yet
         self.pace = Pace()
         self.uses = 0  # number of stripes made so far
+        self.sent_bytes = self.received_bytes = 0  # of parts, compressed where they are
         self.why = "the other side did not connect"  # why a stripe last ended or could not be made
         self.keeping: list[asyncio.Task[None]] = []  # one for each stripe that this end opens
         self.started = False  # whether stripes are wanted
         self._loop = loop
         self._meter = meter
         self._began_s = 0.0  # when the current transfer began
-        self._transfer_bytes = self._missing_bytes = 0  # its size so far, and how much of it is not acknowledged
+        self._transfer_bytes = self._missing_bytes = 0  # acknowledged of it, as sent, and not acknowledged, as data
         self._counted = TcpCounters()  # by TCP until then
         self._ready: dict[int, None] = {}  # rounds that the peer has begun, the oldest first
         self._held: dict[int, list[Outgoing]] = {}  # round -> messages that wait until the peer begins it
@@ -91,7 +87,6 @@ class PeerLink:
 
     @property
     def ended(self) -> bool:
-        """Whether the link has ended."""
         return self._error is not None
 
     def end(self, why: str) -> None:
@@ -113,7 +108,6 @@ class PeerLink:
                 task.cancel()
 
     def add(self, number: int, stripe: Stripe) -> None:
-        """Use a stripe, which replaces the one with the same number."""
         if before := self.stripes.get(number):
             before.end()
         self.stripes[number] = stripe
@@ -189,7 +183,6 @@ class PeerLink:
         self._in_flight.add(message)
         self._unsent.append(message)
         self.waiting_bytes += len(message.data)
-        self._transfer_bytes += len(message.data)
         self._missing_bytes += len(message.data)
         self._note_sending()
         if not self._wake_scheduled:  # waits for further messages of this iteration, which allow larger parts
@@ -209,11 +202,7 @@ class PeerLink:
         self._note_sending()
 
     def take(self, *, compressed: bool = False) -> Part | None:
-        """Return the next part for a free stripe, or None.
-
-        Args:
-            compressed: Whether to compress the part.
-        """
+        """Return the next part for a free stripe, or None."""
         if self._to_resend:
             part = self._to_resend.popleft()
         elif self._unsent:
@@ -228,14 +217,15 @@ class PeerLink:
             return None
         self.waiting_bytes -= len(part.data)
         self._meter.written_bytes += len(part.body)
+        self.sent_bytes += len(part.body)
         return part
 
     def acknowledge(self, part: Part) -> None:
-        """Record that the peer has received a part."""
         message = part.message
         if part.acknowledged or message not in self._in_flight or self._error is not None:
             return
         part.acknowledged = True
+        self._transfer_bytes += len(part.body)
         message.missing -= len(part.data)
         self._missing_bytes -= len(part.data)
         if message.missing == 0:
@@ -245,19 +235,20 @@ class PeerLink:
                 self._end_transfer()
 
     def _end_transfer(self) -> None:
-        """Take note of a transfer of which everything has been acknowledged."""
         now_s, now, before = self._loop.time(), self._counters(), self._counted
         self.pace.note(
             self._transfer_bytes,
             now_s - self._began_s,
-            sent=now.sent - before.sent,
             resent=now.resent - before.resent,
             round_trip_s=now.round_trip_s,
         )
 
     def _counters(self) -> TcpCounters:
-        """Return what TCP has counted for all stripes together."""
-        return sum_of(stripe.counters() for stripe in self.stripes.values())
+        return sum_of(stripe.counters() for stripe in list(self.stripes.values()))
+
+    def traffic(self) -> tuple[int, int, float]:
+        """Return what `RoundCommitted.peers` says about this peer. For any thread."""
+        return self.sent_bytes, self.received_bytes, self._counters().round_trip_s
 
     def _note_sending(self) -> None:
         self._meter.note(self, bool(self._unsent or self._to_resend), self._loop.time())
@@ -276,11 +267,8 @@ class PeerLink:
             self._incoming[tag] = Incoming(buffer, received, len(buffer))
 
     def arrived(self, head: Head, data: memoryview) -> None:
-        """Store a part that is awaited and has not arrived before.
-
-        Raises:
-            TransportError: The part can't be decompressed, or does not fit to the others; see `Incoming.put`.
-        """
+        """Store a part that is awaited and has not arrived before."""
+        self.received_bytes += len(data)
         message = self._incoming.get(head.tag)
         if message is None or head.start in message.parts:
             return
@@ -297,8 +285,6 @@ class PeerLink:
 
 
 class LinkAsked(WireMessage, tag="link"):
-    """The sender opens a stripe."""
-
     token: Annotated[str, Meta(min_length=1, max_length=64)]  # of the control connection
     rank: Rank  # of the sender
     number: Annotated[int, Meta(ge=0, lt=_MOST_STRIPES)]  # of the stripe
@@ -323,13 +309,12 @@ class PeerLinks:
         connections.services[LinkAsked] = self._serve
 
     def _counters(self) -> TcpCounters:
-        """Return what TCP has counted for all links together."""
         return sum_of(stripe.counters() for link in self.by_rank.values() for stripe in link.stripes.values())
 
     @property
     def uplink(self) -> Uplink:
         """What is known about the bandwidth with which this rank sends. For any thread."""
-        return self._meter.uplink(full=any(math.isfinite(link.pace.bits_per_s) for link in list(self.by_rank.values())))
+        return self._meter.uplink
 
     def connect(self, rank: int) -> None:
         """Begin the link to a rank, as a control connection to it has been made."""
@@ -339,7 +324,6 @@ class PeerLinks:
             self._start(self.by_rank[rank])
 
     def make(self, rank: int) -> PeerLink:
-        """Return a new link to a connected rank."""
         connection = self.connections.get(rank)
         assert connection is not None, "it has just been made"
         return PeerLink(self.connections.loop, connection, self._meter)
@@ -365,16 +349,11 @@ class PeerLinks:
         """Process what a peer says about the route of its stripes."""
 
     def close(self) -> None:
-        """End all links."""
         for rank in list(self.by_rank):
             self.disconnect(rank)
 
     async def open_stripe(self, link: PeerLink) -> Stream:
-        """Open a connection for one more stripe.
-
-        Raises:
-            OSError: The rank is not connected, or another process answers at its address.
-        """
+        """Open a connection for one more stripe."""
         if (connection := self.connections.get(link.rank)) is None:
             raise OSError(f"rank {link.rank} is not connected")
         stream, streams = await self.connections.open(connection.address), self.connections.streams
@@ -384,7 +363,6 @@ class PeerLinks:
         return stream
 
     def begin_stripes(self, link: PeerLink) -> None:
-        """Open the stripes of a link, whichever end does it."""
         if link.dials:
             self._keep_at_least(link, 1)
 
@@ -404,7 +382,6 @@ class PeerLinks:
             self.connections.drop(link.rank, f"no payload connection could be {what} in {patience_s:g} s: {link.why}")
 
     def _keep_at_least(self, link: PeerLink, number: int) -> None:
-        """Maintain at least ``number`` stripes from now on."""
         for index in range(len(link.keeping), number):
             link.keeping.append(self.connections.begin(self._keep(link, index)))
 
@@ -452,7 +429,6 @@ class PeerLinks:
     async def _use(
         self, link: PeerLink, index: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Let a connection carry messages until it ends."""
         transport = writer.transport
         assert isinstance(transport, asyncio.Transport)
         transport.pause_reading()

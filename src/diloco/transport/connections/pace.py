@@ -15,12 +15,10 @@ from typing import Any, NamedTuple
 
 from diloco.algorithm import UNKNOWN_UPLINK, Uplink
 
-__all__ = ["NEAR_S", "Pace", "TcpCounters", "UplinkMeter", "streams_to_each", "sum_of", "tcp_counters"]
-
 NEAR_S = 0.002  # over a shorter round trip, one connection is as good as many, and compression is not worth its time
 _FULL_TRIPS, _FULL_BYTES = 2.0, 1 << 18  # a transfer is full if it takes so many round trips, and is as large as this
 _LONG_TRIPS = 8.0  # a transfer of so many round trips fills the path
-_OVERFLOW = 0.05  # share of the segments that are sent again if a queue overflows; loss alone is usually lower
+_OVERFLOW = 0.05  # share of the bytes that are sent again if a queue overflows; loss alone is usually lower
 _FADING = 0.95  # of the highest rate, per full transfer: the path may have become slower
 _SEARCH, _GROWTH, _RETREAT = 1.25, 1.05, 0.9
 """Factors of the pace after a full transfer without an overflow (at first, and later), and after one with it."""
@@ -46,8 +44,7 @@ def streams_to_each(others: int) -> int:
 class TcpCounters(NamedTuple):
     """What the kernel counts for one connection, or the sum for several."""
 
-    sent: int = 0  # segments with payload, those that were sent again included
-    resent: int = 0
+    resent: int = 0  # bytes that were sent again
     round_trip_s: float = 0.0  # the shortest one; 0: unknown
     acked: int = 0  # bytes that have been acknowledged
 
@@ -57,34 +54,34 @@ def tcp_counters(connection: Any) -> TcpCounters:
     try:
         assert sys.platform == "linux"
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
-        resent, least_us, sent = (struct.unpack_from("=I", info, offset)[0] for offset in (100, 148, 156))
+        segment_bytes, resent, least_us = (struct.unpack_from("=I", info, offset)[0] for offset in (16, 100, 148))
     except (AssertionError, AttributeError, OSError, struct.error):
         return TcpCounters()  # no TCP, closed, or another system
     (acked,) = struct.unpack_from("=Q", info, 120)
-    return TcpCounters(sent, resent, least_us / 1e6 if least_us < 1 << 31 else 0.0, acked)
+    return TcpCounters(segment_bytes * resent, least_us / 1e6 if least_us < 1 << 31 else 0.0, acked)
 
 
 def sum_of(counters: Iterable[TcpCounters]) -> TcpCounters:
     """Return the counters of several connections together.
 
-    >>> sum_of([TcpCounters(1, 0, 0.2, 100), TcpCounters(3, 1, 0.1, 50), TcpCounters()])
-    TcpCounters(sent=4, resent=1, round_trip_s=0.1, acked=150)
+    >>> sum_of([TcpCounters(0, 0.2, 100), TcpCounters(1448, 0.1, 50), TcpCounters()])
+    TcpCounters(resent=1448, round_trip_s=0.1, acked=150)
     """
-    sent, resent, trips_s, acked = zip(TcpCounters(), *counters, strict=True)
-    return TcpCounters(sum(sent), sum(resent), min(filter(None, trips_s), default=0.0), sum(acked))
+    resent, trips_s, acked = zip(TcpCounters(), *counters, strict=True)
+    return TcpCounters(sum(resent), min(filter(None, trips_s), default=0.0), sum(acked))
 
 
 class Pace:
     """The pace towards one host, which follows from the bytes that were acknowledged in its full transfers.
 
     >>> pace = Pace()
-    >>> pace.note(1_250_000, 0.11, sent=1000, resent=0, round_trip_s=0.01), pace.bits_per_s
+    >>> pace.note(1_250_000, 0.11, resent=0, round_trip_s=0.01), pace.bits_per_s
     (None, inf)
-    >>> pace.note(1_250_000, 0.21, sent=1200, resent=200, round_trip_s=0.01), pace.bits_per_s  # a queue has overflowed
+    >>> pace.note(1_250_000, 0.21, resent=250_000, round_trip_s=0.01), pace.bits_per_s  # a queue has overflowed
     (None, 95000000.0)
-    >>> pace.note(1_250_000, 0.12, sent=1000, resent=0, round_trip_s=0.01), pace.bits_per_s
+    >>> pace.note(1_250_000, 0.12, resent=0, round_trip_s=0.01), pace.bits_per_s
     (None, 118750000.0)
-    >>> pace.note(1_250_000, 0.21, sent=1200, resent=200, round_trip_s=0.01), pace.bits_per_s  # nor does the pace help
+    >>> pace.note(1_250_000, 0.21, resent=250_000, round_trip_s=0.01), pace.bits_per_s  # nor does the pace help
     (None, inf)
     """
 
@@ -92,19 +89,20 @@ class Pace:
         self.bits_per_s = math.inf  # the limit; infinite while none is needed
         self.seen_bits_per_s = 0.0  # the highest rate of late; 0: unknown
         self._growth = _SEARCH
-        self._unpaced_share = 0.0  # share of the segments that were sent again before the pace was set
+        self._unpaced_share = 0.0  # share of the bytes that were sent again before the pace was set
         self._futile = 0  # full transfers during which no pace is set
 
-    def note(self, num_bytes: int, seconds: float, *, sent: int, resent: int, round_trip_s: float) -> None:
-        """Take note of a transfer of ``num_bytes`` from its first byte to its last acknowledgement.
+    def note(self, num_bytes: int, seconds: float, *, resent: int, round_trip_s: float) -> None:
+        """Take note of a transfer, from its first byte to its last acknowledgement.
 
         Args:
-            sent, resent: the segments sent meanwhile, and how many of them were repetitions.
+            num_bytes: what the peer has acknowledged, as it was sent: compressed, and without our acknowledgements.
+            resent: the bytes sent again meanwhile.
             round_trip_s: the shortest round trip.
         """
         if num_bytes < _FULL_BYTES or seconds < _FULL_TRIPS * round_trip_s:
             return
-        rate, share = 8 * num_bytes / max(1e-6, seconds - round_trip_s), resent / max(1, sent)
+        rate, share = 8 * num_bytes / max(1e-6, seconds - round_trip_s), resent / (num_bytes + resent)
         self.seen_bits_per_s = max(rate, _FADING * self.seen_bits_per_s)
         self._futile = max(0, self._futile - 1)
         if share <= _OVERFLOW:
@@ -135,7 +133,7 @@ class UplinkMeter:
     >>> for link, sending, now_s in [("a", True, 1.0), ("b", True, 1.0), ("a", False, 1.1), ("b", False, 1.2)]:
     ...     meter.note(link, sending, now_s)
     ...     meter.written_bytes += 1_000_000
-    >>> meter.uplink(full=True).bits_per_s
+    >>> meter.uplink.bits_per_s
     100000000
     """
 
@@ -145,7 +143,6 @@ class UplinkMeter:
         self.written_bytes = 0  # by all links
         self._began_s, self._acked, self._written_bytes = 0.0, 0, 0
         self._bits_per_s = 0.0
-        self._was_full = False  # whether the path was full, which is not known where it is near
 
     def note(self, link: Hashable, sending: bool, now_s: float) -> None:
         """Take note of whether a link has anything that no stripe has taken yet."""
@@ -156,9 +153,9 @@ class UplinkMeter:
             num_bytes, trip_s = min(now.acked - self._acked, self.written_bytes - self._written_bytes), now.round_trip_s
             if num_bytes >= _FULL_BYTES and seconds > _LONG_TRIPS * trip_s:
                 self._bits_per_s = 8 * num_bytes / seconds
-                self._was_full = trip_s > NEAR_S
         (self._sending.add if sending else self._sending.discard)(link)
 
-    def uplink(self, *, full: bool) -> Uplink:
-        """Return what is known; ``full``: whether a link has a pace, so that the rate is that of the path."""
-        return Uplink(int(self._bits_per_s), full or self._was_full) if self._bits_per_s else UNKNOWN_UPLINK
+    @property
+    def uplink(self) -> Uplink:
+        """What is known about the bandwidth with which this process sends."""
+        return Uplink(int(self._bits_per_s)) if self._bits_per_s else UNKNOWN_UPLINK

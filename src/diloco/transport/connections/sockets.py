@@ -31,8 +31,6 @@ from diloco.transport.connections.limits import origin_of
 from diloco.transport.connections.streams import Accept, Stream, within
 from diloco.transport.secret import TurnedAwayError, check_secret, derive_key
 
-__all__ = ["Credentials", "TcpStreams", "raw_transport", "stop_listening"]
-
 _HANDSHAKE_S = 10.0
 _ADMITTED = b"+"  # what the listening side says first
 _LOW_DELAY = 0x10  # in the type-of-service byte: routers that support it let these packets overtake payloads
@@ -124,14 +122,12 @@ def _public_key(writer: asyncio.StreamWriter) -> bytes:
 
 
 def _to_der(key: Any) -> bytes:
-    """Return a public key as DER."""
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
     return bytes(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo))
 
 
 def _certificate(name: str, key: Any, signer: Any, *, is_authority: bool) -> bytes:
-    """Return a certificate of a public key, as DER."""
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import Encoding
 
@@ -145,9 +141,6 @@ def _drain_on_reset(raw: asyncio.Transport) -> None:
     """Make a connection that is reset deliver what has already arrived before it reports its end.
 
     Otherwise a process that stood still would not learn what was the last that another one told it.
-
-    Args:
-        raw: The transport below TLS.
     """
     protocol: Any = raw.get_protocol()  # of TLS
     end = protocol.connection_lost
@@ -194,7 +187,7 @@ class TcpStreams:
         credentials: Those of the streams that these ones replace; None: new ones.
     """
 
-    named = False
+    named = False  # whether the address of a process is its identity
 
     def __init__(
         self, secret: str = "", kept: socket.socket | None = None, credentials: Credentials | None = None
@@ -206,7 +199,6 @@ class TcpStreams:
 
     @property
     def me(self) -> str:
-        """The identity of this process."""
         return self.identity_of(self.credentials.public_key)
 
     def keep(self) -> socket.socket:
@@ -259,6 +251,14 @@ class TcpStreams:
         ) from why
 
     async def open(self, address: Address) -> Stream:
+        """Open a connection to the process that listens at ``address``.
+
+        Raises:
+            ConnectionRefusedError: Its machine reports that no process listens there.
+            TurnedAwayError: One of the two does not admit the other one.
+            TransportError: Another program listens there.
+            OSError, EOFError, TimeoutError: It can't be reached.
+        """
         try:
             reader, writer = await asyncio.open_connection(address.host, address.port)
         except UnicodeError as error:  # a peer may announce a name that no resolver takes
@@ -280,6 +280,10 @@ class TcpStreams:
             raise
 
     async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Return whether the process that opened a connection is admitted. Nothing else is read from it before.
+
+        Nothing may be awaited between its arrival and this call. Errors are those of `Credentials.secure`.
+        """
         key = await self.credentials.secure(reader, writer, listening=True)
         self._identities[writer] = identity = self.identity_of(key)
         if not self.admits(identity):
@@ -292,11 +296,16 @@ class TcpStreams:
         return True
 
     def identity_of(self, key: bytes) -> str:
-        """Return the identity of the owner of a public key."""
         return hashlib.sha256(key).hexdigest()
 
     def identity(self, writer: asyncio.StreamWriter) -> str:
+        """Return the identity that the other end has proved; "" before that."""
         return self._identities.get(writer, "")
+
+    def process(self, writer: asyncio.StreamWriter) -> bytes:
+        """Return what tells apart two processes with the same key: the certificate, of which each makes its own."""
+        secured = writer.get_extra_info("ssl_object")
+        return (secured and secured.getpeercert(binary_form=True)) or self.identity(writer).encode()
 
     def address(self, text: str) -> Address:
         return parse_address(text)
@@ -316,9 +325,11 @@ class TcpStreams:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * silence_s))
 
     def route(self, writer: asyncio.StreamWriter) -> str:
+        """Return what carries a connection, for display."""
         return "TCP"
 
     def origins(self, writer: asyncio.StreamWriter) -> tuple[str, ...]:
+        """Return the origins (peer and host) of a connection, of which `ConnectionLimit` admits only so many."""
         place = writer.get_extra_info("peername")
         return (origin_of(str(place[0])),) if place else ()
 

@@ -1,4 +1,4 @@
-"""The interface between control connections and a network, and the format of control messages.
+"""The format of control messages.
 
 A control message is a small object in MessagePack (`diloco.protocol`) and a blob, both preceded by their sizes.
 
@@ -17,27 +17,10 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from diloco.errors import TransportError
-from diloco.protocol import Entry, MessageError, decode, encode
-from diloco.transport.address import Address
-
-__all__ = [
-    "MAX_BLOB_BYTES",
-    "MAX_MESSAGE_BYTES",
-    "PROTOCOL",
-    "UNKNOWN_PEER_BYTES",
-    "Accept",
-    "Stream",
-    "Streams",
-    "pack",
-    "read_body",
-    "read_frame",
-    "read_head",
-    "unpack_head",
-    "within",
-]
+from diloco.protocol import MessageError, decode, encode
 
 T = TypeVar("T")
 
@@ -47,81 +30,11 @@ Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Takes over a connection that another process opened, and closes it."""
 
 
-class Streams(Protocol):
-    """Byte streams over some network, encrypted, opened and accepted in the thread of an event loop.
-
-    Each end has proved to the other one that it knows the run's secret, and which identity it has.
-    """
-
-    named: bool  # whether the address of a process is its identity
-
-    @property
-    def me(self) -> str:
-        """The identity of this process."""
-
-    async def listen(self, accept: Accept, *where: Any) -> Address:
-        """Pass every incoming connection to ``accept`` from now on. Return the address at which others reach it.
-
-        Raises:
-            TransportError: This machine can't listen there.
-        """
-
-    async def open(self, address: Address) -> Stream:
-        """Open a connection to the process that listens at ``address``.
-
-        Raises:
-            ConnectionRefusedError: Its machine reports that no process listens there.
-            TurnedAwayError: One of the two does not admit the other one.
-            TransportError: Another program listens there.
-            OSError, EOFError, TimeoutError: It can't be reached.
-        """
-
-    def address(self, text: str) -> Address:
-        """Parse the string form of an address of this network."""
-
-    def locate(self, entry: Entry) -> Address:
-        """Return where to connect to a rank.
-
-        Raises:
-            ConfigurationError: Its address is none of this network.
-        """
-
-    def tune(self, writer: asyncio.StreamWriter, silence_s: float) -> None:
-        """Configure a connection for small messages: send them at once, and detect a path that stays dead."""
-
-    async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Return whether the process that opened a connection is admitted. Nothing else is read from it before.
-
-        Nothing may be awaited between its arrival and this call.
-
-        Raises:
-            OSError, EOFError, TransportError: The connection ended, or the process is not admitted.
-        """
-
-    def identity(self, writer: asyncio.StreamWriter) -> str:
-        """Return the identity that the other end has proved; "" before that."""
-
-    def route(self, writer: asyncio.StreamWriter) -> str:
-        """Return what carries a connection, for display."""
-
-    def origins(self, writer: asyncio.StreamWriter) -> tuple[str, ...]:
-        """Return the origins (peer and host) of a connection, whose connections `ConnectionLimit` limits."""
-
-    async def refuse(self) -> None:
-        """Stop accepting connections."""
-
-    async def close(self) -> None:
-        """Release what is left, after all connections have been closed."""
-
-
 async def within(seconds: float | None, awaited: Awaitable[T]) -> T:
     """Wait for ``awaited`` as ``asyncio.wait_for`` does, but never swallow a cancellation.
 
     In Python 3.11 ``asyncio.wait_for`` loses a cancellation that arrives at the moment at which the awaited operation
     completes. The task then continues, and a caller that waits for its end waits forever.
-
-    Raises:
-        TimeoutError: It takes longer than ``seconds``.
     """
     async with asyncio.timeout(seconds):
         return await awaited
@@ -138,12 +51,9 @@ _HEAD = struct.Struct(">4sIQ")
 def pack(message: object, blob: bytes | memoryview = b"") -> bytes:
     """Encode a message and its blob.
 
-    Raises:
-        TransportError: The message is larger than readers accept. Nothing was sent.
-
     >>> from diloco.protocol import Beat
-    >>> unpack_head(pack(Beat())[:16])
-    (11, 0)
+    >>> pack(Beat())[:16]
+    b'DLC2\\x00\\x00\\x00\\x0b\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00'
     """
     data = encode(message)
     if len(data) > MAX_MESSAGE_BYTES or len(blob) > MAX_BLOB_BYTES:
@@ -152,28 +62,6 @@ def pack(message: object, blob: bytes | memoryview = b"") -> bytes:
             f"{MAX_MESSAGE_BYTES} + {MAX_BLOB_BYTES} bytes. Nothing was sent."
         )
     return b"".join((_HEAD.pack(PROTOCOL, len(data), len(blob)), data, blob))
-
-
-def unpack_head(
-    head: bytes, most_bytes: int = MAX_MESSAGE_BYTES, most_blob_bytes: int = MAX_BLOB_BYTES
-) -> tuple[int, int]:
-    """Return the sizes of the message and the blob that follow a header.
-
-    Raises:
-        TransportError: The sender uses another protocol, or announces more than the limits.
-    """
-    protocol, num_bytes, blob_bytes = _HEAD.unpack(head)
-    if protocol != PROTOCOL:
-        raise TransportError(
-            f"data that begins with {protocol!r} arrived instead of {PROTOCOL!r}, so the sender does not use this "
-            "version of diloco's protocol. The connection was closed."
-        )
-    if num_bytes > most_bytes or blob_bytes > most_blob_bytes:
-        raise TransportError(
-            f"a message of {num_bytes} + {blob_bytes} bytes was announced, more than the limit of {most_bytes} + "
-            f"{most_blob_bytes} bytes. The connection was closed."
-        )
-    return num_bytes, blob_bytes
 
 
 async def read_frame(
@@ -206,6 +94,16 @@ async def read_body(
     reader: asyncio.StreamReader, head: bytes, most_bytes: int, most_blob_bytes: int = 0
 ) -> tuple[bytes, bytes]:
     """Read the rest of a message: itself and its blob. Errors are as in `read_frame`."""
-    num_bytes, blob_bytes = unpack_head(head, most_bytes, most_blob_bytes)
+    protocol, num_bytes, blob_bytes = _HEAD.unpack(head)
+    if protocol != PROTOCOL:
+        raise TransportError(
+            f"data that begins with {protocol!r} arrived instead of {PROTOCOL!r}, so the sender does not use this "
+            "version of diloco's protocol. The connection was closed."
+        )
+    if num_bytes > most_bytes or blob_bytes > most_blob_bytes:
+        raise TransportError(
+            f"a message of {num_bytes} + {blob_bytes} bytes was announced, more than the limit of {most_bytes} + "
+            f"{most_blob_bytes} bytes. The connection was closed."
+        )
     data = await reader.readexactly(num_bytes)
     return data, await reader.readexactly(blob_bytes) if blob_bytes else b""

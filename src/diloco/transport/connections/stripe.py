@@ -36,18 +36,6 @@ from diloco.transport.connections.pace import NEAR_S, TcpCounters, tcp_counters
 if TYPE_CHECKING:
     from diloco.transport.connections.link import PeerLink
 
-__all__ = [
-    "HEAD",
-    "LEAST_PART_BYTES",
-    "MOST_PART_BYTES",
-    "Head",
-    "Incoming",
-    "Outgoing",
-    "Part",
-    "Stripe",
-    "compress",
-    "part_bytes",
-]
 
 MAX_MESSAGE_BYTES, MOST_PART_BYTES = 1 << 30, 1 << 18
 """Larger messages and parts are refused."""
@@ -79,9 +67,6 @@ class Head(NamedTuple):
     def content(self, data: memoryview) -> memoryview | bytes:
         """Return the content of the part of which ``data`` arrived.
 
-        Raises:
-            TransportError: ``data`` does not decompress to 1 byte or more that lie within the message.
-
         >>> zeros = memoryview(bytes(1000))
         >>> part = Part(Outgoing(7, zeros, Future()), 0, zeros, compress(zeros))
         >>> part.head.kind, part.head.content(memoryview(part.body)) == bytes(1000)
@@ -102,8 +87,6 @@ class Head(NamedTuple):
 
 @dataclass(eq=False)
 class Outgoing:
-    """A message to send."""
-
     tag: int
     data: memoryview
     sent: Future[None]  # resolved when the other side has the message
@@ -121,12 +104,7 @@ class Incoming:
     parts: dict[int, int] = field(default_factory=dict)  # start -> end of the parts that have arrived
 
     def put(self, start: int, content: memoryview | bytes) -> None:
-        """Store a part that has not arrived yet.
-
-        Raises:
-            TransportError: The part is shorter than any sender makes one, or the parts are no tiling of the message,
-                which then has to be sent again.
-        """
+        """Store a part that has not arrived yet."""
         end = start + len(content)
         if len(content) < LEAST_PART_BYTES and end < len(self.buffer):  # tiny parts cost more than their data
             raise TransportError(f"a part of {len(content)} bytes arrived; only the last one may be that small")
@@ -158,23 +136,18 @@ class Part:
 
     @property
     def head(self) -> Head:
-        """The header that precedes the body."""
         message, checksum = self.message, xxhash.xxh3_64_intdigest(self.body)
         kind = b"D" if self.body is self.data else b"Z"
         return Head(kind, message.tag, len(message.data), self.start, len(self.body), checksum)
 
 
 def compress(data: memoryview) -> memoryview | bytes:
-    """Return ``data`` compressed, or ``data`` itself if that saves less than 2 %."""
     found = zstandard.ZstdCompressor(level=_LEVEL).compress(data)
     return found if len(found) <= _WORTH * len(data) else data
 
 
 def part_bytes(waiting_bytes: int, connections: int) -> int:
     """Return the size of the next part: smaller as less is left, so that all connections finish at about the same time.
-
-    Args:
-        waiting_bytes: Bytes that no connection has taken yet.
 
     >>> part_bytes(1 << 30, 4), part_bytes(3_200_000, 16), part_bytes(50_000, 16)
     (262144, 100000, 12288)
@@ -199,12 +172,6 @@ _RECORD_BYTES = 1 << 14  # longest TLS record; it can't be decrypted before all 
 
 class Stripe(asyncio.BufferedProtocol):
     """Takes over an open connection between two ranks that have introduced themselves.
-
-    Args:
-        link: The link whose parts it carries.
-        transport: The transport of the connection.
-        silence_s: The connection ends if TCP receives no acknowledgement for this long.
-        compresses: Whether to compress parts while the network, and not this processor, limits the rate.
 
     Attributes:
         ended: Resolved with the reason when the connection has ended.
@@ -268,7 +235,6 @@ class Stripe(asyncio.BufferedProtocol):
         self._parts |= {key: None for key, part in self._parts.items() if part and part.message in messages}
 
     def counters(self) -> TcpCounters:
-        """Return the TCP counters of this connection."""
         return tcp_counters(self.transport.get_extra_info("socket"))
 
     def limit(self, bits_per_s: float, seen_bits_per_s: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from diloco.errors import RendezvousError
@@ -10,8 +11,7 @@ from diloco.protocol import Entry, Welcome
 from diloco.transport.connections.limits import Backoff
 from diloco.transport.peers.directory import Directory
 from diloco.transport.peers.transport import PeerTransport
-
-__all__ = ["Connected", "Table", "join"]
+from diloco.waiting import waiting_for
 
 _ANSWER_S = 30.0
 _FAREWELL_S = 10.0  # for a leaving process to announce that the run has ended
@@ -19,31 +19,19 @@ _AGAIN_S = 0.3, 2.0  # pauses between two requests to join
 
 
 @dataclass(frozen=True)
-class Table:
-    """The entries of all ranks."""
-
-    entries: dict[int, Entry]  # by rank, this rank's own included
-    running: bool  # whether the run had already begun when this rank asked
-    step: int = 0  # inner steps done by then, if the network reports them
-    founded_step: int = 0  # step of the checkpoint from which the run was resumed, if the network reports it
-
-
-@dataclass(frozen=True)
 class Connected:
-    """A transport that is connected to the other ranks."""
-
     transport: PeerTransport  # ready for rounds; for a joiner, ready for `fetch` and then `join`
-    table: Table
-    joining: bool  # whether the run had already begun
     directory: Directory
+    joining: bool  # whether the run had already begun
+    entries: Mapping[int, Entry]  # of all ranks, this one included
+    step: int = 0  # inner steps done when this rank asked; 0 unless it joins
+    founded_step: int = 0  # step of the checkpoint from which the run was resumed, if the network reports it
 
     @property
     def swarm(self) -> str:
-        """The name of the swarm; "" over TCP."""
         return self.directory.swarm
 
     def refresh(self) -> None:
-        """Look up the current members and connect to all of them. Only a joiner needs this."""
         self.transport.connections.call(self.directory.refresh())
 
     def finish(self) -> None:
@@ -58,6 +46,23 @@ class Connected:
         )
 
 
+def connect_all(directory: Directory, closed: str = "") -> Connected:
+    """Find the members and connect to them, or found a view, and begin.
+
+    Args:
+        closed: why nobody can join at first; "" if all can.
+    """
+    transport, registry = directory.transport, directory.registry
+    transport.connections.entries = registry.entries
+    with waiting_for(directory.awaited, directory.patience_s):
+        view, found = transport.connections.call(directory.find())
+    directory.settle(found)
+    transport.begin(view, registry, member=found is None, closed=closed)
+    entries = dict(sorted({**(found.entries if found else {}), **registry.entries}.items()))
+    step, founded_step = (found.step, found.founded_step) if found else (0, directory.founded_step)
+    return Connected(transport, directory, found is not None, entries, step, founded_step)
+
+
 def join(connected: Connected, timeout_s: float) -> int:
     """Become a member of the running run.
 
@@ -67,7 +72,7 @@ def join(connected: Connected, timeout_s: float) -> int:
     Raises:
         RendezvousError: The members refuse, or do not answer in time.
     """
-    transport, entry = connected.transport, connected.table.entries[connected.transport.rules.rank]
+    transport, entry = connected.transport, connected.entries[connected.transport.rules.rank]
     deadline_s = time.monotonic() + timeout_s
     why, backoff = f"no answer within {timeout_s:g} s", Backoff(*_AGAIN_S, seed=entry.address)
     while True:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Annotated, Any
 
@@ -25,9 +26,7 @@ from diloco.transport.connections.limits import Backoff, few_at_once
 from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, Stream, pack, read_frame, within
 from diloco.transport.peers.transport import PeerTransport
 
-__all__ = ["Directory", "Looking", "Members", "NotNowError", "question", "say"]
-
-_ANSWER_S = 10.0
+_ANSWER_S, _LEAST_S = 10.0, 0.1
 _OVER_S = 2.0
 _LOOK_AGAIN_S = 0.5, 2.0  # pauses between two questions to all known processes
 
@@ -39,8 +38,6 @@ class NotNowError(OSError):
 
 
 class Ask(WireMessage):
-    """A process asks who the members are."""
-
     entry: Entry
 
 
@@ -59,7 +56,6 @@ class Members(WireMessage, dict=True):
 
     @functools.cached_property
     def entries(self) -> Mapping[int, Entry]:
-        """Rank -> entry."""
         return {each.rank: each for each in self.known.whole()}
 
 
@@ -75,8 +71,6 @@ class Looking(WireMessage):
 
 
 class CallBack(WireMessage):
-    """A process asks to have member ``to`` connect to it."""
-
     to: Rank
     entry: Entry
 
@@ -86,8 +80,6 @@ class Introduced(WireMessage):
 
 
 class Over(WireMessage):
-    """The run has ended for the sender's replica."""
-
     replica: Rank
 
 
@@ -124,6 +116,21 @@ class Directory:
 
     # What differs between networks.
 
+    answers: Any = Members | Looking  # what a process may answer that is asked who the members are
+    begins = False  # whether all ranks of the run are to begin together
+    hurries = False  # whether the process that was asked has waited itself
+
+    async def begin(self, answers: Mapping[Address, object]) -> View | None:
+        """Return the first view, once all ranks have come that are to begin together; None otherwise.
+
+        Raises:
+            RendezvousError: the answers show that the search is in vain.
+        """
+        return None
+
+    def settle(self, found: Members | None) -> None:
+        """Take note of the members that were found; None: this process founds a view."""
+
     async def addresses(self) -> Collection[Address]:
         """Return the addresses at which members may answer, and let others find this process."""
         raise NotImplementedError
@@ -132,7 +139,6 @@ class Directory:
         """Raise `RendezvousError` if this process must not join these members."""
 
     def had_members(self) -> bool:
-        """Whether there were members that do not answer now."""
         return False
 
     def over(self) -> str:
@@ -144,12 +150,10 @@ class Directory:
         return "the others have finished the run, and no member is left to join." if over else ""
 
     def awaited(self) -> str:
-        """Return what the search waits for, as text."""
         number = "other" if self.election.views is None else len(self.election.views.last.members)
         return f"enough of the {number} replicas to continue ({1 + len(self.looking)} of them are searching)"
 
     def nobody(self, why: Mapping[str, str]) -> str:
-        """Return that a search has ended in vain."""
         return (
             f"replica {self.election.number} has searched for the others for {self.patience_s:g} s, its limit, and "
             f"found {len(self.looking)} that are also searching. Its state is saved."
@@ -188,15 +192,26 @@ class Directory:
 
     async def _find(self) -> tuple[View, Members | None]:
         clock, known_s = asyncio.get_running_loop(), math.inf  # when others could first know of this process
-        began_s, backoff = clock.time(), Backoff(*_LOOK_AGAIN_S, seed=self._entry.address)
+        until_s, backoff = clock.time() + self.patience_s, Backoff(*_LOOK_AGAIN_S, seed=self._entry.address)
+        why: dict[str, str] = {}  # place -> why it was of no use
+
+        async def ask(place: Address) -> Members | Looking | Exception:
+            try:
+                return await within(max(_LEAST_S, until_s - clock.time()), self.ask(place))
+            except (OSError, EOFError, TransportError, ValueError) as error:
+                return error
+
         while True:
             places, asked_s = await self.addresses(), clock.time()
             known_s = min(known_s, asked_s)
-            answers = await few_at_once(self._answer_or_error, places)
-            why: dict[str, str] = {}
+            answers = dict(zip(places, await few_at_once(ask, places), strict=True))
+            if view := await self.begin(answers):
+                return view, None
+            tables = Counter(each.members for each in answers.values() if isinstance(each, Members))
             refusals: list[RendezvousError] = []
             there = False  # whether a member answers, even if it can't be joined now
-            for place, answer in zip(places, answers, strict=True):
+            # what most say comes first: one of them may lie
+            for place, answer in sorted(answers.items(), key=lambda item: -tables[getattr(item[1], "members", ())]):
                 try:
                     if isinstance(answer, Exception):
                         raise answer
@@ -210,20 +225,25 @@ class Directory:
                     why[str(place)] = str(error)
                 except (OSError, EOFError, TransportError, ValueError) as error:
                     there = there or isinstance(error, NotNowError)
-                    why[str(place)] = str(error) or type(error).__name__
+                    if isinstance(error, ConnectionRefusedError):
+                        why[str(place)] = "nothing listens there (connection refused)"
+                    elif str(error) or not isinstance(error, TimeoutError):
+                        why[str(place)] = str(error) or type(error).__name__
+                    else:
+                        why.setdefault(str(place), "no answer")
             if refusals and not there:
                 raise refusals[0]
-            self.looking = [self._candidate(each) for each in answers if isinstance(each, Looking)]
+            self.looking = [self._candidate(each) for each in answers.values() if isinstance(each, Looking)]
             waited_s = asked_s - known_s
-            if not there:
+            if not there and not self.begins:
                 if over := self.over():
                     raise RunFinishedError(over)
                 left, had = self.transport.finishers, self.had_members()
                 if view := self.election.founds(self.looking, waited_s, had_members=had, left=left):
                     return view, None
-            if clock.time() - began_s > self.patience_s:
+            if clock.time() >= until_s:
                 raise RendezvousError(self.nobody(why) + self.election.missing(self.looking))
-            await asyncio.sleep(backoff.next_s())
+            await asyncio.sleep(_LEAST_S if self.hurries else backoff.next_s())
 
     def _candidate(self, answer: Looking) -> Candidate:
         views = (answer.last, answer.agreed, answer.vote) if answer.was == self.was else ()
@@ -232,12 +252,6 @@ class Directory:
     @property
     def _entry(self) -> Entry:
         return self.registry.entries[self.connections.rank]
-
-    async def _answer_or_error(self, address: Address) -> Members | Looking | Exception:
-        try:
-            return await self.ask(address)
-        except (OSError, EOFError, TransportError, ValueError, RendezvousError) as error:
-            return error
 
     async def ask(self, address: Address) -> Members | Looking:
         """Ask a process who the members are.
@@ -254,11 +268,14 @@ class Directory:
             identities.append(self.connections.streams.identity(stream[1]))
             return stream
 
-        answer = await question(open_stream, address, Ask(self._entry), Members | Looking)
+        answer = await question(open_stream, address, Ask(self._entry), self.answers)
         if isinstance(answer, Looking) and self.election.views is not None:
             known = self.election.views.identities.get(self.transport.rules.ranks([answer.number])[0], identities[-1])
-            # over TCP a restarted process has another identity; it says that it was a member of no view
-            if known != identities[-1] and (self.connections.streams.named or answer.last is not None):
+            # over TCP a restarted process has another identity; it says that it was a member of no view, and listens
+            # where the one did that it replaces, which has therefore ended
+            entry = self.registry.entries.get(self.transport.rules.ranks([answer.number])[0])
+            replaces = answer.last is None and entry is not None and entry.address == str(address)
+            if known != identities[-1] and (self.connections.streams.named or not replaces):
                 raise TransportError(f"{address} answers in the name of replica {answer.number}, which is another one")
         if isinstance(answer, Members):
             keep = {self.connections.rank, *self.transport.rules.ranks(answer.members), *self.connections.connected}
@@ -292,6 +309,8 @@ class Directory:
             else:
                 found = answer if isinstance(answer, Members) else found
         members = {*self.transport.rules.ranks(found.members)}
+        if not streams.named:  # the other ranks of this replica are about to join, too
+            members |= {*self.transport.rules.ranks([self.election.number])}
         others = {*found.entries} if streams.named else set()
         wanted = sorted((members | others) - connections.connected - {connections.rank})
         results = await asyncio.gather(*(self._reach(rank, found) for rank in wanted), return_exceptions=True)
@@ -302,7 +321,8 @@ class Directory:
 
     async def _reach(self, rank: int, found: Members) -> None:
         try:
-            address = self.connections.streams.locate(found.entries[rank])
+            entry = found.entries.get(rank) or self.registry.entries[rank]
+            address = self.connections.streams.locate(entry)
             await within(self.transport.rules.silence_s, self.connections.connect(rank, address))
         except (OSError, EOFError, TransportError, KeyError, ValueError) as error:
             if await self._called_back(found, rank):
@@ -324,18 +344,23 @@ class Directory:
             try:
                 asked = CallBack(rank, self._entry)
                 await question(self.connections.open, streams.locate(found.entries[other]), asked, Introduced)
-                async with asyncio.timeout(self.transport.rules.silence_s):
-                    # the first message from the other side shows that it has established the connection, too
-                    while (connection := self.connections.get(rank)) is None or not connection.num_messages:
-                        self.connections.arrived.clear()
-                        await self.connections.arrived.wait()
-                return True
-            except (OSError, EOFError, TransportError, RendezvousError):
+            except (OSError, EOFError, TransportError):
                 continue
+            if await self.arrives(rank, self.transport.rules.silence_s):
+                return True
+        return False
+
+    async def arrives(self, rank: int, wait_s: float) -> bool:
+        """Wait until a rank has connected, and has shown by a message that its end is open. Return whether it has."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while (connection := self.connections.get(rank)) is None or not connection.num_messages:
+                    self.connections.arrived.clear()
+                    await self.connections.arrived.wait()
+                return True
         return False
 
     async def refresh(self) -> None:
-        """Ask for the current members and connect to all of them."""
         entries, streams = self.registry.entries, self.connections.streams
         known = [streams.locate(entries[rank]) for rank in sorted(self.connections.connected & entries.keys())]
         for place in (*known, *await self.addresses()):
@@ -376,7 +401,6 @@ class Directory:
         await say(answer, reader, writer)
 
     async def _refusal(self, entry: Entry, writer: asyncio.StreamWriter) -> str:
-        """Return why a process can't take part, or "" if it can."""
         known = self.registry.entries.get(entry.rank)
         named, size = self.connections.streams.named, self.transport.rules.ranks_per_replica
         if named and known is not None and known.address != entry.address and entry.rank in self.members:
@@ -388,7 +412,6 @@ class Directory:
         return await self.connections.claimed(entry.rank, writer)
 
     async def _introduce(self, asked: CallBack, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Have a member connect to the asking process, which can't connect to that member."""
         if asked.entry.address == self.connections.streams.identity(writer) and asked.to in self.members:
             self.connections.send(asked.to, Introduce(asked.entry))
             await say(Introduced(), reader, writer)
@@ -435,7 +458,7 @@ async def question(
         writer.transport.abort()
     if isinstance(answer, Refused):
         if answer.for_good:
-            raise RendezvousError(f"{address} refuses: {answer.reason}.")
+            raise RendezvousError(f"{address} refuses: {answer.reason.removesuffix('.')}.")
         raise NotNowError(f"{address} can't answer yet: {answer.reason}")
     return answer
 

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,16 +22,13 @@ from torch import Tensor
 from diloco.algorithm import (
     LARGEST_MEAN,
     Codec,
-    Contribution,
-    Exchange,
     Mean,
     RoundId,
     check_mean,
     combined,
-    digest_tensors,
-    divisor,
     encode_mean,
     largest_magnitude,
+    mean_into_,
     mean_of_buffers,
     sampled_ranges,
     scale_factors,
@@ -41,9 +39,6 @@ from diloco.algorithm import (
 from diloco.errors import CodecError, TransportError
 from diloco.protocol import Computed, Event, ExchangeEnded, GiveVerdict, StartExchange
 from diloco.transport.connections.link import PeerLink, round_tag
-
-__all__ = ["MeanExchange", "PayloadExchange", "RoundMessages"]
-
 
 _LEAST_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 18
 """A payload is cut into at least this many pieces, so that summing starts early, unless they would be smaller than this
@@ -75,14 +70,7 @@ class RoundMessages:
         return ((low, min(low + step, stop)) for low in range(start, stop, step))
 
     def send(self, members: Iterable[int], payload: Tensor, piece: int, *, second: bool = False) -> None:
-        """Start sending a contiguous CPU tensor, which must not change until `finish`, to each of ``members``.
-
-        Args:
-            second: Whether the piece belongs to the second half of a reduce-scatter.
-
-        Raises:
-            TransportError: The transport was closed.
-        """
+        """Start sending a contiguous CPU tensor, which must not change until `finish`, to each of ``members``."""
         self._sends += self._begin(PeerLink.send, members, payload, piece, second)
 
     def receive(self, member: int, buffer: Tensor, piece: int, *, second: bool = False) -> Future[None]:
@@ -129,12 +117,7 @@ class RoundMessages:
             link.close_round(round_tag(self.view_id, self.round_id))
 
     def take(self, member: int, piece: int, *, second: bool = False) -> Tensor:
-        """Wait until a piece from ``member`` has arrived, and return its buffer.
-
-        Raises:
-            TransportError: The link ended; the error names the replica.
-            CancelledError: The round was cancelled.
-        """
+        """Wait until a piece from ``member`` has arrived, and return its buffer."""
         buffer, received = self._incoming[member, piece, second]
         try:
             received.result()
@@ -143,79 +126,9 @@ class RoundMessages:
         return buffer
 
     def finish(self) -> None:
-        """Wait until everything has been sent, so that its memory can be reused.
-
-        Raises:
-            TransportError: A link ended.
-        """
+        """Wait until everything has been sent, so that its memory can be reused."""
         for sent in self._sends:
             sent.result()
-
-
-class MeanExchange:
-    """The exchange of means in one reduce-scatter.
-
-    Args:
-        plan: The owner of each slice, and the encoding of its mean.
-        values: ``(numel,)`` float32; filled with the decoded mean, which is the same on all replicas.
-
-    Raises:
-        TransportError: A link has ended.
-    """
-
-    def __init__(
-        self,
-        contribution: Contribution,
-        plan: Exchange,
-        members: Sequence[int],
-        messages: RoundMessages,
-        values: Tensor,
-    ) -> None:
-        shards = dict(zip(members, plan.shards, strict=True))
-        self.owned = shards[contribution.replica]  # the slice whose mean this rank sends
-        self._codec, self._messages, self._values = plan.mean, messages, values
-        self._unsent = deque(enumerate(messages.pieces(*self.owned, plan.mean)))
-        self._pieces = {
-            member: list(messages.pieces(*shards[member], plan.mean)) for member in messages.links
-        }  # of the others' means
-        for member, pieces in self._pieces.items():
-            for piece, (start, stop) in enumerate(pieces):
-                size = plan.mean.payload_bytes(stop - start)
-                in_place = values[start:stop].view(torch.uint8) if plan.mean.exact else None
-                buffer = torch.empty(size, dtype=torch.uint8, device="cpu") if in_place is None else in_place
-                messages.receive(member, buffer, piece, second=True)
-
-    def send(self, stop: int) -> None:
-        """Send the pieces of this rank's slice that end at ``stop`` or before it. Up to there ``values`` is the mean.
-
-        So the others receive means while this rank still waits for the last contributions.
-
-        Raises:
-            TransportError: A link ended; the error names the replica.
-        """
-        while self._unsent and self._unsent[0][1][1] <= stop:
-            piece, (start, end) = self._unsent.popleft()
-            payload = encode_mean(self._values[start:end], self._codec)
-            self._messages.send(self._messages.links, payload, piece, second=True)
-
-    def receive(self) -> None:
-        """Send what is left of this rank's slice, and receive the means of the others' slices.
-
-        Raises:
-            TransportError: A link ended; the error names the replica.
-            CodecError: A replica, which the error names, sent an invalid payload, or a mean that is not finite or too
-                large.
-        """
-        self.send(self.owned[1])
-        for member, pieces in self._pieces.items():
-            for piece, (start, stop) in enumerate(pieces):
-                payload, values = self._messages.take(member, piece, second=True), self._values[start:stop]
-                if not self._codec.exact:  # else it was received in place
-                    _validate(self._codec, payload, len(values), f"the mean of replica {member}", member)
-                    self._codec.decode(payload, len(values), out=values)
-                if not largest_magnitude(values) <= LARGEST_MEAN:
-                    words = f"replica {member} sent a part of the mean that is not finite or too large"
-                    raise CodecError(words, replica=member)
 
 
 def _validate(codec: Codec, payload: Tensor, numel: int, name: str, replica: int) -> None:
@@ -229,12 +142,7 @@ _EXTRAS = (1 << 16) - 1  # piece number of the model buffers
 
 
 class PayloadExchange:
-    """The payloads of one round between this rank and its peers.
-
-    Args:
-        started: The contribution, its view, and the plan of the exchange.
-        loop, piece_bytes: See `RoundMessages`.
-    """
+    """The payloads of one round between this rank and its peers."""
 
     def __init__(self, started: StartExchange, loop: asyncio.AbstractEventLoop, piece_bytes: int) -> None:
         self.contribution, self.plan = started.contribution, started.plan
@@ -251,16 +159,15 @@ class PayloadExchange:
         parts = [each.detach().cpu().contiguous().view(torch.uint8) for each in extras]
         # model buffers as bytes: floating ones, then integer ones
         self._extras = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._means: MeanExchange | None = None  # of a reduce-scatter only
+        # in a reduce-scatter, the pieces of this rank's mean that are not sent yet, and those of the others' means
+        self._unsent: deque[tuple[int, tuple[int, int]]] = deque()
+        self._awaited: list[tuple[int, int, int, int]] = []  # member, piece and range of values
         self.values = torch.zeros(0, dtype=torch.float32, device="cpu")
 
     def begin(self, links: Mapping[int, PeerLink]) -> None:
         """Start receiving, and send this rank's payload. `run` reports a failure.
 
         Runs in the thread of the links, which saves one thread switch for each message.
-
-        Args:
-            links: replica -> its link, for all other members that are connected.
         """
         codec = self.contribution.codec
         try:
@@ -277,7 +184,7 @@ class PayloadExchange:
                 for piece, num_bytes in sizes.items():
                     messages.receive(member, torch.empty(num_bytes, dtype=torch.uint8, device="cpu"), piece)
             if self.plan.pattern == "reduce-scatter":
-                self._means = MeanExchange(self.contribution, self.plan, self.members, messages, self.values)
+                self._begin_means()
             self._send()
         except Exception as error:
             self._begun.set_exception(error)
@@ -292,7 +199,7 @@ class PayloadExchange:
             given = self.verdict.result()
             if not given.verdict.void:
                 mean = self.reduce(given.weights, given.verdict.contributors)
-                yield Computed(self._view_id, round_id, mean, digest_of(mean))
+                yield Computed(self._view_id, round_id, mean, mean.digest())
                 self._messages.finish()
             yield ExchangeEnded(self._view_id, round_id)
         except CancelledError:
@@ -330,16 +237,10 @@ class PayloadExchange:
             messages.send(messages.links, self._extras, _EXTRAS)
 
     def reduce(self, weights: Mapping[int, float], contributors: Sequence[int]) -> Mean:
-        """Return the mean over ``contributors``, weighted by ``weights``.
-
-        Raises:
-            TransportError: A link ended; the error names the replica.
-            CodecError: A replica, which the error names, sent an invalid payload, or the mean is not finite.
-        """
+        """Return the mean over ``contributors``, weighted by ``weights``."""
         total = sum(weights[member] for member in contributors)
         factors, moments = self._reduce_mine(weights, contributors, total)
-        if self._means is not None:
-            self._means.receive()
+        self._receive_means()
         buffers, integers = self._reduce_extras(weights, contributors) if len(self._extras) else (None, None)
         return Mean(
             values=self.values,
@@ -364,30 +265,65 @@ class PayloadExchange:
         watched = sampled_ranges(self.contribution.numel, codec.block_size) if at_hand else []
         squares = of_sum = 0.0
         for piece, (a, b) in enumerate(self._messages.pieces(*self._summed[self.me], codec)):
-            addends = {}
+            addends: dict[int, tuple[Codec, Tensor, float]] = {}
+            arriving = self._addends(piece, a, b, {m: weights[m] * factors.get(m, 1.0) for m in contributors}, addends)
             if rule is None:
-                self.values[a:b] = 0.0  # per piece, which stays in the cache until it is summed
-            for member in self.members:
-                counts = member in contributors  # whole contributions have already been validated
-                payload = self._piece(member, piece, a, b, check=counts and not self.contribution.whole)
-                if counts:
-                    weight = weights[member] * factors.get(member, 1.0)
-                    if rule is None:
-                        codec.accumulate(payload, self.values[a:b], weight)
-                    addends[member] = codec, payload, weight
-            if rule is None:
-                self.values[a:b].div_(divisor(total, self.values))
+                mean_into_(self.values[a:b], arriving, total)
+            else:
+                deque(arriving, maxlen=0)
             check_mean(self.values[a:b], addends)
-            if self._means is not None:
-                self._means.send(b)
+            self._send_means(b)
             within = [(max(low, a) - a, min(high, b) - a) for low, high in watched if low < b and high > a]
             payloads = [(weights[member], payload) for member, (_, payload, _) in addends.items()]
             terms = spread_terms(codec, payloads, b - a, within)
             squares, of_sum = squares + terms[0], of_sum + terms[1]
         return factors, (squares, of_sum)
 
+    def _addends(
+        self, piece: int, start: int, stop: int, weights: Mapping[int, float], addends: dict[int, Any]
+    ) -> Iterator[tuple[Codec, Tensor, float]]:
+        """Yield a piece of each contribution that counts, as it arrives, with its codec and weight; note it too."""
+        for member in self.members:
+            counts = member in weights  # whole contributions have already been validated
+            payload = self._piece(member, piece, start, stop, check=counts and not self.contribution.whole)
+            if counts:
+                addends[member] = self.contribution.codec, payload, weights[member]
+                yield addends[member]
+
+    def _begin_means(self) -> None:
+        """Await the means of the others' slices. Each owner encodes the mean of its slice, and all decode it alike."""
+        messages, codec, shards = self._messages, self.plan.mean, dict(zip(self.members, self.plan.shards, strict=True))
+        self._unsent.extend(enumerate(messages.pieces(*shards[self.contribution.replica], codec)))
+        for member in messages.links:
+            for piece, (start, stop) in enumerate(messages.pieces(*shards[member], codec)):
+                size, in_place = codec.payload_bytes(stop - start), self.values[start:stop].view(torch.uint8)
+                buffer = in_place if codec.exact else torch.empty(size, dtype=torch.uint8, device="cpu")
+                messages.receive(member, buffer, piece, second=True)
+                self._awaited.append((member, piece, start, stop))
+
+    def _send_means(self, stop: int) -> None:
+        """Send the pieces of this rank's mean that end at ``stop`` or before it, up to where it is summed.
+
+        So the others receive means while this rank still waits for the last contributions.
+        """
+        while self._unsent and self._unsent[0][1][1] <= stop:
+            piece, (start, end) = self._unsent.popleft()
+            payload = encode_mean(self.values[start:end], self.plan.mean)
+            self._messages.send(self._messages.links, payload, piece, second=True)
+
+    def _receive_means(self) -> None:
+        """Receive the means of the others' slices; raise `CodecError` for one that is malformed or too large."""
+        codec = self.plan.mean
+        for member, piece, start, stop in self._awaited:
+            payload, values = self._messages.take(member, piece, second=True), self.values[start:stop]
+            if not codec.exact:  # else it was received in place
+                _validate(codec, payload, len(values), f"the mean of replica {member}", member)
+                codec.decode(payload, len(values), out=values)
+            if not largest_magnitude(values) <= LARGEST_MEAN:
+                words = f"replica {member} sent a part of the mean that is not finite or too large"
+                raise CodecError(words, replica=member)
+
     def _scale_factors(self, contributors: Sequence[int]) -> dict[int, float]:
-        """Return the clipping factors of contributions that are too large. Waits for all contributions."""
         if self.contribution.max_norm is None:
             return {}
         norms = {member: vector_norm(self._decoded(member)) for member in contributors}
@@ -425,13 +361,3 @@ class PayloadExchange:
             first = raw[contributors[0]]
             integers = first[len(first) - mine.integers.numel() :].clone()
         return buffers, integers
-
-
-def digest_of(mean: Mean) -> str:
-    """Return the digest of everything that the average would change."""
-    parts = {f"{mean.contributors} {mean.weight!r}": mean.values}
-    if mean.buffers is not None:
-        parts["buffers"] = mean.buffers
-    if mean.integers is not None:
-        parts["integers"] = mean.integers
-    return digest_tensors(parts)

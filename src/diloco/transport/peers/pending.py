@@ -18,13 +18,9 @@ from diloco.protocol import Average
 if TYPE_CHECKING:
     from diloco.transport.peers.transport import PeerTransport
 
-__all__ = ["Contributed", "HostCopies", "PeerPending"]
-
 
 @dataclass(eq=False)
 class PeerPending:
-    """A contribution in flight, until the control thread sets its outcome: the average or an error."""
-
     round: RoundId
     payload_bytes: int
     guard_s: float  # longer than a decision ever takes
@@ -36,7 +32,6 @@ class PeerPending:
     done: threading.Event = field(default_factory=threading.Event)
 
     def wait(self, timeout_s: float | None = None) -> Average:
-        """Wait for the outcome; see `Pending.wait`."""
         if self.done.is_set() and self.outcome is None:
             raise TransportError(f"the average of {self.round} has already been returned. Nothing is in flight.")
         started_s = time.monotonic()
@@ -73,11 +68,7 @@ class Contributed:
         self._lock = threading.Lock()  # the control thread decides rounds while another thread may close
 
     def add(self, contribution: Contribution, guard_s: float, transport: PeerTransport) -> PeerPending:
-        """Register a contribution to a round that this replica has not contributed to, or that became void.
-
-        Raises:
-            TransportError: It is the second one to a round that is not void, or the transport is closed.
-        """
+        """Register a contribution to a round that this replica has not contributed to, or that became void."""
         replica, round_id = contribution.replica, contribution.round
         before = self._sent.get(round_id.fragment)
         if before is not None and before.round == round_id and not before.void:
@@ -96,7 +87,6 @@ class Contributed:
         return pending
 
     def resolve(self, round_id: RoundId, outcome: Average | TransportError) -> None:
-        """Set the outcome of a decided round."""
         with self._lock:
             if pending := self._undecided.pop(round_id, None):  # else `close` has resolved it
                 pending.outcome, pending.void = outcome, isinstance(outcome, RoundVoidError)
@@ -109,7 +99,6 @@ class Contributed:
             self.resolve(round_id, outcome(round_id))
 
     def close(self, failure: TransportError) -> None:
-        """Let everything in flight fail with ``failure``, and accept nothing more. For any thread."""
         with self._lock:
             self._closed = failure
         self.end(lambda round_id: failure)
@@ -159,6 +148,5 @@ class HostCopies:
         self._waiting.submit(wait)
 
     def close(self) -> None:
-        """Wait for the copies, then end the thread."""
         if self._waiting is not None:
             self._waiting.shutdown()

@@ -14,8 +14,7 @@ which all of it could have been sent. Who has kept it until then does not keep t
     donor    Offer(...)                              see `state_wire`
     fetcher  Fetch(fragment, after, snapshot, offset)
     donor    Chunk(offset, checksum) and bytes, until all bytes are sent
-             Moved()                                 the snapshot no longer exists
-    or       Later(reason), Refused(reason)
+    or       Later(reason), such as that the snapshot no longer exists; Refused(reason)
 """
 
 from __future__ import annotations
@@ -38,10 +37,9 @@ from diloco.transport.address import Address
 from diloco.transport.base import SnapshotSource
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.limits import Backoff, ConnectionLimit
-from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, Streams, pack, read_frame
+from diloco.transport.connections.sockets import TcpStreams
+from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, pack, read_frame
 from diloco.transport.peers.state_wire import Offer, TensorBytes, describe, not_finite
-
-__all__ = ["StateTransfer"]
 
 T = TypeVar("T")
 
@@ -75,23 +73,16 @@ class Chunk(WireMessage):
     checksum: Digest
 
 
-class Moved(WireMessage):
-    """The snapshot no longer exists."""
-
-
 class Later(WireMessage):
-    """The donor can't answer now."""
-
     reason: Words
 
 
-Answer = Offer | Chunk | Moved | Later | Refused
+Answer = Offer | Chunk | Later | Refused
+_MOVED = Later("its state has changed in the meantime")
 
 
 @dataclass(eq=False)
 class Snapshot:
-    """A copy of a fragment's state at one moment."""
-
     version: object  # of the donor's state when it was copied
     offer: Offer
     values: TensorBytes  # the bytes of its tensors, which never change
@@ -101,8 +92,6 @@ class Snapshot:
 
 
 class StateTransfer:
-    """Serves and fetches the state of one rank."""
-
     def __init__(self, connections: ConnectionManager) -> None:
         self.fetched_bytes = 0  # received in all fetches
         self._connections = connections
@@ -132,9 +121,6 @@ class StateTransfer:
 
         Args:
             after: Rounds that the state must include. A donor that has finished fewer is asked again.
-
-        Raises:
-            TransportError: No donor provides it in time; the error gives the reason for each donor.
         """
         rules, streams = self._connections.rules, self._connections.streams
         ranks = {donor: rules.ranks([donor])[rules.position] for donor in donors if donor != rules.replica}
@@ -150,13 +136,10 @@ class StateTransfer:
                 replicas=donors,
             )
 
-        def count(num_bytes: int) -> None:
-            self.fetched_bytes += num_bytes
-
         # different fetchers, and different fragments, begin with different donors
         start = (rules.replica + fragment) % len(there)
         order = [*sorted(there)[start:], *sorted(there)[:start]]
-        fetch = _Fetch(streams, {donor: there[donor] for donor in order}, fragment, after, expected_bytes, count)
+        fetch = _Fetch(self, streams, {donor: there[donor] for donor in order}, fragment, after, expected_bytes)
         return self._connections.call(fetch.run(rules.round_timeout_s))
 
     # Serving, in the control thread.
@@ -188,14 +171,14 @@ class StateTransfer:
             return
         snapshot, clock, start = self._snapshots.get(asked.fragment), asyncio.get_running_loop(), asked.offset
         if snapshot is None or snapshot.offer.snapshot != asked.snapshot:
-            await _write(writer, Moved())
+            await _write(writer, _MOVED)
             return
         size_bytes = snapshot.values.size_bytes
         if start >= size_bytes:
             raise TransportError(f"byte {start} of {size_bytes} was requested")
         while start < size_bytes:
             if self._snapshots.get(asked.fragment) is not snapshot:
-                await _write(writer, Moved())
+                await _write(writer, _MOVED)
                 return
             snapshot.used_s = snapshot.leases[origins] = clock.time()
             data = snapshot.values.read(start, min(MAX_CHUNK_BYTES, size_bytes - start))
@@ -220,12 +203,7 @@ class StateTransfer:
         return snapshot.offer
 
     async def _snapshot(self, fragment: int) -> Snapshot | None:
-        """Return a snapshot of the current state, copied if necessary; None while an earlier one is being sent.
-
-        Raises:
-            TransportError: Nothing is published.
-            Exception: Any error that the source raises.
-        """
+        """Return a snapshot of the current state, copied if necessary; None while an earlier one is being sent."""
         clock = asyncio.get_running_loop()
         async with self._copying:
             source = self._source
@@ -246,7 +224,6 @@ class StateTransfer:
             return snapshot
 
     def _is_kept(self, snapshot: Snapshot) -> bool:
-        """Return whether a fetcher keeps an outdated snapshot."""
         now_s = asyncio.get_running_loop().time()
         keepers = [origins for origins, read_s in snapshot.leases.items() if now_s - read_s < _KEPT_S]
         if now_s < snapshot.until_s:
@@ -257,7 +234,6 @@ class StateTransfer:
         return False
 
     def _drop_unused(self, fragment: int, snapshot: Snapshot) -> None:
-        """Drop a snapshot once it has not been used for a while."""
         loop = asyncio.get_running_loop()
         if self._snapshots.get(fragment) is snapshot:
             if (left_s := snapshot.used_s + _KEPT_S - loop.time()) > 0:
@@ -276,71 +252,55 @@ class _Dropped(Exception):
     """The reason for which a donor is asked no more."""
 
 
+@dataclass(eq=False)
 class _Fetch:
-    """One fetch of a fragment's state.
+    """One fetch of a fragment's state."""
 
-    Args:
-        donors: replica -> its address, in the order in which they are to send.
-        expected_bytes: A larger state is refused; None: `state_wire.MAX_STATE_BYTES`.
-        count: Called with the number of bytes that have arrived.
-    """
+    transfer: StateTransfer  # counts the bytes that arrive
+    streams: TcpStreams
+    donors: dict[int, Address]  # replica -> its address, in the order in which they are to send; those that are left
+    fragment: int
+    after: int
+    expected_bytes: int | None  # a larger state is refused; None: `state_wire.MAX_STATE_BYTES`
+    trouble: dict[int, str] = field(default_factory=dict)  # what each donor last failed at, or waits for
+    failures: Counter[int] = field(default_factory=Counter)  # by donor, since it last sent something
+    alone: bool = False  # whether one donor is to send everything, as one of several has sent wrong bytes
+    until_s: float = math.inf  # by the loop's clock
 
-    def __init__(
-        self,
-        streams: Streams,
-        donors: Mapping[int, Address],
-        fragment: int,
-        after: int,
-        expected_bytes: int | None,
-        count: Callable[[int], object],
-    ) -> None:
-        self._streams = streams
-        self._donors = dict(donors)  # those that are left
-        self._trouble = dict.fromkeys(donors, "it has not answered")  # what each donor last failed at, or waits for
-        self._failures: Counter[int] = Counter()  # by donor, since it last sent something
-        self._fragment = fragment
-        self._after = after
-        self._expected_bytes = expected_bytes
-        self._count = count
-        self._alone = False  # whether one donor is to send everything, as one of several has sent wrong bytes
-        self._until_s = math.inf  # by the loop's clock
-        self._backoff = Backoff(*_PAUSES_S, seed=f"{os.getpid()} {fragment}")
+    def __post_init__(self) -> None:
+        self.trouble = dict.fromkeys(self.donors, "it has not answered")
+        self.backoff = Backoff(*_PAUSES_S, seed=f"{os.getpid()} {self.fragment}")
 
     async def run(self, timeout_s: float) -> dict[str, Any]:
-        """Return the state.
-
-        Raises:
-            TransportError: No donor provides it in time.
-        """
-        self._until_s = asyncio.get_running_loop().time() + timeout_s
+        """Return the state."""
+        self.until_s = asyncio.get_running_loop().time() + timeout_s
         try:
-            async with asyncio.timeout_at(self._until_s):
+            async with asyncio.timeout_at(self.until_s):
                 while True:
                     offers = await self._offers()
-                    if (wanted := _choice(offers, len(self._donors))) is not None:
-                        holders = [donor for donor in self._donors if offers.get(donor) == wanted]
+                    if (wanted := _choice(offers, len(self.donors))) is not None:
+                        holders = [donor for donor in self.donors if offers.get(donor) == wanted]
                         if (state := await self._receive(wanted, holders)) is not None:
                             return state
-                    if not self._donors:
+                    if not self.donors:
                         raise self._failed("none provided it")
-                    await asyncio.sleep(self._backoff.next_s())
+                    await asyncio.sleep(self.backoff.next_s())
         except TimeoutError as error:
             raise self._failed(f"none provided it within {timeout_s:g} s") from error
 
     def _failed(self, what: str) -> TransportError:
-        """Return the error, which names every donor."""
-        replicas = sorted(self._trouble)
+        replicas = sorted(self.trouble)
         named = f"replicas {', '.join(map(str, replicas))} were" if len(replicas) > 1 else f"replica {replicas[0]} was"
-        reasons = "; ".join(f"replica {donor}: {self._trouble[donor]}" for donor in replicas)
+        reasons = "; ".join(f"replica {donor}: {self.trouble[donor]}" for donor in replicas)
         return TransportError(
-            f"{named} asked for fragment {self._fragment}, and {what} ({reasons}). Nothing was adopted. Another donor "
+            f"{named} asked for fragment {self.fragment}, and {what} ({reasons}). Nothing was adopted. Another donor "
             "may have it.",
             replicas=replicas,
         )
 
     def _drop(self, donor: int, why: str) -> None:
-        self._donors.pop(donor, None)
-        self._trouble[donor] = why
+        self.donors.pop(donor, None)
+        self.trouble[donor] = why
 
     async def _visit(
         self, donor: int, act: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[T]]
@@ -348,7 +308,7 @@ class _Fetch:
         """Open a connection to a donor and do something over it. Take note of a failure and return None."""
         try:
             async with asyncio.timeout(_SLOW_S):
-                reader, writer = await self._streams.open(self._donors[donor])
+                reader, writer = await self.streams.open(self.donors[donor])
             try:
                 return await act(reader, writer)
             finally:
@@ -356,11 +316,11 @@ class _Fetch:
         except _Dropped as why:
             self._drop(donor, str(why))
         except (OSError, EOFError, TransportError, ValueError) as error:
-            self._failures[donor] += 1
+            self.failures[donor] += 1
             silent = f"it sent nothing for {_SLOW_S:g} s" if isinstance(error, TimeoutError) else ""
-            self._trouble[donor] = silent or str(error) or type(error).__name__
-            if self._failures[donor] >= _MOST_FAILURES:
-                self._drop(donor, f"{self._trouble[donor]} (at {self._donors[donor]})")
+            self.trouble[donor] = silent or str(error) or type(error).__name__
+            if self.failures[donor] >= _MOST_FAILURES:
+                self._drop(donor, f"{self.trouble[donor]} (at {self.donors[donor]})")
         return None
 
     async def _offers(self) -> dict[int, Offer]:
@@ -371,11 +331,11 @@ class _Fetch:
             if (offer := await self._visit(donor, partial(self._ask, donor))) is not None:
                 offers[donor] = offer
 
-        tasks = pending = {asyncio.create_task(ask(donor)) for donor in self._donors}
+        tasks = pending = {asyncio.create_task(ask(donor)) for donor in self.donors}
         try:
-            while pending and not _choice(offers, len(self._donors), certain=True):
+            while pending and not _choice(offers, len(self.donors), certain=True):
                 done, pending = await asyncio.wait(pending, timeout=_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
-                if not done and _choice(offers, len(self._donors)) is not None:
+                if not done and _choice(offers, len(self.donors)) is not None:
                     break
         finally:
             while waiting := [task for task in tasks if not task.done()]:
@@ -385,32 +345,32 @@ class _Fetch:
         for task in tasks:
             if not task.cancelled():
                 task.result()  # raises an error of ours
-        return {donor: offer for donor, offer in offers.items() if donor in self._donors}
+        return {donor: offer for donor, offer in offers.items() if donor in self.donors}
 
     async def _ask(self, donor: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Offer | None:
-        writer.write(pack(Fetch(self._fragment, self._after)))
+        writer.write(pack(Fetch(self.fragment, self.after)))
         message, _ = await self._read(reader)
         if not isinstance(message, Offer):
             self._take_reason(donor, message)
             return None
         try:
-            message.check(self._expected_bytes)
+            message.check(self.expected_bytes)
         except TransportError as error:
             raise _Dropped(str(error)) from error
-        finished = self._after if message.finished_rounds is None else message.finished_rounds
-        self._trouble[donor] = "it offered its state but has not sent all of it"
-        if finished < self._after:
-            self._trouble[donor] = f"it has finished {finished} of {self._after} rounds"
+        finished = self.after if message.finished_rounds is None else message.finished_rounds
+        self.trouble[donor] = "it offered its state but has not sent all of it"
+        if finished < self.after:
+            self.trouble[donor] = f"it has finished {finished} of {self.after} rounds"
             return None
         return message
 
     def _take_reason(self, donor: int, message: Answer) -> None:
         """Process an answer that holds no state: note its reason, or drop the donor."""
-        if not isinstance(message, Later | Moved):
+        if not isinstance(message, Later):
             words = message.reason if isinstance(message, Refused) else f"it answered {type(message).__name__}"
             raise _Dropped(words)
-        self._failures[donor] = 0
-        self._trouble[donor] = message.reason if isinstance(message, Later) else "its state has changed in the meantime"
+        self.failures[donor] = 0
+        self.trouble[donor] = message.reason
 
     async def _read(self, reader: asyncio.StreamReader) -> tuple[Answer, bytes]:
         async with asyncio.timeout(_SLOW_S):
@@ -428,16 +388,16 @@ class _Fetch:
                 return None
             donor, before = waiting.popleft(), arrival.offset
             moved = await self._visit(donor, partial(self._continue, donor, arrival))
-            if moved is None and donor in self._donors:
+            if moved is None and donor in self.donors:
                 waiting.append(donor)
                 if arrival.offset == before:
-                    await asyncio.sleep(self._backoff.next_s())
-            if self._alone and not arrival.complete:
+                    await asyncio.sleep(self.backoff.next_s())
+            if self.alone and not arrival.complete:
                 arrival = _Arrival(wanted)
         bad = await asyncio.get_running_loop().run_in_executor(None, not_finite, arrival.state)
         if arrival.digest != wanted.snapshot:  # by the fault of a sender, not of all that hold the snapshot
-            self._alone = len(arrival.senders) > 1
-            for donor in () if self._alone else arrival.senders or holders:
+            self.alone = len(arrival.senders) > 1
+            for donor in () if self.alone else arrival.senders or holders:
                 self._drop(donor, f"it does not match the digest {wanted.snapshot}")
             return None
         for donor in holders if bad else ():
@@ -450,30 +410,26 @@ class _Fetch:
         """Receive what is missing. Return True if the donor no longer has the snapshot."""
         clock = asyncio.get_running_loop()
         began_s, began, size = clock.time(), arrival.offset, arrival.wanted.bytes
-        writer.write(pack(Fetch(self._fragment, self._after, arrival.wanted.snapshot, began)))
+        writer.write(pack(Fetch(self.fragment, self.after, arrival.wanted.snapshot, began)))
         while not arrival.complete:
             message, data = await self._read(reader)
             if not isinstance(message, Chunk):
                 self._take_reason(donor, message)
                 return True
-            self._count(len(data))
+            self.transfer.fetched_bytes += len(data)
             arrival.put(message, data, donor)
-            self._failures[donor] = 0
-            self._backoff.reset()
+            self.failures[donor] = 0
+            self.backoff.reset()
             lasted_s = clock.time() - began_s
             if lasted_s > _SLOW_S and (size - arrival.offset) * lasted_s > (arrival.offset - began) * (
-                self._until_s - clock.time()
+                self.until_s - clock.time()
             ):
                 raise TransportError(f"it was too slow: {arrival.offset - began} bytes in {lasted_s:.1f} s")
         return False
 
 
 class _Arrival:
-    """A state that is arriving.
-
-    Raises:
-        TransportError: There is not enough memory.
-    """
+    """A state that is arriving."""
 
     def __init__(self, wanted: Offer) -> None:
         self.wanted = wanted
@@ -488,7 +444,6 @@ class _Arrival:
 
     @property
     def digest(self) -> str:
-        """The digest of what has arrived."""
         return self._digest.hexdigest()
 
     def put(self, chunk: Chunk, data: bytes, sender: int) -> None:
@@ -507,10 +462,6 @@ def _choice(offers: Mapping[int, Offer], donors: int, *, certain: bool = False) 
     """Return the snapshot that more of the donors offer than could be faulty, or None.
 
     If there are two such snapshots, it is the one with more finished rounds.
-
-    Args:
-        donors: the number of donors.
-        certain: Whether no answer that is still to come could change the choice.
     """
     times = Counter(offer.key for offer in offers.values())
     least = donors // 2 + 1 if certain else byzantine_quorum(donors)

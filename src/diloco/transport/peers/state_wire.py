@@ -27,8 +27,6 @@ from diloco.membership import Count
 from diloco.protocol import WireMessage, decode, encode
 from diloco.state_tree import flatten, unflatten
 
-__all__ = ["Offer", "TensorBytes", "describe", "not_finite"]
-
 MAX_DEPTH = 8
 MAX_ENTRIES = 4096
 MAX_STATE_BYTES = 1 << 40
@@ -62,7 +60,6 @@ class TensorBytes:
         return b"".join(self._pieces(offset, size_bytes))
 
     def write(self, offset: int, data: bytes) -> None:
-        """Write ``data`` at ``offset``."""
         written = 0
         for piece in self._pieces(offset, len(data)):
             piece[:] = data[written : written + len(piece)]
@@ -88,14 +85,7 @@ class Offer(WireMessage):
     snapshot: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]  # the digest
 
     def check(self, limit_bytes: int | None = None) -> None:
-        """Check what the types of the fields don't say, without allocating memory for the state.
-
-        Args:
-            limit_bytes: A larger state is refused; None: `MAX_STATE_BYTES`.
-
-        Raises:
-            TransportError: The state is malformed or too large.
-        """
+        """Check what the types of the fields don't say, without allocating memory for the state."""
         if sorted(_tensor_names(self.skeleton)) != sorted(self.tensors):
             raise TransportError("it offers a malformed state, which does not use each of its tensors exactly once")
         limit_bytes = MAX_STATE_BYTES if limit_bytes is None else limit_bytes
@@ -125,18 +115,13 @@ class Offer(WireMessage):
 
     @property
     def finished_rounds(self) -> int | None:
-        """The number of rounds that the donor has finished, or None if the state does not say."""
         match self.skeleton:
             case {"dict": {"finished_rounds": value}} if type(value) is int:
                 return value
         return None
 
     def allocate(self) -> tuple[dict[str, Any], TensorBytes]:
-        """Allocate the state. Return it and the bytes of its tensors, which are uninitialised.
-
-        Raises:
-            TransportError: There is not enough memory.
-        """
+        """Allocate the state. Return it and the bytes of its tensors, which are uninitialised."""
         try:
             tensors = {
                 name: torch.empty(shape, dtype=_DTYPES[dtype], device="cpu")
@@ -148,11 +133,7 @@ class Offer(WireMessage):
 
 
 def describe(state: Mapping[str, Any]) -> tuple[Offer, TensorBytes]:
-    """Return the description and the bytes of a state, whose tensors must not change from now on.
-
-    Raises:
-        TransportError: The state contains something that a receiver would refuse.
-    """
+    """Return the description and the bytes of a state, whose tensors must not change from now on."""
     try:
         skeleton, tensors = flatten(state)
         held = {name: tensors[name].cpu().contiguous() for name in sorted(tensors)}

@@ -9,30 +9,21 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-from dataclasses import dataclass
+import re
+import secrets
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from diloco.errors import ConfigurationError
 from diloco.membership import MOST_RANK
 from diloco.private_files import create_private, make_private_folder, read_private
+from diloco.transport.secret import check_secret, derive_key
 from diloco.transport.swarm.engine import load_engine
-from diloco.transport.swarm.peer_config import Admission
-
-__all__ = [
-    "MAX_RECORD_BYTES",
-    "Identity",
-    "PeerRecord",
-    "identity_of",
-    "load_identity",
-    "make_subkey",
-    "make_validator",
-    "number_of",
-    "owner_of",
-]
 
 MAX_RECORD_BYTES = 8192
 _MAX_ADDRESSES = 16
@@ -43,8 +34,6 @@ _SHA2_256 = bytes((0x12, 32))  # the prefix of a SHA2-256 multihash: its code an
 
 @dataclass(frozen=True)
 class Identity:
-    """A peer's key pair."""
-
     path: Path  # file of the private key
     peer_id: str  # the peer's public identity: a hash of the public key, in base 58
     private_key: Any  # the key that signs the peer's records
@@ -63,7 +52,7 @@ def load_identity(path: Path) -> Identity:
     if not path.exists():
         key = engine.RSAPrivateKey()
         data = engine.crypto_pb2.PrivateKey(key_type=engine.crypto_pb2.RSA, data=key.to_bytes()).SerializeToString()
-        half = path.with_name(f".{path.name}.{os.getpid()}")
+        half = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # containers share process ids
         try:
             make_private_folder(path.parent)
             create_private(half, data)
@@ -93,33 +82,23 @@ def number_of(peer_id: str) -> int:
     return int.from_bytes(hashlib.sha256(peer_id.encode()).digest()[:4], "big") >> 4
 
 
-class StoredRecord(msgspec.Struct, frozen=True, array_like=True):
-    """What is stored of a `PeerRecord`; its fields are described there."""
+class PeerRecord(msgspec.Struct, frozen=True, array_like=True):
+    """The record of one peer of a run."""
 
-    number: Annotated[int, Meta(ge=-1, le=MOST_RANK)]
-    swarm: _Name = ""
+    number: Annotated[int, Meta(ge=-1, le=MOST_RANK)]  # the peer's replica number; -1 if it does not train
+    swarm: _Name = ""  # the swarm that the peer is a member of; "" while it is searching for one
+    # multiaddresses without ``/p2p/`` and the identity
     addresses: Annotated[tuple[Annotated[str, Meta(max_length=1 << 10)], ...], Meta(max_length=_MAX_ADDRESSES)] = ()
-    finished: bool = False
+    finished: bool = False  # whether the peer has finished all steps of the run and is leaving
+    peer_id: str = ""  # the peer's identity; what it is stored under says it, and not the record itself
 
     def __post_init__(self) -> None:
         if not self.swarm.isprintable():
             raise ValueError("the name of a swarm must be printable")
 
-
-@dataclass(frozen=True)
-class PeerRecord:
-    """The record of one peer of a run."""
-
-    peer_id: str  # the peer's identity
-    number: int  # the peer's replica number; -1 if it does not train
-    swarm: str = ""  # the swarm that the peer is a member of; "" while it is searching for one
-    addresses: tuple[str, ...] = ()  # multiaddresses without ``/p2p/`` and the identity
-    finished: bool = False  # whether the peer has finished all steps of the run and is leaving
-
     def to_bytes(self, subkey: bytes, admission: Admission) -> bytes:
         """Return the record as stored under a subkey, with a proof that its author knows the secret of the run."""
-        values = {name: getattr(self, name) for name in StoredRecord.__struct_fields__}
-        content = msgspec.json.encode(StoredRecord(**values | {"addresses": self.addresses[:_MAX_ADDRESSES]}))
+        content = msgspec.json.encode(replace(self, addresses=self.addresses[:_MAX_ADDRESSES], peer_id=""))
         # JSON, as Hivemind finds its signature in a stored record only if that is a line of text
         return msgspec.json.encode((content.decode(), admission.sign(subkey, content).hex()))
 
@@ -136,10 +115,10 @@ class PeerRecord:
             content, proof = msgspec.json.decode(data, type=tuple[str, str])
             if not hmac.compare_digest(proof.encode(), admission.sign(subkey, content.encode()).hex().encode()):
                 raise ValueError("its author does not know the secret")
-            stored = msgspec.json.decode(content, type=StoredRecord)
+            stored = msgspec.json.decode(content, type=cls)
         except RecursionError as error:
             raise ValueError("it is nested too deeply") from error
-        return cls(owner_of(subkey), **msgspec.structs.asdict(stored))
+        return replace(stored, peer_id=owner_of(subkey))
 
 
 def owner_of(subkey: bytes) -> str:
@@ -161,7 +140,6 @@ def owner_of(subkey: bytes) -> str:
 
 
 def identity_of(key: bytes) -> str:
-    """Return the identity of the peer with a public key, given as DER."""
     engine = load_engine()
     packed = engine.crypto_pb2.PublicKey(key_type=engine.crypto_pb2.RSA, data=key).SerializeToString()
     return str(engine.PeerID(_SHA2_256 + hashlib.sha256(packed).digest()))
@@ -215,3 +193,55 @@ def make_subkey(identity: Identity) -> bytes:
     """Return the subkey under which only this identity can store records."""
     key: bytes = load_engine().RSASignatureValidator(identity.private_key).local_public_key
     return key
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The rules by which a peer admits others, applied before anything else in a stream is read."""
+
+    run: str  # name of the run; peers of other runs are rejected
+    # secret that all peers of the run share, see `diloco.transport.secret`; "": the run's name is enough
+    secret: str = field(default="", repr=False)
+    allowed: frozenset[str] = frozenset()  # identities of the admitted peers; empty: all peers with the secret
+
+    def __post_init__(self) -> None:
+        check_secret(self.secret)
+
+    def admits(self, peer: str) -> bool:
+        """Return whether ``peer`` is on the list of allowed peers, or there is no list."""
+        return not self.allowed or peer in self.allowed
+
+    def sign(self, subkey: bytes, content: bytes) -> bytes:
+        """Return the proof in a peer's record in the DHT, stored under its subkey; making it takes the secret."""
+        key = derive_key(f"record {self.run}", self.secret)
+        return hmac.digest(key, len(subkey).to_bytes(4, "big") + subkey + content, "sha256")
+
+    @property
+    def dht_key(self) -> str:
+        """The key of the run's records in the DHT, which only those can derive who know the secret."""
+        return f"diloco/2/{derive_key(f'dht {self.run}', self.secret).hex()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlace:
+    """The addresses of a peer, and the peers that it knows."""
+
+    join: tuple[str, ...] = ()  # multiaddresses of peers, each with its ``/p2p/`` identity; empty for the first peer
+    # multiaddresses to listen at; empty: none, as behind a router that blocks incoming connections
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce: tuple[str, ...] = ()  # multiaddresses to announce instead of those listened at
+    map_ports: bool = True  # whether to ask the router to forward ports (UPnP)
+    relay: bool = True  # whether to use other peers as relays where nothing else works, and to relay for them
+    direct: bool = True  # whether payloads may use streams over TCP beside libp2p
+    direct_port: int = 0  # TCP port for incoming direct streams; 0: any
+    insists: bool = True  # whether a peer of ``join`` must answer at the start; otherwise `Node.enter` retries later
+
+
+def same_port(listen: tuple[str, ...], listened: tuple[str, ...]) -> tuple[str, ...]:
+    """Return where to listen so that others find this peer again: "any port" becomes the port that it had.
+
+    >>> same_port(("/ip4/0.0.0.0/tcp/0",), ("/ip4/10.0.0.7/tcp/31330/p2p/Qm", "/ip4/127.0.0.1/tcp/31330/p2p/Qm"))
+    ('/ip4/0.0.0.0/tcp/31330',)
+    """
+    own = [found[1] for each in listened if "/p2p-circuit" not in each and (found := re.search(r"/tcp/(\d+)", each))]
+    return tuple(re.sub(r"/tcp/0\b", f"/tcp/{own[-1]}", each) for each in listen) if own else listen

@@ -8,7 +8,9 @@ import itertools
 import logging
 import os
 import random
+import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,12 +18,9 @@ from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
 from diloco.transport.connections.streams import Stream, within
-from diloco.transport.swarm.daemon import Daemon, Handler, plainly
-from diloco.transport.swarm.engine import load_engine
-from diloco.transport.swarm.identity import Identity, PeerRecord, make_subkey, make_validator
-from diloco.transport.swarm.peer_config import Admission, NodePlace
-
-__all__ = ["Node"]
+from diloco.transport.swarm.engine import Daemon, Handler, load_engine, plainly
+from diloco.transport.swarm.identity import Admission, Identity, NodePlace, PeerRecord, make_subkey, make_validator
+from diloco.waiting import waiting_for
 
 _PROTOCOL = "diloco/2"
 _RECORD_S = 1800.0  # lifetime of a record, after which a peer that has ended is forgotten
@@ -31,7 +30,12 @@ _MOST_RECORDS = 4096  # the most records of a run that are examined
 _MOST_CLOCKS = 8  # the most peers that are asked for their time
 _GONE_S = 0.2  # how long a daemon that failed to start takes to end
 _ENDING_S = 2.0  # how long the DHT may take to shut down
+_STARTING_S = 120.0  # how long the daemon may take to start on a busy machine
+_PROBE_S = 5.0  # how long a connection to a peer may take
 _DAEMON_IDLE_S = 3.0  # how long a daemon outlives its process
+
+
+_TCP = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d{1,5})")
 
 
 class Node:
@@ -51,34 +55,38 @@ class Node:
         """Start the daemon and enter the DHT.
 
         Raises:
-            RendezvousError: if no peer of ``place.join`` answers.
-            TransportError: if the daemon can't be started, or can't listen at the given addresses.
+            RendezvousError: if no peer of ``place.join`` answers; it says why not, for each.
+            TransportError: if the daemon can't be started in time, or can't listen at the given addresses.
         """
         engine = load_engine()
         entrance = list(place.join) if place.insists else []
         folder = Path(tempfile.mkdtemp(prefix="diloco-", dir="/tmp"))  # short, as the paths of sockets must be
         try:
-            p2p = await engine.p2p_in(folder).create(
-                initial_peers=entrance or None,
-                announce_maddrs=list(place.announce) or None,
-                host_maddrs=list(place.listen) or None,
-                no_listen=not place.listen,
-                identity_path=str(identity.path),
-                idle_timeout=_DAEMON_IDLE_S,
-                nat_port_map=place.map_ports and bool(place.listen),
-                use_relay=place.relay,
-                use_auto_relay=place.relay,
-                check_if_identity_free=False,
-            )
+            with waiting_for(lambda: "the libp2p daemon to start", _STARTING_S):
+                p2p = await engine.p2p_in(folder).create(
+                    startup_timeout=_STARTING_S,
+                    initial_peers=entrance or None,
+                    announce_maddrs=list(place.announce) or None,
+                    host_maddrs=list(place.listen) or None,
+                    no_listen=not place.listen,
+                    identity_path=str(identity.path),
+                    idle_timeout=_DAEMON_IDLE_S,
+                    nat_port_map=place.map_ports and bool(place.listen),
+                    use_relay=place.relay,
+                    use_auto_relay=place.relay,
+                    check_if_identity_free=False,
+                )
         except (engine.P2PDaemonError, OSError, ValueError) as error:
             await asyncio.sleep(_GONE_S)
             shutil.rmtree(folder, ignore_errors=True)
             why = plainly(error)
-            if entrance:
-                raise RendezvousError(
-                    f"the network can't be entered through {', '.join(place.join)}: {why}. Give the address of a "
-                    "reachable peer, as that peer printed it."
+            if "failed to start in" in str(error):
+                raise TransportError(
+                    f"the libp2p daemon was not ready within {_STARTING_S:g} s: this machine is too busy, or can't run "
+                    "it. HIVEMIND_LOGLEVEL=DEBUG shows its log."
                 ) from error
+            if entrance:
+                raise RendezvousError(await _no_entrance(entrance, why)) from error
             raise TransportError(
                 f"the libp2p daemon can't be started for {', '.join(place.listen)}: {why}. Change network.listen."
             ) from error
@@ -96,10 +104,7 @@ class Node:
             )
         except Exception as error:  # Hivemind raises plain RuntimeErrors and errors of libp2p
             await daemon.close()
-            raise RendezvousError(
-                f"no peer answers at {', '.join(place.join)}: {plainly(error)}. Give the address of a reachable peer, "
-                "as that peer printed it."
-            ) from error
+            raise RendezvousError(await _no_entrance(entrance, plainly(error))) from error
         return cls(identity, daemon, dht, place)
 
     async def enter(self) -> None:
@@ -117,12 +122,10 @@ class Node:
         await asyncio.gather(*map(reach, asked))
 
     async def addresses(self) -> tuple[str, ...]:
-        """Return the multiaddresses at which this peer can be reached, with ``/p2p/`` and its identity; maybe none."""
         return await self._daemon.addresses()
 
     @property
     def daemon_pid(self) -> int:
-        """The process id of the libp2p daemon."""
         return self._daemon.pid
 
     @property
@@ -132,7 +135,6 @@ class Node:
         return ahead_s
 
     async def handle(self, handler: Handler) -> None:
-        """Pass every incoming stream to ``handler``."""
         await self._daemon.handle(handler)
 
     async def open(self, peer_id: str, addresses: Sequence[str] = ()) -> Stream:
@@ -150,7 +152,6 @@ class Node:
         return await self._daemon.open(peer_id)
 
     async def announce(self, admission: Admission, record: PeerRecord) -> None:
-        """Store the record of this peer in the DHT."""
         expires_s, data = load_engine().clock.now_s() + _RECORD_S, record.to_bytes(self._subkey, admission)
         await self._dht.store(admission.dht_key, data, expires_s, subkey=self._subkey)
 
@@ -206,6 +207,32 @@ async def _clocks_ahead_s(p2p: Any, peers: Sequence[str]) -> list[float]:
 
     found = await asyncio.gather(*map(ask, peers), return_exceptions=True)
     return [each for each in found if isinstance(each, float)]
+
+
+async def _no_entrance(addresses: Sequence[str], why: str) -> str:
+    """Return why this peer can't enter the network through any of ``addresses``, as a connection to each tells."""
+    found = dict.fromkeys(await asyncio.gather(*map(_obstacle, addresses)))
+    return f"the network can't be entered through {', '.join(addresses)} ({why}): {'; '.join(found)}."
+
+
+async def _obstacle(address: str) -> str:
+    if not (place := _TCP.match(address)):
+        return f"{address} has no host and TCP port. Give an address as the peer printed it"
+    host, port = place.groups()
+    try:
+        _, writer = await within(_PROBE_S, asyncio.open_connection(host, int(port)))
+    except socket.gaierror:
+        return f"there is no host called {host}. Correct its name"
+    except TimeoutError:
+        return f"{host}:{port} does not answer: open the port in its firewall and router, or start the machine"
+    except ConnectionRefusedError:
+        return (
+            f"nothing listens at {host}:{port}: the peer has ended, or has another port by now. Ask it for its address"
+        )
+    except OSError as error:
+        return f"{host} can't be reached ({error.strerror}). Check the network and the address"
+    writer.close()
+    return f"{host}:{port} answers, but is not the peer {_peer_of(address)}. Copy the whole address that it printed"
 
 
 def _peer_of(address: str) -> str:

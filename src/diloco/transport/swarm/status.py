@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import random
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any, cast
 
+import msgspec
 import xxhash
 from msgspec import Meta
 
+from diloco.errors import RendezvousError, TransportError
 from diloco.events import Event, json_ready, to_record
-from diloco.membership import Count
+from diloco.membership import GREATEST, MOST_RANK, Count
 from diloco.protocol import Refused, WireMessage
+from diloco.transport.connections.limits import few_at_once
+from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, UNKNOWN_PEER_BYTES, within
 from diloco.transport.peers.directory import Directory, question, say
 from diloco.transport.peers.transport import PeerTransport
+from diloco.transport.swarm.identity import Admission, NodePlace, PeerRecord, load_identity
+from diloco.transport.swarm.streams import PeerAddress, PeerStreams
 from diloco.units import visible
-
-__all__ = ["PeerStatus", "StatusAnswer", "StatusAsked", "serve_status"]
 
 KEPT = {
     "RunStarted": 1,
@@ -37,7 +46,7 @@ KEPT = {
 }
 """The number of events kept of each kind. Notes are not reported, because they contain addresses and paths."""
 
-_KEPT_PRIVATE = ("facts", "details", "resumed_from", "path", "summary")  # event fields that describe this machine
+_KEPT_PRIVATE = ("facts", "details", "resumed_from", "path", "summary", "peers")  # they describe this machine
 
 _MOST_REPORTED = 600
 _LONGEST_TEXT = 2_000
@@ -65,7 +74,6 @@ class PeerStatus:
         self._lock = threading.Lock()
 
     def add(self, event: Event) -> None:
-        """Keep ``event`` for a while, if its kind is reported."""
         kept = self._kept.get(type(event).__name__)
         if kept is None:
             return
@@ -105,8 +113,6 @@ class PeerStatus:
 
 
 class StatusAsked(WireMessage):
-    """An observer asks for the status of a peer."""
-
     since: Count | None = None  # the number of the first event to report; None: none
     of: Annotated[str, Meta(max_length=200)] | None = None  # another peer, which the asked one is to ask
 
@@ -137,3 +143,153 @@ def serve_status(directory: Directory, status: PeerStatus) -> None:
         await say(reply, reader, writer)
 
     connections.services[StatusAsked] = answer
+
+
+_ANSWER_S = 10.0
+_MOST_ANSWERS_BYTES = 64 << 20  # of all peers together; anyone may store a record in the DHT and be asked
+_MOST_CONTAINERS = 1 << 14  # lists and objects in an answer, which take many times more memory than characters
+_MOST_FIELDS, _MOST_CHARACTERS, _MOST_MEMBERS = 64, 64, 4_096
+_MOST_FORWARDERS = 3  # peers that are asked about another one, one after the other; they may never answer
+_NUMBERS = ("replica", "step", "view", "next_event", "sent_bytes", "received_bytes", "uptime_s", "pace",
+            "link_bits_per_s", "tokens_per_s", "state_received_bytes", "state_expected_bytes")  # fmt: skip
+"""The fields of a peer's status that must be numbers."""
+
+
+@dataclass(frozen=True)
+class PeerReport:
+    peer_id: str  # the peer's identity
+    number: int  # the replica number that the peer has announced
+    # the status that the peer reports; empty if it does not answer
+    status: Mapping[str, Any] = field(default_factory=dict)
+    problem: str = ""  # why the peer does not answer; "" if it does
+    finished: bool = False  # whether the peer has announced that it has finished all steps of the run
+    route: str = ""  # the route to the peer: "direct", "relayed", or "through" another peer; "" if it was not reached
+    # seconds from the question to the answer, including opening a stream; None without an answer
+    round_trip_s: float | None = None
+
+
+class StatusClient:
+    """Asks the peers of a run for their status; created by `open_status_client`."""
+
+    def __init__(self, streams: PeerStreams, admission: Admission) -> None:
+        self._streams = streams
+        self._admission = admission
+        self._most_bytes = MAX_MESSAGE_BYTES  # of one answer
+
+    async def ask(self, since: Mapping[str, int] | None = None) -> list[PeerReport]:
+        """Ask every peer of the run that was there within the last half hour, and return their reports.
+
+        Args:
+            since: peer -> the number of the first event to report, which is ``next_event`` in the peer's last answer;
+                0 for peers that are not in it. None asks for no events.
+        """
+        records = await self._streams.node.find(self._admission)
+        for record in records:
+            self._streams.know(record.peer_id, record.addresses)
+        asked = {each.peer_id: _question(each.peer_id, since) for each in records}
+        self._most_bytes = max(UNKNOWN_PEER_BYTES, min(MAX_MESSAGE_BYTES, _MOST_ANSWERS_BYTES // max(1, len(records))))
+        seen = await few_at_once(lambda each: self._asked(each, asked[each.peer_id]), records)
+        there = [each.peer_id for each in seen if each.status]
+        return await few_at_once(lambda each: self._asked_through(there, each, asked[each.peer_id]), seen)
+
+    async def _asked(self, record: PeerRecord, asked: StatusAsked) -> PeerReport:
+        report = PeerReport(record.peer_id, record.number, finished=record.finished)
+        relayed = bool(record.addresses) and all("/p2p-circuit" in each for each in record.addresses)
+        try:
+            return await self._answered(report, record.peer_id, asked, "relayed" if relayed else "direct")
+        except (OSError, EOFError, RendezvousError, TransportError) as error:
+            return replace(report, problem=str(error) or f"no answer within {_ANSWER_S:g} s")
+
+    async def _asked_through(self, others: Sequence[str], seen: PeerReport, asked: StatusAsked) -> PeerReport:
+        """Ask other members to forward the question to a peer that did not answer; it may be connected to them only."""
+        some = random.sample(others, min(_MOST_FORWARDERS, len(others)))
+        for other in some if seen.problem else ():
+            with contextlib.suppress(OSError, EOFError, RendezvousError, TransportError):
+                return await self._answered(seen, other, StatusAsked(asked.since, seen.peer_id), f"through {other}")
+        return seen
+
+    async def _answered(self, report: PeerReport, peer: str, asked: StatusAsked, route: str) -> PeerReport:
+        """Return ``report`` completed by the answer of ``peer``."""
+        asked_s = time.monotonic()
+        most_bytes = UNKNOWN_PEER_BYTES if asked == StatusAsked() else self._most_bytes
+        asking = question(self._streams.open, PeerAddress(peer), asked, StatusAnswer, most_bytes)
+        answer = await within(_ANSWER_S, asking)
+        took_s = time.monotonic() - asked_s
+        status = status_of(answer.text)
+        if asked.since is None:
+            status.pop("events", None)
+        return replace(report, status=status, problem="", route=route, round_trip_s=took_s)
+
+
+def status_of(text: bytes) -> dict[str, Any]:
+    r"""Return the valid fields of a peer's answer, shortened, and with unprintable characters escaped.
+
+    >>> status_of(rb'{"state": "\u001b[2Jtraining", "step": 3, "sent_bytes": "x", "view": {"deep": []}}')
+    {'state': '\\x1b[2Jtraining', 'step': 3}
+    """
+    if text.count(b"[") + text.count(b"{") > _MOST_CONTAINERS:
+        return {}
+    try:
+        answer = msgspec.json.decode(text, type=dict[str, Any])
+    except (ValueError, RecursionError):
+        return {}
+    fields = [(visible(name, _MOST_CHARACTERS), value) for name, value in answer.items()][:_MOST_FIELDS]
+    shown = {name: visible(value, _MOST_CHARACTERS) if isinstance(value, str) else value for name, value in fields}
+    return {name: value for name, value in shown.items() if _fits(name, value)}
+
+
+def _fits(name: str, value: object) -> bool:
+    if name == "members":
+        return (
+            isinstance(value, list)
+            and len(value) <= _MOST_MEMBERS
+            and all(type(each) is int and 0 <= each <= MOST_RANK for each in value)
+        )
+    if name in ("events", "kind"):
+        return name == "events" and isinstance(value, list)
+    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= GREATEST
+    return value is None or number or (name not in _NUMBERS and isinstance(value, str | bool))
+
+
+def _question(peer_id: str, since: Mapping[str, int] | None) -> StatusAsked:
+    return StatusAsked(None if since is None else since.get(peer_id, 0))
+
+
+def absences(reports: Sequence[PeerReport]) -> list[str]:
+    """Return why each peer does not answer: "finished", "no answer", or "gone" if no answering peer has it as a member.
+
+    It is "" for a peer that answers.
+    """
+    members = {member for each in reports for member in each.status.get("members", ())}
+    return [
+        "" if each.status
+        else "finished" if each.finished
+        else "gone" if members and each.number not in members
+        else "no answer"
+        for each in reports
+    ]  # fmt: skip
+
+
+@asynccontextmanager
+async def open_status_client(identity: Path, place: NodePlace, admission: Admission) -> AsyncIterator[StatusClient]:
+    """Enter the network until the end of the ``async with`` block, and yield a client that can ask its peers.
+
+    Args:
+        identity: file of a private key, created if it does not exist.
+        place: the peers through which to enter the network.
+        admission: the run, and the rules for admission.
+
+    Raises:
+        RendezvousError: if no peer of ``place.join`` answers.
+    """
+    streams = PeerStreams(load_identity(identity), place, admission)
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    await streams.listen(refuse)
+    try:
+        yield StatusClient(streams, admission)
+    finally:
+        await streams.refuse()
+        await streams.close()

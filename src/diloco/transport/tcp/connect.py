@@ -6,33 +6,28 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch.distributed as dist
 
 from diloco.algorithm import check_choice, check_replica
 from diloco.errors import ConfigurationError, RendezvousError, TransportError
-from diloco.membership import BootstrapElection, LastViews, View
+from diloco.membership import BootstrapElection, LastViews
 from diloco.protocol import Entry, Registry, Rules
 from diloco.transport.address import Address, local_host_towards, parse_address, parse_ports
 from diloco.transport.base import Transport
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.sockets import Credentials, TcpStreams
-from diloco.transport.leader import LeaderTransport
-from diloco.transport.peers.connected import Connected, Table
-from diloco.transport.peers.directory import Directory
+from diloco.transport.connections.sockets import TcpStreams
+from diloco.transport.connections.streams import within
+from diloco.transport.peers.connected import Connected, connect_all
 from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.replica_group import ReplicaGroup
+from diloco.transport.replica_group import LeaderTransport, ReplicaGroup
 from diloco.transport.secret import TurnedAwayError, check_secret
 from diloco.transport.tcp.doctor import serve_probes
-from diloco.transport.tcp.rendezvous import ask, cause, connect_to_all, greet, serve, share_text
-from diloco.waiting import waiting_for
-
-__all__ = ["Place", "connect", "connect_again", "connect_tcp"]
-
+from diloco.transport.tcp.rendezvous import Gatherer, TcpDirectory, cause, share_text
 
 PORT_TIMEOUT_S = 5.0  # how long the owner of the rendezvous port may take to answer as a diloco or release the port
 _LISTEN_AGAIN_S = 0.2
@@ -70,7 +65,15 @@ class Place:
         return self.replica * self.ranks_per_replica + self.position
 
 
-def connect(place: Place, rules: Rules, *, held_step: int = -1) -> Connected:
+@dataclass(frozen=True)
+class Lost:
+    connected: Connected  # its transport must be closed
+    listening: socket.socket  # at which the rank listened, as `TcpStreams.keep` returned it
+    views: LastViews  # what the rank has been and promised; its vote is recorded there
+    patience_s: float  # how long it searches
+
+
+def connect(place: Place, rules: Rules, *, held_step: int = -1, lost: Lost | None = None) -> Connected:
     """Find the other ranks and connect to all of them, to begin a run or to join a running one.
 
     If ``joining`` is true in the result, adopt the others' state and become a member::
@@ -87,57 +90,23 @@ def connect(place: Place, rules: Rules, *, held_step: int = -1) -> Connected:
         place: this rank and its rendezvous.
         rules: the rules of the run.
         held_step: the newest step that this rank could resume from, which is sent to the others; -1 for none.
+        lost: the view that this rank has lost. It finds the others again, or founds a new view with them.
 
     Raises:
         RendezvousError: if this does not succeed in time, or the ranks are incompatible; nothing stays open.
         TransportError: if this machine can't listen at the given address.
     """
-    transport = _open(place, rules)
+    rules = replace(rules, rank=place.rank, ranks_per_replica=place.ranks_per_replica)
+    streams = TcpStreams(place.secret)
+    if lost is not None:
+        before = lost.connected.transport.connections.streams
+        streams = TcpStreams(place.secret, lost.listening, before.credentials)
+    transport = PeerTransport(rules, streams)
+    serve_probes(transport.connections)
     try:
-        return _connect(transport, place, rules, held_step)
-    except BaseException:
-        transport.close()
-        raise
-
-
-def connect_again(
-    place: Place, rules: Rules, lost: Connected, listening: socket.socket, views: LastViews, patience_s: float
-) -> Connected:
-    """Find the other ranks again, or found a new view with them, after this rank has lost its view.
-
-    Args:
-        place: this rank and its rendezvous.
-        rules: the rules of the run.
-        lost: the connection that this rank has lost; its transport must be closed.
-        listening: the socket at which the rank listened, as `TcpStreams.keep` returned it.
-        views: what the rank has been and promised; its vote is recorded there.
-        patience_s: how long the rank searches, in seconds.
-
-    Raises:
-        TransportError: if this does not succeed in time; nothing stays open.
-    """
-    before = lost.transport
-    credentials = cast(TcpStreams, before.connections.streams).credentials
-    transport = _open(place, rules, listening, credentials)
-    try:
-        host, transport.finishers = before.address.host, before.finishers
-        transport.connections.listen(host, range(0), host)
-        entry = Entry(place.rank, str(transport.address), rules.facts, before.step)
-        entries = [entry, *before.known_entries()]
-        registry = Registry(len(entries), place.ranks_per_replica, entries)
-        election = _election(place, rules, before.step, views)
-        directory = TcpDirectory(transport, registry, election, patience_s, place.rendezvous)
-        connections = transport.connections
-        connections.entries = registry.entries
-        connections.most_ranks = before.connections.most_ranks
-        with waiting_for(directory.awaited, patience_s):
-            view, found = connections.call(directory.find())
-        serve(connections, registry)
-        if found is None:
-            transport.step = before.step  # joining ranks receive it
-        transport.begin(view, registry, member=found is None, closed=_CLOSED)
-        table = Table(dict(registry.entries), found is not None, found.step if found else 0)
-        return Connected(transport=transport, table=table, joining=found is not None, directory=directory)
+        if lost is None:
+            return connect_all(_first_directory(transport, place, held_step))
+        return connect_all(_next_directory(transport, place, lost), _CLOSED)
     except BaseException:
         transport.close()
         raise
@@ -154,17 +123,20 @@ def _election(place: Place, rules: Rules, held_step: int, views: LastViews | Non
     )
 
 
-def _open(
-    place: Place, rules: Rules, listening: socket.socket | None = None, credentials: Credentials | None = None
-) -> PeerTransport:
-    rules = replace(rules, rank=place.rank, ranks_per_replica=place.ranks_per_replica)
-    transport = PeerTransport(rules, TcpStreams(place.secret, listening, credentials))
-    serve_probes(transport.connections)
-    return transport
+def _next_directory(transport: PeerTransport, place: Place, lost: Lost) -> TcpDirectory:
+    before, rules = lost.connected.transport, transport.rules
+    host, transport.finishers, transport.step = before.address.host, before.finishers, before.step
+    transport.connections.listen(host, range(0), host)
+    entry = Entry(place.rank, str(transport.address), rules.facts, before.step)
+    entries = [entry, *before.known_entries()]
+    registry = Registry(len(entries), place.ranks_per_replica, entries)
+    transport.connections.most_ranks = before.connections.most_ranks
+    election = _election(place, rules, before.step, lost.views)
+    return TcpDirectory(transport, registry, election, lost.patience_s, place.rendezvous)
 
 
-def _connect(transport: PeerTransport, place: Place, rules: Rules, held_step: int) -> Connected:
-    connections, size = transport.connections, place.ranks_per_replica
+def _first_directory(transport: PeerTransport, place: Place, held_step: int) -> TcpDirectory:
+    connections, size, rules = transport.connections, place.ranks_per_replica, transport.rules
     connections.most_ranks = place.num_replicas * size
     host = place.host or _my_host(place)
     ports = parse_ports(place.ports, key="network.listen")
@@ -173,8 +145,6 @@ def _connect(transport: PeerTransport, place: Place, rules: Rules, held_step: in
         hosting = connections.call(_host_rendezvous(connections, place.rendezvous, host))
     if connections.address.port == 0:
         connections.listen(host, ports, host)
-    if hosting:
-        serve(connections, Registry(place.num_replicas * size, size), host=place.rank)
     meeting = connections.address if hosting else place.rendezvous
     if place.torchrun is not None:
         mine = str(connections.address) if place.rank == 0 else None
@@ -185,62 +155,17 @@ def _connect(transport: PeerTransport, place: Place, rules: Rules, held_step: in
             f"replica {place.replica} was given no rendezvous. Use HOST:PORT of replica 0, or of any replica of a "
             "running training."
         )
-    entry = Entry(place.rank, str(connections.address), rules.facts, held_step)
-    table = ask(connections, meeting, entry, rules.rendezvous_timeout_s)
-    registry = Registry(len(table.entries), size, list(table.entries.values()))
-    transport.connections.entries = registry.entries
-    # ranks that begin together are reachable now or lost, while those of a running training may be starting
-    patience_s = rules.rendezvous_timeout_s if table.running else min(rules.silence_s, rules.rendezvous_timeout_s)
-    siblings = range(place.replica * size, (place.replica + 1) * size)
-    lacking = connect_to_all(connections, table, siblings, patience_s)
-    reached = table.entries.keys() - {*siblings} - lacking.keys()
-    if table.running and not reached:
-        raise RendezvousError(
-            f"the run that {meeting} knows of has ended: none of its replicas answers. Restart all replicas."
-        )
-    for rank, reason in {} if table.running else lacking.items():
-        if not rules.continue_without_lost or rank in siblings:  # otherwise the first view declares it lost
-            raise RendezvousError(reason, replicas=[rank // size])
-    members = sorted({rank // size for rank in reached})
-    view = View(-1, tuple(members)) if table.running else View.of(place.num_replicas)
+    registry = Registry(connections.most_ranks, size)
+    registry.register(Entry(place.rank, str(connections.address), rules.facts, held_step))
+    gatherer = Gatherer(connections, registry) if hosting else None
     election = _election(place, rules, held_step, None)
-    serve(connections, registry)
-    transport.begin(view, registry, member=not table.running)
-    directory = TcpDirectory(transport, registry, election, rules.rendezvous_timeout_s, meeting)
-    return Connected(transport=transport, table=table, joining=table.running, directory=directory)
-
-
-class TcpDirectory(Directory):
-    """The directory of a run over TCP, in which each rank asks at all addresses that it has ever known.
-
-    Args:
-        elsewhere: another address at which a member may answer.
-    """
-
-    def __init__(
-        self,
-        transport: PeerTransport,
-        registry: Registry,
-        election: BootstrapElection,
-        patience_s: float,
-        elsewhere: Address | None,
-    ) -> None:
-        super().__init__(transport, registry, election, patience_s)
-        self._elsewhere = elsewhere
-
-    async def addresses(self) -> Collection[Address]:
-        others = (entry for rank, entry in self.registry.entries.items() if rank != self.connections.rank)
-        places = dict.fromkeys([*map(self.connections.streams.locate, others), self._elsewhere])
-        return [each for each in places if each not in (None, self.connections.address)]
+    return TcpDirectory(transport, registry, election, rules.rendezvous_timeout_s, meeting, gatherer)
 
 
 async def _host_rendezvous(connections: ConnectionManager, address: Address, host: str) -> bool:
     """Listen at the rendezvous as rank 0, and return whether this rank does.
 
     It does not if a launcher or another replica listens there, or if the address belongs to another machine.
-
-    Raises:
-        RendezvousError: if another program listens there.
     """
     clock = asyncio.get_running_loop()
     deadline_s = clock.time() + PORT_TIMEOUT_S
@@ -253,10 +178,11 @@ async def _host_rendezvous(connections: ConnectionManager, address: Address, hos
                 return False  # it is not an address of this machine
         left_s = deadline_s - clock.time()
         try:
-            await greet(connections, address, left_s)
+            _, writer = await within(left_s, connections.open(address))
+            writer.transport.abort()
             return False
         except TurnedAwayError:
-            return False  # a diloco with another secret, which registration will report
+            return False  # a diloco with another secret, as the search will report
         except TransportError as error:
             behaviour = f"did not answer as a diloco does ({cause(error)})"
         except (OSError, EOFError, TimeoutError):  # the other program may be ending
@@ -370,7 +296,6 @@ def connect_tcp(
 
 
 def _process_group() -> dist.ProcessGroup | None:
-    """Return a group of all ranks of torch.distributed that supports CPU tensors; None for a lone rank."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and not dist.is_initialized():
         raise ConfigurationError(

@@ -21,20 +21,15 @@ from diloco.transport.connections.sockets import TcpStreams
 from diloco.transport.connections.streams import pack, read_frame, within
 from diloco.transport.secret import TurnedAwayError
 
-__all__ = ["Finding", "examine", "serve_probes"]
-
 MOST_BYTES = 64_000_000  # the most bytes that one probe transfers
 
 _CHUNK_BYTES = 1 << 20
 _PINGS = 10
 _HOLD_S = 60.0  # for one transfer, during which others wait
-_SECRETS = "give both ends the same --secret-file"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of checking one peer."""
-
     address: str  # the address as given
     resolved: tuple[str, ...] = ()  # the IP addresses that the name resolves to
     ok: bool = False  # whether everything works
@@ -93,46 +88,49 @@ async def examine(address: Address, num_bytes: int, timeout_s: float, secret: st
         timeout_s: time limit of each step of the check, in seconds.
         secret: secret of the peer's run; "" if it has none.
     """
-    given = str(address)
+    resolved: tuple[str, ...] = ()
+
+    def bad(problem: str, advice: str) -> Finding:
+        return Finding(str(address), resolved, problem=problem, advice=advice)
+
     try:
         places = await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     except OSError as error:
         advice = "use a name that this machine's resolver knows, or an IP address"
-        return Finding(given, problem=f"the name does not resolve: {error.strerror or error}", advice=advice)
+        return bad(f"the name does not resolve: {error.strerror or error}", advice)
     resolved = tuple(dict.fromkeys(str(place[4][0]) for place in places))
     try:
         _, plain = await within(timeout_s, asyncio.open_connection(address.host, address.port))
         plain.close()
     except ConnectionRefusedError:
         advice = "start a replica or `diloco doctor --listen` there, or choose another port"
-        return Finding(given, resolved, problem="nothing listens there (connection refused)", advice=advice)
+        return bad("nothing listens there (connection refused)", advice)
     except TimeoutError:
         advice = "open the port in the firewalls between the machines, or use another address of that machine"
-        return Finding(given, resolved, problem=f"no answer within {timeout_s:g} s", advice=advice)
+        return bad(f"no answer within {timeout_s:g} s", advice)
     except OSError as error:
-        return Finding(given, resolved, problem=str(error), advice="set up a route to that machine")
+        return bad(str(error), "set up a route to that machine")
     try:
         stream = await within(timeout_s, TcpStreams(secret).open(address))
         try:
-            return Finding(given, resolved, True, *await _measure(*stream, num_bytes, timeout_s))
+            return Finding(str(address), resolved, True, *await _measure(*stream, num_bytes, timeout_s))
         finally:
             stream[1].transport.abort()
     except TimeoutError:
         advice = "check that the process is not frozen, or transfer less (--size)"
-        problem = f"it accepted the connection but did not respond for {timeout_s:g} s"
-        return Finding(given, resolved, problem=problem, advice=advice)
+        return bad(f"it accepted the connection but did not respond for {timeout_s:g} s", advice)
     except TurnedAwayError as error:
-        return Finding(given, resolved, problem=str(error), advice=_SECRETS)
+        return bad(str(error), "give both ends the same --secret-file")
     except (OSError, EOFError, TransportError) as error:
-        advice = "use the control port of a diloco of the same version"
         reason = str(error) or "the connection was closed"
-        return Finding(given, resolved, problem=f"what answers there is not a diloco: {reason}", advice=advice)
+        return bad(
+            f"what answers there is not a diloco: {reason}", "use the control port of a diloco of the same version"
+        )
 
 
 async def _measure(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, num_bytes: int, timeout_s: float
 ) -> tuple[float, float, float]:
-    """Return the latency in seconds and the rates to and from the peer in bits per second."""
     loop, trips = asyncio.get_running_loop(), []
     for _ in range(_PINGS):
         started_s = loop.time()

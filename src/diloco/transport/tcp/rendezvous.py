@@ -1,235 +1,248 @@
-"""The rendezvous: an address that all ranks of a run know, at which they register to find and connect to each other.
+"""The directory of a run over TCP: at the start its ranks meet at one address, later each asks at all that it knows.
 
-The ranks need it only until they have connected. From then on every member also answers at its own control port, so a
-replica that rejoins can ask any of them if the first address is gone.
+The process at that address collects the ranks, and each asks it until all have come. From then on every member answers
+at its own port, so a replica that rejoins can ask any of them if the first address is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import math
-import socket
-import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from datetime import timedelta
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta
 
 from diloco.errors import RendezvousError, TransportError
-from diloco.membership import Ranks, Words
+from diloco.membership import BootstrapElection, View, Words
 from diloco.protocol import Entries, Entry, Refused, Registry, WireMessage
 from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.limits import Backoff
-from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, pack, read_frame, within
-from diloco.transport.peers.connected import Table
+from diloco.transport.connections.streams import within
+from diloco.transport.peers.directory import Ask, Directory, Looking, Members, say
+from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.secret import TurnedAwayError
 from diloco.units import visible
-from diloco.waiting import waiting_for
+from diloco.waiting import in_thread, waiting_for
 
-__all__ = ["ask", "cause", "connect_to_all", "greet", "serve", "share_text"]
-
-
-_ANSWER_S = 5.0
+TELL_EVERY_S = 5.0  # how long a rank's question waits for the others
+_GONE_S = 3.0  # a rank that has not asked for this long does not wait any more
+_REFUSED_S = 1.0  # a rank whose port has refused connections for this long has ended
+_AGAIN_S = 0.2, 1.0
 _MOST_REASON = 500
-_MOST_UNANSWERED = 3  # unanswered greetings after which the program at the address can't be a diloco
-TELL_EVERY_S = 1.5  # how often waiting ranks are sent the missing ranks; less than the delay before they print them
 
 
-class Register(WireMessage):
-    """A rank registers, for as long as its connection lasts."""
+class Gathering(WireMessage):
+    """The asked process collects the ranks of a run that begins."""
 
-    entry: Entry
-
-
-class Missing(WireMessage):
-    """Some ranks are still missing."""
-
-    missing: Ranks
-    refused: Annotated[tuple[Words, ...], Meta(max_length=1)]  # why the last one was refused that did not fit
-
-    def __str__(self) -> str:
-        why = "".join(f" (one was refused: {visible(each.removesuffix('.'), _MOST_REASON)})" for each in self.refused)
-        return f"rank {', '.join(map(str, self.missing))}{why}"
+    known: Entries  # of those that have come
+    begun: bool  # whether all had come before this process first asked
+    refused: Annotated[tuple[Words, ...], Meta(max_length=1)] = ()  # why the last one was refused that did not fit
 
 
-class RankTable(WireMessage, tag="table"):
-    """The entries of all ranks."""
-
-    entries: Entries
-    running: bool  # whether the run had begun before the receiver asked
-
-
-def serve(connections: ConnectionManager, registry: Registry, host: int | None = None) -> None:
-    """Answer ranks that register at ``connections``, with the table of all ranks as soon as it is complete.
-
-    A rank that does not fit is refused alone. The others wait for one that does, and learn why it was refused.
+class Gatherer:
+    """Collects the ranks of a run, and answers those that ask. A rank that does not fit is refused alone.
 
     Args:
-        host: the rank that answers here. It registers first, because the rendezvous would end with it if it were
-            refused. None: no rank does.
+        registry: the ranks. One that is registered already is this process: it can't be the one that is refused, as the
+            others would lose this address with it.
     """
-    begun, news = asyncio.Event(), [asyncio.Event()]  # set when a rank is refused and when all have registered
-    refusals: list[str] = []  # why ranks were refused; the last one is what the others learn
 
-    async def register(asked: Register, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        entry, was_running = asked.entry, registry.running
+    def __init__(self, connections: ConnectionManager, registry: Registry) -> None:
+        self.registry = registry
+        self._connections = connections
+        self._founders = dict.fromkeys(registry.entries, connections.streams.me)  # rank -> identity of its process
+        self._asked_s: dict[int, float] = {}  # when a rank that does not wait at the moment last did
+        self._refused: tuple[str, ...] = ()
+        self._told: dict[int, tuple[str, ...]] = {}  # what a rank has been told about who was refused
+        self._news = asyncio.Event()  # set, and replaced, when a rank is refused and when all have come
+        connections.services[Ask] = self._serve
+
+    async def _serve(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answer = await self.answer(asked.entry, reader, writer)
+        if answer is None:
+            try:
+                self.registry.register(asked.entry)  # in place of the process that this one replaces
+                answer = self._gathering(begun=True)
+            except RendezvousError as error:
+                answer = Refused(str(error), for_good=True)
+        await say(answer, reader, writer)
+
+    async def answer(
+        self, entry: Entry, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> WireMessage | None:
+        """Return who has come, after waiting for more; None if the run had begun before this process first asked."""
         parse_address(entry.address)  # all others would fail at it
-        leaving = asyncio.ensure_future(reader.read(1))
-        try:
-            if host not in (None, entry.rank):
-                await _first_of(leaving, begun)
-            if reason := await connections.claimed(entry.rank, writer):
-                raise RendezvousError(reason)
-            registry.register(entry)
-            begun.set()
+        registry, rank, now_s = self.registry, entry.rank, self._connections.loop.time()
+        identity = self._connections.streams.identity(writer)
+        is_new = self._founders.get(rank) != identity
+        if is_new and registry.running:
+            return None
+        if is_new:
+            if now_s - self._asked_s.get(rank, now_s) > _GONE_S:
+                registry.withdraw(rank)
+            try:
+                registry.register(entry)
+            except RendezvousError as error:
+                self._refused = (str(error),)
+                self._tell()
+                return Refused(str(error), for_good=True)
+            self._founders[rank] = identity
             if registry.running:
-                news[0].set()
-            while not registry.running:
-                missing = tuple(rank for rank in registry.missing if rank != entry.rank)
-                writer.write(pack(Missing(missing, tuple(refusals))))
-                await _first_of(leaving, news[0], TELL_EVERY_S)
-                if leaving.done():
-                    registry.withdraw(entry.rank)
-                    return
-            entries = Entries.of(registry.entries[rank] for rank in sorted(registry.entries))
-            answer: WireMessage = RankTable(entries, was_running)
-        except RendezvousError as error:
-            refusals[:] = [str(error)]
-            answer = Refused(str(error))
-            news[0].set()
-            news[:] = [asyncio.Event()]
-        finally:
-            leaving.cancel()
-        writer.write(pack(answer))
-        await writer.drain()
+                self._tell()
+        elif not registry.running and self._told.get(rank) == self._refused:
+            self._asked_s.pop(rank, None)
+            waiting = {leaving := asyncio.ensure_future(reader.read(1)), asyncio.ensure_future(self._news.wait())}
+            try:
+                await asyncio.wait(waiting, timeout=TELL_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if leaving.done() and not registry.running:
+                    registry.withdraw(rank)
+                    self._founders.pop(rank, None)
+                for each in waiting:
+                    each.cancel()
+            await asyncio.wait(waiting)
+        self._asked_s[rank], self._told[rank] = self._connections.loop.time(), self._refused
+        return self._gathering(begun=False)
 
-    connections.services[Register] = register
+    def _gathering(self, *, begun: bool) -> Gathering:
+        entries = self.registry.entries
+        return Gathering(Entries.of(entries[rank] for rank in sorted(entries)), begun, self._refused)
 
-
-async def _first_of(leaving: asyncio.Future[bytes], event: asyncio.Event, timeout_s: float | None = None) -> None:
-    """Wait until a process leaves, or an event or the time comes."""
-    coming = asyncio.ensure_future(event.wait())
-    both: list[asyncio.Future[Any]] = [leaving, coming]
-    try:
-        await asyncio.wait(both, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        coming.cancel()
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
 
 
-def ask(
-    connections: ConnectionManager, address: Address, entry: Entry, timeout_s: float, answer_s: float = _ANSWER_S
-) -> Table:
-    """Register ``entry`` at ``address``, wait for the other ranks, and return the table of all.
+class TcpDirectory(Directory):
+    """The directory of one rank.
 
     Args:
-        connections: the connection manager whose event loop does the work.
-        address: address of the rendezvous.
-        entry: entry of this rank.
-        timeout_s: how long to wait for all ranks, in seconds.
-        answer_s: how long the program at the address may take to identify itself as a diloco, in seconds.
-
-    Raises:
-        RendezvousError: if there is no answer, the rank is refused, or a rank does not arrive in time; the message says
-            which.
+        meeting: the address at which the ranks meet; another one at which a member may answer.
+        gatherer: collects the ranks, if this process does.
     """
-    told: list[Missing] = []
-    with waiting_for(lambda: f"{told[0] if told else 'an answer'} at the rendezvous {address}", timeout_s):
-        return connections.call(_ask(connections, address, entry, timeout_s, answer_s, told))
 
+    answers = Members | Looking | Gathering
 
-async def _ask(
-    connections: ConnectionManager,
-    address: Address,
-    entry: Entry,
-    timeout_s: float,
-    answer_s: float,
-    told: list[Missing],
-) -> Table:
-    clock = asyncio.get_running_loop()
-    deadline_s = clock.time() + timeout_s
-    attempts, unanswered, why = 0, 0, ""
-    backoff = Backoff(0.25, 1.0, seed=f"{entry.rank} {entry.address}")
-    while (left_s := deadline_s - clock.time()) > 0:
-        attempts += 1
-        writer: asyncio.StreamWriter | None = None
-        told.clear()
-        try:
-            stream = await within(min(left_s, answer_s), connections.open(address))
-            reader, writer = stream
-            stream[1].write(pack(Register(entry)))
-            async with asyncio.timeout_at(deadline_s):
-                while isinstance(answer := await _next(reader), Missing):
-                    told[:] = [answer]
-            if isinstance(answer, Refused):
-                raise RendezvousError(answer.reason)
-            return Table({each.rank: each for each in answer.entries.whole()}, answer.running)
-        except TurnedAwayError as error:
+    def __init__(
+        self,
+        transport: PeerTransport,
+        registry: Registry,
+        election: BootstrapElection,
+        patience_s: float,
+        meeting: Address | None,
+        gatherer: Gatherer | None = None,
+    ) -> None:
+        super().__init__(transport, registry, election, patience_s)
+        self.begins = election.views is None
+        self._meeting = meeting
+        self._gatherer = gatherer
+        self._missing = "an answer"
+
+    async def addresses(self) -> Collection[Address]:
+        others = (entry for rank, entry in self.registry.entries.items() if rank != self.connections.rank)
+        places = dict.fromkeys([*map(self.connections.streams.locate, others), self._meeting])
+        asks_itself = self.begins and self._gatherer is not None
+        return [each for each in places if each and (asks_itself or each != self.connections.address)]
+
+    async def _answer(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        gatherer = self._gatherer
+        if gatherer is not None and (answer := await gatherer.answer(asked.entry, reader, writer)) is not None:
+            await say(answer, reader, writer)
+        else:
+            await super()._answer(asked, reader, writer)
+
+    async def begin(self, answers: Mapping[Address, object]) -> View | None:
+        if not self.begins:
+            return None
+        assert self._meeting is not None, "without it no rank begins"
+        answer, num_ranks = answers[self._meeting], self.registry.num_ranks
+        if isinstance(answer, Gathering):
+            known = {each.rank: each for each in answer.known.whole() if each.rank < num_ranks}
+            missing = ", ".join(str(rank) for rank in range(num_ranks) if rank not in known)
+            why = "".join(f" (one was refused: {visible(w.removesuffix('.'), _MOST_REASON)})" for w in answer.refused)
+            self._missing = f"rank {missing}{why}" if missing else "a member"
+            if answer.begun or not missing:
+                self.registry.entries.update(known | {self.connections.rank: self._entry})
+            if not answer.begun and not missing:
+                return await self._begin()
+            self.hurries = not answer.begun
+        elif isinstance(answer, TurnedAwayError):
             raise RendezvousError(
-                f"rank {entry.rank} can't take part in the run at {address}: {error}. All replicas need the same "
-                "secret in their network.secret_file, or none of them may have one."
-            ) from error
-        except socket.gaierror as error:
-            why = f"its name does not resolve ({error.strerror or error})"
-        except ConnectionRefusedError:
-            why = "nothing listens there (connection refused)"
-        except TimeoutError:
-            if told:
+                f"rank {self.connections.rank} can't take part in the run at {self._meeting}: {answer}. All replicas "
+                "need the same secret in their network.secret_file, or none of them may have one."
+            )
+        elif isinstance(answer, TransportError | ValueError) and not isinstance(answer, RendezvousError):
+            raise RendezvousError(
+                f"rank {self.connections.rank} found no rendezvous at {self._meeting}: the port there is in use by "
+                f"another program, which did not answer as a diloco does ({cause(answer)}). Choose another port, the "
+                "same for all replicas (--join), or end that program."
+            )
+        others = [each for place, each in answers.items() if place != self._meeting]
+        if others and all(isinstance(each, ConnectionRefusedError) for each in others):
+            raise RendezvousError(
+                f"the run that {self._meeting} knows of has ended: none of its replicas answers. Restart all replicas."
+            )
+        return None
+
+    async def _begin(self) -> View:
+        """Connect to all other ranks, and return the first view. If it may, it declares lost who can't be reached."""
+        rules, me, entries = self.transport.rules, self.connections.rank, self.registry.entries
+        wait_s = min(rules.silence_s, rules.rendezvous_timeout_s)
+        others = sorted(entries.keys() - {me})
+        for rank, why in zip(others, await asyncio.gather(*(self._dial(each, wait_s) for each in others)), strict=True):
+            replica = rules.replica_of(rank)
+            if why and (not rules.continue_without_lost or replica == rules.replica):
                 raise RendezvousError(
-                    f"rank {entry.rank} waited {timeout_s:g} s at {address} for {told[0]}. Start the missing ranks, or "
-                    "choose a longer network.round_timeout, of which this is half."
-                ) from None
-            why, unanswered = "no answer", unanswered + 1
-            if unanswered == _MOST_UNANSWERED:
-                raise _another_program(entry.rank, address, "does not answer") from None
-        except (OSError, EOFError) as error:
-            why = str(error) or type(error).__name__
-        except RendezvousError:
-            raise
-        except (TransportError, ValueError) as error:
-            raise _another_program(entry.rank, address, f"did not answer as a diloco does ({cause(error)})") from error
-        finally:
-            if writer is not None:
-                writer.transport.abort()
-        await asyncio.sleep(min(backoff.next_s(), max(0.0, deadline_s - clock.time())))
-    raise RendezvousError(
-        f"rank {entry.rank} found no rendezvous at {address} within {timeout_s:g} s ({attempts} attempts): {why}. "
-        "Start replica 0 there, open that port, or, to join a running training, give the address of any of its "
-        "replicas."
-    )
+                    f"rank {me} can't reach rank {rank} at {entries[rank].address} within {wait_s:g} s: {why}. If that "
+                    "rank has ended, restart all ranks. Otherwise open its port, or use another network.listen there; "
+                    "`diloco doctor` checks the connection.",
+                    replicas=[replica],
+                )
+        self.begins = False
+        return View.of(self.registry.num_ranks // rules.ranks_per_replica)
 
+    async def _dial(self, rank: int, wait_s: float) -> str:
+        """Connect to a rank, or wait for a higher one to do it. Return why it can't be reached; "" if it was."""
+        connections, clock = self.connections, self.connections.loop
+        address, backoff = parse_address(self.registry.entries[rank].address), Backoff(*_AGAIN_S, seed=f"{rank}")
+        until_s, is_dialled = clock.time() + wait_s, rank > connections.rank
+        while True:
+            if is_dialled and await self.arrives(rank, _REFUSED_S):
+                return ""
+            try:
+                await within(max(_AGAIN_S[0], until_s - clock.time()), connections.connect(rank, address))
+                return ""
+            except ConnectionRefusedError as error:
+                why, until_s = str(error), min(until_s, clock.time() + _REFUSED_S)
+            except (OSError, EOFError, TransportError, ValueError) as error:
+                why = str(error) or "no answer"
+            if clock.time() >= until_s:
+                return "" if rank in connections.connected else why
+            await asyncio.sleep(backoff.next_s())
 
-async def _next(reader: asyncio.StreamReader) -> RankTable | Missing | Refused:
-    answer, _ = await read_frame(reader, RankTable | Missing | Refused, MAX_MESSAGE_BYTES)
-    return answer  # type: ignore[no-any-return]  # one of these types
+    def awaited(self) -> str:
+        return f"{self._missing} at the rendezvous {self._meeting}" if self.begins else super().awaited()
 
-
-def _another_program(rank: int, address: Address, behaviour: str) -> RendezvousError:
-    return RendezvousError(
-        f"rank {rank} found no rendezvous at {address}: port {address.port} there is in use by another program, which "
-        f"{behaviour}. Choose another port, the same for all replicas (--join {address.host}:PORT), or end that "
-        "program."
-    )
+    def nobody(self, why: Mapping[str, str]) -> str:
+        rank, for_s = self.connections.rank, f"{self.patience_s:g} s"
+        if not self.begins:
+            return super().nobody(why)
+        if self._missing.startswith("rank "):
+            return (
+                f"rank {rank} waited {for_s} at {self._meeting} for {self._missing}. Start the missing ranks, or "
+                "choose a longer network.round_timeout, of which this is half."
+            )
+        return (
+            f"rank {rank} found no rendezvous at {self._meeting} within {for_s}: {'; '.join(why.values())}. Start "
+            "replica 0 there, open that port, or, to join a running training, give the address of any of its replicas."
+        )
 
 
 def cause(error: Exception) -> str:
     """Return the message of an error about received data, without its sentence about the connection."""
     return str(error).partition(". The connection")[0]
-
-
-async def greet(connections: ConnectionManager, address: Address, timeout_s: float) -> None:
-    """Check that the program at ``address`` is a diloco with the same secret, which the handshake shows.
-
-    Raises:
-        TransportError: if it is another program.
-        TurnedAwayError: if it has another secret.
-        TimeoutError: if it does not answer.
-        OSError, EOFError: if nothing listens there, or the connection is closed.
-    """
-    _, writer = await within(timeout_s, connections.open(address))
-    writer.transport.abort()
 
 
 def share_text(master: Address, mine: str | None, timeout_s: float, key: str) -> str:
@@ -247,112 +260,21 @@ def share_text(master: Address, mine: str | None, timeout_s: float, key: str) ->
     Raises:
         RendezvousError: if the store does not return the text in time.
     """
-    result: list[str | Exception] = []
 
-    def talk() -> None:
+    def talk() -> str:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs lack it
 
-        try:
-            store = TCPStore(master.host, master.port, is_master=False, timeout=timedelta(seconds=timeout_s))
-            if mine is not None:
-                store.set(key, mine)
-            result.append(store.get(key).decode())
-        except Exception as error:
-            result.append(error)
+        store = TCPStore(master.host, master.port, is_master=False, timeout=timedelta(seconds=timeout_s))
+        if mine is not None:
+            store.set(key, mine)
+        return str(store.get(key).decode())
 
-    thread = threading.Thread(target=talk, name="diloco-torchrun-store", daemon=True)
-    thread.start()
-    with waiting_for(lambda: f"the {key} of rank 0 in the store of torchrun at {master}", timeout_s):
-        thread.join(timeout_s)
-    if result and isinstance(result[0], str):
-        return result[0]
-    why = str(result[0]).splitlines()[0] if result else "no answer"
-    raise RendezvousError(
-        f"the store of torchrun at {master} gave no {key} of rank 0 within {timeout_s:g} s: {why}. "
-        "Give a reachable --master-addr and --master-port (or --rdzv-endpoint)."
-    )
-
-
-REFUSED_S = 1.0  # a rank whose port has refused connections for this long has ended
-_AGAIN_S = 0.2
-
-
-def connect_to_all(
-    connections: ConnectionManager, table: Table, mine: Collection[int], timeout_s: float
-) -> dict[int, str]:
-    """Connect to all other ranks of a table.
-
-    When a run begins, a rank connects to the lower ranks and waits for the higher ones to connect. A joiner connects to
-    all ranks that answer.
-
-    Args:
-        connections: the connections of this rank.
-        table: the entries of all ranks.
-        mine: the ranks of this replica; a joiner's are all new processes.
-        timeout_s: time limit for ranks whose ports do not refuse connections.
-
-    Returns:
-        A mapping from each rank that was not reached to the reason.
-
-    Raises:
-        RendezvousError: if a joiner can't reach a rank whose process has not ended.
-    """
-
-    def unreached() -> str:
-        ranks = sorted(table.entries.keys() - {connections.rank} - connections.connected)
-        return f"rank {', '.join(f'{rank} ({table.entries[rank].address})' for rank in ranks)}"
-
-    with waiting_for(unreached, timeout_s):
-        return connections.call(_connect_to_all(connections, table, mine, timeout_s))
-
-
-async def _connect_to_all(
-    connections: ConnectionManager, table: Table, mine: Collection[int], timeout_s: float
-) -> dict[int, str]:
-    loop, me, lacking = asyncio.get_running_loop(), connections.rank, dict[int, str]()
-    began_s = loop.time()
-
-    async def one(rank: int) -> None:
-        address, why, refused_s = parse_address(table.entries[rank].address), "no answer", math.inf
-        is_new = table.running and rank in mine  # it may not listen yet
-        backoff = Backoff(_AGAIN_S, 5 * _AGAIN_S, seed=f"{me} {rank}")
-        dials_me = rank > me and (is_new or not table.running)
-        refused_for_s = math.inf if is_new else 0.0 if table.running else REFUSED_S
-        while (waited_s := loop.time() - began_s) < timeout_s and loop.time() - refused_s <= refused_for_s:
-            if dials_me:
-                await _wait_briefly(connections, rank)
-            if rank in connections.connected:
-                return
-            try:
-                if dials_me and not is_new:
-                    await greet(connections, address, timeout_s - waited_s)
-                else:
-                    await within(timeout_s - waited_s, connections.connect(rank, address))
-                why, refused_s = "it does not connect", math.inf
-            except ConnectionRefusedError as error:
-                why, refused_s = str(error), min(refused_s, loop.time())
-            except (OSError, EOFError, TransportError, TimeoutError) as error:
-                why, refused_s = str(error) or type(error).__name__, math.inf
-            if rank not in connections.connected:
-                await asyncio.sleep(backoff.next_s())
-        failed = f"can't reach rank {rank} at"
-        if dials_me:
-            failed = f"at {connections.address} was not reached by rank {rank} at"
-        lacking[rank] = (
-            f"rank {me} {failed} {address} within {waited_s:.0f} s: {why}. If that rank has ended, restart all ranks. "
-            "Otherwise open its port, or use another network.listen there; `diloco doctor` checks the connection."
-        )
-        if table.running and loop.time() - refused_s <= refused_for_s:
-            raise RendezvousError(lacking[rank], replicas=[rank // len(mine)])
-
-    await asyncio.gather(*(one(rank) for rank in table.entries if rank != me))
-    return lacking
-
-
-async def _wait_briefly(connections: ConnectionManager, rank: int) -> None:
-    """Wait a moment for a rank to connect."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_AGAIN_S):
-            while rank not in connections.connected:
-                connections.arrived.clear()
-                await connections.arrived.wait()
+    try:
+        with waiting_for(lambda: f"the {key} of rank 0 in the store of torchrun at {master}", timeout_s):
+            return in_thread(talk, "diloco-torchrun-store").result(timeout_s)
+    except Exception as error:
+        raise RendezvousError(
+            f"the store of torchrun at {master} gave no {key} of rank 0 within {timeout_s:g} s: "
+            f"{(str(error) or 'no answer').splitlines()[0]}. Give a reachable --master-addr and --master-port (or "
+            "--rdzv-endpoint)."
+        ) from error

@@ -10,21 +10,19 @@ import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 from diloco.errors import ConfigurationError, TransportError
-from diloco.protocol import Entry
+from diloco.protocol import Entry, Store
 from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.limits import origin_of
+from diloco.transport.connections.link import PeerLink, PeerLinks
 from diloco.transport.connections.sockets import Credentials, TcpStreams
 from diloco.transport.connections.streams import Accept, Stream
 from diloco.transport.secret import TurnedAwayError
-from diloco.transport.swarm.identity import Identity, identity_of
+from diloco.transport.swarm.identity import Admission, Identity, NodePlace, identity_of
 from diloco.transport.swarm.node import Node
-from diloco.transport.swarm.peer_config import Admission, NodePlace
-
-__all__ = ["PeerAddress", "PeerStreams", "hosts_in"]
 
 _HANDSHAKE_S = 10.0
 _READY = b"?"  # from the side that accepts a stream of libp2p; what came before would be lost to TLS
@@ -47,8 +45,6 @@ class PeerAddress(Address):
 
 
 class PeerStreams(TcpStreams):
-    """The streams of one peer."""
-
     named = True
 
     def __init__(self, identity: Identity, place: NodePlace, admission: Admission) -> None:
@@ -86,7 +82,6 @@ class PeerStreams(TcpStreams):
                 del self._known[next(iter(self._known))]
 
     async def listen(self, accept: Accept, *where: Any) -> PeerAddress:
-        """Start the peer."""
         self._node = await Node.start(self._identity, self.place)
         self._accept = accept
         for host in hosts_in(self.place.listen) if self.place.direct else ():
@@ -145,7 +140,6 @@ class PeerStreams(TcpStreams):
         raise OSError(f"no direct connection to {', '.join(map(str, places)) or 'it'}: {why}")
 
     def _checked(self, peer_id: str, stream: Stream) -> Stream:
-        """Return a stream if its other end has the key of the peer."""
         if self.identity(stream[1]) == peer_id:
             self._note(peer_id)
             return stream
@@ -222,3 +216,64 @@ def hosts_in(addresses: Sequence[str]) -> list[str]:
     """
     hosts = [match[1] for each in addresses if "/p2p-circuit" not in each and (match := _HOST.match(each))]
     return sorted(dict.fromkeys(hosts), key=lambda host: host.startswith("127.") or host == "::1")
+
+
+_TURN = "your turn to dial"
+
+
+class SwarmLinks(PeerLinks):
+    """Links of which each uses the first route that works.
+
+    The end of lower rank tries to reach the other one over TCP. If it can't, it is the other's turn, which uses libp2p
+    if it can't either.
+    """
+
+    @property
+    def _streams(self) -> PeerStreams:
+        return cast(PeerStreams, self.connections.streams)
+
+    def receive(self, rank: int, topic: str, content: bytes) -> None:
+        """Dial from now on, as a peer of lower rank can't."""
+        link = self.by_rank.get(rank)
+        if link is not None and topic == _TURN and rank < self.connections.rank and not link.dials:
+            link.dials = True
+            if link.started:
+                self.begin_stripes(link)
+
+    def make(self, rank: int) -> PeerLink:
+        link = super().make(rank)
+        link.dials = self.connections.rank < rank
+        return link
+
+    def begin_stripes(self, link: PeerLink) -> None:
+        if link.dials:
+            link.keeping.append(self.connections.begin(self._choose(link)))
+
+    async def open_stripe(self, link: PeerLink) -> Stream:
+        if link.first is not None:
+            first, link.first = link.first, None
+            return first
+        if link.places:
+            return await self._open_directly(link, link.places)
+        return await super().open_stripe(link)
+
+    async def _choose(self, link: PeerLink) -> None:
+        streams, entry = self._streams, self.connections.entries.get(link.rank)
+        places = streams.places_of(entry)
+        try:
+            link.first = await self._open_directly(link, places if streams.place.direct else ())
+            link.places = places
+        except OSError as error:
+            link.why = str(error)
+            if streams.port and self.connections.rank < link.rank:
+                link.dials = False
+                self.connections.send(link.rank, Store(_TURN, b""))
+                return
+            link.single = True
+        link.keeping.clear()  # of this task, which is about to end
+        super().begin_stripes(link)
+
+    async def _open_directly(self, link: PeerLink, places: Sequence[Address]) -> Stream:
+        if (connection := self.connections.get(link.rank)) is None:
+            raise OSError(f"rank {link.rank} is not connected")
+        return self.connections.keep(await self._streams.open_directly(connection.address.host, places))

@@ -1,9 +1,9 @@
-"""The arguments of `DiLoCo`: what works, what works together, and what must be the same on all replicas."""
+"""What `DiLoCo` accepts, what must be the same on all replicas, and what must stay so in the model while it trains."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from numbers import Real
 from types import UnionType
@@ -11,40 +11,41 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 import xxhash
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from diloco.algorithm import (
     GREATEST_WEIGHT,
     LEAST_WEIGHT,
+    Mean,
     MeanEncoding,
     buffer_layout,
     check_buffers,
     check_coverage,
     check_number,
+    check_parameters,
+    collect_buffers,
+    digest_tensors,
+    local_shard,
+    named_parameters,
+    not_finite,
+    overlaps,
     persistent_buffers,
+    restore_buffers_,
     trainable_parameters,
 )
 from diloco.errors import ConfigurationError, ContractError
-from diloco.outer.model_watch import frozen_digests
 from diloco.plugins import code_digest
 from diloco.testing import check_average_rule, check_codec, check_merge_rule, check_outer_optimizer
 from diloco.transport import InProcessTransport, Transport
 
-__all__ = [
-    "argument_facts",
-    "check_arguments",
-    "check_kinds",
-    "check_own_code",
-    "check_transport",
-    "frozen_facts",
-    "saved_facts",
-    "usable_device",
-]
+__all__ = ["ModelWatch", "argument_facts", "check_arguments", "check_kinds", "check_own_code", "frozen_digests"]
 
 _NAMED = 3  # the number of tensors that are always named; a digest covers all of them
 _MAX_FRAGMENTS = 32  # of which each is compared by itself, as the message to register has at most 16 kB
 _MAX_CHARACTERS = 2000  # of buffers and frozen parameters, which are all named if they fit
+_SAMPLED = 1 << 14  # values per frozen parameter that are compared at every round
 
 
 def check_kinds(arguments: Mapping[str, Any]) -> None:
@@ -91,7 +92,6 @@ def check_transport(transport: Any) -> None:
 
 
 def _shown(value: Any) -> str:
-    """Describe a value of the wrong kind; large ones, such as models, by their class."""
     if isinstance(value, type):
         advice = "" if value.__module__.startswith("torch.") else f". Create one: {value.__qualname__}(...)"
         return f"the class {value.__qualname__}{advice}"
@@ -113,11 +113,7 @@ def usable_device(name: torch.device | str) -> torch.device:
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Check that the arguments of `DiLoCo`, with their defaults resolved, work together.
-
-    Raises:
-        ConfigurationError: if they do not; `FragmentError` if the fragments are not a partition of the parameters.
-    """
+    """Raise `ConfigurationError` unless the arguments of `DiLoCo`, with their defaults resolved, work together."""
     model, schedule, fragments, merge, average = (
         arguments[name] for name in ("model", "schedule", "fragments", "merge", "average")
     )
@@ -190,11 +186,7 @@ _CONTRACTS: Mapping[str, Callable[[Any], object]] = {
 
 
 def check_own_code(components: Mapping[str, Any]) -> None:
-    """Check the components that are not this package's own against their contracts.
-
-    Raises:
-        ContractError: if one violates it.
-    """
+    """Raise `ContractError` if a component that is not this package's own violates its contract."""
     for name, check in _CONTRACTS.items():
         component = components[name]
         component = None if isinstance(component, str) else component
@@ -230,7 +222,7 @@ def argument_facts(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, 
 
 
 def frozen_facts(model: nn.Module) -> dict[str, str]:
-    """Return the digests of frozen parameters as a fact to compare. Reads all of their values."""
+    """Return the digests of frozen parameters, all of whose values are read, as a fact to compare."""
     frozen = [f"{name} {digest}" for name, digest in frozen_digests(model).items()]
     return {"frozen parameters of these digests": _listed(frozen, _MAX_CHARACTERS)} if frozen else {}
 
@@ -276,3 +268,132 @@ def _listed(tensors: Sequence[str], most_characters: int = 0) -> str:
         return whole
     digest = xxhash.xxh3_64_hexdigest("\n".join(tensors).encode())
     return f"{'; '.join(tensors[:_NAMED])} and {len(tensors) - _NAMED} more ({digest})"
+
+
+def frozen_digests(model: nn.Module) -> dict[str, str]:
+    """Return name -> digest of all values of each frozen parameter in memory. Call it on all ranks that have shards."""
+    frozen = {name: parameter for name, parameter in named_parameters(model).items() if not parameter.requires_grad}
+    whole = ((name, each.full_tensor() if hasattr(each, "full_tensor") else each) for name, each in frozen.items())
+    return {name: digest_tensors(parts) for name, each in whole if (parts := dict(_dense_parts("", each)))}
+
+
+class ModelWatch:
+    """Checks that a model stays what it was when its `DiLoCo` was constructed.
+
+    ``parameters`` are those that fragments hold, by name.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._model = model
+        self._parameters = parameters
+        self._known = {id(parameter) for parameter in parameters.values()}
+        self._tensors = self._synchronised()
+        self._checked: list[tuple[object, ...]] = []  # what the last check has seen
+        self.begin()
+
+    def begin(self) -> None:
+        """Take the current buffers and frozen parameters as those of all replicas."""
+        self._frozen = self._sampled()
+        self._agreed, _ = collect_buffers(self._model)  # the floating-point buffers that all replicas held last
+
+    def outgoing_buffers(self) -> dict[str, Any]:
+        """Return the fields of a contribution that carries the model's buffers."""
+        buffers, integers = collect_buffers(self._model)
+        bad = [] if buffers is None else not_finite(self._model, buffers, self._agreed)
+        withdrawn = f"its buffer {', '.join(map(repr, bad))} became NaN or infinite" if bad else ""
+        return {"buffers": buffers, "integers": integers, "withdrawn": withdrawn}
+
+    def take_buffers(self, average: Mean) -> None:
+        """Put the averaged buffers into the model, if a round had any."""
+        if average.buffers is not None or average.integers is not None:
+            restore_buffers_(self._model, average.buffers, average.integers)
+            self._agreed = average.buffers
+
+    def check(self) -> None:
+        """Raise `ConfigurationError` if a parameter or buffer was added, replaced or resized, or can't be synchronised.
+
+        Freezing, and another floating-point type, are allowed.
+        """
+        current = named_parameters(self._model)
+        seen = [(name, *_place(each)) for name, each in (current | persistent_buffers(self._model)).items()]
+        if seen == self._checked:
+            return
+        if changed := sorted(self._tensors ^ self._synchronised()):
+            raise ConfigurationError(
+                f"The model is no longer the one of which DiLoCo(...) was constructed: {', '.join(changed)} is gone or "
+                "new, so it would not be synchronised. Change values in place, and add, resize or unfreeze before. If "
+                "the first batch makes a buffer, run one before; if it is derived, use persistent=False."
+            )
+        check_parameters(self._parameters)
+        check_buffers(self._model, self._parameters)
+        self._checked = seen
+
+    def drift(self) -> str:
+        """Return a sentence about frozen parameters that have changed, each of them once; "" if none has."""
+        now = self._sampled()
+        changed = [name for name, digest in self._frozen.items() if now.get(name, digest) != digest]
+        self._frozen = {name: digest for name, digest in self._frozen.items() if name not in changed}
+        if not changed:
+            return ""
+        return (
+            f"The frozen parameter {', '.join(changed)} has changed since the start. Frozen parameters are not "
+            "synchronised, so it may differ between replicas. Register it as a buffer, which is averaged, or change it "
+            "alike on every replica."
+        )
+
+    def _synchronised(self) -> set[str]:
+        """Return each parameter and buffer to be synchronised, and those that the model would need to be, as text."""
+        current = named_parameters(self._model)
+        present = {id(parameter) for parameter in current.values()}
+        names = {name for name, each in self._parameters.items() if id(each) in present}
+        texts = {f"parameter {name} {tuple(self._parameters[name].shape)}" for name in names}
+        texts |= {f"parameter {n}" for n, each in current.items() if each.requires_grad and id(each) not in self._known}
+        for name, each in persistent_buffers(self._model).items():  # the type counts of those that are copied as bytes
+            kind = "" if each.is_floating_point() else f" {each.dtype}"
+            texts.add(f"buffer {name} {tuple(each.shape)}{kind}")
+        return texts
+
+    def _sampled(self) -> dict[str, str]:
+        frozen = {
+            name: dict(_dense_parts(name, parameter))
+            for name, parameter in named_parameters(self._model).items()
+            if id(parameter) not in self._known
+        }
+        parts = {part: values for each in frozen.values() for part, values in each.items()}
+        pairs = overlaps({**self._parameters, **parts}) if parts else ()
+        tied = {part for pair in pairs if self._parameters.keys() & set(pair) for part in pair}  # with a trained one
+        return {
+            name: digest_tensors({part: _sample(values) for part, values in each.items()})
+            for name, each in frozen.items()
+            if not tied.intersection(each)
+        }
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    """Return what tells a tensor, its memory and its kind from others, at the cost of a few look-ups."""
+    shard = tensor if is_lazy(tensor) else local_shard(tensor)
+    if type(shard) is not Tensor or shard.layout != torch.strided or shard.is_nested:
+        return id(tensor), tensor.requires_grad
+    memory = shard.data_ptr(), shard.shape, shard.stride(), shard.dtype, shard.is_inference()
+    return id(tensor), tensor.requires_grad, *memory
+
+
+def _sample(values: Tensor) -> Tensor:
+    return values.reshape(-1)[:: max(1, -(-values.numel() // _SAMPLED))]
+
+
+def _dense_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the dense tensors in memory that hold the values of a tensor of any kind, such as a quantised one."""
+    tensor = tensor if is_lazy(tensor) else local_shard(tensor)
+    if hasattr(tensor, "__tensor_flatten__"):
+        for attribute in tensor.__tensor_flatten__()[0]:
+            yield from _dense_parts(f"{name}.{attribute}", getattr(tensor, attribute))
+    elif tensor.is_nested:
+        for number, part in enumerate(tensor.unbind()):
+            yield f"{name}.{number}", part
+    elif tensor.layout != torch.strided:
+        yield name, tensor.to_dense()
+    elif tensor.is_quantized:
+        yield name, tensor.dequantize()
+    elif not tensor.is_meta and not is_lazy(tensor):
+        yield name, tensor.clone() if tensor.is_conj() or tensor._is_zerotensor() else tensor

@@ -1,0 +1,351 @@
+"""Copies of a run's checkpoints at another place, such as a bucket: uploaded while it trains, fetched to resume it.
+
+The place is a URL for `fsspec`, or a path. It needs only what object stores can do: nothing there is ever renamed, and
+no file of an upload is ever written twice.
+
+::
+
+    URL/
+      writer.json                             who uploads; a process that finds another one here stops
+      checkpoints/
+        00000007-step-00001000-0f3b2a91/      the seventh upload; the last part is random: no two writers share a folder
+          NAME.json, NAME.safetensors         the files of the checkpoint
+          home/config.toml, ...               the files of the run folder beside its checkpoints
+          manifest.json                       uploaded last; the upload is whole if all files in it have their sizes
+      replica-1/...                           the same of replica 1, if that is a process of its own
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from diloco.checkpoint.disk import LATEST, check_content, new_folder, replace_file
+from diloco.checkpoint.reading import Manifest, list_checkpoints, read_manifest
+from diloco.errors import CheckpointError, ConfigurationError, DiLoCoError, from_extra
+from diloco.private_files import make_private_folder
+from diloco.waiting import in_thread, waiting_for
+
+__all__ = ["Mirror", "fetch_run"]
+
+_MANIFEST, _WRITER, _HOME = "manifest.json", "writer.json", "home/"
+_MAX_MANIFEST_BYTES = 64 << 20
+_COPIED = re.compile(r"[A-Za-z0-9][\w-]*\.(toml|jsonl?|jinja|txt|model)\Z")
+"""The files of a run folder that are copied. No key and no lock is among them, and no name leaves the folder."""
+_UPLOADED = re.compile(
+    r"/?(?:(?P<replica>replica-[1-9]\d*)/)?checkpoints/(?P<folder>\d{8}-(?P<name>step-\d{8,})-[0-9a-f]{8})/(?P<file>.+)"
+)
+
+
+@dataclass(frozen=True)
+class _Upload:
+    """One upload as the listing shows it, whole or not."""
+
+    replica: str  # "", or the folder of a replica in a process of its own
+    folder: str  # its path at the place
+    name: str  # of the checkpoint
+    sizes: dict[str, int] = field(default_factory=dict)  # by file name
+
+
+class _Place:
+    """The place that a URL names."""
+
+    def __init__(self, url: str) -> None:
+        from fsspec.core import split_protocol, url_to_fs
+        from fsspec.implementations.dirfs import DirFileSystem
+
+        self.url = url.rstrip("/")
+        local = split_protocol(url)[0] in (None, "file", "local")
+        # own instances: without caches of listings, and with the credentials of now
+        options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+        with from_extra("cloud", f"{url} needs a library"):
+            try:
+                fs, root = url_to_fs(self.url, **options, **({"auto_mkdir": True} if local else {}))
+            except ValueError as error:
+                raise ConfigurationError(f"{url} can't be used: {error}. Use a path, s3://, gs:// or hf://.") from error
+        self.store = DirFileSystem(root, fs)
+
+    @contextmanager
+    def reached(self, what: str) -> Iterator[None]:
+        """Turn whatever the library of the store raises in the block, which has no common type, into one error."""
+        try:
+            yield
+        except DiLoCoError:
+            raise
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise CheckpointError(f"{self.url} can't be {what}: {why}") from error
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size of every file there, by name."""
+        self.store.invalidate_cache()
+        try:
+            listing = self.store.find("", detail=True)
+        except FileNotFoundError:
+            return {}
+        return {name.lstrip("/"): each["size"] for name, each in listing.items() if each["type"] == "file"}
+
+    def uploads(self) -> dict[str, list[_Upload]]:
+        """Return all uploads by replica, the newest first."""
+        folders: dict[str, _Upload] = {}
+        for path, size in self.sizes().items():
+            if match := _UPLOADED.fullmatch(path):
+                folder = path.removesuffix(f"/{match['file']}")
+                upload = folders.setdefault(folder, _Upload(match["replica"] or "", folder, match["name"]))
+                upload.sizes[match["file"]] = size
+        by_replica: dict[str, list[_Upload]] = {}
+        for folder in sorted(folders, reverse=True):
+            by_replica.setdefault(folders[folder].replica, []).append(folders[folder])
+        return by_replica
+
+    def read(self, upload: _Upload) -> Manifest | None:
+        """Return the manifest of an upload, or None if it is not whole."""
+        if not 0 < upload.sizes.get(_MANIFEST, 0) <= _MAX_MANIFEST_BYTES:
+            return None
+        with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
+            try:
+                self.store.get_file(f"{upload.folder}/{_MANIFEST}", f"{folder}/{_MANIFEST}")
+                manifest = read_manifest(Path(folder))
+            except (CheckpointError, FileNotFoundError):  # damaged, or deleted since
+                return None
+        files = [item for entries in manifest.parts.values() for item in entries.items()]
+        whole = all(upload.sizes.get(name) == facts.size_bytes for name, facts in files)
+        return manifest if whole and upload.name == f"step-{manifest.step:08d}" else None
+
+
+class Mirror:
+    """Uploads the checkpoints of one run folder in a thread, one at a time, and deletes the oldest ones there.
+
+    Args:
+        url: where to; another run folder must have another place.
+        home: the run folder.
+        keep: how many whole checkpoints to keep there.
+    """
+
+    def __init__(self, url: str, home: Path, keep: int) -> None:
+        self._place, self._home, self._keep = _Place(url), home, keep
+        since = datetime.now(UTC).isoformat(" ", "seconds")
+        about = {"token": secrets.token_hex(16), "host": socket.gethostname(), "pid": os.getpid(), "since": since}
+        self._writer = json.dumps(about).encode()
+        self._lock = threading.Lock()
+        self._waiting: tuple[Path, dict[str, BinaryIO], ExitStack] | None = None
+        self._work: Future[None] | None = None
+        self._number, self._last = 0, None  # type: int, Path | None
+        self._problem = ""  # of the last upload
+        self._sentences: list[str] = []
+
+    def claim(self, identity: Mapping[str, str], *, fresh: bool) -> None:
+        """Become the writer of the place, before the first step.
+
+        Args:
+            identity: what the run is; see `diloco.train.description`.
+            fresh: whether the run begins, so that the place must not have any checkpoint.
+
+        Raises:
+            CheckpointError: it can't be written to, or read.
+            ConfigurationError: there is another run.
+        """
+        place = self._place
+        with place.reached("written to"):
+            manifest = next(filter(None, map(place.read, self._own())), None)
+            there = {} if manifest is None else manifest.about.get("identity", {})
+            if odd := [name for name in ("model", "data", "seed") if there and there.get(name) != identity.get(name)]:
+                raise ConfigurationError(f"{place.url} has another run, with another {odd[0]}. Use another place.")
+            for written in (False, True):
+                sizes = place.sizes()
+                # also if the first listing was empty because nothing may be listed
+                if fresh and any(name.endswith(f"/{_MANIFEST}") for name in sizes):
+                    raise ConfigurationError(
+                        f"{place.url} has the checkpoints of a run already. Use --resume-or-start {place.url} to "
+                        "continue it, or another place."
+                    )
+                if not written:
+                    place.store.pipe_file(_WRITER, self._writer)
+                elif _WRITER not in sizes:
+                    raise CheckpointError(f"{place.url} does not list what was written to it, so it can't be used.")
+        self._number = max((int(each.folder.rpartition("/")[2][:8]) for each in self._own()), default=0)
+
+    def offer(self, path: Path) -> None:
+        """Upload the complete checkpoint ``path`` after the one that is being uploaded, in place of one that waits.
+
+        Its files are opened now, so they may be deleted meanwhile.
+        """
+        files: dict[str, BinaryIO] = {}
+        with ExitStack() as stack:
+            named = {f"{_HOME}{each.name}": each for each in self._home.iterdir() if _COPIED.match(each.name)}
+            for name, file in (named | {each.name: each for each in path.iterdir()}).items():
+                files[name] = stack.enter_context(open(file, "rb"))
+            opened = stack.pop_all()
+        with self._lock:
+            if self._waiting:
+                self._waiting[2].close()
+            self._waiting, self._last = (path, files, opened), path
+            if self._work is None:
+                self._work = in_thread(self._upload_all, "diloco-mirror")
+
+    def take_sentences(self) -> list[str]:
+        """Return sentences for the user about uploads that have failed since the last call."""
+        with self._lock:
+            sentences, self._sentences = self._sentences, []
+        return sentences
+
+    def close(self) -> None:
+        """Wait until the last checkpoint is uploaded; if that fails, try once more.
+
+        Raises:
+            CheckpointError: it is not there.
+        """
+        for last_try in (False, True):
+            if (work := self._work) is not None:
+                with waiting_for(lambda: f"{self._last} to be uploaded to {self._place.url}"):
+                    work.result()
+            if not self._problem or self._last is None:
+                return
+            if not last_try:
+                self.offer(self._last)
+        raise CheckpointError(f"{self._problem} {self._last} is complete on this machine.")
+
+    def _upload_all(self) -> None:
+        while True:
+            with self._lock:
+                if (waiting := self._waiting) is None:
+                    self._work = None  # under the lock, so that the next offer starts another thread
+                    return
+                self._waiting = None
+            path, files, opened = waiting
+            problem = ""
+            try:
+                with opened, self._place.reached("written to"):
+                    self._upload(path.name, files)
+            except DiLoCoError as error:
+                problem = str(error)
+            with self._lock:
+                self._problem = problem
+                if problem:
+                    self._sentences.append(
+                        f"{path.name} was not uploaded, which is tried again with the next: {problem}"
+                    )
+
+    def _upload(self, name: str, files: Mapping[str, BinaryIO]) -> None:
+        store, folder = self._place.store, f"checkpoints/{self._number + 1:08d}-{name}-{secrets.token_hex(4)}"
+        self._check_writer()
+        for file in sorted(files, key=lambda file: file == _MANIFEST):
+            if file == _MANIFEST:
+                self._check_writer()
+            with store.open(f"{folder}/{file}", "wb") as there:
+                shutil.copyfileobj(files[file], there, 16 << 20)
+        self._number += 1
+        self._delete_old()
+
+    def _check_writer(self) -> None:
+        self._place.store.invalidate_cache()
+        if (other := self._place.store.cat_file(_WRITER)) != self._writer:
+            raise CheckpointError(
+                f"{self._place.url} is now written to by another process ({other[:300].decode(errors='replace')}), so "
+                "this one uploads no more."
+            )
+
+    def _delete_old(self) -> None:
+        whole = [each for each in self._own() if _MANIFEST in each.sizes]
+        for upload in self._own():
+            if upload not in whole[: self._keep] and upload.folder < whole[0].folder:
+                if _MANIFEST in upload.sizes:
+                    self._place.store.rm_file(f"{upload.folder}/{_MANIFEST}")  # first, so that it is never half
+                self._place.store.rm(upload.folder, recursive=True)
+
+    def _own(self) -> list[_Upload]:
+        return self._place.uploads().get("", [])
+
+
+def fetch_run(url: str, folder: Path, replica: int | None = None) -> bool:
+    """Fetch the newest whole checkpoint of a run into ``folder``, unless that has it or a newer one.
+
+    If replicas are processes of their own, it is the newest one that all of them have.
+
+    Args:
+        folder: the run folder; it gets the settings and the tokeniser as well.
+        replica: fetch only what this replica needs. None: the checkpoints of all replicas.
+
+    Returns:
+        Whether there is anything. If not, nothing was written.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none is whole or none is common to all replicas, or what was fetched
+            differs from what was uploaded; or the place can't be read.
+    """
+    place = _Place(url)
+    with place.reached("read"), waiting_for(lambda: f"a checkpoint from {url}"):
+        uploads = place.uploads()
+        if not any(_MANIFEST in each.sizes for group in uploads.values() for each in group):
+            return False
+        chosen = _newest(place, uploads)
+        own = f"replica-{replica or 0}"
+        for home, (upload, manifest) in chosen.items():
+            if replica is None or home == own or (own not in chosen and not home):
+                _fetch(place, upload, manifest, folder / home)
+    return True
+
+
+def _newest(place: _Place, uploads: Mapping[str, list[_Upload]]) -> dict[str, tuple[_Upload, Manifest]]:
+    """Return the newest upload of each replica's state, all of the same step; "" is the run folder of replica 0."""
+
+    def state(manifest: Manifest) -> tuple[int, object]:
+        shared = manifest.about.get("algorithm") != "none"  # else each replica has its own parameters
+        return manifest.step, manifest.about.get("global_params_digest") if shared else None
+
+    read = {replica: [(each, place.read(each)) for each in group] for replica, group in uploads.items()}
+    whole = {replica: [(each, found) for each, found in group if found] for replica, group in read.items()}
+    for first, manifest in whole.get("", []):
+        most = manifest.about.get("num_replicas")
+        chosen = {"": (first, manifest)}
+        others = [
+            replica
+            for replica in uploads
+            if replica and replica not in manifest.parts and isinstance(most, int) and int(replica[8:]) < most
+        ]
+        for replica in others:
+            same = [each for each in whole[replica] if state(each[1]) == state(manifest)]
+            chosen |= {replica: same[0]} if same else {}
+        if len(chosen) == 1 + len(others):
+            return chosen
+    steps = {replica or "replica-0": sorted({m.step for _, m in whole[replica]}) for replica in sorted(whole)}
+    raise CheckpointError(
+        f"{place.url} has no whole checkpoint that all replicas have. Steps: {steps}. To resume from some of them, "
+        "fetch their folders with another program, and use --resume FOLDER."
+    )
+
+
+def _fetch(place: _Place, upload: _Upload, manifest: Manifest, home: Path) -> None:
+    folder = home / "checkpoints"
+    before = list_checkpoints(folder)
+    make_private_folder(home)
+    same = [each for each in before if each.path.name == upload.name and each.about == manifest.about]
+    if not any(each.parts == manifest.parts and each.serial == manifest.serial for each in same):
+        target = folder / upload.name
+        with new_folder(target, last=_MANIFEST, replaces=target.exists()) as partial:
+            for files in manifest.parts.values():
+                for name, facts in files.items():
+                    place.store.get_file(f"{upload.folder}/{name}", str(partial / name))
+                    check_content(partial / name, facts)
+            place.store.get_file(f"{upload.folder}/{_MANIFEST}", str(partial / _MANIFEST))
+            read_manifest(partial)
+    if before and before[-1].serial > manifest.serial:  # saved here later, and not uploaded
+        return
+    for file in upload.sizes:
+        name = file.removeprefix(_HOME)
+        if file != name and _COPIED.match(name) and not (name == "metrics.jsonl" and (home / name).exists()):
+            replace_file(home / name, [place.store.cat_file(f"{upload.folder}/{file}")])
+    replace_file(folder / LATEST, [f"{upload.name}\n".encode()])

@@ -1,0 +1,123 @@
+"""Pushing an export to the Hugging Face hub, with a card that says how the model was trained."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco.checkpoint import open_checkpoint, write_whole
+from diloco.config import CONFIG_FILE, read_record
+from diloco.errors import ConfigurationError, DiLoCoError, from_extra
+from diloco.model import parse_source
+from diloco.monitor import read_metrics
+from diloco.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from diloco.trained import Trained
+
+CARD = "README.md"
+
+_TEXT = """---
+{header}
+---
+# {name}
+
+This model was trained with [DiLoCo](https://arxiv.org/abs/2311.08105): replicas train alone and average their progress
+every few steps. The weights are the {weights} after step {step}.
+
+| | |
+|---|---|
+{table}
+
+The digest is that of the global parameters, which all replicas of the run share bit for bit.
+"""
+
+
+def model_card(trained: Trained, name: str, *, adapter: bool) -> str:
+    """Return the card of a trained model: what its checkpoint, settings and log say, without any path.
+
+    Raises:
+        ConfigurationError: it is no run.
+    """
+    if trained.step is None:
+        raise ConfigurationError(
+            f"--push needs a run, which says how the model was trained, and {trained.path} is none."
+        )
+    settings, checkpoint = read_record(trained.run / CONFIG_FILE), open_checkpoint(trained.path)
+    train, sync, inner = settings.train, settings.sync, settings.optimizer
+    header = {"library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation"}
+    source = settings.model.source and parse_source(settings.model.source)
+    if source and source.kind == "hf" and re.fullmatch(r"[\w.-]+/[\w.-]+", source.place):  # else it is a folder
+        header["base_model"] = source.place
+    rounds = settings.algorithm in ("streaming", "diloco")
+    rows: dict[str, object] = {
+        "algorithm": settings.algorithm,
+        "replicas (M)": checkpoint.fact("num_replicas", int, least=1),
+        **({"inner steps (H)": sync.inner_steps} if rounds else {}),
+        **({"fragments (P), overlap (tau)": f"{sync.num_fragments}, {sync.overlap_steps} steps"} if rounds else {}),
+        **({"outer optimizer": f"{sync.outer}, learning rate {sync.outer_learning_rate:g}"} if rounds else {}),
+        "codec": sync.codec or "float32",
+        "inner optimizer": f"{inner.name}, learning rate {inner.learning_rate:g}, {inner.schedule}",
+        "shared data-parallel steps": train.data_parallel_steps,
+        "batch": f"{train.batch_size} sequences of {train.sequence_length} tokens per replica and step",
+        "precision": train.precision,
+        "seed": settings.seed,
+        **_log(trained),
+        "digest": checkpoint.fact("global_params_digest", str),
+        "versions": ", ".join(f"{package} {version}" for package, version in checkpoint.versions.items()),
+    }
+    return _TEXT.format(
+        header="\n".join([*(f"{key}: {value}" for key, value in header.items()), "tags:\n- diloco"]),
+        name=name.rpartition("/")[2],
+        weights=trained.weights,
+        step=f"{trained.step:,} of {train.steps:,}",
+        table="\n".join(f"| {key} | {str(value).replace('|', '/')} |" for key, value in rows.items()),
+    )
+
+
+def _log(trained: Trained) -> Mapping[str, object]:
+    """Return what the run's log says up to the checkpoint; nothing without one."""
+    latest: dict[str, dict[str, Any]] = {}
+    with suppress(FileNotFoundError):
+        for record in read_metrics(trained.run / "metrics.jsonl"):
+            if record["step"] <= (trained.step or 0):
+                latest[record["event"]] = record
+    rows: dict[str, object] = {}
+    if "RunStarted" in latest:
+        rows["data"] = latest["RunStarted"]["facts"].get("data", "")
+    if finished := latest.get("StepFinished"):
+        rows["tokens"] = format_count(finished["tokens"])
+        rows["training loss"] = f"{finished['loss']:.4f} nats per token"
+        rows["sent"] = f"{format_bytes(finished['sent_bytes'])} per replica"
+    if evaluated := latest.get("Evaluated"):
+        rows["held-out loss"] = f"{evaluated['heldout_loss']:.4f} nats per token at step {evaluated['step']:,}"
+        rows["held-out bits per byte"] = f"{evaluated['bits_per_byte']:.4f}"
+    return rows
+
+
+def push(folder: Path, repo: str, card: str, *, private: bool, dry_run: bool) -> str:
+    """Push the exported ``folder`` in one commit, and return a sentence about it. A card that is there already stays.
+
+    Raises:
+        DiLoCoError: the hub refuses it, or can't be reached; nothing but an empty repository can have been created.
+    """
+    write_whole(folder / CARD, card)
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    size = format_bytes(sum(path.stat().st_size for path in files))
+    what = f"{len(files)} files, {size}, to {'a private' if private else 'a public'} {repo}"
+    if dry_run:
+        return f"{card}\nwould push {what}: {', '.join(path.name for path in files)}"
+    with from_extra("hf", "--push needs huggingface_hub"):
+        from huggingface_hub import HfApi
+    api = HfApi(library_name="diloco")
+    try:
+        url = api.create_repo(repo, private=private, exist_ok=True)
+        kept = [CARD] if api.file_exists(repo, CARD) else []
+        api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns=kept, commit_message="Export of diloco")
+    except Exception as error:  # of the hub, of the network, or of a missing token: they have no common type
+        why = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
+        raise DiLoCoError(f"{folder} is complete, but can't be pushed to {repo}: {why}") from error
+    return f"pushed {what}: {url}{'; the card that was there stays' if kept else ''}"

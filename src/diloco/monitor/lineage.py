@@ -1,0 +1,145 @@
+"""A signed record of who contributed what: ``lineage.jsonl`` of each process, and its verification.
+
+Each line is ``{"entry": ..., "signature": ...}``. An entry has the digest of the line before, so that none can be left
+out or inserted, and the signature is that of the key whose public half the first line has. A start says at which step;
+it supersedes the rounds after that step. A round has what its replica saw and gave: view, contributors, its own weight,
+the sum of all weights, and the digest of the state to which all contributions belonged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from diloco import events
+from diloco.errors import DataError
+from diloco.private_files import create_private, read_private
+from diloco.units import columns
+
+LINEAGE_FILE, _KEY_FILE = "lineage.jsonl", "lineage.key"
+_SHARED = ("view", "contributors", "total_weight", "digest")  # the same for all replicas of a round
+_FIELDS = ("replica", "fragment", "outer_step", "step", "weight", *_SHARED)
+
+
+def _text(entry: Any) -> bytes:
+    return json.dumps(entry, sort_keys=True, separators=(",", ":")).encode()
+
+
+class LineageSink:
+    """Appends a signed line for each round that a replica of this process has applied.
+
+    The key is in ``folder``, of this process alone, and created with the file.
+
+    Raises:
+        ConfigurationError: if others can read the key.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+        path, key = folder / LINEAGE_FILE, folder / _KEY_FILE
+        if not key.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            create_private(key, Ed25519PrivateKey.generate().private_bytes_raw())
+        self._key = Ed25519PrivateKey.from_private_bytes(read_private(key, f"The key {key}"))
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        self._file = path.open("wb")  # without an incomplete line at its end
+        self._file.writelines(line + b"\n" for line in lines)
+        self._digest = hashlib.sha256(lines[-1]).hexdigest() if lines else ""
+
+    def handle(self, event: events.Event) -> None:
+        """Append what ``event`` tells of a round."""
+        match event:
+            case events.RunStarted():
+                self._append({"started_at": event.step, "key": self._key.public_key().public_bytes_raw().hex()})
+            case events.RoundCommitted():
+                self._append({name: getattr(event, name) for name in _FIELDS})
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        entry |= {"previous": self._digest}
+        line = _text({"entry": entry, "signature": self._key.sign(_text(entry)).hex()})
+        self._digest = hashlib.sha256(line).hexdigest()
+        self._file.write(line + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_lineage(path: Path) -> tuple[str, list[dict[str, Any]]]:
+    """Return the public key of a file, as hexadecimal text, and the entries of its rounds that count.
+
+    Raises:
+        DataError: if a line is missing, changed or not signed by that key.
+    """
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    key, previous, rounds = "", "", list[dict[str, Any]]()
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+            entry = record["entry"]
+            key = key or entry["key"]
+            Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)).verify(
+                bytes.fromhex(record["signature"]), _text(entry)
+            )
+            if entry["previous"] != previous:
+                raise ValueError("what came before it was changed")
+            if "started_at" in entry:
+                rounds = [each for each in rounds if each["step"] <= entry["started_at"]]
+            else:
+                rounds.append(entry)
+        except (InvalidSignature, ValueError, KeyError, TypeError) as error:
+            why = str(error) or "its signature is wrong"
+            raise DataError(f"{path}, line {number}: {why}. The file is not what its process has written.") from error
+        previous = hashlib.sha256(line).hexdigest()
+    return key, rounds
+
+
+def verify_lineage(folder: Path) -> tuple[str, list[str]]:
+    """Rebuild who contributed what from the files of a run's replicas.
+
+    Args:
+        folder: the folder of a run, whose other replicas may have theirs in subfolders ``replica-N``.
+
+    Returns:
+        A table with a row for each replica, and sentences about rounds of which two files say different things.
+
+    Raises:
+        DataError: if there is no file, or one was changed; see `read_lineage`.
+    """
+    paths = [path for path in (folder / LINEAGE_FILE, *folder.glob(f"replica-*/{LINEAGE_FILE}")) if path.exists()]
+    if not paths:
+        raise DataError(f"{folder} has no {LINEAGE_FILE}. Train with --sinks lineage.")
+    keys: dict[int, str] = {}
+    told: defaultdict[tuple[int, int], dict[int, dict[str, Any]]] = defaultdict(dict)
+    problems = []
+    for path in paths:
+        key, rounds = read_lineage(path)
+        for entry in rounds:
+            if keys.setdefault(entry["replica"], key) != key:
+                problems.append(f"Two keys have signed for replica {entry['replica']}.")
+            told[entry["fragment"], entry["outer_step"]][entry["replica"]] = entry
+    counted: defaultdict[int, list[float]] = defaultdict(list)
+    for (fragment, outer_step), entries in sorted(told.items()):
+        about = f"Fragment {fragment}, outer step {outer_step}"
+        for name in _SHARED:
+            if len({_text(entry[name]) for entry in entries.values()}) > 1:
+                problems.append(f"{about}: the replicas differ about the {name}.")
+        first = next(iter(entries.values()))
+        total, weights = first["total_weight"], {each: entries[each]["weight"] for each in entries}
+        for replica in first["contributors"]:
+            counted[replica].append(weights.get(replica, 0.0) / total)
+        known = [weights[each] for each in first["contributors"] if each in weights]
+        if len(known) == len(first["contributors"]) and abs(sum(known) / total - 1) > 1e-6:
+            problems.append(f"{about}: the weights are {known}, but the mean was divided by {total}.")
+    rows = [
+        [str(replica), keys.get(replica, "-")[:16], str(len(shares)), f"{100 * sum(shares) / len(told):.2f} %"]
+        for replica, shares in sorted(counted.items())
+    ]
+    return columns(["replica", "key", f"of {len(told)} rounds", "weight"], rows), list(dict.fromkeys(problems))

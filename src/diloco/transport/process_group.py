@@ -1,0 +1,510 @@
+"""The transport between replicas in one cluster, over process groups of torch.distributed (NCCL, gloo).
+
+Payloads are uint8 collectives on their own device: an all-gather, or an all-to-all and an all-gather of means where
+`plan_exchange` says so. Every rank sums in replica order; then all ranks compare digests, and a round whose digests
+differ is void for all. On the CPU a thread does all of this while the replica trains. On CUDA the training thread
+queues the collectives, which run on streams of their own, because NCCL needs them in the same order on every rank.
+
+Membership is fixed. A `RollCall` finds out which rank is lost, and then every rank ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import queue
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from diloco.algorithm import (
+    UNKNOWN_UPLINK,
+    Contribution,
+    Exchange,
+    Mean,
+    check_choice,
+    encode_mean,
+    plan_round,
+    weighted_mean,
+)
+from diloco.errors import CodecError, ConfigurationError, RoundTimeoutError, RoundVoidError, TransportError
+from diloco.membership import View
+from diloco.protocol import Average, Entry, Header, Rules, decode, difference, encode, header_of, judge_headers
+from diloco.state_tree import flatten, unflatten
+from diloco.transport.base import Pending, SnapshotSource, Transport
+from diloco.transport.replica_group import LeaderTransport, ReplicaGroup
+from diloco.transport.roll_call import RollCall, fresh_store
+from diloco.waiting import in_thread
+
+__all__ = ["Cluster", "ProcessGroupTransport", "connect_process_group", "open_cluster", "weighted_bits"]
+
+_HEAD_BYTES, _VOTE_BYTES = 2048, 1024  # a header and a vote, padded
+_PIECE_VALUES = 1 << 22
+_POLL_S = 0.2
+_CONNECTIONS = itertools.count()
+
+
+@dataclass(eq=False)
+class _Gathering:
+    """Rows of bytes that are being gathered from all ranks of a group."""
+
+    rows: Tensor  # ``(ranks, n)`` uint8
+    work: Any
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.rows
+
+
+def _gather(data: Tensor, group: dist.ProcessGroup) -> _Gathering:
+    rows = torch.empty((group.size(), data.numel()), dtype=torch.uint8, device=data.device)
+    return _Gathering(rows, dist.all_gather(list(rows.unbind()), data.contiguous(), group=group, async_op=True))
+
+
+def _padded(data: bytes, size: int) -> Tensor:
+    """Return ``data``, as far as it fits, as ``(size,)`` uint8 that begins with its length."""
+    data = data[: size - 4]
+    return torch.frombuffer(bytearray((len(data).to_bytes(4) + data).ljust(size, b"\0")), dtype=torch.uint8)
+
+
+def _content(row: Tensor) -> bytes:
+    data = row.numpy().tobytes()
+    return data[4 : 4 + int.from_bytes(data[:4])]
+
+
+def _digest(mean: Mean) -> str:
+    """Return the digest of a mean. On a GPU it is that of a sum, so that the values need not be copied to the host."""
+    return (replace(mean, values=weighted_bits(mean.values)) if mean.values.is_cuda else mean).digest()
+
+
+def weighted_bits(values: Tensor) -> Tensor:
+    """Return the sum of the bits of ``values``, ``(n,)`` float32, each times an odd number of its own: ``(1,)`` int64.
+
+    It is taken modulo 2^64 and so does not depend on the order of the additions.
+    """
+    total = torch.zeros(1, dtype=torch.int64, device=values.device)
+    for start in range(0, len(values), _PIECE_VALUES):
+        bits = values[start : start + _PIECE_VALUES].view(torch.int32).to(torch.int64)
+        index = torch.arange(start, start + len(bits), dtype=torch.int64, device=values.device)
+        total += ((bits + index) * (index * 0x9E3779B97F4A7C1 | 1)).sum()
+    return total
+
+
+class ProcessGroupTransport(Transport):
+    """The transport of one rank of a replica: it exchanges its part of the model with the same ranks of the others.
+
+    Args:
+        peers: the ranks at this rank's position, one of each replica, in the order of replicas. It must support CPU
+            tensors and those of the payload's device.
+        everyone: all ranks that communicate; it must support CPU tensors.
+        ranks: the rank in ``everyone`` of position s of replica m, at index m S + s.
+        roll: who of them is alive.
+        roll_ranks: likewise the rank in ``roll``.
+        timeout_s: a round that takes longer ends the run.
+    """
+
+    def __init__(
+        self,
+        peers: dist.ProcessGroup,
+        everyone: dist.ProcessGroup,
+        ranks: Sequence[int],
+        roll: RollCall,
+        roll_ranks: Sequence[int],
+        *,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.replica = peers.rank()
+        self.view = View.of(peers.size())
+        self.timeout_s = timeout_s
+        self.roll = roll
+        self._peers, self._everyone, self._ranks, self._roll_ranks = peers, everyone, ranks, roll_ranks
+        self._rules = Rules(rank=ranks.index(everyone.rank()), ranks_per_replica=len(ranks) // peers.size())
+        self._source: SnapshotSource | None = None
+        self._in_flight: set[Any] = set()
+        self._agreements, self._fetched_bytes = itertools.count(), 0
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        roll.on_ask = self._answer
+        in_thread(self._work, "diloco-process-group")
+
+    # Rounds.
+
+    def average(self, contribution: Contribution) -> Pending:
+        self.check_name(contribution)
+        round_id = contribution.round
+        if round_id in self._in_flight:
+            raise TransportError(
+                f"Replica {self.replica} has already contributed to {round_id}. Its first contribution stands.",
+                round=str(round_id),
+                replicas=[self.replica],
+            )
+        self.roll.check()
+        self._in_flight.add(round_id)
+        if contribution.payload.is_cuda:
+            return _Round(self, round_id, self._begin(contribution))
+        outcome: Future[Average] = Future()
+        self._jobs.put(partial(_resolve, outcome, lambda: self._begin(contribution)()))
+        return _Round(self, round_id, outcome)
+
+    def _begin(self, mine: Contribution) -> Callable[[], Average]:
+        """Queue the collectives of a round, and return the function that waits for them and decides the round."""
+        plan = plan_round(mine, len(self.view.members))
+        header = encode(header_of(mine, 0, UNKNOWN_UPLINK, taking_over=False))
+        heads = _gather(_padded(header, _HEAD_BYTES), self._everyone)
+        extras = [each.contiguous().view(torch.uint8) for each in (mine.buffers, mine.integers) if each is not None]
+        more = _gather(torch.cat(extras), self._peers) if extras else None
+        if plan.pattern == "all-gather":
+            payloads = _gather(mine.payload, self._peers)
+        else:
+            pieces = [mine.codec.cut(mine.payload, mine.numel, start, stop) for start, stop in plan.shards]
+            rows = mine.payload.new_empty((len(pieces), pieces[self.replica].numel()))
+            sizes = [piece.numel() for piece in pieces]
+            work = dist.all_to_all_single(
+                rows.view(-1), torch.cat(pieces), [rows.shape[1]] * len(rows), sizes, self._peers, async_op=True
+            )
+            payloads = _Gathering(rows, work)
+        return partial(self._decide, mine, plan, heads, payloads, more)
+
+    def _decide(
+        self, mine: Contribution, plan: Exchange, heads: _Gathering, payloads: _Gathering, more: _Gathering | None
+    ) -> Average:
+        size, position = self._rules.ranks_per_replica, self._rules.position
+        headers = {index: decode(_content(heads.wait()[rank]), Header) for index, rank in enumerate(self._ranks)}
+        for rank, header in headers.items():
+            if header.id != mine.round:
+                raise TransportError(f"Rank {rank} is in {header.id}, and this rank in {mine.round}.")
+        verdict = judge_headers(headers, mine, self.view.members, self._rules)
+        rows, extras = payloads.wait(), None if more is None else more.wait()
+        mean, reason, donor = None, verdict.reason, verdict.donor
+        if not verdict.void:
+            contributions = [
+                self._received(mine, headers[member * size + position], member, rows, extras)
+                for member in verdict.contributors
+            ]
+            mean, reason = self._mean(mine, plan, contributions)
+        vote = f"{_digest(mean) if mean is not None and not reason else ''}\n{reason}"
+        ballots = _gather(_padded(vote.encode(), _VOTE_BYTES), self._everyone).wait()
+        votes = [_content(ballots[rank]).decode(errors="ignore").split("\n", 1) for rank in self._ranks]
+        reason = next((reason for _, reason in votes if reason), "")
+        if not reason and any(len({digest for digest, _ in votes[here::size]}) > 1 for here in range(size)):
+            reason = "the ranks have computed different means"
+        here = self.view.members.index(self.replica)
+        self.sent_bytes += plan.sent[here]
+        self.received_bytes += plan.received[here]
+        if self.replica in verdict.diverged:
+            raise verdict.divergence(mine.round, headers[donor * size + position].digest)
+        if mean is None or reason:
+            raise RoundVoidError(f"{mine.round} is void: {reason}.", round=str(mine.round))
+        return Average(
+            **vars(mean),
+            round=mine.round,
+            view=self.view,
+            sent_bytes=plan.sent[here],
+            received_bytes=plan.received[here],
+            wait_s=0.0,
+            note=verdict.reason,
+            choice=plan.choice,
+        )
+
+    def _received(
+        self, mine: Contribution, header: Header, member: int, payloads: Tensor, extras: Tensor | None
+    ) -> Contribution:
+        buffers = integers = None
+        if extras is not None:
+            split = 4 * (header.buffers or 0)
+            buffers = None if mine.buffers is None else extras[member, :split].clone().view(torch.float32)
+            integers = None if mine.integers is None else extras[member, split:].clone()
+        return replace(
+            mine,
+            replica=member,
+            payload=payloads[member],
+            weight=header.weight,
+            base_weight=header.base_weight,
+            buffers=buffers,
+            integers=integers,
+        )
+
+    def _mean(
+        self, mine: Contribution, plan: Exchange, contributions: Sequence[Contribution]
+    ) -> tuple[Mean | None, str]:
+        """Return the mean, and why this rank finds the round void; "" if it does not."""
+        scattered = plan.pattern == "reduce-scatter"
+        start, stop = plan.shards[self.replica] if scattered else (0, mine.numel)
+        mean, reason = None, ""
+        try:
+            telemetry = mine.telemetry and not scattered  # it needs whole contributions
+            mean = weighted_mean([replace(each, numel=stop - start, telemetry=telemetry) for each in contributions])
+        except CodecError as error:
+            reason = str(error)
+        if not scattered:
+            return mean, reason
+        sizes = [plan.mean.payload_bytes(b - a) for a, b in plan.shards]
+        own = mine.payload.new_zeros(max(sizes))
+        if mean is not None:
+            own[: sizes[self.replica]] = encode_mean(mean.values, plan.mean)
+        rows = _gather(own, self._peers).wait()  # also if this rank has none, for which the others wait
+        if mean is None:
+            return None, reason
+        values = torch.empty(mine.numel, dtype=torch.float32, device=rows.device)
+        for (a, b), size, row in zip(plan.shards, sizes, rows, strict=True):
+            plan.mean.decode(row[:size], b - a, out=values[a:b])
+        return replace(mean, values=values), ""
+
+    def forget(self, round_id: Any) -> None:
+        """Forget a round whose outcome has been taken."""
+        self._in_flight.discard(round_id)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # it holds the round
+
+    # State.
+
+    def publish(self, source: SnapshotSource, version: Callable[[int], object] | None = None) -> None:
+        self._source = source
+
+    @property
+    def fetched_bytes(self) -> int:
+        return self._fetched_bytes
+
+    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
+        donor = next((each for each in donors if each in self.view.members and each != self.replica), None)
+        if donor is None:
+            raise TransportError(f"None of the donors {list(donors)} is another member of {self.view}.")
+        index = donor * self._rules.ranks_per_replica + self._rules.position
+        rank = self._ranks[index]
+        self.roll.ask(self._roll_ranks[index], [fragment, expected_bytes])
+        length = torch.zeros(1, dtype=torch.int64)
+        self._receive(length, rank)
+        outline = torch.empty(int(length), dtype=torch.uint8)
+        self._receive(outline, rank)
+        skeleton, shapes, refusal = json.loads(outline.numpy().tobytes())
+        if refusal:
+            raise TransportError(f"replica {donor} was asked for fragment {fragment}, but {refusal}.", replicas=[donor])
+        tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype), device="cpu") for name, dtype, shape in shapes}
+        for tensor in tensors.values():
+            self._receive(tensor.view(-1).view(torch.uint8), rank)
+            self._fetched_bytes += tensor.numel() * tensor.element_size()
+        state: Mapping[str, Any] = unflatten(skeleton, tensors)
+        return state
+
+    def _receive(self, data: Tensor, rank: int) -> None:
+        received = in_thread(self._everyone.recv([data], rank, 0).wait, "diloco-fetch")
+        self.roll.wait(received.done)
+        received.result()
+
+    def _answer(self, rank: int, question: Any) -> None:
+        """Send a fragment's state to a rank that has asked for it."""
+        fragment, expected_bytes = question
+        rank = self._ranks[self._roll_ranks.index(rank)]
+        refusal, skeleton, tensors = "it has published nothing", None, dict[str, Tensor]()
+        if self._source is not None:
+            skeleton, tensors = flatten(self._source(fragment))
+            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+            too_large = expected_bytes is not None and num_bytes > expected_bytes
+            refusal = (
+                f"its state of {num_bytes} bytes is larger than the expected {expected_bytes}" if too_large else ""
+            )
+        shapes = [(name, str(each.dtype).removeprefix("torch."), list(each.shape)) for name, each in tensors.items()]
+        outline = json.dumps([skeleton, shapes, refusal]).encode()
+        sent = [each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in tensors.values()]
+        told = torch.frombuffer(bytearray(outline), dtype=torch.uint8)
+        for data in [torch.tensor([len(outline)]), told, *([] if refusal else sent)]:
+            self._everyone.send([data], rank, 0).wait()
+
+    # Members.
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        name, size = f"arguments ({next(self._agreements)})", self._rules.ranks_per_replica
+        texts = self.roll.meet(name, json.dumps(dict(facts)), self.timeout_s, self._roll_ranks)
+        entries = [Entry(rank, "", json.loads(text)) for rank, text in enumerate(texts)]
+        for entry in entries[size:]:
+            if reason := difference(entries[entry.rank % size], entry, size):
+                raise ConfigurationError(f"{reason}. All replicas need the same.")
+
+    def close(self, failed: str = "") -> None:
+        """End the threads; the other ranks end too, unless all have finished."""
+        self.roll.close(failed)
+        self._jobs.put(None)
+
+
+def _resolve(outcome: Future[Average], decide: Callable[[], Average]) -> None:
+    try:
+        outcome.set_result(decide())
+    except Exception as error:
+        outcome.set_exception(error.with_traceback(None))  # which would keep the round's tensors
+
+
+class _Round:
+    """A round in flight: its average, or on CUDA the function that decides it."""
+
+    def __init__(
+        self, transport: ProcessGroupTransport, round_id: Any, outcome: Future[Average] | Callable[[], Average]
+    ) -> None:
+        self._transport, self._round = transport, round_id
+        self._outcome: Future[Average] | Callable[[], Average] | None = outcome
+
+    def wait(self, timeout_s: float | None = None) -> Average:
+        transport, started_s = self._transport, time.monotonic()
+        outcome, self._outcome = self._outcome, None
+        try:
+            if isinstance(outcome, Future):
+                self._await(outcome, transport.timeout_s if timeout_s is None else timeout_s)
+                average = outcome.result()
+            else:
+                assert outcome is not None, "the average of a round is taken once"
+                average = outcome()
+        except RuntimeError as error:
+            raise transport.roll.explained(error) from error
+        finally:
+            transport.forget(self._round)
+            del outcome  # an error in it refers to this frame, which keeps the caller's round alive
+        return replace(average, wait_s=time.monotonic() - started_s)
+
+    def _await(self, outcome: Future[Average], timeout_s: float) -> None:
+        roll, until_s = self._transport.roll, time.monotonic() + timeout_s
+        while wait([outcome], _POLL_S).not_done:
+            roll.check_round()
+            if time.monotonic() > until_s:
+                raise RoundTimeoutError(
+                    f"{self._round} was not decided within {timeout_s:g} s.", round=str(self._round)
+                )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """This rank's place among all ranks of torch.distributed, and its transport to the other replicas."""
+
+    roll: RollCall
+    replica: int
+    position: int
+    transport: ProcessGroupTransport | None  # None on a rank for which position 0 communicates
+    endpoint: Transport  # what `DiLoCo` uses
+
+    def close(self, failed: str = "") -> None:
+        """End all threads. The other ranks end too, unless all have finished."""
+        self.roll.close(failed)
+        if self.transport is not None:
+            self.transport.close()
+
+
+def open_cluster(
+    peers: dist.ProcessGroup, *, whole: bool, silence_s: float, timeout_s: float, group: ReplicaGroup | None = None
+) -> Cluster:
+    """Connect the ranks of torch.distributed as replicas. All of them must call it.
+
+    Args:
+        peers: the ranks at the position of this one, one of each replica.
+        whole: whether each rank holds the whole model; then position 0 communicates for its replica.
+        silence_s, timeout_s: see `connect_process_group`.
+        group: the ranks of this replica; None: they are found out.
+    """
+    rank, number = dist.get_rank(), next(_CONNECTIONS)
+    store = PrefixStore(f"diloco/connection-{number}", _get_default_store())
+    roll = RollCall(
+        fresh_store(store, rank, dist.get_world_size(), timeout_s), rank, dist.get_world_size(), silence_s=silence_s
+    )
+    try:
+        lists = roll.meet("peers", json.dumps(sorted(dist.get_process_group_ranks(peers))), timeout_s)
+        columns = sorted(tuple(json.loads(text)) for text in set(lists))  # by position
+        if sorted(itertools.chain(*columns)) != list(range(roll.size)) or len({*map(len, columns)}) > 1:
+            raise ConfigurationError(
+                f"The given groups of replicas have the ranks {columns}. Each of the {roll.size} ranks must be in one "
+                "of them, and all must have the same size, as in init_device_mesh(..., (M, S), ('replica', 'shard'))."
+            )
+        position = next(index for index, column in enumerate(columns) if rank in column)
+        replica, rows = columns[position].index(rank), [*zip(*columns, strict=True)]  # by replica
+        for member, row in enumerate(rows):
+            for s, each in enumerate(row):
+                roll.names[each] = f"rank {each} (replica {member}" + (f", position {s})" if len(row) > 1 else ")")
+        # collectives of a rank's own, in the same order on all ranks
+        groups = {
+            ranks: _new_group(ranks, timeout_s) for ranks in dict.fromkeys([*columns, *rows] if whole else columns)
+        }
+        talking = columns[0] if whole else tuple(itertools.chain(*rows))
+        everyone = _new_group(tuple(sorted(talking)), timeout_s)
+        transport = None
+        if rank in talking:
+            ranks = [sorted(talking).index(each) for each in talking]
+            transport = ProcessGroupTransport(
+                groups[columns[position]], everyone, ranks, roll, talking, timeout_s=timeout_s
+            )
+        endpoint: Transport | None = transport
+        if whole and len(columns) > 1:
+            endpoint = LeaderTransport(group or ReplicaGroup(groups[rows[replica]], replica=replica), transport)
+        assert endpoint is not None, "all ranks communicate"
+        return Cluster(roll, replica, position, transport, endpoint)
+    except BaseException as error:
+        roll.close(str(error))
+        raise
+
+
+def _new_group(ranks: tuple[int, ...], timeout_s: float) -> dist.ProcessGroup:
+    backend = "cpu:gloo,cuda:nccl" if "nccl" in dist.get_backend() else "gloo"
+    group: dist.ProcessGroup = dist.new_group(list(ranks), timedelta(seconds=timeout_s), backend)
+    return group
+
+
+@contextmanager
+def connect_process_group(
+    mesh_or_group: DeviceMesh | dist.ProcessGroup | None = None,
+    *,
+    ranks: Literal["whole", "sharded"] = "sharded",
+    silence_s: float = 15.0,
+    round_timeout_s: float = 600.0,
+) -> Iterator[Transport]:
+    """Make replicas of the ranks of torch.distributed, which must be initialised, and yield this rank's transport.
+
+    All ranks must call it. It makes groups of its own, so a loop may use the given ones meanwhile. The end of the
+    ``with`` block waits until all ranks have reached it. If a rank is lost, every round raises `ReplicaLostError`,
+    which names it, on all others. A rank that is then inside another collective for ``silence_s`` is ended.
+
+    Args:
+        mesh_or_group: a device mesh whose dimension "replica" has one rank of each replica, or which has one dimension;
+            or the process group of such ranks; None: each rank is a replica.
+        ranks: how the ranks of a replica hold the model. ``sharded``: each holds a shard of each parameter (FSDP2), and
+            exchanges it with its peers. ``whole``: each holds all of it (DistributedDataParallel), and the first one
+            communicates.
+        silence_s: a rank that gives no sign of life for this long is lost, or for a third of it if a connection has
+            broken.
+        round_timeout_s: a round that takes longer ends the run.
+
+    Raises:
+        ConfigurationError: if torch.distributed is not initialised, or the groups do not divide its ranks.
+        RendezvousError: if not all ranks call this in time.
+    """
+    check_choice("ranks", ranks, ("whole", "sharded"))
+    if not dist.is_initialized():
+        raise ConfigurationError(
+            "connect_process_group needs torch.distributed. Start the program with torchrun and call "
+            "init_process_group first; without them, use connect_tcp."
+        )
+    group = mesh_or_group
+    if isinstance(group, DeviceMesh):
+        names = group.mesh_dim_names or ()
+        if "replica" not in names and group.ndim > 1:
+            raise ConfigurationError(f"The mesh has the dimensions {names}, but none is called 'replica'.")
+        group = group.get_group("replica" if "replica" in names else 0)
+    peers = dist.group.WORLD if group is None else group
+    assert peers is not None, "it is initialised"
+    cluster = open_cluster(peers, whole=ranks == "whole", silence_s=silence_s, timeout_s=round_timeout_s)
+    failed = ""
+    try:
+        yield cluster.endpoint
+        cluster.roll.finish()
+    except BaseException as error:
+        failed = str(error) or repr(error)
+        raise
+    finally:
+        cluster.close(failed)

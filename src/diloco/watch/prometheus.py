@@ -1,0 +1,221 @@
+"""The figures of a running process for Prometheus (``/metrics``), and its health for orchestrators (``/healthz``).
+
+Training only puts events into a queue. A thread keeps their history, and requests are answered from it in threads of
+their own: at most so many at a time, a hundred a second, and with figures that are made at most once a second.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from diloco import __version__, events
+from diloco.errors import ConfigurationError, from_extra
+from diloco.units import visible
+from diloco.waiting import in_thread, waits
+from diloco.watch.history import RunHistory
+from diloco.watch.page_data import SILENT_S, alerts
+from diloco.watch.server import LocalHandler, LocalServer
+
+STATES = ("training", "waiting", "lost")
+_FRESH_S, _PAUSE_S = 1.0, 0.01  # figures are this old at most; the time between two answers
+
+_OF_STEPS = (  # name, the field of `StepFinished`, and what it is
+    ("train_loss_nats", "loss", "Training loss of the last step, per token."),
+    ("learning_rate", "learning_rate", "Inner learning rate."),
+    ("gradient_norm", "gradient_norm", "Gradient norm before clipping."),
+    ("step_seconds", "step_s", "Time of the last inner step."),
+    ("compute_utilization_ratio", "compute_utilization", "Share of the time spent computing."),
+    ("model_flops_utilization_ratio", "model_flops_utilization", "Share of the peak of this process's device."),
+)
+
+
+class PrometheusSink:
+    """Serves the figures and the health of the run of this process until it is closed.
+
+    Args:
+        host: the address to listen at, of which port ``port``. Only requests for a name of the loopback interface are
+            answered there.
+        run: the name of the run.
+
+    Raises:
+        ConfigurationError: if it can't listen there, or prometheus-client is missing.
+    """
+
+    silent_s = SILENT_S  # a process is not training after so much silence, which is also at least ten steps
+    lost_s = 900.0  # silence without a known wait after which it is lost; a round takes 10 min at most
+
+    def __init__(self, host: str, port: int, run: str) -> None:
+        with from_extra("monitor", "monitor.prometheus needs prometheus-client"):
+            from prometheus_client import core, exposition
+        self._core, self._choose_encoder = core, exposition.choose_encoder
+        self._events: SimpleQueue[tuple[events.Event, float] | None] = SimpleQueue()
+        self._run, self._lock = RunHistory(run, ""), threading.Lock()
+        self._peers: Mapping[str, tuple[int, int, float]] = {}
+        self._late_s: Mapping[str, float] = {}
+        self._waited_s = 0.0
+        self._rounds_before = 0, 0  # committed and void, before this start
+        self._lost, self._heard_s = "", time.monotonic()
+        self._saved_s: float | None = None
+        self.made: dict[str, tuple[float, bytes, str]] = {}  # what a client accepts -> when it was made, text, type
+        try:
+            self._server = _Server(host, port, self)
+        except OSError as error:
+            raise ConfigurationError(
+                f"monitor.prometheus: {host}:{port} can't be listened at: {error.strerror}. Choose another port."
+            ) from error
+        self._server.__enter__()
+        self._thread = in_thread(self._follow, "diloco-metrics")
+
+    def handle(self, event: events.Event) -> None:
+        """Note ``event``, which another thread processes."""
+        if self._thread.done():  # it has failed
+            self._thread.result()
+        self._events.put((event, time.time()))
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._events.put(None)
+        self._thread.exception()  # `handle` has raised it
+        self._server.__exit__()
+
+    def _follow(self) -> None:
+        while (record := self._events.get()) is not None:
+            with self._lock:
+                self._take(*record)
+
+    def _take(self, event: events.Event, time_s: float) -> None:
+        self._run.take("", (event, time_s))
+        self._heard_s = time.monotonic()
+        match event:
+            case events.RunStarted():
+                self._rounds_before = event.rounds_committed, event.rounds_void
+            case events.Lost():
+                self._lost = event.reason
+            case events.StepFinished():
+                self._lost = ""
+                if event.step % 64 == 0:  # else a run that nobody asks would keep all rounds
+                    self._run.grid.prune()
+            case events.RoundCommitted():
+                self._waited_s += event.wait_s
+                self._peers = event.peers
+                self._late_s = dict(zip(map(str, event.contributors), event.late_s, strict=False))
+            case events.CheckpointSaved():
+                self._saved_s = time_s
+
+    def health(self) -> tuple[str, str]:
+        """Return one of `STATES`, and why; "" while it trains."""
+        waiting = "; ".join(waits())
+        with self._lock:
+            silent_s, step_s = time.monotonic() - self._heard_s, self._run.first.step_s or 0.0
+            if self._lost:
+                return "lost", f"{self._lost} It is searching for the other replicas."
+            if waiting:
+                return "waiting", waiting
+            if self._run.first.last and silent_s < max(self.silent_s, 10 * step_s):
+                return "training", ""
+            if silent_s < self.lost_s:
+                return "waiting", "the next step"
+            return "lost", f"Nothing has been reported for {silent_s:.0f} s."
+
+    def metrics(self, accept: str) -> tuple[bytes, str]:
+        """Return the figures as text and its type, of those that ``accept``, a header of HTTP, names."""
+        encode, kind = self._choose_encoder(accept)
+        if kind not in self.made or time.monotonic() - self.made[kind][0] > _FRESH_S:
+            self.made[kind] = time.monotonic(), encode(self), kind
+        return self.made[kind][1:]
+
+    def collect(self) -> list[Any]:
+        """Return the metrics of prometheus-client: base units, and counters whose names end in ``_total``."""
+        state, _ = self.health()
+        with self._lock:
+            self._run.grid.prune()
+            return list(self._families(state, time.time()))
+
+    def _families(self, state: str, now_s: float) -> Iterator[Any]:
+        def gauge(
+            name: str, words: str, values: Mapping[Any, float | None], labels: Sequence[str] = (), kind: Any = None
+        ) -> Any:
+            """Return a metric with a value for each combination of its labels' values; None is left out."""
+            family = (kind or self._core.GaugeMetricFamily)(f"diloco_{name}", words, labels=labels)
+            for key, value in values.items():
+                if value is not None:
+                    family.add_metric(key, value)
+            return family
+
+        counter = functools.partial(gauge, kind=self._core.CounterMetricFamily)
+        run, process, grid = self._run, self._run.first, self._run.grid
+        started, last, saved = process.started, process.last, process.checkpoint
+        yield gauge("info", "The run and its version.", {(run.name, __version__): 1.0}, ("run", "version"))
+        states = {(each,): float(each == state) for each in STATES}
+        yield gauge("state", "1 for the state of this process, else 0.", states, ("state",))
+        yield gauge("step", "Inner steps finished.", {(): process.step})
+        yield gauge("planned_steps", "Inner steps to train.", {(): getattr(started, "total_steps", None)})
+        recent = dict(zip(process.steps.columns, rows[-1], strict=True)) if (rows := process.steps.rows()) else {}
+        for name, attribute, words in _OF_STEPS:
+            yield gauge(name, words, {(): getattr(last, attribute, None)})
+        for name, words, value in (
+            ("tokens_per_second", "Tokens of all replicas per second of training.", recent.get("tokens_per_s")),
+            ("heldout_loss_nats", "Last held-out loss, per token.", self._heldout()),
+            ("view_replicas", "Replicas in the current view.", len(run.expected)),
+            ("checkpoint_step", "Step of the last checkpoint.", getattr(saved, "step", None)),
+            ("checkpoint_size_bytes", "Size of the last checkpoint.", getattr(saved, "size_bytes", None)),
+            ("checkpoint_timestamp_seconds", "When it was written, since 1970.", self._saved_s),
+        ):
+            yield gauge(name, words, {(): value})
+        yield counter("tokens", "Tokens trained by all replicas.", {(): getattr(last, "tokens", None)})
+        totals = {("sent",): getattr(last, "sent_bytes", None), ("received",): getattr(last, "received_bytes", None)}
+        yield counter("payload_bytes", "Payload bytes of this replica.", totals, ("direction",))
+        outcomes = {("committed",): grid.merged, ("void",): grid.void}
+        before = dict(zip(outcomes, self._rounds_before, strict=True))
+        rounds = {key: value + before[key] for key, value in outcomes.items()}
+        yield counter("rounds", "Rounds by outcome.", rounds, ("outcome",))
+        yield counter("wait_seconds", "Time spent waiting for means.", {(): self._waited_s})
+        by_peer = {(peer, "sent"): of[0] for peer, of in self._peers.items()}
+        by_peer |= {(peer, "received"): of[1] for peer, of in self._peers.items()}
+        words = "Bytes on the wire of the current connection to a peer."
+        yield counter("peer_bytes", words, by_peer, ("peer", "direction"))
+        trips = {(peer,): of[2] or None for peer, of in self._peers.items()}
+        yield gauge("peer_round_trip_seconds", "Shortest round trip to a peer.", trips, ("peer",))
+        late = {(peer,): late_s for peer, late_s in self._late_s.items()}
+        words = "Time after the first contribution of the last round at which that of a peer came."
+        yield gauge("peer_late_seconds", words, late, ("peer",))
+        names = run.views[-1][0].names if run.views else started.names if started else {}
+        named = {(peer, visible(name)): 1.0 for peer, name in names.items()}
+        yield gauge("peer_info", "The name of a peer.", named, ("peer", "name"))
+        active = Counter((alert.kind, alert.level) for alert in alerts(run, now_s))
+        yield gauge("alerts", "Active alerts.", {**active}, ("kind", "level"))
+
+    def _heldout(self) -> float | None:
+        rows = self._run.first.evaluations.rows()
+        return rows[-1][3] if rows else None
+
+
+class _Handler(LocalHandler):
+    server: _Server
+
+    def answer(self) -> None:
+        path, sink, status = self.path.partition("?")[0], self.server.sink, 200
+        with self.server.turn:
+            time.sleep(_PAUSE_S)
+            if path == "/metrics":
+                body, kind = sink.metrics(self.headers.get("Accept", ""))
+            elif path == "/healthz":
+                state, why = sink.health()
+                body, kind = json.dumps({"state": state, "why": why}).encode(), "application/json"
+                status = 503 if state == "lost" else 200
+            else:
+                body, kind, status = b"There are /metrics and /healthz.", "text/plain", 404
+        self.send(status, body, Content_Type=kind)
+
+
+class _Server(LocalServer):
+    def __init__(self, host: str, port: int, sink: PrometheusSink) -> None:
+        self.sink, self.turn = sink, threading.Lock()
+        super().__init__(host, port, _Handler)

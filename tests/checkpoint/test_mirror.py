@@ -1,0 +1,376 @@
+"""Checkpoints at another place: whatever happens to an upload, the newest whole one is fetched, and nothing half."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import xxhash
+from fsspec.implementations.dirfs import DirFileSystem
+
+from diloco.checkpoint import Mirror, fetch_run, save_checkpoint
+from diloco.errors import CheckpointError, ConfigurationError
+from tests.checkpoint.marked_checkpoints import mark_of, names, save
+from tests.processes import Processes
+
+RUN = {"model": "m", "data": "d", "seed": "0"}
+
+
+@pytest.fixture(params=["memory", "path"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A place in one of fsspec's stores that need no network."""
+    if request.param == "path":
+        yield str(tmp_path / "place" / "run")
+        return
+    yield "memory://place/run"
+    fsspec.filesystem("memory").store.clear()
+
+
+def store(place: str) -> DirFileSystem:
+    fs, root = fsspec.core.url_to_fs(place)
+    return DirFileSystem(root, fs)
+
+
+def whole(place: str) -> list[str]:
+    return sorted(path.split("/")[-2][:22] for path in store(place).find("") if path.endswith("manifest.json"))
+
+
+def home(folder: Path) -> Path:
+    """Return a run folder with what a run leaves beside its checkpoints."""
+    folder.mkdir()
+    for name in ("config.toml", "tokenizer.json", "metrics.jsonl", "identity.key", "diloco.lock", ".hidden.json"):
+        (folder / name).write_text(f"{folder.name}, {name}")
+    return folder
+
+
+def mirrored(place: str, run: Path, *marks: float, keep: int = 2, fresh: bool = True) -> None:
+    """Save and upload the checkpoints of these steps, one after the other."""
+    mirror = Mirror(place, run, keep)
+    mirror.claim(RUN, fresh=fresh)
+    for mark in marks:
+        with closing(mirror):
+            mirror.offer(save(run / "checkpoints", int(mark), mark))
+
+
+def test_the_newest_ones_are_there_and_the_newest_comes_back_with_the_run_folder(place: str, tmp_path: Path) -> None:
+    assert not fetch_run(place, tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()
+    mirrored(place, home(tmp_path / "run"), 1, 2, 3)
+    assert whole(place) == ["00000002-step-00000002", "00000003-step-00000003"]
+    assert fetch_run(place, tmp_path / "new")
+    assert mark_of(tmp_path / "new") == 3
+    assert names(tmp_path / "new") == {"checkpoints", "config.toml", "tokenizer.json", "metrics.jsonl"}
+    assert (tmp_path / "new" / "config.toml").read_text() == "run, config.toml"
+    # a run that resumes from an earlier step counts on: what was uploaded last is the newest
+    mirrored(place, tmp_path / "new", 2, fresh=False)
+    assert whole(place) == ["00000003-step-00000003", "00000004-step-00000002"]
+    fetch_run(place, tmp_path / "run")
+    assert mark_of(tmp_path / "run") == 2
+
+
+def kill_at(number: int) -> None:
+    calls = itertools.count(1)
+    watched = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.copyfileobj"}
+
+    def tick(event: str, arguments: object) -> None:
+        if event in watched and next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(tick)
+
+
+def upload_and_be_killed(rank: int, top: Path) -> None:
+    """Upload a second checkpoint in a process that is killed two system calls later each time, until it succeeds."""
+    run = home(top / "run")
+    mirrored(str(top / "before"), run, 1, keep=1)
+    second = save(run / "checkpoints", 2, 2.0)
+    for number in itertools.count(1, 2):
+        shutil.copytree(top / "before", top / "places" / f"{number:03d}")
+        if (child := os.fork()) == 0:
+            mirror = Mirror(str(top / "places" / f"{number:03d}"), run, keep=1)
+            kill_at(number)
+            mirror.claim(RUN, fresh=False)
+            mirror.offer(second)
+            mirror.close()
+            os._exit(0)
+        if os.WIFEXITED(status := os.waitpid(child, 0)[1]):
+            assert os.WEXITSTATUS(status) == 0
+            return
+
+
+def test_kill_9_at_any_moment_of_an_upload_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    with Processes() as processes:
+        processes.start(1, upload_and_be_killed, tmp_path)
+        processes.results(120)
+    marks = []
+    for number, place in enumerate(sorted((tmp_path / "places").iterdir())):
+        assert fetch_run(str(place), tmp_path / "fetched" / place.name)
+        marks.append(mark_of(tmp_path / "fetched" / place.name))
+        if number % 8 == 0:
+            mirrored(str(place), tmp_path / "fetched" / place.name, 3, keep=1, fresh=False)
+            left = {path.parent for path in place.glob("checkpoints/*/*.json")}
+            assert len(left) == 1, "what a kill leaves is deleted with the next upload"
+    assert marks == sorted(marks)
+    assert set(marks) == {1, 2}
+    assert len(marks) > 20
+
+
+def resealed(content: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
+    """Change a manifest, and seal it again, as somebody who can write to the place could."""
+    members = json.loads(content)
+    del members["digest"]
+    change(members)
+    digest = xxhash.xxh3_128_hexdigest(json.dumps(members, indent=2).encode())
+    return json.dumps({**members, "digest": digest}, indent=2).encode()
+
+
+def outside(members: dict[str, Any]) -> None:
+    members["parts"]["run"]["../../../config.toml"] = {"size_bytes": 1, "digest": "0"}
+
+
+CHANGES: dict[str, tuple[str, Callable[[bytes], bytes] | None]] = {
+    "no manifest": ("manifest.json", None),
+    "half a manifest": ("manifest.json", lambda content: content[: len(content) // 2]),
+    "an empty manifest": ("manifest.json", lambda content: b""),
+    "a manifest of files elsewhere": ("manifest.json", lambda content: resealed(content, outside)),
+    "the manifest of another step": ("manifest.json", lambda content: resealed(content, lambda m: m.update(step=7))),
+    "a missing file": ("run.json", None),
+    "half a file": ("replica-0.safetensors", lambda content: content[: len(content) // 2]),
+    "a file that is too long": ("replica-0.safetensors", lambda content: content + b"0"),
+}
+
+
+def change_newest(place: str, file: str, change: Callable[[bytes], bytes] | None) -> None:
+    there = store(place)
+    path = max(there.glob(f"checkpoints/*/{file}"))
+    content = there.cat_file(path)
+    there.rm_file(path)
+    if change is not None:
+        there.pipe_file(path, change(content))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_not_whole_is_never_taken(change: str, place: str, tmp_path: Path) -> None:
+    mirrored(place, home(tmp_path / "run"), 1, 2)
+    change_newest(place, *CHANGES[change])
+    assert fetch_run(place, tmp_path / "new")
+    assert mark_of(tmp_path / "new") == 1
+    assert names(tmp_path / "new" / "checkpoints") == {"latest", "step-00000001"}
+
+
+def test_a_damage_that_only_the_digest_shows_is_an_error(place: str, tmp_path: Path) -> None:
+    mirrored(place, home(tmp_path / "run"), 1, 2)
+    change_newest(place, "run.json", bytes.swapcase)
+    with pytest.raises(CheckpointError, match="its digest differs from the manifest's"):
+        fetch_run(place, tmp_path / "new")
+    assert list((tmp_path / "new" / "checkpoints").iterdir()) == []
+
+
+def test_a_place_with_checkpoints_of_which_none_is_whole_is_not_taken_for_an_empty_one(
+    place: str, tmp_path: Path
+) -> None:
+    mirrored(place, home(tmp_path / "run"), 1)
+    change_newest(place, "run.json", None)
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        fetch_run(place, tmp_path / "new")
+
+
+def test_names_that_leave_the_folder_are_not_written(place: str, tmp_path: Path) -> None:
+    mirrored(place, home(tmp_path / "run"), 1)
+    there = store(place)
+    (path,) = there.glob("checkpoints/*/manifest.json")
+    for name in ("home/a/b.json", "home/.bashrc", "home/identity.key", "home/x.py"):
+        there.makedirs(path.replace("manifest.json", "home/a"), exist_ok=True)
+        there.pipe_file(path.replace("manifest.json", name), b"evil")
+    fetch_run(place, tmp_path / "new")
+    assert names(tmp_path / "new") == {"checkpoints", "config.toml", "tokenizer.json", "metrics.jsonl"}
+
+
+def test_a_link_in_a_place_on_disk_is_not_followed(tmp_path: Path) -> None:
+    mirrored(str(tmp_path / "place"), home(tmp_path / "run"), 1, 2)
+    file = max((tmp_path / "place").rglob("run.json"))
+    shutil.move(file, tmp_path / "elsewhere.json")
+    file.symlink_to(tmp_path / "elsewhere.json")
+    assert fetch_run(str(tmp_path / "place"), tmp_path / "new")
+    assert mark_of(tmp_path / "new") == 1
+
+
+def test_of_two_writers_the_later_one_goes_on_and_both_write_only_whole_checkpoints(place: str, tmp_path: Path) -> None:
+    mirrored(place, one := home(tmp_path / "one"), 1)
+    old, new = Mirror(place, one, 9), Mirror(place, home(tmp_path / "two"), 9)
+    old.claim(RUN, fresh=False)
+    new.claim(RUN, fresh=False)
+    new.offer(save(tmp_path / "two" / "checkpoints", 2, 2.0))
+    old.offer(save(one / "checkpoints", 3, 3.0))
+    new.close()
+    with pytest.raises(CheckpointError, match=r"written to by another process .*step-00000003 is complete on this"):
+        old.close()
+    assert whole(place) == ["00000001-step-00000001", "00000002-step-00000002"]
+
+
+@pytest.mark.parametrize(
+    ("identity", "fresh", "words"),
+    [(RUN, True, "has the checkpoints of a run already"), (RUN | {"data": "other"}, False, "with another data")],
+)
+def test_the_place_of_another_run_is_refused_and_left_to_it(
+    identity: dict[str, str], fresh: bool, words: str, place: str, tmp_path: Path
+) -> None:
+    run = home(tmp_path / "run")
+    mirror = Mirror(place, run, 2)
+    mirror.claim(RUN, fresh=True)
+    mirror.offer(save_checkpoint(run / "checkpoints", 1, {"run": {}}, about={"identity": RUN}, keep=1))
+    mirror.close()
+    with pytest.raises(ConfigurationError, match=words):
+        Mirror(place, run, 2).claim(identity, fresh=fresh)
+    mirror.offer(save_checkpoint(run / "checkpoints", 2, {"run": {}}, about={"identity": RUN}, keep=1))
+    mirror.close()
+
+
+class Failing:
+    """Lets some calls of a store's method fail, as a full bucket and expired credentials do."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str, error: Exception) -> None:
+        self.left, usual = 0, getattr(DirFileSystem, method)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            if self.left:
+                self.left -= 1
+                raise error
+            return usual(*arguments, **options)
+
+        monkeypatch.setattr(DirFileSystem, method, call)
+
+
+FULL, DENIED = OSError(errno.ENOSPC, "QuotaExceeded"), PermissionError("AccessDenied")
+
+
+def test_an_upload_that_fails_is_told_and_the_next_one_is_whole(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirrored(place, run := home(tmp_path / "run"), 1)
+    failing, mirror = Failing(monkeypatch, "open", FULL), Mirror(place, run, 1)
+    mirror.claim(RUN, fresh=False)
+    failing.left = 1
+    mirror.offer(save(run / "checkpoints", 2, 2.0))
+    mirror.close()  # tries once more
+    (sentence,) = mirror.take_sentences()
+    assert "step-00000002 was not uploaded" in sentence
+    assert "QuotaExceeded" in sentence
+    assert whole(place) == ["00000002-step-00000002"]
+    failing.left = 2
+    mirror.offer(save(run / "checkpoints", 3, 3.0))
+    with pytest.raises(CheckpointError, match=r"QuotaExceeded.*step-00000003 is complete on this machine"):
+        mirror.close()
+    assert fetch_run(place, tmp_path / "new")
+    assert mark_of(tmp_path / "new") == 2
+
+
+@pytest.mark.parametrize(("method", "error"), [("pipe_file", DENIED), ("pipe_file", FULL), ("find", DENIED)])
+def test_a_place_that_can_not_be_used_is_refused_before_the_first_step(
+    method: str, error: Exception, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Failing(monkeypatch, method, error).left = 1
+    with pytest.raises(CheckpointError, match=rf"can't be written to: .*{error.args[-1]}"):
+        Mirror(place, home(tmp_path / "run"), 1).claim(RUN, fresh=True)
+    Failing(monkeypatch, "find", DENIED).left = 1
+    with pytest.raises(CheckpointError, match="can't be read: PermissionError"):
+        fetch_run(place, tmp_path / "new")
+
+
+def test_a_place_that_hides_what_it_holds_is_not_taken_for_an_empty_one(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DirFileSystem, "find", lambda *arguments, **options: {})
+    with pytest.raises(CheckpointError, match="does not list what was written to it"):
+        Mirror(place, home(tmp_path / "run"), 1).claim(RUN, fresh=True)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"), [("nothing://x/y", "Protocol not known: nothing"), ("dropbox://x/y", "needs a library, which")]
+)
+def test_a_store_that_is_not_known_or_not_installed_is_named(url: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        Mirror(url, tmp_path, 1)
+
+
+def test_a_slow_upload_needs_no_file_that_is_deleted_meanwhile_and_leaves_out_what_waits(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, goes_on, usual = threading.Event(), threading.Event(), DirFileSystem.open
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        began.set()
+        assert goes_on.wait(60)
+        return usual(*arguments, **options)
+
+    run = home(tmp_path / "run")
+    mirror = Mirror(place, run, 9)
+    mirror.claim(RUN, fresh=True)
+    monkeypatch.setattr(DirFileSystem, "open", slow)
+    mirror.offer(save(run / "checkpoints", 1, 1.0, keep=1))
+    assert began.wait(60)
+    for mark in (2, 3):  # each deletes the one before
+        mirror.offer(save(run / "checkpoints", mark, mark, keep=1))
+    goes_on.set()
+    mirror.close()
+    assert whole(place) == ["00000001-step-00000001", "00000002-step-00000003"]
+    change_newest(place, "manifest.json", None)
+    fetch_run(place, tmp_path / "new")
+    assert mark_of(tmp_path / "new") == 1
+
+
+def replica(place: str, folder: Path, number: int, *steps: int, digest: str = "") -> None:
+    """Save and upload what a replica in a process of its own does."""
+    run, url = folder / f"replica-{number}" if number else folder, f"{place}/replica-{number}" if number else place
+    run.mkdir(parents=True, exist_ok=True)
+    mirror = Mirror(url, run, 9)
+    mirror.claim(RUN, fresh=False)
+    for step in steps:
+        about = {"num_replicas": 2, "identity": RUN, "global_params_digest": digest or str(step)}
+        parts = {f"replica-{number}": {"step": step}}
+        mirror.offer(save_checkpoint(run / "checkpoints", step, parts, about=about, keep=9))
+        mirror.close()
+
+
+@pytest.mark.parametrize("own", [None, 0, 1])
+def test_replicas_that_are_processes_get_the_newest_step_that_all_have(
+    own: int | None, place: str, tmp_path: Path
+) -> None:
+    replica(place, tmp_path / "run", 0, 1, 2, 3)
+    replica(place, tmp_path / "run", 1, 1, 2)
+    replica(place, tmp_path / "run", 1, 3, digest="of another history")
+    assert fetch_run(place, tmp_path / "new", own)
+    fetched = {path.parent.relative_to(tmp_path / "new").as_posix() for path in (tmp_path / "new").rglob("latest")}
+    assert fetched == {None: {"checkpoints", "replica-1/checkpoints"}, 0: {"checkpoints"}}.get(
+        own, {"replica-1/checkpoints"}
+    )
+    for latest in (tmp_path / "new").rglob("latest"):
+        assert latest.read_text() == "step-00000002\n"
+
+
+def test_replicas_that_have_no_step_in_common_do_not_begin_again(place: str, tmp_path: Path) -> None:
+    replica(place, tmp_path / "run", 0, 1)
+    replica(place, tmp_path / "run", 1, 2)
+    with pytest.raises(CheckpointError, match=r"Steps: \{'replica-0': \[1\], 'replica-1': \[2\]\}"):
+        fetch_run(place, tmp_path / "new")
+
+
+def test_what_was_saved_here_later_stays_the_newest(place: str, tmp_path: Path) -> None:
+    mirrored(place, run := home(tmp_path / "run"), 1, 2)
+    save(run / "checkpoints", 3, 3.0, keep=1)
+    (run / "config.toml").write_text("newer")
+    assert fetch_run(place, run)
+    assert mark_of(run) == 3
+    assert (run / "config.toml").read_text() == "newer"

@@ -1,0 +1,152 @@
+"""The command `diloco train` under torchrun: its processes are the replicas of a run over process groups.
+
+The ranks are started as torchrun starts them, but forked, which takes no seconds to import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from diloco.cli import main
+from tests.commands import Command
+from tests.processes import Processes
+from tests.runs import SMALL, train
+
+START = "--data-parallel-steps 3"
+
+
+class Torchrun:
+    """Starts the ranks of one torchrun, whose store keeps its keys when they are started again."""
+
+    def __init__(self, processes: Processes, data: Path, out: Path, size: int) -> None:
+        self.processes, self.out, self.size, self.attempt = processes, out, size, 0
+        self.words = f"train {SMALL.replace('--replicas 2', '')} {data} --monitor.console quiet {START}"
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def start(self, arguments: str) -> list[Command]:
+        """Start all ranks, for the first time or again."""
+        self.attempt += 1
+        about = {"TORCHELASTIC_RUN_ID": "a", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
+        about |= {"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size)}
+        words = arguments if arguments.startswith("train ") else f"{self.words} --out {self.out} {arguments}"
+        return [
+            Command(
+                self.processes,
+                words.split(),
+                self.out.with_name(f"{self.attempt}-{rank}.txt"),
+                environment=about | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(self.size)
+        ]
+
+    def summaries(self) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in sorted(self.out.rglob("summary.json"))]
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    with Processes() as made:
+        yield made
+
+
+def test_ranks_that_stop_and_go_on_end_where_one_process_does(processes: Processes, data: Path, tmp_path: Path) -> None:
+    """With a shared start, fragments in flight at the stop, and averages of fp4. The second torchrun is another one."""
+    alone = train(data, tmp_path / "alone", START)
+    for arguments in ("--stop-after 9", f"train --resume {tmp_path / 'run'} --monitor.console quiet"):
+        torchrun = Torchrun(processes, data, tmp_path / "run", 2)
+        for rank in torchrun.start(arguments):
+            rank.end()
+    for summary in torchrun.summaries():
+        for name in ("global_params_digest", "rounds_committed", "sent_bytes_per_replica"):
+            assert summary[name] == alone[name], name
+    assert alone["heldout_loss"] in [summary["heldout_loss"] for summary in torchrun.summaries()]
+
+
+def test_a_rank_of_four_is_killed_and_all_start_again_from_the_newest_checkpoint(
+    processes: Processes, data: Path, tmp_path: Path
+) -> None:
+    """Bit for bit, and with the same command, as torchrun restarts it."""
+    more = "--steps 60 --checkpoint.every-steps 4 --network.silence 6s"
+    alone = train(data, tmp_path / "alone", f"{START} {more} --replicas 4")
+    torchrun = Torchrun(processes, data, tmp_path / "run", 4)
+    ranks = torchrun.start(more)
+    folders = (torchrun.out, *(torchrun.out / f"replica-{number}" for number in (1, 2, 3)))
+    newest = [folder / "checkpoints" / "latest" for folder in folders]
+    ranks[0].until(lambda: all(path.exists() for path in newest), "a checkpoint of each")
+    processes.kill(ranks[2].rank)
+    started_s = time.monotonic()
+    for rank in (ranks[0], ranks[1], ranks[3]):
+        rank.end(1)
+        assert re.search(r"diloco: rank 2 \(replica 2\) is lost: a connection has broken", rank.output)
+    assert time.monotonic() - started_s < 30.0, "a third of the silence, 2 s, and load"
+    for rank in torchrun.start(more):
+        rank.end()
+    assert {summary["global_params_digest"] for summary in torchrun.summaries()} == {alone["global_params_digest"]}
+    resumed = [json.loads(line) for line in (torchrun.out / "metrics.jsonl").read_text().splitlines()]
+    assert any(event.get("resumed_from") for event in resumed)
+
+
+@pytest.mark.parametrize("parallelism", ["fsdp", "ddp"])
+def test_a_signal_to_one_stops_all_ranks_of_all_replicas_at_one_step(
+    parallelism: str, processes: Processes, data: Path, tmp_path: Path
+) -> None:
+    torchrun = Torchrun(processes, data, tmp_path / "run", 4)
+    first, *others = torchrun.start(f"--replica-size 2 --steps 100000 --train.parallelism {parallelism}")
+    metrics = torchrun.out / "metrics.jsonl"
+    first.until(lambda: metrics.exists() and '"RoundCommitted"' in metrics.read_text(), "a round")
+    os.kill(others[2].pid, signal.SIGINT)
+    for command in (first, *others):
+        command.end(130)
+    folders = (torchrun.out, torchrun.out / "replica-1")
+    assert len({(folder / "checkpoints" / "latest").read_text() for folder in folders}) == 1
+    by_replica = [json.loads((folder / "summary.json").read_text())["global_params_digest"] for folder in folders]
+    assert by_replica[0] == by_replica[1]
+
+
+def test_an_older_run_is_not_overwritten_by_a_restart(processes: Processes, data: Path, tmp_path: Path) -> None:
+    """The first attempt is refused, and so is the second, since neither has trained there."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text("")
+    torchrun = Torchrun(processes, data, tmp_path / "run", 2)
+    for _ in range(2):
+        first, second = torchrun.start("")
+        assert [first.wait(), second.wait()] == [2, 1]
+        assert "is not empty" in first.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world_size", "words"),
+    [
+        ("--transport torch", 0, "needs torchrun, which starts all processes: torchrun --nproc-per-node 2 -m diloco"),
+        ("--transport torch --replica 1 --join h:1", 4, "replica=1 and network.join=('h:1',) that each is started by"),
+        ("--transport torch --replicas 3", 4, "torchrun started 4 processes, but 3 replicas of 1 ranks need 3."),
+        ("--transport torch --on-loss continue", 4, "can't be used with network.transport='torch'. Leave it out, or"),
+        ("--transport in-process", 4, "Use --transport torch."),
+        ("--replica 1 --join h:1 --replicas 3", 4, "torchrun started 4 processes, but 3 replicas of 1 ranks need 3."),
+    ],
+)
+def test_what_contradicts_the_way_of_starting_is_refused(
+    arguments: str,
+    world_size: int,
+    words: str,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    about = {"TORCHELASTIC_RUN_ID": "a", "RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
+    for name, value in (about | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}).items() if world_size else ():
+        monkeypatch.setenv(name, value)
+    small = SMALL.replace("--replicas 2", "" if "--replicas" in arguments else "--replicas 2")
+    assert main(f"train {small} {data} --out {tmp_path / 'run'} {arguments}".split()) == 2
+    assert words in " ".join(capsys.readouterr().err.split())

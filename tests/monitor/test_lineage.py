@@ -1,0 +1,89 @@
+"""Signed lines of who contributed what, and what is found if one is changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from diloco.cli import main
+from diloco.errors import DataError
+from diloco.monitor import MonitorSettings, make_sinks, verify_lineage
+from tests.monitor.made_events import committed, started
+from tests.runs import SMALL, write_text
+
+
+def told(folder: Path, replica: int, rounds: int = 3, *, key: str = "d", start: int = 0, total: float = 2.0) -> None:
+    """Let the process of a replica tell of its rounds."""
+    sink = make_sinks(MonitorSettings(console="quiet", sinks=("lineage",)), folder, is_terminal=False)
+    sink.handle(started(start))
+    for number in range(start // 10, start // 10 + rounds):
+        fields = {"weight": 1.5 - replica, "digest": f"{key}{number}", "view": 1, "total_weight": total}
+        sink.handle(committed(replica, 0, number, step=10 * number + 10, **fields))
+    sink.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    told(tmp_path, 0)
+    told(tmp_path / "replica-1", 1)
+    return tmp_path
+
+
+def test_contributions_are_rebuilt_from_the_files_alone(run: Path) -> None:
+    table, problems = verify_lineage(run)
+    assert [line.split()[::2] for line in table.splitlines()[1:]] == [["0", "3", "%"], ["1", "3", "%"]]
+    assert "75.00 %" in table
+    assert problems == []
+    assert (run / "lineage.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_resumption_supersedes_what_followed_its_step(run: Path) -> None:
+    for folder, replica in ((run, 0), (run / "replica-1", 1)):
+        with (folder / "lineage.jsonl").open("ab") as file:
+            file.write(b'{"entry": {"vi')  # it was killed while it wrote
+        told(folder, replica, start=10, key="e")
+    table, problems = verify_lineage(run)
+    assert "of 4 rounds" in table
+    assert problems == []
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda lines: [*lines[:2], lines[2].replace(b'"weight":1.5', b'"weight":9.5'), *lines[3:]], 3),
+        (lambda lines: [*lines[:2], *lines[3:]], 3),
+        (lambda lines: lines[1:], 1),
+        (lambda lines: [*lines[:2], b"{}", *lines[2:]], 3),
+    ],
+    ids=["changed", "left out", "cut off", "inserted"],
+)
+def test_a_file_that_was_changed_is_refused(run: Path, change: Callable[[list[bytes]], list[bytes]], line: int) -> None:
+    path = run / "lineage.jsonl"
+    path.write_bytes(b"\n".join(change(path.read_bytes().split(b"\n"))))
+    with pytest.raises(DataError, match=rf"line {line}: .* is not what its process has written"):
+        verify_lineage(run)
+
+
+def test_replicas_that_say_different_things_are_named(run: Path) -> None:
+    told(run / "replica-1", 1, start=10, rounds=1, key="x")
+    assert verify_lineage(run)[1] == ["Fragment 0, outer step 1: the replicas differ about the digest."]
+    told(run, 0, start=10, rounds=1, key="x", total=3.0)
+    assert "the replicas differ about the total_weight" in verify_lineage(run)[1][0]
+    told(run / "replica-1", 1, start=10, rounds=1, key="x", total=3.0)
+    assert "the weights are [1.5, 0.5], but the mean was divided by 3.0" in verify_lineage(run)[1][0]
+
+
+def test_a_run_is_verified_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, data = tmp_path / "run", str(write_text(tmp_path))
+    words = [*SMALL.split(), data, "--replicas", "3", "--steps", "20", "--inner-steps", "5", "--sinks", "lineage"]
+    assert main(["train", *words, "--out", str(out), "--monitor.console", "quiet"]) == 0
+    assert main(["status", str(out), "--verify"]) == 0
+    assert [line.split()[-2] for line in capsys.readouterr().out.splitlines()[1:]] == ["33.33"] * 3
+    lines = [json.loads(line)["entry"] for line in (out / "lineage.jsonl").read_bytes().splitlines()]
+    assert {line["weight"] for line in lines[1:]} == {1.0}
+    assert all(line["digest"] for line in lines[1:])
+    assert main(["status", str(tmp_path), "--verify"]) == 1
+    assert "has no lineage.jsonl" in capsys.readouterr().err

@@ -1,0 +1,215 @@
+"""The transport over process groups of torch.distributed: the contract, the bits of all transports, and losses."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from diloco import connect_process_group
+from diloco.algorithm import Float32
+from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError, RoundVoidError
+from diloco.transport import RollCall, Transport, fresh_store, weighted_bits
+from diloco.waiting import in_thread
+from tests.outer.test_golden_digests import CASES, PARTS, Replica
+from tests.processes import Processes, receive, report
+from tests.transport.contract import MakeEndpoints, TransportContract, contribution
+from tests.transport.groups import Groups
+from tests.transport.wires import at_once
+
+
+@pytest.fixture
+def groups() -> Iterator[Groups]:
+    made = Groups()
+    yield made
+    made.close()
+
+
+class TestProcessGroupContract(TransportContract):
+    @pytest.fixture
+    def make_endpoints(self, groups: Groups) -> MakeEndpoints:
+        def make(num_replicas: int) -> Sequence[Transport]:
+            return groups.meet(num_replicas)
+
+        return make
+
+
+@pytest.mark.parametrize(("name", "parts"), [*itertools.product(CASES, PARTS)])
+def test_digests_are_those_of_every_other_transport(name: str, parts: tuple[int, ...], groups: Groups) -> None:
+    """Without and with a stop, at which a fragment is in flight."""
+    case = CASES[name]
+    attempts = [groups.meet(case.num_replicas) for _ in parts]
+
+    def live(number: int) -> str:
+        state = None
+        for transports, steps in zip(attempts, parts, strict=True):
+            replica = Replica(number, transports[number], case)
+            with replica.diloco:
+                if state:
+                    replica.load(state)
+                replica.train_alone(steps)
+                state, digest = replica.state(), replica.digest()
+        return digest
+
+    assert at_once([lambda m=m: live(m) for m in range(case.num_replicas)])[0] == case.digest
+
+
+class Unequal(Float32):
+    """Decodes to other values each time."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+
+    def accumulate(self, payload: torch.Tensor, values: torch.Tensor, weight: float) -> None:
+        super().accumulate(payload, values, weight)
+        values.add_(next(self.numbers))
+
+
+def test_a_round_is_void_for_all_if_the_means_of_two_ranks_differ(groups: Groups) -> None:
+    endpoints, codec = groups.meet(2), Unequal()
+    given = [replace(contribution(m), codec=codec) for m in range(2)]
+    for pending in [endpoint.average(each) for endpoint, each in zip(endpoints, given, strict=True)]:
+        with pytest.raises(RoundVoidError, match="the ranks have computed different means"):
+            pending.wait()
+
+
+def test_a_rank_that_fails_says_why_and_all_end(groups: Groups) -> None:
+    first, second, third = groups.meet(3)
+    pending = [each.average(contribution(each.replica)) for each in (first, third)]
+    second.close("the disk is full")
+    for each in pending:
+        with pytest.raises(ReplicaLostError, match="rank 1 has ended: the disk is full"):
+            each.wait()
+    with pytest.raises(ReplicaLostError, match="rank 1 has ended: the disk is full"):
+        first.average(contribution(0, outer_step=1))
+
+
+def test_a_round_that_the_others_will_never_take_part_in_ends(groups: Groups) -> None:
+    first, second = groups.meet(2, silence_s=1.0)
+    ending = in_thread(second.roll.finish, "ending")
+    with pytest.raises(ReplicaLostError, match="Another replica has finished its run"):
+        first.average(contribution(0)).wait()
+    first.close("it has failed")
+    with pytest.raises(ReplicaLostError, match="rank 0 has ended: it has failed"):
+        ending.result()
+
+
+def test_all_stop_after_the_last_step_that_one_of_them_has_begun(groups: Groups) -> None:
+    rolls = [each.roll for each in groups.meet(3)]
+
+    def train(roll: RollCall) -> tuple[int, int]:
+        """Take steps without end until the ranks agree where to stop; return that step, and the steps taken by then."""
+        for step in itertools.count():
+            if step == 100 * (roll.rank + 1) and roll.rank < 2:
+                roll.ask_to_stop()
+            if (last := roll.stop_step(step)) is not None:
+                return last, step
+        raise AssertionError("it has counted all numbers")
+
+    agreed, taken = zip(*at_once([partial(train, roll) for roll in rolls]), strict=True)
+    assert set(agreed) == {max(taken)}
+
+
+def test_ranks_that_start_again_meet_in_a_store_without_old_keys() -> None:
+    """One of two fails before it has met the other, and both start again with the same store."""
+    store = dist.HashStore()
+    with pytest.raises(RendezvousError, match="rank 0 did not find all of the 2 ranks"):
+        fresh_store(store, 0, 2, timeout_s=0.05)
+    for attempt in range(2):
+        fresh = at_once([lambda rank=rank: fresh_store(store, rank, 2, timeout_s=20.0) for rank in range(2)])
+        assert not fresh[1].check(["attempt"])
+        fresh[0].set("attempt", str(attempt))
+        assert fresh[1].get("attempt") == str(attempt).encode()
+
+
+def test_bits_of_any_one_value_and_their_order_change_the_sum() -> None:
+    values = torch.randn(1000)
+    swapped, changed = values.flip(0), values.clone()
+    changed[500] = torch.nextafter(changed[500], torch.tensor(9.0))
+    assert len({int(weighted_bits(each)) for each in (values, values.clone(), swapped, changed, values[1:])}) == 4
+
+
+def begin(rank: int, size: int, folder: Path) -> None:
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+def test_without_torch_distributed_it_says_what_to_do() -> None:
+    with pytest.raises(ConfigurationError, match="Start the program with torchrun and call init_process_group"):
+        connect_process_group().__enter__()
+
+
+def rank_of_two(rank: int, names: Sequence[str], folder: Path) -> dict[str, list[str]]:
+    """Train each case without and with a stop, as one of the two ranks of one of two replicas."""
+    begin(rank, 4, folder)
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    torch.distributed.fsdp.fully_shard = partial(torch.distributed.fsdp.fully_shard, mesh=mesh["shard"])
+    digests: dict[str, list[str]] = {}
+    for name, parts in itertools.product(names, PARTS):
+        state = None
+        for steps in parts:
+            with connect_process_group(mesh, silence_s=3.0) as transport:
+                half = Replica(transport.replica, transport, CASES[name], sharded=True)
+                with half.diloco:
+                    if state:
+                        half.load(state)
+                    half.train_alone(steps)
+                    state, digest = half.state(), half.digest()
+        digests.setdefault(name, []).append(digest)
+    three, one = dist.new_group([0, 1, 2]), dist.new_group([3])
+    for unfit in (one if rank == 3 else three, dist.init_device_mesh("cpu", (2, 2))):
+        with pytest.raises(ConfigurationError, match=r"of the 4 ranks must be in one|none is called 'replica'"):
+            connect_process_group(unfit).__enter__()
+    dist.destroy_process_group()
+    return digests
+
+
+def test_digests_of_two_ranks_with_half_of_each_parameter(tmp_path: Path) -> None:
+    digests = {name: case.digest_of_shards for name, case in CASES.items() if case.digest_of_shards}
+    with Processes() as processes:
+        processes.start(4, rank_of_two, list(digests), tmp_path)
+        assert processes.results(timeout_s=180)[0] == {name: [digest] * 2 for name, digest in digests.items()}
+
+
+def loses_a_rank(rank: int, folder: Path, waits: str) -> str:
+    """Take part in rounds of int8 until another rank is lost, and return the error."""
+    begin(rank, 4, folder)
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    try:
+        with connect_process_group(mesh, silence_s=3.0) as transport:
+            for outer_step in range(10_000):
+                transport.average(contribution(transport.replica, outer_step=outer_step, codec="int8")).wait()
+                if outer_step == 2:
+                    report("begun")
+                    if receive() == "wait" and waits == "elsewhere":
+                        dist.barrier()
+    except ReplicaLostError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+def test_all_ranks_name_the_one_that_is_lost_and_end(how: str, tmp_path: Path) -> None:
+    """They wait for a round; one that waits in a collective of its own is ended."""
+    with Processes() as processes:
+        processes.start(4, loses_a_rank, tmp_path, "elsewhere" if how == "frozen" else "")
+        for rank in range(4):
+            processes.next_report(rank, timeout_s=120)
+        processes.kill(2) if how == "killed" else processes.freeze(2)
+        started_s = time.monotonic()
+        for rank in (0, 1, 3):
+            processes.send(rank, "wait" if rank == 3 else "")
+        others = (0, 1, 3) if how == "killed" else (0, 1)
+        errors = processes.results(timeout_s=60, ranks=others)
+        if how == "frozen":
+            assert processes.exit_code(3) == 1
+        taken_s = time.monotonic() - started_s
+    assert {error.partition(":")[0] for error in errors.values()} == {"rank 2 (replica 1, position 0) is lost"}
+    assert taken_s < 30.0, "1 s after a broken connection and 3 s without one, 3 s more in another collective, and load"

@@ -1,0 +1,162 @@
+"""Metrics and health of a run over HTTP: what Prometheus reads, what Grafana shows, what a stranger can't do."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from diloco import events
+from diloco.errors import ConfigurationError
+from diloco.monitor import Sinks
+from diloco.waiting import waiting_for
+from diloco.watch import PrometheusSink
+from tests.monitor.made_events import committed, evaluated, sent, started, step, void
+
+pytest.importorskip("prometheus_client", reason="it is in diloco[monitor]")
+PANELS = Path(__file__).parents[2] / "launch" / "grafana" / "dashboard.json"
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        return int(unused.getsockname()[1])
+
+
+@pytest.fixture
+def sink(port: int) -> Iterator[PrometheusSink]:
+    with closing(PrometheusSink("127.0.0.1", port, "mine")) as sink:
+        yield sink
+
+
+def ask(port: int, path: str, **headers: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", path, headers=headers)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text
+
+
+def values(text: str) -> dict[str, float]:
+    """Return what was exported, such as ``diloco_rounds_total{outcome="void"}`` -> 1."""
+    lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, _, value in lines}
+
+
+def reached(port: int, name: str, value: float) -> dict[str, float]:
+    """Ask until a metric has the value: the figures are up to a second old."""
+    while (found := values(ask(port, "/metrics")[1])).get(name) != value:
+        pass
+    return found
+
+
+def tell(sink: PrometheusSink | Sinks) -> None:
+    for event in (
+        started(rounds_committed=10, rounds_void=2, names={"1": "anna\npc"}),
+        step(1, tokens=100, received_bytes=7, model_flops_utilization=0.5),
+        sent(0, 0, 1, digest="d"),
+        committed(0, 0, 1, late_s=(0.0, 0.25), wait_s=1.5, peers={"1": (300, 200, 0.05)}),
+        void(0, 0, 2),
+        evaluated(1, 2.5),
+        events.CheckpointSaved(step=1, path="p", size_bytes=9, save_s=1.0, free_bytes=5),
+        step(2, loss=float("nan"), tokens=200),
+    ):
+        sink.handle(event)
+
+
+def test_what_prometheus_reads(sink: PrometheusSink, port: int) -> None:
+    assert values(ask(port, "/metrics")[1])["diloco_step"] == 0
+    tell(sink)
+    found = reached(port, "diloco_step", 2)
+    expected = {
+        "tokens_total": 200,
+        "heldout_loss_nats": 2.5,
+        "tokens_per_second": 200,
+        "compute_utilization_ratio": 0.75,
+        'payload_bytes_total{direction="sent"}': 2000,
+        'peer_bytes_total{direction="sent",peer="1"}': 300,
+        'peer_bytes_total{direction="received",peer="1"}': 200,
+        'peer_round_trip_seconds{peer="1"}': 0.05,
+        'peer_late_seconds{peer="1"}': 0.25,
+        r'peer_info{name="anna\\npc",peer="1"}': 1,
+        'rounds_total{outcome="committed"}': 11,
+        'rounds_total{outcome="void"}': 3,
+        "wait_seconds_total": 1.5,
+        "view_replicas": 2,
+        "checkpoint_step": 1,
+        'alerts{kind="not finite",level="error"}': 1,
+        'alerts{kind="disk",level="error"}': 1,
+        'state{state="training"}': 1,
+    }
+    assert {name: found.get(f"diloco_{name}") for name in expected} == expected
+    assert found["diloco_train_loss_nats"] != found["diloco_train_loss_nats"], "NaN"
+    assert abs(time.time() - found["diloco_checkpoint_timestamp_seconds"]) < 600
+    assert "diloco_step 2.0\n" in ask(port, "/metrics", Accept="application/openmetrics-text;version=1.0.0")[1]
+
+
+def test_the_dashboard_shows_what_is_exported(sink: PrometheusSink, port: int) -> None:
+    names = set(re.findall(r"^# TYPE (\w+)", ask(port, "/metrics")[1], re.M))
+    shown = set(re.findall(r"diloco_\w+", PANELS.read_text("utf-8")))
+    assert shown - names == set()
+    assert names - shown == {f"diloco_{each}" for each in ("info", "peer_info", "tokens_total", "learning_rate",
+                             "gradient_norm", "checkpoint_step", "checkpoint_size_bytes")}  # fmt: skip
+
+
+def test_health_is_training_waiting_or_lost(sink: PrometheusSink, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def health() -> tuple[int, str, str]:
+        status, text = ask(port, "/healthz")
+        return status, *json.loads(text).values()
+
+    assert health() == (200, "waiting", "the next step")
+    tell(sink)
+    reached(port, "diloco_step", 2)
+    assert health() == (200, "training", "")
+    monkeypatch.setattr("diloco.waiting.FIRST_REPORT_S", -1.0)
+    with waiting_for(lambda: "2 more replicas"):
+        assert health() == (200, "waiting", "2 more replicas")
+    sink.handle(events.Lost(step=2, reason="replica 1 is gone."))
+    reached(port, 'diloco_state{state="lost"}', 1)
+    assert health() == (503, "lost", "replica 1 is gone. It is searching for the other replicas.")
+    sink.handle(step(3))
+    reached(port, 'diloco_state{state="training"}', 1)
+    monkeypatch.setattr(sink, "silent_s", -1e9)
+    assert health()[:2] == (200, "waiting")
+    monkeypatch.setattr(sink, "lost_s", -1.0)
+    assert health()[:2] == (503, "lost")
+
+
+def test_readers_that_say_or_take_nothing_keep_neither_training_nor_other_readers(
+    sink: PrometheusSink, port: int
+) -> None:
+    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
+    for each in idle[50:]:
+        each.send(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")  # whose answers nobody takes
+    tell(sink)
+    assert reached(port, "diloco_step", 2)
+    for each in idle:
+        each.close()
+    assert ask(port, "/metrics", Host="evil.example")[0] == 400, "a page of another site, by DNS rebinding"
+    assert ask(port, "/")[0] == 404
+
+
+def test_a_port_in_use_is_refused_at_the_start(sink: PrometheusSink, port: int) -> None:
+    with pytest.raises(ConfigurationError, match=rf"127.0.0.1:{port} can't be listened at: .* Choose another port"):
+        PrometheusSink("127.0.0.1", port, "mine")
+
+
+def test_a_fault_of_the_metrics_ends_them_and_not_the_run(
+    sink: PrometheusSink, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sink.handle(step(1, step_s=None))
+    sinks = Sinks({"the metrics": sink})
+    while sinks.sinks:
+        tell(sinks)
+    assert "the metrics failed at step" in capsys.readouterr().err
