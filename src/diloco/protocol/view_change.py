@@ -243,17 +243,17 @@ class ViewChange:
         return (
             waited_s >= turn_s
             or self._first in self.mine.gone
-            or (self._first in lost and (waited_s >= 0.75 * turn_s or self._all_have_lost(self._first)))
+            or (self._first in lost and (waited_s >= 0.75 * turn_s or self._all_have_lost({self._first})))
             or (proposal is None and self._outbox.now_s - self._asked_s >= turn_s / _TICKS and self._first not in lost)
             or (stays and not lost.isdisjoint(staying))
             or is_split  # somebody lies, as for the next one
             or self._is_refused
         )
 
-    def _all_have_lost(self, replica: int) -> bool:
-        """Return whether all ranks that this one hears report a replica as lost."""
-        heard = [rank for rank in self._ranks if self._hears(self._rules.replica_of(rank))]
-        return all(rank in self._reports and replica in self._reports[rank].lost for rank in heard)
+    def _all_have_lost(self, replicas: Collection[int]) -> bool:
+        """Return whether all that this rank hears, but those that have adopted something, report these as lost."""
+        heard = [rank for rank in self._ranks if self._hears(self._rules.replica_of(rank)) and rank not in self._adopted]
+        return all(rank in self._reports and self._reports[rank].lost.issuperset(replicas) for rank in heard)
 
     # Reports.
 
@@ -292,13 +292,13 @@ class ViewChange:
         self._outbox.send((rank for rank in there if rank != self._rules.rank and rank not in but), message)
 
     def _stop(self) -> Stop | None:
-        """Return why this rank stops, or None. It first waits for the reports of all that it hears."""
+        """Return why this rank stops, or None. It first waits until all that it hears know the same."""
         waited_s, turn_s, members = self._outbox.now_s - self._began_s, _TURN * self._rules.silence_s, self.view.members
         lost, reason, ticked, self._ticked = self.mine.lost.intersection(members), "", self._ticked, False
         joining = self.mine.joining - self.mine.lost
         if waited_s >= _MOST_TURNS * turn_s:
             reason = f"the members did not agree on the next view within {_MOST_TURNS * turn_s:g} s"
-        elif lost and not self._in_doubt() and (waited_s >= turn_s / 4 or not self._silent(self._reports)):
+        elif lost and not self._in_doubt() and (waited_s >= turn_s / 4 or self._all_have_lost(lost)):
             reason = self._refusal(lost, joining)
         elif ticked and not self._silent(self._reports) and not any(each.accepted for each in self._reports.values()):
             # whom this rank can't hear may hear others, but no more than that
