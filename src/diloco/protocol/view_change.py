@@ -252,7 +252,8 @@ class ViewChange:
 
     def _all_have_lost(self, replicas: Collection[int]) -> bool:
         """Return whether all that this rank hears, but those that have adopted something, report these as lost."""
-        heard = [rank for rank in self._ranks if self._hears(self._rules.replica_of(rank)) and rank not in self._adopted]
+        there = [rank for rank in self._ranks if rank not in self._adopted]
+        heard = [rank for rank in there if self._hears(self._rules.replica_of(rank))]
         return all(rank in self._reports and self._reports[rank].lost.issuperset(replicas) for rank in heard)
 
     # Reports.
