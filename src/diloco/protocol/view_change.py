@@ -268,7 +268,7 @@ class ViewChange:
 
     def _ended(self) -> frozenset[int]:
         """Return the members that have ended, as far as a rank says and this one does not know better."""
-        told = frozenset().union(*(report.gone | report.left for report in self._reports.values()))
+        told = frozenset().union(*[report.gone | report.left for report in self._reports.values()])
         return self.mine.gone.union(each for each in told if not self._hears(each))
 
     def _keep(self, report: Report) -> None:
@@ -299,8 +299,8 @@ class ViewChange:
         joining = self.mine.joining - self.mine.lost
         if waited_s >= _MOST_TURNS * turn_s:
             reason = f"the members did not agree on the next view within {_MOST_TURNS * turn_s:g} s"
-        elif lost and not self._in_doubt() and (waited_s >= turn_s / 4 or self._all_have_lost(lost)):
-            reason = self._refusal(lost, joining)
+        elif lost and (refusal := self._refusal(lost, joining)) and not self._in_doubt():
+            reason = refusal if waited_s >= turn_s / 4 or self._all_have_lost(lost) else ""
         elif ticked and not self._silent(self._reports) and not any(each.accepted for each in self._reports.values()):
             # whom this rank can't hear may hear others, but no more than that
             ended = self._ended()
