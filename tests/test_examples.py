@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from diloco import DiLoCo, InProcessTransport, SyncSchedule
-from tests.processes import Processes
+from tests.processes import Processes, free_port
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = "--steps 12 --inner-steps 5 --overlap-steps 1 --save-steps 6 --batch-size 2 --sequence-length 16 --width 16"
@@ -110,6 +110,24 @@ def test_a_swarm_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         digests = swarm.main()
     assert len(digests) == swarm.REPLICAS
     assert len(set(digests)) == 1
+
+
+def in_a_cluster(rank: int, port: int, out: Path) -> None:
+    about = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 4, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in about.items()}
+    sys.argv = ["cluster.py", "--replica-size", "2", "--steps", "50"]
+    with (out / f"{rank}.txt").open("w") as file, contextlib.redirect_stdout(file):
+        runpy.run_path(str(EXAMPLES / "cluster.py"), run_name="__main__")
+
+
+def test_a_cluster(tmp_path: Path) -> None:
+    """Two replicas of two ranks: the same ranks of both have the same digest."""
+    with Processes() as processes:
+        processes.start(4, in_a_cluster, free_port(), tmp_path)
+        processes.results(300)
+    said = [(tmp_path / f"{rank}.txt").read_text().split(", ") for rank in range(4)]
+    assert [rounds for _, rounds, _ in said] == ["4 rounds"] * 4
+    assert [digest for *_, digest in said[:2]] == [digest for *_, digest in said[2:]]
 
 
 def test_the_notebook(tmp_path: Path) -> None:

@@ -292,6 +292,12 @@ def test_what_is_wrong_is_refused_before_anything_starts(own: Path, values: dict
         plan_run(command_line(own / "run.toml", **values))
 
 
+def test_a_class_may_set_the_methods_of_a_contract_when_it_is_made(own: Path) -> None:
+    """Only its instance has them."""
+    (own / "late.py").write_text("class Late:\n    keeps_sent = True\n    def __init__(self): self.merge = print\n")
+    assert made("sync.merge", "late", "Late").merge is print
+
+
 def test_the_command_says_it_in_a_sentence(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (own / "wrong.py").write_text(WRONG)
     said = refused(["train", "run.toml", "--data", "text.jsonl", "--codec", "wrong.py:Halves"], capsys)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from torch.multiprocessing.spawn import spawn
 
 from benchmarks.gpu.sessions import settle
 from benchmarks.gpu.sizes import Sizes
-from diloco import DiLoCo
+from diloco import DiLoCo, connect_process_group
 from diloco.algorithm import (
     CODECS,
     Contribution,
+    MeanEncoding,
     Nesterov,
     RoundId,
     SendersMean,
@@ -31,6 +33,7 @@ from diloco.algorithm import (
     encode_mean,
     flatten,
     make_codec,
+    plan_round,
     weighted_mean,
 )
 from diloco.devices import to_device
@@ -56,11 +59,12 @@ from diloco.train import (
     parallelise,
     prepare_blocks,
 )
-from diloco.transport import open_replica_group
+from diloco.transport import Pending, open_replica_group
 from diloco.units import format_bytes
 
 __all__ = ["CHECKS", "run_checks"]
 
+CPU = torch.device("cpu")
 MODEL = DecoderSettings(layers=2, width=128, ffn_width=256, heads=4, kv_heads=2, qk_norm=True, vocab_size=512)
 
 
@@ -407,6 +411,65 @@ def _rank(position: int, sizes: Sizes, size: int, store_path: str, results: Any)
     group.close()
 
 
+def process_groups(sizes: Sizes, device: torch.device) -> str:
+    """Average over NCCL, one replica per GPU, beside other collectives; with one GPU, of a single replica."""
+    _require_cuda(device)
+    if dist.is_initialized():
+        raise SkippedError("torch.distributed is already initialised")
+    count, results = min(4, torch.cuda.device_count()), torch.multiprocessing.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_replica, (sizes, count, str(Path(folder) / "store"), results), nprocs=count)  # type: ignore[no-untyped-call]  # torch's
+    digests = {results.get() for _ in range(count)}
+    assert digests == {_averages(sizes, count)}, "the averages differ from the CPU's"
+    return f"{len(CODECS.names)} codecs, plain and encoded means of {count} replicas on NCCL: the CPU's bits"
+
+
+def _contributions(sizes: Sizes, replica: int, device: torch.device) -> Iterator[Contribution]:
+    """Yield a contribution in every codec, with plain means and with those that are encoded."""
+    for number, (name, mean) in enumerate(product(CODECS.names, ("float32", "fp4"))):
+        codec = make_codec(name)
+        values = _drawn(sizes.check_values + 3, 100 * number + replica)
+        yield Contribution(
+            round=RoundId(0, number),
+            replica=replica,
+            codec=codec,
+            numel=len(values),
+            payload=codec.encode(values).to(device),
+            mean=MeanEncoding.of(mean),
+        )
+
+
+def _replica(rank: int, sizes: Sizes, size: int, store_path: str, results: Any) -> None:
+    """Submit each round before the last one is merged, while gradients are reduced on another group."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    store = dist.FileStore(store_path, size)  # type: ignore[attr-defined]  # missing in torch's stubs
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size)
+    busy, averages = torch.randn(1 << 22, device=device), list[Tensor]()
+    with connect_process_group() as transport:
+        flights: list[Pending] = []
+        for contribution in _contributions(sizes, rank, device):
+            flights.append(transport.average(contribution))
+            for _ in range(5):
+                dist.all_reduce(busy.mul_(0.5), async_op=True)
+            if len(flights) == 2:
+                averages.append(flights.pop(0).wait().values)
+        averages.append(flights.pop(0).wait().values)
+    results.put(digest_tensors({str(number): values for number, values in enumerate(averages)}))
+    dist.destroy_process_group()
+
+
+def _averages(sizes: Sizes, count: int) -> str:
+    """Return the digest of the averages that the pure functions give on the CPU."""
+    averages = {}
+    for number, given in enumerate(zip(*(_contributions(sizes, m, CPU) for m in range(count)), strict=True)):
+        values, plan = weighted_mean(given).values, plan_round(given[0], count)
+        if plan.pattern == "reduce-scatter":
+            encode_mean(values, plan.mean)
+        averages[str(number)] = values
+    return digest_tensors(averages)
+
+
 CHECKS: dict[str, Callable[[Sizes, torch.device], str]] = {
     "pinned copies arrive": copies,
     "flash attention is taken": flash,
@@ -425,4 +488,5 @@ CHECKS: dict[str, Callable[[Sizes, torch.device], str]] = {
     "global parameters to evaluate": held_globals,
     "ddp and fsdp on one rank": sharded,
     "NCCL inside a replica": ranks,
+    "NCCL between replicas": process_groups,
 }

@@ -138,9 +138,7 @@ def find(key: str, text: str, kind: type) -> Callable[..., Any]:
         required = {re.split(r"[^\w.-]", each)[0] for each in metadata.requires("diloco") or ()}
         _refuse(key, text, (defined and inner.__module__) or module.__name__, required | sys.stdlib_module_names)
         makes = type(function).__call__, getattr(function, "__new__", None)  # of a class whose calls make its instances
-        # its instances may pass everything on to another object, or set the methods of a protocol in `__init__`
-        dynamic = hasattr(function, "__getattr__")
-        dynamic |= getattr(kind, "_is_protocol", False) and getattr(function, "__init__", None) is not object.__init__
+        dynamic = hasattr(function, "__getattr__")  # its instances may pass everything on to another object
         if makes == (type.__call__, object.__new__) and not dynamic and (lack := _lack(function, kind)):
             raise ConfigurationError(f"{key}={text} can't be used: it is a class which {lack}.")
     return function  # type: ignore[no-any-return]  # callable, as checked above
@@ -184,7 +182,10 @@ def _lack(found: Any, kind: type) -> str:
     """Return what an object, or the instances of a class, lack of ``kind``; "" if nothing."""
     if getattr(kind, "_is_protocol", False):
         methods = (name for name, each in vars(kind).items() if inspect.isfunction(each) and not name.startswith("_"))
-        return next((f"has no method {name}" for name in methods if not callable(getattr(found, name, None))), "")
+        constructors = (vars(each).get("__init__") for each in getattr(found, "__mro__", ()))  # which may set methods
+        set_later = {name for each in constructors if inspect.isfunction(each) for name in each.__code__.co_names}
+        lacks = (name for name in methods if not callable(getattr(found, name, None)) and name not in set_later)
+        return next((f"has no method {name}" for name in lacks), "")
     fits = issubclass(found, kind) if inspect.isclass(found) else isinstance(found, kind)
     return "" if fits else f"is no {kind.__name__} of {kind.__module__.partition('.')[0]}"
 

@@ -70,14 +70,6 @@ def test_any_finite_values_stay_finite_and_within_the_stated_bound(name: str, va
     assert_round_trip(ACCURATE[name](), values)
 
 
-def test_parameters_of_a_model_are_encoded_and_accumulated_without_a_graph(codec: Codec) -> None:
-    parameter = torch.nn.Parameter(torch.ones(BLOCK))
-    payload = codec.encode(parameter)
-    assert not codec.decode(payload, BLOCK).requires_grad
-    codec.accumulate(payload, parameter)
-    assert same_bits(parameter.detach(), torch.full((BLOCK,), 2.0))
-
-
 def test_zeros_keep_their_sign(codec: Codec) -> None:
     values = torch.tensor([0.0, -0.0, 1.0])
     decoded = codec.decode(codec.encode(values), 3)

@@ -151,34 +151,6 @@ def test_ranges_are_cut_between_the_blocks_of_both_codecs() -> None:
     assert all(start % 12 == 0 for start, _ in plan.shards)
 
 
-class OfBits(Float32):
-    """A user-defined codec with a given number of bits per value, in blocks of four."""
-
-    block_size = 4
-
-    def __init__(self, bits: int) -> None:
-        self.bits = bits
-
-    def payload_bytes(self, numel: int) -> int:
-        return -(-numel * self.bits // 8)
-
-
-@pytest.mark.parametrize(
-    ("num_replicas", "bits", "encoded"), [(7, 4, False), (8, 4, True), (1000, 4, True), (8, 14, True), (8, 16, False)]
-)
-def test_auto_is_int8_from_eight_replicas_on_where_contributions_are_coarse(
-    num_replicas: int, bits: int, encoded: bool
-) -> None:
-    """The plan of a round, including its bytes, is that of the codec in effect."""
-    chosen = make_codec("int8" if encoded else "float32")
-    auto, plain = (
-        plan_exchange(OfBits(bits), 5000, num_replicas, mean=mean)
-        for mean in (MeanEncoding.of("auto"), MeanEncoding(chosen))
-    )
-    assert (auto.mean.name, auto.mean.parameters()) == (chosen.name, chosen.parameters())
-    assert (auto.sent, auto.received) == (plain.sent, plain.received)
-
-
 BLOCK = 256
 
 

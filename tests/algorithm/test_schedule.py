@@ -57,12 +57,6 @@ def test_a_whole_round_late_is_merged_before_it_is_sent_again() -> None:
     assert schedule.actions(10) == (Merge(1, 0), Send(1, 1))
 
 
-def test_custom_offsets_may_coincide() -> None:
-    schedule = SyncSchedule(inner_steps=5, num_fragments=2, offsets=(3, 3))
-    assert schedule.actions(8) == (Send(0, 0), Send(1, 0), Merge(0, 0), Merge(1, 0))
-    assert schedule.actions(5) == ()
-
-
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(0, 40), st.data())
 def test_figures_of_a_schedule_are_those_of_its_actions(
     inner_steps: int, num_fragments: int, steps: int, data: st.DataObject

@@ -265,7 +265,7 @@ def test_an_upload_that_fails_is_told_and_the_next_one_is_whole(
     failing.left = 1
     mirror.offer(save(run / "checkpoints", 2, 2.0))
     mirror.close()  # tries once more
-    (sentence,) = mirror.take_sentences()
+    (sentence,) = mirror.sentences
     assert "step-00000002 was not uploaded" in sentence
     assert "QuotaExceeded" in sentence
     assert whole(place) == ["00000002-step-00000002"]
@@ -275,6 +275,19 @@ def test_an_upload_that_fails_is_told_and_the_next_one_is_whole(
         mirror.close()
     assert fetch_run(place, tmp_path / "new")
     assert mark_of(tmp_path / "new") == 2
+
+
+def test_who_may_not_delete_uploads_all_the_same(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = home(tmp_path / "run")
+    Failing(monkeypatch, "rm_file", DENIED).left = 99
+    mirror = Mirror(place, run, keep=1)
+    mirror.claim(RUN, fresh=True)
+    for mark in (1, 2):
+        mirror.offer(save(run / "checkpoints", mark, mark))
+        mirror.close()
+    (sentence,) = mirror.sentences
+    assert "step-00000002 was uploaded, but the oldest ones stay: " in sentence
+    assert whole(place) == ["00000001-step-00000001", "00000002-step-00000002"]
 
 
 @pytest.mark.parametrize(("method", "error"), [("pipe_file", DENIED), ("pipe_file", FULL), ("find", DENIED)])
@@ -374,3 +387,11 @@ def test_what_was_saved_here_later_stays_the_newest(place: str, tmp_path: Path) 
     assert fetch_run(place, run)
     assert mark_of(run) == 3
     assert (run / "config.toml").read_text() == "newer"
+
+
+def test_what_is_here_already_is_not_written_again(place: str, tmp_path: Path) -> None:
+    """A run that trains there may be the reason that the command is refused afterwards."""
+    mirrored(place, run := home(tmp_path / "run"), 1, 2)
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    assert fetch_run(place, run)
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before

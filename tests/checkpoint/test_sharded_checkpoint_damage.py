@@ -15,7 +15,7 @@ from torch import Tensor
 from diloco.checkpoint import (
     Checkpoint,
     CheckpointWriter,
-    Whole,
+    Lazy,
     list_checkpoints,
     open_checkpoint,
     save_checkpoint,
@@ -144,7 +144,8 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 def test_values_are_loaded_into_place(checkpoint: Checkpoint) -> None:
     room = {name: torch.zeros_like(value) for name, value in VALUES.items()}
     checkpoint.load_into("values", room)
-    assert unequal(room, VALUES) == unequal(dict(Whole(VALUES)), VALUES) == []
+    assert unequal(room, VALUES) == unequal(dict(Lazy(VALUES, whole)), VALUES) == []
+    assert unequal(dict(checkpoint.values("values")), VALUES) == []
     assert {name: (tuple(v.shape), v.dtype) for name, v in VALUES.items()} == {
         name: (saved.shape, saved.dtype) for name, saved in checkpoint.tensors("values").items()
     }

@@ -321,6 +321,7 @@ def test_a_machine_that_is_taken_away_goes_on_with_the_same_line(
         "has a run whose checkpoint.mirror is None": ["train", "--resume", url, "--out", "undisturbed"],
         "has the checkpoints of a run": train(files, "--checkpoint.mirror", url, "--out", "second"),
         "has no checkpoint. Nothing was": ["train", "--resume", f"{url}2"],
+        "has no name for a run folder": ["train", "--resume", f"{url}/.."],
         "is neither a path nor a URL such as": train(files, "--checkpoint.mirror", "s3:/bucket"),
     }.items():
         assert refusal in refused(words, capsys)

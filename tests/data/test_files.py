@@ -114,6 +114,7 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
     "cut parquet": ("a.parquet", b"PAR1 cut", "cannot be read"),
     "broken array": ("a.json", b'[{"text": "one"},', "is not JSON"),
     "array of texts": ("a.json", b'["one"]', "record 0 must be a JSON object"),
+    "empty": ("a.jsonl", b"", "holds no text"),
     "gzip without a suffix": ("a.jsonl", gzip.compress(LINES), "is not UTF-8: byte 1 is 0x8b"),
 }
 

@@ -178,19 +178,3 @@ def test_a_full_disk_is_told_and_nothing_is_left(
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "can't be written: [Errno 27] File too large. Give a writable path" in capsys.readouterr().err
     assert not any((tmp_path / "new").iterdir())
-
-
-@pytest.mark.parametrize("there", [False, True])
-def test_who_comes_second_changes_nothing(text: Path, tmp_path: Path, there: bool) -> None:
-    place = tmp_path / "tokens"
-    if there:
-        place.mkdir()
-
-    def another(documents: int, size_bytes: int) -> None:
-        place.mkdir(exist_ok=True)
-        (place / "manifest.json").write_text("of another")
-
-    for _ in range(2):
-        with pytest.raises(ConfigurationError, match="tokens already exists and is not an empty folder"):
-            tokenize(of(text), place, progress=another)
-        assert [path.name for path in tmp_path.rglob("*")] == ["tokens", "manifest.json"]

@@ -112,19 +112,6 @@ def test_a_cache_gives_the_logits_of_the_full_forward(settings: DecoderSettings)
         model(tokens[:, :1], cache)
 
 
-def test_no_graph_breaks() -> None:
-    torch._dynamo.reset()
-    model = build_model(replace(SMALL, layers=1, kv_heads=2, qk_norm=True, z_loss=1e-4), seed=0)
-    tokens, targets = random_tokens(2, 8), random_tokens(2, 8, seed=1)
-    compiled = torch.compile(model.loss, backend="eager", fullgraph=True)
-    with warnings.catch_warnings():
-        # torch's tracer instantiates every autograd function it meets and warns about it
-        warnings.filterwarnings("ignore", message=".*should not be instantiated", category=DeprecationWarning)
-        loss = compiled(tokens, targets).loss
-    torch.testing.assert_close(loss, model.loss(tokens, targets).loss)
-    torch.autograd.backward(loss)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -159,15 +146,6 @@ def test_a_document_has_the_logits_that_it_has_alone() -> None:
         together = model()(packed, documents=document_numbers(packed, END))[0]
         alone = torch.cat([model()(torch.tensor([document]))[0] for document in documents])
     torch.testing.assert_close(together, alone)
-
-
-def test_the_loss_sees_what_the_logits_see() -> None:
-    packed = torch.tensor([[1, 2, END, 3, 4, 5]])
-    inputs, targets = packed[:, :-1], packed[:, 1:]
-    documents = document_numbers(inputs, END)
-    parts = model().loss(inputs, targets, documents)
-    expected = torch.nn.functional.cross_entropy(model()(inputs, documents=documents)[0], targets[0])
-    torch.testing.assert_close(parts.cross_entropy, expected)
 
 
 @pytest.mark.usefixtures("flex_on_cpu")

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from diloco.algorithm import AlphaMerge, MergeRule, Nesterov, RebaseMerge, RoundId, Sgd, SyncSchedule
@@ -196,37 +194,10 @@ def test_work_of_void_rounds_is_sent_once_and_nothing_is_lost(codec: str) -> Non
     torch.testing.assert_close(fragment.local().double() - fragment.residual, expected, rtol=0, atol=1e-4)
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.sampled_from(["step", "skip", "send", "merge", "void", "resume"]), max_size=60))
-def test_the_weight_is_the_steps_that_no_mean_has_taken(happenings: list[str]) -> None:
-    """Compare with a list of all steps, from which each step is removed once a mean contains it."""
-    model, endpoint = nn.Linear(1, 1), InProcessTransport(1).endpoint(0)
-    fragment, outer_step = fragment_of(model), 0
-    steps: list[float] = []
-    sent = 0
-    for what in happenings:
-        if what in ("step", "skip"):
-            steps.append(float(what == "step"))
-            fragment.trained += steps[-1]
-        elif what == "send" and fragment.flight is None:
-            sent, outer_step = len(steps), outer_step + 1
-            sent_event = fragment.send(endpoint, outer_step, 0, 1, base_weight=1.0)
-            assert sent_event.weight == max(sum(steps), 1e-18)
-        elif what == "merge" and fragment.flight is not None:
-            fragment.merge(fragment.flight.pending.wait(), 0)
-            steps = steps[sent:]
-        elif what == "void" and fragment.flight is not None:
-            fragment.drop(0, "")
-        elif what == "resume" and fragment.flight is None:
-            other = fragment_of(model)
-            other.loader(fragment.state_dict(), -1, resubmit=True)(endpoint)
-            fragment = other
-
-
 def test_an_inner_step_is_trained_from_none_to_all_of_it() -> None:
     model = nn.Linear(1, 1)
     diloco = DiLoCo(model, torch.optim.SGD(model.parameters()))
     for trained in (-0.1, 1.5, float("nan")):
-        with pytest.raises(ConfigurationError, match=r"trained must be from 0 .* to 1 .*, got .*\. The step was not"):
+        with pytest.raises(ConfigurationError, match=r"trained must be a number from 0 to 1, got .*\."):
             diloco.step(trained)
     assert (diloco.steps, diloco.fragments[0].trained) == (0, 0.0)

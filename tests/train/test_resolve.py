@@ -42,12 +42,6 @@ def test_streaming_takes_one_fragment_per_three_layers_and_one_for_the_rest(laye
     assert resolved(layers).sync.num_fragments == fragments
 
 
-def test_default_fragments_and_overlap_fit_into_a_short_cycle() -> None:
-    run = resolved(108, sync__inner_steps=1)
-    assert (run.sync.num_fragments, run.sync.overlap_steps) == (1, 0)
-    assert resolved(108, sync__inner_steps=2).sync.num_fragments == 2
-
-
 def test_alpha_given_means_the_alpha_rule_and_rebase_has_none() -> None:
     def rule_and_alpha(**values: Any) -> tuple[str | None, float | None]:
         sync = resolved(**values).sync
@@ -64,11 +58,6 @@ def test_intervals_are_shares_of_the_run_and_at_least_one_step(steps: int, evalu
     assert (run.evaluation.every_steps, run.checkpoint.every_steps) == (evaluate, save)
     run = resolved(evaluation__every_steps=0, checkpoint__every_steps=0)
     assert (run.evaluation.every_steps, run.checkpoint.every_steps) == (0, 0)
-
-
-def test_a_data_parallel_run_has_no_start_of_its_own_and_independent_replicas_keep_it() -> None:
-    assert resolved(algorithm="data-parallel", train__data_parallel_steps=5).train.data_parallel_steps == 0
-    assert resolved(algorithm="none", train__data_parallel_steps=5).train.data_parallel_steps == 5
 
 
 @given(

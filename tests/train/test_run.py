@@ -87,7 +87,7 @@ def plain(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 RESUMABLE = [
     "--codec fp4 --sync.merge rebase",
     "--codec int8 --error-feedback 1 --merge-alpha 0.5",
-    "--algorithm diloco --fragments 1 --overlap-steps 0 --precision bfloat16 --optimizer.name SGD --sync.outer adam",
+    "--algorithm diloco --fragments 1 --overlap-steps 0 --precision bfloat16 --optimizer.name SGD --sync.outer sgd",
     "--precision float16 --data-parallel-steps 3 --train.gradient-accumulation 2",
     "--emulate.bandwidth 100kbit --emulate.latency 50ms --emulate.step-time 100ms",
     "--algorithm data-parallel --fragments 1 --overlap-steps 0",

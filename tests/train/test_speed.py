@@ -10,30 +10,10 @@ import torch
 from torch.nn import functional as F
 
 from diloco.data import ByteTokenizer
-from diloco.devices import choose_device, flops_utilization, known_peak_flops_per_s, use_device
+from diloco.devices import choose_device, use_device
 from diloco.errors import ConfigurationError
 from diloco.model import DecoderSettings, build_model, document_numbers
 from diloco.trained import evaluate
-
-
-@pytest.mark.parametrize(
-    ("name", "tera"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H200 NVL", 835),
-        ("NVIDIA A10", 125),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA A1000", None),
-    ],
-)
-def test_a_device_is_known_by_its_whole_name(name: str, tera: float | None) -> None:
-    assert known_peak_flops_per_s(name, "bfloat16") == (None if tera is None else tera * 1e12)
-
-
-def test_without_a_peak_or_time_there_is_no_utilization() -> None:
-    assert flops_utilization(1e10, 1.0, None) is None
-    assert flops_utilization(1e10, 0.0, 1e12) is None
-    assert flops_utilization(4e10, 0.5, 1e12) == pytest.approx(0.08)
 
 
 def test_a_gpu_of_apple_comes_after_cuda_and_before_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

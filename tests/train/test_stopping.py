@@ -41,16 +41,6 @@ with StopRequest() as stop:
 """
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_the_first_signal_is_noted_and_interrupts_nothing(number: signal.Signals) -> None:
-    """Otherwise SIGINT would raise KeyboardInterrupt in the middle of a step, and SIGTERM would end the process."""
-    with StopRequest() as stop:
-        seen = [stop.signal]
-        signal.raise_signal(number)
-        assert [*seen, stop.signal] == [None, number.name]
-        assert sum(range(1000)) == 499500, "the step continues"
-
-
 def wait(stop: StopRequest, meanwhile: Callable[[], object]) -> None:
     with stop.interrupting():
         meanwhile()

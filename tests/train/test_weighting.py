@@ -41,13 +41,6 @@ def run(swarm: Swarm, steps: int, idle: dict[int, set[int]], gradient: Gradient 
             diloco.finish()
 
 
-def test_the_work_of_a_void_round_is_in_the_next_weight() -> None:
-    faults = [Fault(kind="drop", replica=0, round=RoundId(0, outer_step)) for outer_step in (1, 2)]
-    swarm = Swarm(2, SCHEDULE, transport=FaultyTransport(2, faults=faults))
-    run(swarm, 20, {1: {10}})
-    assert weights(swarm) == {0: [1.0, 1.0, 2.0, 3.0, 1.0], 1: [1.0, 1.0, 1.75, 2.75, 1.0]}
-
-
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.sets(st.integers(0, 23)), min_size=2, max_size=2),

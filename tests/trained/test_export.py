@@ -68,17 +68,6 @@ def test_transformers_gives_the_same_loss_and_token_ids(run: Path, exported: Pat
         assert float(other(tokens, labels=tokens).loss) == pytest.approx(loss_of(trained.model, tokens), rel=1e-6)
 
 
-def test_the_byte_tokenizer_is_exported_too(tmp_path: Path) -> None:
-    train(write_text(tmp_path), tmp_path / "run", "--steps 1 --optimizer.warmup-steps 0")
-    export_huggingface(load_trained(tmp_path / "run"), tmp_path / "hf")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    for text in TEXTS:
-        assert tokenizer(text)["input_ids"] == list(text.encode())
-        assert tokenizer.decode(list(text.encode())) == text
-    assert (tokenizer.eos_token_id, len(tokenizer)) == (256, 257)
-    assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")).__name__ == "LlamaForCausalLM"
-
-
 def test_configurations_say_which_token_ends_and_begins_a_document(exported: Path, run: Path) -> None:
     end = load_trained(run).tokenizer.eos_id
     other = transformers.AutoModelForCausalLM.from_pretrained(exported)
@@ -209,17 +198,6 @@ def test_what_cannot_be_written_is_told_and_nothing_is_left(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_a_failure_leaves_the_earlier_export(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place, trained = tmp_path / "hf", load_trained(run)
-    export_huggingface(load_trained(run), place)
-    before = {path.name: path.read_bytes() for path in place.iterdir()}
-    monkeypatch.setattr(trained.tokenizer, "save", lambda folder: (folder / "absent" / "file").write_text(""))
-    with pytest.raises(CheckpointError, match=r"No such file.*What was there before is unchanged"):
-        export_huggingface(trained, place, dtype="float16", overwrite=True)
-    assert {path.name: path.read_bytes() for path in place.iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_a_model_without_a_counterpart_says_what_would_work(run: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from diloco import connect_process_group
-from diloco.algorithm import Float32
+from diloco.algorithm import Float32, weighted_mean
 from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError, RoundVoidError
 from diloco.transport import RollCall, Transport, fresh_store, weighted_bits
 from diloco.waiting import in_thread
@@ -163,6 +163,10 @@ def rank_of_two(rank: int, names: Sequence[str], folder: Path) -> dict[str, list
                     half.train_alone(steps)
                     state, digest = half.state(), half.digest()
         digests.setdefault(name, []).append(digest)
+    with connect_process_group(mesh, ranks="whole", silence_s=3.0) as transport:  # the first rank of each talks
+        average = transport.average(contribution(transport.replica, codec="fp4")).wait()
+    pair = [contribution(replica, codec="fp4") for replica in range(2)]
+    assert torch.equal(average.values, weighted_mean(pair).values)
     three, one = dist.new_group([0, 1, 2]), dist.new_group([3])
     for unfit in (one if rank == 3 else three, dist.init_device_mesh("cpu", (2, 2))):
         with pytest.raises(ConfigurationError, match=r"of the 4 ranks must be in one|none is called 'replica'"):

@@ -158,19 +158,15 @@ def plan_exchange(
 
     With n the payload and m the encoded mean of all values, in bytes, an all-gather moves ``(M - 1) * n`` bytes each
     way. A reduce-scatter followed by an all-gather of the means moves about ``(M - 1) / M * (n + m)``, counted here
-    exactly for each range. On a tie the all-gather is chosen, which needs one trip instead of two.
+    exactly for each range. On a tie the all-gather is chosen, which needs one trip instead of two. It is also chosen if
+    replicas need ``whole`` contributions, e.g. to clip them by norm.
 
     Of several codecs of means it is the first with which every uplink sends its part within its window. If there is
     none, it is the first that saves all but a fifth of what can be saved of the time beyond.
 
     Args:
-        codec: The codec of the contributions.
-        numel: The number of values in the round.
-        num_replicas: M.
         extra_bytes: The bytes that each replica sends in addition to its payload (model buffers), always all-gathered.
         mean: The encoding of means. Ranges consist of whole blocks of both codecs.
-        whole: Whether every replica needs whole contributions, e.g. to clip them by norm. The pattern is then
-            all-gather.
         uplinks: What is known about the uplink of each replica; empty: nothing.
 
     >>> plan = plan_exchange(make_codec("float16"), 1002, 4)
@@ -178,10 +174,6 @@ def plan_exchange(
     ('reduce-scatter', ((0, 250), (250, 501), (501, 751), (751, 1002)))
     >>> plan.sent, plan.received
     ((4504, 4514, 4504, 4514), (4508, 4510, 4508, 4510))
-    >>> plan_exchange(make_codec("fp4"), 1024, 4).pattern
-    'all-gather'
-    >>> plan_exchange(make_codec("fp4"), 1024, 4, mean=MeanEncoding.of("fp4")).sent
-    (774, 774, 774, 774)
     >>> home = [Uplink(15_000_000, window_s=2.6)] * 4
     >>> plan_exchange(make_codec("fp4"), 6_000_000, 4, mean=MeanEncoding.of("auto"), uplinks=home).mean.name
     'fp4'

@@ -47,10 +47,7 @@ class Registry:
     def make(self, name: str, arguments: Mapping[str, Any] | None = None, **offered: Any) -> Any:
         """Make the component that is known as ``name``, or the user's own if it is ``module:Class``.
 
-        Args:
-            name: The name.
-            arguments: Its arguments, all of which it must take.
-            offered: Further arguments, for those that take them.
+        It must take all ``arguments``; of those ``offered`` it gets what it takes.
 
         Raises:
             ConfigurationError: if a name or value is invalid. The message has the nearest name or the valid values.

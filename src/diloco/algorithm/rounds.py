@@ -49,15 +49,12 @@ class AverageRule(Protocol):
         """
 
     def combine(self, contributions: Iterable[tuple[float, Tensor]], tensors: Sequence[int]) -> Tensor:
-        """Return the average of the contributions.
+        """Return the average of the contributions, ``(numel,)`` float32, sharing no memory with them.
 
         Args:
             contributions: The weight and the values, ``(numel,)`` float32, of each contributor in ascending order of
                 replicas. There is at least one. Fetching the next one overwrites the values.
-            tensors: The sizes of the tensors that the values consist of, in order. Their sum is numel.
-
-        Returns:
-            ``(numel,)`` float32, sharing no memory with the contributions.
+            tensors: The sizes of the tensors that the values consist of, in order.
         """
 
 
@@ -222,12 +219,9 @@ def judge(
     The most frequent sizes are determined in the same way, and contributions of other sizes are refused.
 
     Args:
-        contributions: Replica -> its contribution.
-        members: The replicas of the view.
         min_contributors: The round is void with fewer usable contributions than this.
         absent: Replica -> why its contribution is missing.
-        contents: Whether to check payloads and buffers. False if only the headers have arrived; the rest is then
-            checked on arrival.
+        contents: Whether to check payloads and buffers. False if only the headers have arrived.
         holders: The least number of replicas that must hold a state for it to be the majority's. It exceeds the number
             of replicas that may be malicious.
     """
@@ -385,14 +379,9 @@ def _folded(values: Tensor) -> Tensor:
 
 
 def check_mean(values: Tensor, addends: Mapping[int, tuple[Codec, Tensor, float]]) -> None:
-    """Check a mean or a part of it, which may overflow even if all addends are finite.
+    """Raise `CodecError`, with the replica that contributed most, if a mean is not finite or above 2^100.
 
-    Args:
-        values: ``(n,)`` float32, the mean.
-        addends: Replica -> codec, payload of ``n`` values, and the weight with which they were added.
-
-    Raises:
-        CodecError: if a magnitude is not finite or above 2^100. The error names the replica that contributed most.
+    It may overflow even if all addends are finite. ``addends``: replica -> codec, payload, and weight.
     """
     largest = largest_magnitude(values)
     if not largest <= LARGEST_MEAN:

@@ -204,15 +204,6 @@ class StepRate:
     """The smoothed inner steps per second of a replica: the inverse of the mean time of about its last ten steps.
 
     The first step does not count, since it may include compilation. The rate is known from the sixth step on.
-
-    >>> rate = StepRate()
-    >>> for seconds in (30.0, 0.5, 0.5, 0.5, 0.5):
-    ...     rate.add(seconds)
-    >>> rate.steps_per_s is None
-    True
-    >>> rate.add(0.5)
-    >>> rate.steps_per_s
-    2.0
     """
 
     def __init__(self) -> None:

@@ -28,12 +28,7 @@ def measured_outer_step(
 ) -> tuple[dict[str, float | None], Tensor]:
     """Take an outer step, ``optimizer.update(mean, state, values)``, and measure its effect.
 
-    Args:
-        optimizer: The outer optimizer.
-        mean: ``(numel,)`` float32, the mean pseudo-gradient, on the device of ``values``.
-        state: The state of the outer optimizer.
-        values: ``(numel,)`` float32, the global parameters.
-        last: The sample of the last mean, or None.
+    ``mean`` and ``values``, the global parameters, are ``(numel,)`` float32; ``last`` is the sample of the last mean.
 
     Returns:
         The measures by name, None where one is undefined, and the sample of this mean:

@@ -12,7 +12,7 @@ from .reading import list_checkpoints as list_checkpoints
 from .reading import open_checkpoint as open_checkpoint
 from .reading import read_manifest as read_manifest
 from .reading import write_manifest as write_manifest
-from .tensors import Whole as Whole
+from .tensors import Lazy as Lazy
 from .tensors import tensor_chunks as tensor_chunks
 from .tensors import whole as whole
 from .writing import CheckpointWriter as CheckpointWriter

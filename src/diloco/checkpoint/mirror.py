@@ -29,7 +29,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -137,15 +136,15 @@ class Mirror:
 
     def __init__(self, url: str, home: Path, keep: int) -> None:
         self._place, self._home, self._keep = _Place(url), home, keep
-        since = datetime.now(UTC).isoformat(" ", "seconds")
-        about = {"token": secrets.token_hex(16), "host": socket.gethostname(), "pid": os.getpid(), "since": since}
+        about = {"token": secrets.token_hex(16), "host": socket.gethostname(), "pid": os.getpid()}
         self._writer = json.dumps(about).encode()
         self._lock = threading.Lock()
         self._waiting: tuple[Path, dict[str, BinaryIO], ExitStack] | None = None
         self._work: Future[None] | None = None
         self._number, self._last = 0, None  # type: int, Path | None
         self._problem = ""  # of the last upload
-        self._sentences: list[str] = []
+        self.sentences: list[str] = []
+        """Sentences for the user about what has failed, which the caller removes."""
 
     def claim(self, identity: Mapping[str, str], *, fresh: bool) -> None:
         """Become the writer of the place, before the first step.
@@ -164,9 +163,8 @@ class Mirror:
             there = {} if manifest is None else manifest.about.get("identity", {})
             if odd := [name for name in ("model", "data", "seed") if there and there.get(name) != identity.get(name)]:
                 raise ConfigurationError(f"{place.url} has another run, with another {odd[0]}. Use another place.")
-            for written in (False, True):
+            for written in (False, True):  # the first listing may be empty because nothing may be listed
                 sizes = place.sizes()
-                # also if the first listing was empty because nothing may be listed
                 if fresh and any(name.endswith(f"/{_MANIFEST}") for name in sizes):
                     raise ConfigurationError(
                         f"{place.url} has the checkpoints of a run already. Use --resume-or-start {place.url} to "
@@ -196,12 +194,6 @@ class Mirror:
             if self._work is None:
                 self._work = in_thread(self._upload_all, "diloco-mirror")
 
-    def take_sentences(self) -> list[str]:
-        """Return sentences for the user about uploads that have failed since the last call."""
-        with self._lock:
-            sentences, self._sentences = self._sentences, []
-        return sentences
-
     def close(self) -> None:
         """Wait until the last checkpoint is uploaded; if that fails, try once more.
 
@@ -226,20 +218,19 @@ class Mirror:
                     return
                 self._waiting = None
             path, files, opened = waiting
-            problem = ""
+            self._problem, sentence = "", "was not uploaded, which is tried again with the next"
             try:
                 with opened, self._place.reached("written to"):
-                    self._upload(path.name, files)
+                    folder = self._upload(path.name, files)
+                sentence = "was uploaded, but the oldest ones stay"
+                with self._place.reached("deleted from"):
+                    self._delete_old(folder)
             except DiLoCoError as error:
-                problem = str(error)
-            with self._lock:
-                self._problem = problem
-                if problem:
-                    self._sentences.append(
-                        f"{path.name} was not uploaded, which is tried again with the next: {problem}"
-                    )
+                if "not" in sentence:
+                    self._problem = str(error)
+                self.sentences.append(f"{path.name} {sentence}: {error}")
 
-    def _upload(self, name: str, files: Mapping[str, BinaryIO]) -> None:
+    def _upload(self, name: str, files: Mapping[str, BinaryIO]) -> str:
         store, folder = self._place.store, f"checkpoints/{self._number + 1:08d}-{name}-{secrets.token_hex(4)}"
         self._check_writer()
         for file in sorted(files, key=lambda file: file == _MANIFEST):
@@ -248,7 +239,7 @@ class Mirror:
             with store.open(f"{folder}/{file}", "wb") as there:
                 shutil.copyfileobj(files[file], there, 16 << 20)
         self._number += 1
-        self._delete_old()
+        return folder
 
     def _check_writer(self) -> None:
         self._place.store.invalidate_cache()
@@ -258,10 +249,11 @@ class Mirror:
                 "this one uploads no more."
             )
 
-    def _delete_old(self) -> None:
-        whole = [each for each in self._own() if _MANIFEST in each.sizes]
-        for upload in self._own():
-            if upload not in whole[: self._keep] and upload.folder < whole[0].folder:
+    def _delete_old(self, newest: str) -> None:
+        uploads = self._own()
+        kept = [each for each in uploads if _MANIFEST in each.sizes][: self._keep]
+        for upload in uploads:
+            if upload not in kept and upload.folder < newest:
                 if _MANIFEST in upload.sizes:
                     self._place.store.rm_file(f"{upload.folder}/{_MANIFEST}")  # first, so that it is never half
                 self._place.store.rm(upload.folder, recursive=True)
@@ -306,16 +298,14 @@ def _newest(place: _Place, uploads: Mapping[str, list[_Upload]]) -> dict[str, tu
         shared = manifest.about.get("algorithm") != "none"  # else each replica has its own parameters
         return manifest.step, manifest.about.get("global_params_digest") if shared else None
 
-    read = {replica: [(each, place.read(each)) for each in group] for replica, group in uploads.items()}
-    whole = {replica: [(each, found) for each, found in group if found] for replica, group in read.items()}
+    whole = {
+        replica: [(each, manifest) for each in group if (manifest := place.read(each))]
+        for replica, group in uploads.items()
+    }
     for first, manifest in whole.get("", []):
-        most = manifest.about.get("num_replicas")
+        number = int(manifest.about.get("num_replicas", 1))
         chosen = {"": (first, manifest)}
-        others = [
-            replica
-            for replica in uploads
-            if replica and replica not in manifest.parts and isinstance(most, int) and int(replica[8:]) < most
-        ]
+        others = {f"replica-{other}" for other in range(1, number)} & uploads.keys() - manifest.parts.keys()
         for replica in others:
             same = [each for each in whole[replica] if state(each[1]) == state(manifest)]
             chosen |= {replica: same[0]} if same else {}
@@ -329,12 +319,14 @@ def _newest(place: _Place, uploads: Mapping[str, list[_Upload]]) -> dict[str, tu
 
 
 def _fetch(place: _Place, upload: _Upload, manifest: Manifest, home: Path) -> None:
-    folder = home / "checkpoints"
+    folder, target = home / "checkpoints", home / "checkpoints" / upload.name
     before = list_checkpoints(folder)
-    make_private_folder(home)
-    same = [each for each in before if each.path.name == upload.name and each.about == manifest.about]
-    if not any(each.parts == manifest.parts and each.serial == manifest.serial for each in same):
-        target = folder / upload.name
+    newer = before[-1].path.name if before and before[-1].serial > manifest.serial else ""  # and not uploaded
+    there = any(vars(each) == vars(manifest) | {"path": target} for each in before)
+    if there and (folder / LATEST).exists() and (folder / LATEST).read_text().strip() == (newer or upload.name):
+        return  # without a change: a run may be training here, which is found out later
+    if not there:
+        make_private_folder(home)
         with new_folder(target, last=_MANIFEST, replaces=target.exists()) as partial:
             for files in manifest.parts.values():
                 for name, facts in files.items():
@@ -342,7 +334,7 @@ def _fetch(place: _Place, upload: _Upload, manifest: Manifest, home: Path) -> No
                     check_content(partial / name, facts)
             place.store.get_file(f"{upload.folder}/{_MANIFEST}", str(partial / _MANIFEST))
             read_manifest(partial)
-    if before and before[-1].serial > manifest.serial:  # saved here later, and not uploaded
+    if newer:
         return
     for file in upload.sizes:
         name = file.removeprefix(_HOME)

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from diloco.checkpoint.disk import HIDDEN_NAME, LATEST, STEP_NAME, FileFacts, check_content, check_size, write_file
-from diloco.checkpoint.tensors import OpenFiles, SavedTensor, find_tensors
+from diloco.checkpoint.tensors import Lazy, OpenFiles, SavedTensor, find_tensors
 from diloco.errors import CheckpointError, NoCheckpointError, nearest
 from diloco.private_files import read_regular
 from diloco.state_tree import UNREADABLE, unflatten
@@ -148,6 +148,16 @@ class Checkpoint(Manifest):
         with self._reading(part):
             files = self.parts[part].items()
             return find_tensors({self.path / name: facts for name, facts in files if name.endswith(".safetensors")})
+
+    def values(self, part: str) -> Mapping[str, Tensor]:
+        """Return the tensors of a part by name, each of which is read when it is asked for."""
+        opened: OpenFiles = {}
+
+        def read(saved: SavedTensor) -> Tensor:
+            with self._reading(part):
+                return saved.load("cpu", opened)
+
+        return Lazy(self.tensors(part), read)
 
     def load_into(self, part: str, values: Mapping[str, Tensor]) -> None:
         """Fill ``values`` in place from the tensors of a part with the same names; in a DTensor, this rank's shard.

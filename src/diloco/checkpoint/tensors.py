@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from diloco.checkpoint.disk import FileFacts, check_content
 from diloco.errors import CheckpointError
 from diloco.state_tree import DTYPE_NAMES
 
-__all__ = ["OpenFiles", "SavedTensor", "Whole", "find_tensors", "shards_of", "tensor_chunks", "whole"]
+__all__ = ["Lazy", "OpenFiles", "SavedTensor", "find_tensors", "shards_of", "tensor_chunks", "whole"]
 
 OpenFiles = dict[Path, Any]  # path -> safetensors' handle
 
@@ -63,14 +63,17 @@ def whole(value: Tensor) -> Tensor:
     return full
 
 
-class Whole(Mapping[str, Tensor]):
-    """Tensors by name, each gathered by `whole` on access. All ranks must access them in the same order."""
+class Lazy(Mapping[str, Tensor]):
+    """Tensors by name, each made by ``read`` when it is asked for, so that only one needs memory at a time.
 
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
-        self._values = values
+    With `whole`, all ranks must ask in the same order.
+    """
+
+    def __init__(self, values: Mapping[str, Any], read: Callable[[Any], Tensor]) -> None:
+        self._values, self._read = values, read
 
     def __getitem__(self, name: str) -> Tensor:
-        return whole(self._values[name])
+        return self._read(self._values[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)

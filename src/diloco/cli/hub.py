@@ -52,13 +52,15 @@ def model_card(trained: Trained, name: str, *, adapter: bool) -> str:
     source = settings.model.source and parse_source(settings.model.source)
     if source and source.kind == "hf" and re.fullmatch(r"[\w.-]+/[\w.-]+", source.place):  # else it is a folder
         header["base_model"] = source.place
-    rounds = settings.algorithm in ("streaming", "diloco")
+    rounds = {
+        "inner steps (H)": sync.inner_steps,
+        "fragments (P), overlap (tau)": f"{sync.num_fragments}, {sync.overlap_steps} steps",
+        "outer optimizer": f"{sync.outer}, learning rate {sync.outer_learning_rate:g}",
+    }
     rows: dict[str, object] = {
         "algorithm": settings.algorithm,
         "replicas (M)": checkpoint.fact("num_replicas", int, least=1),
-        **({"inner steps (H)": sync.inner_steps} if rounds else {}),
-        **({"fragments (P), overlap (tau)": f"{sync.num_fragments}, {sync.overlap_steps} steps"} if rounds else {}),
-        **({"outer optimizer": f"{sync.outer}, learning rate {sync.outer_learning_rate:g}"} if rounds else {}),
+        **(rounds if settings.algorithm in ("streaming", "diloco") else {}),
         "codec": sync.codec or "float32",
         "inner optimizer": f"{inner.name}, learning rate {inner.learning_rate:g}, {inner.schedule}",
         "shared data-parallel steps": train.data_parallel_steps,

@@ -66,7 +66,10 @@ def with_beginning(line: CommandLine) -> CommandLine:
     if not remote and line.resume_or_start is None:
         return line
     if remote:
-        folder = values.setdefault("out", Path("runs", place.rstrip("/").rpartition("/")[2]))
+        name = place.rstrip("/").rpartition("/")[2]
+        if name in ("", ".", "..") and "out" not in values:
+            raise ConfigurationError(f"{place} has no name for a run folder. Choose one with --out.")
+        folder = values.setdefault("out", Path("runs", name))
         _fetch(place, folder, values.get("network.replica"), must=line.resume_or_start is None)
     if line.resume_or_start is not None and remote:
         values["checkpoint.mirror"] = place

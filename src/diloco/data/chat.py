@@ -46,24 +46,24 @@ def build_chat_corpus(settings: DataSettings, sequence_length: int) -> Corpus:
             "--model or data.tokenizer."
         )
     tokenizer = ChatTokenizer(settings.tokenizer, settings.chat_template)
-    reader = _Reader(tokenizer, sequence_length)
+    counts: Counter[str] = Counter()
     sides: tuple[list[Example], list[Example]] = ([], [])
-    for example, heldout in reader.examples(settings.paths, settings):
+    for example, heldout in _examples(tokenizer, settings, sequence_length, settings.paths, counts):
         sides[heldout].append(example)
-    changes = ((reader.counts[name], note) for name, note in _NOTES.items())
+    changes = ((counts[name], note) for name, note in _NOTES.items())
     notes = [f"{count:,} {note.format(length=sequence_length)}" for count, note in changes if count]
     for side, use in zip(sides, ("train", "evaluate"), strict=True):
         if not side:
             raise DataError(
-                f"Of {reader.counts['read']} conversations, data.heldout_fraction={settings.heldout_fraction:g} leaves "
+                f"Of {counts['read']} conversations, data.heldout_fraction={settings.heldout_fraction:g} leaves "
                 f"none to {use} on ({'; '.join(notes)}). Give more conversations, or change the fraction."
             )
     train, heldout_part = (_rows(side, settings, tokenizer, sequence_length) for side in sides)
-    counts = (
+    size = (
         f"{train.documents:,} conversations in {len(train) // sequence_length:,} rows of {sequence_length} tokens, "
         f"{train.efficiency:.0%} full; {train.counted_tokens:,} tokens count"
     )
-    about = "; ".join([counts, *notes, f"held out: {heldout_part.documents:,} conversations"])
+    about = "; ".join([size, *notes, f"held out: {heldout_part.documents:,} conversations"])
     return Corpus(train, heldout_part, tokenizer, fingerprint_of(tokenizer, train, heldout_part), about=about)
 
 
@@ -71,7 +71,7 @@ def heldout_rows(
     settings: DataSettings, tokenizer: ChatTokenizer, sequence_length: int, paths: Sequence[str] = ()
 ) -> PackedRows:
     """Return the rows that `build_chat_corpus` holds out, or all conversations of ``paths``."""
-    examples = _Reader(tokenizer, sequence_length).examples(paths or settings.paths, settings)
+    examples = _examples(tokenizer, settings, sequence_length, paths or settings.paths, Counter())
     chosen = [example for example, heldout in examples if paths or heldout]
     if not chosen:
         raise DataError("There are no conversations to evaluate on.")
@@ -83,67 +83,60 @@ def _rows(examples: Sequence[Example], settings: DataSettings, tokenizer: ChatTo
     return PackedRows(examples, length, padding=tokenizer.eos_id, together=together, dtype=tokenizer.dtype)
 
 
-class _Reader:
-    """Turns records into examples of a most length, and counts and names what it leaves out."""
+def _examples(
+    tokenizer: ChatTokenizer, settings: DataSettings, length: int, paths: Sequence[str], counts: Counter[str]
+) -> Iterator[tuple[Example, bool]]:
+    """Yield what is learned from each record, at most ``length`` tokens, and whether it is held out.
 
-    def __init__(self, tokenizer: ChatTokenizer, length: int) -> None:
-        self.counts: Counter[str] = Counter()  # of `_NOTES`, and how many were read
-        self._tokenizer, self._length = tokenizer, length
-        self._named: set[str] = set()  # fields that are not used
+    Count the records, and by `_NOTES` what is left out or changed.
+    """
 
-    def examples(self, paths: Sequence[str], settings: DataSettings) -> Iterator[tuple[Example, bool]]:
-        """Yield what is learned from each record, and whether it is held out."""
+    def read(place: str, record: Any) -> tuple[Example | str, bool]:
+        text = json.dumps(record, sort_keys=True, default=str)
+        return _example(tokenizer, place, record, counts), is_heldout(text, settings.heldout_fraction)
 
-        def read(place: str, record: Any) -> tuple[Example | str, bool]:
-            text = json.dumps(record, sort_keys=True, default=str)
-            return self._example(place, record), is_heldout(text, settings.heldout_fraction)
-
-        bad: tuple[Example | str, bool] = "bad", False
-        for example, heldout in usable(read_rows(paths), read, bad, skip_bad=settings.skip_bad):
-            self.counts["read"] += 1
-            if isinstance(example, str):
-                self.counts[example] += 1
-                continue
-            short = Example(example.tokens[: self._length], example.counted[: self._length])
-            if not short.counted.any():
-                self.counts["unanswered"] += 1
-                continue
-            self.counts["cut"] += len(short.tokens) < len(example.tokens)
+    bad: tuple[Example | str, bool] = "bad", False
+    for example, heldout in usable(read_rows(paths), read, bad, skip_bad=settings.skip_bad):
+        counts["read"] += 1
+        if isinstance(example, str):
+            counts[example] += 1
+        elif not (short := Example(example.tokens[:length], example.counted[:length])).counted.any():
+            counts["unanswered"] += 1
+        else:
+            counts["cut"] += len(short.tokens) < len(example.tokens)
             yield short, heldout
 
-    def _example(self, place: str, record: Any) -> Example | str:
-        """Tokenise a record. If there is nothing to learn from it, return why, as one of `_NOTES`."""
-        tokenizer, conversation = self._tokenizer, read_conversation(place, record)
-        for name in sorted(conversation.unused - self._named):
-            self._named.add(name)
+
+def _example(tokenizer: ChatTokenizer, place: str, record: Any, counts: Counter[str]) -> Example | str:
+    """Tokenise a record. If there is nothing to learn from it, return why, as one of `_NOTES`."""
+    conversation = read_conversation(place, record)
+    for name in sorted(conversation.unused):
+        if not counts[f"unused {name}"]:  # each is named once
             warn_once(f"{place}: the field {name!r} is not used.")
-        if (text := conversation.text) is not None:
-            return "special" if tokenizer.holds_special(text) else tokenizer.text(text)
-        if any(map(tokenizer.holds_special, texts_of([conversation.messages, conversation.tools]))):
-            return "special"
-        size = max((number + 1 for number, learned in enumerate(conversation.learned) if learned), default=0)
-        messages, learned = conversation.messages[:size], conversation.learned[:size]
-        if not messages:
-            return "unanswered"
-        try:
-            example, all_count = tokenizer.conversation(messages, learned, conversation.tools)
-        except DataError as error:
-            if tokenizer.template is None:
-                raise
-            raise RowError(f"{place}: {error}") from error
-        self.counts["partial"] += not all_count
-        return example
+        counts[f"unused {name}"] += 1
+    if (text := conversation.text) is not None:
+        return "special" if tokenizer.holds_special(text) else tokenizer.text(text)
+    if any(map(tokenizer.holds_special, texts_of([conversation.messages, conversation.tools]))):
+        return "special"
+    size = max((number + 1 for number, learned in enumerate(conversation.learned) if learned), default=0)
+    messages, learned = conversation.messages[:size], conversation.learned[:size]
+    if not messages:
+        return "unanswered"
+    try:
+        example, all_count = tokenizer.conversation(messages, learned, conversation.tools)
+    except DataError as error:
+        if tokenizer.template is None:
+            raise
+        raise RowError(f"{place}: {error}") from error
+    counts["partial"] += not all_count
+    return example
 
 
 class PackedRows(PackedTokens):
     """Rows of examples, as packed tokens whose windows of ``length`` are the rows.
 
-    Args:
-        examples: each of at most ``length`` tokens.
-        length: tokens per row (L).
-        together: pack as many examples into a row as fit, masked from each other; otherwise one per row.
-        padding: the token that fills the rest of a row. It is never a target.
-        dtype: the type of the tokens.
+    ``together`` packs as many examples into a row as fit, masked from each other; otherwise there is one per row. The
+    token ``padding`` fills the rest of a row. It is never a target.
 
     >>> yes = np.array([False, True])
     >>> rows = PackedRows([Example(np.array([5, 6]), yes), Example(np.array([7, 8]), yes)], 4, padding=0)

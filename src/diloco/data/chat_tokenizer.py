@@ -96,11 +96,7 @@ class ChatTokenizer(Tokenizer):
         The template decides which tokens are answers: an answer runs from the end of the prompt for it to the end of
         the conversation up to it. If the template marks answers itself (``{% generation %}``), only what it marks
         counts. If the end of the prompt (``<think>``) is missing before an answer, the answer runs from where it
-        differs from the prompt.
-
-        Args:
-            learned: for each message whether it counts, if it is an answer. Default: all.
-            tools: passed to the template.
+        differs from the prompt. ``learned`` says for each message whether it counts, if it is an answer.
 
         Returns:
             The example, and whether all answers to learn count. Some templates render earlier answers differently once

@@ -55,10 +55,11 @@ class Corpus:
 
     def description(self) -> str:
         """Return how much there is to train and to evaluate on, and the shares of the sources."""
-        train = f"{self.train.documents:,} documents, {format_bytes(self.train.num_bytes)}, {len(self.train):,} tokens"
-        shares = ", ".join(f"{name} {share:.1%}" for name, share in self.train.shares.items())
-        files = f"{f' ({shares})' if shares else ''}{', in files' if self.mapped else ''}"
-        return self.about or f"{train}{files}; {_heldout_facts(self.heldout)}"
+        train, heldout = self.train, f"{self.heldout.documents:,} documents, {format_bytes(self.heldout.num_bytes)}"
+        counts = f"{train.documents:,} documents, {format_bytes(train.num_bytes)}, {len(train):,} tokens"
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in train.shares.items())
+        files = f"{f' ({shares})' if shares else ''}{', in files' if self.mapped and not self.stream else ''}"
+        return self.about or f"{'read while training' if self.stream else counts}{files}; held out: {heldout}"
 
 
 def build_corpus(settings: DataSettings) -> Corpus:
@@ -81,7 +82,7 @@ def build_corpus(settings: DataSettings) -> Corpus:
 
 def open_stream(settings: DataSettings) -> Corpus:
     """Open the sources that ``settings`` name, and read the held-out documents from their beginning."""
-    parsed = settings.parsed_sources()
+    parsed, fraction = settings.parsed_sources(), settings.heldout_fraction
     for about in parsed:
         if token_folders(about):
             raise ConfigurationError(
@@ -90,22 +91,14 @@ def open_stream(settings: DataSettings) -> Corpus:
             )
     sources = [Source(about) for about in parsed]
     tokenizer = make_tokenizer(settings, _first(sources, settings, _BPE_DOCUMENTS, heldout=False))
-    heldout = _first_heldout(sources, settings, tokenizer)
-    named = [(about.name, about.weight, about.text_field) for about in parsed]
-    total = sum(about.weight for about in parsed)
-    shares = ", ".join(f"{about.name} {about.weight / total:.1%}" for about in parsed if about.name)
-    parts = [len(source.parts) for source in sources]
-    fingerprint = f"{named} {parts} {settings.heldout_fraction} {BLOCK} {tokenizer.to_json()} {heldout.digest}"
+    heldout, train = _first_heldout(sources, settings, tokenizer), PackedTokens([])
+    if settings.sources:
+        train.shares = {about.name: about.weight / sum(each.weight for each in parsed) for about in parsed}
+    named = [(each.settings.name, each.settings.weight, each.settings.text_field, len(each.parts)) for each in sources]
+    fingerprint = f"{named} {fraction} {BLOCK} {tokenizer.to_json()} {heldout.digest}"
     digest = xxhash.xxh3_128_hexdigest(fingerprint.encode())
-    return Corpus(
-        PackedTokens([]),
-        heldout,
-        tokenizer,
-        digest,
-        mapped=True,
-        about=f"read while training{f' ({shares})' if shares else ''}; {_heldout_facts(heldout)}",
-        stream=partial(DocumentStream, sources, tokenizer, data=digest, heldout_fraction=settings.heldout_fraction),
-    )
+    stream = partial(DocumentStream, sources, tokenizer, data=digest, heldout_fraction=fraction)
+    return Corpus(train, heldout, tokenizer, digest, mapped=True, stream=stream)
 
 
 def corpus_vocabulary_size(settings: DataSettings) -> int:
@@ -146,10 +139,6 @@ def _splits(
         )
         for name, parts in zip(SPLITS, sides, strict=True)
     }
-
-
-def _heldout_facts(heldout: PackedTokens) -> str:
-    return f"held out: {heldout.documents:,} documents, {format_bytes(heldout.num_bytes)}"
 
 
 def _first(sources: Sequence[Source], settings: DataSettings, count: int, *, heldout: bool) -> Iterator[str]:

@@ -45,10 +45,7 @@ class Batches(ABC):
 
     A thread may prepare the next few batches during training. The cursor is that of the last batch returned, whatever
     was prepared. An error in the thread is raised where its batch would have been returned, and again at each attempt.
-
-    Args:
-        data: identifies the data.
-        drawing: see `Drawing`.
+    ``data`` identifies the data.
     """
 
     moves: tuple[str, ...]  # what moves in a cursor
@@ -89,13 +86,17 @@ class Batches(ABC):
     def skip_batch(self) -> None:
         """Advance the cursor by one batch, which no replica draws in this epoch."""
 
-    @abstractmethod
     def assign(self, assignment: Assignment) -> None:
         """Draw by this assignment from its first step on, and by the current one until then."""
+        self.join_at(assignment.from_step, "")
 
-    @abstractmethod
     def join_at(self, step: int, order: str) -> None:
         """Draw from inner step ``step`` on, as a joiner that has got the `order` of another replica."""
+        raise ConfigurationError(
+            f"Replica {self._replica} can't join a run that streams its data, or see others join it, at step {step}: "
+            "only each replica itself knows what it has read. Resume all replicas from their checkpoints, or use "
+            "tokens made by `diloco tokenize`."
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor: the position after the last batch that `next_batch` returned, as JSON."""
@@ -109,11 +110,9 @@ class Batches(ABC):
 
     @abstractmethod
     def resume_from(self, cursor_of: Callable[[int], Cursor], before: int) -> None:
-        """Continue where another number of replicas stopped; what they drew is not drawn again in this epoch.
+        """Continue where ``before`` replicas stopped; what they drew is not drawn again in this epoch.
 
-        Args:
-            cursor_of: replica, below ``before`` -> its cursor; all have drawn the same number of batches.
-            before: how many replicas drew until then.
+        ``cursor_of`` returns the cursor of a replica; all have drawn the same number of batches.
         """
 
     def close(self) -> None:
@@ -159,10 +158,7 @@ class Batches(ABC):
 
 
 def _gather(tokens: PackedTokens, begins: NDArray[np.int64], sequence_length: int) -> Batch:
-    """Return inputs and targets of the windows that begin at these tokens.
-
-    Rows are copied one at a time, which is faster than gathering their tokens, also from a file.
-    """
+    """Return inputs and targets of the windows that begin at these tokens, copied row by row, the fastest way."""
     inputs = np.empty((len(begins), sequence_length), dtype=np.int64)
     targets = np.empty_like(inputs)
     for row, begin in enumerate(begins.tolist()):
@@ -178,13 +174,8 @@ def heldout_batches(
 ) -> Iterator[Batch]:
     """Return an iterator of batches for evaluation: always the same windows, spread evenly over ``tokens``, in order.
 
-    Args:
-        tokens: (n,) integers, the packed held-out tokens.
-        batch_size: sequences per batch; the last batch may be smaller.
-        max_sequences: the largest number of windows to use; 0: all.
-
-    Raises:
-        DataError: there are too few tokens for one sequence. It is raised at once, not at the first batch.
+    At most ``max_sequences`` windows are used; 0: all. The last batch may be smaller. `DataError` for too few tokens is
+    raised at once, not at the first batch.
 
     >>> [inputs[:, 0].tolist() for inputs, _ in heldout_batches(np.arange(21), 2, batch_size=2, max_sequences=3)]
     [[0, 6], [12]]
@@ -208,12 +199,8 @@ class Sampler(Batches):
 
     In each epoch all windows are permuted anew, the same way for every replica. The epochs form one stream of positions
     that the replicas share (`Assignment`): M replicas with batches of B see together, step by step, what one replica
-    with batches of M * B sees in its first epoch. An epoch consists of whole batches; the fewer than B windows that are
-    left out of it are others in the next one.
-
-    Args:
-        tokens: the packed training tokens of one source or a `Mixture`, or an array ``(n,)`` of integers.
-        drawing: see `Drawing`.
+    with batches of M * B sees in its first epoch. An epoch consists of whole batches; the windows left out of it are
+    others in the next one.
 
     Raises:
         DataError: there are too few tokens for one batch for each replica.
@@ -257,7 +244,7 @@ class Sampler(Batches):
             )
         others = [each for each in self._assignments if each.from_step != assignment.from_step]
         self._assignments = sorted([*others, assignment], key=lambda each: each.from_step)
-        self._drop_ended()
+        self._advance(0)
 
     def join_at(self, step: int, order: str) -> None:
         """Begin at a step as `Batches.join_at` describes; if members may change at any time, `assign` must follow."""
@@ -299,17 +286,15 @@ class Sampler(Batches):
 
     def _restore(self, state: Cursor) -> None:
         self._drawn, self._assignments = state["drawn"], read_message(state["assignments"], list[Assignment])
-        self._drop_ended()
+        self._advance(0)
 
     @property
     def _assigned(self) -> Assignment | None:
         """The assignment in force at the next step."""
         return next((each for each in self._assignments[:1] if each.from_step <= self._drawn), None)
 
-    def _advance(self) -> None:
-        self._drawn += 1
-        self._drop_ended()
-
-    def _drop_ended(self) -> None:
+    def _advance(self, steps: int = 1) -> None:
+        """Advance by some steps, and drop the assignments that have ended."""
+        self._drawn += steps
         while len(self._assignments) > 1 and self._assignments[1].from_step <= self._drawn:
             del self._assignments[0]

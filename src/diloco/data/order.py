@@ -135,19 +135,11 @@ class Shares(msgspec.Struct, frozen=True):
 
 
 def permute(positions: NDArray[np.int64], size: int, key: str) -> NDArray[np.int64]:
-    """Return the images of ``positions`` under the permutation of ``range(size)`` that ``key`` names.
+    """Return the images of ``positions``, (n,) int64, under the permutation of ``range(size)`` that ``key`` names.
 
     It is computed only where a batch needs it, by integer arithmetic that all library versions agree on: a Feistel
     network. A number below ``side * side >= size`` is a pair (left, right), and each round maps it to ``(right, (left +
     f(right)) mod side)``, which is invertible for any f. The few images outside the range are mapped again.
-
-    Args:
-        positions: (n,) int64, each in ``[0, size)``.
-        size: number of things permuted, at least 1 and below 2**62.
-        key: any text; different keys give different permutations.
-
-    Returns:
-        (n,) int64, each in ``[0, size)``; distinct positions have distinct images.
 
     >>> permute(np.arange(8), 8, "epoch 0").tolist()
     [2, 5, 4, 0, 1, 6, 3, 7]
@@ -174,11 +166,7 @@ def windows_at(
         positions: (n,) int64, at least 0.
         num_windows: windows of the tokens (W), at least ``batch_size``.
         batch_size: sequences per batch of a replica (B).
-        seed: the seed of the run; with the number of the epoch and ``source``, it is the key of the shuffle.
-        source: the name of one source among several.
-
-    Returns:
-        (n,) int64, each in ``[0, num_windows)``; within an epoch distinct positions have distinct windows.
+        seed: of the run; with the number of the epoch and ``source``, one of several, it is the key of the shuffle.
 
     >>> windows_at(np.arange(10), num_windows=7, batch_size=2, seed=0).tolist()
     [5, 3, 6, 4, 0, 2, 1, 4, 3, 6]

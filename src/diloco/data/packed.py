@@ -35,9 +35,8 @@ class PackedTokens:
 
     Args:
         pieces: ``(n,)`` arrays of one integer type, such as memory-mapped files.
-        digest: a hash of all their bytes, if it is known already; otherwise it is computed when needed.
-        vocab_size: reading an id that is not below it raises `DataError`, because files may be damaged. None: ids are
-            not checked.
+        digest: a hash of all their bytes, if it is known already.
+        vocab_size: reading an id that is not below it raises `DataError`, because files may be damaged. None: any.
         documents: the number of documents, each with its end.
         num_bytes: their UTF-8 bytes; the end-of-document tokens stand for none.
 
@@ -145,14 +144,9 @@ class PackedTokens:
 class Mixture(PackedTokens):
     """Several sources, drawn from by weight.
 
-    All sequences have the same length, so weights count tokens, whatever the lengths of documents. In every `CYCLE`
-    positions that begin at a multiple of it, each source has its share, rounded to whole positions. The order within a
-    cycle is shuffled, so no replica sees a pattern. When all windows of a source have been drawn, it continues with its
-    own next epoch in another order, independently of the other sources.
-
-    Args:
-        sources: name -> its tokens, all made with one tokenizer.
-        weights: name -> weight; a source's fraction of the tokens drawn is its weight divided by the sum of all.
+    All sequences have the same length, so weights count tokens. In every `CYCLE` positions that begin at a multiple of
+    it, each source has its share, rounded to whole positions, in a shuffled order. When all windows of a source have
+    been drawn, it continues with its own next epoch in another order.
     """
 
     def __init__(self, sources: Mapping[str, PackedTokens], weights: Mapping[str, float]) -> None:

@@ -14,7 +14,7 @@ import xxhash
 
 from diloco.data.files import File, Row, RowError, StandardLibrary, as_data_error, checked_text, files_of, usable
 from diloco.data.settings import HUB_PREFIX, SourceSettings
-from diloco.errors import ConfigurationError, DataError, from_extra, nearest
+from diloco.errors import ConfigurationError, DataError, NoDataError, from_extra, nearest
 from diloco.waiting import fetching
 
 __all__ = ["BEGINNING", "DataSet", "Place", "Source", "is_heldout", "split_documents"]
@@ -41,11 +41,15 @@ class Source:
             self.parts += [_data_set(place, settings)] if place.startswith(HUB_PREFIX) else files_of(place)
 
     def documents(self) -> Iterator[str]:
-        """Yield every document; raise `DataError` if one can't be read."""
+        """Yield every document; raise `DataError` if one can't be read, or if there is none."""
+        empty = True
         for block, _ in self.blocks(100):
             if not block:
-                return
+                break
+            empty = empty and not any(block)
             yield from filter(None, block)
+        if empty:
+            raise NoDataError(f"{', '.join(self.settings.data) or 'the standard library'} holds no text.")
 
     def blocks(self, size: int, place: Place = BEGINNING) -> Iterator[tuple[list[str], Place]]:
         """Yield the next records from a place on, fewer at the end of a part, and the place after them.

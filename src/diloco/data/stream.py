@@ -20,10 +20,10 @@ import torch
 from numpy.typing import NDArray
 
 from diloco.data.loader import Batch, Batches, Cursor, Drawing, State
-from diloco.data.order import Assignment, read_message
+from diloco.data.order import read_message
 from diloco.data.source import BEGINNING, Place, Source, is_heldout
 from diloco.data.tokenizer import Tokenizer
-from diloco.errors import ConfigurationError, DataError
+from diloco.errors import DataError
 
 __all__ = ["BLOCK", "DocumentStream"]
 
@@ -114,10 +114,8 @@ class DocumentStream(Batches):
 
     Args:
         sources: what to read, which may be shared by several streams.
-        data: identifies sources, tokenizer and settings; part of the cursor.
+        data: identifies sources, tokenizer and settings.
         size: records per block.
-        heldout_fraction: the fraction of the documents that is held out of training.
-        drawing: see `Drawing`.
     """
 
     moves = ("drawn", "sources")
@@ -140,18 +138,6 @@ class DocumentStream(Batches):
     def skip_batch(self) -> None:
         """Draw a batch and discard it."""
         self.next_batch()
-
-    def assign(self, assignment: Assignment) -> None:
-        """Raise `ConfigurationError`: the members of a streaming run can't change."""
-        self.join_at(assignment.from_step, "")
-
-    def join_at(self, step: int, order: str) -> None:
-        """Raise `ConfigurationError`: only a replica's own checkpoint records what it has read."""
-        raise ConfigurationError(
-            f"Replica {self._replica} can't join a run that streams its data, or see others join it, at step {step}: "
-            "only each replica itself knows what it has read. Resume all replicas from their checkpoints, or use "
-            "tokens made by `diloco tokenize`."
-        )
 
     def resume_from(self, cursor_of: Callable[[int], Cursor], before: int) -> None:
         states = [cursor_of(replica) for replica in range(before)]

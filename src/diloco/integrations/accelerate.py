@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from diloco.errors import from_extra
-from diloco.integrations.host import StepWatch, load_state, refuse_unfit, save_state, unwrapped
+from diloco.errors import CheckpointError, from_extra
+from diloco.integrations.host import (
+    StepWatch,
+    load_state,
+    of_one_job,
+    refuse_unfit,
+    replica_of_each_rank,
+    save_state,
+    unwrapped,
+)
 from diloco.outer import DiLoCo
 from diloco.transport import Transport
 
@@ -31,7 +41,9 @@ class AcceleratedDiLoCo(DiLoCo):
         accelerator: the accelerator that prepared the model and the optimizer.
         model: the prepared model.
         optimizer: the prepared optimizer.
-        transport: the connection to the other replicas, or None to train alone.
+        transport: the connection to the other replicas. None: each rank of torch.distributed is a replica, and
+            DistributedDataParallel averages no gradients (`connect_process_group`). A single rank, or the ranks of a
+            sharded model (FSDP2), train alone.
         arguments: further arguments of `DiLoCo`.
 
     Raises:
@@ -49,6 +61,9 @@ class AcceleratedDiLoCo(DiLoCo):
     ) -> None:
         refuse_unfit(accelerator.distributed_type.name)
         bare, inner = unwrapped(model, optimizer, transport)
+        self._connected = ExitStack()
+        if transport is None:
+            transport = self._connected.enter_context(replica_of_each_rank(model))
         super().__init__(bare, inner, transport=transport, **arguments)
         self._accelerator = accelerator
         self._watch = StepWatch(inner)
@@ -78,10 +93,16 @@ class AcceleratedDiLoCo(DiLoCo):
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         super().__exit__(kind, *error)
+        self._connected.__exit__(kind, sys.exception(), None)
         self.close()
 
     def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
         save_state(Path(folder), self)
 
     def _load(self, models: list[nn.Module], folder: str) -> None:
+        if of_one_job(self):
+            raise CheckpointError(
+                "Each rank is a replica, but load_state gives all of them the model and the optimizer of the first. "
+                "Save those of each rank yourself, as examples/plain_pytorch.py does."
+            )
         load_state(Path(folder), self, check_model=False)

@@ -7,15 +7,18 @@ verified when read, and contain no pickle.
 
 from __future__ import annotations
 
+import gc
 import inspect
-from collections.abc import Mapping
-from contextlib import ExitStack
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import Subset
 
@@ -31,10 +34,10 @@ from diloco.algorithm import (
     reshard,
 )
 from diloco.checkpoint import open_checkpoint, save_checkpoint
-from diloco.errors import CheckpointError, ConfigurationError
+from diloco.errors import CheckpointError, ConfigurationError, TransportError
 from diloco.outer import DiLoCo, check_kinds
 from diloco.state_tree import readable_state
-from diloco.transport import Transport
+from diloco.transport import ProcessGroupTransport, Transport, connect_process_group
 
 Parameters = Literal["global", "local"]
 """Which parameters are evaluated, saved as the model, and left in the model at the end: the global ones, which are the
@@ -84,6 +87,33 @@ def unwrapped(model: nn.Module, optimizer: Any, transport: Transport | None) -> 
             f"of its parameters. Use the transport of connect_tcp(..., ranks={fitting!r})."
         )
     return model, optimizer
+
+
+@contextmanager
+def replica_of_each_rank(model: nn.Module) -> Iterator[Transport | None]:
+    """Make each rank of torch.distributed a replica, and yield its transport.
+
+    DistributedDataParallel then no longer averages gradients. Call it on all ranks after the framework has wrapped
+    ``model``. Yield None if there is one rank, or if the ranks hold shards and so are one replica.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1 or _is_sharded(model):
+        yield None
+        return
+    wrappers = [each for each in gc.get_objects() if type(each) is DistributedDataParallel]
+    wrappers = [each for each in wrappers if each is model or each.module is model]
+    try:
+        for wrapper in wrappers:
+            wrapper.require_backward_grad_sync = False  # as inside no_sync(), which restores this value
+        with connect_process_group() as transport:
+            yield transport
+    finally:
+        for wrapper in wrappers:
+            wrapper.require_backward_grad_sync = True
+
+
+def of_one_job(diloco: DiLoCo) -> bool:
+    """Return whether the ranks of one job are replicas, of which the framework saves one."""
+    return isinstance(diloco.transport, ProcessGroupTransport) and not _is_sharded(diloco.model)
 
 
 def _is_sharded(model: nn.Module) -> bool:
@@ -147,12 +177,15 @@ class HostedReplica:
         self.hidden: dict[str, Tensor] | None = None  # name -> local value while the model holds the global ones
         self._arguments = arguments
         self._shown = ExitStack()
+        self._connected = ExitStack()
 
     def begin(self, model: nn.Module, optimizer: Any, transport: Transport | None) -> DiLoCo:
         """Create the `DiLoCo` for the model and optimizer that a framework has wrapped."""
-        bare, inner = unwrapped(model, optimizer, transport)
-        self.diloco = DiLoCo(bare, inner, transport=transport, **self._arguments)
-        self._watch = StepWatch(inner)
+        bare, self.inner = unwrapped(model, optimizer, transport)
+        if transport is None:
+            transport = self._connected.enter_context(replica_of_each_rank(model))
+        self.diloco = DiLoCo(bare, self.inner, transport=transport, **self._arguments)
+        self._watch = StepWatch(self.inner)
         self.training = True
         return self.diloco
 
@@ -188,11 +221,15 @@ class HostedReplica:
             instead = self.begun.named_global_params()
         if instead is not None:
             _hold(self.begun, instead)
+        self._connected.close()
         self.abandon()
 
     def abandon(self) -> None:
         """Put the local parameters back and remove the hook from the optimizer; do nothing after `end`."""
         self.hide()
+        error = sys.exception() or TransportError("training was abandoned")
+        with suppress(type(error)):  # the connection ends with the error of the caller
+            self._connected.__exit__(type(error), error, None)
         if self.training:
             self._watch.close()
             self.training = False
@@ -261,36 +298,45 @@ def restore(diloco: DiLoCo, state: Mapping[str, Any]) -> None:
         _hold(diloco, local)
 
 
-def save_state(checkpoint: Path, diloco: DiLoCo, local: Mapping[str, Tensor] | None = None) -> None:
+def save_state(
+    checkpoint: Path, diloco: DiLoCo, local: Mapping[str, Tensor] | None = None, inner: Optimizer | None = None
+) -> None:
     """Save the state that this rank needs to resume exactly, on all ranks of the replica.
 
     Args:
         checkpoint: the framework's checkpoint folder.
         local: parameter name -> local value, if the framework saves the global parameters as the model; else None.
+        inner: the inner optimizer, whose state the framework saves of one rank, if each rank is a replica.
 
     Raises:
         ConfigurationError: if another replica has saved into the same folder.
         CheckpointError: if the state can't be written.
     """
-    if not _is_sharded(diloco.model) and dist.is_initialized() and dist.get_rank() != 0:
+    together = of_one_job(diloco)
+    if not (together or _is_sharded(diloco.model)) and dist.is_initialized() and dist.get_rank() != 0:
         return
     replica, mine = diloco.transport.replica, _place(checkpoint, diloco)
-    if others := [name for name in saved_states(checkpoint) if name.partition("-rank-")[0] != f"replica-{replica}"]:
+    others = [name for name in saved_states(checkpoint) if name.partition("-rank-")[0] != f"replica-{replica}"]
+    if others and not together:
         raise ConfigurationError(
             f"Replica {replica} can't save into {checkpoint}, because {others[0]} saves there and each would overwrite "
             "the other's model and optimizer. Give each replica its own folder."
         )
     about = {"replica": replica, "steps": diloco.steps, "model": digest_tensors(held_values(diloco))}
-    save_checkpoint(mine, diloco.steps, {"state": state_of(diloco, local)}, about=about, keep=1)
+    state = state_of(diloco, local)
+    if together and inner is not None:
+        state |= {"local": local or held_values(diloco), "inner": inner.state_dict()}
+    save_checkpoint(mine, diloco.steps, {"state": state}, about=about, keep=1)
 
 
-def load_state(checkpoint: Path, diloco: DiLoCo, *, check_model: bool) -> None:
+def load_state(checkpoint: Path, diloco: DiLoCo, *, check_model: bool, inner: Optimizer | None = None) -> None:
     """Restore the state that `save_state` saved, on all ranks of the replica, before the first step.
 
     Afterwards the model holds its local parameters, even if the framework saved the global ones.
 
     Args:
         check_model: whether to check that the model is the one saved with the state; True if it is already loaded.
+        inner: see `save_state`.
 
     Raises:
         CheckpointError: if the state of this replica is missing or damaged, or belongs to another model or schedule.
@@ -302,12 +348,15 @@ def load_state(checkpoint: Path, diloco: DiLoCo, *, check_model: bool) -> None:
             "saved, with the same number of ranks."
         )
     opened = open_checkpoint(mine)
-    if check_model and opened.about.get("model") != digest_tensors(held_values(diloco)):
+    if check_model and not of_one_job(diloco) and opened.about.get("model") != digest_tensors(held_values(diloco)):
         raise CheckpointError(
             f"The model that was loaded is not the one saved in {checkpoint}. Pass the folder that it was loaded from "
             "to DiLoCoCallback (resume_from_checkpoint=...)."
         )
-    restore(diloco, opened.load("state"))
+    state = opened.load("state")
+    restore(diloco, state)
+    if inner is not None and "inner" in state:
+        inner.load_state_dict(state["inner"])
 
 
 def _place(checkpoint: Path, diloco: DiLoCo) -> Path:

@@ -27,7 +27,9 @@ class DiLoCoCallback(Callback):
     DiLoCo's state, so that ``fit(ckpt_path=...)`` resumes exactly. Figures of the rounds are logged as ``diloco/...``.
 
     Args:
-        transport: the connection to the other replicas, a `Connect`, which DDP requires, or None to train alone.
+        transport: the connection to the other replicas, or a `Connect`, which DDP requires. None: each rank is a
+            replica, and DDP averages no gradients (`connect_process_group`); its checkpoints can't be resumed, because
+            Lightning keeps only the first rank's state of a callback. A single rank trains alone.
         parameters: those that are validated, saved as the ``state_dict``, and left in the module at the end.
         begin_from_checkpoint: whether ``fit`` may resume from a checkpoint without DiLoCo's state.
         arguments: further arguments of `DiLoCo`.
@@ -55,7 +57,7 @@ class DiLoCoCallback(Callback):
         if self.diloco is not None or len(trainer.optimizers) != 1:
             raise ConfigurationError("A DiLoCoCallback serves one fit() of a module with one optimizer.")
         transport = self._at_end.enter_context(self.transport()) if callable(self.transport) else self.transport
-        self._replica.begin(pl_module, trainer.optimizers[0], transport)
+        self._replica.begin(trainer.strategy.model or pl_module, trainer.optimizers[0], transport)
         if self._loaded:
             self._replica.load_state_dict(self._loaded)
         elif trainer.global_step and not self.begin_from_checkpoint:

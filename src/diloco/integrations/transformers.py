@@ -28,7 +28,9 @@ class DiLoCoCallback(TrainerCallback):
     the same number of optimizer steps (``max_steps``), and see different data (`diloco.replica_share`).
 
     Args:
-        transport: the connection to the other replicas, or None to train alone.
+        transport: the connection to the other replicas. None: each rank of torch.distributed is a replica, and
+            DistributedDataParallel averages no gradients (`connect_process_group`). A single rank, or the ranks of a
+            sharded model (FSDP2), train alone.
         parameters: the parameters that are evaluated, saved as the model of a checkpoint, and left in the model at the
             end. With "global", which all replicas agree on, a decision based on an evaluation is the same on all of
             them. Resuming is still exact, because the local parameters are saved as well.
@@ -108,7 +110,7 @@ class DiLoCoCallback(TrainerCallback):
                 stacklevel=2,
             )
         if not args.save_only_model:
-            save_state(folder, self.diloco, self._replica.hidden)
+            save_state(folder, self.diloco, self._replica.hidden, self._replica.inner)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **given: Any) -> None:
         """Add the figures to the Trainer's training logs and to its history."""
@@ -130,7 +132,7 @@ class DiLoCoCallback(TrainerCallback):
         given = self.resume_from_checkpoint or args.resume_from_checkpoint
         folder = Path(given) if isinstance(given, str | Path) and Path(given).is_dir() else _checkpoint_of(args, state)
         if saved_states(folder):
-            load_state(folder, diloco, check_model=True)
+            load_state(folder, diloco, check_model=True, inner=self._replica.inner)
         elif not self.begin_from_checkpoint:
             raise CheckpointError(
                 f"The Trainer resumes at step {state.global_step}, but {folder} has no DiLoCo state. If it resumes "

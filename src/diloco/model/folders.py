@@ -10,7 +10,7 @@ round-off that grows with the position. Pickles are never read.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -22,6 +22,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from diloco.checkpoint import Lazy
 from diloco.errors import CheckpointError, ConfigurationError, from_extra
 from diloco.model.settings import DecoderSettings
 from diloco.private_files import read_regular
@@ -120,8 +121,10 @@ def native_settings(folder: Path) -> DecoderSettings:
     return settings
 
 
-def native_weights(folder: Path) -> dict[str, Tensor]:
+def native_weights(folder: Path) -> Mapping[str, Tensor]:
     """Return native parameter name -> float32 value on the CPU, from the ``.safetensors`` files in ``folder``.
+
+    The values lie in the mapped files; each is converted when it is asked for.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -129,11 +132,12 @@ def native_weights(folder: Path) -> dict[str, Tensor]:
     config = read_json(folder / CONFIG_NAME)
     # Some files contain the tied head and others leave it out; older ones contain a table of the rotary frequencies.
     optional = ("lm_head.weight",) if config.get("tie_word_embeddings") else ()
-    return {
-        _stock_name(name, str(config.get("model_type")), back=True): value.float()
+    values = {
+        _stock_name(name, str(config.get("model_type")), back=True): value
         for name, value in stored_tensors(folder)
         if name not in optional and not name.endswith("rotary_emb.inv_freq")
     }
+    return Lazy(values, Tensor.float)
 
 
 def _configuration(settings: DecoderSettings) -> PretrainedConfig:

@@ -139,11 +139,9 @@ class HuggingFaceModel(LanguageModel):
         heads = int(getattr(config, "num_attention_heads", 0) or 0)
         head_width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
         window = min(getattr(config, "sliding_window", None) or length, length)
+        windowed = (window * (window + 1) / 2 + (length - window) * window) / length
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * self.num_layers
-        contexts = {
-            "full_attention": (length + 1) / 2,
-            "sliding_attention": (window * (window + 1) / 2 + (length - window) * window) / length,
-        }
+        contexts = {"full_attention": (length + 1) / 2, "sliding_attention": windowed}
         return float(heads * head_width * sum(contexts.get(kind, 0.0) for kind in kinds))
 
     def definition(self) -> dict[str, Any]:
@@ -198,11 +196,8 @@ def build_huggingface(
 ) -> HuggingFaceModel:
     """Build the model that ``settings.source`` names, on the CPU in float32, without adapters.
 
-    Fresh values come from the global generators.
-
-    Args:
-        on_meta: build it without memory, and read no weights.
-        definition: what `HuggingFaceModel.definition` returned. The source is then not read, and weights are fresh.
+    Fresh values come from the global generators. ``on_meta``: no memory is taken and no weights are read. With a
+    ``definition`` the source is not read, and weights are fresh.
 
     Raises:
         ConfigurationError: the model does not exist or can't be trained; the message says what would work.

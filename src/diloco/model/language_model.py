@@ -232,14 +232,9 @@ def build_language_model(
 ) -> LanguageModel:
     """Build the model that ``settings`` describe. Fresh weights depend only on them and ``seed``, to the bit.
 
-    No global generator advances. A model of ``transformers`` has float32 parameters, whatever its files have.
-
-    Args:
-        settings: with ``vocab_size``, unless ``source`` determines it.
-        device: the device of the model. ``"meta"``: it takes no memory, and no weights are read or drawn.
-        definition: what `LanguageModel.definition` returned when a checkpoint was made. The model is built from it, its
-            weights are meant to be replaced, and its source may no longer exist. Empty or None: it is built from its
-            source.
+    No global generator advances. A model of ``transformers`` has float32 parameters, whatever its files have. On
+    ``device="meta"`` it takes no memory, and no weights are read or drawn. A ``definition``, which
+    `LanguageModel.definition` returned when a checkpoint was made, replaces the source, which may no longer exist.
 
     Raises:
         ConfigurationError: there is no such model, or it can't be trained.

@@ -23,15 +23,7 @@ ENDS = -101  # also not counted; it marks that the input token is the last one o
 
 
 def product_dtype(values: Tensor) -> torch.dtype:
-    """Return the dtype of the products of ``values``: autocast's if it is enabled, else their own.
-
-    >>> values = torch.ones(2)
-    >>> with torch.autocast("cpu", torch.bfloat16):
-    ...     product_dtype(values)
-    torch.bfloat16
-    >>> product_dtype(values)
-    torch.float32
-    """
+    """Return the dtype of the products of ``values``: autocast's if it is enabled, else their own."""
     kind = values.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else values.dtype
 

@@ -52,8 +52,13 @@ def check_kinds(arguments: Mapping[str, Any]) -> None:
     """Raise `ConfigurationError` unless arguments of `DiLoCo` have the types of its signature and are in range."""
     from diloco.outer.diloco import DiLoCo  # which imports this module
 
-    if (transport := arguments.get("transport")) is not None:
-        check_transport(transport)
+    transport, advice = arguments.get("transport"), ""
+    if isinstance(transport, AbstractContextManager):
+        advice = " Enter it: `with connect_tcp(...) as transport:`."
+    elif isinstance(transport, InProcessTransport):
+        advice = " Pass one of its endpoints, such as transport.endpoint(0)."
+    if transport is not None and not isinstance(transport, Transport):
+        raise ConfigurationError(f"transport must be a connected diloco transport, got {_shown(transport)}.{advice}")
     hints, texts = get_type_hints(DiLoCo.__init__), DiLoCo.__init__.__annotations__
     for name in sorted(arguments.keys() & hints.keys()):
         if not _fits(arguments[name], hints[name]):
@@ -79,18 +84,6 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, Real if hint is float else hint)
 
 
-def check_transport(transport: Any) -> None:
-    """Raise `ConfigurationError`, which says what works, unless ``transport`` connects a replica."""
-    if isinstance(transport, Transport):
-        return
-    advice = ""
-    if isinstance(transport, AbstractContextManager):
-        advice = " Enter it: `with connect_tcp(...) as transport:`."
-    elif isinstance(transport, InProcessTransport):
-        advice = " Pass one of its endpoints, such as transport.endpoint(0)."
-    raise ConfigurationError(f"transport must be a connected diloco transport, got {_shown(transport)}.{advice}")
-
-
 def _shown(value: Any) -> str:
     if isinstance(value, type):
         advice = "" if value.__module__.startswith("torch.") else f". Create one: {value.__qualname__}(...)"
@@ -98,25 +91,19 @@ def _shown(value: Any) -> str:
     return repr(value) if isinstance(value, str | Real | None) else f"a {type(value).__module__}.{type(value).__name__}"
 
 
-def usable_device(name: torch.device | str) -> torch.device:
-    """Return the device for global parameters; raise `ConfigurationError` if it can't hold them."""
-    try:
-        device = torch.device(name)
-        torch.zeros(1, dtype=torch.float32, device=device).cpu()
-    except Exception as error:  # torch raises many kinds of them
-        reason = str(error).splitlines()[0]
-        raise ConfigurationError(
-            f"global_device={str(name)!r} can't hold the global parameters: {reason} Use 'cpu', or None for the "
-            "model's device."
-        ) from error
-    return device
-
-
 def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise `ConfigurationError` unless the arguments of `DiLoCo`, with their defaults resolved, work together."""
     model, schedule, fragments, merge, average = (
         arguments[name] for name in ("model", "schedule", "fragments", "merge", "average")
     )
+    device = "cpu" if arguments["global_device"] is None else arguments["global_device"]
+    try:
+        torch.zeros(1, dtype=torch.float32, device=device).cpu()
+    except Exception as error:  # torch raises many kinds of them
+        raise ConfigurationError(
+            f"global_device={str(device)!r} can't hold the global parameters: {str(error).splitlines()[0]} Use 'cpu', "
+            "or None for the model's device."
+        ) from error
     codec, mean_codec = arguments["codec"], MeanEncoding.of(arguments["mean_codec"]).codec
     if codec.needs_error_feedback and not arguments["error_feedback"]:
         raise ConfigurationError(
@@ -328,18 +315,17 @@ class ModelWatch:
         check_buffers(self._model, self._parameters)
         self._checked = seen
 
-    def drift(self) -> str:
-        """Return a sentence about frozen parameters that have changed, each of them once; "" if none has."""
+    def drift(self) -> Iterator[str]:
+        """Yield a sentence about frozen parameters that have changed, each of them once, if any has."""
         now = self._sampled()
         changed = [name for name, digest in self._frozen.items() if now.get(name, digest) != digest]
         self._frozen = {name: digest for name, digest in self._frozen.items() if name not in changed}
-        if not changed:
-            return ""
-        return (
-            f"The frozen parameter {', '.join(changed)} has changed since the start. Frozen parameters are not "
-            "synchronised, so it may differ between replicas. Register it as a buffer, which is averaged, or change it "
-            "alike on every replica."
-        )
+        if changed:
+            yield (
+                f"The frozen parameter {', '.join(changed)} has changed since the start. Frozen parameters are not "
+                "synchronised, so it may differ between replicas. Register it as a buffer, which is averaged, or "
+                "change it alike on every replica."
+            )
 
     def _synchronised(self) -> set[str]:
         """Return each parameter and buffer to be synchronised, and those that the model would need to be, as text."""

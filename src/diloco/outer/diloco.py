@@ -1,8 +1,4 @@
-"""`DiLoCo`, which adds low-communication training to any training loop with three lines of code.
-
-It reads as Streaming DiLoCo's Algorithm 2: for each action of the step, a `Fragment` is sent or merged. It knows
-neither the variant of the algorithm nor the network.
-"""
+"""`DiLoCo` for any training loop. It reads as Algorithm 2: for each action of a step, a fragment is sent or merged."""
 
 from __future__ import annotations
 
@@ -31,6 +27,7 @@ from diloco.algorithm import (
     RoundId,
     Send,
     SyncSchedule,
+    check_number,
     digest_state,
     holding,
     make_codec,
@@ -44,10 +41,8 @@ from diloco.outer.checks import (
     argument_facts,
     check_arguments,
     check_kinds,
-    check_transport,
     frozen_facts,
     saved_facts,
-    usable_device,
 )
 from diloco.outer.fragment import Fragment
 from diloco.outer.recovery import StateRecovery
@@ -83,14 +78,13 @@ class DiLoCo:
         fragments: A partition of the parameters, made by `partition`. Default: strided, as many as in the schedule.
         outer_optimizer: The optimizer of the global parameters. Default: Nesterov with momentum 0.9 and the papers'
             learning rates, 0.7 for one fragment and 0.4 for several.
-        merge: How local parameters adopt new global ones. Default: with overlap `RebaseMerge`, which keeps the work of
-            the overlapped steps, else `AlphaMerge`.
+        merge: How local parameters adopt new global ones. Default: with overlap `RebaseMerge`, else `AlphaMerge`.
         codec: The codec of the contributions, or its name. Default: float32.
         error_feedback: The fraction of the quantisation error that is added to the next contribution. True or 1 keeps
             all of it, 0.95 lets it decay slowly, False drops it. Costs 4 bytes per parameter.
         global_device: The device of the global parameters and the outer state, e.g. "cpu". None: the model's device.
-        weight: The weight of this replica in the mean for a full window of training. It is multiplied by the fraction
-            of the window that the replica trained. Set it if replicas have different batch sizes.
+        weight: The weight of this replica in the mean, which is multiplied by the fraction of the window that it has
+            trained. Set it if replicas have different batch sizes.
         max_norm: The largest L2 norm of a contribution; a larger one is scaled down to it. None: no bound.
         average: The rule that averages contributions, such as `SendersMean`. None: the weighted mean.
         mean_codec: How means are encoded in rounds in which each replica sums a part of the values (see
@@ -103,8 +97,7 @@ class DiLoCo:
             of its own. Both must start from the same weights, and take turns in one thread.
 
     Raises:
-        ConfigurationError: if arguments contradict each other, or differ between two replicas, in which case both raise
-            it; `FragmentError` if the fragments are not a partition of the parameters.
+        ConfigurationError: if arguments contradict each other, or differ between two replicas: then both raise it.
         RendezvousError: if another replica is connected but does not construct its `DiLoCo` within the round time-out.
 
     >>> model = nn.Linear(2, 1)
@@ -157,16 +150,14 @@ class DiLoCo:
         self.schedule = schedule
         self.weight = weight
         self.steps = 0
-        device = None if global_device is None else usable_device(global_device)
         self._greatest = greatest_of_ranks(model)
         shared = [None] * len(layouts) if global_state_of is None else [f.state for f in global_state_of.fragments]
         self.fragments: tuple[Fragment, ...] = tuple(
-            Fragment(layout, arguments, device=device, state=state, greatest=self._greatest)
+            Fragment(layout, arguments, state=state, greatest=self._greatest)
             for layout, state in zip(layouts, shared, strict=True)
         )
         self.recovery = StateRecovery(self.fragments, self.transport, self._greatest)
-        optimizers = inner_optimizer if isinstance(inner_optimizer, Sequence) else [inner_optimizer]
-        self._reports = Reports(optimizers, on_event)
+        self._reports = Reports(inner_optimizer, on_event)
         self._model_watch = ModelWatch(model, self.named_parameters())
         facts = argument_facts(model, arguments)
         self._saved_facts = saved_facts(facts)
@@ -185,20 +176,14 @@ class DiLoCo:
 
     @_outside_inference_mode()
     def begin(self, trained: float = 1.0) -> None:
-        """Perform the first half of `step`: count the inner step and send the due fragments. Never blocks on others.
-
-        With ``overlap_steps`` = ``inner_steps`` a fragment is merged before it is sent again; `finish` does both.
-        """
+        """Perform the first half of `step`: count the inner step and send the due fragments. Never blocks on others."""
         if not 0 <= trained <= 1:
-            raise ConfigurationError(
-                f"trained must be from 0 (none of the inner step was trained) to 1 (all of it), got {trained}. "
-                "The step was not counted."
-            )
+            check_number("trained", trained, 0, 1)
         self._reports.begin(self.steps)
         actions = self.schedule.actions(self.steps + 1)
         # ranks that shard the parameters agree on what to adopt, which takes an exchange, so not at every step
         if self._greatest is list or any(map(_is_send, actions)):
-            self._adopt_fetched_state()
+            self._note(*self.recovery.poll())
         for fragment in self.fragments:
             fragment.trained += trained
         self.steps += 1
@@ -209,6 +194,7 @@ class DiLoCo:
     @_outside_inference_mode()
     def finish(self) -> None:
         """Perform the second half of `step`: wait for the due averages and merge them."""
+        # where a fragment is merged a whole round late, it is sent again here, after its merge
         for action in itertools.dropwhile(_is_send, self.schedule.actions(self.steps)):
             self._perform(action)
 
@@ -225,8 +211,8 @@ class DiLoCo:
 
         Args:
             loss: The training loss, a number or a tensor of one value.
-            tokens: The tokens seen so far, over all replicas; None if unknown.
-            gradient_norm: The norm of the gradients before clipping, likewise; None if unknown.
+            tokens: The tokens seen so far, over all replicas.
+            gradient_norm: The norm of the gradients before clipping.
         """
         report = self._reports.step
         self._on_event(report(self.steps, self.transport, loss=loss, tokens=tokens, gradient_norm=gradient_norm))
@@ -244,14 +230,9 @@ class DiLoCo:
 
     @_outside_inference_mode()
     def change_transport(self, transport: Transport) -> None:
-        """Continue over another transport.
-
-        Raises:
-            ConfigurationError: if a fragment is in flight, or if arguments are compared and those of the new replicas
-                differ. The old transport stays.
-        """
+        """Continue over another transport, unless a fragment is in flight or the new replicas have other arguments."""
         self._require_nothing_in_flight("changing the transport")
-        check_transport(transport)
+        check_kinds({"transport": transport})
         self._publish_and_compare(transport)
         self.transport = transport
         self.recovery.change_transport(transport)
@@ -260,10 +241,8 @@ class DiLoCo:
     def take_over(self, donors: Sequence[int], *, keep_work: bool = False) -> None:
         """Adopt the global parameters and outer state of one of ``donors``. No fragment may be in flight.
 
-        Args:
-            donors: The members to ask.
-            keep_work: True keeps the work since the last merge in the local parameters, so that the next round shares
-                it. False sets the local parameters to the global ones.
+        With ``keep_work`` the local parameters keep the work since the last merge, so that the next round shares it;
+        else they become the global ones.
         """
         self._require_nothing_in_flight("taking over other replicas' state")
         for fetched in self.recovery.fetch_all(donors, keep_work=keep_work, step=self.steps):
@@ -271,10 +250,7 @@ class DiLoCo:
 
     @_outside_inference_mode()
     def begin_from_global(self) -> None:
-        """Reset the local parameters to the global ones and drop all work and residuals of this replica.
-
-        No fragment may be in flight.
-        """
+        """Reset the local parameters to the global ones and drop all work of this replica. Nothing may be in flight."""
         self._require_nothing_in_flight("beginning from the global parameters")
         for fragment in self.fragments:
             fragment.reset_local(AlphaMerge())
@@ -282,15 +258,12 @@ class DiLoCo:
 
     @_outside_inference_mode()
     def drain(self, *, take_over: bool = True) -> None:
-        """Wait for every fragment in flight and merge it, in the order sent. Use it at the end of a run.
-
-        With ``take_over`` also wait for fetches of other replicas' state.
-        """
+        """Merge every fragment in flight, in the order sent, and with ``take_over`` the states being fetched."""
         self.check_model()
         for round_id in self.in_flight:
             self._merge(self.fragments[round_id.fragment])
         if take_over:
-            self._adopt_fetched_state(wait=True)
+            self._note(*self.recovery.poll(wait=True))
 
     def end(self) -> None:
         """Merge every fragment in flight and warn of fragments that the loop was too short to send."""
@@ -324,25 +297,19 @@ class DiLoCo:
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return name -> synchronised parameter of the model, also if it has been frozen since."""
         reshard(self.model)
-        return {
-            name: parameter
-            for fragment in self.fragments
-            for name, parameter in zip(fragment.names, fragment.parameters, strict=True)
-        }
+        return {n: each for f in self.fragments for n, each in zip(f.names, f.parameters, strict=True)}
 
     def named_global_params(self) -> dict[str, torch.Tensor]:
         """Return name -> global value, float32 in the shape of this rank's shard: views, which must not be changed."""
-        named: dict[str, torch.Tensor] = {}
-        for fragment in self.fragments:
-            named |= fragment.layout.named(fragment.global_params)
-        return named
+        named = (fragment.layout.named(fragment.global_params).items() for fragment in self.fragments)
+        return dict(itertools.chain.from_iterable(named))
 
     def digest(self) -> str:
-        """Return a digest of all global parameters and outer state, as 32 hexadecimal digits.
+        """Return a digest of all global parameters and outer state, as 32 hexadecimal digits. Each call reads them.
 
         Replicas that have finished the same rounds have the same digest. Compare it after the same step with nothing in
         flight: after the ``with`` block or after `drain`. If the ranks of a replica shard its parameters, each has the
-        digest of its own shards, which equals that of the same rank of every other replica. Each call reads all of it.
+        digest of its own shards.
         """
         digests = [digest_state(fragment.global_params, fragment.state.outer) for fragment in self.fragments]
         return xxhash.xxh3_128_hexdigest("\n".join(digests).encode())
@@ -358,10 +325,7 @@ class DiLoCo:
                 reshard(self.model)
 
     def check_model(self) -> None:
-        """Raise `ConfigurationError` if a parameter or buffer was added, replaced, resized or made trainable since.
-
-        `step`, `drain` and `global_model` do this. Frozen parameters may have been trainable.
-        """
+        """Raise `ConfigurationError` if a parameter or buffer was added, replaced, resized or made trainable since."""
         self._model_watch.check()
 
     def state_dict(self) -> dict[str, Any]:
@@ -369,25 +333,18 @@ class DiLoCo:
 
         It contains the global parameters, the outer state, the position in the schedule, the contributions in flight
         (submitting them again gives the same averages), the error-feedback residuals, the trained steps that no mean
-        contains yet, and the counters. See `Fragment.state_dict` for its ``fragments``.
+        contains yet, and the counters.
         """
-        return {
-            "about": self._saved_facts,
-            "steps": self.steps,
-            "fragments": [fragment.state_dict() for fragment in self.fragments],
-        }
+        fragments = [fragment.state_dict() for fragment in self.fragments]
+        return {"about": self._saved_facts, "steps": self.steps, "fragments": fragments}
 
     @_outside_inference_mode()
     def load_state_dict(self, state: Mapping[str, Any], *, resubmit: bool = True) -> None:
         """Restore the state saved by `state_dict` and resubmit the rounds that were in flight.
 
-        Args:
-            state: The saved state.
-            resubmit: False counts the rounds that were in flight as void. The next rounds contain their work, because
-                the global parameters did not change.
+        With ``resubmit`` False they count as void; the next rounds contain their work.
 
         Raises:
-            ConfigurationError: if a fragment is in flight. Nothing was loaded.
             CheckpointError: if the state is malformed, or belongs to another schedule, partition, codec, merge rule or
                 outer optimizer. The message names both values. Nothing was loaded.
         """
@@ -416,8 +373,7 @@ class DiLoCo:
             loaders[index](self.transport)
         self._model_watch.begin()
         if lacking:
-            text = f"The state of fragment {lacking} was being fetched when this was saved. It is fetched again."
-            self._on_event(Note(step=self.steps, text=text))
+            self._note(f"The state of fragment {lacking} was being fetched when this was saved. It is fetched again.")
 
     def _perform(self, action: Send | Merge) -> None:
         self.check_model()
@@ -431,8 +387,7 @@ class DiLoCo:
         """Submit the fragment; the model's buffers travel with the last one."""
         fields: dict[str, Any] = {"base_weight": self.weight}
         if fragment is self.fragments[-1]:
-            if drift := self._model_watch.drift():
-                self._on_event(Note(step=self.steps, text=drift))
+            self._note(*self._model_watch.drift())
             fields |= self._model_watch.outgoing_buffers()
         window_steps = self.schedule.window_steps(fragment.index, outer_step)
         self._on_event(fragment.send(self.transport, outer_step, self.steps, window_steps, **fields))
@@ -465,6 +420,10 @@ class DiLoCo:
     def _on_event(self, event: Event) -> None:
         self._reports.pass_on(event, self.transport)
 
+    def _note(self, *texts: str) -> None:
+        for text in texts:
+            self._on_event(Note(step=self.steps, text=text))
+
     def _require_nothing_in_flight(self, what: str) -> None:
         if self.in_flight:
             rounds = "; ".join(map(str, self.in_flight))
@@ -474,20 +433,14 @@ class DiLoCo:
             )
 
     def _publish_and_compare(self, transport: Transport) -> None:
-        """Publish this replica's state on ``transport`` and compare the arguments with the other replicas."""
         transport.publish(self.recovery.snapshot, self.recovery.version)
         if self._facts:
             transport.agree(self._facts)
-
-    def _adopt_fetched_state(self, *, wait: bool = False) -> None:
-        for failure in self.recovery.poll(wait=wait):
-            self._on_event(Note(step=self.steps, text=failure))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """Call `end`, unless the block raised."""
         if kind is None:
             self.end()
 

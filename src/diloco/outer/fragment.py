@@ -90,7 +90,6 @@ class Fragment:
         layout: FragmentLayout,
         arguments: Mapping[str, Any],
         *,
-        device: torch.device | None = None,
         state: GlobalState | None = None,
         greatest: Greatest = list,
     ) -> None:
@@ -114,7 +113,8 @@ class Fragment:
         self.layout = layout
         self.index, self.names, self.numel = layout.index, layout.names, layout.numel  # p; the values of this rank
         self.parameters = bind(self._model, layout)
-        self.device = device or self.parameters[0].device
+        device = arguments["global_device"]
+        self.device = self.parameters[0].device if device is None else torch.device(device)
         self.state = state or GlobalState(self.local(), arguments["outer_optimizer"])
         self.state.users += 1
         self.residual: Tensor | None = None  # e, ``(numel,)`` float32, of the last round that took this replica's work

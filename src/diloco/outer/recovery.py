@@ -36,8 +36,6 @@ class _Fetch:
 
 @dataclass(frozen=True, eq=False)
 class _Received:
-    """A state of another replica that fits a fragment."""
-
     state: Mapping[str, Any]
     finished_rounds: int
     begun_after: int
@@ -70,16 +68,11 @@ class StateRecovery:
 
     The headers of each round contain the digest of the state that the other replicas hold. A fetched state with a
     different digest is rejected, and from then on the donors are asked one at a time.
-
-    Attributes:
-        data_order: How the replicas divide the data, if a joiner can't derive it (see `Batches.order`); else "".
-        begun_after: The inner steps of the run before its outer loop began.
-
     """
 
     def __init__(self, fragments: Sequence[Fragment], transport: Transport, greatest: Greatest = list) -> None:
-        self.data_order = ""
-        self.begun_after = 0
+        self.data_order = ""  # how the replicas divide the data, if a joiner can't derive it (see `Batches.order`)
+        self.begun_after = 0  # the inner steps of the run before its outer loop began
         self._fragments = fragments
         self._transport = transport
         self._greatest = greatest
@@ -138,10 +131,10 @@ class StateRecovery:
                 yield progress(here=True)
 
     def resync(self, fragment: Fragment, error: DivergedError | None) -> str:
-        """Adopt the majority's state of a fragment now. Work not yet shared stays in the local parameters.
+        """Adopt the majority's state of a fragment now, and return the outcome as a sentence.
 
         Call it on all ranks that shard the parameters: those that have diverged (with an ``error``) adopt it, all of
-        them or none. Returns the outcome as a sentence.
+        them or none. Work not yet shared stays in the local parameters.
         """
         (attempts,) = self._greatest([len(self._transport.view.members)])
         for _ in range(int(attempts)):  # a faulty member may have answered first; then they are asked one by one
@@ -173,10 +166,7 @@ class StateRecovery:
         return f"{status}, which it fetches in the background."
 
     def poll(self, *, wait: bool = False) -> tuple[str, ...]:
-        """Adopt the states that have arrived on all ranks of the replica, and return the failures as sentences.
-
-        Call it between two steps, on all of them.
-        """
+        """Adopt the states that have arrived on all ranks, and return the failures as sentences. Call it on all."""
         failures: list[str] = []
         while self._fetch is not None or self._greatest is not list:  # ranks must ask each other
             if wait and self._fetch is not None:
@@ -260,7 +250,7 @@ def _ended(fetching: Fetching, within_s: float | None) -> bool:
 
 
 def _percentages(now: StateFetched) -> str:
-    """Describe the progress in per cent, rounded down so that 100 % means complete."""
+    # rounded down, so that 100 % means complete
     of_all = 100 * now.received_bytes // max(1, now.expected_bytes)
     of_fragment = 100 * now.fragment_received_bytes // max(1, now.fragment_expected_bytes)
     came, expected = format_bytes(now.received_bytes), format_bytes(now.expected_bytes)

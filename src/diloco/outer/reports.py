@@ -25,8 +25,8 @@ class Reports:
     The first inner optimizer has the reported learning rate. ``on_event`` None warns of failures, once for each reason.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], on_event: Callable[[Event], None] | None) -> None:
-        self._optimizers = optimizers
+    def __init__(self, inner: Optimizer | Sequence[Optimizer], on_event: Callable[[Event], None] | None) -> None:
+        self._optimizer = inner[0] if isinstance(inner, Sequence) else inner
         self._listen = on_event or self._warn
         self._warned: set[str] = set()  # reasons, without their numbers
         self.wait_s = 0.0  # waited for averages
@@ -55,7 +55,7 @@ class Reports:
         return StepFinished(
             step=step,
             loss=_number("loss", loss),
-            learning_rate=float(self._optimizers[0].param_groups[0].get("lr") or 0.0),
+            learning_rate=float(self._optimizer.param_groups[0].get("lr") or 0.0),
             gradient_norm=None if gradient_norm is None else _number("gradient_norm", gradient_norm),
             tokens=None if tokens is None else check_whole("tokens", tokens, 0),
             step_s=(now_s - last_s) / max(1, step - last_step),

@@ -41,19 +41,13 @@ class GlobalState:
 
     Replicas of one process share it if they take turns in one thread: the first to merge a round takes its outer step.
     Any thread can copy it (`snapshot`) while the training thread changes it.
-
-    Attributes:
-        values: ``(numel,)`` float32, theta.
-        outer: The state of the outer optimizer.
-        finished_rounds: The number of rounds that are finished, committed or void.
-        version: A number that differs after every change.
     """
 
     def __init__(self, values: Tensor, optimizer: OuterOptimizer) -> None:
-        self.values = values
+        self.values = values  # ``(numel,)`` float32, theta
         self.outer = optimizer.init(values)
-        self.finished_rounds = 0
-        self.version = 0
+        self.finished_rounds = 0  # committed or void
+        self.version = 0  # differs after every change
         self.users = 0  # replicas of this process that use it
         self._optimizer = optimizer
         self._lock = threading.Lock()
@@ -152,7 +146,6 @@ class GlobalState:
         return digest_state(state["global_params"], OuterState(int(state["outer_step"]), slots))
 
     def num_bytes(self) -> int:
-        """Return the number of bytes of all tensors."""
         return sum(tensor.nbytes for tensor in (self.values, *self.outer.slots.values()))
 
     def _hash(self) -> None:

@@ -117,8 +117,8 @@ def _run(path: Path, base: Mapping[str, Any], point: Mapping[str, Any]) -> Run:
             raise ConfigurationError(f"{path}: {min(both)} is on two axes. Keep it on one of them.")
         varied |= zip(keys, values, strict=True)
     shared = {key: value for key, value in base.items() if not any(f"{key}.".startswith(f"{each}.") for each in varied)}
-    if taken := {"out", "checkpoint.resume"} & {*shared, *varied}:
-        raise ConfigurationError(f"{path}: {min(taken)} can't be given, since the study sets it for each run.")
+    if taken := {"out", "checkpoint.resume", "checkpoint.mirror"} & {*shared, *varied}:
+        raise ConfigurationError(f"{path}: {min(taken)} can't be given: each run needs its own.")
     words = "_".join(f"{key.rpartition('.')[2]}={value}" for key, value in varied.items())
     text = "".join(f"{key} = {in_toml(value)}\n" for key, value in (shared | varied).items())
     settings = typed_values(parse_tables(text, str(path)), Configuration, str(path))

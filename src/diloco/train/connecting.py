@@ -22,8 +22,9 @@ from diloco.errors import ConfigurationError
 from diloco.membership import LastViews
 from diloco.protocol import MAX_NAME, Rules
 from diloco.train.description import diff
-from diloco.train.fleet import ClusterFleet, Meeting, PeerFleet
+from diloco.train.fleet import ClusterFleet
 from diloco.train.joining import Held, held_checkpoint
+from diloco.train.peer_fleet import Meeting, PeerFleet
 from diloco.train.processes import Role
 from diloco.train.settings import RunSettings
 from diloco.transport import (
@@ -71,14 +72,9 @@ restart together need some time, and the one with the newest checkpoint should b
 def connect_rank(
     run: RunSettings, role: Role, facts: Mapping[str, str], held_step: int, device: torch.device
 ) -> PeerFleet:
-    """Connect to the other ranks of this replica, then to those of the other replicas.
+    """Connect to the other ranks of this replica and to the other replicas, with which ``facts`` are compared.
 
-    Args:
-        facts: the facts on which all ranks must agree.
-        held_step: the newest step from which this rank could resume; -1 for none.
-
-    Raises:
-        RendezvousError: if the ranks don't find each other in time or their facts differ.
+    ``held_step`` is the newest step from which this rank could resume; -1 for none.
     """
     settings, group = run.network, ReplicaGroup(replica=role.replica)
     if settings.replica_size > 1:
@@ -208,17 +204,7 @@ def fleet_over_tcp(
 
 
 def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> PeerFleet:
-    """Join the swarm that ``run.swarm`` names, or found it.
-
-    Args:
-        folder: the run folder, which holds the private key unless the settings name another file.
-        facts: the facts on which all replicas must agree.
-
-    Raises:
-        RendezvousError: if the other replicas can't be found or joined.
-        ConfigurationError: if the secret or the key can't be used.
-        CheckpointError: if the checkpoint to resume from can't be read.
-    """
+    """Join the swarm of ``run``, or found it; all must agree on ``facts``, and ``folder`` holds the private key."""
     network, held = run.network, held_checkpoint(run.checkpoint.resume)
     secret = read_secret(network.secret_file, "network.secret_file")
     host, (first, last) = network.listen_host or "0.0.0.0", network.listen_ports

@@ -15,11 +15,11 @@ from diloco.errors import CheckpointError, ConfigurationError, RunFinishedError,
 from diloco.events import Event, Lost, Note, ViewChanged
 from diloco.state_tree import readable_state
 from diloco.train.description import diff
-from diloco.train.fleet import PeerFleet
+from diloco.train.peer_fleet import PeerFleet
+from diloco.train.processes import StopAsked, StopRequest
 from diloco.train.replica import Replica
 from diloco.train.session import Session
 from diloco.train.state import base_home, load_session, replicas_in
-from diloco.train.stopping import StopAsked, StopRequest
 from diloco.waiting import waiting_for
 
 __all__ = ["OVER", "Held", "find_beginning", "follow_views", "held_checkpoint", "held_step"]

@@ -1,34 +1,46 @@
-"""One replica of a run, the random numbers that are its own, and the steps that it trains."""
+"""One replica of a run: its random numbers, the averaging of its gradients, and the steps that it trains."""
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from diloco.algorithm import StepRate, steps_to_train, trains_at
+from diloco.algorithm import (
+    Codec,
+    Contribution,
+    RoundId,
+    StepRate,
+    contribution_weight,
+    flatten,
+    largest_magnitude,
+    local_shard,
+    steps_to_train,
+    trainable_parameters,
+    trains_at,
+    unflatten_,
+)
 from diloco.data import Batches
-from diloco.membership import View
+from diloco.errors import RoundVoidError, TransportError, ViewChangedError
+from diloco.events import Event, Note
+from diloco.membership import LEAST_FRAGMENT, View
 from diloco.model import LanguageModel
 from diloco.outer import DiLoCo
-from diloco.train.data_parallel import GradientAverager
-from diloco.train.fleet import PeerFleet
 from diloco.train.inner import InnerLoop
+from diloco.train.peer_fleet import PeerFleet
+from diloco.transport import Pending, ReplicaGroup, Transport
 
-__all__ = [
-    "DynamicSteps",
-    "RandomState",
-    "Replica",
-    "load_process_random",
-    "process_random",
-    "seed_process",
-]
+__all__ = ["DynamicSteps", "GradientAverager", "RandomState", "Replica", "average_gradients"]
+
+_ATTEMPTS = -LEAST_FRAGMENT
+"""Rounds to try for the gradients of one step. No later round contains them, unlike a pseudo-gradient's work."""
 
 
 class RandomState:
@@ -95,6 +107,123 @@ def load_process_random(state: Mapping[str, Any]) -> None:
     np.random.set_state((name, np.array(numpy_words, dtype=np.uint32), *rest))
 
 
+class GradientAverager:
+    """Replaces the gradients of one replica by their mean over all replicas, through the transport that DiLoCo uses.
+
+    ``group`` are the ranks of the replica, each of which averages the values that it holds.
+    """
+
+    def __init__(self, model: LanguageModel, transport: Transport, codec: Codec, group: ReplicaGroup) -> None:
+        self.parameters = list(trainable_parameters(model).values())
+        self.transport = transport
+        self.codec = codec
+        self.group = group
+        self._sent: tuple[Contribution, Pending] | None = None
+
+    def begin(self, step: int, weight: float = 1.0) -> None:
+        """Send the gradients of inner step ``step`` (counted from 0). A missing gradient counts as zero.
+
+        Args:
+            weight: the weight of these gradients in the mean. 0: no token of the batch has a target that counts.
+        """
+        numel = sum(local_shard(parameter).numel() for parameter in self.parameters)
+        values = torch.empty(numel, dtype=torch.float32, device=self.parameters[0].device)
+        flatten(self._gradients(), values)
+        # checked before encoding, as a saturating codec would hide it; the ranks of a replica withdraw together
+        finite = self.group.all(math.isfinite(largest_magnitude(values)))
+        self._send(
+            Contribution(
+                round=RoundId(-1, step),
+                replica=self.transport.replica,
+                codec=self.codec,
+                numel=numel,
+                payload=self.codec.encode(values),
+                weight=contribution_weight(1.0, weight, 1),
+                withdrawn="" if finite else "gradients that are not finite",
+            )
+        )
+        self.transport.tick()
+
+    def begin_again(self) -> None:
+        """Send the same gradients in another round, after the last one was void on all replicas."""
+        assert self._sent is not None, "begin comes first"
+        contribution, _ = self._sent
+        void = contribution.round
+        self._send(replace(contribution, round=replace(void, fragment=void.fragment - 1)))
+
+    def finish(self) -> RoundVoidError | None:
+        """Replace the gradients by the mean, in the next view if the current one ends.
+
+        Return the error of a round that is void on all replicas, after which `begin_again` may be called, or None.
+        """
+        while True:
+            assert self._sent is not None, "begin comes first"
+            contribution, pending = self._sent
+            try:
+                unflatten_(pending.wait().values, self._gradients())
+                return None
+            except ViewChangedError:
+                self._send(contribution)
+            except RoundVoidError as error:
+                return error
+
+    def forget(self) -> None:
+        """Release the contribution and the average, each as large as the model."""
+        self._sent = None
+
+    def _send(self, contribution: Contribution) -> None:
+        self._sent = contribution, self.transport.average(contribution)
+
+    def _gradients(self) -> list[Tensor]:
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+
+def average_gradients(
+    averagers: Sequence[GradientAverager], emit: Callable[[Event], None], *, may_skip: bool, may_lose: bool = False
+) -> bool:
+    """Replace the gradients of the replicas of this process, which `begin` has sent, by the mean.
+
+    A void round is tried again with the same gradients, so that a slow or broken link costs nothing but time; ``emit``
+    receives a note for each, whose step the caller sets. If every attempt is void, the last `RoundVoidError` names the
+    reason and the replicas whose gradients failed.
+
+    Args:
+        may_skip: whether a void round skips the step (gradient scaling) instead of being tried again.
+        may_lose: whether losing the other replicas skips the step instead of raising.
+
+    Returns:
+        False if the step must be skipped: the round is void on all replicas, or the other replicas are lost.
+    """
+    tried = 1
+    try:
+        while void := [error for averager in averagers if (error := averager.finish())]:
+            if may_skip:
+                break
+            if tried == _ATTEMPTS:
+                raise RoundVoidError(
+                    f"{void[0]} It was tried {tried} times, and data-parallel training can't continue without it. "
+                    "Nothing was applied. Fix the cause and resume from the last checkpoint with --resume.",
+                    round=void[0].round,
+                    replicas=void[0].replicas,
+                )
+            tried += 1
+            emit(Note(step=0, text=f"{void[0]} The round is tried again."))
+            for averager in averagers:
+                averager.begin_again()
+    except TransportError as error:
+        if isinstance(error, RoundVoidError) or not may_lose:
+            raise
+        return False
+    finally:
+        for averager in averagers:
+            averager.forget()
+    # ranks that hold shards have rounds of their own, and skip the step together
+    return not (may_skip and any(averager.group.any(bool(void)) for averager in averagers))
+
+
 @dataclass(eq=False)
 class Replica:
     """The inner loop, data and outer loop of one replica."""
@@ -116,7 +245,7 @@ class DynamicSteps:
     """The scheduled steps that a replica of a swarm trains, from its own speed and the speeds of the others (DyLU).
 
     A slow replica trains an evenly spaced share of the steps. A skipped step only advances the schedule: learning rate,
-    rounds and data continue as on every other replica, and its sequences are not trained in this epoch.
+    rounds and data continue as on every other replica.
     """
 
     def __init__(self, replica: int, inner_steps: int, others: PeerFleet) -> None:

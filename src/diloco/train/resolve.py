@@ -28,19 +28,13 @@ S = TypeVar("S", bound=RunSettings)
 
 
 def resolve(settings: S, *, num_layers: int | None = None, max_sequence_length: int | None = None) -> S:
-    """Derive every setting that was left out and check that the settings work together.
-
-    Resolving is idempotent. A setting that stays None has a meaning of its own: no end before the last step, no
-    clipping.
+    """Derive every setting that was left out and check that the settings work together. Resolving is idempotent.
 
     Args:
         num_layers: the number of transformer layers of the model. If it is None (unknown), the number of fragments has
             no default and is not checked against it.
         max_sequence_length: the longest sequence of the model. None: the value of ``settings.model``, or no limit if
             the model has a source.
-
-    Raises:
-        ConfigurationError: if the settings can't work; the message says which values would.
     """
     train, sync, evaluation, checkpoint = settings.train, settings.sync, settings.evaluation, settings.checkpoint
     _check_lengths(settings, max_sequence_length)
@@ -264,17 +258,12 @@ def _check_together(settings: RunSettings) -> None:
 
 
 def _refuse_if(wrong: bool, message: str) -> None:
-    """Raise `ConfigurationError` with ``message`` if ``wrong``."""
     if wrong:
         raise ConfigurationError(message)
 
 
 def _check_lengths(settings: RunSettings, longest: int | None) -> None:
-    """Check numbers of steps and tokens against each other.
-
-    Args:
-        longest: the longest sequence of the model, or None if it is not known here.
-    """
+    """Check numbers of steps and tokens against each other, and the ``longest`` sequence if it is known."""
     train, model, steps = settings.train, settings.model, settings.train.steps
     if longest is None and model.source is None:
         longest = model.decoder.max_sequence_length

@@ -33,15 +33,23 @@ from diloco.events import (
 )
 from diloco.model import check_vocabulary, with_vocabulary
 from diloco.private_files import make_private_folder
-from diloco.train.components import make_transport, outer_components, outline, stored_definition
-from diloco.train.description import describe, describe_environment, identity, untrained_digest
+from diloco.train.description import (
+    describe,
+    describe_environment,
+    identity,
+    make_transport,
+    outer_components,
+    outline,
+    stored_definition,
+    untrained_digest,
+)
 from diloco.train.fleet import Fleet
 from diloco.train.joining import find_beginning, follow_views
+from diloco.train.processes import StopRequest
 from diloco.train.replica import seed_process
 from diloco.train.session import Session
 from diloco.train.settings import RunSettings
 from diloco.train.state import save_session
-from diloco.train.stopping import StopRequest
 from diloco.trained import evaluate, generate, mean_evaluation, read_weights
 from diloco.units import format_count
 
@@ -337,8 +345,8 @@ class _Run:
 
     def _report_saved(self, *, wait: bool) -> None:
         """Report a checkpoint that has been written since. Call it on all ranks of a replica."""
-        for sentence in self.mirror.take_sentences() if self.mirror else ():
-            self.emit(Note(step=self.step, text=sentence))
+        while self.mirror and self.mirror.sentences:
+            self.emit(Note(step=self.step, text=self.mirror.sentences.pop(0)))
         if (path := self.writer.poll(wait=wait)) is None:
             return
         size_bytes, free_bytes = self.session.fleet.group.done_by_leader(

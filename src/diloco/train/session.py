@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm import digest_tensors, make_codec, named_parameters
-from diloco.checkpoint import Whole
+from diloco.checkpoint import Lazy, whole
 from diloco.data import Corpus
 from diloco.devices import flops_utilization, known_peak_flops_per_s
 from diloco.events import Event, RoundCommitted, StepFinished
 from diloco.model import ENDS, LanguageModel, Transformer, build_language_model
 from diloco.outer import DiLoCo
-from diloco.train.components import outer_arguments
-from diloco.train.data_parallel import GradientAverager, average_gradients
-from diloco.train.fleet import Fleet, PeerFleet
+from diloco.train.description import outer_arguments
+from diloco.train.fleet import Fleet
 from diloco.train.inner import InnerLoop, InnerStep, inner_learning_rate, make_inner_optimizer
 from diloco.train.parallel import Strategy, parallelise, prepare_model
-from diloco.train.replica import DynamicSteps, RandomState, Replica
+from diloco.train.peer_fleet import PeerFleet
+from diloco.train.replica import DynamicSteps, GradientAverager, RandomState, Replica, average_gradients
 from diloco.train.settings import RunSettings
 from diloco.train.state import ReplicaState
 from diloco.trained import load_parameters
@@ -227,7 +227,7 @@ class Session:
     def global_digest(self) -> str:
         """Return the digest of the global parameters, or of those of all independent replicas. Call it on all ranks."""
         if self.settings.algorithm != "none":
-            return digest_tensors(Whole(self.global_params()))
+            return digest_tensors(Lazy(self.global_params(), whole))
         replicas = enumerate(self.replicas)
         return digest_tensors({f"{m}.{name}": p for m, r in replicas for name, p in named_parameters(r.model).items()})
 

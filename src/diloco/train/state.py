@@ -118,9 +118,6 @@ class ReplicaState:
 
         Returns:
             The void rounds. Their work is in the next rounds, because the global parameters did not change.
-
-        Raises:
-            CheckpointError: if the state belongs to another model, optimizer or algorithm.
         """
         slots: dict[str, tuple[str, str, Tensor]] = {}  # name -> parameter, slot, and room for the saved value
         for name, tensor in checkpoint.tensors(part).items():
@@ -278,7 +275,6 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
 def _load_replica(
     session: Session, replica: Replica, saved: _SavedReplicas, common: Mapping[str, Any]
 ) -> tuple[RoundId, ...]:
-    """Load this rank's share of what a replica's ranks saved and return the rounds in flight that are now void."""
     source = saved.source(replica.number)
     checkpoint = saved.of(source)
     if common["diloco"] is not None:
@@ -319,7 +315,6 @@ class _SavedReplicas:
         return replica if self.base is None or replica < self.number else 0
 
     def of(self, replica: int) -> Checkpoint:
-        """Return the checkpoint that has the state of a saved replica."""
         part = f"replica-{replica}"
         if part in self.checkpoint.parts or self.base is None:
             return self.checkpoint
@@ -333,12 +328,10 @@ class _SavedReplicas:
             ) from error
 
     def cursor_of(self, replica: int) -> Cursor:
-        """Return the data position of a saved replica."""
         cursor: Cursor = self.of(replica).load(f"replica-{replica}")["sampler"]
         return cursor
 
     def changes(self) -> tuple[str, ...]:
-        """Return a sentence about the new number of replicas, if it has changed."""
         if not self.differ:
             return ()
         change = f"only the work of the other {self.number - self.now} since they last sent is lost"

@@ -54,11 +54,9 @@ def evaluate(
     precision: Precision = "float32",
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Evaluation:
-    """Evaluate ``model`` on held-out ``tokens``; afterwards its mode is restored.
+    """Evaluate ``model`` on held-out ``tokens``, ``(n,)``; afterwards its mode is restored.
 
     Args:
-        tokenizer: determines how many bytes each token stands for.
-        tokens: ``(n,)`` packed held-out tokens.
         batch_size: sequences per forward pass; fewer if their logits would take more than `LOGITS_BYTES`.
         sequences: how many sequences to use, always the same ones, spread evenly; 0: all.
         document_masks: mask the documents of a sequence from each other.

@@ -36,17 +36,9 @@ def export_huggingface(
 ) -> PreTrainedModel:
     """Write ``folder``: weights, ``config.json``, ``generation_config.json``, tokeniser, and ``diloco.json``.
 
-    The folder declares the sequence length of the training, beyond which a model performs poorly.
-
-    It is written next to its final path and renamed, so it exists completely or not at all. If an empty folder exists
-    at that path, it is filled instead, ``config.json`` last.
-
-    Args:
-        trained: model and tokeniser. The model is converted in place.
-        overwrite: replace a folder that contains an exported model.
-
-    Returns:
-        The model as it was written.
+    The folder declares the sequence length of the training, beyond which a model performs poorly. It is written next to
+    its final path and renamed, so it exists completely or not at all. ``overwrite`` replaces an exported model. The
+    model is converted in place, and returned as it was written.
 
     Raises:
         ConfigurationError: the model has no counterpart in ``transformers``, or ``folder`` is not empty.

@@ -83,24 +83,18 @@ def generate(
     window: int | None = None,
     agreed: Callable[[int], int] = int,
 ) -> Iterator[int]:
-    """Continue ``prompt_tokens``. The model is in evaluation mode meanwhile.
+    """Continue ``prompt_tokens``. The model, on any device, is in evaluation mode meanwhile.
 
     A token sees at most the ``window - 1`` tokens before it. When the window is full, its second half is processed
     again, and generation continues from there. So a token costs at most two forward passes of one token on average, and
     always sees at least half a window (or all there is).
 
     Args:
-        model: a model on any device; its own mode is restored afterwards.
         prompt_tokens: token ids, at least one; if the prompt is longer than the window, only its end is used.
         generator: a random generator on the model's device.
-        max_new_tokens: tokens to generate, at least 0.
-        stop_tokens: end when the model generates one of these tokens.
-        window: tokens of context; default: the model's ``max_sequence_length``. A model performs poorly beyond the
-            sequence length of its training, so that length is a good choice.
+        stop_tokens: end when the model generates one of these tokens, which is not returned.
+        window: tokens of context; default: the model's ``max_sequence_length``.
         agreed: returns the token on which all ranks that share the model agree, from the one that this rank has drawn.
-
-    Returns:
-        An iterator of the new tokens, without the prompt and the stop token; each is computed when requested.
 
     Raises:
         ConfigurationError: an argument is out of range; raised at once.

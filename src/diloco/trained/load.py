@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from diloco.algorithm import all_parameters, local_shard, model_state, set_whole_, trainable_parameters
-from diloco.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
+from diloco.checkpoint import Checkpoint, Lazy, list_checkpoints, open_checkpoint
 from diloco.data import ChatTokenizer, Tokenizer, has_template, load_tokenizer
 from diloco.devices import choose_device
 from diloco.errors import CheckpointError, ConfigurationError
@@ -100,13 +100,11 @@ def load_trained(
     """Load the model of a run, a checkpoint, or a folder of ``transformers``, such as an exported one.
 
     Args:
-        path: run folder, checkpoint, or folder of ``transformers``.
         device: where to load it, as for `diloco.devices.choose_device`.
         step: inner steps of the checkpoint of a run; None: the latest.
         source: the function that builds the model, as `ModelSettings.source`, if it is code of the user's own. The name
             in the checkpoint is only compared with it.
         dequantize: whether to load the base model of adapters without the quantisation of the run.
-
     """
     place = choose_device(device)
     if step is None and is_huggingface_folder(path):
@@ -179,6 +177,8 @@ def _load_huggingface(folder: Path, device: torch.device) -> Trained:
 def read_weights(path: Path, model: ModelSettings | None = None) -> Mapping[str, Tensor]:
     """Return parameter name -> value, from a ``.safetensors`` file, a checkpoint, or a run or ``transformers`` folder.
 
+    Each value is read when it is asked for, so a rank that keeps a shard never holds all of them.
+
     Args:
         model: the model for which they are meant; None: any.
 
@@ -203,8 +203,8 @@ def read_weights(path: Path, model: ModelSettings | None = None) -> Mapping[str,
         return native_weights(path)
     if path.suffix != ".safetensors":
         checkpoint = open_checkpoint(path)
-        weights: dict[str, Tensor] = checkpoint.load("global")
-        return weights | (checkpoint.load(REST) if REST in checkpoint.parts else {})
+        parts = [checkpoint.values(part) for part in ("global", REST) if part in checkpoint.parts]
+        return Lazy({name: (part, name) for part in parts for name in part}, lambda place: place[0][place[1]])
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:

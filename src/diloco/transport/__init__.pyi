@@ -5,6 +5,9 @@ from .base import Fetching as Fetching
 from .base import Pending as Pending
 from .base import SnapshotSource as SnapshotSource
 from .base import Transport as Transport
+from .cluster import Cluster as Cluster
+from .cluster import connect_process_group as connect_process_group
+from .cluster import open_cluster as open_cluster
 from .connections.connection_manager import ConnectionManager as ConnectionManager
 from .connections.limits import ArrivalLimit as ArrivalLimit
 from .connections.limits import Backoff as Backoff
@@ -24,10 +27,7 @@ from .peers.connected import join as join
 from .peers.directory import Looking as Looking
 from .peers.directory import Members as Members
 from .peers.transport import PeerTransport as PeerTransport
-from .process_group import Cluster as Cluster
 from .process_group import ProcessGroupTransport as ProcessGroupTransport
-from .process_group import connect_process_group as connect_process_group
-from .process_group import open_cluster as open_cluster
 from .process_group import weighted_bits as weighted_bits
 from .replica_group import LeaderTransport as LeaderTransport
 from .replica_group import ReplicaGroup as ReplicaGroup

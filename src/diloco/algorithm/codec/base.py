@@ -24,24 +24,14 @@ class Codec(abc.ABC):
 
     Every public method raises `CodecError`, before anything is written, if a tensor has another shape, type, layout or
     device than documented.
-
-    Attributes:
-        name: The name by which replicas compare codecs.
-        implementation: The implementation for CPU tensors, ``"torch"`` or ``"native (C)"``, with equal bytes. On other
-            devices it is always torch.
-        saturation_limit: The largest magnitude that is encoded without clamping; ``math.inf`` if nothing is clamped.
-        block_size: The number of values that are encoded together; 1 if each is encoded by itself. A payload can be cut
-            between blocks.
-        exact: Whether a payload consists of the bytes of the float32 values, without quantisation error.
-        needs_error_feedback: Whether it drops so many values that it is refused without error feedback.
     """
 
-    name: str
-    implementation: str = "torch"
-    saturation_limit: float = math.inf
-    block_size: int = 1
-    exact: bool = False
-    needs_error_feedback: bool = False
+    name: str  # by which replicas compare codecs
+    implementation: str = "torch"  # for CPU tensors, or "native (C)", with equal bytes; torch on other devices
+    saturation_limit: float = math.inf  # the largest magnitude that is encoded without clamping
+    block_size: int = 1  # the number of values that are encoded together; a payload can be cut between blocks
+    exact: bool = False  # whether a payload consists of the bytes of the float32 values, without quantisation error
+    needs_error_feedback: bool = False  # whether it drops so many values that it is refused without error feedback
 
     def parameters(self) -> Mapping[str, int]:
         """Return the parameters that replicas must agree on in addition to the name, e.g. ``{"block_size": 256}``."""
@@ -60,23 +50,16 @@ class Codec(abc.ABC):
         Returns:
             ``(payload_bytes(numel),)`` uint8 on the same device, sharing no memory with ``values``.
         """
-        _check_floats(f"{self.name} can't encode", values)
+        _check(f"what {self.name} encodes", values, values.numel(), torch.float32)
         with torch.no_grad():
             payload = torch.empty(self.payload_bytes(values.numel()), dtype=torch.uint8, device=values.device)
             self._encode(values, payload)
         return payload
 
     def decode(self, payload: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
-        """Return the values that ``payload`` encodes.
+        """Return the values that ``payload``, ``(payload_bytes(numel),)`` uint8, contiguous, encodes.
 
-        Args:
-            payload: ``(payload_bytes(numel),)`` uint8, contiguous.
-            numel: The number of values.
-            out: ``(numel,)`` float32, contiguous, overwritten with the values. Default: a new tensor on the payload's
-                device.
-
-        Returns:
-            ``(numel,)`` float32; ``out`` if it was given.
+        They are written to ``out``, ``(numel,)`` float32, contiguous, or to a new tensor on the payload's device.
         """
         self._check_payload(payload, numel)
         if out is None:
@@ -87,14 +70,9 @@ class Codec(abc.ABC):
         return out
 
     def accumulate(self, payload: Tensor, out: Tensor, weight: float = 1.0) -> None:
-        """Compute ``out += weight * decode(payload)`` in place.
+        """Compute ``out += weight * decode(payload)`` in place; ``out`` is ``(numel,)`` float32, contiguous.
 
         The product and the sum are rounded to float32 separately, never fused. No temporary is as long as ``out``.
-
-        Args:
-            payload: ``(payload_bytes(out.numel()),)`` uint8, contiguous.
-            out: ``(numel,)`` float32, contiguous, on the payload's device.
-            weight: The weight, rounded to float32.
         """
         self._check_payload(payload, out.numel())
         self._check_out(payload, out.numel(), out)
@@ -113,19 +91,11 @@ class Codec(abc.ABC):
             raise CodecError(f"the {self.name} payload of {numel} values {fault}, which no encoder writes")
 
     def cut(self, payload: Tensor, numel: int, start: int, stop: int) -> Tensor:
-        """Return the payload of ``values[start:stop]``, given ``payload``, the payload of ``values``.
+        """Return the payload of ``values[start:stop]``, given ``payload``, the payload of ``numel`` values.
 
-        The result has the same bytes as ``encode(values[start:stop])``. So a range of values can be sent, validated,
-        decoded and accumulated by itself, with the same bits as in the whole.
-
-        Args:
-            payload: ``(payload_bytes(numel),)`` uint8, contiguous.
-            numel: The number of values that ``payload`` encodes.
-            start: The first value; a multiple of `block_size`.
-            stop: The value after the last; a multiple of `block_size`, or ``numel``.
-
-        Returns:
-            ``(payload_bytes(stop - start),)`` uint8, contiguous. It may share memory with ``payload``.
+        It has the same bytes as ``encode(values[start:stop])``, and may share memory with ``payload``. So a range of
+        values can be sent, validated, decoded and accumulated by itself, with the same bits as in the whole. ``start``
+        and ``stop`` are multiples of `block_size`, or ``numel``.
 
         >>> from diloco.algorithm.codec.blockwise import Int8
         >>> codec, values = Int8(block_size=4), torch.arange(10.0)
@@ -172,29 +142,20 @@ class Codec(abc.ABC):
         return None if math.isfinite(largest_magnitude(values)) else "contains NaN or infinity"
 
     def _check_payload(self, payload: Tensor, numel: int) -> None:
-        expected = self.payload_bytes(numel)
-        if payload.dtype != torch.uint8 or tuple(payload.shape) != (expected,) or not payload.is_contiguous():
-            layout = "contiguous" if payload.is_contiguous() else "strided"
-            raise CodecError(
-                f"the {self.name} payload of {numel} values must be a tensor of shape ({expected},) and type "
-                f"torch.uint8, contiguous, got {tuple(payload.shape)} and {payload.dtype}, {layout}"
-            )
+        _check(f"the {self.name} payload of {numel} values", payload, self.payload_bytes(numel), torch.uint8)
 
     def _check_out(self, payload: Tensor, numel: int, out: Tensor) -> None:
-        _check_floats(f"{self.name} can't decode to", out)
-        if out.numel() != numel or out.device != payload.device:
-            raise CodecError(
-                f"{self.name} can't decode {numel} values on {payload.device} to a tensor of {out.numel()} values on "
-                f"{out.device}; number and device must be equal"
-            )
+        _check(f"what {self.name} decodes {numel} values to", out, numel, torch.float32)
+        if out.device != payload.device:
+            raise CodecError(f"{self.name} can't decode a payload on {payload.device} to a tensor on {out.device}")
 
 
-def _check_floats(what: str, values: Tensor) -> None:
-    if values.dtype != torch.float32 or values.dim() != 1 or not values.is_contiguous():
-        layout = "contiguous" if values.is_contiguous() else "strided"
+def _check(what: str, tensor: Tensor, numel: int, dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype or tuple(tensor.shape) != (numel,) or not tensor.is_contiguous():
+        layout = "contiguous" if tensor.is_contiguous() else "strided"
         raise CodecError(
-            f"{what} a {layout} tensor of shape {tuple(values.shape)} and type {values.dtype}; "
-            "it must be contiguous, of shape (numel,) and type torch.float32"
+            f"{what} must be a tensor of shape ({numel},) and type {dtype}, contiguous, got {tuple(tensor.shape)} and "
+            f"{tensor.dtype}, {layout}"
         )
 
 
@@ -240,12 +201,7 @@ def divisor(number: float, values: Tensor) -> Tensor:
 def make_codec(name: str, **parameters: Any) -> Codec:
     """Make the codec with a name of `CODECS`, or one of your own named as ``module:Class`` or ``file.py:Class``.
 
-    Block-wise codecs and topk2 use the compiled kernels for CPU tensors if these were built; see
-    `Codec.implementation`.
-
-    Args:
-        name: The name.
-        parameters: The parameters of the codec, such as ``block_size`` for int8 and fp4.
+    ``parameters`` are those of the codec, such as ``block_size`` for int8 and fp4.
 
     Raises:
         ConfigurationError: if a name or value is invalid. The message gives the nearest known name or the valid values.
@@ -341,32 +297,17 @@ class BFloat16(_Cast):
 def encode_with_feedback(codec: Codec, values: Tensor, residual: Tensor, decay: float) -> tuple[Tensor, Tensor]:
     """Return the payload of ``values`` plus the residual, and the residual that follows if the mean takes the payload.
 
-    With v the values, Q the codec (encoding followed by decoding) and e the residual, starting at zero::
+    With v the values, Q the codec (encoding followed by decoding), e the residual, starting at zero, and beta the
+    ``decay``, it sends ``Q(v + beta e)``, and ``e <- (v + beta e) - Q(v + beta e)``, as SparseLoCo (2508.15706; beta =
+    0.95). Values that are too small for the codec add up until they are sent. In contrast to SparseLoCo, the new e
+    replaces the old one only if a mean takes the payload: if the round is void or excludes it, the next pseudo-gradient
+    contains all of its work again.
 
-        send  Q(v + beta e);    e <- (v + beta e) - Q(v + beta e)
-
-    as in SparseLoCo (2508.15706), where ``decay`` (beta) is 0.95. Values that are too small for the codec add up until
-    they are sent; with a decay below 1 a residual that waits for long slowly decays. In contrast to SparseLoCo, the new
-    e replaces the old one only if a mean takes the payload. If the round is void or excludes it, the next
-    pseudo-gradient contains all of its work again, which would otherwise count twice.
-
-    Args:
-        codec: Q.
-        values: ``(numel,)`` float32.
-        residual: ``(numel,)`` float32, e.
-        decay: beta, from 0 to 1; 1 keeps the whole residual.
-
-    Returns:
-        The payload, ``(payload_bytes(numel),)`` uint8, and the new e, ``(numel,)`` float32.
-
-    >>> from diloco.algorithm.codec.base import make_codec
     >>> codec, residual = make_codec("fp4", block_size=8), torch.zeros(2)
     >>> values = torch.tensor([1.0, 0.005])  # the second is 1/200 of the first: too small for fp4
     >>> for _ in range(3):
     ...     payload, residual = encode_with_feedback(codec, values, residual, 1.0)
-    ...     print(codec.decode(payload, 2))
-    tensor([1., 0.])
-    tensor([1., 0.])
+    >>> codec.decode(payload, 2)
     tensor([1.0000, 0.0156])
     """
     error = torch.add(values, residual, alpha=decay)

@@ -25,8 +25,7 @@ from diloco.errors import TransportError
 from diloco.membership import Rank
 from diloco.protocol import Refused, WireMessage
 from diloco.transport.address import Address
-from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.control_connection import ControlConnection
+from diloco.transport.connections.connection_manager import ConnectionManager, ControlConnection
 from diloco.transport.connections.limits import Backoff
 from diloco.transport.connections.pace import Pace, TcpCounters, UplinkMeter, streams_to_each, sum_of
 from diloco.transport.connections.streams import Stream, pack, read_frame

@@ -61,7 +61,7 @@ def load_engine() -> Any:
                 write_pbmsg,
             )
             from hivemind.proto import crypto_pb2, dht_pb2, p2pd_pb2
-            from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
+            from hivemind.utils.crypto import RSAPrivateKey
             from hivemind.utils.multiaddr import Multiaddr
     except ImportError as error:
         remedy = "Install it with pip install 'diloco[swarm]'."
@@ -93,27 +93,11 @@ def load_engine() -> Any:
         """Return the class of a P2P whose sockets are in ``folder`` instead of in /tmp, where others could use them."""
         return type("P2PInAFolder", (P2PInASession,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
 
-    return SimpleNamespace(
-        p2p_in=p2p_in,
-        PeerID=PeerID,
-        DHTNode=DHTNode,
-        DHTProtocol=DHTProtocol,
-        DHTID=DHTID,
-        Multiaddr=Multiaddr,
-        P2PDaemonError=P2PDaemonError,
-        RSAPrivateKey=RSAPrivateKey,
-        RSAPublicKey=RSAPublicKey,
-        RSASignatureValidator=RSASignatureValidator,
-        RecordValidatorBase=RecordValidatorBase,
-        CompositeValidator=CompositeValidator,
-        crypto_pb2=crypto_pb2,
-        dht_pb2=dht_pb2,
-        p2pd_pb2=p2pd_pb2,
-        raise_if_failed=raise_if_failed,
-        read_pbmsg_safe=read_pbmsg_safe,
-        write_pbmsg=write_pbmsg,
-        clock=clock,
-    )
+    classes = (PeerID, DHTNode, DHTProtocol, DHTID, Multiaddr, P2PDaemonError, RSAPrivateKey)
+    functions = (p2p_in, raise_if_failed, read_pbmsg_safe, write_pbmsg)
+    validators = (RSASignatureValidator, RecordValidatorBase, CompositeValidator)
+    named = {each.__name__: each for each in (*classes, *functions, *validators)}
+    return SimpleNamespace(**named, crypto_pb2=crypto_pb2, dht_pb2=dht_pb2, p2pd_pb2=p2pd_pb2, clock=clock)
 
 
 class NetworkClock:

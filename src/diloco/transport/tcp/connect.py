@@ -277,19 +277,11 @@ def connect_tcp(
         if connected.joining:
             raise connected.already_running()
 
-    def end() -> None:
-        opened[0].finish()
-
-    led = ranks == "whole" and group.size > 1
+    group = group if ranks == "whole" else ReplicaGroup()  # the ranks for which one communicates
     try:
-        if led:
-            group.done_by_leader(begin)
-            yield LeaderTransport(group, opened[0] if opened else None)
-            group.done_by_leader(end)
-        else:
-            begin()
-            yield opened[0]
-            end()
+        group.done_by_leader(begin)
+        yield LeaderTransport(group, opened[0] if opened else None) if group.size > 1 else opened[0]
+        group.done_by_leader(lambda: opened[0].finish())
     finally:
         for transport in opened:
             transport.close()

@@ -1,0 +1,55 @@
+"""``python -m benchmarks.cluster``: a round of each transport between processes, beside torch's own all-reduce.
+
+Every process contributes the same number of values and waits for the average, a few times; rows are medians over
+rounds. Time is from the submission to the average, CPU that of a process in that time, with all its threads. Payloads
+are encoded beforehand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.multiprocessing
+from torch.multiprocessing.spawn import spawn
+
+from benchmarks.cluster.rounds import measure
+from benchmarks.markdown import table
+
+RESULTS = Path(__file__).with_name("results.jsonl")
+CODECS = ("float32", "int8", "fp4")
+DTYPES = ("float32", "bfloat16")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--values", type=int, default=16_000_000)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="rows are added to this file")
+    given = parser.parse_args(arguments)
+    methods = [f"{kind} {codec}" for codec in CODECS for kind in ("torch", "tcp")]
+    methods += [f"all-reduce {dtype}" for dtype in DTYPES]
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as probe:
+        first, results = probe.getsockname()[1] + 1, torch.multiprocessing.get_context("spawn").SimpleQueue()
+        ports = {method: first + number for number, method in enumerate(methods)}
+        spawn(measure, (given, str(Path(folder) / "store"), ports, results), nprocs=given.replicas)  # type: ignore[no-untyped-call]  # torch's
+    measured = [results.get() for _ in range(given.replicas * len(methods))]
+    about = {"replicas": given.replicas, "values": given.values, "torch": torch.__version__}
+    rows = []
+    for method in methods:
+        of_ranks = [(time_s, cpu_s) for name, time_s, cpu_s in measured if name == method]
+        round_s, cpu_s = (max(each) for each in zip(*of_ranks, strict=True))
+        rows.append({"method": method, "round_s": round(round_s, 4), "cpu_s": round(cpu_s, 4), **about})
+    with given.out.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    print(table(["method", "round, s", "CPU of a process, s"], [[r["method"], r["round_s"], r["cpu_s"]] for r in rows]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,408 @@
+"""One rank of a replica whose peers come and go: how it meets them, loses them, and finds them again."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from diloco.data import Assignment, Shares, as_message, read_message
+from diloco.errors import RendezvousError, ReplicaLostError, TransportError
+from diloco.events import Event, StateFetched, StepFinished
+from diloco.membership import LastViews, NextView, Ranks, View, enough_without
+from diloco.protocol import WireMessage, decode, encode
+from diloco.train.fleet import Fleet
+from diloco.transport import Connected, LeaderTransport, PeerTransport, ReplicaGroup, SwarmPlace, Transport, join
+from diloco.waiting import waiting_for
+
+__all__ = ["Meeting", "PeerFleet"]
+
+Answer = TypeVar("Answer")
+
+_ROUND_MAY_TAKE_S = 4.0  # time for a round in flight to end before a replica of a swarm that is to stop leaves
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """How the replicas of a run meet over one kind of network."""
+
+    num_replicas: int  # as planned; in a swarm, with which training starts
+    place: SwarmPlace | None = None  # this replica and its run, whose replicas join and leave; None: they are fixed
+    margin: int = 0  # in a swarm: the number of inner steps within which every member has to wait for a round
+    batch_size: int = 1  # in a swarm: sequences per batch of a replica (B)
+    batch_tokens: int = 1  # in a swarm: tokens per batch
+    # Closes the lost connection of a fleet and finds the others, or founds the view after the given ones with replicas
+    # that also search; it has the given time in seconds. None: a replica that has lost the others ends.
+    again: Callable[[PeerFleet, LastViews, float], Connected] | None = None
+    close: Callable[[], None] = lambda: None  # closes what ``again`` keeps open for another attempt
+    addresses: Callable[[Connected], tuple[str, ...]]  # where others can join; loopback addresses come last
+    details: Callable[[PeerFleet], dict[str, str]]
+
+
+class WelcomeNote(WireMessage):
+    """What a member tells a replica that joins; nothing if there are no shares of data and the run has just started."""
+
+    gathers: Ranks = ()  # the members of the lost view, if too few of them have come back so far
+    begun: bool = False  # whether training has begun
+    shares: Shares | None = None  # who draws which data, in a run whose replicas join and leave
+
+
+class PeerFleet(Fleet):
+    """One rank of a replica and its connection to the other replicas.
+
+    If every rank holds the whole replica (``led``), position 0 communicates with the other replicas and shares the
+    results with its ranks; every method must then be called on all ranks. A rank that holds a shard communicates for
+    itself.
+
+    Args:
+        meeting: how it met the others, and meets them again.
+        connected: the connection to the other replicas; None on a rank for which position 0 communicates.
+        group: the ranks of the replica; None: this rank alone.
+        led: whether position 0 communicates for all of them.
+        notes: sentences for the user about the beginning.
+    """
+
+    connected: Connected  # set only if this rank communicates, like `transport` and `addresses`
+    transport: PeerTransport
+    addresses: tuple[str, ...]  # where others can join
+    _endpoint: Transport
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        connected: Connected | None,
+        group: ReplicaGroup | None = None,
+        *,
+        led: bool = False,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(None)
+        self.meeting = meeting
+        self.group = group or ReplicaGroup()
+        self.notes = notes
+        self.elastic, self.rejoins = meeting.place is not None, meeting.again is not None
+        self.left_at: tuple[str, ...] = ()  # once it has left a swarm: addresses at which the run goes on without it
+        self._led = self.group if led else ReplicaGroup()
+        self._talks = connected is not None
+        self._changed = threading.Condition()
+        self._news: list[NextView] = []
+        self._lost_view: View | None = None
+        self._views: LastViews | None = None  # what this replica has been and promised when it last lost its view
+        self._identities: dict[int, str] = {}  # rank -> its identity when it was last a member
+        self._searching = False  # whether it has lost its view and not found the others again
+        self.gathering = False  # whether a view founded after a loss still has too few members
+        self._reported_links: Mapping[int, str] = {}
+        self.begun = not self.elastic  # whether there have been enough replicas to start training
+        self.shares = Shares.of((0,))  # who draws which data, in an elastic run
+        self._assignments: tuple[Assignment, ...] = ()
+        self._taken: tuple[Assignment, ...] = ()
+        self._leaving: threading.Timer | None = None
+        if connected is not None:
+            self._connect(connected)
+        if led:
+            self._endpoint = LeaderTransport(self.group, connected.transport if connected else None)
+        self.joining = bool(self._ask(lambda: self.joining))
+
+    def _connect(self, connected: Connected) -> None:
+        self.connected = connected
+        self.transport = self._endpoint = connected.transport
+        self.transport.on_change = lambda following: encode(self._follow(following))
+        self.joining = connected.joining
+        self.addresses = self.meeting.addresses(connected)
+        if self.meeting.place:
+            self.note(state="joining", name=self.meeting.place.name)
+            if not self.joining:
+                self._share(Shares.of(self.local), 1)
+
+    def _ask(self, question: Callable[[], Answer]) -> Answer:
+        """Return the answer of the rank that communicates for this one."""
+        answer: Answer = self._led.done_by_leader(question)
+        return answer
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        return (self._endpoint.replica,)
+
+    def endpoint(self, replica: int) -> Transport:
+        return self._endpoint
+
+    @property
+    def view(self) -> View:
+        """The current view."""
+        return self._endpoint.view
+
+    @property
+    def num_members(self) -> int:
+        return len(self.view.members) if self.elastic else self.meeting.num_replicas
+
+    def leads(self) -> bool:
+        return bool(self.group.share(self._talks and self.transport.replica == self.transport.view.members[0]))
+
+    def failure(self) -> TransportError | None:
+        if self.group.size == 1:
+            return self.transport.failure
+        reasons = self.group.gather_texts(str(self.transport.failure or "") if self._talks else "")
+        return next((ReplicaLostError(reason) for reason in reasons if reason), None)
+
+    def close_to_joiners(self, reason: str) -> None:
+        if self._talks:
+            self.transport.close_to_joiners(reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self._talks:
+            return {}
+        with self._changed:
+            more = {"shares": as_message(self.shares), "begun": self.begun, "swarm": self.connected.swarm}
+            return self.transport.state_dict() | (more if self.elastic else {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state that `state_dict` returned; in an elastic run, with this replica as the only member."""
+        if self._talks:
+            self.transport.load_state_dict(state)
+        if self.elastic:
+            with self._changed:
+                continued = read_message(state["shares"], Shares).following(
+                    self.transport.step, self.local, joined=(), margin=0, batch_size=self.meeting.batch_size
+                )
+                self._share(Shares(continued.chain[-1:]))  # earlier assignments no longer matter
+
+    # Queries of the training loop between two steps.
+
+    def take_news(self) -> tuple[NextView, ...]:
+        """Return the views adopted since the last call."""
+        with self._changed:
+            taken, self._news = self._news, []
+            return tuple(taken)
+
+    def take_notices(self) -> str:
+        """Return sentences about other changes in this process since the last call; "" if there are none."""
+        links = self.transport.link_descriptions if self._talks else {}
+        news = {replica: link for replica, link in links.items() if self._reported_links.get(replica) != link}
+        self._reported_links = {**self._reported_links, **news}
+        return " ".join(f"Payloads to replica {replica} go over {link}." for replica, link in sorted(news.items()))
+
+    def take_assignments(self) -> tuple[Assignment, ...]:
+        with self._changed:
+            taken = tuple(each for each in self._assignments if each not in self._taken)
+            self._taken = self._assignments
+            return taken
+
+    def note(self, **seen: Any) -> None:
+        """Publish facts about this replica for the status page."""
+        if self.meeting.place:
+            self.meeting.place.status.seen.update(seen)
+
+    def publish(self, event: Event) -> None:
+        if self.meeting.place is None:
+            return
+        self.meeting.place.status.add(event)
+        if isinstance(event, StateFetched):
+            self.note(state_received_bytes=event.received_bytes, state_expected_bytes=event.expected_bytes)
+        elif isinstance(event, StepFinished) and event.trained:
+            self.note(loss=event.loss, tokens_per_s=self.meeting.batch_tokens / max(1e-9, event.step_s))
+
+    def names(self) -> dict[str, str]:
+        if self.meeting.place is None:
+            return {}
+        known = {self.transport.replica: self.meeting.place.name}
+        known |= {entry.rank: entry.name for entry in self.transport.known_entries()}
+        often = Counter(known.values())
+        unique = {number: name if often[name] == 1 else f"{name}/{number % 10_000}" for number, name in known.items()}
+        return {str(number): name for number, name in unique.items() if known[number]}
+
+    def facts(self) -> dict[str, str]:
+        if self.meeting.place is None:
+            return {"replica": f"{self.local[0]}, in its own process"}
+        name = self.names().get(str(self.transport.replica), "it")
+        return {"replica": f"{name}, of {self.num_members} in run {self.meeting.place.admission.run!r}"}
+
+    def details(self) -> dict[str, str]:
+        return self._ask(lambda: self.meeting.details(self))
+
+    # The beginning and the end.
+
+    def wait_for_start(self, stopped: Callable[[], bool]) -> None:
+        if self.begun:
+            return
+        self.close_to_joiners("")
+        with waiting_for(self._missing), self._changed:
+            while not self.begun and not stopped() and self.transport.failure is None:
+                self._changed.wait(0.2)
+
+    def _missing(self) -> str:
+        start = self.meeting.num_replicas
+        more = start - self.num_members
+        return f"{more} more replica{'s' if more > 1 else ''}, to start with {start} (Ctrl-C leaves),"
+
+    def stop_soon(self) -> None:
+        # Replicas that stop together ask for it here, or one of them would wait for a round of another that has already
+        # asked and waits for it. A replica of a swarm leaves within seconds; work that is not shared is kept.
+        if self.elastic:
+            self._leaving = threading.Timer(_ROUND_MAY_TAKE_S, lambda: self.transport.leave_at_once())
+            self._leaving.daemon = True
+            self._leaving.start()
+        elif self._talks:
+            self.transport.ask_to_stop()
+
+    def stop_step(self, step: int, *, wanted: bool) -> int | None:
+        if self.elastic:  # each replica stops on its own, and the others continue
+            return step if wanted else None
+        wanted = self._led.any(wanted)
+        return self._ask(lambda: self._agreed_stop_step(step, wanted=wanted))
+
+    def _agreed_stop_step(self, step: int, *, wanted: bool) -> int | None:
+        transport = self.transport
+        if wanted and self.rejoins and (transport.failure is not None or transport.last_view is None):
+            return step  # no other replica is left to agree with
+        if wanted:
+            transport.ask_to_stop()
+        return transport.stop_step()
+
+    def tell_finished(self) -> None:
+        if not self._talks:
+            return
+        try:
+            self.connected.finish()
+        except Exception:  # errors of the DHT have no common base class
+            logging.getLogger(__name__).debug("announcing that the run has ended failed", exc_info=True)
+
+    def finish(self) -> None:
+        if not self.elastic:
+            self._ask(lambda: self.transport.finish())
+        self.close()
+
+    def close(self) -> None:
+        """Disconnect; leave a swarm explicitly, so that the others do not have to detect the loss of this replica."""
+        self.meeting.close()
+        if self._leaving is not None:
+            self._leaving.cancel()
+        if self.meeting.place:
+            self.left_at = self._others_at(self.meeting.place)
+            self.transport.leave()
+        if self._talks:
+            self.transport.close()
+        self.group.close()
+
+    def _others_at(self, place: SwarmPlace) -> tuple[str, ...]:
+        """Return addresses of the other members, and those given as --join that are not of replicas that have left."""
+        view, known = self.transport.last_view, self.transport.known_entries()
+        members = () if view is None else view.members
+        gone = {entry.address for entry in known if entry.rank not in members}
+        given = [address for address in place.node.join if address.rpartition("/p2p/")[2] not in gone]
+        there = [each for entry in known if entry.rank in members for each in entry.places if "/p2p/" in each]
+        return tuple(dict.fromkeys([*given, *sorted(there, key=lambda address: address.startswith("/ip4/127."))]))
+
+    # Joining and rejoining.
+
+    def sees_nobody(self) -> bool:
+        """Return whether there is no connection to another replica."""
+
+        def seen() -> set[int]:
+            return {self.transport.rules.replica_of(rank) for rank in self.transport.connections.connected}
+
+        return bool(self._ask(lambda: not seen() - {self.transport.rules.replica}))
+
+    def held_steps(self) -> dict[int, int]:
+        entries = self._ask(lambda: [[rank, e.held_step] for rank, e in self.connected.entries.items()])
+        return {int(rank): int(step) for rank, step in entries}
+
+    def join(self, timeout_s: float) -> int:
+        """Become a member of a running run and return the number of inner steps done."""
+        step = int(self._ask(lambda: join(self.connected, timeout_s)))
+        self.joining = False
+        if not self._talks:
+            return step
+        try:
+            note = decode(self.transport.welcome_note or encode(WelcomeNote()), WelcomeNote)
+            if self.elastic and note.shares is None:
+                raise ValueError("it does not say who draws which data")
+        except ValueError as error:
+            raise RendezvousError(
+                f"The welcome note from the members can't be read: {error}. This replica does not take part."
+            ) from error
+        with self._changed:
+            if note.gathers:
+                self._lost_view, self.gathering = View(self.transport.view.id, tuple(sorted({*note.gathers}))), True
+            if self.elastic and note.shares is not None:
+                self.begun, self._taken = note.begun, ()
+                self._share(note.shares, self.num_members)
+        return step
+
+    def rejoin(self, patience_s: float) -> None:
+        """Find the other replicas after losing them, or found another view for the replicas that also search.
+
+        After a `TransportError`, if none is found in time or the members refuse, the call may be repeated.
+        """
+        assert self.meeting.again is not None, "the run ends with the loss"
+        lost, state = self.transport, self.state_dict()
+        self._identities |= lost.connections.identities
+        if self._views is None or (lost.last_view and not self._searching):  # else what it promised earlier still holds
+            last = lost.last_view or self._lost_view
+            assert last is not None, "only a member can lose the others"
+            if self.gathering and self._lost_view is not None:  # no replica trained in a view with too few members
+                last = dataclasses.replace(self._lost_view, id=last.id)
+            self._lost_view, self.gathering = last, False
+            self._views = LastViews(last, lost.agreed_view, identities=dict(self._identities))
+        self._searching = True
+        self._connect(self.meeting.again(self, self._views, patience_s))
+        self._searching = False
+        self.gathering = not self.joining
+        self.transport.sent_bytes, self.transport.received_bytes = lost.sent_bytes, lost.received_bytes
+        self.transport.step = lost.step
+        if not self.joining:
+            self.load_state_dict(state)
+
+    def gather(self, timeout_s: float) -> None:
+        """Wait in a founded view until the replicas outside it are too few to continue from the lost view."""
+        if not self.gathering:
+            return
+        last = self._lost_view
+        assert last is not None, "the others were lost"
+        with waiting_for(lambda: f"enough of the {len(last.members)} replicas to rejoin", timeout_s), self._changed:
+            self._changed.wait_for(lambda: self._enough(self.transport.view) or self.transport.failure, timeout_s)
+        if not self._enough(self.transport.view):
+            names = self.names()
+            missing = (str(each) for each in sorted({*last.members} - {*self.transport.view.members}))
+            raise RendezvousError(
+                f"Too few of {len(last.members)} replicas rejoined; missing: "
+                f"{', '.join(names.get(each, each) for each in missing)}. They may be training without this one, which "
+                "takes no step until more have rejoined. Start the missing replicas."
+            )
+        self.gathering = False
+
+    def _enough(self, view: View) -> bool:
+        """Return whether ``view`` has so many members of the lost view that the rest can't continue without them."""
+        last = self._lost_view
+        return last is None or enough_without(last, {*last.members} - {*view.members}, self.transport.rules.policy)
+
+    # View changes, in the control thread.
+
+    def _follow(self, following: NextView) -> WelcomeNote:
+        """Record an adopted view, divide the data again, and return the welcome note for the replicas that join it."""
+        view = following.view
+        with self._changed:
+            if self.elastic:
+                shares = self.shares.following(
+                    following.from_step - 1,
+                    view.members,
+                    joined=following.joined,
+                    margin=self.meeting.margin if self.begun else 0,  # no replica trains before the run begins
+                    batch_size=self.meeting.batch_size,
+                )
+                self._share(shares, len(view.members))
+            self._news.append(dataclasses.replace(following, reason=self.transport.reason))
+            lacks = self.gathering and not self._enough(view)
+            self._changed.notify_all()
+            gathers = self._lost_view.members if lacks and self._lost_view else ()
+            return WelcomeNote(gathers, self.begun, self.shares) if self.elastic else WelcomeNote(gathers)
+
+    def _share(self, shares: Shares, members: int = 0) -> None:
+        """Divide the data as ``shares`` say; training begins once there are enough members."""
+        self.shares, self._assignments = shares, shares.of_member(self.transport.replica)
+        if members and self.elastic:
+            self.begun = self.begun or members >= self.meeting.num_replicas
+            if not self.joining:
+                self.note(state="training" if self.begun else "waiting for replicas")
