@@ -102,7 +102,7 @@ def kill_uploads(folder: Path) -> None:
 def misuse(folder: Path, name: str, *more: str, **environment: str) -> None:
     os.environ |= environment
     code = start(folder, *more, "--stop-after", "5").wait()
-    print(f"  {name}: exit code {code}, {(folder / 'log.txt').read_text().splitlines()[-1]}")
+    print(f"  {name}: exit code {code}", *(folder / "log.txt").read_text().splitlines()[-1:] if code else ())
     os.environ |= KEYS
     shutil.rmtree(folder / "run", ignore_errors=True)
 

@@ -74,7 +74,7 @@ def print_metrics(replicas: int = 4, fragments: int = 3, outer_steps: int = 64, 
     used_s = 0.0
     for _ in range(scrapes):
         began_s = time.process_time()
-        sink.made.clear()
+        sink.made = -math.inf, b""
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
             size = len(answer.read())
         used_s += time.process_time() - began_s

@@ -131,7 +131,9 @@ def run_relay(arguments: Sequence[str]) -> int:
             print(f"  --join {address}", flush=True)
 
     announced = tuple(multiaddress(address, "--announce") for address in options.announce)
-    place = NodePlace(join=options.join, listen=(multiaddress(options.listen, "--listen"),), announce=announced)
+    place = NodePlace(
+        join=options.join, listen=(multiaddress(options.listen, "--listen"),), announce=announced, public=True
+    )
     home = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
 
     async def serve() -> None:

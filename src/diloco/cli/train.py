@@ -294,7 +294,13 @@ def _train_peer(plan: RunPlan, folder: Path) -> int:
         outside = [address for address in fleet.addresses if not address.startswith("/ip4/127.")]
         addresses = " ".join(outside or fleet.addresses)
         secret = " --secret-file FILE" if settings.network.secret_file else ""  # their copy of it
-        say(f"others join with\n  {join}{secret} --join {addresses}" if addresses else "no other peer can join here")
+        if addresses:
+            say(f"others join with\n  {join}{secret} --join {addresses}")
+        else:
+            say(
+                "no other peer can join here: it needs a forwarded port (--network.listen, --network.announce), or in "
+                "3 minutes a `diloco relay` on a public address, given as --join, carries its connections"
+            )
         return fleet
 
     code = _train(plan, folder, meet)

@@ -29,13 +29,7 @@ def _text(entry: Any) -> bytes:
 
 
 class LineageSink:
-    """Appends a signed line for each round that a replica of this process has applied.
-
-    The key is in ``folder``, of this process alone, and created with the file.
-
-    Raises:
-        ConfigurationError: if others can read the key.
-    """
+    """Appends a line for each round that a replica of this process has applied, signed with the key in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -71,11 +65,7 @@ class LineageSink:
 
 
 def read_lineage(path: Path) -> tuple[str, list[dict[str, Any]]]:
-    """Return the public key of a file, as hexadecimal text, and the entries of its rounds that count.
-
-    Raises:
-        DataError: if a line is missing, changed or not signed by that key.
-    """
+    """Return the public key of a file and its rounds that count, or raise `DataError` if it was changed."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
@@ -111,7 +101,7 @@ def verify_lineage(folder: Path) -> tuple[str, list[str]]:
         A table with a row for each replica, and sentences about rounds of which two files say different things.
 
     Raises:
-        DataError: if there is no file, or one was changed; see `read_lineage`.
+        DataError: if there is no file, or one was changed.
     """
     paths = [path for path in (folder / LINEAGE_FILE, *folder.glob(f"replica-*/{LINEAGE_FILE}")) if path.exists()]
     if not paths:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import threading
 import time
 from collections import Counter
@@ -17,12 +18,12 @@ from typing import Any
 
 from diloco import __version__, events
 from diloco.errors import ConfigurationError, from_extra
-from diloco.units import visible
 from diloco.waiting import in_thread, waits
 from diloco.watch.history import RunHistory
 from diloco.watch.page_data import SILENT_S, alerts
 from diloco.watch.server import LocalHandler, LocalServer
 
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATES = ("training", "waiting", "lost")
 _FRESH_S, _PAUSE_S = 1.0, 0.01  # figures are this old at most; the time between two answers
 
@@ -53,8 +54,8 @@ class PrometheusSink:
 
     def __init__(self, host: str, port: int, run: str) -> None:
         with from_extra("monitor", "monitor.prometheus needs prometheus-client"):
-            from prometheus_client import core, exposition
-        self._core, self._choose_encoder = core, exposition.choose_encoder
+            from prometheus_client import core, generate_latest
+        self._core, self._generate = core, generate_latest
         self._events: SimpleQueue[tuple[events.Event, float] | None] = SimpleQueue()
         self._run, self._lock = RunHistory(run, ""), threading.Lock()
         self._peers: Mapping[str, tuple[int, int, float]] = {}
@@ -63,7 +64,7 @@ class PrometheusSink:
         self._rounds_before = 0, 0  # committed and void, before this start
         self._lost, self._heard_s = "", time.monotonic()
         self._saved_s: float | None = None
-        self.made: dict[str, tuple[float, bytes, str]] = {}  # what a client accepts -> when it was made, text, type
+        self.made = -math.inf, b""  # when the figures were made, and they
         try:
             self._server = _Server(host, port, self)
         except OSError as error:
@@ -124,12 +125,11 @@ class PrometheusSink:
                 return "waiting", "the next step"
             return "lost", f"Nothing has been reported for {silent_s:.0f} s."
 
-    def metrics(self, accept: str) -> tuple[bytes, str]:
-        """Return the figures as text and its type, of those that ``accept``, a header of HTTP, names."""
-        encode, kind = self._choose_encoder(accept)
-        if kind not in self.made or time.monotonic() - self.made[kind][0] > _FRESH_S:
-            self.made[kind] = time.monotonic(), encode(self), kind
-        return self.made[kind][1:]
+    def metrics(self) -> bytes:
+        """Return the figures as text."""
+        if time.monotonic() - self.made[0] > _FRESH_S:
+            self.made = time.monotonic(), self._generate(self)
+        return self.made[1]
 
     def collect(self) -> list[Any]:
         """Return the metrics of prometheus-client: base units, and counters whose names end in ``_total``."""
@@ -157,12 +157,13 @@ class PrometheusSink:
         yield gauge("state", "1 for the state of this process, else 0.", states, ("state",))
         yield gauge("step", "Inner steps finished.", {(): process.step})
         yield gauge("planned_steps", "Inner steps to train.", {(): getattr(started, "total_steps", None)})
+        heldout = process.evaluations.rows()
         recent = dict(zip(process.steps.columns, rows[-1], strict=True)) if (rows := process.steps.rows()) else {}
         for name, attribute, words in _OF_STEPS:
             yield gauge(name, words, {(): getattr(last, attribute, None)})
         for name, words, value in (
             ("tokens_per_second", "Tokens of all replicas per second of training.", recent.get("tokens_per_s")),
-            ("heldout_loss_nats", "Last held-out loss, per token.", self._heldout()),
+            ("heldout_loss_nats", "Last held-out loss, per token.", heldout[-1][3] if heldout else None),
             ("view_replicas", "Replicas in the current view.", len(run.expected)),
             ("checkpoint_step", "Step of the last checkpoint.", getattr(saved, "step", None)),
             ("checkpoint_size_bytes", "Size of the last checkpoint.", getattr(saved, "size_bytes", None)),
@@ -186,15 +187,8 @@ class PrometheusSink:
         late = {(peer,): late_s for peer, late_s in self._late_s.items()}
         words = "Time after the first contribution of the last round at which that of a peer came."
         yield gauge("peer_late_seconds", words, late, ("peer",))
-        names = run.views[-1][0].names if run.views else started.names if started else {}
-        named = {(peer, visible(name)): 1.0 for peer, name in names.items()}
-        yield gauge("peer_info", "The name of a peer.", named, ("peer", "name"))
         active = Counter((alert.kind, alert.level) for alert in alerts(run, now_s))
         yield gauge("alerts", "Active alerts.", {**active}, ("kind", "level"))
-
-    def _heldout(self) -> float | None:
-        rows = self._run.first.evaluations.rows()
-        return rows[-1][3] if rows else None
 
 
 class _Handler(LocalHandler):
@@ -205,7 +199,7 @@ class _Handler(LocalHandler):
         with self.server.turn:
             time.sleep(_PAUSE_S)
             if path == "/metrics":
-                body, kind = sink.metrics(self.headers.get("Accept", ""))
+                body, kind = sink.metrics(), CONTENT_TYPE
             elif path == "/healthz":
                 state, why = sink.health()
                 body, kind = json.dumps({"state": state, "why": why}).encode(), "application/json"

@@ -28,6 +28,8 @@ from diloco.transport.connections.sockets import stop_listening
 from diloco.transport.connections.streams import Stream, within
 
 _IN_A_SESSION = "import os, sys; os.setsid(); os.execv(sys.argv[1], sys.argv[1:])"
+# what a peer relays for two others before it ends their connection, which they then open again
+_RELAYED = {"relayService": 1, "relayDataLimit": 1 << 40, "relayTimeLimit": "24h"}
 _STEP_S = 60.0  # by which the peers of the run can change the time at once
 _NOISE_S = 1.0  # the error in a peer's time that a slow answer may cause
 
@@ -87,7 +89,7 @@ def load_engine() -> Any:
 
         @staticmethod
         def _make_process_args(*words: Any, **options: Any) -> list[str]:
-            return [sys.executable, "-ISc", _IN_A_SESSION, *P2P._make_process_args(*words, **options)]
+            return [sys.executable, "-ISc", _IN_A_SESSION, *P2P._make_process_args(*words, **_RELAYED, **options)]
 
     def p2p_in(folder: Path) -> Any:
         """Return the class of a P2P whose sockets are in ``folder`` instead of in /tmp, where others could use them."""

@@ -60,6 +60,8 @@ class Node:
         """
         engine = load_engine()
         entrance = list(place.join) if place.insists else []
+        # libp2p would find out for itself only if other public hosts told it
+        reach = "public" if place.public or place.announce else None if place.listen else "private"
         folder = Path(tempfile.mkdtemp(prefix="diloco-", dir="/tmp"))  # short, as the paths of sockets must be
         try:
             with waiting_for(lambda: "the libp2p daemon to start", _STARTING_S):
@@ -73,7 +75,8 @@ class Node:
                     idle_timeout=_DAEMON_IDLE_S,
                     nat_port_map=place.map_ports and bool(place.listen),
                     use_relay=place.relay,
-                    use_auto_relay=place.relay,
+                    use_auto_relay=place.relay and reach != "public",
+                    force_reachability=reach,
                     check_if_identity_free=False,
                 )
         except (engine.P2PDaemonError, OSError, ValueError) as error:
