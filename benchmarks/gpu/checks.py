@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.multiprocessing.spawn import spawn
 
 from benchmarks.gpu.sessions import settle
 from benchmarks.gpu.sizes import Sizes
-from diloco import DiLoCo, connect_process_group
+from diloco import DiLoCo, SyncSchedule, connect_process_group, connect_tcp
 from diloco.algorithm import (
     CODECS,
     Contribution,
@@ -66,6 +67,9 @@ __all__ = ["CHECKS", "run_checks"]
 
 CPU = torch.device("cpu")
 MODEL = DecoderSettings(layers=2, width=128, ffn_width=256, heads=4, kv_heads=2, qk_norm=True, vocab_size=512)
+
+
+OPTIMIZERS = ("AdamW", "Muon")
 
 
 class SkippedError(Exception):
@@ -119,14 +123,16 @@ def _below(error: float, limit: float) -> str:
     return f"relative difference {error:.1e}"
 
 
-def _loop(model: Transformer, precision: Any, strategy: Strategy = "none", group: Any = None) -> InnerLoop:
+def _loop(
+    model: Transformer, precision: Any, strategy: Strategy = "none", group: Any = None, name: str = "AdamW"
+) -> InnerLoop:
     """Return the inner loop of a model; one that was built on meta is filled after it was sharded."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     parallel = parallelise(model, strategy, group, device, precision) if group is not None else ParallelModel(model)
     if model.model.rotary_cosine.is_meta:
         model.to_empty(device=device)
         model.initialise(torch.Generator("cpu").manual_seed(0))
-    optimizer = make_inner_optimizer(OptimizerSettings(), model)
+    optimizer = make_inner_optimizer(OptimizerSettings(name=name), model, group)
     return InnerLoop(parallel, optimizer, learning_rate=ValueSchedule(peak=1e-3), precision=precision)
 
 
@@ -367,25 +373,73 @@ def background_digest(sizes: Sizes, device: torch.device) -> str:
     return "five digests computed beside the training"
 
 
+def muon_compiled(sizes: Sizes, device: torch.device) -> str:
+    """Compare a step of Muon with the iteration compiled; on CUDA both are in bfloat16."""
+    if sizes.backend is None:
+        raise SkippedError("the tiny run compiles nothing")
+    moved = []
+    for compiled in (False, True):
+        model = _model(sizes, device)
+        optimizer = make_inner_optimizer(OptimizerSettings(name="Muon"), model, compiled=compiled)
+        _gradients(model, torch.bfloat16)
+        optimizer.step()
+        moved.append(
+            [p.detach() - q for p, q in zip(model.parameters(), _model(sizes, device).parameters(), strict=True)]
+        )
+    torch._dynamo.reset()
+    return _below(_largest_error(*moved), 3e-2)
+
+
+def beside_training(sizes: Sizes, device: torch.device) -> str:
+    """Compare rounds over TCP, with global parameters on the GPU and on the host, with those of the CPU."""
+    places = {"the CPU": (torch.device("cpu"), None), "the GPU": (device, None), "the host": (device, "cpu")}
+    digests = {}
+    for name, (place, home) in places.items():
+        model = torch.nn.ParameterList([torch.nn.Parameter(_drawn(1 << 20, seed).to(place)) for seed in range(2)])
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        with connect_tcp(replica=0, num_replicas=1, rendezvous=address) as transport:
+            diloco = DiLoCo(
+                model,
+                torch.optim.SGD(model.parameters()),
+                transport=transport,
+                schedule=SyncSchedule(inner_steps=4, num_fragments=1, overlap_steps=2),
+                codec="fp4",
+                global_device=home,
+            )
+            for _ in range(14):
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(0.75).sub_(0.125)  # elementwise, so that all places have the same bits
+                diloco.step()
+            diloco.drain()
+        digests[name] = diloco.digest(), digest_tensors({str(n): p for n, p in enumerate(model.parameters())})
+    assert len(set(digests.values())) == 1, f"the digests differ: {digests}"
+    return f"three rounds with global parameters on {', '.join(places)}: the same digests"
+
+
 def sharded(sizes: Sizes, device: torch.device) -> str:
     if dist.is_initialized():
         raise SkippedError("torch.distributed is already initialised")
-    expected = _train(_loop(_model(sizes, device), "bfloat16"), 3)
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(str(Path(folder) / "store"), 1)  # type: ignore[attr-defined]  # missing in torch's stubs
         group = open_replica_group(store, replica=0, position=0, size=1, device=device, timeout_s=60.0)
         try:
-            for strategy in ("ddp", "fsdp"):
+            strategies: tuple[Strategy, ...] = ("ddp", "fsdp")
+            for strategy, name in product(strategies, OPTIMIZERS):
+                expected = _train(_loop(_model(sizes, device), "bfloat16", name=name), 3)
                 for chunk_tokens in (0, 100):
                     model = _model(sizes, torch.device("meta") if strategy == "fsdp" else device)
                     model.loss_chunk_tokens = chunk_tokens
                     prepare_blocks(model, checkpointing="selective")
-                    found = _train(_loop(model, "bfloat16", strategy, group), 3)
+                    found = _train(_loop(model, "bfloat16", strategy, group, name), 3)
                     difference = max(abs(a - b) for a, b in zip(found, expected, strict=True))
-                    assert difference < 1e-2, f"{strategy}: losses {found} instead of {expected}"
+                    assert difference < 1e-2, f"{strategy}, {name}: losses {found} instead of {expected}"
         finally:
             group.close()
-    return "ddp and fsdp (built on meta, gathered in bfloat16) on one rank have the losses of a single process"
+    return (
+        "ddp and fsdp (built on meta, gathered in bfloat16) on one rank have a single process's losses, also with Muon"
+    )
 
 
 def ranks(sizes: Sizes, device: torch.device) -> str:
@@ -396,10 +450,13 @@ def ranks(sizes: Sizes, device: torch.device) -> str:
     with tempfile.TemporaryDirectory() as folder:
         spawn(_rank, (sizes, 2, str(Path(folder) / "store"), results), nprocs=2)  # type: ignore[no-untyped-call]  # torch's
     losses = [results.get() for _ in range(2)]
-    expected = _train(_loop(_model(sizes, device), "bfloat16"), 3)
+    expected = [_train(_loop(_model(sizes, device), "bfloat16", name=name), 3) for name in OPTIMIZERS]
     for found in losses:
-        assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 2e-2, f"{found} instead of {expected}"
-    return "fsdp on two GPUs over NCCL has the losses of one GPU"
+        pairs = zip(chain(*found), chain(*expected), strict=True)
+        assert max(abs(a - b) for a, b in pairs) < 2e-2, f"{found} instead of {expected}"
+    return (
+        "fsdp on two GPUs over NCCL has the losses of one GPU, with AdamW and with Muon, whose matrices are exchanged"
+    )
 
 
 def _rank(position: int, sizes: Sizes, size: int, store_path: str, results: Any) -> None:
@@ -407,7 +464,9 @@ def _rank(position: int, sizes: Sizes, size: int, store_path: str, results: Any)
     torch.cuda.set_device(device)
     store = dist.FileStore(store_path, size)  # type: ignore[attr-defined]  # missing in torch's stubs
     group = open_replica_group(store, replica=0, position=position, size=size, device=device, timeout_s=100.0)
-    results.put(_train(_loop(_model(sizes, torch.device("meta")), "bfloat16", "fsdp", group), 3))
+    models = [_model(sizes, torch.device("meta")) for _ in OPTIMIZERS]
+    loops = [_loop(model, "bfloat16", "fsdp", group, name) for model, name in zip(models, OPTIMIZERS, strict=True)]
+    results.put([_train(loop, 3) for loop in loops])
     group.close()
 
 
@@ -486,6 +545,8 @@ CHECKS: dict[str, Callable[[Sizes, torch.device], str]] = {
     "digests": digests,
     "digests in a thread": background_digest,
     "global parameters to evaluate": held_globals,
+    "rounds beside the training give the CPU's bits": beside_training,
+    "Muon's iteration, compiled": muon_compiled,
     "ddp and fsdp on one rank": sharded,
     "NCCL inside a replica": ranks,
     "NCCL between replicas": process_groups,

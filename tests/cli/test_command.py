@@ -84,8 +84,11 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
             ["train", "--steps", "many"],
             "diloco: --steps many is not valid; expected a whole number. See `diloco train --help`.",
         ),
-        (["train", "--transport", "foo"], "--transport foo is not valid; expected one of in-process, tcp, swarm."),
-        (["train", "--transport", "torch"], "--transport torch; it is now tcp."),
+        (
+            ["train", "--transport", "foo"],
+            "--transport foo is not valid; expected one of in-process, torch, tcp,",
+        ),
+        (["train", "--transport", "torch"], "network.transport='torch' needs torchrun, which starts all processes"),
         (["status", "a", "--help-all"], "there is no flag --help-all; did you mean"),
         (["train", "x.toml", "--resume", "absent"], "x.toml cannot be given together with --resume"),
     ],

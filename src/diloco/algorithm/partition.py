@@ -170,16 +170,22 @@ def bind(model: nn.Module, fragment: FragmentLayout) -> list[nn.Parameter]:
     return [parameters[name] for name in fragment.names]
 
 
-def flatten(tensors: Sequence[Tensor], out: Tensor) -> Tensor:
-    """Copy ``tensors``, of any dtype and device, into ``out``, ``(numel,)`` float32, and return ``out``."""
-    start, copying = 0, set()
+def flatten(tensors: Sequence[Tensor], out: Tensor, copying: set[torch.device] | None = None) -> Tensor:
+    """Copy ``tensors``, of any dtype and device, into ``out``, ``(numel,)`` float32, and return ``out``.
+
+    If ``copying`` is given, the GPUs that may still copy to the host are added to it; otherwise they are waited for.
+    """
+    start, waits = 0, copying is None
+    copying = set() if copying is None else copying
     for shard in map(local_shard, tensors):
         stop = start + shard.numel()
         out[start:stop].view(shard.shape).copy_(shard, non_blocking=shard.is_cuda)
         if shard.is_cuda and not out.is_cuda:
             copying.add(shard.device)
         start = stop
-    for device in copying:  # the host must not read a copy in progress, which runs on the stream of its source
+    for device in (
+        copying if waits else ()
+    ):  # the host must not read a copy in progress, which runs on the stream of its source
         torch.cuda.current_stream(device).synchronize()
     return out
 

@@ -156,6 +156,8 @@ class DiLoCo:
             Fragment(layout, arguments, state=state, greatest=self._greatest)
             for layout, state in zip(layouts, shared, strict=True)
         )
+        # ranks that shard the parameters decide together whether all values are finite
+        self._sends_later = schedule.overlap_steps > 0 and self._greatest is list
         self.recovery = StateRecovery(self.fragments, self.transport, self._greatest)
         self._reports = Reports(inner_optimizer, on_event)
         self._model_watch = ModelWatch(model, self.named_parameters())
@@ -185,11 +187,15 @@ class DiLoCo:
         if self._greatest is list or any(map(_is_send, actions)):
             self._note(*self.recovery.poll())
         for fragment in self.fragments:
+            fragment.settle(wait=False)
             fragment.trained += trained
         self.steps += 1
         self.transport.tick()
         for action in itertools.takewhile(_is_send, actions):
             self._perform(action)
+        for action in self.schedule.actions(self.steps + 1) if self._sends_later else ():
+            if isinstance(action, Send):
+                self.fragments[action.fragment].make_room(self.transport)
 
     @_outside_inference_mode()
     def finish(self) -> None:
@@ -390,7 +396,9 @@ class DiLoCo:
             self._note(*self._model_watch.drift())
             fields |= self._model_watch.outgoing_buffers()
         window_steps = self.schedule.window_steps(fragment.index, outer_step)
-        self._on_event(fragment.send(self.transport, outer_step, self.steps, window_steps, **fields))
+        self._on_event(
+            fragment.send(self.transport, outer_step, self.steps, window_steps, later=self._sends_later, **fields)
+        )
 
     def _merge(self, fragment: Fragment) -> None:
         """Wait for the average of the fragment in flight and apply it. Work that it lacks is sent with the next.
@@ -399,6 +407,9 @@ class DiLoCo:
         """
         assert fragment.flight is not None, "a round is in flight"
         error: TransportError | None = None
+        if fragment.settle():
+            text = f"Values of fragment {fragment.index} were outside the codec's range and were clamped to its limit."
+            self._on_event(Note(step=self.steps, text=text))
         try:
             average = fragment.flight.pending.wait()
         except (DivergedError, RoundVoidError) as void:

@@ -14,7 +14,9 @@ ranks of a replica shard its parameters, each rank holds this for its own shards
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,8 +46,11 @@ from diloco.events import RoundCommitted, RoundSent, RoundVoid
 from diloco.outer.state import GlobalState, Greatest
 from diloco.protocol import Average
 from diloco.transport import Pending, Transport
+from diloco.waiting import in_thread
 
 __all__ = ["Fragment"]
+
+_LEAST_LATER = 1 << 19  # values from which a thread encodes: starting one takes as long as encoding a tenth of them
 
 _SAVED_FIELDS: Mapping[str, tuple[Any, torch.dtype | None]] = {
     "payload": (Tensor, torch.uint8),
@@ -72,6 +77,7 @@ class InFlight:
     contribution: Contribution  # submitted again after a resume, it gives the same average
     pending: Pending  # the average in flight
     sent: Tensor | None  # ``(numel,)`` float32, the local parameters when sent, if the merge rule needs them
+    ready: Future[None] | None = None  # done once a thread has filled the payload; None if none has to
 
 
 class Fragment:
@@ -120,6 +126,8 @@ class Fragment:
         self.residual: Tensor | None = None  # e, ``(numel,)`` float32, of the last round that took this replica's work
         if self._decay:
             self.residual = torch.zeros(layout.numel, dtype=torch.float32, device=self.device)
+        self._room: Future[Tensor] | None = None  # memory for the next copy of the local parameters
+        self._largest = 0.0  # magnitude of the last pseudo-gradient that a thread encoded
         self.candidate: Tensor | None = None  # e if the round in flight takes it
         self.trained = 0.0  # inner steps since the last contribution
         self.submitted = 0.0  # inner steps in a contribution and in no mean yet
@@ -151,15 +159,20 @@ class Fragment:
         Raises:
             NonFiniteError: on all ranks, if Delta contains NaN or infinity on one. The message names the parameters.
         """
-        local, values = self.local(), self.global_params
-        delta, largest = self._empty() if keep_local else local, 0.0
+        local = self.local()
+        delta, largest = self._difference(local, self._empty() if keep_local else local)
+        (largest,) = self._greatest([largest])
+        if not math.isfinite(largest):
+            raise self._not_finite(delta)
+        return delta, local if keep_local else None, largest
+
+    def _difference(self, local: Tensor, delta: Tensor) -> tuple[Tensor, float]:
+        """Set ``delta`` to ``global - local``, and return it with its largest magnitude, infinite if one is NaN."""
+        values, largest = self.global_params, 0.0
         for start, stop in pieces(values.numel(), self.device):
             magnitude = largest_magnitude(torch.sub(values[start:stop], local[start:stop], out=delta[start:stop]))
             largest = max(largest, magnitude) if math.isfinite(magnitude) else math.inf
-        (largest,) = self._greatest([largest])
-        if not math.isfinite(largest):
-            raise self._not_finite()
-        return delta, local if keep_local else None, largest
+        return delta, largest
 
     def send(
         self,
@@ -169,21 +182,31 @@ class Fragment:
         window_steps: int,
         *,
         base_weight: float,
+        later: bool = False,
         **buffers: Any,
     ) -> RoundSent:
         """Submit the work of this replica to the transport after inner step ``step``. Never blocks on other replicas.
+
+        ``later``: copy the local parameters only, and leave the rest to a thread if the transport and the size of the
+        fragment allow it. `settle` then raises the errors, and tells whether a value was out of range.
 
         ``window_steps`` is the number of inner steps that the schedule has since the previous round; the others are
         fields of `Contribution`.
         """
         assert self.flight is None, "a fragment has at most one round in flight"
         self.adopted = -1  # if the others' digest differs in this round, the current state is out of date
-        delta, sent, largest = self.pseudo_gradient(keep_local=self._merge.keeps_sent)
-        codec, candidate = self._template.codec, None
-        if self.residual is None:
-            payload = codec.encode(delta)
+        codec, keeps, ready = self._template.codec, self._merge.keeps_sent, None
+        candidate, largest = None, 0.0
+        if later and self._may_fill(transport):
+            room = self._empty() if self._room is None else self._room.result()
+            copying: set[torch.device] = set()
+            ready, local, self._room = Future[None](), flatten(self.parameters, room, copying), None
+            copies = [torch.cuda.current_stream(device).record_event() for device in copying]
+            payload = torch.empty(codec.payload_bytes(self.numel), dtype=torch.uint8, device="cpu")
+            sent: Tensor | None = local
         else:
-            payload, candidate = encode_with_feedback(codec, delta, self.residual, self._decay)
+            delta, sent, largest = self.pseudo_gradient(keep_local=keeps)
+            payload, candidate = self._encoded(delta)
         self.submitted, self.trained = self.submitted + self.trained, 0.0
         contribution = replace(
             self._template,
@@ -195,8 +218,16 @@ class Fragment:
             digest=self.state.digest(),
             **buffers,
         )
-        self.flight = InFlight(contribution, transport.average(contribution), sent)
+        if transport.averages_later and (ready is not None or self.device.type == "cuda"):
+            pending = transport.average_later(contribution, ready, self._prepare)
+        else:
+            pending = transport.average(contribution)
+        self.flight = InFlight(contribution, pending, sent if keeps else None, ready)
         self.candidate = candidate  # after submitting, which may fail
+        if ready is not None:
+            self.state.reader = ready
+            fill = threading.Thread(target=self._fill, args=(ready, payload, local, copies), name="encode", daemon=True)
+            fill.start()
         return RoundSent(
             step=step,
             replica=contribution.replica,
@@ -206,6 +237,57 @@ class Fragment:
             digest=contribution.digest,
             weight=contribution.weight,
         )
+
+    def make_room(self, transport: Transport) -> None:
+        """Let a thread take the memory that the next `send` copies to, because the first use of a page is slow."""
+        if self._may_fill(transport):
+            self._room = in_thread(lambda: self._empty().zero_(), "room")
+
+    def _may_fill(self, transport: Transport) -> bool:
+        return transport.averages_later and self.device.type == "cpu" and self.numel >= _LEAST_LATER
+
+    def settle(self, *, wait: bool = True) -> bool:
+        """Wait until the round in flight has been sent, and return whether a value was outside the codec's range.
+
+        Without ``wait`` only ask whether it could not be sent.
+
+        Raises:
+            NonFiniteError: if the pseudo-gradient contains NaN or infinity. Nothing was sent.
+        """
+        ready = None if self.flight is None else self.flight.ready
+        if ready is None or not (wait or ready.done()):
+            return False
+        try:
+            ready.result()
+        except BaseException:
+            self.flight = self.candidate = None
+            raise
+        return self._largest > self._template.codec.saturation_limit
+
+    def _fill(self, ready: Future[None], payload: Tensor, local: Tensor, copies: Sequence[torch.cuda.Event]) -> None:
+        """Compute the payload in a thread, once ``local`` has been copied from the GPUs."""
+        try:
+            for copied in copies:
+                copied.synchronize()
+            delta, self._largest = self._difference(local, self._empty() if self._merge.keeps_sent else local)
+            if not math.isfinite(self._largest):
+                raise self._not_finite(delta)
+            encoded, self.candidate = self._encoded(delta)
+            payload.copy_(encoded)
+        except BaseException as error:
+            ready.set_exception(error)
+        else:
+            ready.set_result(None)
+
+    def _encoded(self, delta: Tensor) -> tuple[Tensor, Tensor | None]:
+        codec = self._template.codec
+        if self.residual is None:
+            return codec.encode(delta), None
+        return encode_with_feedback(codec, delta, self.residual, self._decay)
+
+    def _prepare(self, average: Average) -> None:
+        if average.donor is None:
+            self.state.prepare(average)
 
     def merge(self, average: Average, step: int) -> RoundCommitted:
         """Take the outer step of the round in flight and merge the new global parameters into the local ones.
@@ -268,6 +350,7 @@ class Fragment:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the fragment except its local parameters, as nested state. Copies no tensors."""
+        self.settle()
         flight, in_flight = self.flight, None
         if flight is not None:
             saved = {name: getattr(flight.contribution, name) for name in _SAVED_FIELDS}
@@ -372,9 +455,9 @@ class Fragment:
         if not in_place:
             unflatten_(flat[0], self.parameters)
 
-    def _not_finite(self) -> NonFiniteError:
-        named = zip(self.names, self.parameters, strict=True)
-        bad = [name for name, parameter in named if not math.isfinite(largest_magnitude(local_shard(parameter)))]
+    def _not_finite(self, delta: Tensor) -> NonFiniteError:
+        named = self.layout.named(delta)
+        bad = [name for name, values in named.items() if not math.isfinite(largest_magnitude(values))]
         return NonFiniteError(
             f"The pseudo-gradient of fragment {self.index} is not finite; the local values of "
             f"{', '.join(bad) or 'no parameter of this rank'} contain NaN or infinity. Nothing was sent. Resume from "

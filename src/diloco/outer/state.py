@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from diloco.algorithm import (
     measured_outer_step,
     named_parameters,
 )
+from diloco.devices import to_device
 from diloco.errors import FragmentError
 from diloco.protocol import Average
 from diloco.waiting import in_thread
@@ -34,6 +36,19 @@ Measures = Mapping[str, Any]  # of an outer step by name; see `measured_outer_st
 
 Greatest = Callable[[Sequence[float]], list[float]]
 """Returns the greatest of all ranks of a replica for each number. All ranks must call it in the same order."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """An outer step."""
+
+    applied: Tensor  # the mean
+    values: Tensor  # those after it
+    outer: OuterState
+    measures: Measures
+    mean: Tensor | None  # a sample
+    version: int = -1  # of the state that was copied, and the digest of the new one, if it was taken on copies
+    digest: str = ""
 
 
 class GlobalState:
@@ -51,6 +66,9 @@ class GlobalState:
         self.users = 0  # replicas of this process that use it
         self._optimizer = optimizer
         self._lock = threading.Lock()
+        self.reader: Future[None] | None = None  # of a thread that still reads the values
+        self._prepared: Future[_Prepared] | None = None  # the next outer step
+        self._moved: Future[tuple[Tensor, Tensor]] | None = None  # the next mean, on the host and on the GPU
         self._digest: Future[str] | None = None  # of a large state, which a thread computes while the replica trains
         self._last_mean: Tensor | None = None  # a sample of the last mean
         # the last outer step: its number, its measures, and the values before it if a replica will need them
@@ -58,16 +76,19 @@ class GlobalState:
         self._hash()
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Hold off snapshots while the state changes."""
+    def changing(self, digest: str = "") -> Iterator[None]:
+        """Hold off snapshots while the state changes. ``digest`` is that of the new state, if it is known."""
+        for thread in (self.reader, self._prepared):  # the second one needs the lock
+            if thread is not None:
+                thread.exception()  # waits
         with self._lock:
             if self._digest is not None:
-                self._digest.exception()  # waits
+                self._digest.exception()
             self.version += 1
             try:
                 yield
             finally:
-                self._hash()
+                self._hash(digest)
 
     def digest(self) -> str:
         """Return the digest of the values and the outer state. That of a large state was computed in a thread."""
@@ -81,15 +102,58 @@ class GlobalState:
         outer_step = average.round.outer_step
         if self.users > 1 and self._last[0] == outer_step:
             return self._last[1:]
-        with self.changing():
-            before = self.values.clone() if keep else None
-            mean = average.values.to(self.values.device)
-            measures, self._last_mean = measured_outer_step(
-                self._optimizer, mean, self.outer, self.values, self._last_mean
-            )
+        prepared, self._prepared = self._prepared, None
+        step = None if prepared is None else prepared.result()
+        if step is not None and (step.applied is not average.values or step.version != self.version):
+            step = None  # the state has changed since
+        with self.changing("" if step is None else step.digest):
+            before = None if not keep else self.values.clone() if step is None else self.values
+            if step is None:
+                step = self._stepped(average, self.values, self.outer)
+            self.values, self.outer, self._last_mean = step.values, step.outer, step.mean
+            measures = step.measures
             self.finished_rounds = outer_step + 1
         self._last = outer_step, measures, before if self.users > 1 else None
         return measures, before
+
+    def prepare(self, average: Average) -> None:
+        """Begin the outer step that `take_step` will take of ``average``, in a thread and on copies.
+
+        On a GPU, where the step takes no time, the thread moves the mean there, through pinned memory.
+        """
+        if self.values.is_cuda:
+            self._moved = in_thread(lambda: self._move(average.values), "mean")
+            return
+        self._prepared = in_thread(lambda: self._copied_step(average), "outer-step")
+
+    def _copied_step(self, average: Average) -> _Prepared:
+        with self._lock:
+            slots = {name: values.clone() for name, values in self.outer.slots.items()}
+            values, outer, version = self.values.clone(), OuterState(self.outer.step, slots), self.version
+        step = self._stepped(average, values, outer)
+        return replace(step, version=version, digest=digest_state(values, outer))
+
+    def _stepped(self, average: Average, values: Tensor, outer: OuterState) -> _Prepared:
+        """Take the outer step of ``average`` on ``values`` and ``outer``, in place."""
+        mean = self._mean(average.values)
+        measures, sample = measured_outer_step(self._optimizer, mean, outer, values, self._last_mean)
+        return _Prepared(average.values, values, outer, measures, sample)
+
+    def _move(self, mean: Tensor) -> tuple[Tensor, Tensor]:
+        stream = torch.cuda.Stream(self.values.device)  # type: ignore[no-untyped-call]  # of torch
+        with torch.cuda.stream(stream):
+            moved = to_device(mean, self.values.device)
+        stream.synchronize()
+        return mean, moved
+
+    def _mean(self, mean: Tensor) -> Tensor:
+        """Return a mean on the device of the values."""
+        if self._moved is not None:
+            (source, moved), self._moved = self._moved.result(), None
+            if source is mean:
+                moved.record_stream(torch.cuda.current_stream(moved.device))  # its memory is of another stream
+                return moved
+        return mean.to(self.values.device)
 
     def count_void(self, outer_step: int) -> None:
         """Count a round as finished that no replica applied."""
@@ -148,9 +212,12 @@ class GlobalState:
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in (self.values, *self.outer.slots.values()))
 
-    def _hash(self) -> None:
+    def _hash(self, digest: str = "") -> None:
         self._digest = None
-        if self.num_bytes() > _LARGE_BYTES:
+        if digest:
+            self._digest = Future()
+            self._digest.set_result(digest)
+        elif self.num_bytes() > _LARGE_BYTES:
             # on a GPU the outer step may still be queued on the training's stream
             queued = torch.cuda.current_stream(self.values.device).record_event() if self.values.is_cuda else None
             self._digest = in_thread(lambda: self._hashed(queued), "digest")

@@ -59,11 +59,13 @@ class Transport(abc.ABC):
         view: the members that take part in the next round.
         sent_bytes, received_bytes: payload bytes that this replica has moved in all rounds so far, including void ones.
         fetched_bytes: bytes of other replicas' state received so far; 0 if the transport does not count them.
+        averages_later: whether it has `average_later`.
         shared_by_ranks: whether all ranks of a replica call this transport together, each holding the whole model.
     """
 
     replica: int
     view: View
+    averages_later: bool = False
     shared_by_ranks: bool = False
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -79,6 +81,17 @@ class Transport(abc.ABC):
         Either every replica of the view gets the same average from `Pending.wait`, or every replica gets
         `RoundVoidError`.
         """
+
+    def average_later(
+        self, contribution: Contribution, ready: Future[None] | None, on_commit: Callable[[Average], None]
+    ) -> Pending:
+        """Submit a contribution whose payload a thread still fills, and return at once.
+
+        Args:
+            ready: done once the payload is filled, or None; if it fails, nothing is sent.
+            on_commit: called as soon as there is an average, in another thread.
+        """
+        raise NotImplementedError
 
     def check_name(self, contribution: Contribution) -> None:
         """Raise `TransportError` for another replica's contribution."""

@@ -8,11 +8,12 @@ encodes the mean of its slice, and all replicas decode it alike.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,7 @@ from diloco.algorithm import (
     spread_terms,
     vector_norm,
 )
+from diloco.cores import usable_cores
 from diloco.errors import CodecError, TransportError
 from diloco.protocol import Computed, Event, ExchangeEnded, GiveVerdict, StartExchange
 from diloco.transport.connections.link import PeerLink, round_tag
@@ -44,6 +46,25 @@ _LEAST_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 18
 """A payload is cut into at least this many pieces, so that summing starts early, unless they would be smaller than this
 size. Each piece has a fixed cost: a message, an acknowledgement and a validation. Links cut pieces further into parts
 as needed."""
+
+
+_Addends = Mapping[int, tuple[Codec, Tensor, float]]
+"""Replica -> codec, payload and weight, in ascending order of replicas."""
+
+_THREADS = min(8, usable_cores())  # more would wait for the memory
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    """Return the threads that sum the pieces of all rounds, each piece in one of them. None of them waits."""
+    return ThreadPoolExecutor(_THREADS, thread_name_prefix="diloco-sum")
+
+
+def _at_once(act: Callable[..., None], *arguments: Any) -> Future[None]:
+    done: Future[None] = Future()
+    act(*arguments)
+    done.set_result(None)
+    return done
 
 
 @dataclass(eq=False)
@@ -115,6 +136,10 @@ class RoundMessages:
         """Send and await nothing more, in the loop's thread; who waits is released."""
         for link in self.links.values():
             link.close_round(round_tag(self.view_id, self.round_id))
+
+    def arrived(self, piece: int) -> bool:
+        """Return whether a piece of the first half has arrived from every member, or never will."""
+        return all(self._incoming[member, piece, False][1].done() for member in self.links)
 
     def take(self, member: int, piece: int, *, second: bool = False) -> Tensor:
         """Wait until a piece from ``member`` has arrived, and return its buffer."""
@@ -264,31 +289,37 @@ class PayloadExchange:
         at_hand = self.contribution.telemetry and self.plan.pattern == "all-gather"
         watched = sampled_ranges(self.contribution.numel, codec.block_size) if at_hand else []
         squares = of_sum = 0.0
+        summing: deque[tuple[int, int, _Addends, Future[None]]] = deque()
+
+        def finish(at_most: int) -> None:
+            """Finish the pieces in order, and leave the last ones to their threads."""
+            nonlocal squares, of_sum
+            while len(summing) > at_most:
+                a, b, addends, done = summing.popleft()
+                done.result()
+                check_mean(self.values[a:b], addends)
+                self._send_means(b)
+                within = [(max(low, a) - a, min(high, b) - a) for low, high in watched if low < b and high > a]
+                payloads = [(weights[member], payload) for member, (_, payload, _) in addends.items()]
+                terms = spread_terms(codec, payloads, b - a, within)
+                squares, of_sum = squares + terms[0], of_sum + terms[1]
+
+        act = _threads().submit if codec.implementation != "torch" else _at_once  # torch has threads of its own
         for piece, (a, b) in enumerate(self._messages.pieces(*self._summed[self.me], codec)):
-            addends: dict[int, tuple[Codec, Tensor, float]] = {}
-            arriving = self._addends(piece, a, b, {m: weights[m] * factors.get(m, 1.0) for m in contributors}, addends)
-            if rule is None:
-                mean_into_(self.values[a:b], arriving, total)
-            else:
-                deque(arriving, maxlen=0)
-            check_mean(self.values[a:b], addends)
-            self._send_means(b)
-            within = [(max(low, a) - a, min(high, b) - a) for low, high in watched if low < b and high > a]
-            payloads = [(weights[member], payload) for member, (_, payload, _) in addends.items()]
-            terms = spread_terms(codec, payloads, b - a, within)
-            squares, of_sum = squares + terms[0], of_sum + terms[1]
+            finish(2 * _THREADS if self._messages.arrived(piece) else 0)
+            payloads = {member: self._piece(member, piece, a, b) for member in self.members}
+            addends = {m: (codec, payloads[m], weights[m] * factors.get(m, 1.0)) for m in self.members if m in weights}
+            summing.append((a, b, addends, act(self._sum, a, b, addends, total)))
+        finish(0)
         return factors, (squares, of_sum)
 
-    def _addends(
-        self, piece: int, start: int, stop: int, weights: Mapping[int, float], addends: dict[int, Any]
-    ) -> Iterator[tuple[Codec, Tensor, float]]:
-        """Yield a piece of each contribution that counts, as it arrives, with its codec and weight; note it too."""
-        for member in self.members:
-            counts = member in weights  # whole contributions have already been validated
-            payload = self._piece(member, piece, start, stop, check=counts and not self.contribution.whole)
-            if counts:
-                addends[member] = self.contribution.codec, payload, weights[member]
-                yield addends[member]
+    def _sum(self, start: int, stop: int, addends: _Addends, total: float) -> None:
+        """Set a piece of the values to the mean, unless a rule has made it, and validate what nothing else does."""
+        if not self.contribution.whole:
+            for member, (codec, payload, _) in addends.items():
+                _validate(codec, payload, stop - start, f"the contribution of replica {member}", member)
+        if self.contribution.average_rule is None:
+            mean_into_(self.values[start:stop], addends.values(), total)
 
     def _begin_means(self) -> None:
         """Await the means of the others' slices. Each owner encodes the mean of its slice, and all decode it alike."""
@@ -333,18 +364,17 @@ class PayloadExchange:
         """Wait for a whole contribution, validate it, and return its values."""
         codec, values = self.contribution.codec, torch.empty_like(self.values)
         for piece, (a, b) in enumerate(self._messages.pieces(*self._summed[self.me], codec)):
-            payload = self._piece(member, piece, a, b, check=True)
+            payload = self._piece(member, piece, a, b)
+            _validate(codec, payload, b - a, f"the contribution of replica {member}", member)
             codec.decode(payload, b - a, out=values[a:b])
         return values
 
-    def _piece(self, member: int, piece: int, start: int, stop: int, *, check: bool) -> Tensor:
-        """Wait for a piece of a payload and return it. With ``check``, raise `CodecError` if it is invalid."""
+    def _piece(self, member: int, piece: int, start: int, stop: int) -> Tensor:
+        """Wait for a piece of a payload and return it."""
         mine = self.contribution
-        own = member == mine.replica
-        payload = mine.codec.cut(mine.payload, mine.numel, start, stop) if own else self._messages.take(member, piece)
-        if check:
-            _validate(mine.codec, payload, stop - start, f"the contribution of replica {member}", member)
-        return payload
+        if member == mine.replica:
+            return mine.codec.cut(mine.payload, mine.numel, start, stop)
+        return self._messages.take(member, piece)
 
     def _reduce_extras(
         self, weights: Mapping[int, float], contributors: Sequence[int]

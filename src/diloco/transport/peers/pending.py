@@ -29,6 +29,7 @@ class PeerPending:
     decided_s: float | None = None  # when the round was decided, by `time.monotonic`; None until then
     void: bool = False  # whether the round is void
     outcome: Average | TransportError | None = None  # None until the round is decided, and after `wait`
+    on_commit: Callable[[Average], None] | None = None  # gets the average as soon as there is one, in another thread
     done: threading.Event = field(default_factory=threading.Event)
 
     def wait(self, timeout_s: float | None = None) -> Average:
@@ -91,6 +92,8 @@ class Contributed:
             if pending := self._undecided.pop(round_id, None):  # else `close` has resolved it
                 pending.outcome, pending.void = outcome, isinstance(outcome, RoundVoidError)
                 pending.decided_s = time.monotonic()
+                if pending.on_commit is not None and isinstance(outcome, Average):
+                    pending.on_commit(outcome)
                 pending.done.set()
 
     def end(self, outcome: Callable[[RoundId], TransportError]) -> None:

@@ -67,6 +67,8 @@ class PeerTransport(Transport):
         links: The class of the payload links, which the network may choose.
     """
 
+    averages_later = True
+
     def __init__(self, rules: Rules, streams: TcpStreams, links: type[PeerLinks] = PeerLinks) -> None:
         self.rules = rules
         self.registry = Registry(0)
@@ -148,14 +150,24 @@ class PeerTransport(Transport):
     # Rounds.
 
     def average(self, contribution: Contribution) -> Pending:
+        return self.average_later(contribution, None, None)
+
+    def average_later(
+        self, contribution: Contribution, ready: Future[None] | None, on_commit: Callable[[Average], None] | None
+    ) -> Pending:
         self.check_name(contribution)
         pending = self._contributed.add(contribution, self.rules.guard_s, self)
+        pending.on_commit = on_commit
         if self._ticks:
             self._step_s = (pending.sent_s - self._measured_s - self._waited_s) / self._ticks
         self._ticks, self._measured_s, self._waited_s = 0, pending.sent_s, 0.0
         uplink = replace(self.uplink, window_s=contribution.transfer_steps * self._step_s)
         submitted = events.Submitted(contribution, self.step, pending.sent_s, uplink=uplink, after=self._merged)
-        if contribution.payload.is_cuda:
+        if ready is not None:
+            self._running.add(ready)
+            ready.add_done_callback(self._running.discard)
+            ready.add_done_callback(lambda ready: None if ready.exception() else self._post(submitted))
+        elif contribution.payload.is_cuda:
             host, copied = self._copies.start(contribution)
             self._copies.after(copied, lambda: self._post(replace(submitted, contribution=host)), self._fail)
         else:
