@@ -182,24 +182,23 @@ class ViewChange:
     def is_plausible(self, following: NextView) -> bool:
         """Return whether this rank may accept or adopt what it has not computed itself.
 
-        As far as it knows, enough members stay, somebody accuses those that do not, only replicas join that have asked,
-        and only rounds are committed for which this rank has voted. If it does not stay itself, the rest is not its
-        affair.
+        As far as it knows, enough members stay, they and those that do not accuse each other, only replicas join that
+        have asked, and if it stays itself, only rounds are committed for which it has voted.
         """
-        mine, size = self.mine, self._rules.ranks_per_replica
-        lost = {*self.view.members}.difference(following.staying)
+        mine, size, staying = self.mine, self._rules.ranks_per_replica, {*following.staying}
+        lost = {*self.view.members} - staying
         if following.previous != self.view or self._refusal(lost, following.joined):
             return False
-        if self._rules.replica in lost or (mine.accepted and mine.accepted.following == following):
+        if mine.accepted is not None and mine.accepted.following == following:
             return True
         reports, held = [mine, *self._reports.values()], mine.held
-        return (
-            lost <= frozenset().union(*(each.lost | each.left | each.behind for each in reports))
-            and frozenset().union(*(each.joining for each in reports)).issuperset(following.joined)
-            and all(
-                len(digests) == size and held.get(key) == digests[self._rules.position]
-                for key, digests in following.commits.items()
-            )
+        accused = frozenset().union(*[each.lost | each.left | each.behind for each in reports])
+        accused |= {self._rules.replica_of(each.rank) for each in reports if not each.lost.isdisjoint(staying)}
+        if not lost <= accused or not frozenset().union(*[r.joining for r in reports]).issuperset(following.joined):
+            return False
+        return self._rules.replica in lost or all(
+            len(digests) == size and held.get(key) == digests[self._rules.position]
+            for key, digests in following.commits.items()
         )
 
     # The current ballot.
@@ -411,7 +410,9 @@ class ViewChange:
         if proposal.reports and me in following.staying:
             if not self._is_computed(proposal):
                 return
-        elif not self.is_plausible(following):
+        elif self._refusal({*self.view.members}.difference(following.staying), following.joined) or (
+            not proposal.reports and not self.is_plausible(following)
+        ):
             return
         self.mine = replace(mine, accepted=Accepted(ballot, following, again=not proposal.reports))
         self._accepts[self._rules.rank] = self._digest

@@ -246,7 +246,7 @@ class Views:
             change.receive_adopted(sender, following)
             near = following.from_step - 1 <= self._rounds.greatest_step
             said = following if self._rules.replica in following.view.members else None
-            if self._has_support(sender, said) and near and change.is_plausible(following):
+            if self._has_support(sender, said) and (said is None or (near and change.is_plausible(following))):
                 self._adopt(following)
             else:
                 self._follow()
