@@ -67,11 +67,7 @@ class _ToStderr(logging.Handler):
 
 
 def say(words: str, level: str = "info", **fields: Any) -> None:
-    """Print a message of a command on standard error: as ``diloco: ...``, or as a JSON object with ``fields``.
-
-    Args:
-        level: ``info``, ``warning`` or ``error``.
-    """
+    """Print a message of a command on standard error: as ``diloco: ...``, or as a JSON object with ``fields``."""
     line = f"diloco: {words}"
     if _ToStderr.as_json:
         time_utc = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -215,7 +215,7 @@ def test_of_two_writers_the_later_one_goes_on_and_both_write_only_whole_checkpoi
     new.offer(save(tmp_path / "two" / "checkpoints", 2, 2.0))
     old.offer(save(one / "checkpoints", 3, 3.0))
     new.close()
-    with pytest.raises(CheckpointError, match=r"written to by another process .*step-00000003 is complete on this"):
+    with pytest.raises(CheckpointError, match=r"written to by another process, .*step-00000003 is complete on this"):
         old.close()
     assert whole(place) == ["00000001-step-00000001", "00000002-step-00000002"]
 

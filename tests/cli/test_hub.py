@@ -26,6 +26,7 @@ class Hub(ThreadingHTTPServer):
         self.created: list[dict[str, Any]] = []
         self.files: dict[str, bytes] = {}
         self.requests: list[str] = []
+        self.public = False  # whether it was there as a public one
         self.refuses: tuple[str, int] = ("", 0)  # a part of a path, and the code of the answer
 
 
@@ -49,6 +50,10 @@ class _Handler(BaseHTTPRequestHandler):
         there = self.path.rpartition("/")[2] in self.server.files
         entry = {"ETag": '"x"', "X_Repo_Commit": "0" * 40} if there else {"X_Error_Code": "EntryNotFound"}
         self.answer(200 if there else 404, **entry)
+
+    def do_GET(self) -> None:
+        assert self.path == "/api/models/me/model"
+        self.answer(200, {"id": "me/model", "private": not self.server.public, "tags": [], "siblings": []})
 
     def do_POST(self) -> None:
         hub, path = self.server, self.path.partition("?")[0]
@@ -136,7 +141,17 @@ def test_a_dry_run_prints_and_asks_nobody(
     assert hub.requests == []
 
 
-@pytest.mark.parametrize("refuses", [("create", 403), ("commit", 403), ("preupload", 404)])
+def test_a_public_repository_gets_nothing_that_was_to_be_private(
+    files: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.public = True
+    words = ["export", str(files / "run"), "--out", str(tmp_path / "out"), "--push", "me/model", "--private"]
+    assert main(words) == 1
+    assert "it is public. Leave --private out" in capsys.readouterr().err
+    assert hub.files == {}
+
+
+@pytest.mark.parametrize("refuses", [("create", 400), ("commit", 403), ("preupload", 404)])
 def test_what_the_hub_refuses_is_said_and_the_export_stays(
     refuses: tuple[str, int], files: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:

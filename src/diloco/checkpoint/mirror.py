@@ -166,10 +166,8 @@ class Mirror:
             for written in (False, True):  # the first listing may be empty because nothing may be listed
                 sizes = place.sizes()
                 if fresh and any(name.endswith(f"/{_MANIFEST}") for name in sizes):
-                    raise ConfigurationError(
-                        f"{place.url} has the checkpoints of a run already. Use --resume-or-start {place.url} to "
-                        "continue it, or another place."
-                    )
+                    why = f"{place.url} has the checkpoints of a run already"
+                    raise ConfigurationError(f"{why}: use --resume-or-start to continue it, or another place.")
                 if not written:
                     place.store.pipe_file(_WRITER, self._writer)
                 elif _WRITER not in sizes:
@@ -244,10 +242,8 @@ class Mirror:
     def _check_writer(self) -> None:
         self._place.store.invalidate_cache()
         if (other := self._place.store.cat_file(_WRITER)) != self._writer:
-            raise CheckpointError(
-                f"{self._place.url} is now written to by another process ({other[:300].decode(errors='replace')}), so "
-                "this one uploads no more."
-            )
+            who = other[:300].decode(errors="replace")
+            raise CheckpointError(f"{self._place.url} is now written to by another process, {who}.")
 
     def _delete_old(self, newest: str) -> None:
         uploads = self._own()
@@ -313,8 +309,8 @@ def _newest(place: _Place, uploads: Mapping[str, list[_Upload]]) -> dict[str, tu
             return chosen
     steps = {replica or "replica-0": sorted({m.step for _, m in whole[replica]}) for replica in sorted(whole)}
     raise CheckpointError(
-        f"{place.url} has no whole checkpoint that all replicas have. Steps: {steps}. To resume from some of them, "
-        "fetch their folders with another program, and use --resume FOLDER."
+        f"{place.url} has no whole checkpoint that all replicas have. Steps: {steps}. To use one of them all the same, "
+        "fetch it with another program, and resume from its folder."
     )
 
 

@@ -117,6 +117,8 @@ def push(folder: Path, repo: str, card: str, *, private: bool, dry_run: bool) ->
     api = HfApi(library_name="diloco")
     try:
         url = api.create_repo(repo, private=private, exist_ok=True)
+        if private and not api.model_info(repo).private:  # it was there before
+            raise ConfigurationError("it is public. Leave --private out, or make it private on the hub")
         kept = [CARD] if api.file_exists(repo, CARD) else []
         api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns=kept, commit_message="Export of diloco")
     except Exception as error:  # of the hub, of the network, or of a missing token: they have no common type

@@ -71,8 +71,7 @@ def with_beginning(line: CommandLine) -> CommandLine:
             raise ConfigurationError(f"{place} has no name for a run folder. Choose one with --out.")
         folder = values.setdefault("out", Path("runs", name))
         _fetch(place, folder, values.get("network.replica"), must=line.resume_or_start is None)
-    if line.resume_or_start is not None and remote:
-        values["checkpoint.mirror"] = place
+        values |= {} if line.resume_or_start is None else {"checkpoint.mirror": place}
     from diloco.checkpoint import list_checkpoints
 
     if any(map(list_checkpoints, (folder / "checkpoints", *folder.glob("replica-*/checkpoints")))):
@@ -80,9 +79,7 @@ def with_beginning(line: CommandLine) -> CommandLine:
         values = {name: value for name, value in values.items() if name in known} | {"checkpoint.resume": str(folder)}
         return dataclasses.replace(line, file=None if line.resume_or_start else line.file, values=values)
     if values.setdefault("out", folder) != folder:
-        raise ConfigurationError(
-            f"--out {values['out']} is another folder than --resume-or-start {folder}. Leave it out."
-        )
+        raise ConfigurationError(f"--out {values['out']} is not --resume-or-start {folder}. Leave the former out.")
     return dataclasses.replace(line, values=values)
 
 
@@ -93,10 +90,7 @@ def _fetch(url: str, folder: Path, replica: int | None, *, must: bool) -> None:
         return
     path = folder / CONFIG_FILE
     if path.exists() and (there := read_record(path).checkpoint.mirror) != url:
-        raise ConfigurationError(
-            f"{folder} has a run whose checkpoint.mirror is {there!r}, so {url} can't be fetched into it. Choose "
-            "another --out."
-        )
+        raise ConfigurationError(f"{folder} has a run whose checkpoint.mirror is {there!r}. Choose another --out.")
     with one_at_a_time(folder.parent):  # of the ranks on this machine, the first fetches, and the others find it there
         found = fetch_run(url, folder, replica)
     if must and not found:
@@ -294,13 +288,8 @@ def _train_peer(plan: RunPlan, folder: Path) -> int:
         outside = [address for address in fleet.addresses if not address.startswith("/ip4/127.")]
         addresses = " ".join(outside or fleet.addresses)
         secret = " --secret-file FILE" if settings.network.secret_file else ""  # their copy of it
-        if addresses:
-            say(f"others join with\n  {join}{secret} --join {addresses}")
-        else:
-            say(
-                "no other peer can join here: it needs a forwarded port (--network.listen, --network.announce), or in "
-                "3 minutes a `diloco relay` on a public address, given as --join, carries its connections"
-            )
+        nowhere = "no other peer can join here without a forwarded port, or, after 3 minutes, a `diloco relay` (--join)"
+        say(f"others join with\n  {join}{secret} --join {addresses}" if addresses else nowhere)
         return fleet
 
     code = _train(plan, folder, meet)
@@ -396,7 +385,8 @@ def _train(
             from diloco.watch import PrometheusSink
 
             host, port = monitor.metrics_address()
-            sinks.sinks["the metrics"] = PrometheusSink(host, port + (role.index if role else 0), name)
+            shift = role.index if role and (role.torchrun or POSITION in os.environ) else 0  # several on this machine
+            sinks.sinks["the metrics"] = PrometheusSink(host, port + shift, name)
         summary = run_training(
             settings, folder=folder, sink=sinks, config_toml=plan.record, notes=plan.notes, meet=meet
         )

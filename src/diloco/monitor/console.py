@@ -139,13 +139,9 @@ class PlainConsole(_Console):
 
 
 class JsonConsole:
-    """One JSON object a line on standard error: ``time``, ``level``, ``message``, and the fields of the event.
+    """One JSON object a line on standard error: `diloco.waiting.say` with the fields of the event.
 
-    Every tenth step has a line, and each event of which a console tells. Messages of the command and reports of waits
-    are such lines too; see `diloco.waiting.say`.
-
-    Args:
-        process: the name of this process, a field of each line.
+    Every tenth step has a line, and each event of which a console tells; ``process`` is the name of this process.
     """
 
     def __init__(self, process: str, *, verbose: bool = False) -> None:

@@ -94,9 +94,6 @@ def read_lineage(path: Path) -> tuple[str, list[dict[str, Any]]]:
 def verify_lineage(folder: Path) -> tuple[str, list[str]]:
     """Rebuild who contributed what from the files of a run's replicas.
 
-    Args:
-        folder: the folder of a run, whose other replicas may have theirs in subfolders ``replica-N``.
-
     Returns:
         A table with a row for each replica, and sentences about rounds of which two files say different things.
 

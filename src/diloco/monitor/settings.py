@@ -20,8 +20,8 @@ class MonitorSettings:
     """Also print all facts and whole reasons."""
     prometheus: str | None = None
     """Port at which the run answers /metrics (for Prometheus) and /healthz (for orchestrators), on this machine alone;
-    HOST:PORT: on that interface, to everybody who reaches it. Each further process of the run on this machine takes the
-    next port. Needs pip install 'diloco[monitor]'."""
+    HOST:PORT: on that interface, to everybody who reaches it. Of several processes that one command starts, each takes
+    a further port. Needs pip install 'diloco[monitor]'."""
     sinks: Annotated[tuple[str, ...], arg(aliases=["--sinks"])] = ()
     """Further sinks: lineage, tensorboard, wandb (pip install 'diloco[monitor]'), or MODULE:NAME or FILE.py:NAME of
     your own, which takes the run folder."""
@@ -31,11 +31,7 @@ class MonitorSettings:
             self.metrics_address()
 
     def metrics_address(self) -> tuple[str, int]:
-        """Return host and port of monitor.prometheus, which must be set.
-
-        >>> MonitorSettings(prometheus="9464").metrics_address(), MonitorSettings(prometheus="[::]:1").metrics_address()
-        (('127.0.0.1', 9464), ('::', 1))
-        """
+        """Return host and port of monitor.prometheus, which must be set."""
         host, _, port = (self.prometheus or "").rpartition(":")
         if not (port.isdecimal() and port.isascii() and 0 < int(port) < 1 << 16):
             raise ConfigurationError(f"monitor.prometheus must be PORT or HOST:PORT, got {self.prometheus!r}.")

@@ -38,12 +38,7 @@ _OF_STEPS = (  # name, the field of `StepFinished`, and what it is
 
 
 class PrometheusSink:
-    """Serves the figures and the health of the run of this process until it is closed.
-
-    Args:
-        host: the address to listen at, of which port ``port``. Only requests for a name of the loopback interface are
-            answered there.
-        run: the name of the run.
+    """Serves the figures and the health of run ``run`` of this process at ``host`` and ``port`` until it is closed.
 
     Raises:
         ConfigurationError: if it can't listen there, or prometheus-client is missing.
