@@ -32,6 +32,10 @@ class Limits:
     """Ranks that are restarted after they have ended; `Network.make` makes their nodes."""
     deaf: int = 0
     """Links between two ranks on which, in one direction, nothing arrives any more."""
+    sleeps: int = 0
+    """Ranks that are suspended, so that others may take them for silent ones; they wake up by themselves."""
+    flaps: int = 0
+    """Links that break and work again at once."""
     own: Mapping[str, int] = field(default_factory=dict)
     """Further faults of a node, by the name that its ``may`` and ``suffer`` use."""
 
@@ -50,6 +54,8 @@ class Network:
     Attributes:
         ranks: all ranks.
         alive: the ranks that have not ended.
+        asleep: those of them that are suspended.
+        liar: a rank that does not do what it should, or None.
         make: returns the node of a restarted rank.
     """
 
@@ -60,7 +66,9 @@ class Network:
         self.ranks = tuple(ranks)
         self.alive = set(self.ranks)
         self._abrupt = limits.abrupt
-        self._left = {kind: getattr(limits, kind) for kind in ("ends", "machines", "cuts", "returns", "deaf")}
+        self._left = {
+            kind: getattr(limits, kind) for kind in ("ends", "machines", "cuts", "returns", "deaf", "sleeps", "flaps")
+        }
         self._own = tuple(limits.own)
         self._left |= limits.own
         self.on_the_way: dict[tuple[int, int], deque[Any]] = {pair: deque() for pair in permutations(self.alive, 2)}
@@ -69,6 +77,8 @@ class Network:
         self._cut: set[tuple[int, int]] = set()
         self._unheard: set[tuple[int, int]] = set()  # (a, b): nothing from b reaches a any more
         self._unreachable: set[int] = set()
+        self.asleep: set[int] = set()
+        self.liar: int | None = None
         self._sends_left: dict[int, int] = {}
         self._number = 0
 
@@ -101,21 +111,26 @@ class Network:
     def can(self, what: str, a: int, b: int) -> bool:
         """Return whether a message can be delivered, or the end of a connection can be noticed."""
         if what == "deliver":
-            return bool(self.on_the_way[a, b]) and b in self.alive and (b, a) in self._ends_up
-        if a not in self.alive or (a, b) not in self._ends_up:
+            return bool(self.on_the_way[a, b]) and b in self.alive - self.asleep and (b, a) in self._ends_up
+        if a not in self.alive - self.asleep or (a, b) not in self._ends_up:
             return False
         hung_up = (b, a) not in self._ends_up and (self._abrupt or not self.on_the_way[b, a])
-        return b not in self.alive or hung_up or (a, b) in self._unheard
+        return b not in self.alive or b in self.asleep or hung_up or (a, b) in self._unheard
 
     def choices(self) -> list[tuple[str, int, int]]:
         """Return what can happen next without a fault."""
         some = [pair for pair, messages in self.on_the_way.items() if messages]
         found = [("deliver", a, b) for a, b in some if self.can("deliver", a, b)]
-        return found + [("notice", a, b) for a, b in self.on_the_way if self.can("notice", a, b)]
+        found += [("notice", a, b) for a, b in self.on_the_way if self.can("notice", a, b)]
+        return found + [("wakes", rank, 0) for rank in sorted(self.asleep)]
 
     def trouble(self) -> list[tuple[str, int, int]]:
         """Return the faults that can happen next."""
         found = [(kind, rank, 0) for kind in ("ends", "machines") if self._left[kind] for rank in sorted(self.alive)]
+        if self._left["sleeps"]:
+            found += [("sleeps", rank, 0) for rank in sorted(self.alive - self.asleep)]
+        if self._left["flaps"]:
+            found += [("flaps", a, b) for a, b in sorted(self._ends_up) if a < b and (b, a) in self._ends_up]
         if self._left["cuts"]:
             pairs = [(a, b) for a, b in sorted(self._ends_up) if a < b and (a, b) not in self._cut]
             found += [("cuts", a, b) for a, b in pairs]
@@ -135,6 +150,14 @@ class Network:
         elif what == "notice":
             self.hang_up(a, b)
             self.nodes[a].lose(b, gone=b not in self.alive and b not in self._unreachable)
+        elif what == "wakes":
+            self.asleep.discard(a)
+        elif what == "sleeps":
+            self._left["sleeps"] -= 1
+            self.asleep.add(a)
+        elif what == "flaps":
+            self._left["flaps"] -= 1
+            self._flap(a, b)
         elif what == "cuts":
             self._left["cuts"] -= 1
             self._cut |= {(a, b), (b, a)}
@@ -159,6 +182,17 @@ class Network:
             if number % 6 == 0:
                 self.end(a)
 
+    def _flap(self, a: int, b: int) -> None:
+        """Replace a connection by a new one, on which nothing arrives that was sent before."""
+        for pair in ((a, b), (b, a)):
+            self.on_the_way[pair].clear()
+            self._cut.discard(pair)
+            self._unheard.discard(pair)
+            self._connections[pair] += 1
+        for one, other in ((a, b), (b, a)):
+            if one in self.alive and not (one in self._sends_left and self._sends_left[one] == 0):
+                self.nodes[one].lose(other, gone=False)
+
     def return_whole(self, rank: int) -> None:
         """Restart ``rank`` with intact links to all live ranks, and let no rank end any more."""
         self._return(rank)
@@ -166,6 +200,7 @@ class Network:
 
     def end(self, rank: int) -> None:
         self.alive.discard(rank)
+        self.asleep.discard(rank)
         for a, b in self.on_the_way:
             if a == rank:
                 self._lose_some(a, b, self._number)
@@ -176,6 +211,7 @@ class Network:
         self.alive.add(rank)
         self._sends_left.pop(rank, None)
         self._unreachable.discard(rank)
+        self.asleep.discard(rank)
         for pair, messages in self.on_the_way.items():
             if rank in pair:
                 messages.clear()
@@ -216,12 +252,12 @@ def wander(network: Network, numbers: Iterable[int], *, trouble: bool = True) ->
 
 
 def _options(network: Network) -> list[tuple[str, int, int]]:
-    return [*network.choices(), *(("act", rank, 0) for rank in sorted(network.alive))]
+    return [*network.choices(), *(("act", rank, 0) for rank in sorted(network.alive - network.asleep))]
 
 
 def _take(network: Network, what: str, a: int, b: int, number: int) -> bool:
     if what == "act":
-        return a in network.alive and network.nodes[a].act()
+        return a in network.alive - network.asleep and network.nodes[a].act()
     if what in ("deliver", "notice") and not network.can(what, a, b):
         return False
     network.happen(what, a, b, number)

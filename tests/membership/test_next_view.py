@@ -1,25 +1,17 @@
-"""The largest set of members that hear each other, compared with trying all sets."""
+"""Who stays and what follows: the largest set of members that hear each other, and the next view by their reports."""
 
 from __future__ import annotations
 
 import random
 import time
 from itertools import combinations
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.membership import (
-    Agreed,
-    NextView,
-    Policy,
-    Report,
-    View,
-    largest_set,
-    next_view,
-    staying_members,
-)
+from diloco.membership import Policy, Report, View, largest_set, next_view, staying_members
 
 PAIRS = st.sets(st.tuples(st.integers(0, 11), st.integers(0, 11)))
 
@@ -42,9 +34,11 @@ def test_it_is_the_first_of_all_sets_by_size_then_by_order(order: list[int], unh
 def test_of_a_bad_pair_the_one_goes_of_whom_more_than_could_lie_heard_nothing_lately(
     replicas: int, sayers: int, goes: int
 ) -> None:
-    said = frozenset((replica, 0) for replica in range(1, 1 + sayers))
-    report = Report(1, 0, unheard=frozenset({(3, 0)}), unsteady=said | {(0, 3), (0, 1), (0, 2)})
-    staying = staying_members(View.of(replicas), report, 1, Policy())
+    reports = [report(0, unsteady={1, 2, 3}), report(3, apart={0})]
+    reports += [report(replica, unsteady={0}) for replica in range(1, 1 + sayers) if replica != 3]
+    if sayers >= 3:
+        reports[1] = report(3, apart={0}, unsteady={0})
+    staying = staying_members(View.of(replicas), reports, range(replicas), 1, Policy())
     assert staying == tuple(replica for replica in range(replicas) if replica != goes)
 
 
@@ -68,45 +62,67 @@ def test_more_bad_pairs_than_can_be_searched_take_little_time(size: int, share: 
     assert largest_set(range(size), [pair[::-1] for pair in unheard]) == staying
 
 
-EARLIER = NextView(View(1, (0, 1, 2)), View.of(5), 1, {}, "replicas 3, 4 are lost")
-FIRST = frozenset({(0, 1, 2)})
+def report(rank: int, **said: Any) -> Report:
+    return Report(rank, 0, **{name: frozenset(each) if isinstance(each, set) else each for name, each in said.items()})
 
 
-def followed_by(names: dict[int, frozenset[tuple[int, ...]]], staying: tuple[int, ...], replicas: int = 5) -> View:
-    """Return the next view if the members ``names`` report that they were ready for `EARLIER`, with which others."""
-    lost = frozenset((member, other) for member in staying for other in range(replicas) if other not in staying)
-    reports = [
-        Report(member, 0, lost, agreed=Agreed(1, EARLIER, names[member]) if member in names else None)
-        for member in staying
-    ]
-    following = next_view(View.of(replicas), reports, staying, Policy()).view
+@pytest.mark.parametrize(
+    ("said", "members"),
+    [
+        ([{"apart": {2}}, {}], (0, 1)),
+        ([{"gone": {2}}, {"apart": {2}}], (0, 1)),
+        ([{"left": {2}}, {}], (0, 1)),
+        ([{"behind": {2}}, {"behind": {2}}], (0, 1)),
+        ([{"behind": {2}}, {}], None),  # not more than could lie
+        ([{}, {}], None),  # nobody accuses 2
+        ([{"apart": {1, 2}}, {}], None),  # 0 and 1 don't hear each other
+        ([{"apart": {2}, "joining": {7}}, {"joining": {7, 8}}], (0, 1, 7)),
+        ([{"apart": {2}, "joining": {7}}, {"joining": {7}, "apart": {7}}], (0, 1)),
+    ],
+)
+def test_members_follow_if_they_hear_each_other_and_accuse_whoever_goes(
+    said: list[dict[str, Any]], members: tuple[int, ...] | None
+) -> None:
+    reports = [report(rank, **each) for rank, each in enumerate(said)]
+    following = next_view(View.of(3), reports, (0, 1), Policy())
+    assert (following and following.view.members) == members
+
+
+@pytest.mark.parametrize(("alive", "follows"), [((), True), ((0,), True), ((0, 1), False)])
+def test_whom_the_caller_hears_has_not_ended_whatever_others_say(alive: tuple[int, ...], follows: bool) -> None:
+    said = report(0, gone={1, 2})
+    assert (next_view(View.of(3), [said], (0,), Policy(), alive) is not None) == follows
+
+
+ONE, NO = (0, 1), (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("said", "commits", "void"),
+    [
+        ([{"voted": {ONE: "a"}}, {"commits": {ONE: "a"}}], {ONE: ("a",)}, set()),
+        ([{"voted": {ONE: "a"}}, {"voted": {ONE: "a"}}], {ONE: ("a",)}, set()),
+        ([{"voted": {ONE: "a"}}, {"voted": {ONE: "b"}}], {}, set()),
+        ([{"voted": {ONE: "a"}}, {}], {}, set()),
+        ([{"commits": {ONE: "a"}}, {}], {}, set()),  # one liar claims a commit for which the other has not voted
+        ([{"voted": {ONE: "a"}, "void": {ONE, NO}}, {"voted": {ONE: "a"}}], {}, {ONE, NO}),
+        ([{"voted": {ONE: "a"}, "void": {ONE}}, {"commits": {ONE: "a"}}], {ONE: ("a",)}, set()),
+    ],
+)
+def test_a_round_is_committed_if_all_who_stay_have_voted_for_it(
+    said: list[dict[str, Any]], commits: dict[Any, Any], void: set[Any]
+) -> None:
+    reports = [report(rank, **{"gone": {2}, **each}) for rank, each in enumerate(said)]
+    following = next_view(View.of(3), reports, (0, 1), Policy())
     assert following is not None
-    return following
+    assert (following.commits, following.void) == (commits, void)
 
 
-def test_an_agreement_stands_unless_one_of_those_who_were_to_be_ready_denies_it() -> None:
-    """Also if it was taken over by a later quorum, whose members it may leave out."""
-    assert followed_by({2: FIRST}, (2, 3, 4)) == EARLIER.view
-    assert followed_by({1: FIRST, 2: FIRST}, (1, 2, 3)) == EARLIER.view
-    assert followed_by({1: FIRST}, (1, 2, 3)) == View(1, (1, 2, 3)), "2 was never ready, so nobody has adopted it"
-    assert followed_by({3: frozenset({(1, 2, 3)})}, (0, 3, 4)) == EARLIER.view
-    assert followed_by({1: FIRST | {(1, 3, 4)}}, (0, 1, 3)) == View(1, (0, 1, 3)), "denied in both"
-    assert followed_by({1: FIRST | {(1, 2, 4)}}, (0, 1, 3)) == EARLIER.view, "0 denies the first one only"
-
-
-def test_one_liar_neither_forges_an_agreement_nor_hides_one_from_members_that_would_be_enough_without_it() -> None:
-    for quorum in ((2,), (2, 3), (0, 2, 3), (0, 1, 2), (0, 1, 2, 3, 4)):
-        assert followed_by({2: frozenset({quorum})}, (1, 2, 3, 4)) == View(1, (1, 2, 3, 4)), quorum
-    everybody = frozenset({(0, 1, 2, 3, 4, 5, 6)})
-    assert followed_by({1: everybody, 2: everybody, 3: everybody}, (1, 2, 3, 4, 5), 7) == EARLIER.view
-
-
-def test_sides_that_may_both_go_on_are_bound_by_what_more_than_could_lie_have_agreed_on() -> None:
-    """Under ``go-on`` the others of an agreement continue on their own side."""
-    policy = Policy(1, split="go-on")
-    for names in (1, 2):
-        reports = [
-            Report(member, 0, agreed=Agreed(1, EARLIER, FIRST) if member < 1 + names else None) for member in (1, 2, 3)
-        ]
-        following = next_view(View.of(5), reports, (1, 2, 3), policy)
-        assert (following == EARLIER) == (names == 2)
+def test_digests_are_compared_at_each_position_of_a_replica() -> None:
+    shards = [report(rank, voted={ONE: "ab"[rank % 2]}) for rank in range(4)]
+    following = next_view(View.of(2), shards, (0, 1), Policy())
+    assert following is not None
+    assert following.commits == {ONE: ("a", "b")}
+    other = next_view(View.of(2), [*shards[:3], report(3, voted={ONE: "c"})], (0, 1), Policy())
+    assert other is not None
+    assert not other.commits

@@ -7,8 +7,10 @@ from typing import Any
 
 from diloco.membership import Policy
 from diloco.protocol import Effects, Rules
-from tests.membership.network import Limits, Network, explore
+from tests.membership.network import Limits, Network, explore, wander
 from tests.protocol.simulated_rank import LATE_S, TIMEOUT_S, Rank, weight_of
+
+MOST_TICKS = 3 * 12 * 10  # of three view changes that take as long as they may
 
 
 class Stranger:
@@ -54,8 +56,26 @@ def simulated(
 def simulate(limits: Limits, numbers: Sequence[int], *, replicas: int, **kind: Any) -> list[Rank]:
     """Return the ranks that have not ended once nothing more happens."""
     network = simulated(replicas, limits, **kind)
-    explore(network, numbers)
+    wander(network, numbers)
+    finish(network)
     return [node for rank, node in network.nodes.items() if rank in network.alive and isinstance(node, Rank)]
+
+
+def finish(network: Network) -> None:
+    """Let everything that is under way finish, also view changes that take time.
+
+    Raises:
+        AssertionError: It does not come to an end.
+    """
+    for _ in range(MOST_TICKS):
+        explore(network, [], 3000)
+        nodes = [network.nodes[number] for number in sorted(network.alive)]
+        changing = [node for node in nodes if isinstance(node, Rank) and not node.left and node.is_changing]
+        if not changing:
+            return
+        for node in changing:
+            node.fire("settle")
+    raise AssertionError("a view change takes longer than it may")
 
 
 def assert_nothing(effects: Effects) -> None:

@@ -135,6 +135,11 @@ class Rank:
         """Whether it has something pending that needs no other rank."""
         return bool(self._todo)
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether it is in a view change."""
+        return any(timer.kind == "settle" for _, timer in self.timers)
+
     def sent_of(self, kind: type[Any]) -> list[Any]:
         """Return the messages of one type that it sent."""
         return [message for message in self.sent if isinstance(message, kind)]

@@ -14,20 +14,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.errors import DivergedError
-from diloco.membership import Agreed, NextView, Report, View, Vote
+from diloco.membership import Accepted, NextView, Report, View, Vote
 from diloco.protocol import (
     MOST_SPOILT,
+    Accept,
     Adopted,
     Change,
     Excluded,
     Header,
+    Propose,
     Replaced,
     RoundVote,
     WireMessage,
+    digest_of,
     encode,
 )
 from tests.membership.network import NUMBERS, Network, explore
-from tests.protocol.simulated import begin, rank, settle, simulated
+from tests.protocol.simulated import begin, finish, rank, settle, simulated
 from tests.protocol.simulated_rank import TIMEOUT_S, Rank
 
 LATE = Excluded(0, "late")
@@ -58,7 +61,7 @@ def check_honest(network: Network, *liars: int) -> None:
 
 
 def change(liar: int, **said: Any) -> WireMessage:
-    return Change(Report(liar, 0, **said), "because I say so")
+    return Change(Report(liar, 0, **{"number": 1, **said}), "because I say so")
 
 
 def lies_about(liar: int, replicas: int) -> dict[str, list[WireMessage]]:
@@ -66,27 +69,27 @@ def lies_about(liar: int, replicas: int) -> dict[str, list[WireMessage]]:
     others = frozenset(range(replicas)) - {liar}
     view = View.of(replicas)
     alone = NextView(View(1, (liar,)), view, 1, {}, "the others are lost")
-    most = frozenset({tuple(sorted({liar, *range(replicas // 2 + 1)}))})
-    nobody = NextView(None, view, 1, {}, "no replica may continue")
     commits = {(fragment, step): "mean" for fragment in range(3) for step in range(3)}
-    pairs = frozenset((one, other) for one in others for other in range(replicas) if one != other)
+    digests = {liar: digest_of(Report(liar, 0, gone=others))}
     return {
         "all others have ended": [change(liar, gone=others)],
-        "no member hears another": [change(liar, unheard=pairs)],
-        "no other member has contributed": [change(liar, behind=frozenset((liar, other) for other in others))],
-        "all report that no other has contributed": [change(liar, behind=pairs)],
-        "all report all others as unsteady": [change(liar, unsteady=pairs)],
+        "it hears nobody": [change(liar, apart=others)],
+        "no other member has contributed": [change(liar, behind=others)],
+        "all others are unsteady": [change(liar, unsteady=others)],
         "all others leave": [change(liar, left=others, gone=others)],
         "an absent replica joins": [change(liar, joining=frozenset({99}))],
         "one of them joins": [change(liar, joining=others)],
-        "the next view was agreed on": [change(liar, agreed=Agreed(1 << 50, alone, most), ready=True)],
-        "no replica continues": [change(liar, agreed=Agreed(1 << 50, nobody, most), ready=True)],
+        "it has accepted a view of its own": [change(liar, ballot=2, accepted=Accepted(1, alone, again=True))],
+        "a far ballot": [change(liar, ballot=1 << 50)],
+        "ballot after ballot": [change(liar, ballot=number, number=number) for number in range(1, 40)],
+        "it proposes itself": [change(liar, gone=others), Propose(0, alone, digests)],
+        "it proposes itself again": [change(liar, gone=others), Propose(0, alone, {})],
+        "it has accepted something else": [change(liar), *(Accept(0, number, "else") for number in range(3))],
         "all rounds are committed": [change(liar, commits=commits)],
         "it is far ahead": [change(liar, step=1 << 50)],
         "others went on alone": [LATE, Excluded(1 << 50, "late")],
         "another process took its place": [Replaced()],
         "it has adopted a view of its own": [change(liar), Adopted(alone)],
-        "it has adopted that all stop": [change(liar), Adopted(nobody)],
     }
 
 
@@ -102,7 +105,7 @@ def test_what_one_says_of_all_others_ends_none_of_them(name: str, replicas: int,
     network = simulated(replicas)
     begin(network, *range(replicas))
     send(network, liar, *lies_about(liar, replicas)[name])
-    settle_with_time(network, liar)
+    finish(network)
     check_honest(network, liar)
     assert all(set(each.outcomes.values()) == {True} for each in honest(network, liar))
 
@@ -130,7 +133,7 @@ def test_lies_at_any_moment_make_no_two_histories(numbers: list[int], replicas: 
         ]
         lies += number % len(possible) == len(possible) - 1
         possible[number % len(possible)]()
-    settle_with_time(network, liar)
+    finish(network)
     going_on = [each for each in honest(network, liar) if not each.left]
     assert len({each.view for each in going_on}) <= 1, "two histories"
     # members may go one after the other until too few are left, see `test_of_two_members...`; those that alone received
@@ -210,7 +213,7 @@ def test_who_beats_and_never_votes_goes_after_a_rounds_time(replicas: int, liar:
     others = honest(network, liar)
     assert not any(each.outcomes for each in others)
     let_time_pass(others, "expire")
-    settle_with_time(network, liar)
+    finish(network)
     check_honest(network, liar)
     for each in others:
         assert liar not in each.view.members
@@ -240,7 +243,7 @@ def test_who_has_waited_less_than_half_of_a_rounds_time_puts_nobody_out() -> Non
     rank(network, 1).lie = withholds_votes([0, 2])
     explore(network, [])
     rank(network, 0).now_s = TIMEOUT_S / 2 - 1
-    send(network, 2, change(2, behind=frozenset({(2, 1)})))
+    send(network, 2, change(2, behind=frozenset({1})))
     explore(network, [])
     assert all(each.view.members == (0, 1, 2) for each in honest(network))
 
@@ -317,8 +320,7 @@ def test_no_votes_of_liars_make_two_histories(numbers: list[int], replicas: int,
         vote = data.draw(st.sampled_from([Vote(False, reason="no"), Vote(True, "another")]))
         rank(network, liar).lie = instead(RoundVote, to, vote=vote)
     explore(network, numbers)
-    for _ in range(6):
-        settle_with_time(network, *liars)
+    finish(network)
     others = [each for each in honest(network, *liars) if not each.left]
     assert len({each.view for each in others}) <= 1
     assert len(others) == replicas - len(liars)
@@ -334,7 +336,7 @@ def test_a_round_that_only_one_has_voted_for_is_judged_alike_by_all() -> None:
     while not rank(network, 0).sent_of(RoundVote):
         assert rank(network, 0).act()
     send(network, 3, change(3, commits={(1, 0): "x"}))
-    settle_with_time(network, 3)
+    finish(network)
     check_honest(network, 3)
     assert all(set(each.outcomes.values()) == {True} for each in honest(network, 3))
 
@@ -344,7 +346,7 @@ def test_thousands_that_one_says_want_to_join_hold_up_nobody() -> None:
     network, liar = simulated(10), 9
     begin(network, *range(10))
     send(network, liar, change(liar, joining=frozenset(range(100, 4196))))
-    settle_with_time(network, liar)
+    finish(network)
     check_honest(network, liar)
 
 
@@ -355,10 +357,10 @@ def test_what_one_says_it_has_adopted_puts_nobody_out(replicas: int) -> None:
     begin(network, *range(replicas))
     rest = tuple(each for each in range(replicas) if each != victim)
     following = NextView(View(1, rest), View.of(replicas), 2, {}, f"replica {victim} is lost")
-    send(network, liar, change(liar, unheard=frozenset({(liar, victim)})))
+    send(network, liar, change(liar, apart=frozenset({victim})))
     send(network, liar, Adopted(following), to=[0])
     send(network, liar, LATE, to=[victim])
-    settle_with_time(network, liar)
+    finish(network)
     check_honest(network, liar)
 
 
@@ -370,12 +372,12 @@ def test_what_one_says_it_has_adopted_splits_no_round(replicas: int) -> None:
     while not (voted := rank(network, 0).sent_of(RoundVote)):
         assert rank(network, 0).act()
     key, digest, before = voted[0].round, voted[0].vote.digest, View.of(replicas)
-    committed = NextView(View(1, before.members), before, 2, {key: digest}, "")
+    committed = NextView(View(1, before.members), before, 2, {key: (digest,)}, "")
     void = NextView(View(1, before.members), before, 2, {}, "", void=frozenset({key}))
     send(network, liar, change(liar))
     send(network, liar, Adopted(committed), to=[0])
     send(network, liar, Adopted(void), to=[1])
-    settle_with_time(network, liar)
+    finish(network)
     check_honest(network, liar)
 
 
@@ -387,18 +389,6 @@ def let_time_pass(ranks: Sequence[Rank], kind: str) -> None:
         for timer in [timer for _, timer in each.timers if timer.kind == kind]:
             if timer in (timers := [still for _, still in each.timers]):
                 each.suffer("timers", timers.index(timer))
-
-
-def settle_with_time(network: Network, *liars: int, times: int = 6) -> None:
-    """Let everything under way finish, and fire the ``settle`` timers of honest ranks up to ``times`` times."""
-    explore(network, [])
-    for _ in range(times):
-        waiting = [each for each in honest(network, *liars) if any(timer.kind == "settle" for _, timer in each.timers)]
-        if not waiting:
-            break
-        for each in waiting:
-            each.fire("settle")
-        explore(network, [])
 
 
 def deliver(network: Network, sender: int, receiver: int) -> None:

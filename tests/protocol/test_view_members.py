@@ -93,8 +93,7 @@ def test_whoever_finds_most_of_the_others_late_does_not_go_on_without_them(heard
         assert [rank(network, number).view.members for number in range(4)] == [(0, 1, 2, 3)] * 4
     else:
         explore(network, [])
-        words = "the others continued without replica 0: replicas 1, 2, 3 are late: no contribution to fragment 1"
-        assert rank(network, 0).left.startswith(words)
+        assert "may be continuing without replica 0, which is the smaller side" in rank(network, 0).left
         assert [rank(network, number).view.members for number in (1, 2, 3)] == [(1, 2, 3)] * 3
 
 
@@ -113,7 +112,7 @@ def test_who_has_contributed_is_late_when_it_says_nothing_more(says: str) -> Non
     mine.fire("look")
     if says == "nothing":
         late = mine.sent_of(Change)[-1]
-        assert late.report.unheard == {(0, 2)}
+        assert late.report.apart == {2}
         assert late.why == "replica 2 is late: no vote on fragment 1, outer step 0 and nothing else arrived within 5 s"
     else:
         assert not mine.sent_of(Change)

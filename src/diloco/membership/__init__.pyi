@@ -12,10 +12,9 @@ from .next_view import next_view as next_view
 from .next_view import staying_members as staying_members
 from .values import GREATEST as GREATEST
 from .values import LEAST_FRAGMENT as LEAST_FRAGMENT
-from .values import MAX_PAIRS as MAX_PAIRS
+from .values import MAX_MEMBERS as MAX_MEMBERS
 from .values import MOST_RANK as MOST_RANK
-from .values import Agreed as Agreed
-from .values import Commits as Commits
+from .values import Accepted as Accepted
 from .values import Count as Count
 from .values import Digest as Digest
 from .values import NextView as NextView
@@ -26,5 +25,5 @@ from .values import RoundKey as RoundKey
 from .values import RoundKeys as RoundKeys
 from .values import View as View
 from .values import Vote as Vote
+from .values import Votes as Votes
 from .values import Words as Words
-from .values import could_follow as could_follow

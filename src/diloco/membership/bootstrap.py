@@ -2,7 +2,7 @@
 
 Each candidate votes for the first one that it hears, and announces the vote. It can vote for another one only if the
 one that it voted for votes for that one, too, or has ended. So of all candidates one gets the votes of enough members
-of the newest view, and none of these continues or founds with others. What a candidate was ready for before still binds
+of the newest view, and none of these continues or founds with others. What a candidate had accepted before still binds
 it, as a member that nobody hears may have adopted it. A process that was started again can't vouch for the one that it
 replaces: others may have continued because that one had ended.
 """
@@ -23,7 +23,7 @@ class LastViews:
     """What a process that has lost its view has been and promised; it holds for all its searches."""
 
     last: View  # the newest view that the process was a member of
-    agreed: View | None = None  # the view after it that the process was ready for; None: none
+    agreed: View | None = None  # the view after it that the process had accepted; None: none
     vote: View | None = None  # the view of the founder that it votes for; None: it has not voted
     # rank -> the identity that it had as a member; others can't speak in its name
     identities: Mapping[int, str] = field(default_factory=dict)

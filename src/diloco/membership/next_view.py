@@ -1,16 +1,13 @@
-"""Which members of a view may continue, which of them stay, and what they adopt. Pure functions of known facts.
-
-Every survivor computes the same outcome, even if some can't hear each other.
-"""
+"""Which members of a view may continue, which of them stay, and what they adopt. Pure functions of known facts."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from diloco.membership.values import Agreed, NextView, Report, View
+from diloco.membership.values import NextView, Report, View
 
 _MAX_NAMED = 8  # members compare reasons, which are sent as strings of bounded length
 _MAX_EXACT = 16  # the most members among which `largest_set` tries all choices
@@ -109,58 +106,87 @@ def enough_without(view: View, lost: Collection[int], policy: Policy) -> bool:
     return decide(view, lost=lost, gone=(), joining=(), policy=policy).members is not None
 
 
-def staying_members(view: View, mine: Report, me: int, policy: Policy) -> tuple[int, ...]:
-    """Return the members of ``view`` that stay in the next one, in ascending order; ``me`` may not be among them.
+def staying_members(
+    view: View, reports: Collection[Report], there: Collection[int], size: int, policy: Policy
+) -> tuple[int, ...]:
+    """Return the members of ``view`` that a proposer lets stay, in ascending order.
 
     They are a largest set of members that all hear each other, without the late ones if the others are enough to
     continue. If two members don't hear each other, the one to go is a member from which more than f members
     (`byzantine_quorum`) have recently received nothing for a while, else the one that joined later.
+
+    Args:
+        view: the view that ends.
+        reports: what the ranks have reported.
+        there: the members that may stay.
+        size: the number of ranks per replica.
+        policy: decides which survivors may continue.
     """
-    there = frozenset(view.members) - mine.gone
-    if policy.split == "go-on" and me in there:
-        there = reachable_from(me, there, mine.unheard)
-    needed = byzantine_quorum(len(view.members))
-    unsteady = _accused(mine.unsteady, needed)
+    broken = {(report.rank // size, other) for report in reports for other in report.lost}
+    unsteady = _accused(view, size, {report.rank: report.unsteady for report in reports})
     order = sorted((each for each in view.order if each in there), key=lambda each: each in unsteady)
-    late = _accused(mine.behind, needed) & there
-    if late:
-        in_time = largest_set([each for each in order if each not in late], mine.unheard)
-        lost = frozenset(view.members) - frozenset(in_time)
-        if decide(view, lost=lost, gone=mine.gone, joining=(), policy=policy).members is not None:
+    late = _accused(view, size, {report.rank: report.behind for report in reports})
+    if late.intersection(there):
+        in_time = largest_set([each for each in order if each not in late], broken)
+        gone = frozenset().union(*(report.gone for report in reports))
+        if (
+            decide(view, lost={*view.members}.difference(in_time), gone=gone, joining=(), policy=policy).members
+            is not None
+        ):
             return in_time
-    return largest_set(order, mine.unheard)
+    return largest_set(order, broken)
 
 
-def next_view(view: View, reports: Sequence[Report], staying: Sequence[int], policy: Policy) -> NextView:
-    """Return what follows ``view``; the ``reports`` of all ``staying`` ranks are equal in `Report.known`.
+def next_view(
+    view: View, reports: Sequence[Report], staying: Collection[int], policy: Policy, alive: Collection[int] = ()
+) -> NextView | None:
+    """Return what follows ``view`` if ``staying`` stay, or None if they may not: a pure function of their reports.
 
-    A round that all of these ranks have voted for is committed if one of them has committed it. If members have left,
-    these may have committed it: one digest for each position in a replica is enough then, unless anyone calls it void.
+    They all hear each other, and one of them accuses whoever does not stay; of being late, more than f do
+    (`byzantine_quorum`). A round is committed if all of their ranks have voted for it, with one digest at each position
+    in a replica, and none calls it void or one has committed it.
+
+    Args:
+        view: the view that ends.
+        reports: of all ranks of these members, in ascending order of ranks.
+        staying: the members that stay.
+        policy: decides which survivors may continue.
+        alive: replicas that the caller hears, so that they have not ended, whatever a report says.
     """
-    known, lost, size = reports[0], frozenset(view.members).difference(staying), len(reports) // len(staying)
-    claims = frozenset().union(*(report.commits for report in reports))
-    void = frozenset().union(*(report.void for report in reports))
-    held = {key for key in known.held if all(key in report.held for report in reports)}
-    if known.left:
-        digests = {key: {(report.rank % size, report.held[key]) for report in reports} for key in held - void}
-        claims |= {key for key, each in digests.items() if len(each) == size}
-    commits = {key: digest for key, digest in known.held.items() if key in held & claims}
-    joining = known.joining - known.gone - {other for one, other in known.unheard if one in staying}
-    decision = decide(view, lost=lost, gone=known.gone, joining=joining, policy=policy, left=known.left)
-    if decision.members is not None:  # else others may have agreed on a different view since
-        earlier = _standing(view, reports, size, policy)
-        if earlier is not None:
-            return earlier
-    members, joined = decision.members, tuple(sorted(joining - frozenset(view.members)))
+    size, lost = len(reports) // len(staying), frozenset(view.members).difference(staying)
+
+    def union(name: str) -> frozenset[Any]:
+        return frozenset().union(*(getattr(report, name) for report in reports))
+
+    apart, gone, left = union("apart"), union("gone") | union("left"), union("left") & lost
+    late = _accused(view, size, {report.rank: report.behind for report in reports})
+    if not lost <= apart | gone | late or not (apart | gone).isdisjoint(staying):
+        return None
+    joining = frozenset.intersection(*(report.joining for report in reports)) - apart - gone - {*view.members}
+    ended = gone.difference(alive)
+    if decide(view, lost=lost, gone=ended, joining=joining, policy=policy).members is None:
+        return None
+    members, reason = decide(view, lost=lost, gone=gone, joining=joining, policy=policy, left=left)
+    assert members is not None
+    held, commits = [report.held for report in reports], union("commits")
+    digests = {key: tuple(each.get(key, "") for each in held[:size]) for key in held[0]}
+    void = union("void")
+    agreed = {
+        key: each
+        for key, each in digests.items()
+        if (key not in void or key in commits)
+        and all(key in votes and votes[key] == each[index % size] for index, votes in enumerate(held))
+    }
     return NextView(
-        view=None if members is None else view.followed_by(view.id + 1, members, joined),
+        view=view.followed_by(view.id + 1, members, sorted(joining)),
         previous=view,
         from_step=max(report.step for report in reports) + 1,
-        commits=commits,
-        reason=decision.reason,
-        joined=joined,
-        void=void - commits.keys(),
-        left=tuple(sorted(known.left)),
+        commits=agreed,
+        reason=reason,
+        joined=tuple(sorted(joining)),
+        void=void.difference(agreed),
+        left=tuple(sorted(left)),
+        silent=tuple(sorted(lost - gone)),
     )
 
 
@@ -208,61 +234,8 @@ def largest_set(members: Sequence[int], unheard: Iterable[tuple[int, int]]) -> t
     return tuple(sorted(member for member in members if chosen >> place[member] & 1))
 
 
-def reachable_from(member: int, members: Collection[int], unheard: Iterable[tuple[int, int]]) -> frozenset[int]:
-    """Return the ``members`` that ``member`` reaches directly or through others, itself included.
-
-    >>> sorted(reachable_from(0, range(4), [(0, 2), (0, 3), (1, 2), (1, 3)]))
-    [0, 1]
-    """
-    apart: dict[int, set[int]] = {}
-    for one, other in unheard:
-        apart.setdefault(one, set()).add(other)
-        apart.setdefault(other, set()).add(one)
-    left, waiting = {*members} - {member}, [member]
-    while waiting:
-        reached = left - apart.get(waiting.pop(), set())
-        left -= reached
-        waiting += reached
-    return frozenset({member, *members} - left)
-
-
-def _standing(view: View, reports: Sequence[Report], ranks_per_replica: int, policy: Policy) -> NextView | None:
-    """Return the newest earlier agreement that a member may have adopted, or None.
-
-    Whoever has adopted one had seen that all members of a quorum were ready for it. Two quorums share a member, so the
-    members that report now include at least one of those, and all of them name it. One that does not was never ready,
-    and never will be, as it knows more by now. Liars may leave their names out, so more than f names are enough as
-    well. They can also forge an agreement that no honest member denies, if they are all that the two quorums share. The
-    other members are then too few to continue without the liars, which could as well have been silent.
-    """
-    known, needed = reports[0], byzantine_quorum(len(reports))
-    # whether any two sets of members that may both continue share a member
-    one_history = policy.split == "stop" or 2 * policy.min_replicas > len(view.members)
-    named: list[dict[int, Agreed]] = []  # equal agreements by the rank that names them
-    for report in reports:
-        if (mine := report.agreed) is not None:
-            alike = next((each for each in named if next(iter(each.values())).following == mine.following), None)
-            if alike is None:
-                named.append(alike := {})
-            alike[report.rank] = mine
-
-    def stands(names: Collection[int], joined: Collection[int], quorum: Collection[int]) -> bool:
-        asked = {report.rank for report in reports if report.rank // ranks_per_replica in quorum}
-        least = min(needed, len(asked)) if one_history else needed
-        if len(asked.intersection(names)) < max(1, least):
-            return False
-        lost, left = frozenset(view.members).difference(quorum), known.left
-        return decide(view, lost=lost, gone=known.gone, joining=joined, policy=policy, left=left).members is not None
-
-    standing = [
-        max(by_rank.values(), key=lambda each: each.known)
-        for by_rank in named
-        for quorum in frozenset().union(*(each.quorums for each in by_rank.values()))
-        if stands(by_rank, next(iter(by_rank.values())).following.joined, quorum)
-    ]
-    return max(standing, key=lambda each: each.known).following if standing else None
-
-
-def _accused(pairs: Iterable[tuple[int, int]], needed: int) -> set[int]:
-    """Return the second elements that are paired with at least ``needed`` different first ones."""
-    return {each for each, times in Counter(other for _, other in pairs).items() if times >= needed}
+def _accused(view: View, size: int, accusations: Mapping[int, Collection[int]]) -> set[int]:
+    """Return the replicas that more members of ``view`` accuse than could lie; ``accusations`` are by rank."""
+    pairs = {(rank // size, each) for rank, accused in accusations.items() for each in accused}
+    counts = Counter(accused for _, accused in pairs)
+    return {each for each, count in counts.items() if count >= byzantine_quorum(len(view.members))}

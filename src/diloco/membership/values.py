@@ -6,7 +6,7 @@ The bounds of a field are part of its type: `msgspec` checks them when a value i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from msgspec import Meta
@@ -24,7 +24,7 @@ MOST_RANK = (1 << 31) - 1
 """The greatest number of a rank or a replica."""
 
 _MAX_ROUNDS = 4096  # that one member can have committed recently: two of each fragment
-MAX_MEMBERS, MAX_PAIRS = 1 << 12, 1 << 15
+MAX_MEMBERS = 1 << 12
 _MOST_WORDS = 500
 
 Count = Annotated[int, Meta(ge=0, le=GREATEST)]
@@ -36,10 +36,14 @@ RoundKeys = Annotated[frozenset[RoundKey], Meta(max_length=_MAX_ROUNDS)]
 Digest = Annotated[str, Meta(max_length=64)]  # with the bounds above, a report fits into a message of 1 MiB
 Words = Annotated[str, Meta(max_length=1 << 16)]
 """A text for users, which is made printable and cut as soon as it is part of a value."""
-Commits = Annotated[Mapping[RoundKey, Digest], Meta(max_length=_MAX_ROUNDS)]
-"""Rounds with the digests of their averages."""
-_Replicas = Annotated[frozenset[Rank], Meta(max_length=MAX_MEMBERS)]
-_Pairs = Annotated[frozenset[tuple[Rank, Rank]], Meta(max_length=MAX_PAIRS)]
+Votes = Annotated[Mapping[RoundKey, Digest], Meta(max_length=_MAX_ROUNDS)]
+"""Rounds with the digest of the average that one rank holds."""
+Commits = Annotated[
+    Mapping[RoundKey, Annotated[tuple[Digest, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]],
+    Meta(max_length=_MAX_ROUNDS),
+]
+"""Rounds with the digests of their averages, one for each position in a replica."""
+Replicas = Annotated[frozenset[Rank], Meta(max_length=MAX_MEMBERS)]
 
 
 @dataclass(frozen=True)
@@ -97,88 +101,76 @@ class Vote:
 class NextView:
     """What all staying members adopt."""
 
-    view: View | None  # None if these survivors may not continue
+    view: View
     previous: View  # the view that ended
     # one more than the last inner step that any survivor has begun to synchronise. If replicas joined, rounds sent at
     # this inner step or later belong to the next view, and earlier undecided rounds are void.
     from_step: Count
-    commits: Commits
+    commits: Commits  # the committed rounds that a survivor may not have committed itself
     reason: Words
     joined: Ranks = ()  # replicas that were not members before
     void: RoundKeys = frozenset()  # rounds that are void; `carries_over` decides about undecided ones
     left: Ranks = ()  # members of the old view that left voluntarily; ascending
+    silent: Ranks = ()  # members that were left out, and that may still be running; ascending
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reason", visible(self.reason, _MOST_WORDS))
-        if self.view is not None and self.view.id != self.previous.id + 1:
+        if self.view.id != self.previous.id + 1:
             raise ConfigurationError(f"view {self.previous.id} can't be followed by view {self.view.id}.")
+
+    @property
+    def staying(self) -> tuple[int, ...]:
+        """The members of the old view that stay."""
+        return tuple(each for each in self.view.members if each in self.previous.members)
 
     @property
     def carries_over(self) -> bool:
         """Whether rounds that are neither committed nor void continue in the next view; else they are void, too."""
-        return self.view is not None and not self.joined
+        return not self.joined
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """What a member has declared itself ready for. Others may have adopted it since."""
+class Accepted:
+    """The last proposal that a rank has accepted in a view change."""
 
-    known: Count  # how much the member knew then; of two agreements, the one with the greater number was made later
+    ballot: Count
     following: NextView
-    # the sets of members that were to be ready for it when the member was: if any member has adopted it, all of one set
-    # were. A member adds one only if others are lost after it was ready and before any has adopted the view.
-    quorums: Annotated[frozenset[Ranks], Meta(max_length=32)]
+    again: bool  # whether a proposer had taken it over from an earlier ballot
 
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's report on the end of a view."""
+    """One rank's report on the end of a view, all first-hand, and its promise to accept nothing below ``ballot``."""
 
     rank: Rank
     view_id: Count
-    # pairs of replicas of which the first can't hear the second
-    unheard: _Pairs = frozenset()
-    # pairs of replicas of which the first hears the second, and has waited too long for its contribution, or found
-    # that it spoils rounds
-    behind: _Pairs = frozenset()
-    # pairs of replicas of which the first hears the second, but recently received nothing from it for several beats
-    unsteady: _Pairs = frozenset()
-    gone: _Replicas = frozenset()  # replicas whose process is known to have ended
-    joining: _Replicas = frozenset()  # replicas that want to be members of the next view
-    left: _Replicas = frozenset()  # replicas that have announced their leaving; they are in ``gone`` as well
+    apart: Replicas = frozenset()  # replicas that the rank can't hear, or that can't hear it
+    gone: Replicas = frozenset()  # replicas whose process is known to have ended
+    left: Replicas = frozenset()  # replicas that have announced their leaving; they are in ``gone`` as well
+    # replicas that the rank hears, and for whose contribution it has waited too long, or that spoil rounds
+    behind: Replicas = frozenset()
+    unsteady: Replicas = frozenset()  # replicas that it hears, but from which it received nothing for several beats
+    joining: Replicas = frozenset()  # replicas that have asked the rank to be members of the next view
     step: Count = 0  # the number of inner steps that the rank has begun to synchronise
-    commits: Commits = field(default_factory=dict)  # the rounds that the rank has committed recently
+    commits: Votes = field(default_factory=dict)  # the rounds that it has committed recently
     void: RoundKeys = frozenset()  # the rounds that the rank has decided void recently
     # rounds that the rank has voted for and not committed; disputed ones are in ``void`` as well
-    voted: Commits = field(default_factory=dict)
-    ready: bool = False  # whether the rank holds the same report from all that are to stay
-    agreed: Agreed | None = None  # what the rank is ready for, or was before it knew more; None: nothing yet
+    voted: Votes = field(default_factory=dict)
+    ballot: Count = 0
+    number: Count = 0  # of this report among the rank's
+    accepted: Accepted | None = None
 
     @property
-    def known(self) -> tuple[frozenset[object], ...]:
-        """The part of the report in which all ranks must agree."""
-        return self.unheard, self.behind, self.unsteady, self.gone, self.joining, self.left
-
-    @property
-    def held(self) -> Commits:
+    def held(self) -> Mapping[RoundKey, Digest]:
         """The rounds that the rank has voted for, committed or not."""
         return {**self.voted, **self.commits}
 
-    def covers(self, other: Report) -> bool:
-        """Return whether this report contains everything of ``other`` in which all ranks must agree."""
-        return all(more >= less for more, less in zip(self.known, other.known, strict=True))
+    @property
+    def lost(self) -> frozenset[int]:
+        """The replicas that the rank can't hear, for whatever reason."""
+        return self.apart | self.gone
 
-
-def could_follow(following: NextView, view: View, mine: Report) -> bool:
-    """Return whether ``following`` could follow ``view``, as far as this rank knows: it lacks no unaccused member.
-
-    Args:
-        following: what another member reports as agreed or adopted.
-        view: the view that ends.
-        mine: what this rank knows.
-    """
-    if following.view is None or following.previous != view:
-        return False
-    accused = {each for pair in mine.unheard | mine.behind for each in pair} | mine.gone
-    before, after = {*view.members}, {*following.view.members}
-    return before - after <= accused and after <= before | mine.joining
+    @property
+    def content(self) -> Report:
+        """What the next view is computed from."""
+        return replace(self, ballot=0, number=0, accepted=None)

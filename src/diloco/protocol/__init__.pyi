@@ -29,7 +29,10 @@ from .suspicion import Lateness as Lateness
 from .suspicion import Loss as Loss
 from .suspicion import Pulse as Pulse
 from .suspicion import silent_ones as silent_ones
+from .view_change import ViewChange as ViewChange
+from .views import Views as Views
 from .wire import PROTOCOL_VERSION as PROTOCOL_VERSION
+from .wire import Accept as Accept
 from .wire import Adopted as Adopted
 from .wire import Beat as Beat
 from .wire import Change as Change
@@ -43,6 +46,7 @@ from .wire import Leaving as Leaving
 from .wire import Meet as Meet
 from .wire import Message as Message
 from .wire import MessageError as MessageError
+from .wire import Propose as Propose
 from .wire import Refused as Refused
 from .wire import Replaced as Replaced
 from .wire import RoundVote as RoundVote
@@ -51,4 +55,5 @@ from .wire import Store as Store
 from .wire import Welcome as Welcome
 from .wire import WireMessage as WireMessage
 from .wire import decode as decode
+from .wire import digest_of as digest_of
 from .wire import encode as encode

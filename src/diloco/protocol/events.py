@@ -62,7 +62,7 @@ class Timer(Event):
     """A timer, which is also the event that it has run out."""
 
     # ``expire``: a round, or the votes on it, have taken too long; ``look``: check which replicas keep a round waiting;
-    # ``settle``: a view change has taken too long
+    # ``settle``: look at the clock of a view change
     kind: Literal["expire", "look", "settle"]
     view_id: int  # the view in which the timer was set
     round: RoundId | None = None  # None for ``settle``

@@ -19,6 +19,7 @@ from diloco.protocol.rounds import Rounds
 from diloco.protocol.rules import Rules
 from diloco.protocol.views import Views
 from diloco.protocol.wire import (
+    Accept,
     Adopted,
     Beat,
     Change,
@@ -31,6 +32,7 @@ from diloco.protocol.wire import (
     Meet,
     Message,
     MessageError,
+    Propose,
     Refused,
     Replaced,
     RoundVote,
@@ -258,7 +260,7 @@ class Machine:
                     views.receive_parting(sender, message.reason)
             case Replaced():
                 views.receive_parting(sender, "another process has taken its place")
-            case Header() | RoundVote() | Change() | Adopted() | Leaving():
+            case Header() | RoundVote() | Change() | Propose() | Accept() | Adopted() | Leaving():
                 self._process_view_message(sender, message, connection)
 
     def _process_view_message(self, sender: int, message: ViewMessage, connection: int | None) -> None:
@@ -290,6 +292,8 @@ class Machine:
                 rounds.receive_header(sender, message)
             case RoundVote():
                 rounds.receive_vote(sender, message)
+            case Propose() | Accept():
+                views.receive_ballot(sender, message)
             case Adopted():
                 views.receive_adopted(sender, message.following)
 

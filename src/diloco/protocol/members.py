@@ -44,21 +44,20 @@ class Roster:
                 self._quiet_s[rank] = now_s
             self._heard_s[rank] = now_s
 
-    def unsteady(self, view: View, now_s: float) -> frozenset[tuple[int, int]]:
-        """Return this replica paired with each connected member of ``view`` that is quiet, or has been recently.
+    def unsteady(self, view: View, now_s: float) -> frozenset[int]:
+        """Return each connected member of ``view`` that is quiet, or has been recently.
 
         The set is empty if more than two are quiet: then this replica, or its machine, is more likely to have been
         suspended.
         """
-        mine, limit_s = self._rules.replica, self._rules.unsteady_s
-        quiet = {
+        limit_s = self._rules.unsteady_s
+        quiet = frozenset(
             self._rules.replica_of(rank)
             for rank in filter(self.is_connected, self._rules.ranks(view.members))
             if now_s - self._quiet_s.get(rank, -math.inf) < _UNSTEADY_PERIODS * limit_s
             or now_s - self._heard_s[rank] > limit_s
-        }
-        quiet.discard(mine)
-        return frozenset((mine, each) for each in quiet if len(quiet) <= _MOST_UNSTEADY)
+        ) - {self._rules.replica}
+        return quiet if len(quiet) <= _MOST_UNSTEADY else frozenset()
 
     def disconnect(self, rank: int) -> None:
         for known in (self.connections, self.addresses, self.message_counts, self._heard_s, self._quiet_s):

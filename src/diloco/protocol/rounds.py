@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from diloco.algorithm import RoundId, Uplink, Verdict, plan_round
 from diloco.errors import RoundVoidError, TransportError, ViewChangedError
 from diloco.membership import (
-    Commits,
-    NextView,
     Report,
+    RoundKey,
     RoundKeys,
     View,
     Vote,
+    Votes,
     enough_without,
     names_of,
 )
@@ -68,7 +68,7 @@ class Rounds:
         self._ranks: tuple[int, ...] = ()
         self._positions: Mapping[int, int] = {}  # rank -> its position in its replica
         self._rounds: dict[RoundId, Round] = {}
-        self._commits: Commits = {}  # the recently committed rounds of this view
+        self._commits: Votes = {}  # the recently committed rounds of this view
         self._void: RoundKeys = frozenset()  # the void ones, also of earlier views
         self._known_uplinks: dict[RoundId, tuple[Uplink, ...]] = {}  # of the members, by committed round of this view
         self._frozen_s = math.inf
@@ -107,12 +107,16 @@ class Rounds:
                 self._begin(submitted)
         self._begin_waiting()
 
-    def close(self, failure: TransportError) -> None:
-        """Take part in no more rounds. Those in flight end with ``failure``, or with an earlier failure."""
+    def close(self, failure: TransportError, commits: Container[RoundKey] = ()) -> None:
+        """Take part in no more rounds. Those in flight end with ``failure``, or with an earlier failure.
+
+        Args:
+            commits: the rounds that another member has committed.
+        """
         self.failure = self.failure or failure
         if self.view is not None:
             self.freeze()
-            self.end(None, str(failure), self.failure)
+            self.end(commits, str(failure), self.failure)
         self._begin_waiting()
 
     def submit(self, submitted: Submitted) -> None:
@@ -187,29 +191,30 @@ class Rounds:
             voted={each.key: each.votes[rank].digest for each in undecided},
         )
 
-    def end(self, following: NextView | None, reason: str, failure: TransportError | None) -> Sequence[Submitted]:
+    def end(
+        self, commits: Container[RoundKey], reason: str, failure: TransportError | None = None, *, carried: bool = False
+    ) -> Sequence[Submitted]:
         """End the view. A round that any survivor committed is committed; the others are carried over or void.
 
         Args:
-            following: what the survivors adopted; None if this rank stops by itself.
+            commits: the rounds that are committed, if this rank has voted for them.
             reason: why rounds that are not carried over are void.
             failure: why this rank takes part in no more rounds; None if it continues.
+            carried: whether undecided rounds continue in the next view.
 
         Returns:
             This rank's contributions to undecided rounds that are carried over, in the order sent.
         """
         undecided: list[tuple[float, Submitted]] = []
-        carried = failure is None and following is not None and following.carries_over
         for each in list(self._rounds.values()):
             mine = each.votes.get(self._rules.rank)
-            claimed = following is not None and each.key in following.commits
             if each.committed is not None:
                 pass
-            elif claimed and mine is not None and mine.ok:
+            elif each.key in commits and mine is not None and mine.ok:
                 self._decide(each, True, "")
-            elif claimed and each.begun is not None:
+            elif each.key in commits and each.begun is not None:
                 self._decide(each, False, _NOT_VOTED)
-            elif not carried:
+            elif failure is not None or not carried:
                 changed = ViewChangedError(f"{each.id} is void: {reason}.", round=str(each.id))
                 raised = failure if self._rules.raises(each.id) else None
                 self._decide(each, False, reason, raised or changed)

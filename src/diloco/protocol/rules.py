@@ -25,8 +25,8 @@ class Rules:
     rank: int = 0  # of this process; -1 for one that is no replica, such as a launcher
     ranks_per_replica: int = 1  # S
     heartbeat_s: float = 2.0  # the interval between two heartbeats
-    # a rank counts as lost if nothing is received from it for this long. If a view change makes no progress for this
-    # long, the replicas that hold it up are excluded
+    # a rank counts as lost if nothing is received from it for this long, or no answer in a view change for half of it;
+    # a ballot takes at most twice as long
     silence_s: float = 15.0
     # a replica counts as late if it has not contributed to a round this long after this rank, or if its vote is due and
     # it has sent nothing for this long; None: never

@@ -1,58 +1,55 @@
 """The agreement of a view's members on the next view, and on the outcome of the rounds in flight.
 
-Each member freezes: it casts no vote and decides no round of the old view any more. It reports to all others which
-members it can't hear, and which rounds it has committed, voted for, or decided void. Members join the reports that they
-receive, so those that hear each other end up knowing the same; who stays and what follows is a pure function of that
-(`diloco.membership.next_view`). A member that holds the same report from every staying member is *ready*; once all are,
-each adopts what follows. So every member of the next view hears every other one, in both directions.
+This is single-decree Paxos among the ranks of the view that ends, with a proposer that rotates. Each rank freezes: it
+casts no vote and decides no round of the old view any more. It reports to all others, first-hand, whom it can't hear,
+and which rounds it has committed, voted for, or decided void. A report is also its promise to accept nothing below its
+ballot. The proposer of a ballot names the reports of all ranks that are to stay, by digest, and what follows from them.
+Each of these recomputes that and accepts it; the others accept it as well. It is adopted once all that stay have
+accepted it. So every member of the next view hears every other one, in both directions.
 
-A member may be lost after all were ready and before all have adopted. The others then adopt the agreed view as well,
-and the view after it leaves out the lost member. For this, a ready member reports what it is ready for, and of several
-such views the one that was agreed last stands. This is Paxos with the amount of knowledge as the ballot: any two sets
-that may continue share a member, and its knowledge only grows.
+A member may be lost after it has accepted. What somebody may have adopted by then is proposed again in a later ballot,
+with the lost member in it, and adopted once a quorum of the old members has accepted it; the view after it leaves out
+the lost member.
 
-Of n members, up to f may lie, with n > 2 f (`byzantine_quorum`). Members speak only for themselves (`believed`); an
-earlier agreement stands if more than f members report it, or all that were to be ready for it and report now, and a
-late member is excluded if more than f members report it as late.
+Of n members, up to f may lie, with n > 2 f (`byzantine_quorum`). If two members don't hear each other, one of the two
+goes; so a liar can end its own membership, or that of one other member.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import NamedTuple
 
-from diloco.membership import (
-    MAX_PAIRS,
-    Agreed,
-    NextView,
-    Report,
-    View,
-    could_follow,
-    names_of,
-    next_view,
-    staying_members,
-)
+from diloco.membership import Accepted, NextView, Report, RoundKey, View, decide, next_view, staying_members
 from diloco.protocol.events import Outbox, Timer
 from diloco.protocol.members import Roster
 from diloco.protocol.rounds import Rounds
 from diloco.protocol.rules import Rules
-from diloco.protocol.wire import Change
+from diloco.protocol.wire import Accept, Adopted, Change, Propose, digest_of
 
-T = TypeVar("T")
-
-MOST_JOINERS = 32  # the most replicas that one member lets join by a change; all together, so many for each member
-_LONGEST = 4  # times `silence_s`: after that this rank waits for no answer, even if the change still makes progress
+MOST_JOINERS = 32  # the most replicas that one member lets join by a change
+MOST_AHEAD = 4096  # no rank can be as many ballots ahead as this
+_TURN = 2.0  # times `silence_s`: the time of a ballot; it grows by itself with every round of proposers
+_TICKS = 12  # how often per turn a rank looks at the clock
+_MOST_TURNS = 10  # a rank stops after so much time without a next view
 _JOIN_WINDOW = 0.2  # times `silence_s`: how long others may still join by a change that has begun
+_MOST_KEPT = 3  # reports kept per rank, as a proposal may name an earlier one
+
+
+class Stop(NamedTuple):
+    """This rank stops, as no set of members that it hears may decide."""
+
+    reason: str
+    commits: frozenset[RoundKey]  # the rounds that one of these members has committed
 
 
 class ViewChange:
     """One rank's part in the change from ``view`` to the next one. While it lasts, the rounds of the view are frozen.
 
-    This rank sends its report to all when the change begins, when it is ready, and when it has learned more. Before it
-    sends more, it waits until every staying member that had not reported as much has answered its last report. So one
-    message to each other rank combines what many have reported. Members never wait for each other in a cycle: a member
-    whose report already held as much is not waited for. `stop_waiting` ends the waiting, as a member may never answer.
+    Its owner passes on what it observes and receives, and then calls `evaluate`.
 
     Args:
         why: the reason for the change as this rank learned it.
@@ -61,297 +58,419 @@ class ViewChange:
     def __init__(self, view: View, why: str, rules: Rules, roster: Roster, rounds: Rounds, outbox: Outbox) -> None:
         self.view = view
         self.why = why
-        unsteady = roster.unsteady(view, outbox.now_s)
-        self.mine = replace(rounds.freeze(), step=rounds.step, unsteady=unsteady)  # what this rank knows
+        # what this rank knows, and its promise
+        self.mine = replace(rounds.freeze(), step=rounds.step, unsteady=roster.unsteady(view, outbox.now_s))
         self._rules = rules
         self._roster = roster
         self._rounds = rounds
         self._outbox = outbox
-        self._received: dict[int, Report] = {}  # rank -> its last report, as received
-        self._reports: dict[int, Report] = {rules.rank: self.mine}  # the same, of those that are believed as a whole
-        self._unsettled: set[int] = set()  # ranks whose last report is not yet believed as a whole
-        self._sent: Report | None = None  # the last report that this rank has sent
-        self._awaited: set[int] = set()  # ranks that are to answer before this rank sends more
-        self._stopped_waiting = False
-        self._began_s = self._news_s = outbox.now_s  # when the change began, and when it last made progress
-        self._staying: tuple[int, ...] | None = None  # the cached `staying`; None: to be computed
-        # ranks whose reports may differ from `mine`, and ranks that may not be ready. Each report is checked once when
-        # it arrives, and not again with every other report.
-        self._differing, self._unready = [*rules.ranks(view.members)], [*rules.ranks(view.members)]
-        outbox.effects.timers[Timer("settle", view.id)] = rules.silence_s / 2
-
-    @property
-    def staying(self) -> tuple[int, ...]:
-        """The members of the old view that stay, as `staying_members` decides."""
-        if self._staying is None:
-            self._staying = staying_members(self.view, self.mine, self._rules.replica, self._rules.policy)
-        return self._staying
-
-    @property
-    def is_left_out(self) -> bool:
-        """Whether this rank's replica does not stay, as far as is known."""
-        return self._rules.replica not in self.staying
+        self._ranks = rules.ranks(view.members)
+        self._unsent = True  # whether others lack what this rank has to report
+        self._reports: dict[int, Report] = {}  # rank -> its last report, as sent or received
+        self._contents: dict[int, dict[str, Report]] = {rank: {} for rank in self._ranks}  # the last ones by digest
+        self._adopted: dict[int, NextView] = {}  # rank -> what it says it has adopted
+        self._proposal: Propose | None = None  # of the current ballot, as for the next three
+        self._digest = ""  # of what is proposed
+        self._is_refused = False  # whether that does not follow from the reports that it names
+        self._accepts: dict[int, str] = {}  # rank -> the digest of what it has accepted
+        # when the first of them came though no proposal had, and when all that stay had accepted
+        self._asked_s = self._full_s = math.inf
+        self._began_s = self._ballot_s = outbox.now_s
+        self._num_ballots = 0
+        self._hurried: Counter[int] = Counter()  # by replica: how often it ended a ballot that had just begun
+        self._yielded = False
+        self._searched = 0  # the number of reports known when this rank as a proposer last searched for those that stay
+        self._num_reports = 0
+        self.tick()
 
     @property
     def accepts_joiners(self) -> bool:
         """Whether replicas may still join by this change; each one more prolongs it for all."""
-        return self._outbox.now_s - self._began_s <= _JOIN_WINDOW * self._rules.silence_s
+        return self._outbox.now_s - self._began_s <= _JOIN_WINDOW * self._rules.silence_s and self.mine.ballot == 0
 
-    def patience_s(self) -> float:
-        """Return how many more seconds to wait for a change that makes progress; 0 or less if it may be held up."""
-        until_s = min(self._news_s + self._rules.silence_s / 2, self._began_s + _LONGEST * self._rules.silence_s)
-        return until_s - self._outbox.now_s
+    def tick(self) -> None:
+        """Look at the clock, also again after a part of a turn."""
+        self._outbox.effects.timers[Timer("settle", self.view.id)] = _TURN * self._rules.silence_s / _TICKS
+        self._ticked = True
 
-    def extend(self, unheard: Collection[int] = (), behind: Collection[int] = (), **facts: Any) -> NextView | None:
-        """Add what this rank has observed. Return what to adopt now, or None.
+    # What this rank observes and receives.
 
-        Args:
-            unheard: replicas that it can't hear.
-            behind: replicas that it hears, and whose contribution it has awaited for too long.
-            facts: further fields of a `Report`.
-        """
-        before = self.mine
-        self._extend(unheard, behind, Report(before.rank, before.view_id, **facts))
-        if self.mine != before:
-            self._news_s = self._outbox.now_s
-        return self._settle()
-
-    def absorb(self, report: Report) -> NextView | None:
-        """Merge another rank's report. Return what to adopt now, or None.
-
-        A rank's own steps and rounds never change during a change, so those of its first report stand.
-        """
-        self._awaited.discard(report.rank)
-        before = self._received.get(report.rank)
-        if before is None or (before.ready, before.known) != (report.ready, report.known):
-            self._news_s = self._outbox.now_s
-        first = before or report
-        self._received[report.rank] = replace(
-            report, step=first.step, commits=first.commits, void=first.void, voted=first.voted
-        )
-        self._unsettled.add(report.rank)
-        return self._settle()
-
-    def stop_waiting(self) -> bool:
-        """Stop waiting for answers, as the change takes long; return False if there is nothing to stop."""
-        if self._stopped_waiting:
-            return False
-        self._stopped_waiting = True
-        self._send()
-        return True
-
-    def blame(self) -> frozenset[int]:
-        """Return the other replicas that keep the change from ending, which has taken too long.
-
-        They have not reported what this rank knows; if all have, they are ready for something else.
-        """
-        reports = {rank: self._reports.get(rank) for rank in self._rules.ranks(self.staying)}
-        blamed = {rank for rank, report in reports.items() if report is None or report.known != self.mine.known}
-        if not blamed and self.mine.agreed is not None:
-            following = self.mine.agreed.following
-            others = {rank: report.agreed for rank, report in reports.items() if report is not None}
-            blamed = {rank for rank, agreed in others.items() if agreed is None or agreed.following != following}
-        return frozenset(map(self._rules.replica_of, blamed)) - {self._rules.replica}
-
-    # What is known.
-
-    def _extend(self, unheard: Collection[int], behind: Collection[int], facts: Report) -> None:
-        me, ended, before = self._rules.replica, self.mine.gone, self.mine
-        pairs = frozenset((me, other) for other in unheard if other not in ended)
-        late = frozenset((me, other) for other in behind if other not in ended)
-        self._merge(replace(facts, unheard=pairs, behind=late))
-        self._advance(before)
-
-    def _merge(self, other: Report) -> None:
-        mine, members = self.mine, frozenset(self.view.members)
-        if mine.covers(other):  # true of most reports once all have been received
-            return
-        joining = _grown(mine.joining, other.joining - members, MOST_JOINERS * len(members))
-        known, left = members | joining, mine.left | (other.left & members)
-        self.mine = replace(
-            mine,
-            unheard=_grown(mine.unheard, (each for each in other.unheard if known.issuperset(each)), MAX_PAIRS),
-            behind=mine.behind | frozenset(pair for pair in other.behind if members.issuperset(pair)),
-            unsteady=mine.unsteady | frozenset(pair for pair in other.unsteady if members.issuperset(pair)),
-            gone=mine.gone | (other.gone & known) | left,
+    def extend(
+        self,
+        *,
+        apart: Collection[int] = (),
+        gone: Collection[int] = (),
+        left: Collection[int] = (),
+        behind: Collection[int] = (),
+        joining: Collection[int] = (),
+    ) -> None:
+        """Add what this rank has observed: replicas as in a `Report`. Silence is final: who is apart is never gone."""
+        before, members = self.mine, frozenset(self.view.members)
+        joining = before.joining.union(joining) - members
+        known = (members | joining) - {self._rules.replica}
+        ended = before.gone.union(known.intersection({*gone, *left}) - before.apart)
+        mine = replace(
+            before,
+            apart=before.apart.union(known.intersection(apart) - ended),
+            gone=ended,
+            left=before.left.union(ended.intersection(left)),
+            behind=before.behind.union(known.intersection(behind)),
             joining=joining,
-            left=left,
+        )
+        if mine != before:
+            self.mine, self._unsent = mine, True
+
+    def receive_report(self, report: Report) -> bool:
+        """Receive another rank's report. Return False if the rank ends ballots as no honest one does."""
+        replica, before = self._rules.replica_of(report.rank), self._reports.get(report.rank)
+        if replica in self.mine.lost or (before is not None and report.number <= before.number):
+            return True
+        self._keep(report)
+        if report.ballot > self.mine.ballot:
+            self._hurried[replica] += self._waited_s < self._turn_s / 3
+            self._raise(report.ballot)
+        # accusations by others that this rank's own observation supports
+        late = report.behind - self.mine.behind
+        late = late and late & (self._rounds.overdue() | {each for each in late if self._rounds.spoilers.may_be(each)})
+        if late or self._rules.replica in report.lost:
+            self.extend(behind=late, apart={replica} if self._rules.replica in report.lost else ())
+        return self._hurried[replica] <= 2 * len(self.view.members) + 8
+
+    def receive_proposal(self, sender: int, proposal: Propose) -> None:
+        """Receive what the proposer of a ballot proposes, which has reported that ballot before."""
+        following = proposal.following
+        if (
+            proposal.ballot == self.mine.ballot
+            and sender == self._proposer
+            and self._first not in self.mine.lost
+            and self._proposal is None
+            and following.previous == self.view
+            and following.from_step - 1 <= self._rounds.greatest_step
+        ):
+            self._set_proposal(proposal)
+
+    def receive_accept(self, sender: int, accept: Accept) -> None:
+        """Receive that a rank has accepted what is proposed in a ballot, which it has reported before."""
+        if accept.ballot == self.mine.ballot and self._rules.replica_of(sender) not in self.mine.lost:
+            self._accepts.setdefault(sender, accept.digest)
+            if self._proposal is None:
+                self._asked_s = min(self._asked_s, self._outbox.now_s)
+
+    def receive_adopted(self, sender: int, following: NextView) -> None:
+        """Receive what a rank says that it has adopted. It takes no part in this change any more."""
+        self._adopted.setdefault(sender, following)
+
+    # What follows from that.
+
+    def evaluate(self) -> NextView | Stop | None:
+        """Report, propose and accept what is due. Return what to adopt, or why to stop, or None while it is open."""
+        while True:
+            before = self.mine
+            if self._is_over():
+                self._raise(self.mine.ballot + 1)
+            self._report()
+            if (stop := self._stop()) is not None:
+                return stop
+            self._propose()
+            self._accept()
+            if (following := self._chosen()) is not None:
+                self._inform(following)
+                return following
+            if self.mine is before:
+                return None
+
+    def is_plausible(self, following: NextView) -> bool:
+        """Return whether this rank may accept or adopt what it has not computed itself.
+
+        As far as it knows, enough members stay, they and those that do not accuse each other, only replicas join that
+        have asked, and if it stays itself, only rounds are committed for which it has voted.
+        """
+        mine, size, staying = self.mine, self._rules.ranks_per_replica, {*following.staying}
+        lost = {*self.view.members} - staying
+        if following.previous != self.view or self._refusal(lost, following.joined):
+            return False
+        if mine.accepted is not None and mine.accepted.following == following:
+            return True
+        reports, held = [mine, *self._reports.values()], mine.held
+        accused = frozenset().union(*[each.lost | each.left | each.behind for each in reports])
+        accused |= {self._rules.replica_of(each.rank) for each in reports if not each.lost.isdisjoint(staying)}
+        if not lost <= accused or not frozenset().union(*[r.joining for r in reports]).issuperset(following.joined):
+            return False
+        return self._rules.replica in lost or all(
+            len(digests) == size and held.get(key) == digests[self._rules.position]
+            for key, digests in following.commits.items()
         )
 
-    def _evaluate(self) -> None:
-        """Merge the received reports, as far as this rank believes them by now.
+    # The current ballot.
 
-        What is known only grows, so a report that was believed as a whole is not evaluated again.
-        """
-        rules, rounds, before = self._rules, self._rounds, None
-        while before != self.mine:
-            before, accepted = self.mine, dict[int, Report]()
-            for rank in sorted(self._unsettled):
-                accepted[rank] = believed(
-                    self._received[rank],
-                    before,
-                    self.view,
-                    sender=rules.replica_of(rank),
-                    me=rules.replica,
-                    hears=self._hears,
-                )
-                self._reports.pop(rank, None)
-                self._merge(accepted[rank])
-            self._differing += accepted
-            self._unready += accepted
-            # a rank that is believed only partly knows something else, so it can't be ready with this one
-            self._reports |= {rank: each for rank, each in accepted.items() if each.known == self._received[rank].known}
-            self._unsettled = {rank for rank in accepted if accepted[rank] != self._received[rank]}
-            self._advance(before)
-            # accusations by others that this rank's own observation supports
-            accused = {late for _, late in self.mine.behind} - {rules.replica}
-            late = accused - {late for one, late in self.mine.behind if one == rules.replica}
-            late = late and late & (rounds.overdue() | {each for each in late if rounds.spoilers.may_be(each)})
-            unheard = {each for each in self.mine.joining - {rules.replica} if not self._roster.reaches(each)}
-            unheard -= {other for one, other in self.mine.unheard if one == rules.replica}
-            if late or unheard:
-                self._extend(unheard, late, Report(rules.rank, self.view.id))
+    @property
+    def _first(self) -> int:
+        """The replica whose first rank is the proposer."""
+        return self.view.order[self.mine.ballot % len(self.view.order)]
+
+    @property
+    def _proposer(self) -> int:
+        return self._rules.ranks((self._first,))[0]
+
+    @property
+    def _waited_s(self) -> float:
+        return self._outbox.now_s - self._ballot_s
+
+    @property
+    def _turn_s(self) -> float:
+        return _TURN * self._rules.silence_s * (1 + self._num_ballots // len(self.view.members))
+
+    def _raise(self, ballot: int) -> None:
+        self.mine, self._unsent = replace(self.mine, ballot=ballot), True
+        self._proposal, self._digest, self._is_refused, self._accepts = None, "", False, {}
+        self._asked_s = self._full_s = math.inf
+        self._ballot_s = self._outbox.now_s
+        self._num_ballots += 1
+        self._searched = 0
+
+    def _is_over(self) -> bool:
+        """Return whether this rank expects nothing more of the ballot. Whoever has held it up is apart."""
+        digests = {*self._accepts.values()} | ({self._digest} if self._proposal is not None else set())
+        replica_of, is_split = self._rules.replica_of, len(digests) > 1
+        if is_split and self._proposer == self._rules.rank:  # which has sent the same to all
+            self.extend(apart={replica_of(rank) for rank, digest in self._accepts.items() if digest != self._digest})
+        lost, waited_s, turn_s, proposal = self.mine.lost, self._waited_s, self._turn_s, self._proposal
+        staying = proposal.following.staying if proposal is not None and proposal.reports else ()
+        stays = self._rules.replica in staying
+        if waited_s >= turn_s and stays and self.mine.accepted and self.mine.accepted.ballot == self.mine.ballot:
+            self.extend(apart={replica_of(rank) for rank in self._rules.ranks(staying) if rank not in self._accepts})
+        return (
+            waited_s >= turn_s
+            or self._first in self.mine.gone
+            or (self._first in lost and (waited_s >= 0.75 * turn_s or self._all_have_lost({self._first})))
+            or (proposal is None and self._outbox.now_s - self._asked_s >= turn_s / _TICKS and self._first not in lost)
+            or (stays and not lost.isdisjoint(staying))
+            or is_split  # somebody lies, as for the next one
+            or self._is_refused
+        )
+
+    def _all_have_lost(self, replicas: Collection[int]) -> bool:
+        """Return whether all that this rank hears, but those that have adopted something, report these as lost."""
+        there = [rank for rank in self._ranks if rank not in self._adopted]
+        heard = [rank for rank in there if self._hears(self._rules.replica_of(rank))]
+        return all(rank in self._reports and self._reports[rank].lost.issuperset(replicas) for rank in heard)
+
+    # Reports.
 
     def _hears(self, replica: int) -> bool:
-        known = replica in self.view.members or replica in self.mine.joining
-        return known and (self._rules.replica, replica) not in self.mine.unheard and self._roster.reaches(replica)
+        return replica == self._rules.replica or (replica not in self.mine.lost and self._roster.reaches(replica))
 
-    # The decision.
+    def _in_doubt(self) -> bool:
+        """Return whether a member's connection has ended, and it is not known yet whether its process has."""
+        doubtful = {self._rules.replica_of(rank) for rank in self._roster.in_doubt if rank in self._roster.members}
+        return not doubtful <= self.mine.lost
 
-    def _settle(self) -> NextView | None:
-        """Return what to adopt once all staying members are ready, or once this left-out rank hears none of them."""
-        self._evaluate()
-        self._send()
-        following = self._outcome()
-        if self.is_left_out and not any(map(self._roster.is_connected, self._rules.ranks(self.staying))):
-            me, mine = self._rules.replica, self.mine
-            reason = f"{names_of(self.staying)} can't be reached and may be continuing without replica {me}"
-            following = NextView(None, self.view, mine.step + 1, mine.commits, reason, void=mine.void)
-        in_doubt = {self._rules.replica_of(rank) for rank in self._roster.in_doubt if rank in self._roster.members}
-        if following is not None and following.view is None and in_doubt - self.mine.gone:
-            return None  # a replica whose process turns out to have ended is no side that could be larger
+    def _ended(self) -> frozenset[int]:
+        """Return the members that have ended, as far as a rank says and this one does not know better."""
+        told = frozenset().union(*[report.gone | report.left for report in self._reports.values()])
+        return self.mine.gone.union(each for each in told if not self._hears(each))
+
+    def _keep(self, report: Report) -> None:
+        self._reports[report.rank], contents = report, self._contents[report.rank]
+        self._num_reports += 1
+        digest = digest_of(report.content)
+        contents.pop(digest, None)
+        contents[digest] = report
+        if len(contents) > _MOST_KEPT:
+            del contents[next(iter(contents))]
+
+    def _report(self) -> None:
+        if self._unsent:
+            self._unsent = False
+            self.mine = replace(self.mine, number=self.mine.number + 1)
+            self._keep(self.mine)
+            self._send(Change(self.mine, self.why))
+
+    def _send(self, message: Change | Propose | Accept | Adopted, but: Collection[int] = ()) -> None:
+        """Send a message to all other ranks of the view that may be running."""
+        there = self._rules.ranks(each for each in self.view.members if each not in self.mine.gone)
+        self._outbox.send((rank for rank in there if rank != self._rules.rank and rank not in but), message)
+
+    def _stop(self) -> Stop | None:
+        """Return why this rank stops, or None. It first waits until all that it hears know the same."""
+        waited_s, turn_s, members = self._outbox.now_s - self._began_s, _TURN * self._rules.silence_s, self.view.members
+        lost, reason, ticked, self._ticked = self.mine.lost.intersection(members), "", self._ticked, False
+        joining = self.mine.joining - self.mine.lost
+        if waited_s >= _MOST_TURNS * turn_s:
+            reason = f"the members did not agree on the next view within {_MOST_TURNS * turn_s:g} s"
+        elif lost and (refusal := self._refusal(lost, joining)) and not self._in_doubt():
+            reason = refusal if waited_s >= turn_s / 4 or self._all_have_lost(lost) else ""
+        elif ticked and not self._silent(self._reports) and not any(each.accepted for each in self._reports.values()):
+            # whom this rank can't hear may hear others, but no more than that
+            ended = self._ended()
+            best = self._best([each for each in members if each not in ended])
+            reason = self._refusal({*members}.difference(best), joining)
+        return Stop(reason, frozenset().union(*(each.commits for each in self._reports.values()))) if reason else None
+
+    def _refusal(self, lost: Collection[int], joining: Collection[int]) -> str:
+        """Return why the members that are not ``lost`` may not decide, or "" if they may."""
+        decision = decide(self.view, lost=lost, gone=self._ended(), joining=joining, policy=self._rules.policy)
+        return decision.reason if decision.members is None else ""
+
+    def _best(self, there: Collection[int]) -> tuple[int, ...]:
+        """Return those of ``there`` that stay at best, as far as is known."""
+        return staying_members(
+            self.view, self._reports.values(), there, self._rules.ranks_per_replica, self._rules.policy
+        )
+
+    def _silent(self, reports: Mapping[int, Report]) -> set[int]:
+        """Return the members that have reported nothing, of those that this rank has not lost."""
+        silent = {
+            self._rules.replica_of(rank) for rank in self._ranks if rank not in reports and rank not in self._adopted
+        }
+        return silent - self.mine.lost - {self._rules.replica}
+
+    def _current_reports(self) -> dict[int, Report]:
+        """Return the reports of the current ballot by the ranks that this one has not lost."""
+        ballot, lost, replica_of = self.mine.ballot, self.mine.lost, self._rules.replica_of
+        return {
+            rank: report
+            for rank, report in self._reports.items()
+            if report.ballot == ballot and replica_of(rank) not in lost
+        }
+
+    # Proposals.
+
+    def _propose(self) -> None:
+        if self._proposal is not None or self._proposer != self._rules.rank:
+            return
+        view, rules, reports = self.view, self._rules, self._current_reports()
+        if silent := self._silent(reports):
+            if self._waited_s >= self._turn_s / 4:
+                self.extend(apart=silent)
+            return
+        if (standing := self._standing(reports)) is not None:
+            self._put(Propose(self.mine.ballot, standing, {}))
+            return
+        broken = frozenset().union(*(report.lost for report in reports.values()))
+        if self._in_doubt() or (
+            len({report.joining - broken for report in reports.values()}) > 1 and self._waited_s < self._turn_s / _TICKS
+        ):
+            return
+        if self._searched == self._num_reports:
+            return
+        self._searched, ended = self._num_reports, self._ended()
+        there = {each for each in view.members if self._hears(each) and reports.keys() >= {*rules.ranks((each,))}}
+        if not self._yielded and not there.issuperset(self._best([each for each in view.members if each not in ended])):
+            self._yielded = True  # a member that hears them proposes better
+            self._raise(self.mine.ballot + 1)
+            return
+        staying = self._best(there)
+        ranks = rules.ranks(staying)
+        following = next_view(view, [reports[rank] for rank in ranks], staying, rules.policy, there) if ranks else None
+        if following is not None:
+            digests = {rank: digest_of(reports[rank].content) for rank in ranks}
+            self._put(Propose(self.mine.ballot, following, digests))
+
+    def _put(self, proposal: Propose) -> None:
+        self._set_proposal(proposal)
+        self._send(proposal)
+
+    def _set_proposal(self, proposal: Propose) -> None:
+        self._proposal, self._digest = proposal, digest_of(proposal.following)
+
+    def _standing(self, reports: Mapping[int, Report]) -> NextView | None:
+        """Return the newest proposal that somebody may have adopted, as all that could tell otherwise have reported."""
+        accepted = [report.accepted for report in reports.values() if report.accepted is not None]
+        accepted.sort(key=lambda each: each.ballot, reverse=True)
+        named = [*self._adopted.values(), *(each.following for each in accepted)]
+        return next((each for each in named if self._may_stand(each, reports)), None)
+
+    def _may_stand(self, following: NextView, reports: Mapping[int, Report]) -> bool:
+        """Return whether somebody may have adopted a proposal.
+
+        Whoever has accepted it says so, unless it is lost. All that stay had to accept it; if it was proposed again, a
+        quorum of the old members.
+        """
+        naming = {
+            rank: report.accepted.again
+            for rank, report in reports.items()
+            if report.accepted is not None and report.accepted.following == following
+        }
+        naming |= {rank: True for rank, each in self._adopted.items() if each == following}
+        denying = {self._rules.replica_of(rank) for rank in reports if rank not in naming}
+        denying = {each for each in denying if self._hears(each)}
+        if not any(naming.values()) and not denying.isdisjoint(following.staying):
+            return False
+        joining, policy = following.joined, self._rules.policy
+        return decide(self.view, lost=denying, gone=(), joining=joining, policy=policy).members is not None
+
+    def _accept(self) -> None:
+        proposal, mine, me, ballot = self._proposal, self.mine, self._rules.replica, self.mine.ballot
+        if proposal is None or (mine.accepted is not None and mine.accepted.ballot == ballot):
+            return
+        following = proposal.following
+        if mine.accepted is not None and mine.accepted.following != following and not self._may_switch(mine.accepted):
+            return
+        if proposal.reports and me in following.staying:
+            if not self._is_computed(proposal):
+                return
+        elif self._refusal({*self.view.members}.difference(following.staying), following.joined) or (
+            not proposal.reports and not self.is_plausible(following)
+        ):
+            return
+        self.mine = replace(mine, accepted=Accepted(ballot, following, again=not proposal.reports))
+        self._accepts[self._rules.rank] = self._digest
+        self._send(Accept(self.view.id, ballot, self._digest))
+
+    def _is_computed(self, proposal: Propose) -> bool:
+        """Return whether a proposal in which this rank stays follows from the reports that it names."""
+        following, rules, known = proposal.following, self._rules, self._contents
+        ranks = rules.ranks(following.staying)
+        if proposal.reports.keys() != {*ranks}:
+            return False
+        missing = [rank for rank in ranks if proposal.reports[rank] not in known[rank]]
+        if missing:
+            if self._waited_s >= self._turn_s / 3:  # they have reported something else to this rank
+                self.extend(apart={rules.replica_of(rank) for rank in missing})
+            return False
+        reports = [known[rank][proposal.reports[rank]] for rank in ranks]
+        if not all(map(self._hears, following.staying)):
+            return False
+        if next_view(self.view, reports, following.staying, rules.policy) != following:
+            self.extend(apart={self._first})
+            self._is_refused = True
+            return False
+        return not self._refusal({*self.view.members}.difference(following.staying), following.joined)
+
+    def _may_switch(self, accepted: Accepted) -> bool:
+        """Return whether nobody can have adopted what this rank has accepted, or whoever has had time to say so."""
+        if accepted.following in self._adopted.values():
+            return False
+        reports = self._current_reports()
+        if self._waited_s >= self._turn_s / 2:
+            return True
+        return not self._silent(reports) and not self._may_stand(accepted.following, reports)
+
+    def _chosen(self) -> NextView | None:
+        """Return what is proposed once it can be adopted."""
+        proposal, rules = self._proposal, self._rules
+        if proposal is None or len({*self._accepts.values()}) > 1:
+            return None
+        following = proposal.following
+        some = {rank for rank, digest in self._accepts.items() if digest == self._digest}
+        some.update(rank for rank, each in self._adopted.items() if each == following)
+        if not proposal.reports:
+            lost = {each for each in self.view.members if not some.issuperset(rules.ranks((each,)))}
+            return None if self._refusal(lost, following.joined) else following
+        if not some.issuperset(rules.ranks(following.staying)):
+            return None
+        self._full_s = min(self._full_s, self._outbox.now_s)
+        # those that hear the proposer say whether it has proposed something else to them
+        rest = {rules.replica_of(rank) for rank in self._ranks if rank not in some and not self._misses_proposals(rank)}
+        if any(map(self._hears, rest)) and self._outbox.now_s - self._full_s < self._turn_s / 3:
+            return None
         return following
 
-    def _outcome(self) -> NextView | None:
-        """Return what to adopt, or None while it is not decided.
+    def _misses_proposals(self, rank: int) -> bool:
+        return rank in self._reports and self._first in self._reports[rank].lost
 
-        That the survivors may not continue is decided as soon as they all know the same.
-        """
-        if self.mine.ready and not self._all(self._unready, lambda report: report.ready):
-            return None
-        if (alike := self._alike()) is None:
-            return None
-        following = next_view(self.view, alike, self.staying, self._rules.policy)
-        if following.view is None:
-            return following
-        same = all(report.agreed is not None and report.agreed.following == following for report in alike)
-        return following if self.mine.ready and same else None
-
-    def _advance(self, before: Report) -> None:
-        if self.mine is not before and self.mine.known != before.known:
-            self.mine = replace(self.mine, ready=False)
-            if not self._still_stay(before):
-                self._staying = None
-            self._differing, self._unready = [*self._rules.ranks(self.staying)], [*self._rules.ranks(self.staying)]
-        self._reports[self.mine.rank] = self.mine
-        if not self.mine.ready and (alike := self._alike()) is not None:
-            following = next_view(self.view, alike, self.staying, self._rules.policy)
-            if following.view is not None:
-                earlier = self.mine.agreed
-                quorums = earlier.quorums if earlier is not None and earlier.following == following else frozenset()
-                agreed = Agreed(sum(map(len, self.mine.known)), following, quorums | {self.staying})
-                self.mine = self._reports[self.mine.rank] = replace(self.mine, ready=True, agreed=agreed)
-
-    def _still_stay(self, before: Report) -> bool:
-        """Return whether nothing new speaks against the members that stayed by the knowledge ``before``."""
-        mine, stayed = self.mine, self._staying or ()
-        same = (before.gone, before.unsteady) == (mine.gone, mine.unsteady) and not mine.behind
-        apart = (pair for pair in mine.unheard - before.unheard if pair[0] in stayed and pair[1] in stayed)
-        return same and self._rules.replica in stayed and not any(apart)
-
-    def _all(self, ranks: list[int], passes: Callable[[Report], bool]) -> bool:
-        """Return whether each staying rank of ``ranks`` has a report that ``passes``; remove the ranks that pass."""
-        staying = self.staying
-        while ranks:
-            report = self._reports.get(ranks[-1])
-            if (report is None or not passes(report)) and self._rules.replica_of(ranks[-1]) in staying:
-                return False
-            ranks.pop()
-        return True
-
-    def _alike(self) -> list[Report] | None:
-        if self.is_left_out or not self._all(self._differing, lambda report: report.known == self.mine.known):
-            return None
-        return [self._reports[rank] for rank in self._rules.ranks(self.staying)]
-
-    def _send(self) -> None:
-        """Send this rank's report to all ranks that may be running, if it is new and no answers are awaited."""
-        mine, rules = self.mine, self._rules
-        if mine == self._sent:
-            return
-
-        def answers(rank: int) -> bool:
-            replica = rules.replica_of(rank)
-            return rank != rules.rank and replica in self.staying and (rules.replica, replica) not in mine.unheard
-
-        if not (mine.ready or self._stopped_waiting) and any(map(answers, self._awaited)):
-            return
-        self._sent = mine
-        others = filter(answers, rules.ranks(self.staying))
-        self._awaited = {each for each in others if each not in self._received or not self._received[each].covers(mine)}
-        there = rules.ranks(member for member in self.view.members if member not in mine.gone)
-        self._outbox.send((rank for rank in there if rank != rules.rank), Change(mine, self.why))
-
-
-def believed(report: Report, mine: Report, view: View, *, sender: int, me: int, hears: Callable[[int], bool]) -> Report:
-    """Return the part of a report that this rank believes.
-
-    Every member speaks for itself: which members it can't hear, whose contribution it awaits, that it leaves. What a
-    report says of other replicas counts only if this rank does not hear them; else it waits for their own reports, or
-    for the end of their connections. So a member that lies can only claim not to hear others; if it accuses two, it is
-    the one to go.
-
-    Args:
-        report: the report as received.
-        mine: what this rank knows already.
-        view: the view that ends.
-        sender: the replica of the report's rank.
-        me: this replica.
-        hears: whether all ranks of a replica are connected and not declared lost.
-
-    >>> lie = Report(2, 0, unheard=frozenset({(0, 1), (2, 1)}), gone=frozenset({0, 1}))
-    >>> what = believed(lie, Report(0, 0), View.of(3), sender=2, me=0, hears={1, 2}.__contains__)
-    >>> sorted(what.unheard), sorted(what.gone)
-    ([(2, 1)], [])
-    """
-    agreed = report.agreed
-    if agreed is not None and agreed.known > sum(map(len, report.known)):
-        agreed = None
-    if agreed is not None and not could_follow(agreed.following, view, mine):
-        agreed = None
-    if mine.covers(report):  # the report holds nothing new
-        return report if agreed is report.agreed else replace(report, agreed=agreed)
-
-    def may_report_on(replica: int) -> bool:
-        return replica == sender or (replica != me and not hears(replica))
-
-    def own(pairs: frozenset[tuple[int, int]], known: frozenset[tuple[int, int]]) -> frozenset[tuple[int, int]]:
-        return frozenset(pair for pair in pairs if pair in known or may_report_on(pair[0]))
-
-    left = frozenset(each for each in report.left if each in mine.left or may_report_on(each))
-    ended = mine.gone | left
-    return replace(
-        report,
-        unheard=own(report.unheard, mine.unheard),
-        behind=own(report.behind, mine.behind),
-        unsteady=own(report.unsteady, mine.unsteady),
-        gone=frozenset(each for each in report.gone if each in ended or (each != me and not hears(each))),
-        left=left,
-        agreed=agreed,
-    )
-
-
-def _grown(known: frozenset[T], more: Iterable[T], most: int) -> frozenset[T]:
-    """Return both together, or ``known`` alone if that is more than a report may hold, as no honest members say."""
-    both = known.union(more)
-    return both if len(both) <= most else known
+    def _inform(self, following: NextView) -> None:
+        """Tell the ranks that may not learn otherwise that this rank adopts what follows."""
+        assert self._proposal is not None
+        self._send(Adopted(following), but=self._accepts if self._proposal.reports else ())

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from diloco.errors import ReplicaLostError, TransportError
 from diloco.membership import (
     NextView,
+    RoundKey,
     RoundKeys,
     View,
     byzantine_quorum,
-    could_follow,
     enough_without,
     names_of,
 )
@@ -20,10 +20,12 @@ from diloco.protocol.members import Roster
 from diloco.protocol.rounds import Rounds
 from diloco.protocol.rules import Rules
 from diloco.protocol.suspicion import Loss
-from diloco.protocol.view_change import MOST_JOINERS, ViewChange
-from diloco.protocol.wire import Adopted, Change, Excluded, Leaving, Refused
+from diloco.protocol.view_change import MOST_AHEAD, MOST_JOINERS, Stop, ViewChange
+from diloco.protocol.wire import Accept, Adopted, Change, Excluded, Leaving, Propose, Refused
 
 _TRY_AGAIN = Refused("a view change is in progress")
+_MAY_BE_RUNNING = Refused("a member that was lost by silence may still be running")
+_GUARD = 3.0  # times `silence_s`: no replica joins for so long after a member was lost by silence
 
 
 class Views:
@@ -32,7 +34,7 @@ class Views:
     def __init__(self, rules: Rules, roster: Roster, rounds: Rounds, outbox: Outbox) -> None:
         self.view = View(-1, (rules.replica,))  # the current view; a joiner is not in it yet
         self.change: ViewChange | None = None  # the change to the next view, if it has begun
-        # the last view that this rank was ready for in a change, and that others may have adopted; or None
+        # the last view that this rank accepted in a change, and that others may have adopted; or None
         self._agreed: View | None = None
         # what ended the previous view, or stopped this rank; None before the first change
         self.adopted_last: NextView | None = None
@@ -47,6 +49,9 @@ class Views:
         self._said: dict[int, NextView | None] = {}
         self._asked: dict[int, set[int]] = {}  # replica -> its ranks that have asked to join
         self._ended_early: set[int] = set()  # replicas that ended before this rank was a member
+        # replicas that were left out and may be running -> until when nobody else joins: if the members end meanwhile,
+        # those replicas may continue without the joiner
+        self._estranged: dict[int, float] = {}
 
     @property
     def failure(self) -> TransportError | None:
@@ -65,8 +70,8 @@ class Views:
 
     @property
     def agreed_view(self) -> View | None:
-        """The view after `last_view` that this rank was ready for, and that others may have adopted; or None."""
-        mine = None if self.change is None else self.change.mine.agreed
+        """The view after `last_view` that this rank accepted, and that others may have adopted; or None."""
+        mine = None if self.change is None else self.change.mine.accepted
         agreed = self._agreed if mine is None else mine.following.view
         return agreed if agreed is not None and agreed.id > self.view.id else None
 
@@ -96,7 +101,6 @@ class Views:
             connections: rank -> its connection when the welcome was received; another process may have taken its place
                 since.
         """
-        assert following.view is not None
         self.view = following.view
         self._rounds.joined = following.from_step > 1  # at step 1 all replicas have the initial state
         self._rounds.from_step, self._rounds.step = following.from_step, following.from_step - 1
@@ -112,10 +116,10 @@ class Views:
             me = self._rules.replica
             self.close(TransportError(f"replica {me} left after step {step} and takes part in no more rounds."))
 
-    def close(self, failure: TransportError) -> None:
-        """Take part in no more rounds. Those in flight end with ``failure``."""
+    def close(self, failure: TransportError, commits: Container[RoundKey] = ()) -> None:
+        """Take part in no more rounds. Those in flight end with ``failure``, but for what others have committed."""
         self._end_change()
-        self._rounds.close(failure)
+        self._rounds.close(failure, commits)
         self._outbox.effects.closed = True
 
     def stop(self, why: str) -> None:
@@ -123,13 +127,10 @@ class Views:
         me = self._rules.replica
         words = f"{why} Replica {me} takes part in no more rounds; work not yet shared stays in its local parameters."
         self.close(ReplicaLostError(words, replicas=[me]))
-        for rank in self.others():
-            self._hang_up(rank)
+        self._hang_up_on(self.others())
 
     def hang_up_on_others(self) -> None:
-        for rank in self.others():
-            if self._rules.replica_of(rank) != self._rules.replica:
-                self._hang_up(rank)
+        self._hang_up_on(rank for rank in self.others() if self._rules.replica_of(rank) != self._rules.replica)
 
     # The reasons to end the current view.
 
@@ -139,7 +140,8 @@ class Views:
         Ignored if this rank takes no part in the view.
         """
         if change := self._begin_change(why):
-            self._follow(change.extend(**facts))
+            change.extend(**facts)
+            self._follow()
 
     def _begin_change(self, why: str) -> ViewChange | None:
         """Return the change to the next view, which begins now unless it has begun."""
@@ -170,10 +172,13 @@ class Views:
         if replica == self._rules.replica:
             self.stop(f"{words}.")
         else:
-            lost = frozenset({replica})
             # report all current losses together: one of them alone may look like another replica's fault
-            unheard = lost | self._roster.unreached(self.view)
-            self.end(words, unheard=unheard, gone=lost if gone else frozenset())
+            unheard = {replica, *self._unheard()}
+            self.end(words, gone={replica} if gone else (), apart=unheard - {replica} if gone else unheard)
+
+    def _unheard(self) -> frozenset[int]:
+        """Return the members that are not connected, but for those of which it is not known yet whether they ended."""
+        return self._roster.unreached(self.view) - {self._rules.replica_of(rank) for rank in self._roster.in_doubt}
 
     def handle_failed(self, failed: RoundsFailed) -> None:
         """End the view, as rounds could not take place in it."""
@@ -181,41 +186,45 @@ class Views:
             return
         enough = enough_without(self.view, failed.behind, self._rules.policy)
         if failed.anyway or failed.unheard or enough:
-            self.end(failed.reason, behind=failed.behind, unheard=failed.unheard)
+            self.end(failed.reason, behind=failed.behind, apart=failed.unheard)
 
     def settle(self, view_id: int) -> None:
-        """Push a long view change to its end: stop waiting for answers first, then exclude the replicas that obstruct
-        it."""
-        change, wait_s = self.change, self._rules.silence_s
-        if change is None or view_id != self.view.id:
-            return
-        if change.patience_s() > 0:
-            wait_s = change.patience_s()
-        elif change.stop_waiting():
-            wait_s /= 2
-        elif blamed := change.blame():
-            self.end(f"{names_of(blamed)} did not agree on the next view within {wait_s:g} s", unheard=blamed)
-        else:
-            return
-        if self.change is change:
-            self._outbox.effects.timers[Timer("settle", view_id)] = wait_s
+        """Do what is due in a view change after some time."""
+        if self.change is not None and view_id == self.view.id:
+            self.change.tick()
+            self._follow()
 
     # Messages about the current view.
 
     def receive_change(self, sender: int, received: Change) -> None:
-        last, step = self.adopted_last, received.report.step
+        """Process a member's report."""
+        last, report, replica = self.adopted_last, received.report, self._rules.replica_of(sender)
         if last is not None and received.view == last.previous.id:
             self._outbox.send([sender], Adopted(last))  # the sender is still in the view that has ended here
-        elif received.view == self.view.id and step > self._rounds.greatest_step:
-            words = f"replica {self._rules.replica_of(sender)} reports step {step}"
-            self.drop(sender, f"{words}, but no member can be past step {self._rounds.greatest_step}")
-        elif received.view == self.view.id and len(received.report.joining) > MOST_JOINERS * len(self.view.members):
-            words = (
-                f"replica {self._rules.replica_of(sender)} reports that {len(received.report.joining)} replicas join"
-            )
-            self.drop(sender, f"{words}, more than so few members admit")  # all members would have to hear of each
-        elif received.view == self.view.id and (change := self._begin_change(received.why)):
-            self._follow(change.absorb(received.report))
+        elif received.view != self.view.id:
+            pass
+        elif report.step > self._rounds.greatest_step:
+            words = f"but no member can be past step {self._rounds.greatest_step}"
+            self.drop(sender, f"replica {replica} reports step {report.step}, {words}")
+        elif len(report.joining) > MOST_JOINERS:
+            words = f"replica {replica} reports that {len(report.joining)} replicas join"
+            self.drop(sender, f"{words}, more than one member admits")
+        elif change := self._begin_change(received.why):
+            if report.ballot > change.mine.ballot + MOST_AHEAD:
+                self.drop(sender, f"replica {replica} reports ballot {report.ballot}, far ahead of the others")
+            elif not change.receive_report(report):
+                self.drop(sender, f"replica {replica} ends each ballot as soon as it has begun")
+            else:
+                self._follow()
+
+    def receive_ballot(self, sender: int, message: Propose | Accept) -> None:
+        """Process a member's proposal, or that it accepts one."""
+        if self.change is not None:
+            if isinstance(message, Propose):
+                self.change.receive_proposal(sender, message)
+            else:
+                self.change.receive_accept(sender, message)
+            self._follow()
 
     def receive_leaving(self, sender: int, leaving: Leaving) -> None:
         replica = self._rules.replica_of(sender)
@@ -230,19 +239,17 @@ class Views:
     def receive_adopted(self, sender: int, following: NextView) -> None:
         """Process a member's message that it has adopted what follows the current view.
 
-        Where that is not what this rank was ready for, it needs as many equal reports as in `receive_parting`.
+        This rank follows as soon as there are as many equal messages as in `receive_parting`.
         """
         change = self.change
-        if change is None:
-            return
-        if following.view is not None and self._rules.replica in following.view.members:
+        if change is not None and following.previous == self.view:
+            change.receive_adopted(sender, following)
             near = following.from_step - 1 <= self._rounds.greatest_step
-            if near and could_follow(following, self.view, change.mine):
-                agreed = change.mine.agreed
-                if self._has_support(sender, following) or (agreed is not None and agreed.following == following):
-                    self._adopt(following)
-        elif following.previous == self.view and self._has_support(sender):
-            self._adopt(following)
+            said = following if self._rules.replica in following.view.members else None
+            if self._has_support(sender, said) and (said is None or (near and change.is_plausible(following))):
+                self._adopt(following)
+            else:
+                self._follow()
 
     def receive_parting(self, sender: int, reason: str) -> None:
         """Process a member's report that it continues, or stops, without this replica.
@@ -287,11 +294,12 @@ class Views:
             why = self.closed_to_joiners or str(self.failure or "this replica is still joining")
             self._outbox.send([rank], Refused(why, for_good=self.failure is not None))
         elif (
-            (self.change is not None and not self.change.accepts_joiners and replica not in joining.union(members))
+            self._is_estranged(replica)
+            or (self.change is not None and not self.change.accepts_joiners and replica not in joining.union(members))
             or len(joining - {replica}) >= MOST_JOINERS
             or not connected.issuperset(self._rules.ranks(joining.union(members) - {replica}))
         ):
-            self._outbox.send([rank], _TRY_AGAIN)
+            self._outbox.send([rank], _MAY_BE_RUNNING if self._estranged else _TRY_AGAIN)
         else:
             self._ended_early.discard(replica)
             asked = self._asked.setdefault(replica, set())
@@ -303,6 +311,12 @@ class Views:
             else:
                 self._admit([replica])
 
+    def _is_estranged(self, replica: int) -> bool:
+        """Return whether a member other than ``replica`` was lost by silence so recently that nobody may join."""
+        now_s = self._outbox.now_s
+        self._estranged = {each: s for each, s in self._estranged.items() if s > now_s and each != replica}
+        return bool(self._estranged)
+
     def _admit(self, replicas: Collection[int]) -> None:
         for each in replicas:
             self._asked.pop(each)
@@ -312,48 +326,48 @@ class Views:
 
     # The next view.
 
-    def _follow(self, following: NextView | None) -> None:
-        if following is not None:
-            self._adopt(following)
+    def _follow(self) -> None:
+        """Adopt the next view, or stop, if that is decided."""
+        change = self.change
+        outcome = None if change is None else change.evaluate()
+        if isinstance(outcome, NextView):
+            self._adopt(outcome)
+        elif isinstance(outcome, Stop):
+            assert change is not None
+            lost = sorted(change.mine.lost.intersection(self.view.members))
+            words = f"{change.why}: {outcome.reason}. Committed rounds stay committed."
+            self._rounds.reason = change.why
+            self.close(ReplicaLostError(words, replicas=lost), outcome.commits)
+            self._hang_up_on(self.others())
 
     def _adopt(self, following: NextView) -> None:
         change, rounds, effects = self.change, self._rounds, self._outbox.effects
         assert change is not None
-        me, members = self._rules.replica, following.previous.members
-        if following.view is not None and me not in following.view.members:
-            self.exclude(following.reason)
+        if self._rules.replica not in following.view.members:
+            self.exclude(f"{change.why}; {following.reason}")
             return
         self._end_change()
-        staying: Collection[int] = change.staying
-        if following.view is not None:
-            staying = following.view.members
-        elif change.is_left_out:
-            staying = {me, *members} - self._roster.unreached(following.previous)
-        lost = [member for member in members if member not in staying]
-        self.adopted_last, failure = following, self._stop_error(following, lost, change.why)
+        lost = [member for member in following.previous.members if member not in following.view.members]
+        self.adopted_last, failure = following, self._stop_error(lost, change.why)
         rounds.failure = failure
         rounds.reason = reason = change.why if failure else f"{change.why}; {following.reason}"
-        carried = rounds.end(following, reason, failure)
+        carried = rounds.end(following.commits, reason, failure, carried=following.carries_over)
         effects.closed = effects.closed or failure is not None
         self._disconnect(lost, following)
-        joined: tuple[int, ...] = ()
-        if following.view is not None:
-            self.view, joined = following.view, self._rules.ranks(following.joined)
-            # they were lost after the view was agreed on, so they may not know of it
-            late = self._rules.ranks(m for m in staying if m not in change.staying)
-            self._outbox.send(late, Adopted(following))
-        effects.adopted.append((following, reason, joined))
+        self.view = following.view
+        self._estranged |= dict.fromkeys(following.silent, self._outbox.now_s + _GUARD * self._rules.silence_s)
+        effects.adopted.append((following, reason, self._rules.ranks(following.joined)))
         if following.joined:
             rounds.from_step = following.from_step
         self._open(carried, following.void)
         self._outbox.queue.append(ViewBegan(following, change.mine))
 
-    def _stop_error(self, following: NextView, lost: Sequence[int], why: str) -> ReplicaLostError | None:
+    def _stop_error(self, lost: Sequence[int], why: str) -> ReplicaLostError | None:
         """Return why this side does not continue after ``lost`` were lost, or None if it does."""
-        if following.view is not None and (self._rules.continue_without_lost or not lost):
+        if self._rules.continue_without_lost or not lost:
             return None
-        side = f"{why}: {following.reason}" if following.view is None else f"{why}; all replicas stop when one is lost"
-        return ReplicaLostError(f"{side}. Committed rounds stay committed.", replicas=lost)
+        words = f"{why}; all replicas stop when one is lost. Committed rounds stay committed."
+        return ReplicaLostError(words, replicas=lost)
 
     def _open(self, carried: Sequence[Submitted], void: RoundKeys) -> None:
         self._roster.set_members(self.view)
@@ -367,17 +381,17 @@ class Views:
         """Handle members that can't be reached and replicas that ask to join, as a view has begun."""
         mine, following, me = began.mine, began.following, self._rules.replica
         members = frozenset(self.view.members)
-        unheard, gone, left = self._roster.unreached(self.view), frozenset[int](), frozenset[int]()
+        unheard, gone, left = self._unheard(), frozenset[int](), frozenset[int]()
         if mine is None:  # what it knows of members that ended before it was one
             gone = unheard & (self._ended_early | self._roster.replaced(unheard))
         elif following is not None and self.view is following.view:  # they have no connection whose end it will notice
-            unheard |= {other for one, other in mine.unheard if one == me} & members
+            unheard |= mine.apart & members
             gone, left = mine.gone & members, mine.left & members
         else:
             unheard = frozenset()
         if unheard | gone:
             words = f"replica {me} can't reach every member of view {self.view.id}: {names_of(unheard | gone)}"
-            self.end(words, unheard=unheard, gone=gone, left=left)
+            self.end(words, apart=unheard - gone, gone=gone, left=left)
         if following is None or mine is None:
             return
         complete = [replica for replica, asked in self._asked.items() if len(asked) == self._rules.ranks_per_replica]
@@ -392,17 +406,16 @@ class Views:
     def _disconnect(self, lost: Sequence[int], following: NextView) -> None:
         for rank in self._rules.ranks(lost):
             if self._roster.is_connected(rank):
-                if (
-                    following.view is not None and self._rules.replica_of(rank) not in following.left
-                ):  # a replica that left knows
+                if self._rules.replica_of(rank) not in following.left:  # a replica that left knows
                     self._outbox.send([rank], Excluded(following.previous.id, self._rounds.reason))
-                self._hang_up(rank)
+                self._hang_up_on([rank])
             self._roster.members.pop(rank, None)
 
-    def _hang_up(self, rank: int) -> None:
-        if rank in self._roster.connections:
-            self._roster.disconnect(rank)
-            self._outbox.effects.hang_ups.append(rank)
+    def _hang_up_on(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if rank in self._roster.connections:
+                self._roster.disconnect(rank)
+                self._outbox.effects.hang_ups.append(rank)
 
     def validate(self) -> None:
         """Assert what holds between two events, for tests."""

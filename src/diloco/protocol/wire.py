@@ -8,18 +8,21 @@ is allocated. What depends on the state, such as how far ahead a round can be, t
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import is_dataclass
 from functools import lru_cache
+from hashlib import blake2b
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
 from diloco.algorithm import UNKNOWN_UPLINK, RoundId, Uplink
-from diloco.membership import Count, Digest, NextView, Rank, Ranks, Report, RoundKey, Vote, Words
+from diloco.membership import MAX_MEMBERS, Count, Digest, NextView, Rank, Ranks, Report, RoundKey, Vote, Words
 from diloco.protocol.registry import Entry
 from diloco.units import visible
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 """The version of the protocol, raised whenever a replica of the previous version would misread this one's messages."""
 
 _MOST_WORDS = 500
@@ -46,6 +49,19 @@ _ENCODER = msgspec.msgpack.Encoder()
 def encode(message: object) -> bytes:
     """Return a message, or a part of one, as bytes."""
     return _ENCODER.encode(message)
+
+
+def digest_of(value: Report | NextView) -> str:
+    """Return a digest that is equal for equal values."""
+
+    def ordered(part: object) -> object:
+        if is_dataclass(part):
+            return [ordered(each) for each in vars(part).values()]
+        if isinstance(part, Mapping):
+            return sorted(part.items())
+        return sorted(part) if isinstance(part, frozenset) else part
+
+    return blake2b(repr(ordered(value)).encode(), digest_size=16).hexdigest()
 
 
 def decode(data: bytes, expected: Any) -> Any:
@@ -105,10 +121,6 @@ class Welcome(WireMessage):
 
     following: NextView
     note: Annotated[bytes, Meta(max_length=1 << 18)] = b""  # from the sender's owner to the receiver's
-
-    def __post_init__(self) -> None:
-        if self.following.view is None:
-            raise ValueError("the welcome names a view without members")
 
 
 class Refused(WireMessage):
@@ -215,6 +227,29 @@ class Change(WireMessage):
         return self.report.view_id
 
 
+class Propose(WireMessage):
+    """What is to follow a view, by the proposer of a ballot."""
+
+    ballot: Count
+    following: NextView
+    # the digests of the reports of all staying ranks, from which it was computed; empty: a proposal of an earlier
+    # ballot that some members may have adopted
+    reports: Annotated[Mapping[Rank, Digest], Meta(max_length=MAX_MEMBERS)]
+
+    @property
+    def view(self) -> int:
+        """The view that ends."""
+        return self.following.previous.id
+
+
+class Accept(WireMessage):
+    """The sender has accepted the proposal of a ballot."""
+
+    view: Count
+    ballot: Count
+    digest: Digest  # of what is to follow
+
+
 class Adopted(WireMessage):
     """What followed a view, for a rank that is still in it."""
 
@@ -233,7 +268,7 @@ class Leaving(WireMessage):
     step: Count
 
 
-ViewMessage = Header | RoundVote | Change | Adopted | Leaving
+ViewMessage = Header | RoundVote | Change | Propose | Accept | Adopted | Leaving
 """Messages about a view."""
 
 Message = (

@@ -384,18 +384,17 @@ class PeerFleet(Fleet):
         """Record an adopted view, divide the data again, and return the welcome note for the replicas that join it."""
         view = following.view
         with self._changed:
-            if view is not None:
-                if self.elastic:
-                    shares = self.shares.following(
-                        following.from_step - 1,
-                        view.members,
-                        joined=following.joined,
-                        margin=self.meeting.margin if self.begun else 0,  # no replica trains before the run begins
-                        batch_size=self.meeting.batch_size,
-                    )
-                    self._share(shares, len(view.members))
-                self._news.append(dataclasses.replace(following, reason=self.transport.reason))
-            lacks = self.gathering and view is not None and not self._enough(view)
+            if self.elastic:
+                shares = self.shares.following(
+                    following.from_step - 1,
+                    view.members,
+                    joined=following.joined,
+                    margin=self.meeting.margin if self.begun else 0,  # no replica trains before the run begins
+                    batch_size=self.meeting.batch_size,
+                )
+                self._share(shares, len(view.members))
+            self._news.append(dataclasses.replace(following, reason=self.transport.reason))
+            lacks = self.gathering and not self._enough(view)
             self._changed.notify_all()
             gathers = self._lost_view.members if lacks and self._lost_view else ()
             return WelcomeNote(gathers, self.begun, self.shares) if self.elastic else WelcomeNote(gathers)

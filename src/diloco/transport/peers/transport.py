@@ -318,7 +318,6 @@ class PeerTransport(Transport):
         message, connections = welcome
         assert isinstance(message, Welcome)
         following = message.following
-        assert following.view is not None
         self.view, self.welcome_note = following.view, message.note
         self.connections.post(self.connections.trust, self.rules.ranks(self.view.members))
         self._call(events.Enter(following, connections))
@@ -505,7 +504,7 @@ class PeerTransport(Transport):
         self._contributed.resolve(round_id, outcome)
 
     def _adopt(self, following: NextView, reason: str, joined: Sequence[int]) -> None:
-        self.view, self.reason = following.view or self.view, reason
+        self.view, self.reason = following.view, reason
         self.connections.trust(self.rules.ranks(self.view.members))
         note = self.on_change(following) or b""
         for rank in joined:

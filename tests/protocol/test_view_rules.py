@@ -1,0 +1,368 @@
+"""Each rule of a view change has a network in which leaving it out makes two histories, or ends an honest member."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import permutations, product
+from typing import Any
+
+import pytest
+
+from diloco.membership import NextView, Policy, Report, View, next_view
+from diloco.protocol import (
+    Accept,
+    Adopted,
+    Change,
+    Message,
+    Propose,
+    RoundVote,
+    ViewChange,
+    Views,
+    WireMessage,
+    decode,
+    digest_of,
+    encode,
+)
+from tests.membership.network import Limits, Network
+from tests.protocol.simulated import begin, finish, rank, simulated
+from tests.protocol.simulated_rank import LATE_S, Rank
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def no_promise(patch: pytest.MonkeyPatch) -> None:
+    """A report binds nobody: its sender still accepts what an earlier ballot proposes."""
+    receive, propose = ViewChange.receive_report, ViewChange.receive_proposal
+
+    def receive_proposal(self: ViewChange, sender: int, proposal: Any) -> None:
+        if proposal.ballot > self.mine.ballot:
+            self._raise(proposal.ballot)
+        propose(self, sender, proposal)
+
+    def current(self: ViewChange) -> Any:
+        return {
+            rank: each for rank, each in self._reports.items() if self._rules.replica_of(rank) not in self.mine.lost
+        }
+
+    patch.setattr(ViewChange, "receive_report", lambda self, report: receive(self, replace(report, ballot=0)))
+    patch.setattr(ViewChange, "receive_proposal", receive_proposal)
+    patch.setattr(ViewChange, "_current_reports", current)
+
+
+def nothing_stands(patch: pytest.MonkeyPatch) -> None:
+    """A proposer does not take over what somebody may have adopted."""
+    patch.setattr(ViewChange, "_standing", lambda self, reports: None)
+    patch.setattr(ViewChange, "_may_switch", lambda self, accepted: True)
+
+
+def enough_accept(patch: pytest.MonkeyPatch) -> None:
+    """A new proposal is adopted once a quorum has accepted it, and not all that stay."""
+    chosen = ViewChange._chosen
+
+    def without_reports(self: ViewChange) -> Any:
+        proposal = self._proposal
+        if proposal is not None:
+            self._proposal = type(proposal)(proposal.ballot, proposal.following, {})
+        following = chosen(self)
+        self._proposal = proposal
+        return following
+
+    patch.setattr(ViewChange, "_chosen", without_reports)
+
+
+def no_quorum(patch: pytest.MonkeyPatch) -> None:
+    """What is proposed again is adopted by any number of members."""
+    patch.setattr(ViewChange, "_refusal", lambda self, lost, joining: "")
+
+
+def silence_ends(patch: pytest.MonkeyPatch) -> None:
+    """Who was silent counts as ended once its end is seen."""
+    extend = ViewChange.extend
+
+    def later(self: ViewChange, *, gone: Any = (), **more: Any) -> None:
+        self.mine = replace(self.mine, apart=self.mine.apart.difference(gone))
+        extend(self, gone=gone, **more)
+
+    patch.setattr(ViewChange, "extend", later)
+
+
+def no_guard(patch: pytest.MonkeyPatch) -> None:
+    """Others join right after a member was lost by silence."""
+    patch.setattr(Views, "_is_estranged", lambda self, replica: False)
+
+
+def two_digests(patch: pytest.MonkeyPatch) -> None:
+    """What others have accepted in the same ballot is no reason to wait."""
+    receive = ViewChange.receive_accept
+
+    def receive_accept(self: ViewChange, sender: int, accept: Accept) -> None:
+        if self._proposal is not None and accept.digest == self._digest:
+            receive(self, sender, accept)
+
+    patch.setattr(ViewChange, "receive_accept", receive_accept)
+    patch.setattr(ViewChange, "_misses_proposals", lambda self, rank: True)
+
+
+def unchecked(patch: pytest.MonkeyPatch) -> None:
+    """Who stays does not compute again what is proposed."""
+    patch.setattr(ViewChange, "_is_computed", lambda self, proposal: True)
+
+
+# Networks.
+
+
+class Scene:
+    """A network in which the test says what happens, of five members and a rank that may join."""
+
+    def __init__(self) -> None:
+        self.network = network = simulated(5, Limits(cuts=99, deaf=99, ends=99, returns=1), strangers=1)
+        network.end(5)
+        begin(network, *range(5))
+
+    def cut(self, one: int, *others: int, lost: bool = False) -> None:
+        """Cut links, of which both ends learn; what is in transit gets lost, or still arrives before."""
+        for other in others:
+            self.network.happen("cuts", one, other, 0)
+            for pair in ((one, other), (other, one)):
+                if lost:
+                    self.network.on_the_way[pair].clear()
+
+    def notice(self, one: int, *others: int) -> None:
+        for other in others:
+            self.network.happen("notice", one, other, 0)
+
+    def spread(self, *kinds: type, between: Iterable[int] = range(5)) -> None:
+        """Deliver all that is sent between these ranks up to the first message of another kind on each link."""
+        network, pairs = self.network, list(permutations(between, 2))
+        while any([self._next(network, *pair, kinds) for pair in pairs]):
+            pass
+
+    def _next(self, network: Network, sender: int, receiver: int, kinds: tuple[type, ...]) -> bool:
+        waiting = network.on_the_way[sender, receiver]
+        if not network.can("deliver", sender, receiver) or not isinstance(decode(waiting[0], Message), kinds):
+            return False
+        network.happen("deliver", sender, receiver, 0)
+        return True
+
+    def give(self, sender: int, *receivers: int) -> None:
+        """Deliver all that is in transit from one rank to others."""
+        for receiver in receivers:
+            while self.network.can("deliver", sender, receiver):
+                self.network.happen("deliver", sender, receiver, 0)
+
+    def leave_out(self, staying: Iterable[int], *others: int) -> None:
+        """Let these members agree on the next view, of which the others hear nothing."""
+        self.spread(Change, Propose, Accept, between=staying)
+        assert {rank(self.network, each).view.members for each in staying} == {tuple(staying)}
+        for pair in product(staying, others):
+            self.network.on_the_way[pair].clear()
+
+    def join(self, members: Iterable[int], *others: int) -> None:
+        """Let a replica ask these members to join, which is not connected to the others."""
+        self.network.happen("returns", 5, 0, 0)
+        for other in others:
+            self.network.hang_up(other, 5)
+            self.network.hang_up(5, other)
+        for _ in range(40):
+            for each in (*members, 5):
+                rank(self.network, each).act()
+            self.spread(WireMessage, between=(*members, 5))
+
+    def time_passes(self, number: int, seconds: float) -> None:
+        """Let a rank look at its clock after some time."""
+        rank(self.network, number).now_s += seconds
+        rank(self.network, number).fire("settle")
+
+
+TURN_S = 2 * LATE_S
+
+
+def late_proposal() -> Scene:
+    """A proposal reaches two of those that stay after they have reported the next ballot."""
+    scene = Scene()
+    scene.cut(0, 1)
+    scene.notice(0, 1)
+    scene.notice(1, 0)
+    scene.spread(Change)
+    scene.give(0, 2)  # its proposal, without 1; 2 accepts it
+    scene.cut(0, 2)
+    scene.notice(2, 0)
+    scene.give(2, 1)
+    scene.time_passes(1, TURN_S)
+    scene.spread(Change, Accept, between=(1, 2, 3, 4))
+    scene.give(0, 3, 4)
+    scene.cut(0, 3, 4)
+    for each in (2, 3, 4):
+        scene.give(each, 0)
+    return scene
+
+
+def adopted_by_one() -> Scene:
+    """One member adopts what all that stay have accepted, and nobody else hears of it."""
+    scene = Scene()
+    scene.cut(0, 4)
+    scene.notice(0, 4)
+    scene.notice(4, 0)
+    scene.spread(Change)
+    scene.give(0, 1, 2, 3)
+    for each in (1, 2, 3):
+        scene.give(each, 0)
+    scene.cut(0, 1, 2, 3, lost=True)
+    for each in (1, 2, 3):
+        scene.notice(each, 0)
+    return scene
+
+
+def accepted_by_most() -> Scene:
+    """All that stay but one have accepted a proposal when its proposer is cut off."""
+    scene = Scene()
+    scene.cut(0, 4)
+    scene.notice(0, 4)
+    scene.notice(4, 0)
+    scene.spread(Change)
+    scene.give(0, 1, 2)
+    for each in (1, 2):
+        scene.give(each, 0)
+    scene.cut(0, 1, 2, 3, lost=True)
+    for each in (1, 2, 3):
+        scene.notice(each, 0)
+    return scene
+
+
+def accepted_by_one() -> Scene:
+    """Only the proposer has accepted its proposal when it is cut off."""
+    scene = Scene()
+    scene.cut(0, 4)
+    scene.notice(0, 4)
+    scene.notice(4, 0)
+    scene.spread(Change)
+    scene.cut(0, 1, 2, 3, lost=True)
+    for each in (1, 2, 3):
+        scene.notice(each, 0)
+    return scene
+
+
+def ended_after_silence() -> Scene:
+    """Two don't hear two others, which continue with the fifth and a joiner. All three end, and the two see that."""
+    scene = Scene()
+    for one in (0, 1):
+        scene.cut(one, 3, 4)
+        for other in (3, 4):
+            scene.notice(one, other)
+            scene.notice(other, one)
+    scene.spread(Change)
+    scene.leave_out((0, 1, 2), 3, 4)
+    for each in (0, 1, 2):
+        rank(scene.network, each).now_s += 10 * LATE_S
+    scene.join((0, 1, 2), 3, 4)
+    assert rank(scene.network, 5).view.members == (0, 1, 2, 5)
+    for each in (0, 1, 2):
+        scene.network.happen("ends", each, 0, 0)
+    for other in (3, 4):
+        for each in (0, 1):
+            rank(scene.network, other).lose(each, gone=True)
+    return scene
+
+
+def joined_after_silence() -> Scene:
+    """Four don't hear the fifth, which hears them. A replica asks to join, the four end, and the others see that."""
+    scene = Scene()
+    for each in range(4):
+        scene.network.happen("deaf", each, 4, 0)
+        scene.notice(each, 4)
+    scene.leave_out(range(4), 4)
+    scene.join(range(4), 4)
+    for each in range(4):
+        scene.network.happen("ends", each, 0, 0)
+    return scene
+
+
+def two_proposals() -> Scene:
+    """The proposer lies: it proposes to two members that they continue with it alone, and to two others the same."""
+    scene = Scene()
+    network, view = scene.network, View.of(5)
+    liar, sides = rank(network, 0), {1: (1, 2), 2: (1, 2), 3: (3, 4), 4: (3, 4)}
+    liar.lie = lambda receiver, message: [] if isinstance(message, Change | Propose | Accept | Adopted) else [message]
+    for each in (1, 2, 3, 4):
+        rank(network, each).machine.views.end("it begins")
+    for receiver, side in sides.items():
+        others = frozenset(range(1, 5)).difference(side)
+        network.send(0, receiver, encode(Change(Report(0, 0, apart=others, number=1), "a lie")))
+    scene.spread(Change)
+    for receiver, side in sides.items():
+        others = frozenset(range(1, 5)).difference(side)
+        reports = [Report(0, 0, apart=others, number=1), *(change_of(network, each).mine for each in side)]
+        following = next_view(view, reports, (0, *side), Policy())
+        assert following is not None
+        digests = {each.rank: digest_of(each.content) for each in reports}
+        network.send(0, receiver, encode(Propose(0, following, digests)))
+        network.send(0, receiver, encode(Accept(0, 0, digest_of(following))))
+    return scene
+
+
+def false_commit() -> Scene:
+    """The proposer lies: it proposes to all that a round is committed for which only some have voted."""
+    scene = Scene()
+    network, view = scene.network, View.of(5)
+    while not (votes := rank(network, 1).sent_of(RoundVote)):
+        assert rank(network, 1).act()
+    rank(network, 0).lie = lambda receiver, message: []
+    for each in (1, 2, 3, 4):
+        rank(network, each).machine.views.end("it begins")
+    liar = Report(0, 0, number=1)
+    reports = [liar, *(change_of(network, each).mine for each in (1, 2, 3, 4))]
+    following = next_view(view, reports, view.members, Policy())
+    assert following is not None
+    following = replace(following, commits={votes[0].round: (votes[0].vote.digest,)}, void=frozenset())
+    digests = {each.rank: digest_of(each.content) for each in reports}
+    for receiver in (1, 2, 3, 4):
+        for message in (Change(liar, ""), Propose(0, following, digests), Accept(0, 0, digest_of(following))):
+            network.send(0, receiver, encode(message))
+    network.liar = 0
+    return scene
+
+
+def change_of(network: Network, number: int) -> ViewChange:
+    change = rank(network, number).machine.views.change
+    assert change is not None
+    return change
+
+
+def violation(network: Network) -> str:
+    """Let everything finish, and return what is wrong."""
+    finish(network)
+    nodes = [rank(network, each) for each in sorted(network.alive - {network.liar})]
+    adopted: dict[View, NextView] = {}
+    for each in (each for node in nodes for each in node.changes):
+        if adopted.setdefault(each.previous, each) != each:
+            return "two values"
+    going_on = [node for node in nodes if not node.left and node.machine.views.is_member]
+    if len({node.view for node in going_on}) > 1:
+        return "two histories"
+    for step in range(1, Rank.STEPS + 1):
+        if len({node.outcomes[step] for node in going_on if step in node.outcomes}) > 1:
+            return "a round is applied by some"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("scene", "without", "wrong"),
+    [
+        (late_proposal, no_promise, "two values"),
+        (adopted_by_one, nothing_stands, "two values"),
+        (accepted_by_most, enough_accept, "two values"),
+        (accepted_by_one, no_quorum, "two values"),
+        (ended_after_silence, silence_ends, "two histories"),
+        (joined_after_silence, no_guard, "two histories"),
+        (two_proposals, two_digests, "two values"),
+        (false_commit, unchecked, "a round is applied by some"),
+    ],
+    ids=lambda part: part if isinstance(part, str) else part.__name__,
+)
+def test_no_rule_can_be_left_out(
+    scene: Callable[[], Scene], without: Patch, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not violation(scene().network)
+    without(monkeypatch)
+    assert violation(scene().network) == wrong
