@@ -1,9 +1,7 @@
 """A signed record of who contributed what: ``lineage.jsonl`` of each process, and its verification.
 
-Each line is ``{"entry": ..., "signature": ...}``. An entry has the digest of the line before, so that none can be left
-out or inserted, and the signature is that of the key whose public half the first line has. A start says at which step;
-it supersedes the rounds after that step. A round has what its replica saw and gave: view, contributors, its own weight,
-the sum of all weights, and the digest of the state to which all contributions belonged.
+An entry has the digest of the line before, so that none can be left out or inserted; the first one has the public key
+of all signatures. A start supersedes the rounds after its step. A round has what its replica saw and gave.
 """
 
 from __future__ import annotations

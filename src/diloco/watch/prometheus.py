@@ -38,11 +38,7 @@ _OF_STEPS = (  # name, the field of `StepFinished`, and what it is
 
 
 class PrometheusSink:
-    """Serves the figures and the health of run ``run`` of this process at ``host`` and ``port`` until it is closed.
-
-    Raises:
-        ConfigurationError: if it can't listen there, or prometheus-client is missing.
-    """
+    """Serves the figures and the health of run ``run`` of this process at ``host`` and ``port`` until it is closed."""
 
     silent_s = SILENT_S  # a process is not training after so much silence, which is also at least ten steps
     lost_s = 900.0  # silence without a known wait after which it is lost; a round takes 10 min at most

@@ -78,9 +78,6 @@ class LocalServer(ThreadingTCPServer):
             another site can't read this one through a host name that resolves to this address (DNS rebinding).
         port: the port to listen at; 0 for any.
         handler: the class of its answers.
-
-    Raises:
-        OSError: if it can't listen there.
     """
 
     allow_reuse_address = True
