@@ -76,9 +76,9 @@ def more_trouble(replicas: int, seed: int) -> Network:
 
 
 def with_liar(replicas: int, seed: int) -> Network:
-    """Let one member lie in a view change; nothing else happens meanwhile but slow messages and members that leave."""
+    """Let one member lie in a view change; nothing else happens meanwhile but slow messages."""
     chance = random.Random(seed)
-    network = simulated(replicas, Limits(own={"leaves": chance.randrange(2)} if replicas > 4 else {}))
+    network = simulated(replicas)
     liar = rank(network, chance.randrange(replicas))
     network.liar = liar.rank
     liar.lie = lies_of(liar, chance)
