@@ -117,6 +117,15 @@ def test_all_stop_after_the_last_step_that_one_of_them_has_begun(groups: Groups)
     assert set(agreed) == {max(taken)}
 
 
+def test_all_stop_even_if_one_of_them_has_begun_no_step(groups: Groups) -> None:
+    first, second = (each.roll for each in groups.meet(2))
+    assert first.stop_step(0) is None
+    first.ask_to_stop()
+    answers = map(first.stop_step, itertools.repeat(0))
+    assert in_thread(lambda: next(last for last in answers if last is not None), "stopping").result(20.0) == 1
+    assert second.stop_step(0) == 1
+
+
 def test_ranks_that_start_again_meet_in_a_store_without_old_keys() -> None:
     """One of two fails before it has met the other, and both start again with the same store."""
     store = dist.HashStore()

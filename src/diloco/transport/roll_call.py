@@ -215,7 +215,8 @@ class RollCall:
             time.sleep(_HURRY_S)
 
     def _all(self, name: str) -> bool:
-        return bool(self._records) and all(each[name] not in (None, False) for each in self._records)
+        # 0 steps begun are a number too, although 0 == False
+        return bool(self._records) and not any(each[name] is None or each[name] is False for each in self._records)
 
     def _watch(self) -> None:
         last = False
