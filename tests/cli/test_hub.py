@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -127,6 +128,16 @@ def test_a_card_that_is_there_stays(files: Path, tmp_path: Path, hub: Hub, capsy
     assert hub.files["README.md"] == b"by hand"
     assert "model.safetensors" in hub.files
     assert hub.created[0].get("visibility") != "private"
+
+
+def test_a_line_of_the_card_is_one_line_whatever_a_log_from_elsewhere_says(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(files / "run", run := tmp_path / "run")
+    text = (run / "metrics.jsonl").read_text().replace('"data": "', '"data": "a\\n\\n# Another\\u001b[2J')
+    (run / "metrics.jsonl").write_text(text)
+    assert main(["export", str(run), "--out", str(tmp_path / "out"), "--push", "me/model", "--dry-run"]) == 0
+    assert r"| data | a\n\n# Another\x1b[2J" in capsys.readouterr().out
 
 
 def test_a_dry_run_prints_and_asks_nobody(

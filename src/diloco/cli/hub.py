@@ -13,7 +13,7 @@ from diloco.config import CONFIG_FILE, read_record
 from diloco.errors import ConfigurationError, DiLoCoError, from_extra
 from diloco.model import parse_source
 from diloco.monitor import read_metrics
-from diloco.units import format_bytes, format_count
+from diloco.units import format_bytes, format_count, visible
 
 if TYPE_CHECKING:
     from diloco.trained import Trained
@@ -76,7 +76,7 @@ def model_card(trained: Trained, name: str, *, adapter: bool) -> str:
         name=name.rpartition("/")[2],
         weights=trained.weights,
         step=f"{trained.step:,} of {train.steps:,}",
-        table="\n".join(f"| {key} | {str(value).replace('|', '/')} |" for key, value in rows.items()),
+        table="\n".join(f"| {key} | {visible(str(value).replace('|', '/'), 500)} |" for key, value in rows.items()),
     )
 
 
