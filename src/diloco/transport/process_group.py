@@ -255,6 +255,10 @@ class ProcessGroupTransport(Transport):
             plan.mean.decode(row[:size], b - a, out=values[a:b])
         return replace(mean, values=values), ""
 
+    def tick(self) -> None:
+        """Raise `ReplicaLostError` if the ranks can't continue, as the next round may be many steps away."""
+        self.roll.check()
+
     def forget(self, round_id: Any) -> None:
         """Forget a round whose outcome has been taken."""
         self._in_flight.discard(round_id)
