@@ -183,7 +183,11 @@ class RollCall:
 
         Once a rank has asked, each tells how many steps it has begun, and begins no other before all have. They stop
         after the greatest of these numbers.
+
+        Raises:
+            ReplicaLostError: if the ranks can't continue.
         """
+        self.check()
         with self._lock:
             if self._mine["begun"] is None:
                 self._begun = step + 1
