@@ -1,18 +1,38 @@
-"""Files and folders that are their owner's alone, whatever the umask, and reading of files that others made."""
+"""Files and folders that are their owner's alone, whatever the umask, and files and URLs that others may have made."""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import sys
 from pathlib import Path
 
 from diloco.errors import ConfigurationError
 
-__all__ = ["create_private", "make_private_folder", "read_private", "read_regular"]
+__all__ = ["check_url", "create_private", "make_private_folder", "read_private", "read_regular"]
 
 MAX_BYTES = 1 << 16
+
+
+def check_url(url: str) -> None:
+    """Refuse a URL with a password, which would get into settings and logs, or of a store that can run foreign code.
+
+    >>> check_url("sftp://me:hunter2@host/x")
+    Traceback (most recent call last):
+    diloco.errors.ConfigurationError: sftp://... has a password, which would be stored with the settings. ...
+    """
+    protocol = re.match(r"\w*", url)
+    shown = f"{protocol[0] if protocol else ''}://..."
+    if re.search(r"(?<!git:)(?<!github:)//[^/@]*:[^/@]*@", url):  # those two write REPOSITORY@REVISION like this
+        raise ConfigurationError(
+            f"{shown} has a password, which would be stored with the settings. Leave it out, and give it to fsspec "
+            "with an environment variable such as FSSPEC_SFTP_PASSWORD."
+        )
+    # older versions of fsspec render templates of a reference file without a sandbox; dask unpickles what it gets
+    if re.search(r"(?:^|::)(?:reference|dask):", url):
+        raise ConfigurationError(f"{shown} can run code of whoever has written it, so it can't be used.")
 
 
 def read_regular(path: Path) -> bytes:

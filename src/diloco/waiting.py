@@ -25,8 +25,11 @@ _MAX_PAUSE_S = 30.0  # longest pause between two reports
 _WAITS: dict[object, tuple[Callable[[], str], float]] = {}  # those of this process: what for, and since when
 
 
-def in_thread(function: Callable[[], T], name: str) -> Future[T]:
-    """Call ``function`` in a daemon thread. The future gets its result or its error.
+def in_thread(function: Callable[[], T], name: str, *, daemon: bool = True) -> Future[T]:
+    """Call ``function`` in a thread. The future gets its result or its error.
+
+    ``daemon`` is False for work that ends soon in any case: a process that ended during an operation of torch in a
+    daemon thread would abort.
 
     >>> in_thread(lambda: 1 + 1, "sum").result()
     2
@@ -39,7 +42,7 @@ def in_thread(function: Callable[[], T], name: str) -> Future[T]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=daemon).start()
     return future
 
 

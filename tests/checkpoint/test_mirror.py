@@ -50,6 +50,7 @@ def whole(place: str) -> list[str]:
 def home(folder: Path) -> Path:
     """Return a run folder with what a run leaves beside its checkpoints."""
     folder.mkdir()
+    (folder / "data.json").mkdir()  # is not copied, like the last three
     for name in ("config.toml", "tokenizer.json", "metrics.jsonl", "identity.key", "diloco.lock", ".hidden.json"):
         (folder / name).write_text(f"{folder.name}, {name}")
     return folder
@@ -134,6 +135,10 @@ def resealed(content: bytes, change: Callable[[dict[str, Any]], object]) -> byte
     change(members)
     digest = xxhash.xxh3_128_hexdigest(json.dumps(members, indent=2).encode())
     return json.dumps({**members, "digest": digest}, indent=2).encode()
+
+
+def crowd(members: dict[str, Any]) -> None:
+    members["about"]["num_replicas"] = 1 << 60
 
 
 def outside(members: dict[str, Any]) -> None:
@@ -277,6 +282,24 @@ def test_an_upload_that_fails_is_told_and_the_next_one_is_whole(
     assert mark_of(tmp_path / "new") == 2
 
 
+def test_files_that_can_not_be_opened_are_told_and_do_not_end_training(place: str, tmp_path: Path) -> None:
+    run = home(tmp_path / "run")
+    mirror = Mirror(place, run, 2)
+    mirror.claim(RUN, fresh=True)
+    mirror.offer(save(run / "checkpoints", 1, 1.0))
+    second = save(run / "checkpoints", 2, 2.0)
+    (second / "odd").mkdir()
+    mirror.offer(second)
+    assert "step-00000002 was not uploaded, which is tried again with the next: " in mirror.sentences[0]
+    with pytest.raises(CheckpointError, match=r"It can't be read: .*odd.*step-00000002 is complete on this machine"):
+        mirror.close()
+    (second / "odd").rmdir()
+    mirror.offer(second)
+    mirror.close()
+    assert fetch_run(place, tmp_path / "new")
+    assert mark_of(tmp_path / "new") == 2
+
+
 def test_who_may_not_delete_uploads_all_the_same(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = home(tmp_path / "run")
     Failing(monkeypatch, "rm_file", DENIED).left = 99
@@ -311,7 +334,15 @@ def test_a_place_that_hides_what_it_holds_is_not_taken_for_an_empty_one(
 
 
 @pytest.mark.parametrize(
-    ("url", "words"), [("nothing://x/y", "Protocol not known: nothing"), ("dropbox://x/y", "needs a library, which")]
+    ("url", "words"),
+    [
+        ("nothing://x/y", "Protocol not known: nothing"),
+        ("dropbox://x/y", "needs a library, which"),
+        ("generic://x/y", "can't be used: "),
+        ("zip://.", "can't be used: .*Is a directory"),
+        ("sftp://me:hunter2@host/x", r"^sftp://\.\.\. has a password"),
+        ("reference://x", "can run code"),
+    ],
 )
 def test_a_store_that_is_not_known_or_not_installed_is_named(url: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=words):
@@ -371,6 +402,12 @@ def test_replicas_that_are_processes_get_the_newest_step_that_all_have(
     )
     for latest in (tmp_path / "new").rglob("latest"):
         assert latest.read_text() == "step-00000002\n"
+
+
+def test_a_number_of_replicas_that_somebody_has_written_takes_no_memory(place: str, tmp_path: Path) -> None:
+    mirrored(place, home(tmp_path / "run"), 1)
+    change_newest(place, "manifest.json", lambda content: resealed(content, crowd))
+    assert fetch_run(place, tmp_path / "new")
 
 
 def test_replicas_that_have_no_step_in_common_do_not_begin_again(place: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import functools
 import gzip
 import io
 import json
@@ -11,6 +12,7 @@ import os
 import sys
 import tarfile
 import zipfile
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import zstandard
 
 from diloco.data import DataSettings, Source, SourceSettings, StandardLibrary, build_corpus, read_rows
 from diloco.errors import ConfigurationError, DataError
+from diloco.waiting import in_thread
 from tests.lazy import Lazy
 
 pyarrow, parquet = Lazy("pyarrow"), Lazy("pyarrow.parquet")
@@ -253,3 +256,29 @@ def test_the_standard_library_leaves_out_what_differs_between_machines(
     write(tmp_path / "empty.py", b"")
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     assert [text for _, text in StandardLibrary().rows() if text] == ["abc.py", "json/tool.py", "zipfile.py"]
+
+
+def test_what_follows_the_name_in_an_address_of_the_web_is_no_suffix(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl.gz", gzip.compress(LINES))
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        in_thread(server.serve_forever, "server")
+        assert documents_of([f"http://127.0.0.1:{server.server_port}/a.jsonl.gz?download=true"]) == READ
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("https://me:hunter2@host/a.jsonl", r"https://\.\.\. has a password"),
+        ("simplecache::sftp://me:hunter2@host/a.jsonl", "has a password"),
+        ("reference::https://host/a.json", "can run code"),
+        ("simplecache::reference://a.txt::https://host/a.json", "can run code"),
+    ],
+)
+def test_a_url_may_have_no_password_and_run_no_code(place: str, words: str) -> None:
+    for settings in ({"paths": (place,)}, {"sources": {"web": {"data": place}}}):
+        with pytest.raises(ConfigurationError, match=words) as refusal:
+            DataSettings(**settings)
+        assert "hunter2" not in str(refusal.value)
+    DataSettings(paths=("github://owner:repo@main/a.jsonl", "hf://datasets/owner/repo@main/a.jsonl"))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,13 +18,14 @@ from tests.monitor.made_events import committed, started
 from tests.runs import SMALL, write_text
 
 
-def told(folder: Path, replica: int, rounds: int = 3, *, key: str = "d", start: int = 0, total: float = 2.0) -> None:
+def told(folder: Path, replica: int, rounds: int = 3, *, key: str = "d", start: int = 0, **change: Any) -> None:
     """Let the process of a replica tell of its rounds."""
     sink = make_sinks(MonitorSettings(console="quiet", sinks=("lineage",)), folder, is_terminal=False)
     sink.handle(started(start))
     for number in range(start // 10, start // 10 + rounds):
-        fields = {"weight": 1.5 - replica, "digest": f"{key}{number}", "view": 1, "total_weight": total}
-        sink.handle(committed(replica, 0, number, step=10 * number + 10, **fields))
+        fields = {"weight": 1.5 - replica, "digest": f"{key}{number}", "view": 1, "total_weight": 2.0, **change}
+        event = committed(replica, 0, number, step=10 * number + 10)
+        sink.handle(dataclasses.replace(event, **fields))
     sink.close()
 
 
@@ -57,8 +61,9 @@ def test_a_resumption_supersedes_what_followed_its_step(run: Path) -> None:
         (lambda lines: [*lines[:2], *lines[3:]], 3),
         (lambda lines: lines[1:], 1),
         (lambda lines: [*lines[:2], b"{}", *lines[2:]], 3),
+        (lambda lines: [*lines[:2], b"[" * 99_999, *lines[2:]], 3),
     ],
-    ids=["changed", "left out", "cut off", "inserted"],
+    ids=["changed", "left out", "cut off", "inserted", "nested"],
 )
 def test_a_file_that_was_changed_is_refused(run: Path, change: Callable[[list[bytes]], list[bytes]], line: int) -> None:
     path = run / "lineage.jsonl"
@@ -70,10 +75,48 @@ def test_a_file_that_was_changed_is_refused(run: Path, change: Callable[[list[by
 def test_replicas_that_say_different_things_are_named(run: Path) -> None:
     told(run / "replica-1", 1, start=10, rounds=1, key="x")
     assert verify_lineage(run)[1] == ["Fragment 0, outer step 1: the replicas differ about the digest."]
-    told(run, 0, start=10, rounds=1, key="x", total=3.0)
+    told(run, 0, start=10, rounds=1, key="x", total_weight=3.0)
     assert "the replicas differ about the total_weight" in verify_lineage(run)[1][0]
-    told(run / "replica-1", 1, start=10, rounds=1, key="x", total=3.0)
+    told(run / "replica-1", 1, start=10, rounds=1, key="x", total_weight=3.0)
     assert "the weights are [1.5, 0.5], but the mean was divided by 3.0" in verify_lineage(run)[1][0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weight": float("nan")},
+        {"weight": -1.0},
+        {"total_weight": float("inf")},
+        {"total_weight": 0.0},
+        {"contributors": ([1], 0)},
+        {"view": "1"},
+        {"fragment": None},
+    ],
+    ids=str,
+)
+def test_what_a_stranger_has_signed_must_be_a_round(run: Path, change: dict[str, Any]) -> None:
+    told(run / "replica-1", 1, start=10, rounds=1, **change)
+    with pytest.raises(DataError, match=rf"replica-1.*line 6: .*{next(iter(change))}"):
+        verify_lineage(run)
+
+
+def test_a_run_that_goes_on_without_its_key_begins_a_file(run: Path) -> None:
+    """A mirror has the file and not the key, so the run that resumes from it on another machine has another one."""
+    (run / "lineage.key").unlink()
+    told(run, 0, start=30, rounds=1)
+    table, problems = verify_lineage(run)
+    assert problems == []
+    assert "of 4 rounds" in table
+    (before,) = run.glob("lineage-*.jsonl")
+    assert before.read_bytes().count(b"\n") == 4
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no FIFO")
+def test_a_file_that_is_none_is_refused(run: Path) -> None:
+    (run / "lineage.jsonl").unlink()
+    os.mkfifo(run / "lineage.jsonl")
+    with pytest.raises(DataError, match="it is not a regular file"):
+        verify_lineage(run)
 
 
 def test_a_run_is_verified_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,6 +104,18 @@ def test_stopping_right_after_a_send_is_never_stopping() -> None:
         wires.close()
 
 
+def test_a_process_that_ends_waits_for_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python ends daemon threads inside torch by an abort of the process."""
+    begun, start, wires = list[threading.Thread](), threading.Thread.start, Wires()
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (begun.append(thread), start(thread)))
+    try:
+        Replica(*wires.meet(1)).train(STEPS)
+    finally:
+        wires.close()
+    daemons = {thread.name: thread.daemon for thread in begun}
+    assert [daemons[name] for name in ("room", "encode", "outer-step", "digest")] == [False] * 4
+
+
 def test_what_is_not_finite_is_not_sent_and_named() -> None:
     wires = Wires()
     try:

@@ -21,12 +21,15 @@ from diloco.protocol import (
     Header,
     Leaving,
     Meet,
+    Message,
     Propose,
     Refused,
     RoundVote,
     Speed,
     Welcome,
     WireMessage,
+    decode,
+    digest_of,
     encode,
 )
 from tests.membership.network import Limits, Network
@@ -202,3 +205,56 @@ def run(network: Network, honest: list[Member]) -> float:
                     network.send(other, each.rank, encode(Beat()))
         honest[rank].suffer("timers", number)
     return longest_s
+
+
+class Accepter:
+    """A member that accepts in each ballot what nobody has proposed, as far as all but the proposer see.
+
+    ``mute``: it does not report to the proposer, which waits for that; otherwise it accepts the proposal there.
+    """
+
+    timers = ()
+
+    def __init__(self, network: Network, rank: int, *, mute: bool) -> None:
+        self._network, self._rank, self._mute = network, rank, mute
+        self._ballot = -1
+
+    def act(self) -> bool:
+        begins = self._ballot < 0
+        if begins:
+            self._follow(0)
+        return begins
+
+    def receive(self, sender: int, data: bytes) -> None:
+        message = decode(data, Message)
+        if isinstance(message, Change) and message.report.ballot > self._ballot:
+            self._follow(message.report.ballot)
+        elif isinstance(message, Propose) and not self._mute:
+            self._network.send(self._rank, sender, encode(Accept(0, message.ballot, digest_of(message.following))))
+
+    def lose(self, rank: int, *, gone: bool) -> None:
+        """It goes on alone."""
+
+    def _follow(self, ballot: int) -> None:
+        self._ballot = ballot
+        reported = Change(Report(self._rank, 0, ballot=ballot, number=ballot + 1), "a lie")
+        for other in range(self._rank):
+            is_proposer = other == ballot % (self._rank + 1)
+            messages = [] if is_proposer and self._mute else [reported]
+            messages += [] if is_proposer else [Accept(0, ballot, "else")]
+            for message in messages if ballot == 0 else messages[::-1]:  # so that it comes before any proposal
+                self._network.send(self._rank, other, encode(message))
+
+
+@pytest.mark.parametrize("replicas", [3, 4, 5])
+@pytest.mark.parametrize("mute", [False, True])
+def test_a_member_that_accepts_what_nobody_has_proposed_puts_nobody_out(replicas: int, mute: bool) -> None:
+    network, liar = Network(range(replicas), Limits()), replicas - 1
+    honest = [Member(network, rank, replicas, 1, replace(RULES, late_s=2 * TIMEOUT_S)) for rank in range(liar)]
+    network.nodes.update(enumerate([*honest, Accepter(network, liar, mute=mute)]))
+    longest_s = run(network, honest)
+    assert [each.left for each in honest] == [""] * liar
+    assert all(each.view == honest[0].view for each in honest)
+    assert [len(each.outcomes) for each in honest] == [Member.STEPS] * liar
+    assert len({tuple(sorted(each.outcomes.items())) for each in honest}) == 1
+    assert longest_s <= 4 * TIMEOUT_S

@@ -80,6 +80,19 @@ def test_a_round_is_void_for_all_if_the_means_of_two_ranks_differ(groups: Groups
             pending.wait()
 
 
+class Failing(Float32):
+    def accumulate(self, payload: torch.Tensor, values: torch.Tensor, weight: float) -> None:
+        raise ValueError("this rank can't add")
+
+
+def test_a_round_is_void_for_all_if_one_rank_can_not_compute_the_mean(groups: Groups) -> None:
+    given = [contribution(0), replace(contribution(1), codec=Failing())]
+    pending = [endpoint.average(each) for endpoint, each in zip(groups.meet(2), given, strict=True)]
+    for each in reversed(pending):
+        with pytest.raises(RoundVoidError, match="this rank can't add"):
+            each.wait()
+
+
 def test_a_rank_that_fails_says_why_and_all_end(groups: Groups) -> None:
     first, second, third = groups.meet(3)
     pending = [each.average(contribution(each.replica)) for each in (first, third)]
@@ -89,6 +102,15 @@ def test_a_rank_that_fails_says_why_and_all_end(groups: Groups) -> None:
             each.wait()
     with pytest.raises(ReplicaLostError, match="rank 1 has ended: the disk is full"):
         first.average(contribution(0, outer_step=1))
+
+
+def test_a_rank_that_waits_for_no_round_learns_of_a_loss_before_its_next_step(groups: Groups) -> None:
+    first, second = groups.meet(2, silence_s=1.0)
+    second.close("the disk is full")
+    with pytest.raises(ReplicaLostError, match="rank 1 has ended: the disk is full"):
+        all(first.roll.stop_step(step) is None for step in itertools.count())
+    with pytest.raises(ReplicaLostError, match="rank 1 has ended: the disk is full"):
+        first.tick()
 
 
 def test_a_round_that_the_others_will_never_take_part_in_ends(groups: Groups) -> None:
@@ -115,6 +137,15 @@ def test_all_stop_after_the_last_step_that_one_of_them_has_begun(groups: Groups)
 
     agreed, taken = zip(*at_once([partial(train, roll) for roll in rolls]), strict=True)
     assert set(agreed) == {max(taken)}
+
+
+def test_all_stop_even_if_one_of_them_has_begun_no_step(groups: Groups) -> None:
+    first, second = (each.roll for each in groups.meet(2))
+    assert first.stop_step(0) is None
+    first.ask_to_stop()
+    answers = map(first.stop_step, itertools.repeat(0))
+    assert in_thread(lambda: next(last for last in answers if last is not None), "stopping").result(20.0) == 1
+    assert second.stop_step(0) == 1
 
 
 def test_ranks_that_start_again_meet_in_a_store_without_old_keys() -> None:

@@ -35,7 +35,7 @@ from typing import Any, BinaryIO
 from diloco.checkpoint.disk import LATEST, check_content, new_folder, replace_file
 from diloco.checkpoint.reading import Manifest, list_checkpoints, read_manifest
 from diloco.errors import CheckpointError, ConfigurationError, DiLoCoError, from_extra
-from diloco.private_files import make_private_folder
+from diloco.private_files import check_url, make_private_folder
 from diloco.waiting import in_thread, waiting_for
 
 __all__ = ["Mirror", "fetch_run"]
@@ -66,6 +66,7 @@ class _Place:
         from fsspec.core import split_protocol, url_to_fs
         from fsspec.implementations.dirfs import DirFileSystem
 
+        check_url(url)
         self.url = url.rstrip("/")
         local = split_protocol(url)[0] in (None, "file", "local")
         # own instances: without caches of listings, and with the credentials of now
@@ -73,9 +74,11 @@ class _Place:
         with from_extra("cloud", f"{url} needs a library"):
             try:
                 fs, root = url_to_fs(self.url, **options, **({"auto_mkdir": True} if local else {}))
-            except ValueError as error:
+                self.store = DirFileSystem(root, fs)
+            except ImportError:
+                raise
+            except Exception as error:  # stores that need other arguments, or connect, have no common type
                 raise ConfigurationError(f"{url} can't be used: {error}. Use a path, s3://, gs:// or hf://.") from error
-        self.store = DirFileSystem(root, fs)
 
     @contextmanager
     def reached(self, what: str) -> Iterator[None]:
@@ -177,19 +180,27 @@ class Mirror:
     def offer(self, path: Path) -> None:
         """Upload the complete checkpoint ``path`` after the one that is being uploaded, in place of one that waits.
 
-        Its files are opened now, so they may be deleted meanwhile.
+        Its files are opened now, so they may be deleted meanwhile. If that fails, it counts as an upload that fails.
         """
         files: dict[str, BinaryIO] = {}
-        with ExitStack() as stack:
-            named = {f"{_HOME}{each.name}": each for each in self._home.iterdir() if _COPIED.match(each.name)}
-            for name, file in (named | {each.name: each for each in path.iterdir()}).items():
-                files[name] = stack.enter_context(open(file, "rb"))
-            opened = stack.pop_all()
+        waiting, problem = None, ""
+        try:
+            with ExitStack() as stack:
+                home = [each for each in self._home.iterdir() if _COPIED.match(each.name) and each.is_file()]
+                named = {f"{_HOME}{each.name}": each for each in home} | {each.name: each for each in path.iterdir()}
+                for name, file in named.items():
+                    files[name] = stack.enter_context(open(file, "rb"))
+                waiting = path, files, stack.pop_all()
+        except OSError as error:
+            problem = str(error)
         with self._lock:
             if self._waiting:
                 self._waiting[2].close()
-            self._waiting, self._last = (path, files, opened), path
-            if self._work is None:
+            self._waiting, self._last = waiting, path
+            if problem:
+                self._problem = f"It can't be read: {problem}."
+                self.sentences.append(f"{path.name} was not uploaded, which is tried again with the next: {problem}")
+            elif self._work is None:
                 self._work = in_thread(self._upload_all, "diloco-mirror")
 
     def close(self) -> None:
@@ -214,9 +225,9 @@ class Mirror:
                 if (waiting := self._waiting) is None:
                     self._work = None  # under the lock, so that the next offer starts another thread
                     return
-                self._waiting = None
+                self._waiting, self._problem = None, ""
             path, files, opened = waiting
-            self._problem, sentence = "", "was not uploaded, which is tried again with the next"
+            sentence = "was not uploaded, which is tried again with the next"
             try:
                 with opened, self._place.reached("written to"):
                     folder = self._upload(path.name, files)
@@ -301,7 +312,7 @@ def _newest(place: _Place, uploads: Mapping[str, list[_Upload]]) -> dict[str, tu
     for first, manifest in whole.get("", []):
         number = int(manifest.about.get("num_replicas", 1))
         chosen = {"": (first, manifest)}
-        others = {f"replica-{other}" for other in range(1, number)} & uploads.keys() - manifest.parts.keys()
+        others = {name for name in uploads.keys() - manifest.parts.keys() if name and int(name[8:]) < number}
         for replica in others:
             same = [each for each in whole[replica] if state(each[1]) == state(manifest)]
             chosen |= {replica: same[0]} if same else {}

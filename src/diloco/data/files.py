@@ -238,13 +238,18 @@ class StandardLibrary:
 
 def _suffix(path: str) -> str:
     """Return the suffix that says what a file holds, in lower case and without that of its compression."""
-    suffixes = [suffix.lower() for suffix in Path(path).suffixes[-2:]]
+    suffixes = [suffix.lower() for suffix in Path(_without_query(path)).suffixes[-2:]]
     return "".join(suffixes[-2:-1] if suffixes and suffixes[-1] in _UNPACK else suffixes[-1:])
+
+
+def _without_query(path: str) -> str:
+    """Return a path; if it is an address of the web, without what follows a question mark."""
+    return path.partition("?")[0] if path.startswith(("http://", "https://")) else path
 
 
 def _unpacked(file: Any, path: str) -> Any:
     """Return the file that reads what a file holds, decompressed."""
-    unpack = _UNPACK.get(Path(path).suffix.lower())
+    unpack = _UNPACK.get(Path(_without_query(path)).suffix.lower())
     return unpack(file) if unpack else file
 
 

@@ -12,6 +12,7 @@ import msgspec
 from tyro.conf import arg
 
 from diloco.errors import ConfigurationError, nearest
+from diloco.private_files import check_url
 
 __all__ = ["HUB_PREFIX", "DataSettings", "SourceSettings"]
 
@@ -30,6 +31,10 @@ class SourceSettings:
     text_field: str = "text"  # the field of records that holds the text
     streaming: bool = False  # read an ``hf:`` data set record by record, without a copy on disk
     skip_bad: bool = False  # leave out rows that can't be used
+
+    def __post_init__(self) -> None:
+        for place in self.data:
+            check_url(place)
 
 
 @dataclass(frozen=True, kw_only=True)

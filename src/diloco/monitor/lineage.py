@@ -9,12 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from diloco import events
 from diloco.errors import DataError
-from diloco.private_files import create_private, read_private
+from diloco.private_files import create_private, read_private, read_regular
 from diloco.units import columns
 
 LINEAGE_FILE, _KEY_FILE = "lineage.jsonl", "lineage.key"
@@ -22,12 +25,30 @@ _SHARED = ("view", "contributors", "total_weight", "digest")  # the same for all
 _FIELDS = ("replica", "fragment", "outer_step", "step", "weight", *_SHARED)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Round:
+    """What the entry of a round must have: its process may be a stranger's, who signs anything."""
+
+    replica: int
+    fragment: int
+    outer_step: int
+    step: int
+    view: int
+    contributors: tuple[int, ...]
+    weight: Annotated[float, msgspec.Meta(ge=0, lt=1e300)]
+    total_weight: Annotated[float, msgspec.Meta(gt=0, lt=1e300)]
+    digest: str
+
+
 def _text(entry: Any) -> bytes:
     return json.dumps(entry, sort_keys=True, separators=(",", ":")).encode()
 
 
 class LineageSink:
-    """Appends a line for each round that a replica of this process has applied, signed with the key in ``folder``."""
+    """Appends a line for each round that a replica of this process has applied, signed with the key in ``folder``.
+
+    A file of another machine, whose key is not here, is kept as ``lineage-DIGEST.jsonl``, and a new one begins.
+    """
 
     def __init__(self, folder: Path) -> None:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -37,7 +58,11 @@ class LineageSink:
             folder.mkdir(parents=True, exist_ok=True)
             create_private(key, Ed25519PrivateKey.generate().private_bytes_raw())
         self._key = Ed25519PrivateKey.from_private_bytes(read_private(key, f"The key {key}"))
+        self._public = self._key.public_key().public_bytes_raw().hex()
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        if lines and self._public.encode() not in lines[0]:
+            path.rename(folder / f"lineage-{hashlib.sha256(lines[-1]).hexdigest()[:8]}.jsonl")
+            lines = []
         self._file = path.open("wb")  # without an incomplete line at its end
         self._file.writelines(line + b"\n" for line in lines)
         self._digest = hashlib.sha256(lines[-1]).hexdigest() if lines else ""
@@ -46,7 +71,7 @@ class LineageSink:
         """Append what ``event`` tells of a round."""
         match event:
             case events.RunStarted():
-                self._append({"started_at": event.step, "key": self._key.public_key().public_bytes_raw().hex()})
+                self._append({"started_at": event.step, "key": self._public})
             case events.RoundCommitted():
                 self._append({name: getattr(event, name) for name in _FIELDS})
 
@@ -68,7 +93,11 @@ def read_lineage(path: Path) -> tuple[str, list[dict[str, Any]]]:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
     key, previous, rounds = "", "", list[dict[str, Any]]()
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+    try:
+        lines = read_regular(path).split(b"\n")[:-1]
+    except OSError as error:
+        raise DataError(f"{path} can't be read: {error.strerror}.") from error
+    for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
             entry = record["entry"]
@@ -81,8 +110,9 @@ def read_lineage(path: Path) -> tuple[str, list[dict[str, Any]]]:
             if "started_at" in entry:
                 rounds = [each for each in rounds if each["step"] <= entry["started_at"]]
             else:
+                msgspec.convert(entry, _Round)
                 rounds.append(entry)
-        except (InvalidSignature, ValueError, KeyError, TypeError) as error:
+        except (InvalidSignature, ValueError, KeyError, TypeError, RecursionError, msgspec.ValidationError) as error:
             why = str(error) or "its signature is wrong"
             raise DataError(f"{path}, line {number}: {why}. The file is not what its process has written.") from error
         previous = hashlib.sha256(line).hexdigest()

@@ -226,8 +226,8 @@ class Fragment:
         self.candidate = candidate  # after submitting, which may fail
         if ready is not None:
             self.state.reader = ready
-            fill = threading.Thread(target=self._fill, args=(ready, payload, local, copies), name="encode", daemon=True)
-            fill.start()
+            arguments = ready, payload, local, copies
+            threading.Thread(target=self._fill, args=arguments, name="encode", daemon=False).start()
         return RoundSent(
             step=step,
             replica=contribution.replica,
@@ -241,7 +241,7 @@ class Fragment:
     def make_room(self, transport: Transport) -> None:
         """Let a thread take the memory that the next `send` copies to, because the first use of a page is slow."""
         if self._may_fill(transport):
-            self._room = in_thread(lambda: self._empty().zero_(), "room")
+            self._room = in_thread(lambda: self._empty().zero_(), "room", daemon=False)
 
     def _may_fill(self, transport: Transport) -> bool:
         return transport.averages_later and self.device.type == "cpu" and self.numel >= _LEAST_LATER

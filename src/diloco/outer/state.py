@@ -122,9 +122,9 @@ class GlobalState:
         On a GPU, where the step takes no time, the thread moves the mean there, through pinned memory.
         """
         if self.values.is_cuda:
-            self._moved = in_thread(lambda: self._move(average.values), "mean")
+            self._moved = in_thread(lambda: self._move(average.values), "mean", daemon=False)
             return
-        self._prepared = in_thread(lambda: self._copied_step(average), "outer-step")
+        self._prepared = in_thread(lambda: self._copied_step(average), "outer-step", daemon=False)
 
     def _copied_step(self, average: Average) -> _Prepared:
         with self._lock:
@@ -220,7 +220,7 @@ class GlobalState:
         elif self.num_bytes() > _LARGE_BYTES:
             # on a GPU the outer step may still be queued on the training's stream
             queued = torch.cuda.current_stream(self.values.device).record_event() if self.values.is_cuda else None
-            self._digest = in_thread(lambda: self._hashed(queued), "digest")
+            self._digest = in_thread(lambda: self._hashed(queued), "digest", daemon=False)
 
     def _hashed(self, queued: torch.cuda.Event | None) -> str:
         stream = torch.cuda.Stream(self.values.device) if queued else None  # type: ignore[no-untyped-call]  # of torch

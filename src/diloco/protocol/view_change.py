@@ -36,6 +36,9 @@ _TURN = 2.0  # times `silence_s`: the time of a ballot; it grows by itself with 
 _TICKS = 12  # how often per turn a rank looks at the clock
 _MOST_TURNS = 10  # a rank stops after so much time without a next view
 _JOIN_WINDOW = 0.2  # times `silence_s`: how long others may still join by a change that has begun
+# parts of a turn, of which a message takes at most 1 / 18: after which a rank is mute; for which a rank may accept
+# something else than another one has; and for which one that could adopt waits for those that may have
+_MUTE, _LATE, _WAIT = 1 / 4, 11 / 24, 2 / 3
 _MOST_KEPT = 3  # reports kept per rank, as a proposal may name an earlier one
 
 
@@ -73,8 +76,8 @@ class ViewChange:
         self._digest = ""  # of what is proposed
         self._is_refused = False  # whether that does not follow from the reports that it names
         self._accepts: dict[int, str] = {}  # rank -> the digest of what it has accepted
-        # when the first of them came though no proposal had, and when all that stay had accepted
-        self._asked_s = self._full_s = math.inf
+        self._accepts_s: dict[str, float] = {}  # by digest: when the first one of another rank came
+        self._accepted_s = self._full_s = math.inf  # when this rank had accepted, and when all that stay had
         self._began_s = self._ballot_s = outbox.now_s
         self._num_ballots = 0
         self._hurried: Counter[int] = Counter()  # by replica: how often it ended a ballot that had just begun
@@ -157,9 +160,7 @@ class ViewChange:
     def receive_accept(self, sender: int, accept: Accept) -> None:
         """Receive that a rank has accepted what is proposed in a ballot, which it has reported before."""
         if accept.ballot == self.mine.ballot and self._rules.replica_of(sender) not in self.mine.lost:
-            self._accepts.setdefault(sender, accept.digest)
-            if self._proposal is None:
-                self._asked_s = min(self._asked_s, self._outbox.now_s)
+            self._accepts_s.setdefault(self._accepts.setdefault(sender, accept.digest), self._outbox.now_s)
 
     def receive_adopted(self, sender: int, following: NextView) -> None:
         """Receive what a rank says that it has adopted. It takes no part in this change any more."""
@@ -228,7 +229,7 @@ class ViewChange:
     def _raise(self, ballot: int) -> None:
         self.mine, self._unsent = replace(self.mine, ballot=ballot), True
         self._proposal, self._digest, self._is_refused, self._accepts = None, "", False, {}
-        self._asked_s = self._full_s = math.inf
+        self._accepts_s, self._accepted_s, self._full_s = {}, math.inf, math.inf
         self._ballot_s = self._outbox.now_s
         self._num_ballots += 1
         self._searched = 0
@@ -237,9 +238,11 @@ class ViewChange:
         """Return whether this rank expects nothing more of the ballot. Whoever has held it up is apart."""
         digests = {*self._accepts.values()} | ({self._digest} if self._proposal is not None else set())
         replica_of, is_split = self._rules.replica_of, len(digests) > 1
-        if is_split and self._proposer == self._rules.rank:  # which has sent the same to all
+        is_mine = self._proposer == self._rules.rank
+        if is_split and is_mine:  # which has sent the same to all
             self.extend(apart={replica_of(rank) for rank, digest in self._accepts.items() if digest != self._digest})
         lost, waited_s, turn_s, proposal = self.mine.lost, self._waited_s, self._turn_s, self._proposal
+        since_s = self._outbox.now_s - self._accepted_s
         staying = proposal.following.staying if proposal is not None and proposal.reports else ()
         stays = self._rules.replica in staying
         if waited_s >= turn_s and stays and self.mine.accepted and self.mine.accepted.ballot == self.mine.ballot:
@@ -248,11 +251,20 @@ class ViewChange:
             waited_s >= turn_s
             or self._first in self.mine.gone
             or (self._first in lost and (waited_s >= 0.75 * turn_s or self._all_have_lost({self._first})))
-            or (proposal is None and self._outbox.now_s - self._asked_s >= turn_s / _TICKS and self._first not in lost)
+            or (proposal is None and self._is_late({""}) and self._first not in lost)
             or (stays and not lost.isdisjoint(staying))
-            or is_split  # somebody lies, as for the next one
+            # somebody lies, as for the next one; but if the proposer does not, it adopts what this rank has accepted
+            or (is_split and (is_mine or waited_s >= turn_s / 2 or since_s >= turn_s / 8))
             or self._is_refused
         )
+
+    def _is_late(self, digests: Collection[str]) -> bool:
+        """Return whether another rank has accepted something else than ``digests`` so long ago that it may adopt it.
+
+        A proposer that waits for a mute rank proposes before that, and who adopts waits for longer.
+        """
+        others_s = [s for digest, s in self._accepts_s.items() if digest not in digests]
+        return bool(others_s) and self._outbox.now_s - min(others_s) >= _LATE * self._turn_s
 
     def _all_have_lost(self, replicas: Collection[int]) -> bool:
         """Return whether all that this rank hears, but those that have adopted something, report these as lost."""
@@ -346,7 +358,7 @@ class ViewChange:
             return
         view, rules, reports = self.view, self._rules, self._current_reports()
         if silent := self._silent(reports):
-            if self._waited_s >= self._turn_s / 4:
+            if self._waited_s >= _MUTE * self._turn_s:
                 self.extend(apart=silent)
             return
         if (standing := self._standing(reports)) is not None:
@@ -409,6 +421,8 @@ class ViewChange:
         proposal, mine, me, ballot = self._proposal, self.mine, self._rules.replica, self.mine.ballot
         if proposal is None or (mine.accepted is not None and mine.accepted.ballot == ballot):
             return
+        if self._is_late({self._digest}):
+            return
         following = proposal.following
         if mine.accepted is not None and mine.accepted.following != following and not self._may_switch(mine.accepted):
             return
@@ -420,7 +434,7 @@ class ViewChange:
         ):
             return
         self.mine = replace(mine, accepted=Accepted(ballot, following, again=not proposal.reports))
-        self._accepts[self._rules.rank] = self._digest
+        self._accepts[self._rules.rank], self._accepted_s = self._digest, self._outbox.now_s
         self._send(Accept(self.view.id, ballot, self._digest))
 
     def _is_computed(self, proposal: Propose) -> bool:
@@ -467,8 +481,9 @@ class ViewChange:
             return None
         self._full_s = min(self._full_s, self._outbox.now_s)
         # those that hear the proposer say whether it has proposed something else to them
-        rest = {rules.replica_of(rank) for rank in self._ranks if rank not in some and not self._misses_proposals(rank)}
-        if any(map(self._hears, rest)) and self._outbox.now_s - self._full_s < self._turn_s / 3:
+        there = self._ranks if self._waited_s < _MUTE * self._turn_s else self._current_reports()
+        rest = {rules.replica_of(rank) for rank in there if rank not in some and not self._misses_proposals(rank)}
+        if any(map(self._hears, rest)) and self._outbox.now_s - self._full_s < _WAIT * self._turn_s:
             return None
         return following
 

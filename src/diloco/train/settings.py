@@ -16,6 +16,7 @@ from diloco.algorithm import SyncSettings
 from diloco.data import DataSettings
 from diloco.errors import ConfigurationError
 from diloco.model import ModelSettings
+from diloco.private_files import check_url
 from diloco.transport import EmulateSettings, NetworkSettings
 
 __all__ = ["Algorithm", "CheckpointSettings", "EvaluationSettings", "OptimizerSettings", "RunSettings", "TrainSettings"]
@@ -134,6 +135,7 @@ class CheckpointSettings:
 
     def __post_init__(self) -> None:
         for place in filter(None, map(str, (self.mirror or "", self.resume or ""))):
+            check_url(place)
             if re.match(r"\w{2,}:(?!//)", place):  # else it would become a folder of this name
                 raise ConfigurationError(f"{place!r} is neither a path nor a URL such as s3://BUCKET/FOLDER.")
 

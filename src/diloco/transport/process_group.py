@@ -33,7 +33,7 @@ from diloco.algorithm import (
     plan_round,
     weighted_mean,
 )
-from diloco.errors import CodecError, ConfigurationError, RoundTimeoutError, RoundVoidError, TransportError
+from diloco.errors import ConfigurationError, RoundTimeoutError, RoundVoidError, TransportError
 from diloco.membership import View
 from diloco.protocol import Average, Entry, Header, Rules, decode, difference, encode, header_of, judge_headers
 from diloco.state_tree import flatten, unflatten
@@ -239,8 +239,8 @@ class ProcessGroupTransport(Transport):
         try:
             telemetry = mine.telemetry and not scattered  # it needs whole contributions
             mean = weighted_mean([replace(each, numel=stop - start, telemetry=telemetry) for each in contributions])
-        except CodecError as error:
-            reason = str(error)
+        except Exception as error:  # of any kind: the other ranks wait for this rank's vote
+            reason = (str(error) or type(error).__name__).splitlines()[0]
         if not scattered:
             return mean, reason
         sizes = [plan.mean.payload_bytes(b - a) for a, b in plan.shards]
@@ -254,6 +254,10 @@ class ProcessGroupTransport(Transport):
         for (a, b), size, row in zip(plan.shards, sizes, rows, strict=True):
             plan.mean.decode(row[:size], b - a, out=values[a:b])
         return replace(mean, values=values), ""
+
+    def tick(self) -> None:
+        """Raise `ReplicaLostError` if the ranks can't continue, as the next round may be many steps away."""
+        self.roll.check()
 
     def forget(self, round_id: Any) -> None:
         """Forget a round whose outcome has been taken."""

@@ -183,7 +183,11 @@ class RollCall:
 
         Once a rank has asked, each tells how many steps it has begun, and begins no other before all have. They stop
         after the greatest of these numbers.
+
+        Raises:
+            ReplicaLostError: if the ranks can't continue.
         """
+        self.check()
         with self._lock:
             if self._mine["begun"] is None:
                 self._begun = step + 1
@@ -215,7 +219,8 @@ class RollCall:
             time.sleep(_HURRY_S)
 
     def _all(self, name: str) -> bool:
-        return bool(self._records) and all(each[name] not in (None, False) for each in self._records)
+        # 0 steps begun are a number too, although 0 == False
+        return bool(self._records) and not any(each[name] is None or each[name] is False for each in self._records)
 
     def _watch(self) -> None:
         last = False

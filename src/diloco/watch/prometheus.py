@@ -112,7 +112,7 @@ class PrometheusSink:
                 return "waiting", waiting
             if self._run.first.last and silent_s < max(self.silent_s, 10 * step_s):
                 return "training", ""
-            if silent_s < self.lost_s:
+            if silent_s < self.lost_s or self._run.first.started is None:  # reading all text may take an hour
                 return "waiting", "the next step"
             return "lost", f"Nothing has been reported for {silent_s:.0f} s."
 
