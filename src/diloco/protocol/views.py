@@ -300,8 +300,8 @@ class Views:
             or len(joining - {replica}) >= MOST_JOINERS
             or not connected.issuperset(self._rules.ranks(joining.union(members) - {replica}))
         ):
-            why = Refused(self.closed_to_joiners) if self.closed_to_joiners else _TRY_AGAIN
-            self._outbox.send([rank], _MAY_BE_RUNNING if self._estranged else why)
+            refusal = Refused(self.closed_to_joiners) if self.closed_to_joiners else _TRY_AGAIN
+            self._outbox.send([rank], _MAY_BE_RUNNING if self._estranged else refusal)
         else:
             self._ended_early.discard(replica)
             asked = self._asked.setdefault(replica, set())
