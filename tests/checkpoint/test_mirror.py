@@ -282,6 +282,24 @@ def test_an_upload_that_fails_is_told_and_the_next_one_is_whole(
     assert mark_of(tmp_path / "new") == 2
 
 
+def test_files_that_can_not_be_opened_are_told_and_do_not_end_training(place: str, tmp_path: Path) -> None:
+    run = home(tmp_path / "run")
+    mirror = Mirror(place, run, 2)
+    mirror.claim(RUN, fresh=True)
+    mirror.offer(save(run / "checkpoints", 1, 1.0))
+    second = save(run / "checkpoints", 2, 2.0)
+    (second / "odd").mkdir()
+    mirror.offer(second)
+    assert "step-00000002 was not uploaded, which is tried again with the next: " in mirror.sentences[0]
+    with pytest.raises(CheckpointError, match=r"It can't be read: .*odd.*step-00000002 is complete on this machine"):
+        mirror.close()
+    (second / "odd").rmdir()
+    mirror.offer(second)
+    mirror.close()
+    assert fetch_run(place, tmp_path / "new")
+    assert mark_of(tmp_path / "new") == 2
+
+
 def test_who_may_not_delete_uploads_all_the_same(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = home(tmp_path / "run")
     Failing(monkeypatch, "rm_file", DENIED).left = 99

@@ -37,24 +37,18 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *arguments: object) -> None:
         pass
 
-    def answer(self, code: int, value: object = None, **headers: str) -> None:
+    def answer(self, code: int, value: object = None) -> None:
         body = json.dumps(value).encode()
         self.send_response(code)
-        for name, text in {"Content-Type": "application/json", "Content-Length": str(len(body)), **headers}.items():
-            self.send_header(name.replace("_", "-"), text)
+        for name, text in {"Content-Type": "application/json", "Content-Length": str(len(body))}.items():
+            self.send_header(name, text)
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def do_HEAD(self) -> None:
-        self.server.requests.append(self.path)
-        there = self.path.rpartition("/")[2] in self.server.files
-        entry = {"ETag": '"x"', "X_Repo_Commit": "0" * 40} if there else {"X_Error_Code": "EntryNotFound"}
-        self.answer(200 if there else 404, **entry)
+        self.wfile.write(body)
 
     def do_GET(self) -> None:
         assert self.path == "/api/models/me/model"
-        self.answer(200, {"id": "me/model", "private": not self.server.public, "tags": [], "siblings": []})
+        files = [{"rfilename": name} for name in self.server.files]
+        self.answer(200, {"id": "me/model", "private": not self.server.public, "tags": [], "siblings": files})
 
     def do_POST(self) -> None:
         hub, path = self.server, self.path.partition("?")[0]
@@ -138,6 +132,15 @@ def test_a_line_of_the_card_is_one_line_whatever_a_log_from_elsewhere_says(
     (run / "metrics.jsonl").write_text(text)
     assert main(["export", str(run), "--out", str(tmp_path / "out"), "--push", "me/model", "--dry-run"]) == 0
     assert r"| data | a\n\n# Another\x1b[2J" in capsys.readouterr().out
+    step = {"schema": 1, "event": "StepFinished", "step": 1, "loss": "NaN", "tokens": 8, "sent_bytes": 0}
+    for number, (change, code, words) in enumerate(
+        [({}, 0, "nan nats per token"), ({"loss": "low"}, 1, "is not a log of this version: ValueError")]
+    ):
+        (run / "metrics.jsonl").write_text(json.dumps(step | change) + "\n")
+        out = str(tmp_path / f"out {number}")
+        assert main(["export", str(run), "--out", out, "--push", "me/model", "--dry-run"]) == code
+        said = capsys.readouterr()
+        assert words in said.out + said.err
 
 
 def test_a_dry_run_prints_and_asks_nobody(
@@ -160,6 +163,16 @@ def test_a_public_repository_gets_nothing_that_was_to_be_private(
     assert main(words) == 1
     assert "it is public. Leave --private out" in capsys.readouterr().err
     assert hub.files == {}
+
+
+def test_what_would_be_loaded_instead_of_the_push_is_named(
+    files: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers loads an adapter that is in the repository of a whole model, and ignores the model."""
+    hub.files = before = {"adapter_config.json": b"{}"}
+    assert main(["export", str(files / "run"), "--out", str(tmp_path / "out"), "--push", "me/model"]) == 1
+    assert "its adapter_config.json would be loaded instead" in capsys.readouterr().err
+    assert hub.files == before
 
 
 @pytest.mark.parametrize("refuses", [("create", 400), ("commit", 403), ("preupload", 404)])

@@ -111,6 +111,16 @@ def test_a_run_that_goes_on_without_its_key_begins_a_file(run: Path) -> None:
     assert before.read_bytes().count(b"\n") == 4
 
 
+def test_a_start_leaves_what_is_there_on_disk(run: Path) -> None:
+    """It is lost otherwise if the process is killed before its first round, or if the disk is full."""
+    path = run / "lineage.jsonl"
+    before = path.read_bytes()
+    path.write_bytes(before + b'{"entry": {"vi')
+    sink = make_sinks(MonitorSettings(console="quiet", sinks=("lineage",)), run, is_terminal=False)
+    assert path.read_bytes() == before
+    sink.close()
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no FIFO")
 def test_a_file_that_is_none_is_refused(run: Path) -> None:
     (run / "lineage.jsonl").unlink()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from diloco import connect_process_group
 from diloco.algorithm import Float32, weighted_mean
-from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError, RoundVoidError
+from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError, RoundVoidError, TransportError
 from diloco.transport import RollCall, Transport, fresh_store, weighted_bits
 from diloco.waiting import in_thread
 from tests.outer.test_golden_digests import CASES, PARTS, Replica
@@ -121,6 +122,16 @@ def test_a_round_that_the_others_will_never_take_part_in_ends(groups: Groups) ->
     first.close("it has failed")
     with pytest.raises(ReplicaLostError, match="rank 0 has ended: it has failed"):
         ending.result()
+
+
+def test_a_donor_that_can_not_copy_its_state_says_so(groups: Groups) -> None:
+    def copy(fragment: int) -> Mapping[str, Any]:
+        raise MemoryError("no room is left")
+
+    donor, other = groups.meet(2)
+    donor.publish(copy)
+    with pytest.raises(TransportError, match="it can't copy its state: no room is left"):
+        in_thread(lambda: other.fetch(0, [0]), "fetch").result(20.0)
 
 
 def test_all_stop_after_the_last_step_that_one_of_them_has_begun(groups: Groups) -> None:

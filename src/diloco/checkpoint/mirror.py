@@ -180,23 +180,27 @@ class Mirror:
     def offer(self, path: Path) -> None:
         """Upload the complete checkpoint ``path`` after the one that is being uploaded, in place of one that waits.
 
-        Its files are opened now, so they may be deleted meanwhile.
+        Its files are opened now, so they may be deleted meanwhile. If that fails, it counts as an upload that fails.
         """
         files: dict[str, BinaryIO] = {}
-        with ExitStack() as stack:
-            named = {
-                f"{_HOME}{each.name}": each
-                for each in self._home.iterdir()
-                if _COPIED.match(each.name) and each.is_file()
-            }
-            for name, file in (named | {each.name: each for each in path.iterdir()}).items():
-                files[name] = stack.enter_context(open(file, "rb"))
-            opened = stack.pop_all()
+        waiting, problem = None, ""
+        try:
+            with ExitStack() as stack:
+                home = [each for each in self._home.iterdir() if _COPIED.match(each.name) and each.is_file()]
+                named = {f"{_HOME}{each.name}": each for each in home} | {each.name: each for each in path.iterdir()}
+                for name, file in named.items():
+                    files[name] = stack.enter_context(open(file, "rb"))
+                waiting = path, files, stack.pop_all()
+        except OSError as error:
+            problem = str(error)
         with self._lock:
             if self._waiting:
                 self._waiting[2].close()
-            self._waiting, self._last = (path, files, opened), path
-            if self._work is None:
+            self._waiting, self._last = waiting, path
+            if problem:
+                self._problem = f"It can't be read: {problem}."
+                self.sentences.append(f"{path.name} was not uploaded, which is tried again with the next: {problem}")
+            elif self._work is None:
                 self._work = in_thread(self._upload_all, "diloco-mirror")
 
     def close(self) -> None:
@@ -221,9 +225,9 @@ class Mirror:
                 if (waiting := self._waiting) is None:
                     self._work = None  # under the lock, so that the next offer starts another thread
                     return
-                self._waiting = None
+                self._waiting, self._problem = None, ""
             path, files, opened = waiting
-            self._problem, sentence = "", "was not uploaded, which is tried again with the next"
+            sentence = "was not uploaded, which is tried again with the next"
             try:
                 with opened, self._place.reached("written to"):
                     folder = self._upload(path.name, files)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.checkpoint import open_checkpoint, write_whole
 from diloco.config import CONFIG_FILE, read_record
-from diloco.errors import ConfigurationError, DiLoCoError, from_extra
+from diloco.errors import ConfigurationError, DataError, DiLoCoError, from_extra
 from diloco.model import parse_source
 from diloco.monitor import read_metrics
 from diloco.units import format_bytes, format_count, visible
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from diloco.trained import Trained
 
 CARD = "README.md"
+_LOADED_FIRST = {"adapter_config.json", "model.safetensors"}  # by transformers, whatever else is there
 
 _TEXT = """---
 {header}
@@ -67,7 +67,7 @@ def model_card(trained: Trained, name: str, *, adapter: bool) -> str:
         "batch": f"{train.batch_size} sequences of {train.sequence_length} tokens per replica and step",
         "precision": train.precision,
         "seed": settings.seed,
-        **_log(trained),
+        **_log(trained.run / "metrics.jsonl", trained.step),
         "digest": checkpoint.fact("global_params_digest", str),
         "versions": ", ".join(f"{package} {version}" for package, version in checkpoint.versions.items()),
     }
@@ -80,23 +80,28 @@ def model_card(trained: Trained, name: str, *, adapter: bool) -> str:
     )
 
 
-def _log(trained: Trained) -> Mapping[str, object]:
-    """Return what the run's log says up to the checkpoint; nothing without one."""
-    latest: dict[str, dict[str, Any]] = {}
-    with suppress(FileNotFoundError):
-        for record in read_metrics(trained.run / "metrics.jsonl"):
-            if record["step"] <= (trained.step or 0):
-                latest[record["event"]] = record
+def _log(path: Path, step: int) -> Mapping[str, object]:
+    """Return what a run's log says up to a step; nothing without one."""
+    try:
+        return _facts([record for record in read_metrics(path) if record["step"] <= step])
+    except FileNotFoundError:
+        return {}
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:  # the run may be from elsewhere
+        raise DataError(f"{path} is not a log of this version: {error!r}.") from error
+
+
+def _facts(records: Sequence[Mapping[str, Any]]) -> Mapping[str, object]:
+    latest = {record["event"]: record for record in records}
     rows: dict[str, object] = {}
     if "RunStarted" in latest:
         rows["data"] = latest["RunStarted"]["facts"].get("data", "")
     if finished := latest.get("StepFinished"):
         rows["tokens"] = format_count(finished["tokens"])
-        rows["training loss"] = f"{finished['loss']:.4f} nats per token"
+        rows["training loss"] = f"{float(finished['loss']):.4f} nats per token"
         rows["sent"] = f"{format_bytes(finished['sent_bytes'])} per replica"
     if evaluated := latest.get("Evaluated"):
-        rows["held-out loss"] = f"{evaluated['heldout_loss']:.4f} nats per token at step {evaluated['step']:,}"
-        rows["held-out bits per byte"] = f"{evaluated['bits_per_byte']:.4f}"
+        rows["held-out loss"] = f"{float(evaluated['heldout_loss']):.4f} nats per token at step {evaluated['step']:,}"
+        rows["held-out bits per byte"] = f"{float(evaluated['bits_per_byte']):.4f}"
     return rows
 
 
@@ -117,9 +122,13 @@ def push(folder: Path, repo: str, card: str, *, private: bool, dry_run: bool) ->
     api = HfApi(library_name="diloco")
     try:
         url = api.create_repo(repo, private=private, exist_ok=True)
-        if private and not api.model_info(repo).private:  # it was there before
+        about = api.model_info(repo)  # it may have been there before
+        if private and not about.private:
             raise ConfigurationError("it is public. Leave --private out, or make it private on the hub")
-        kept = [CARD] if api.file_exists(repo, CARD) else []
+        there = {each.rfilename for each in about.siblings or ()}
+        if other := sorted((there & _LOADED_FIRST) - {path.name for path in files}):
+            raise ConfigurationError(f"its {other[0]} would be loaded instead. Delete it there, or use another one")
+        kept = [CARD] if CARD in there else []
         api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns=kept, commit_message="Export of diloco")
     except Exception as error:  # of the hub, of the network, or of a missing token: they have no common type
         why = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]

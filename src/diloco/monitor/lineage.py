@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,8 +64,9 @@ class LineageSink:
         if lines and self._public.encode() not in lines[0]:
             path.rename(folder / f"lineage-{hashlib.sha256(lines[-1]).hexdigest()[:8]}.jsonl")
             lines = []
-        self._file = path.open("wb")  # without an incomplete line at its end
-        self._file.writelines(line + b"\n" for line in lines)
+        if lines:  # without an incomplete line at its end
+            os.truncate(path, sum(len(line) + 1 for line in lines))
+        self._file = path.open("ab" if lines else "wb")
         self._digest = hashlib.sha256(lines[-1]).hexdigest() if lines else ""
 
     def handle(self, event: events.Event) -> None:

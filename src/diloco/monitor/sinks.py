@@ -28,6 +28,7 @@ from diloco.monitor.console import JsonConsole, LiveConsole, PlainConsole
 from diloco.monitor.lineage import LineageSink
 from diloco.monitor.settings import MonitorSettings
 from diloco.plugins import call, is_own
+from diloco.private_files import read_regular
 from diloco.waiting import say
 
 
@@ -70,7 +71,7 @@ def read_metrics(path: Path, event: str | None = None) -> list[dict[str, Any]]:
         OSError: if the file cannot be read.
     """
     records: list[dict[str, Any]] = []
-    lines = path.read_bytes().split(b"\n")
+    lines = read_regular(path).split(b"\n")
     for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is incomplete or empty
         try:
             record = json.loads(line)

@@ -309,12 +309,16 @@ class ProcessGroupTransport(Transport):
         rank = self._ranks[self._roll_ranks.index(rank)]
         refusal, skeleton, tensors = "it has published nothing", None, dict[str, Tensor]()
         if self._source is not None:
-            skeleton, tensors = flatten(self._source(fragment))
-            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-            too_large = expected_bytes is not None and num_bytes > expected_bytes
-            refusal = (
-                f"its state of {num_bytes} bytes is larger than the expected {expected_bytes}" if too_large else ""
-            )
+            try:
+                skeleton, tensors = flatten(self._source(fragment))
+            except Exception as error:  # of any kind: the other rank waits for an answer
+                refusal = f"it can't copy its state: {error}"
+            else:
+                num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+                too_large = expected_bytes is not None and num_bytes > expected_bytes
+                refusal = (
+                    f"its state of {num_bytes} bytes is larger than the expected {expected_bytes}" if too_large else ""
+                )
         shapes = [(name, str(each.dtype).removeprefix("torch."), list(each.shape)) for name, each in tensors.items()]
         outline = json.dumps([skeleton, shapes, refusal]).encode()
         sent = [each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in tensors.values()]
