@@ -16,7 +16,7 @@ import pytest
 from diloco.cli import COMMANDS, main
 from tests.cli.runs import SMALL
 
-ELSEWHERE = re.compile("203[.]0|10[.]0[.]0|hf:|llama|mine|runs/[abc] |relay|stride")
+ELSEWHERE = re.compile("203[.]0|10[.]0[.]0|hf:|llama|mine|runs/[abc] |relay|stride|USER/NAME")
 LONG = ("diloco train", "diloco train run.toml", "diloco train --algorithm", "diloco watch runs/streaming-tiny")
 
 

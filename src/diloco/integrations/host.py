@@ -376,8 +376,8 @@ def replica_share(dataset: Any, *, replica: int, num_replicas: int, seed: int | 
     So an epoch has the same number of steps on every replica. The remainder, fewer than M samples, is left out.
 
     Args:
-        dataset: a data set with ``__len__`` and ``__getitem__``. The share of a `datasets.Dataset` has the same type;
-            any other share is a `torch.utils.data.Subset`.
+        dataset: a data set with ``__len__`` and ``__getitem__``. The share of a `datasets.Dataset` or of a tensor has
+            the same type; any other share is a `torch.utils.data.Subset`.
         replica: the number m of the replica, from 0 to M - 1.
         num_replicas: the number M of replicas.
         seed: the seed of the shuffle before the split, the same on all replicas. None: replica m gets every M-th
@@ -388,6 +388,8 @@ def replica_share(dataset: Any, *, replica: int, num_replicas: int, seed: int | 
 
     >>> [list(replica_share(range(7), replica=m, num_replicas=3, seed=None)) for m in range(3)]
     [[0, 3], [1, 4], [2, 5]]
+    >>> replica_share(torch.arange(7) * 10, replica=1, num_replicas=3, seed=None)
+    tensor([10, 40])
     """
     check_replica(replica, num_replicas)
     if not hasattr(dataset, "__len__"):
@@ -405,4 +407,6 @@ def replica_share(dataset: Any, *, replica: int, num_replicas: int, seed: int | 
         generator = torch.Generator("cpu").manual_seed(seed)
         order = torch.randperm(len(dataset), generator=generator, dtype=torch.int64, device="cpu")
     indices = order[replica : each * num_replicas : num_replicas].tolist()
+    if isinstance(dataset, Tensor):
+        return dataset[indices]
     return dataset.select(indices) if hasattr(dataset, "select") else Subset(dataset, indices)

@@ -91,6 +91,11 @@ class ViewChange:
         """Whether replicas may still join by this change; each one more prolongs it for all."""
         return self._outbox.now_s - self._began_s <= _JOIN_WINDOW * self._rules.silence_s and self.mine.ballot == 0
 
+    @property
+    def admitted(self) -> frozenset[int]:
+        """The replicas that other members let join."""
+        return frozenset().union(*[report.joining for report in self._reports.values()])
+
     def tick(self) -> None:
         """Look at the clock, also again after a part of a turn."""
         self._outbox.effects.timers[Timer("settle", self.view.id)] = _TURN * self._rules.silence_s / _TICKS

@@ -215,6 +215,7 @@ class Views:
             elif not change.receive_report(report):
                 self.drop(sender, f"replica {replica} ends each ballot as soon as it has begun")
             else:
+                self._let_in()
                 self._follow()
 
     def receive_ballot(self, sender: int, message: Propose | Accept) -> None:
@@ -290,7 +291,7 @@ class Views:
             if self.view is not self._first:
                 return  # it has joined already, by the request to another member
             self._roster.members[rank] = None  # restarted before this view began
-        if self.closed_to_joiners or self.failure is not None or not self.is_member:
+        if self.failure is not None or not self.is_member:
             why = self.closed_to_joiners or str(self.failure or "this replica is still joining")
             self._outbox.send([rank], Refused(why, for_good=self.failure is not None))
         elif (
@@ -299,12 +300,17 @@ class Views:
             or len(joining - {replica}) >= MOST_JOINERS
             or not connected.issuperset(self._rules.ranks(joining.union(members) - {replica}))
         ):
-            self._outbox.send([rank], _MAY_BE_RUNNING if self._estranged else _TRY_AGAIN)
+            refusal = Refused(self.closed_to_joiners) if self.closed_to_joiners else _TRY_AGAIN
+            self._outbox.send([rank], _MAY_BE_RUNNING if self._estranged else refusal)
         else:
             self._ended_early.discard(replica)
             asked = self._asked.setdefault(replica, set())
             asked.add(rank)
-            if len(asked) < self._rules.ranks_per_replica:
+            if self.closed_to_joiners:
+                self._outbox.send([rank], Refused(self.closed_to_joiners))
+                self._let_in()
+                self._follow()
+            elif len(asked) < self._rules.ranks_per_replica:
                 pass
             elif replica in members:  # it is back before its loss was noticed: lose it first
                 self.end(f"replica {replica} was restarted", gone=frozenset({replica}))
@@ -316,6 +322,18 @@ class Views:
         now_s = self._outbox.now_s
         self._estranged = {each: s for each, s in self._estranged.items() if s > now_s and each != replica}
         return bool(self._estranged)
+
+    def _complete(self) -> list[int]:
+        """Return the replicas of which all ranks have asked to join."""
+        return [replica for replica, asked in self._asked.items() if len(asked) == self._rules.ranks_per_replica]
+
+    def _let_in(self) -> None:
+        """Let those join that another member admits and this one hears, though it admits nobody itself at present."""
+        if self.change is not None and self.closed_to_joiners:
+            replicas = self.change.admitted.intersection(self._complete())
+            for each in replicas:
+                self._asked.pop(each)
+            self.change.extend(joining=replicas)
 
     def _admit(self, replicas: Collection[int]) -> None:
         for each in replicas:
@@ -394,10 +412,9 @@ class Views:
             self.end(words, apart=unheard - gone, gone=gone, left=left)
         if following is None or mine is None:
             return
-        complete = [replica for replica, asked in self._asked.items() if len(asked) == self._rules.ranks_per_replica]
-        waiting = [each for each in dict.fromkeys((*complete, *mine.joining)) if each not in self.view.members]
+        waiting = [each for each in dict.fromkeys((*self._complete(), *mine.joining)) if each not in self.view.members]
         # they may not be connected to those that have just joined
-        again = [each for each in waiting if following.joined or each in mine.joining]
+        again = [each for each in waiting if following.joined or each in mine.joining or self.closed_to_joiners]
         for replica in again:
             self._asked.pop(replica, None)
             self._outbox.send(self._rules.ranks((replica,)), _TRY_AGAIN)

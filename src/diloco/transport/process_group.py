@@ -284,9 +284,9 @@ class ProcessGroupTransport(Transport):
         index = donor * self._rules.ranks_per_replica + self._rules.position
         rank = self._ranks[index]
         self.roll.ask(self._roll_ranks[index], [fragment, expected_bytes])
-        length = torch.zeros(1, dtype=torch.int64)
+        length = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._receive(length, rank)
-        outline = torch.empty(int(length), dtype=torch.uint8)
+        outline = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         self._receive(outline, rank)
         skeleton, shapes, refusal = json.loads(outline.numpy().tobytes())
         if refusal:
@@ -323,7 +323,7 @@ class ProcessGroupTransport(Transport):
         outline = json.dumps([skeleton, shapes, refusal]).encode()
         sent = [each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in tensors.values()]
         told = torch.frombuffer(bytearray(outline), dtype=torch.uint8)
-        for data in [torch.tensor([len(outline)]), told, *([] if refusal else sent)]:
+        for data in [torch.tensor([len(outline)], dtype=torch.int64, device="cpu"), told, *([] if refusal else sent)]:
             self._everyone.send([data], rank, 0).wait()
 
     # Members.
