@@ -258,3 +258,36 @@ def test_a_member_that_accepts_what_nobody_has_proposed_puts_nobody_out(replicas
     assert [len(each.outcomes) for each in honest] == [Member.STEPS] * liar
     assert len({tuple(sorted(each.outcomes.items())) for each in honest}) == 1
     assert longest_s <= 4 * TIMEOUT_S
+
+
+class Hasty(Accepter):
+    """A member that reports ballot after ballot, each to one other member alone: to the first one, or in turn."""
+
+    def __init__(self, network: Network, rank: int, *, in_turn: bool) -> None:
+        super().__init__(network, rank, mute=True)
+        self._in_turn = in_turn
+
+    def act(self) -> bool:
+        if self._ballot == 200:
+            return False
+        others, first = range(self._rank), self._ballot < 0
+        self._ballot += 1
+        reported = Change(Report(self._rank, 0, ballot=self._ballot, number=self._ballot + 1), "a lie")
+        for other in others if first else [self._ballot % self._rank if self._in_turn else 0]:
+            self._network.send(self._rank, other, encode(reported))
+        return True
+
+    def receive(self, sender: int, data: bytes) -> None:
+        """It waits for nobody."""
+
+
+@pytest.mark.parametrize("replicas", [3, 4, 5])
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_who_follows_the_ballots_of_a_liar_is_not_taken_for_one(replicas: int, in_turn: bool) -> None:
+    network, liar = Network(range(replicas), Limits()), replicas - 1
+    honest = [Member(network, rank, replicas, 1, replace(RULES, late_s=2 * TIMEOUT_S)) for rank in range(liar)]
+    network.nodes.update(enumerate([*honest, Hasty(network, liar, in_turn=in_turn)]))
+    run(network, honest)
+    assert [each.left for each in honest] == [""] * liar
+    assert {each.view.members for each in honest} == {tuple(range(liar))}
+    assert len({tuple(sorted(each.outcomes.items())) for each in honest}) == 1

@@ -156,6 +156,13 @@ def test_where_nobody_answers_the_address_and_the_ways_out_are_named() -> None:
     assert diloco_threads() <= before, "nothing stays open"
 
 
+def test_a_replica_that_listens_at_the_rendezvous_itself_and_is_not_the_first_finds_none() -> None:
+    """It was to join a running training at its own address, say."""
+    address = free_address()
+    words = failure(lambda: connect(place(1, 2, address, host=address.host, ports=str(address.port)), rules()))
+    assert "the replica that listens there is looking for it, too. Start replica 0 there" in words
+
+
 @pytest.mark.parametrize("host", ["x" * 64, "a..b", "\N{SNOWMAN}" * 64], ids=range(3))
 def test_a_name_that_no_resolver_takes_is_no_rendezvous(host: str) -> None:
     assert "there is no route to the rendezvous" in failure(connect, place(1, 2, Address(host, 1)), rules())

@@ -133,16 +133,19 @@ class ViewChange:
         replica, before = self._rules.replica_of(report.rank), self._reports.get(report.rank)
         if replica in self.mine.lost or (before is not None and report.number <= before.number):
             return True
-        self._keep(report)
         if report.ballot > self.mine.ballot:
             self._hurried[replica] += self._waited_s < self._turn_s / 3
+            if self._hurried[replica] > 2 * len(self.view.members) + 8:
+                return False  # without following it, or others would say the same of this rank
+        self._keep(report)
+        if report.ballot > self.mine.ballot:
             self._raise(report.ballot)
         # accusations by others that this rank's own observation supports
         late = report.behind - self.mine.behind
         late = late and late & (self._rounds.overdue() | {each for each in late if self._rounds.spoilers.may_be(each)})
         if late or self._rules.replica in report.lost:
             self.extend(behind=late, apart={replica} if self._rules.replica in report.lost else ())
-        return self._hurried[replica] <= 2 * len(self.view.members) + 8
+        return True
 
     def receive_proposal(self, sender: int, proposal: Propose) -> None:
         """Receive what the proposer of a ballot proposes, which has reported that ballot before."""

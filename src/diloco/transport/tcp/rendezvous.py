@@ -31,6 +31,7 @@ _GONE_S = 3.0  # a rank that has not asked for this long does not wait any more
 _REFUSED_S = 1.0  # a rank whose port has refused connections for this long has ended
 _AGAIN_S = 0.2, 1.0
 _MOST_REASON = 500
+_LOOKING = "the replica that listens there is looking for it, too"
 
 
 class Gathering(WireMessage):
@@ -143,8 +144,8 @@ class TcpDirectory(Directory):
     async def addresses(self) -> Collection[Address]:
         others = (entry for rank, entry in self.registry.entries.items() if rank != self.connections.rank)
         places = dict.fromkeys([*map(self.connections.streams.locate, others), self._meeting])
-        asks_itself = self.begins and self._gatherer is not None
-        return [each for each in places if each and (asks_itself or each != self.connections.address)]
+        mine = self.connections.address
+        return [each for each in places if each and (each != mine or (self.begins and each == self._meeting))]
 
     async def _answer(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         gatherer = self._gatherer
@@ -234,8 +235,9 @@ class TcpDirectory(Directory):
                 f"rank {rank} waited {for_s} at {self._meeting} for {self._missing}. Start the missing ranks, or "
                 "choose a longer network.round_timeout, of which this is half."
             )
+        reasons = "; ".join(why.values()) or _LOOKING
         return (
-            f"rank {rank} found no rendezvous at {self._meeting} within {for_s}: {'; '.join(why.values())}. Start "
+            f"rank {rank} found no rendezvous at {self._meeting} within {for_s}: {reasons}. Start "
             "replica 0 there, open that port, or, to join a running training, give the address of any of its replicas."
         )
 
