@@ -20,7 +20,6 @@ from diloco.waiting import waiting_for
 from diloco.watch import PrometheusSink
 from tests.monitor.made_events import committed, evaluated, sent, started, step, void
 
-pytest.importorskip("prometheus_client", reason="it is in diloco[monitor]")
 PANELS = Path(__file__).parents[2] / "launch" / "grafana" / "dashboard.json"
 
 

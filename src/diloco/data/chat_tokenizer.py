@@ -142,7 +142,7 @@ class ChatTokenizer(Tokenizer):
             if after.startswith(prompt):
                 return len(prompt), len(after)
             # texts and not paths, character by character
-            begin = len(os.path.commonprefix([after, prompt]))  # noqa: RUF071
+            begin = len(os.path.commonprefix([after, prompt]))  # noqa: RUF071  # of characters, not of paths
             return (begin, len(after)) if begin > len(self._render(messages[:number], tools)) else None
         except DataError:
             if is_last:
