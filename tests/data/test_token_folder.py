@@ -81,7 +81,9 @@ def test_training_on_a_folder_is_training_on_its_text(text: Path, folder: Path, 
 def test_folders_with_weights_and_one_after_the_other(folder: Path, tmp_path: Path) -> None:
     lines = write(tmp_path / "other.jsonl", numbered(90, prefix="o"))
     other = tokenize(of(lines), tmp_path / "other").path
-    one, two, both = (build_corpus(DataSettings(paths=places)) for places in ((folder,), (other,), (folder, other)))
+    one, two, both = (
+        build_corpus(DataSettings(paths=tuple(map(str, each)))) for each in ((folder,), (other,), (folder, other))
+    )
     assert both.train[:].tolist() == [*one.train[:].tolist(), *two.train[:].tolist()]
     assert both.fingerprint not in (one.fingerprint, two.fingerprint)
     sources = {"a": {"data": str(folder), "weight": 3}, "b": {"data": str(lines)}}
