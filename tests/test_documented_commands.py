@@ -23,7 +23,8 @@ SOURCE = ROOT / "src" / "diloco"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOW = [page for page in PAGES if page.name != "log.md"]  # the log tells what was
 BENCHMARKS = [path for path in (ROOT / "benchmarks").rglob("*.py") if path.parent.name != "same_bits"]  # with old names
-OTHERS = [path for folder in ("launch", "examples") for path in sorted((ROOT / folder).rglob("*")) if path.is_file()]
+FILES = [path for folder in ("launch", "examples") for path in sorted((ROOT / folder).rglob("*")) if path.is_file()]
+OTHERS = [path for path in FILES if path.suffix != ".pyc"]
 MODULES = [
     path for path in SOURCE.rglob("*.py") if path.name not in ("keys.py", "toml.py", "units.py")
 ]  # examples of mistakes
