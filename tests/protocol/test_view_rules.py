@@ -198,49 +198,35 @@ def late_proposal() -> Scene:
     return scene
 
 
-def adopted_by_one() -> Scene:
-    """One member adopts what all that stay have accepted, and nobody else hears of it."""
+def proposer_is_cut_off(*hear_the_proposal: int) -> Scene:
+    """Some of those that stay have accepted a proposal, and its proposer knows it, when it is cut off.
+
+    If 1, 2 and 3 have, the proposer adopts it, and nobody else hears of that.
+    """
     scene = Scene()
     scene.cut(0, 4)
     scene.notice(0, 4)
     scene.notice(4, 0)
     scene.spread(Change)
-    scene.give(0, 1, 2, 3)
-    for each in (1, 2, 3):
+    scene.give(0, *hear_the_proposal)
+    for each in hear_the_proposal:
         scene.give(each, 0)
     scene.cut(0, 1, 2, 3, lost=True)
     for each in (1, 2, 3):
         scene.notice(each, 0)
     return scene
+
+
+def adopted_by_one() -> Scene:
+    return proposer_is_cut_off(1, 2, 3)
 
 
 def accepted_by_most() -> Scene:
-    """All that stay but one have accepted a proposal when its proposer is cut off."""
-    scene = Scene()
-    scene.cut(0, 4)
-    scene.notice(0, 4)
-    scene.notice(4, 0)
-    scene.spread(Change)
-    scene.give(0, 1, 2)
-    for each in (1, 2):
-        scene.give(each, 0)
-    scene.cut(0, 1, 2, 3, lost=True)
-    for each in (1, 2, 3):
-        scene.notice(each, 0)
-    return scene
+    return proposer_is_cut_off(1, 2)
 
 
 def accepted_by_one() -> Scene:
-    """Only the proposer has accepted its proposal when it is cut off."""
-    scene = Scene()
-    scene.cut(0, 4)
-    scene.notice(0, 4)
-    scene.notice(4, 0)
-    scene.spread(Change)
-    scene.cut(0, 1, 2, 3, lost=True)
-    for each in (1, 2, 3):
-        scene.notice(each, 0)
-    return scene
+    return proposer_is_cut_off()
 
 
 def ended_after_silence() -> Scene:
