@@ -122,7 +122,7 @@ def test_only_the_founder_orders_and_only_who_stays_is_told_the_secret(order: Or
     assert "and the founder is QmOther" in order.problem("QmOther", "QmHonest")
     assert not order.public.problem(order.founder, "QmLiar")
     assert order.public.secret == ""
-    founder, admission = load_identity(keys / "0.key"), order.applied(Admission("run", "passphrase:one of long ago"))
+    founder, admission = load_identity(keys / "0.key"), order.applied(Admission("run", "passphrase:one of a long time ago"))
     with pytest.raises(ConfigurationError, match="It can't eject itself"):
         Order.sign(founder, admission, founder.peer_id, new_secret(), order)
     assert not admission.admits("QmLiar")
