@@ -6,6 +6,7 @@ import asyncio
 import gc
 import itertools
 import math
+import socket
 import threading
 import tracemalloc
 import weakref
@@ -91,18 +92,22 @@ def test_what_a_connection_that_is_no_longer_wanted_had_not_delivered_is_sent_ag
     wires: Wires, relays: Relays, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The view grows while payloads travel, so that one connection has to do to each member."""
-    monkeypatch.setattr("diloco.transport.connections.stripe.NEAR_S", 0.0)  # here as on a long path: many to each
-    transports, grown, waiting = wires.meet(2), threading.Event(), threading.Semaphore(0)
+    monkeypatch.delattr(socket, "TCP_INFO")  # of unknown length, a path gets many connections, as a long one does
+    grown, opened, waiting = threading.Event(), threading.Semaphore(0), threading.Semaphore(0)
 
     def hold(unit: Unit) -> bytes:
+        if unit.kind == "link" and unit.number == 0 and unit.answers:
+            opened.release()
         if unit.is_part and not grown.is_set():
             waiting.release()
             grown.wait(LIMIT_S)
         return unit.data
 
     relays.hook = hold
+    transports = wires.meet(2)
+    assert all(opened.acquire(timeout=LIMIT_S) for _ in range(32))
     pending = [each.average(contribution(each.replica)) for each in transports]
-    assert all(waiting.acquire(timeout=LIMIT_S) for _ in range(4))
+    assert all(waiting.acquire(timeout=LIMIT_S) for _ in range(32))
     for each in transports:
         members = [*range(100)]
         del members[each.replica]
