@@ -425,7 +425,8 @@ def test_replicas_that_have_no_step_in_common_do_not_begin_again(
 ) -> None:
     replica(place, tmp_path / "run", 0, 1)
     replica(place, tmp_path / "run", 1, *steps)
-    with pytest.raises(CheckpointError, match=r"Steps: \{'replica-0': \[1\]" + (r", 'replica-1': \[2\]\}" * len(steps))):
+    there = r"Steps: \{'replica-0': \[1\]" + r", 'replica-1': \[2\]\}" * len(steps)
+    with pytest.raises(CheckpointError, match=there):
         fetch_run(place, tmp_path / "new", own)
     assert not (tmp_path / "new").exists()
 
