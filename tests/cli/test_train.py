@@ -344,7 +344,7 @@ def test_a_bucket_chooses_no_file_and_no_sink(
     line = ["train", str(files / "mine.toml"), "--data", str(files / "text.jsonl"), "--resume-or-start", url]
     assert main([*line, "--stop-after", "4", "--checkpoint.every-steps", "4"]) == 0
     shutil.move("runs", "before")
-    needs = f"need --data {files}/text.jsonl --sinks lineage, and a bucket can't choose that here. Nothing was fetched. Add"
+    needs = f"need --data {files}/text.jsonl --sinks lineage, and a bucket can't choose that here. Nothing was fetched."
     assert needs in refused(["train", "--resume", url], capsys)
     assert not Path("runs/mine").exists()
     other = [word.replace("text.jsonl", "run.toml") for word in line]

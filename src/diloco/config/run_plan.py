@@ -169,8 +169,8 @@ def check_fetched(url: str, path: Path, typed: Mapping[str, Any]) -> None:
     if missing := {name: value for name, value in chosen.items() if name not in typed}:
         options = command_text("train", flags=_flags(missing)).removeprefix("diloco train ")
         raise ConfigurationError(
-            f"The settings at {url} need {options}, and a bucket can't choose that here. Nothing was fetched. Add to the "
-            "command what of it is right."
+            f"The settings at {url} need {options}, and a bucket can't choose that here. Nothing was fetched. Add "
+            "to the command what of it is right."
         )
 
 
