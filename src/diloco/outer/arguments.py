@@ -61,7 +61,6 @@ class Bounds(NamedTuple):
     above: bool = False  # whether it must be above ``low``
 
 
-
 _NAMED = 3  # the number of tensors that are always named; a digest covers all of them
 _MAX_FRAGMENTS = 32  # of which each is compared by itself, as the message to register has at most 16 kB
 _MAX_CHARACTERS = 2000  # of buffers and frozen parameters, which are all named if they fit
