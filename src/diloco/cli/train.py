@@ -204,10 +204,10 @@ def run_finetune(arguments: Sequence[str]) -> int:
     line, notes = with_torchrun(dataclasses.replace(line, file=None, values=values)), list[str]()
     asked = compose(line)
     if "train.steps" not in values:
-        from diloco.data import build_chat_corpus
+        from diloco.data import build_corpus
 
         length = asked.train.sequence_length
-        rows = len(build_chat_corpus(asked.data, length).train) // length
+        rows = build_corpus(asked.data, length).train.num_windows(length)
         sequences = asked.train.batch_size * asked.network.replicas
         steps = values["train.steps"] = max(1, math.ceil(epochs * rows / sequences))
         inner_steps = values["sync.inner_steps"] = compose(line).sync.inner_steps
