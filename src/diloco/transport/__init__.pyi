@@ -68,4 +68,3 @@ from .tcp.connect import connect_tcp as connect_tcp
 from .tcp.doctor import examine as examine
 from .tcp.doctor import serve_probes as serve_probes
 from .tcp.rendezvous import Gatherer as Gatherer
-from .tcp.rendezvous import share_text as share_text
