@@ -39,7 +39,6 @@ _LEAST_LEAD_STEPS, _LEAD_WINDOWS = 1000, 4
 """How far ahead other members can be: one window and a part of another, and some more for void rounds."""
 _UNKNOWN_LEAD_STEPS = 1 << 32  # the same before this rank has contributed
 _MOST_EARLY = 4096  # most rounds that one rank may refer to before this rank has begun them: more than a view can have
-_MOST_REPORTED = 8  # most refused headers that are reported with the next average
 _MOST_VOID = 8  # void rounds kept per fragment; a rank that is further behind runs into the round's timeout
 
 _NOT_VOTED = "others report that they have committed it, but this rank has not voted for it"
@@ -47,13 +46,9 @@ _VOTED_AGAINST = "a replica voted against it before the view changed"
 
 
 class Rounds:
-    """The rounds of the current view, and this rank's contributions, which wait while no view is active.
+    """The rounds of the current view, and this rank's contributions, which wait while no view is active."""
 
-    Args:
-        message_counts: rank -> number of messages received from it; the roster keeps it up to date.
-    """
-
-    def __init__(self, rules: Rules, message_counts: Mapping[int, int], outbox: Outbox) -> None:
+    def __init__(self, rules: Rules, outbox: Outbox) -> None:
         self.view: View | None = None  # the view of the rounds; None until this rank is a member
         self.failure: TransportError | None = None  # why this rank takes part in no more rounds, or None
         self.reason = ""  # the reason for the last view change, as this rank learned it
@@ -63,7 +58,6 @@ class Rounds:
         self.spoilers = Spoilers()
         self.frozen = False  # whether voting and deciding have stopped, because the view is ending
         self._rules = rules
-        self._message_counts = message_counts
         self._outbox = outbox
         self._ranks: tuple[int, ...] = ()
         self._positions: Mapping[int, int] = {}  # rank -> its position in its replica
@@ -74,7 +68,6 @@ class Rounds:
         self._frozen_s = math.inf
         self._early: dict[int, set[RoundId]] = {}  # by sender: the rounds that this rank has not begun
         self._last: dict[int, int] = {}  # by fragment: the outer step of the last round begun in this view
-        self._refused: list[str] = []  # why headers were refused, to be reported with the next average
         self._waiting: list[Submitted] = []
         self._has_state_of: set[int] = set()  # fragments whose state this rank shares with the majority
         self._sent_at: dict[int, int] = {}  # fragment -> inner step of the last contribution to it
@@ -101,7 +94,7 @@ class Rounds:
             self.spoilers.begin_view(view.members)
             self.view, self._ranks, self.frozen, self._frozen_s = view, self._rules.ranks(view.members), False, math.inf
             self._positions = {rank: rank % self._rules.ranks_per_replica for rank in self._ranks}
-            self._rounds, self._early, self._last, self._refused = {}, {}, {}, []
+            self._rounds, self._early, self._last = {}, {}, {}
             self._commits, self._void, self._known_uplinks = {}, void, {}
             for submitted in carried:
                 self._begin(submitted)
@@ -171,7 +164,7 @@ class Rounds:
         self._set_timer("expire", each, max(0.0, left_s))
         if self._rules.late_s is not None and fragment >= 0:
             self._set_timer("look", each, self._rules.late_s / Lateness.LOOKS)
-            each.late(self._message_counts)
+            each.late()
         self._judge(each)
 
     # The end of a view.
@@ -247,14 +240,10 @@ class Rounds:
         return ""
 
     def receive_header(self, sender: int, header: Header) -> None:
-        if sender not in self._ranks:
-            return
-        name = f"a contribution of replica {self._rules.replica_of(sender)} to {header.id} was refused"
-        if (known := self._rounds.get(header.id)) is not None and sender in known.headers:
-            self._refused = [*self._refused, f"{name}: it had contributed already"][-_MOST_REPORTED:]
-        elif known is None and header.round[1] + 1 < self._last.get(header.round[0], 0):
-            self._refused = [*self._refused, f"{name}: that round ended long ago"][-_MOST_REPORTED:]
-        else:  # the exchange may still be waiting for this header
+        known = self._rounds.get(header.id)
+        is_old = known is None and header.round[1] + 1 < self._last.get(header.round[0], 0)
+        # the first header of a sender stands; the exchange may still be waiting for this one
+        if sender in self._ranks and not is_old and (known is None or sender not in known.headers):
             each = self._round(header.id)
             each.headers[sender], each.heard_s[sender] = header, self._outbox.now_s
             self._judge(each)
@@ -340,20 +329,15 @@ class Rounds:
         if each is None or late_s is None or each.committed is not None or self.frozen:
             return
         self._set_timer("look", each, late_s / Lateness.LOOKS)
-        absent, silent, unheard = each.late(self._message_counts)
-        waited_for = [(absent, f"no contribution to {each.id}"), (silent, f"no vote on {each.id} and nothing else")]
-        why = "; ".join(
-            f"{names_of(late)} {'are' if len(late) > 1 else 'is'} late: {what} arrived within {late_s:g} s"
-            for late, what in waited_for
-            if late
-        )
-        if why:
-            self._fail(why, behind=(absent | silent) - unheard, unheard=unheard)
+        if late := each.late():
+            are = "are" if len(late) > 1 else "is"
+            why = f"{names_of(late)} {are} late: no contribution to {each.id} arrived within {late_s:g} s"
+            self._fail(why, behind=late)
 
     def _await_votes(self, each: Round) -> frozenset[int]:
         """Look for missing votes on a round, and set the timer for the next look. Return the replicas that are late."""
         self._set_timer("expire", each, self._rules.round_timeout_s / Lateness.LOOKS)
-        return each.vote_lateness.look(dict.fromkeys(each.without_vote))
+        return each.vote_lateness.look(each.without_vote)
 
     # From headers to an outcome.
 
@@ -444,11 +428,7 @@ class Rounds:
         if instead is not None and each.fault is None:
             self._report(each.id, instead)
         else:
-            note = "; ".join(filter(None, [each.verdict.reason if each.verdict else "", *self._refused]))
-            outcome = each.outcome(note)
-            if isinstance(outcome, Average):
-                self._refused = []
-            self._report(each.id, outcome)
+            self._report(each.id, each.outcome())
         each.concluded = True
         each.free()
 
@@ -501,16 +481,9 @@ class Rounds:
     def _report(self, round_id: RoundId, outcome: Average | TransportError) -> None:
         self._outbox.effects.outcomes.append((round_id, outcome))
 
-    def _fail(
-        self,
-        why: str,
-        behind: frozenset[int] = frozenset(),
-        unheard: frozenset[int] = frozenset(),
-        *,
-        anyway: bool = False,
-    ) -> None:
+    def _fail(self, why: str, behind: frozenset[int] = frozenset(), *, anyway: bool = False) -> None:
         assert self.view is not None
-        self._outbox.queue.append(RoundsFailed(self.view.id, why, behind, unheard, anyway))
+        self._outbox.queue.append(RoundsFailed(self.view.id, why, behind, anyway))
 
     def _broadcast(self, message: WireMessage) -> None:
         self._outbox.send((rank for rank in self._ranks if rank != self._rules.rank), message)
