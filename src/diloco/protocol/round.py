@@ -139,6 +139,29 @@ class Round:
         )
 
 
+class KnownUplinks:
+    """The members' uplinks by round. Later rounds are planned by them, on all ranks alike."""
+
+    def __init__(self) -> None:
+        self._uplinks: dict[RoundId, tuple[Uplink, ...]] = {}
+
+    def keep(self, each: Round) -> None:
+        """Keep those of a committed round and of the one before it, whose average may be the last taken.
+
+        They stay for as long as later rounds are void, on all ranks alike, whatever else is still known of the round.
+        """
+        for before in [known for known in self._uplinks if known.fragment == each.id.fragment][:-1]:
+            del self._uplinks[before]
+        self._uplinks[each.id] = tuple(each.header_of(member).uplink for member in each.view.members)
+
+    def of(self, after: RoundId | None) -> tuple[Uplink, ...]:
+        """Return those of an earlier round; () if this view has not committed it.
+
+        All members have taken its average, so they have the same votes on it, and plan the next round alike.
+        """
+        return () if after is None else self._uplinks.get(after, ())
+
+
 # The verdict, which every rank derives alike from the headers of all ranks.
 
 
