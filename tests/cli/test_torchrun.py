@@ -132,6 +132,7 @@ def test_an_older_run_is_not_overwritten_by_a_restart(processes: Processes, data
         ("--transport torch --replicas 3", 4, "torchrun started 4 processes, but 3 replicas of 1 ranks need 3."),
         ("--transport torch --on-loss continue", 4, "can't be used with network.transport='torch'. Leave it out, or"),
         ("--transport in-process", 4, "Use --transport torch."),
+        ("--transport tcp", 4, "needs one torchrun for each replica"),
         ("--replica 1 --join h:1 --replicas 3", 4, "torchrun started 4 processes, but 3 replicas of 1 ranks need 3."),
     ],
 )

@@ -429,14 +429,7 @@ def _claimed(folder: Path, plan: RunPlan, *, of_rank: bool = False, again: bool 
 
 def _folder_of_rank(plan: RunPlan, role: Role, base: Path | None) -> Path:
     """Return the run's folder for rank 0, or a folder inside it for any other rank, without creating it."""
-    from diloco.transport import share_text
-
-    settings, torchrun = plan.configuration, role.torchrun
-    base = base or settings.out or plan.source
-    if base is None and torchrun is not None and role.rendezvous is None:
-        claimed = str(_claim_numbered(plan)) if role.is_first else None
-        timeout_s = settings.network.start_timeout_s
-        base = Path(share_text(torchrun.master, claimed, timeout_s, f"folder (attempt {torchrun.attempt})"))
+    base = base or plan.configuration.out or plan.source
     if base is None:
         raise ConfigurationError(
             f"--replica {role.replica} needs --out, with the same folder for all replicas, such as --out runs/my-run."

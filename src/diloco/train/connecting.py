@@ -76,6 +76,7 @@ def connect_rank(
 
     ``held_step`` is the newest step from which this rank could resume; -1 for none.
     """
+    assert role.rendezvous is not None, "only a torchrun of all replicas has none"
     settings, group = run.network, ReplicaGroup(replica=role.replica)
     if settings.replica_size > 1:
         group = _open_group(settings, role, device)
@@ -87,8 +88,6 @@ def connect_rank(
         position=role.position,
         ranks_per_replica=settings.replica_size if each_talks else 1,
         rendezvous=role.rendezvous,
-        torchrun=role.torchrun.master if role.torchrun and role.rendezvous is None else None,
-        attempt=role.torchrun.attempt if role.torchrun else "0",
         host=settings.listen_host,
         ports="-".join(dict.fromkeys(map(str, settings.listen_ports))),
         secret=read_secret(settings.secret_file, "network.secret_file"),

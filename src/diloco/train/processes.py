@@ -136,6 +136,11 @@ def role_of(settings: NetworkSettings, torchrun: TorchRun | None) -> Role:
     size = settings.replica_size
     of_one_replica = settings.replica is not None and settings.rendezvous is not None
     if torchrun is not None and not (of_one_replica and torchrun.world_size == size > 1):
+        if settings.transport == "tcp" and not of_one_replica:
+            raise ConfigurationError(
+                "network.transport='tcp' needs one torchrun for each replica, with --replica and --join. "
+                "One torchrun for all replicas needs --transport torch, its default."
+            )
         if torchrun.world_size != settings.num_ranks:
             raise ConfigurationError(
                 f"torchrun started {torchrun.world_size} processes, but {settings.replicas} replicas of {size} ranks "

@@ -141,7 +141,6 @@ class PeerStreams(TcpStreams):
 
     def _checked(self, peer_id: str, stream: Stream) -> Stream:
         if self.identity(stream[1]) == peer_id:
-            self._note(peer_id)
             return stream
         stream[1].transport.abort()
         raise OSError(f"another process answers in place of {peer_id}")
@@ -149,14 +148,7 @@ class PeerStreams(TcpStreams):
     async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         if writer in self._over_libp2p:
             writer.write(_READY)
-        if not await super().admit(reader, writer):
-            return False
-        self._note(self.identity(writer))
-        return True
-
-    def _note(self, peer_id: str) -> None:
-        if len(self.node.peers_of_run) < _MOST_KNOWN:
-            self.node.peers_of_run.add(peer_id)
+        return await super().admit(reader, writer)
 
     def admits(self, identity: str) -> bool:
         return self._admission.admits(identity)
