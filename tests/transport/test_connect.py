@@ -15,10 +15,10 @@ import torch
 
 from diloco.errors import TransportError
 from diloco.protocol import Average, Entry, Registry
-from diloco.transport import Address, Connected, connect, parse_address
+from diloco.transport import Address, Connected, Credentials, connect, parse_address
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import diloco_threads, failure, free_address, nobody_at, place, rules
-from tests.transport.relays import frame, stranger_at
+from tests.transport.relays import frame, plain_stranger_at, stranger_at
 from tests.transport.wires import at_once, rendezvous
 
 
@@ -121,10 +121,24 @@ def test_a_rank_that_did_not_come_is_named_and_one_that_gave_up_may_come_back() 
 @pytest.mark.parametrize("host", ["127.0.0.1", "a..b"], ids=["nobody there", "no name that a resolver takes"])
 def test_a_rank_that_can_not_be_reached_is_named_with_its_address(host: str) -> None:
     """The other side registers an address at which it does not listen, as behind a router."""
-    with rendezvous(2) as address, nobody_at() as free, closing(stranger_at(address)) as other:
+    credentials, done = Credentials("tcp", ""), threading.Event()
+    with rendezvous(2) as address, nobody_at() as free:
         nowhere = Address(host, free.port)
-        other.sendall(frame({"kind": "ask", "entry": Entry(0, str(nowhere))}))
-        (error,) = at_once([lambda: connect(place(1, 2, address), rules(rendezvous_timeout_s=20.0, silence_s=1.0))])
+
+        def other() -> None:
+            while not done.wait(0.05):
+                with credentials.opening.wrap_socket(plain_stranger_at(address)) as asking:
+                    asking.sendall(frame({"kind": "ask", "entry": Entry(0, str(nowhere))}))
+                    assert asking.recv(1) == b"+"
+                    assert asking.recv(1 << 12)
+
+        def connecting() -> object:
+            try:
+                return connect(place(1, 2, address), rules(rendezvous_timeout_s=20.0, silence_s=1.0))
+            finally:
+                done.set()
+
+        error, _ = at_once([connecting, other])
     assert re.match(rf"rank 1 can't reach rank 0 at {nowhere} within 1 s: ", str(error))
     assert error.replicas == (0,)
     assert "`diloco doctor` checks the connection" in str(error)

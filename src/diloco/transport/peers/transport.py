@@ -45,7 +45,7 @@ from diloco.transport.connections.link import PeerLinks, round_tag
 from diloco.transport.connections.sockets import TcpStreams
 from diloco.transport.connections.streams import within
 from diloco.transport.peers.exchange import PayloadExchange
-from diloco.transport.peers.pending import Contributed, HostCopies, PeerPending
+from diloco.transport.peers.pending import PeerPending, host_copy
 from diloco.transport.peers.state import StateTransfer
 from diloco.waiting import in_thread, waiting_for
 
@@ -77,7 +77,7 @@ class PeerTransport(Transport):
         self.on_change: Callable[[NextView], bytes | None] = lambda following: None
         self._machine = Machine(rules)
         self._changed = threading.Condition()  # its lock guards the machine; notified after each event
-        self._contributed = Contributed()
+        self._rounds: dict[int, PeerPending] = {}  # fragment -> this rank's last contribution to it
         self._closed = False
         self._asked_to_stop = False
         self._timers: dict[Timer, asyncio.TimerHandle] = {}
@@ -92,13 +92,10 @@ class PeerTransport(Transport):
         # payload bytes of the last committed contribution, and the seconds until its round was decided; or None
         self.last_transfer: tuple[int, float] | None = None
         self.on_report: Callable[[Event], None] | None = None  # shows events to those who watch the run
-        # fragment -> digest of the state behind this rank's last contribution
-        self.digests: Mapping[int, str] = self._contributed.digests
         self._step_s = math.inf  # time of an inner step without waiting, measured between contributions
         # since the last contribution: the steps, when it was, and the time spent waiting for averages
         self._ticks, self._measured_s, self._waited_s = 0, time.monotonic(), 0.0
         self._merged: RoundId | None = None  # the last round whose average was taken
-        self._copies = HostCopies()
         self._state = StateTransfer(self.connections)
 
     @property
@@ -136,6 +133,11 @@ class PeerTransport(Transport):
         return self.links.uplink
 
     @property
+    def digests(self) -> dict[int, str]:
+        """Fragment -> digest of the state behind this rank's last contribution."""
+        return {fragment: each.digest for fragment, each in list(self._rounds.items())}
+
+    @property
     def link_descriptions(self) -> Mapping[int, str]:
         links, size = self.links.by_rank, self.rules.ranks_per_replica
         return {rank // size: link.description for rank, link in list(links.items()) if link.stripes}
@@ -156,22 +158,41 @@ class PeerTransport(Transport):
         self, contribution: Contribution, ready: Future[None] | None, on_commit: Callable[[Average], None] | None
     ) -> Pending:
         self.check_name(contribution)
-        pending = self._contributed.add(contribution, self.rules.guard_s, self)
-        pending.on_commit = on_commit
+        round_id, before = contribution.round, self._rounds.get(contribution.round.fragment)
+        if before is not None and before.round == round_id and not before.void:
+            raise TransportError(
+                f"replica {self.replica} has already contributed to {round_id}. Only one contribution per round is "
+                "accepted, and the first one stands.",
+                round=str(round_id),
+                replicas=[self.replica],
+            )
+        pending = PeerPending(round_id, contribution.payload.numel(), contribution.digest, self, on_commit)
+        with self._changed:
+            if self._closed:
+                raise TransportError(f"{self._left}. Its contribution to {round_id} was not accepted.")
+            self._rounds[round_id.fragment] = pending
         if self._ticks:
             self._step_s = (pending.sent_s - self._measured_s - self._waited_s) / self._ticks
         self._ticks, self._measured_s, self._waited_s = 0, pending.sent_s, 0.0
+        copied = None
+        if ready is None and contribution.payload.is_cuda:
+            contribution, ready = host_copy(contribution)
+            copied = ready
         uplink = replace(self.uplink, window_s=contribution.transfer_steps * self._step_s)
         submitted = events.Submitted(contribution, self.step, pending.sent_s, uplink=uplink, after=self._merged)
-        if ready is not None:
-            self._running.add(ready)
-            ready.add_done_callback(self._running.discard)
-            ready.add_done_callback(lambda ready: None if ready.exception() else self._post(submitted))
-        elif contribution.payload.is_cuda:
-            host, copied = self._copies.start(contribution)
-            self._copies.after(copied, lambda: self._post(replace(submitted, contribution=host)), self._fail)
-        else:
+        if ready is None:
             self._post(submitted)
+            return pending
+
+        def submit(ready: Future[None]) -> None:
+            self._running.discard(ready)
+            if ready.exception() is None:
+                self._post(submitted)
+            elif ready is copied:  # the caller learns of its own errors
+                self._fail(ready.exception())
+
+        self._running.add(ready)
+        ready.add_done_callback(submit)
         return pending
 
     def tick(self) -> None:
@@ -222,7 +243,8 @@ class PeerTransport(Transport):
         self, fragment: int, donors: Sequence[int], expected_bytes: int | None
     ) -> Callable[[], Mapping[str, Any]]:
         """Return a function for any thread that fetches from the current members."""
-        after = self._contributed.decided_rounds(fragment)
+        last = self._rounds.get(fragment)
+        after = 0 if last is None else last.round.outer_step + (last.decided_s is not None)  # rounds that are decided
         members, entries = self.view.members, dict(self.registry.entries)
         return lambda: self._state.fetch(
             fragment, donors, after, members=members, entries=entries, expected_bytes=expected_bytes
@@ -286,13 +308,11 @@ class PeerTransport(Transport):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        left = TransportError(f"replica {self.replica} has closed its transport")
         with contextlib.suppress(TimeoutError, TransportError):  # an internal error has ended the connections
-            self._call(events.Close(left), _ENDING_S)
-        self._contributed.close(left)  # contributions that have not reached the machine
+            self._call(events.Close(self._left), _ENDING_S)
+        self._decide_all(lambda round_id: self._left)  # contributions that have not reached the machine
         self.connections.close()
         futures.wait(list(self._running), _ENDING_S)  # a thread inside PyTorch would abort a process that ends
-        self._copies.close()
 
     # Becoming a member, for `connect` and `join`.
 
@@ -354,7 +374,7 @@ class PeerTransport(Transport):
             if self.connections.fault:
                 raise TransportError(self.connections.fault)
             if self._closed:
-                raise TransportError(f"replica {self.rules.replica} has closed its transport. It stops waiting.")
+                raise TransportError(f"{self._left}. It stops waiting.")
 
     # For the training thread: what ranks agree on outside their rounds.
 
@@ -457,7 +477,17 @@ class PeerTransport(Transport):
         if errors:
             self.connections.fail(errors[0])
 
-    def _fail(self, error: BaseException) -> None:
+    @property
+    def _left(self) -> TransportError:
+        return TransportError(f"replica {self.replica} has closed its transport")
+
+    def _decide_all(self, outcome: Callable[[RoundId], TransportError]) -> None:
+        """Let each round in flight end with its ``outcome``. For any thread."""
+        with self._changed:
+            for pending in self._rounds.values():
+                pending.decide(outcome(pending.round))
+
+    def _fail(self, error: BaseException | None) -> None:
         self.connections.post(self.connections.fail, error)
 
     def _end_waiting(self) -> None:
@@ -465,7 +495,7 @@ class PeerTransport(Transport):
         fault = TransportError(self.connections.fault)
         with self._changed:
             self._changed.notify_all()
-        self._contributed.end(
+        self._decide_all(
             lambda each: fault if self.rules.raises(each) else RoundVoidError(f"{each} is void: {fault}")
         )
         self.links.close()
@@ -501,7 +531,10 @@ class PeerTransport(Transport):
     def _resolve(self, round_id: RoundId, outcome: Average | TransportError) -> None:
         if isinstance(outcome, TransportError):
             self._cancel(lambda key: key[1] == round_id)
-        self._contributed.resolve(round_id, outcome)
+        with self._changed:
+            pending = self._rounds.get(round_id.fragment)
+            if pending is not None and pending.round == round_id:
+                pending.decide(outcome)
 
     def _adopt(self, following: NextView, reason: str, joined: Sequence[int]) -> None:
         self.view, self.reason = following.view, reason
