@@ -1,8 +1,8 @@
 """The payload link to one connected peer: messages over any number of stripes, which live as long as the peer does.
 
 Messages are cut into parts, and each free stripe takes the next part. A stripe that loss slows down delays only the
-parts that it carries; the parts of one that breaks are sent again over others, or over the next one. Every part carries
-a checksum and is acknowledged. The sender keeps a message until all its parts are acknowledged.
+parts that it carries; the parts of one that breaks are sent again over others, or over the next one. Every part is
+acknowledged, and the sender keeps a message until all its parts are.
 
 A message belongs to a round of a view, as its tag says. It stays with its sender until the receiver is known to have
 begun that round (by the header of its contribution), and has room for it. What arrives for any other round is

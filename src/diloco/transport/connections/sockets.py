@@ -313,16 +313,13 @@ class TcpStreams:
     def locate(self, entry: Entry) -> Address:
         return parse_address(entry.address)
 
-    def tune(self, writer: asyncio.StreamWriter, silence_s: float) -> None:
-        """Send small packets at once, and let the kernel detect a dead path too."""
+    def tune(self, writer: asyncio.StreamWriter) -> None:
+        """Let small packets overtake payloads."""
         connection = writer.get_extra_info("socket")
         if connection.family == socket.AF_INET:
             connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _LOW_DELAY)
         elif connection.family == socket.AF_INET6:
             connection.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, _LOW_DELAY)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * silence_s))
 
     def route(self, writer: asyncio.StreamWriter) -> str:
         """Return what carries a connection, for display."""

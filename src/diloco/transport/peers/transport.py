@@ -495,9 +495,7 @@ class PeerTransport(Transport):
         fault = TransportError(self.connections.fault)
         with self._changed:
             self._changed.notify_all()
-        self._decide_all(
-            lambda each: fault if self.rules.raises(each) else RoundVoidError(f"{each} is void: {fault}")
-        )
+        self._decide_all(lambda each: fault if self.rules.raises(each) else RoundVoidError(f"{each} is void: {fault}"))
         self.links.close()
         for exchange in list(self._exchanges.values()):
             if not exchange.verdict.done():

@@ -68,8 +68,8 @@ class Node:
                     identity_path=str(identity.path),
                     idle_timeout=_DAEMON_IDLE_S,
                     nat_port_map=place.map_ports and bool(place.listen),
-                    use_relay=place.relay,
-                    use_auto_relay=place.relay and reach != "public",
+                    use_relay=True,
+                    use_auto_relay=reach != "public",
                     force_reachability=reach,
                     check_if_identity_free=False,
                 )
