@@ -51,11 +51,11 @@ def test_a_port_that_is_taken_is_named_and_of_a_range_the_first_free_one_is_take
     with socket.create_server(("127.0.0.1", 0)) as server, rendezvous(2) as address:
         port = server.getsockname()[1]
         with pytest.raises(TransportError, match=rf"can't listen on 127\.0\.0\.1 at port {port}: .*in use") as caught:
-            connect(place(1, 2, address, host="127.0.0.1", ports=str(port)), rules())
+            connect(place(1, 2, address, listen=("127.0.0.1", range(port, port + 1))), rules())
         assert "Choose another port or an address of this machine (network.listen)" in str(caught.value)
         last = min(port + 20, 65535)
         with rendezvous(1) as other:
-            connected = connect(place(0, 1, other, host="127.0.0.1", ports=f"{port}-{last}"), rules())
+            connected = connect(place(0, 1, other, listen=("127.0.0.1", range(port, last + 1))), rules())
         assert port < connected.transport.address.port <= last
         connected.transport.close()
     assert not [thread for thread in diloco_threads() - before if thread.name == "diloco-post"]
@@ -63,7 +63,7 @@ def test_a_port_that_is_taken_is_named_and_of_a_range_the_first_free_one_is_take
 
 def test_a_host_that_is_not_this_machines_is_named() -> None:
     with rendezvous(1) as address, pytest.raises(TransportError, match=r"can't listen on 192\.0\.2\.1"):
-        connect(place(0, 1, address, host="192.0.2.1"), rules())
+        connect(place(0, 1, address, listen=("192.0.2.1", range(1))), rules())
 
 
 # Ranks that do not fit.
@@ -170,7 +170,8 @@ def test_where_nobody_answers_the_address_and_the_ways_out_are_named() -> None:
 def test_a_replica_that_listens_at_the_rendezvous_itself_and_is_not_the_first_finds_none() -> None:
     """It was to join a running training at its own address, say."""
     address = free_address()
-    words = failure(lambda: connect(place(1, 2, address, host=address.host, ports=str(address.port)), rules()))
+    listen = address.host, range(address.port, address.port + 1)
+    words = failure(lambda: connect(place(1, 2, address, listen=listen), rules()))
     assert "the replica that listens there is looking for it, too. Start replica 0 there" in words
 
 

@@ -201,7 +201,7 @@ def launch(
 
     secret = read_secret(settings.secret_file, "network.secret_file")
     connections = ConnectionManager(Rules(rank=-1), TcpStreams(secret=secret))
-    host, size, stores = settings.listen_host or "127.0.0.1", settings.replica_size, list[Any]()
+    host, size, stores = settings.listen_at[0] or "127.0.0.1", settings.replica_size, list[Any]()
     running: dict[tuple[int, int], subprocess.Popen[bytes]] = {}  # (replica, position) -> process of that rank
     codes: list[int] = []
     asked: list[tuple[int, float]] = []  # the signals and when they came

@@ -1,6 +1,6 @@
 from .address import Address as Address
 from .address import parse_address as parse_address
-from .address import parse_ports as parse_ports
+from .address import parse_listen as parse_listen
 from .base import Fetching as Fetching
 from .base import Pending as Pending
 from .base import SnapshotSource as SnapshotSource
@@ -66,4 +66,3 @@ from .tcp.connect import connect_tcp as connect_tcp
 from .tcp.doctor import examine as examine
 from .tcp.doctor import serve_probes as serve_probes
 from .tcp.rendezvous import Gatherer as Gatherer
-from .tcp.rendezvous import share_text as share_text

@@ -17,7 +17,7 @@ from diloco.algorithm import check_choice, check_replica
 from diloco.errors import ConfigurationError, RendezvousError, TransportError
 from diloco.membership import BootstrapElection, LastViews
 from diloco.protocol import Entry, Registry, Rules
-from diloco.transport.address import Address, local_host_towards, parse_address, parse_ports
+from diloco.transport.address import Address, local_host_towards, parse_address, parse_listen
 from diloco.transport.base import Transport
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.sockets import TcpStreams
@@ -45,8 +45,9 @@ class Place:
     rendezvous: Address
     position: int = 0  # position of this rank within its replica
     ranks_per_replica: int = 1  # S
-    host: str = ""  # address of this machine to listen at; "": the one from which the rendezvous is reached
-    ports: str = "0"  # ports for control connections: ``0`` for any, ``FIRST`` or ``FIRST-LAST``
+    # address of this machine to listen at ("": the one from which the rendezvous is reached), and ports of which the
+    # first free one is taken (0: any)
+    listen: tuple[str, range] = ("", range(1))
     # the shared secret, see `diloco.transport.secret`; "": anybody may take part
     secret: str = field(default="", repr=False)
     # how long a rank that has lost its view and finds no member waits for other searching ranks before one of them
@@ -135,8 +136,8 @@ def _next_directory(transport: PeerTransport, place: Place, lost: Lost) -> TcpDi
 def _first_directory(transport: PeerTransport, place: Place, held_step: int) -> TcpDirectory:
     connections, size, rules = transport.connections, place.ranks_per_replica, transport.rules
     connections.most_ranks = place.num_replicas * size
-    host = place.host or _my_host(place.rendezvous)
-    ports = parse_ports(place.ports, key="network.listen")
+    host, ports = place.listen
+    host = host or _my_host(place.rendezvous)
     hosting = place.rank == 0 and connections.call(_host_rendezvous(connections, place.rendezvous, host))
     if connections.address.port == 0:
         connections.listen(host, ports, host)
@@ -201,8 +202,7 @@ def connect_tcp(
     ranks: Literal["alone", "whole", "sharded"] = "alone",
     on_failure: Literal["stop", "continue"] = "stop",
     facts: Mapping[str, str] | None = None,
-    host: str = "",
-    ports: str = "0",
+    listen: str = ":0",
     secret: str = "",
     **rules: Any,
 ) -> Iterator[Transport]:
@@ -222,8 +222,8 @@ def connect_tcp(
         on_failure: what happens when a replica is lost. ``stop``: every later round raises `ReplicaLostError` on the
             others. ``continue``: the others continue in a smaller view.
         facts: what must be the same on all replicas, name -> value; a difference raises before training starts.
-        host: address of this machine to listen at; default: the one from which the rendezvous is reached.
-        ports: ports to listen at, ``FIRST`` or ``FIRST-LAST``; ``0``: any.
+        listen: where to listen, ``HOST:PORT`` or ``HOST:FIRST-LAST``; default: any port of the address of this machine
+            from which the rendezvous is reached.
         secret: what all replicas prove to know, as ``diloco secret`` writes it; default: anybody may take part.
         rules: any field of `diloco.protocol.Rules`, such as ``round_timeout_s=60``.
 
@@ -248,8 +248,7 @@ def connect_tcp(
         position=position,
         ranks_per_replica=size,
         rendezvous=parse_address(rendezvous, key="the rendezvous"),
-        host=host,
-        ports=ports,
+        listen=parse_listen(listen, key="listen"),
         secret=secret,
     )
     opened: list[PeerTransport] = []
