@@ -77,4 +77,3 @@ def local_host_towards(remote: Address) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(place)
         return str(probe.getsockname()[0]).partition("%")[0]
-

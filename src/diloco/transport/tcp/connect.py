@@ -27,7 +27,7 @@ from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.replica_group import LeaderTransport, ReplicaGroup
 from diloco.transport.secret import TurnedAwayError, check_secret
 from diloco.transport.tcp.doctor import serve_probes
-from diloco.transport.tcp.rendezvous import Gatherer, TcpDirectory, cause
+from diloco.transport.tcp.rendezvous import Gatherer, TcpDirectory
 
 PORT_TIMEOUT_S = 5.0  # how long the owner of the rendezvous port may take to answer as a diloco or release the port
 _LISTEN_AGAIN_S = 0.2
@@ -152,36 +152,27 @@ def _first_directory(transport: PeerTransport, place: Place, held_step: int) -> 
 async def _host_rendezvous(connections: ConnectionManager, address: Address, host: str) -> bool:
     """Listen at the rendezvous as rank 0, and return whether this rank does.
 
-    It does not if a launcher or another replica listens there, or if the address belongs to another machine.
+    It does not if a launcher or another replica listens there, or if the address belongs to another machine. If another
+    program does, which may be ending, the search reports it in the end.
     """
-    clock = asyncio.get_running_loop()
-    deadline_s = clock.time() + PORT_TIMEOUT_S
+    deadline_s = connections.loop.time() + PORT_TIMEOUT_S
     while True:
         try:
             await connections.listen_at(address.host, range(address.port, address.port + 1), host)
             return True
         except TransportError as error:
             if not (isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE):
-                return False  # it is not an address of this machine
-        left_s = deadline_s - clock.time()
+                return False
         try:
-            _, writer = await within(left_s, connections.open(address))
+            _, writer = await within(PORT_TIMEOUT_S, connections.open(address))
             writer.transport.abort()
             return False
-        except TurnedAwayError:
-            return False  # a diloco with another secret, as the search will report
-        except TransportError as error:
-            behaviour = f"did not answer as a diloco does ({cause(error)})"
-        except (OSError, EOFError, TimeoutError):  # the other program may be ending
-            if left_s > _LISTEN_AGAIN_S:
-                await asyncio.sleep(_LISTEN_AGAIN_S)
-                continue
-            behaviour = "does not answer as a diloco does"
-        raise RendezvousError(
-            f"port {address.port} of {address.host}, the rendezvous at which replica 0 was to listen (--join), "
-            f"is in use by another program, which {behaviour}. Choose another port, the same for all replicas, or end "
-            "that program."
-        )
+        except (TurnedAwayError, TransportError):
+            return False
+        except (OSError, EOFError):
+            if connections.loop.time() > deadline_s:
+                return False
+        await asyncio.sleep(_LISTEN_AGAIN_S)
 
 
 def _my_host(rendezvous: Address) -> str:

@@ -154,9 +154,10 @@ class TcpDirectory(Directory):
                 "need the same secret in their network.secret_file, or none of them may have one."
             )
         elif isinstance(answer, TransportError | ValueError) and not isinstance(answer, RendezvousError):
+            words = str(answer).partition(". The connection")[0]
             raise RendezvousError(
                 f"rank {self.connections.rank} found no rendezvous at {self._meeting}: the port there is in use by "
-                f"another program, which did not answer as a diloco does ({cause(answer)}). Choose another port, the "
+                f"another program, which did not answer as a diloco does ({words}). Choose another port, the "
                 "same for all replicas (--join), or end that program."
             )
         others = [each for place, each in answers.items() if place != self._meeting]
@@ -219,8 +220,3 @@ class TcpDirectory(Directory):
             f"rank {rank} found no rendezvous at {self._meeting} within {for_s}: {reasons}. Start "
             "replica 0 there, open that port, or, to join a running training, give the address of any of its replicas."
         )
-
-
-def cause(error: Exception) -> str:
-    """Return the message of an error about received data, without its sentence about the connection."""
-    return str(error).partition(". The connection")[0]
