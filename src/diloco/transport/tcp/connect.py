@@ -40,8 +40,7 @@ class Place:
 
     replica: int  # m
     num_replicas: int  # M
-    # the same for all ranks: the address of rank 0 (which listens there unless another process does), of a launcher, or
-    # of any replica of a running training
+    # where they meet: the address of rank 0, which listens there, or of any replica of a running training
     rendezvous: Address
     position: int = 0  # position of this rank within its replica
     ranks_per_replica: int = 1  # S
@@ -152,7 +151,7 @@ def _first_directory(transport: PeerTransport, place: Place, held_step: int) -> 
 async def _host_rendezvous(connections: ConnectionManager, address: Address, host: str) -> bool:
     """Listen at the rendezvous as rank 0, and return whether this rank does.
 
-    It does not if a launcher or another replica listens there, or if the address belongs to another machine. If another
+    It does not if another replica listens there, or if the address belongs to another machine. If another
     program does, which may be ending, the search reports it in the end.
     """
     deadline_s = connections.loop.time() + PORT_TIMEOUT_S
