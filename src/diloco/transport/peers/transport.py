@@ -8,7 +8,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,6 @@ from diloco.protocol import (
     Effects,
     Entry,
     FactsMessage,
-    GiveVerdict,
     Header,
     Join,
     Machine,
@@ -32,7 +30,6 @@ from diloco.protocol import (
     Registry,
     Rules,
     Speed,
-    StartExchange,
     Store,
     Timer,
     Welcome,
@@ -44,13 +41,12 @@ from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.link import PeerLinks, round_tag
 from diloco.transport.connections.sockets import TcpStreams
 from diloco.transport.connections.streams import within
-from diloco.transport.peers.exchange import PayloadExchange
-from diloco.transport.peers.pending import PeerPending, host_copy
+from diloco.transport.peers.in_flight import PeerPending, RoundsInFlight
 from diloco.transport.peers.state import StateTransfer
 from diloco.waiting import in_thread, waiting_for
 
 _LEAVING_S = 3.0
-_ENDING_S = 2.0  # for threads that wait for links; one that is still opening a link may take longer, harmlessly
+_ENDING_S = 2.0
 _STOP_TOGETHER_S = 5.0  # how long a rank that is to stop waits for others that are
 
 
@@ -77,15 +73,13 @@ class PeerTransport(Transport):
         self.on_change: Callable[[NextView], bytes | None] = lambda following: None
         self._machine = Machine(rules)
         self._changed = threading.Condition()  # its lock guards the machine; notified after each event
-        self._rounds: dict[int, PeerPending] = {}  # fragment -> this rank's last contribution to it
         self._closed = False
         self._asked_to_stop = False
         self._timers: dict[Timer, asyncio.TimerHandle] = {}
-        self._exchanges: dict[tuple[int, RoundId], PayloadExchange] = {}
         self.connections = ConnectionManager(rules, streams, self._on_event)
         self.connections.on_fault = self._end_waiting
-        self._running: set[Future[None]] = set()  # threads of exchanges
         self.links = links(self.connections)
+        self._rounds = RoundsInFlight(self.links, self._post, self._fail)
         self.replica = rules.replica
         self.finishers: set[int] = set()  # replicas that have finished the run while this rank was not a member
         self.order = b""  # what joiners are told before they are welcomed, as "order"; "": nothing
@@ -136,7 +130,7 @@ class PeerTransport(Transport):
     @property
     def digests(self) -> dict[int, str]:
         """Fragment -> digest of the state behind this rank's last contribution."""
-        return {fragment: each.digest for fragment, each in list(self._rounds.items())}
+        return {fragment: each.digest for fragment, each in list(self._rounds.last.items())}
 
     @property
     def link_descriptions(self) -> Mapping[int, str]:
@@ -159,41 +153,14 @@ class PeerTransport(Transport):
         self, contribution: Contribution, ready: Future[None] | None, on_commit: Callable[[Average], None] | None
     ) -> Pending:
         self.check_name(contribution)
-        round_id, before = contribution.round, self._rounds.get(contribution.round.fragment)
-        if before is not None and before.round == round_id and not before.void:
-            raise TransportError(
-                f"replica {self.replica} has already contributed to {round_id}. Only one contribution per round is "
-                "accepted, and the first one stands.",
-                round=str(round_id),
-                replicas=[self.replica],
-            )
-        pending = PeerPending(round_id, contribution.payload.numel(), contribution.digest, self, on_commit)
-        with self._changed:
-            if self._closed:
-                raise TransportError(f"{self._left}. Its contribution to {round_id} was not accepted.")
-            self._rounds[round_id.fragment] = pending
+        pending = PeerPending(contribution.round, contribution.payload.numel(), contribution.digest, self, on_commit)
+        self._rounds.add(pending)
         if self._ticks:
             self._step_s = (pending.sent_s - self._measured_s - self._waited_s) / self._ticks
         self._ticks, self._measured_s, self._waited_s = 0, pending.sent_s, 0.0
-        copied = None
-        if ready is None and contribution.payload.is_cuda:
-            contribution, ready = host_copy(contribution)
-            copied = ready
         uplink = replace(self.uplink, window_s=contribution.transfer_steps * self._step_s)
         submitted = events.Submitted(contribution, self.step, pending.sent_s, uplink=uplink, after=self._merged)
-        if ready is None:
-            self._post(submitted)
-            return pending
-
-        def submit(ready: Future[None]) -> None:
-            self._running.discard(ready)
-            if ready.exception() is None:
-                self._post(submitted)
-            elif ready is copied:  # the caller learns of its own errors
-                self._fail(ready.exception())
-
-        self._running.add(ready)
-        ready.add_done_callback(submit)
+        self._rounds.submit(submitted, ready)
         return pending
 
     def tick(self) -> None:
@@ -244,8 +211,7 @@ class PeerTransport(Transport):
         self, fragment: int, donors: Sequence[int], expected_bytes: int | None
     ) -> Callable[[], Mapping[str, Any]]:
         """Return a function for any thread that fetches from the current members."""
-        last = self._rounds.get(fragment)
-        after = 0 if last is None else last.round.outer_step + (last.decided_s is not None)  # rounds that are decided
+        after = self._rounds.decided_rounds(fragment)
         members, entries = self.view.members, dict(self.registry.entries)
         return lambda: self._state.fetch(
             fragment, donors, after, members=members, entries=entries, expected_bytes=expected_bytes
@@ -319,9 +285,9 @@ class PeerTransport(Transport):
             self._changed.notify_all()
         with contextlib.suppress(TimeoutError, TransportError):  # an internal error has ended the connections
             self._call(events.Close(self._left), _ENDING_S)
-        self._decide_all(lambda round_id: self._left)  # contributions that have not reached the machine
+        self._rounds.close(self._left)  # contributions that have not reached the machine
         self.connections.close()
-        futures.wait(list(self._running), _ENDING_S)  # a thread inside PyTorch would abort a process that ends
+        self._rounds.wait_for_threads()
 
     # Becoming a member, for `connect` and `join`.
 
@@ -452,7 +418,7 @@ class PeerTransport(Transport):
                 link.note_ready(round_tag(header.view, header.id))
                 # it has decided the rounds before; it need not have acknowledged the one just before yet
                 link.stop_sending(round_tag(header.view, RoundId(fragment, outer_step - 2)))
-            case events.ConnectionMade(rank) if self._is_peer(rank):
+            case events.ConnectionMade(rank) if self.links.is_peer(rank):
                 self.links.connect(rank)
             case events.ConnectionEnded(rank):
                 self.links.disconnect(rank)
@@ -491,12 +457,6 @@ class PeerTransport(Transport):
     def _left(self) -> TransportError:
         return TransportError(f"replica {self.replica} has closed its transport")
 
-    def _decide_all(self, outcome: Callable[[RoundId], TransportError]) -> None:
-        """Let each round in flight end with its ``outcome``. For any thread."""
-        with self._changed:
-            for pending in self._rounds.values():
-                pending.decide(outcome(pending.round))
-
     def _fail(self, error: BaseException | None) -> None:
         self.connections.post(self.connections.fail, error)
 
@@ -505,23 +465,23 @@ class PeerTransport(Transport):
         fault = TransportError(self.connections.fault)
         with self._changed:
             self._changed.notify_all()
-        self._decide_all(lambda each: fault if self.rules.raises(each) else RoundVoidError(f"{each} is void: {fault}"))
+        self._rounds.decide_all(
+            lambda each: fault if self.rules.raises(each) else RoundVoidError(f"{each} is void: {fault}")
+        )
         self.links.close()
-        for exchange in list(self._exchanges.values()):
-            if not exchange.verdict.done():
-                exchange.verdict.set_exception(fault)
+        self._rounds.fail_exchanges(fault)
 
     def _acts(self, effects: Effects) -> list[tuple[Callable[..., object], Iterable[tuple[Any, ...]]]]:
         return [
             (self.connections.send, effects.messages),
             (self._hang_up, zip(effects.hang_ups)),
             (self._set_timer, effects.timers.items()),
-            (self._resolve, effects.outcomes),
+            (self._rounds.resolve, effects.outcomes),
             (self._adopt, effects.adopted),
-            (self._start, zip(effects.exchanges)),
-            (self._give, zip(effects.verdicts)),
-            (self._open, [(effects.view,)] if effects.view is not None else []),
-            (self._cancel, [(lambda key: True,)] if effects.closed else []),
+            (self._rounds.start, zip(effects.exchanges)),
+            (self._rounds.give, zip(effects.verdicts)),
+            (self._rounds.open, [(effects.view,)] if effects.view is not None else []),
+            (self._rounds.cancel, [()] if effects.closed else []),
             (self._register, zip(effects.registered)),
             (self._introduce, zip(effects.introduced)),
         ]
@@ -536,14 +496,6 @@ class PeerTransport(Transport):
         if delay_s is not None:
             self._timers[timer] = self.connections.loop.call_later(delay_s, self._fire, timer)
 
-    def _resolve(self, round_id: RoundId, outcome: Average | TransportError) -> None:
-        if isinstance(outcome, TransportError):
-            self._cancel(lambda key: key[1] == round_id)
-        with self._changed:
-            pending = self._rounds.get(round_id.fragment)
-            if pending is not None and pending.round == round_id:
-                pending.decide(outcome)
-
     def _adopt(self, following: NextView, reason: str, joined: Sequence[int]) -> None:
         self.view, self.reason = following.view, reason
         self.connections.trust(self.rules.ranks(self.view.members))
@@ -552,33 +504,6 @@ class PeerTransport(Transport):
             if self.order:
                 self.connections.send(rank, Store("order", self.order))
             self.connections.send(rank, Welcome(following, note))
-
-    def _start(self, started: StartExchange) -> None:
-        key = started.view.id, started.contribution.round
-        exchange = PayloadExchange(started, self.connections.loop, self.rules.piece_bytes)
-        self._exchanges[key] = exchange
-        here = {self.rules.replica_of(rank): self.links.by_rank.get(rank) for rank in self._peers(started.view)}
-        exchange.begin({replica: link for replica, link in here.items() if link is not None})
-        running = in_thread(lambda: self._exchange(key), f"diloco-{key[1].fragment}")
-        self._running.add(running)
-        running.add_done_callback(self._ended)
-
-    def _ended(self, running: Future[None]) -> None:
-        self._running.discard(running)
-        if (error := running.exception()) is not None:
-            self._fail(error)
-
-    def _give(self, given: GiveVerdict) -> None:
-        exchange = self._exchanges.get((given.view_id, given.round))
-        if exchange is not None and not exchange.verdict.done():  # else the exchange has failed
-            exchange.verdict.set_result(given)
-            if given.verdict.void:  # at once: nothing more of it is sent
-                exchange.cancel()
-
-    def _open(self, view: View) -> None:
-        """Keep payload links to the members of a view, and end the exchanges of earlier ones."""
-        self.links.want(self._peers(view))
-        self._cancel(lambda key: key[0] != view.id)
 
     def _register(self, entry: Entry) -> None:
         self.registry.note(entry, keep={*self.rules.ranks(self.view.members), *self.connections.connected})
@@ -597,26 +522,6 @@ class PeerTransport(Transport):
     def _fire(self, timer: Timer) -> None:
         self._timers.pop(timer, None)
         self._handle(timer)
-
-    def _peers(self, view: View) -> list[int]:
-        return [rank for rank in self.rules.ranks(view.members) if self._is_peer(rank)]
-
-    def _is_peer(self, rank: int) -> bool:
-        rules = self.rules
-        return rank % rules.ranks_per_replica == rules.position and rules.replica_of(rank) != rules.replica
-
-    def _cancel(self, ended: Callable[[tuple[int, RoundId]], bool]) -> None:
-        """End the exchanges of rounds that are void, or whose view has ended."""
-        for key in filter(ended, list(self._exchanges)):
-            self._exchanges[key].cancel()
-
-    def _exchange(self, key: tuple[int, RoundId]) -> None:
-        exchange = self._exchanges[key]
-        for event in exchange.run():
-            if isinstance(event, events.ExchangeEnded):
-                self.connections.post(exchange.cancel)  # releases what is left of it
-                del self._exchanges[key]
-            self._post(event)
 
 
 def _named(replicas: Sequence[int]) -> str:
