@@ -2,10 +2,8 @@ from .adapters import ADAPTER_FOLDER as ADAPTER_FOLDER
 from .adapters import CONFIG_FILE as CONFIG_FILE
 from .adapters import save_adapter as save_adapter
 from .folders import is_huggingface_folder as is_huggingface_folder
-from .folders import native_settings as native_settings
 from .folders import native_weights as native_weights
 from .folders import stored_tensors as stored_tensors
-from .folders import without_progress_bars as without_progress_bars
 from .huggingface import HuggingFaceModel as HuggingFaceModel
 from .huggingface import base_digest as base_digest
 from .language_model import LanguageModel as LanguageModel

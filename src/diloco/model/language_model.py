@@ -146,6 +146,17 @@ class LanguageModel(nn.Module):
             "unknown. Implement that method."
         )
 
+    def fits_shards(self) -> bool:
+        """Return whether `fill` works; otherwise the model must be built whole, before it is sharded."""
+        return False
+
+    def fill(self, device: torch.device, *, seed: int) -> None:
+        """Give a model that was built on ``meta`` memory and its values, drawn or stored.
+
+        Of a model that is sharded over ranks, each fills its own part, and holds only one whole tensor at a time.
+        """
+        raise NotImplementedError
+
     def count_layers(self) -> int:
         """Return the number of numbered blocks among the trainable parameters, from which fragments are made."""
         return len(group_layers({name: p.numel() for name, p in trainable_parameters(self).items()})[1])
@@ -257,7 +268,7 @@ def build_language_model(
 
             with _drawing_from(seed):  # reseeded, so that the number of draws during loading does not matter
                 add_adapters(model, settings)
-        return model.to(device)
+        return model if on_meta else model.to(device)
     with _drawing_from(seed):
         if on_meta:
             # Code that reads its own values can't run on meta; any other error is raised again below.
