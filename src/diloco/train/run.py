@@ -85,6 +85,7 @@ def run_training(
     choose_threads()
     device = use_device(settings.train.device)
     corpus = build_corpus(settings.data, settings.train.sequence_length)
+    release_memory()
     settings = dataclasses.replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
     weightless = outline(settings, corpus.tokenizer.vocab_size)
     check_vocabulary(weightless, corpus.tokenizer.vocab_size)
