@@ -22,7 +22,6 @@ from diloco.protocol import (
     Effects,
     Entry,
     FactsMessage,
-    Header,
     Join,
     Machine,
     Meet,
@@ -38,7 +37,7 @@ from diloco.protocol import (
 from diloco.transport.address import Address
 from diloco.transport.base import Fetching, Pending, SnapshotSource, Transport
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.link import PeerLinks, round_tag
+from diloco.transport.connections.link import PeerLinks
 from diloco.transport.connections.sockets import TcpStreams
 from diloco.transport.connections.streams import within
 from diloco.transport.peers.in_flight import PeerPending, RoundsInFlight
@@ -408,20 +407,11 @@ class PeerTransport(Transport):
     # In the control thread.
 
     def _on_event(self, event: events.Event) -> None:
-        match event:
-            case events.Received(sender, Store(topic, content)):
-                if receive := self.connections.receivers.get(topic):
-                    receive(sender, content)
-                return
-            case events.Received(sender, Header() as header) if sender in self.links.by_rank:
-                link, fragment, outer_step = self.links.by_rank[sender], *header.round
-                link.note_ready(round_tag(header.view, header.id))
-                # it has decided the rounds before; it need not have acknowledged the one just before yet
-                link.stop_sending(round_tag(header.view, RoundId(fragment, outer_step - 2)))
-            case events.ConnectionMade(rank) if self.links.is_peer(rank):
-                self.links.connect(rank)
-            case events.ConnectionEnded(rank):
-                self.links.disconnect(rank)
+        if isinstance(event, events.Received) and isinstance(event.message, Store):
+            if receive := self.connections.receivers.get(event.message.key):
+                receive(event.sender, event.message.value)
+            return
+        self.links.notice(event)
         self._handle(event)
 
     def _handle(self, event: events.Event) -> None:
