@@ -56,7 +56,7 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         (["relay", "--listen", "31330"], "--listen must be HOST:PORT, such as 203.0.113.7:31330, got '31330'"),
         (
             ["doctor", "a:1", "--timeout", "5"],
-            "--timeout 5 is not valid; expected a number with us, ms, s, min, h or d, such as '80ms'.",
+            "--timeout 5 is not valid: expected a number with us, ms, s, min, h or d, such as '80ms'.",
         ),
         ([], "usage: diloco"),
         (["status", "a", "--jsn"], "--json"),
@@ -82,11 +82,11 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         (["export", "a"], "diloco: missing argument --out PATH: Folder (hf, adapter) or file"),
         (
             ["train", "--steps", "many"],
-            "diloco: --steps many is not valid; expected a whole number. See `diloco train --help`.",
+            "diloco: --steps many is not valid: Expected int, got str. See `diloco train --help`.",
         ),
         (
             ["train", "--transport", "foo"],
-            "--transport foo is not valid; expected one of in-process, torch, tcp,",
+            "--transport foo is not valid: expected one of in-process, torch, tcp,",
         ),
         (["train", "--transport", "torch"], "network.transport='torch' needs torchrun, which starts all processes"),
         (["status", "a", "--help-all"], "there is no flag --help-all; did you mean"),

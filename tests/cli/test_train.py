@@ -115,13 +115,6 @@ def test_no_run_is_overwritten(files: Path, capsys: pytest.CaptureFixture[str]) 
     assert (files / "run" / "summary.json").read_bytes() == before
 
 
-def test_kernels_are_told_of_codecs_that_have_some(files: Path, tmp_path: Path) -> None:
-    out, short = tmp_path / "plain", ["--steps", "2", "--codec", "float32", "--evaluation.sample-prompts"]
-    assert main(train(files, "--out", str(out), *short)) == 0
-    told = [read_metrics(each / "metrics.jsonl", "RunStarted")[0]["details"] for each in (files / "run", out)]
-    assert ["codec kernels" in facts for facts in told] == [True, False]
-
-
 def test_folders_are_numbered_and_an_empty_one_is_taken(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -203,7 +203,6 @@ def test_an_unknown_key_of_python_is_refused_with_the_nearest() -> None:
     [
         (["--optimizer.arguments", "{weight"], "--optimizer.arguments {weight is not valid TOML"),
         (["--optimizer.arguments", "3"], "optimizer.arguments"),
-        (["--data", "text.txt", "run.toml"], "--data includes run.toml"),
     ],
 )
 def test_toml_in_the_wrong_place_or_shape_is_refused(arguments: list[str], words: str) -> None:

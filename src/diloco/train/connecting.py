@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,6 @@ from diloco.transport import (
     Lost,
     NetworkSettings,
     NodePlace,
-    PeerStreams,
     Place,
     ReplicaGroup,
     SwarmPlace,
@@ -63,7 +62,6 @@ __all__ = [
 
 _FOLDER = "diloco/folder"  # in the store of torchrun
 _STARTING = "it is starting"
-_CLOCK_OFF_S = 3.0  # smaller clock differences are not reported
 _NEW_WINDOW_S, _RESUMED_WINDOW_S = 3.0, 15.0
 """The time that a peer waits for others before it founds a swarm. It is longer after a resume, because machines that
 restart together need some time, and the one with the newest checkpoint should be among them."""
@@ -183,16 +181,10 @@ def fleet_over_tcp(place: Place, rules: Rules, held_step: int = -1, group: Repli
         while kept:
             kept.pop().close()
 
-    def details(fleet: PeerFleet) -> dict[str, str]:
-        entries = sorted(fleet.connected.entries.items())
-        return {"control addresses": ", ".join(f"{rank} at {entry.address}" for rank, entry in entries)}
-
     meeting = Meeting(
         num_replicas=place.num_replicas,
         again=None if rules.together else again,
         close=close,
-        addresses=lambda connected: (str(connected.transport.address),),
-        details=details,
     )
     return PeerFleet(meeting, connected, group)
 
@@ -250,26 +242,6 @@ def fleet_in_swarm(
         place = replace(place, replica=number, swarm=swarm, views=views, patience_s=patience_s, node=node)
         return enter_swarm(place, rules, held_step=transport.step)
 
-    def addresses(connected: Connected) -> tuple[str, ...]:
-        node = cast(PeerStreams, connected.transport.connections.streams).node
-        found = connected.transport.connections.call(node.addresses())
-        return tuple(sorted(found, key=lambda address: address.startswith("/ip4/127.")))
-
-    def details(fleet: PeerFleet) -> dict[str, str]:
-        transport, clock = fleet.transport, {}
-        streams = cast(PeerStreams, transport.connections.streams)
-        if abs(off_s := streams.node.clock_off_s) >= _CLOCK_OFF_S:
-            side = "ahead of" if off_s > 0 else "behind"
-            clock = {"clock": f"{abs(off_s):,.0f} s {side} the clocks of the others, which does no harm"}
-        return {
-            "number": f"{transport.replica}, peer {transport.address}",
-            "swarm": fleet.connected.swarm,
-            "listens at": ", ".join(fleet.addresses) or "no address: it opens all connections itself",
-            "payload links": streams.direct_description,
-            **clock,
-            "lost replicas": f"noticed after at most {transport.rules.silence_s:g} s; the others then continue",
-        }
-
     meeting = Meeting(
         num_replicas=replicas,
         place=place,
@@ -277,8 +249,6 @@ def fleet_in_swarm(
         batch_size=batch_size,
         batch_tokens=tokens,
         again=again,
-        addresses=addresses,
-        details=details,
     )
     return PeerFleet(meeting, connected, notes=_use_of(held, connected, place))
 

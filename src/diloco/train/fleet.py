@@ -178,10 +178,6 @@ class ClusterFleet(Fleet):
             self.cluster.roll.ask_to_stop()
         return self.cluster.roll.stop_step(step)
 
-    def details(self) -> dict[str, str]:
-        silence_s = self.cluster.roll.silence_s
-        return {"lost ranks": f"named after at most {silence_s:g} s, or {silence_s / 3:g} s if they end; then all end"}
-
     def held_steps(self) -> dict[int, int]:
         return dict(enumerate(self._held))
 

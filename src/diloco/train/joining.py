@@ -70,8 +70,6 @@ def follow_views(session: Session, stop: StopRequest, emit: Callable[[Event], No
     step, fleet = session.totals.steps, session.fleet
     if not isinstance(fleet, PeerFleet) or not fleet.rejoins:
         return
-    if notice := fleet.take_notices():
-        emit(Note(step=step, text=notice, detail=True))
     for news in fleet.take_news():
         now = news.view.members if news.view else ()
         left = set(news.previous.members) - set(now)

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from diloco.data import Assignment, Shares, as_message, read_message
 from diloco.errors import RendezvousError, ReplicaLostError, TransportError
@@ -15,7 +15,7 @@ from diloco.events import Event, StateFetched, StepFinished
 from diloco.membership import LastViews, NextView, Ranks, View, enough_without
 from diloco.protocol import WireMessage, decode, encode
 from diloco.train.fleet import Fleet
-from diloco.transport import Connected, PeerTransport, ReplicaGroup, SwarmPlace, Transport, join
+from diloco.transport import Connected, PeerStreams, PeerTransport, ReplicaGroup, SwarmPlace, Transport, join
 from diloco.waiting import waiting_for
 
 __all__ = ["Meeting", "PeerFleet"]
@@ -36,8 +36,6 @@ class Meeting:
     # that also search; it has the given time in seconds. None: a replica that has lost the others ends.
     again: Callable[[PeerFleet, LastViews, float], Connected] | None = None
     close: Callable[[], None] = lambda: None  # closes what ``again`` keeps open for another attempt
-    addresses: Callable[[Connected], tuple[str, ...]]  # where others can join; loopback addresses come last
-    details: Callable[[PeerFleet], dict[str, str]]
 
 
 class WelcomeNote(WireMessage):
@@ -62,7 +60,7 @@ class PeerFleet(Fleet):
 
     connected: Connected
     transport: PeerTransport
-    addresses: tuple[str, ...]  # where others can join
+    addresses: tuple[str, ...]  # where others can join; loopback addresses come last
 
     def __init__(
         self,
@@ -85,7 +83,6 @@ class PeerFleet(Fleet):
         self._identities: dict[int, str] = {}  # rank -> its identity when it was last a member
         self._searching = False  # whether it has lost its view and not found the others again
         self.gathering = False  # whether a view founded after a loss still has too few members
-        self._reported_links: Mapping[int, str] = {}
         self.begun = not self.elastic  # whether there have been enough replicas to start training
         self.shares = Shares.of((0,))  # who draws which data, in an elastic run
         self._assignments: tuple[Assignment, ...] = ()
@@ -98,8 +95,11 @@ class PeerFleet(Fleet):
         self.transport = connected.transport
         self.transport.on_change = lambda following: encode(self._follow(following))
         self.joining = connected.joining
-        self.addresses = self.meeting.addresses(connected)
+        self.addresses = (str(connected.transport.address),)
         if self.meeting.place:
+            connections = connected.transport.connections
+            addresses = connections.call(cast(PeerStreams, connections.streams).node.addresses())
+            self.addresses = tuple(sorted(addresses, key=lambda address: address.startswith("/ip4/127.")))
             self.note(state="joining", name=self.meeting.place.name)
             if not self.joining:
                 self._share(Shares.of(self.local), 1)
@@ -155,13 +155,6 @@ class PeerFleet(Fleet):
             taken, self._news = self._news, []
             return tuple(taken)
 
-    def take_notices(self) -> str:
-        """Return sentences about other changes in this process since the last call; "" if there are none."""
-        links = self.transport.link_descriptions
-        news = {replica: link for replica, link in links.items() if self._reported_links.get(replica) != link}
-        self._reported_links = {**self._reported_links, **news}
-        return " ".join(f"Payloads to replica {replica} go over {link}." for replica, link in sorted(news.items()))
-
     def take_assignments(self) -> tuple[Assignment, ...]:
         with self._changed:
             taken = tuple(each for each in self._assignments if each not in self._taken)
@@ -198,7 +191,15 @@ class PeerFleet(Fleet):
         return {"replica": f"{name}, of {self.num_members} in run {self.meeting.place.admission.run!r}"}
 
     def details(self) -> dict[str, str]:
-        return self.meeting.details(self)
+        if self.meeting.place is None:
+            entries = sorted(self.connected.entries.items())
+            return {"control addresses": ", ".join(f"{rank} at {entry.address}" for rank, entry in entries)}
+        return {
+            "number": f"{self.transport.replica}, peer {self.transport.address}",
+            "swarm": self.connected.swarm,
+            "listens at": ", ".join(self.addresses) or "no address: it opens all connections itself",
+            "payload links": cast(PeerStreams, self.transport.connections.streams).direct_description,
+        }
 
     # The beginning and the end.
 

@@ -38,9 +38,7 @@ from diloco.train.description import (
     describe_environment,
     identity,
     make_transport,
-    outer_components,
     outline,
-    stored_definition,
     untrained_digest,
 )
 from diloco.train.fleet import Fleet
@@ -91,9 +89,7 @@ def run_training(
     if settings.algorithm in ("streaming", "diloco"):
         check_buffers(weightless, {})
     initial = read_weights(settings.train.init_from, settings.model) if settings.train.init_from else None
-    definition = stored_definition(settings)
-    base = untrained_digest(settings, weightless, definition) if meet else ""
-    mine = identity(settings, weightless, corpus.fingerprint, base)
+    mine = identity(settings, weightless, corpus.fingerprint, untrained_digest(settings, weightless) if meet else "")
     fleet: Fleet = meet(mine, folder) if meet else Fleet(make_transport(settings))
     seed_process(settings.seed, fleet.local[0])
     session: Session | None = None
@@ -103,7 +99,7 @@ def run_training(
         fleet.publish(event)
 
     try:
-        session = Session(settings, corpus, fleet, device, emit, initial, definition, mine)
+        session = Session(settings, corpus, fleet, device, emit, initial, mine)
         home = folder.parent if fleet.group.position else folder
         resumed_from = find_beginning(session, home, emit)
         with fleet.group.all_or_none():
@@ -224,7 +220,7 @@ class _Run:
                 if agreed is not None:
                     last = min(last, agreed)
                     continue
-            self._train_step()
+            self.emit(self.session.step())
             self._count_time()
             self._report_saved(wait=False)
             if due(evaluate_every) and fleet.leads():
@@ -232,15 +228,6 @@ class _Run:
             if due(save_every):
                 self._save()
         return agreed is not None
-
-    def _train_step(self) -> None:
-        epochs = self.session.epochs
-        done = self.session.step()
-        self.emit(done)
-        for name, epoch in self.session.epochs.items():
-            if epoch == 2 and epochs.get(name) == 1:
-                source = f"source {name!r}" if name else "the data"
-                self.emit(Note(step=self.step, text=f"All of {source} has been read, and is now read again."))
 
     def _count_time(self) -> None:
         self.session.totals.wall_s = self.wall_before_s + time.perf_counter() - self.started_s
@@ -253,13 +240,7 @@ class _Run:
         device += "" if threads == cores else f" on {cores} cores"
         device += f", {format_count(peak)} operations/s at most" if peak is not None else ""
         facts = {"data": data, **describe(settings, model), "device": device, **session.fleet.facts()}
-        codec = outer_components(settings.sync)["codec"]
-        details = {
-            "further data": more,
-            **({"codec kernels": codec.implementation} if codec.parameters() else {}),
-            **session.identity,
-            **session.fleet.details(),
-        }
+        details = {"further data": more, **session.identity, **session.fleet.details()}
         self.emit(
             RunStarted(
                 step=self.step,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +54,6 @@ class Session:
         device: the device to train on.
         on_event: receives the events of the session.
         initial: initial values of the parameters by name; None: new values, or those of the model's source.
-        definition: the model's definition, for `build_language_model`.
         identity: what the run is; see `diloco.train.description`.
     """
 
@@ -67,7 +65,6 @@ class Session:
         device: torch.device,
         on_event: Callable[[Event], None],
         initial: Mapping[str, Tensor] | None = None,
-        definition: Mapping[str, Any] | None = None,
         identity: Mapping[str, str] | None = None,
     ) -> None:
         self.settings = settings
@@ -77,7 +74,6 @@ class Session:
         self.on_event = on_event
         self.identity = identity or {}
         self.totals = Totals()
-        self._definition = definition
         self.replicas = [self._make_replica(number, initial) for number in fleet.local]
         self.pace: DynamicSteps | None = None  # chooses the scheduled steps to train; None: all of them
         if isinstance(fleet, PeerFleet) and settings.network.straggler == "dynamic":
@@ -329,7 +325,7 @@ class Session:
         place = self.device
         if strategy == "fsdp":  # no rank may have room for the whole model
             place = torch.device("meta" if settings.model.kind == "native" else "cpu")
-        model = build_language_model(settings.model, seed=settings.seed, device=place, definition=self._definition)
+        model = build_language_model(settings.model, seed=settings.seed, device=place)
         prepare_model(model, train)
         parallel = parallelise(model, strategy, group, self.device, train.precision)
         if place.type == "meta" and isinstance(model, Transformer):

@@ -10,7 +10,6 @@ from .load import REST as REST
 from .load import Trained as Trained
 from .load import load_parameters as load_parameters
 from .load import load_trained as load_trained
-from .load import model_settings as model_settings
 from .load import read_weights as read_weights
 from .load import rest_of_state as rest_of_state
 from .load import saved_once as saved_once
