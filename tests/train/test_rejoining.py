@@ -14,7 +14,7 @@ import pytest
 from diloco.errors import RendezvousError, RunFinishedError, TransportError
 from diloco.membership import LastViews
 from diloco.protocol import Entry, Rules
-from diloco.train import PeerFleet, fleet_over_tcp
+from diloco.train import PeerFleet
 from diloco.transport import Looking, PeerTransport, Place
 from tests.transport.nowhere import answering, nobody_at
 from tests.transport.relays import frame, stranger_at
@@ -39,7 +39,7 @@ def meet() -> Iterator[Meet]:
             places = [
                 Place(replica=m, num_replicas=registered, rendezvous=address, join_window_s=0.5) for m in range(count)
             ]
-            begin = [lambda place=place: fleet_over_tcp(place, RULES) for place in places]
+            begin = [lambda place=place: PeerFleet(place, RULES) for place in places]
             if ended:
                 stranger = open_ones.enter_context(closing(stranger_at(address)))
                 stranger.sendall(frame({"kind": "ask", "entry": Entry(count, str(nowhere))}))
@@ -86,7 +86,7 @@ def test_one_that_is_started_again_joins_though_another_comes_back_meanwhile(mee
     fleets = meet(4)
     fleets[3].close()
     place = Place(replica=3, num_replicas=4, rendezvous=fleets[1].transport.address, join_window_s=1.0)
-    started = fleet_over_tcp(place, RULES)
+    started = PeerFleet(place, RULES)
     try:
         fleets[0].rejoin(LIMIT_S)
         fleets[0].join(LIMIT_S)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,14 +14,14 @@ from diloco.errors import CheckpointError, ConfigurationError, RunFinishedError,
 from diloco.events import Event, Lost, Note, ViewChanged
 from diloco.state_tree import readable_state
 from diloco.train.description import diff
-from diloco.train.peer_fleet import PeerFleet
+from diloco.train.peer_fleet import Held, PeerFleet
 from diloco.train.processes import StopAsked, StopRequest
 from diloco.train.replica import Replica
 from diloco.train.session import Session
 from diloco.train.state import base_home, load_session, replicas_in
 from diloco.waiting import waiting_for
 
-__all__ = ["OVER", "Held", "find_beginning", "follow_views", "held_checkpoint", "held_step"]
+__all__ = ["OVER", "find_beginning", "follow_views", "held_checkpoint", "held_step"]
 
 _GATHER_S = 60.0  # wait this long for a founded view, then search: the others may have found each other without it
 _RETRY_S = 1.0
@@ -219,15 +218,6 @@ def _check_same_run(session: Session, checkpoint: Checkpoint) -> None:
 
 
 # What a replica could resume from, before it is known whether it joins others.
-
-
-@dataclass(frozen=True)
-class Held:
-    """Facts about a peer's newest checkpoint that are needed before it is loaded."""
-
-    step: int = -1  # inner steps done; -1: there is no checkpoint
-    replica: int | None = None  # the replica that saved it
-    swarm: str = ""  # the swarm of which the replica was a member then; "" if unknown
 
 
 def held_checkpoint(resume: str | None) -> Held:
