@@ -89,8 +89,6 @@ def test_the_merged_model_and_the_adapter_are_for_others(place: Path, capsys: py
         one, other = (load_trained(place / name).model(tokens) for name in ("run", "merged"))
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     output_of(capsys, "export", place / "run", "--out", place / "exported", "--to", "adapter")
-    left = place / "run" / "adapter" / "adapter_model.safetensors"
-    assert (place / "exported" / "adapter_model.safetensors").read_bytes() == left.read_bytes()
     assert (place / "exported" / "chat_template.jinja").is_file()
 
 

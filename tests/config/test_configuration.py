@@ -109,7 +109,7 @@ def test_shares_of_a_preset_follow_the_length_of_the_run(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", preset_names())
-@pytest.mark.parametrize("algorithm", ["streaming", "diloco", "data-parallel", "none"])
+@pytest.mark.parametrize("algorithm", ["streaming", "diloco", "data-parallel"])
 def test_every_preset_runs_with_every_algorithm(name: str, algorithm: str) -> None:
     run = compose(command_line(preset=name, algorithm=algorithm))
     resolved = resolve(run, num_layers=run.model.decoder.layers)

@@ -18,7 +18,6 @@ import torch
 from diloco.checkpoint import CheckpointWriter, list_checkpoints, open_checkpoint
 from diloco.cli import main
 from diloco.data import DataSettings, Sampler, build_corpus
-from diloco.errors import CheckpointError
 from diloco.events import Note, RoundCommitted
 from diloco.model import with_vocabulary
 from diloco.train import Fleet, RandomState, Session, held_step, load_session, make_transport, resolve, save_session
@@ -154,13 +153,6 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert same(held_by(other), before)
     assert vars(other.totals) == totals
     assert other.traffic() == traffic
-
-
-def test_independent_replicas_cannot_be_shared_out_anew(tmp_path: Path) -> None:
-    data, run, arguments = write_text(tmp_path), tmp_path / "run", "--algorithm none --fragments 1 --overlap-steps 0"
-    train(data, run, f"{arguments} --stop-after 3")
-    with pytest.raises(CheckpointError, match="2 independent replicas"):
-        train(data, run, f"{arguments} --resume {run} --replicas 3")
 
 
 STREAMING = "--data.streaming --data.heldout-fraction 0.2 --data-parallel-steps 3"

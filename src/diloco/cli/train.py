@@ -127,8 +127,8 @@ Examples:
   diloco finetune llama --data chat.jsonl --full       all weights
   diloco finetune --resume runs/mine                   continue a stopped run
 
-The run's folder gets an adapter for peft. `diloco generate RUN --chat` chats with
-the model, and `diloco export RUN --out PATH --merge` writes it as a whole model."""
+`diloco generate RUN --chat` chats with the model, `diloco export RUN --out PATH --merge`
+writes it as a whole model, and with `--to adapter` an adapter for peft."""
 
 COMMON = (
     *("data.paths", "epochs", "full", "model.lora_rank", "model.quantization", "optimizer.learning_rate"),

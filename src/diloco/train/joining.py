@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import torch
-
 from diloco.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError, RunFinishedError, TransportError
 from diloco.events import Event, Lost, Note, ViewChanged
@@ -188,12 +186,6 @@ def find_beginning(session: Session, home: Path, emit: Callable[[Event], None]) 
         _check_same_run(session, checkpoint)
     with readable_state(str(checkpoint.path)):
         notes = load_session(session, checkpoint, home)
-    before, now = checkpoint.about.get("threads"), torch.get_num_threads()
-    if before not in (None, now) and not fleet.elastic:  # only these runs repeat their bits
-        notes += (
-            f"The checkpoint was saved with {before} threads, but this process uses {now}. The result may "
-            f"differ in the last bits from an uninterrupted run. Set OMP_NUM_THREADS={before} to get the same bits.",
-        )
     for note in notes:
         emit(Note(step=session.totals.steps, text=note))
     return str(checkpoint.path)

@@ -116,7 +116,7 @@ def _codec(settings: RunSettings) -> str:
         f"{', '.join(_GRADIENT_CODECS)}, or --algorithm streaming or diloco, which send pseudo-gradients.",
     )
     _refuse_if(
-        sync.error_feedback > 0 and (name == "float32" or algorithm in ("data-parallel", "none")),
+        sync.error_feedback > 0 and (name == "float32" or algorithm == "data-parallel"),
         f"sync.error_feedback={sync.error_feedback:g} can't be used with sync.codec={name!r} and algorithm="
         f"{algorithm!r}, where there is no loss to feed back. Use a lossy codec such as --codec int8 with --algorithm "
         "streaming or diloco.",
@@ -182,7 +182,6 @@ def _fragments_and_overlap(settings: RunSettings, num_layers: int | None) -> tup
 
 
 _NEEDS: tuple[tuple[str, str, tuple[object, ...], str, tuple[str, ...]], ...] = (
-    ("sync.codec", "codec", (None, "float32"), "algorithm", ("streaming", "diloco", "data-parallel")),
     ("sync.average", "average", ("mean",), "algorithm", ("streaming", "diloco")),
     ("sync.arguments.average.codec", "mean_codec", ("auto", "float32"), "algorithm", ("streaming", "diloco")),
     ("sync.arguments.average.max_norm", "max_norm", (), "algorithm", ("streaming", "diloco")),
@@ -196,9 +195,8 @@ _NEEDS: tuple[tuple[str, str, tuple[object, ...], str, tuple[str, ...]], ...] = 
         (f"network.{each}", each, (), "network.transport", ("tcp", "swarm"))
         for each in ("join", "listen", "secret_file")
     ),
-    ("algorithm", "algorithm", ("streaming", "diloco", "data-parallel"), "network.transport", ("in-process",)),
     # replicas that join and leave can't average gradients at every step, or divide data that is read while training
-    ("algorithm", "algorithm", ("streaming", "diloco", "none"), "network.transport", ("in-process", "tcp", "torch")),
+    ("algorithm", "algorithm", ("streaming", "diloco"), "network.transport", ("in-process", "tcp", "torch")),
     ("data.streaming", "streaming", (), "network.transport", ("in-process", "tcp", "torch")),
     ("network.on_loss", "on_loss", ("stop",), "network.transport", ("in-process", "tcp", "swarm")),
 )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from diloco.algorithm import digest_tensors, make_codec, named_parameters
+from diloco.algorithm import digest_tensors, make_codec
 from diloco.checkpoint import Lazy, whole
 from diloco.data import Corpus
 from diloco.devices import flops_utilization, known_peak_flops_per_s
@@ -221,22 +221,15 @@ class Session:
         return ReplicaState(self.replicas[0].inner, self.replicas[0].diloco).global_params()
 
     def global_digest(self) -> str:
-        """Return the digest of the global parameters, or of those of all independent replicas. Call it on all ranks."""
-        if self.settings.algorithm != "none":
-            return digest_tensors(Lazy(self.global_params(), whole))
-        replicas = enumerate(self.replicas)
-        return digest_tensors({f"{m}.{name}": p for m, r in replicas for name, p in named_parameters(r.model).items()})
+        """Return the digest of the global parameters. Call it on all ranks of a replica."""
+        return digest_tensors(Lazy(self.global_params(), whole))
 
     @contextmanager
-    def evaluated_models(self) -> Iterator[list[LanguageModel]]:
-        """Yield the models to evaluate: one with the global parameters, or one per independent replica."""
+    def global_model(self) -> Iterator[LanguageModel]:
+        """Yield the model with the global parameters."""
         first = self.replicas[0]
-        if first.diloco:
-            with first.diloco.global_model():
-                yield [first.model]
-        else:
-            alone = self.settings.algorithm == "none" and not self.averages_gradients
-            yield [replica.model for replica in self.replicas] if alone else [first.model]
+        with nullcontext() if first.diloco is None else first.diloco.global_model():
+            yield first.model
 
     def compute_utilization(self) -> float:
         """Return compute time / (compute time + time stalled by the exchange), as the mean over replicas.

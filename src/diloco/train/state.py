@@ -222,7 +222,6 @@ def _about(session: Session) -> dict[str, Any]:
         "model": settings.model.described(),
         "definition": model.definition(),
         "identity": dict(session.identity),
-        "threads": torch.get_num_threads(),
         "global_params_digest": session.global_digest(),
         "fragments": [
             {"index": f.index, "parameters": list(f.names), "numel": f.numel, "outer_step": f.state.outer.step}
@@ -247,11 +246,6 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
     if replicas_in(checkpoint)[:1] == session.fleet.local[:1]:  # a checkpoint of all replicas has those of the first
         load_process_random(run["random"])
     saved = _saved_replicas(session, checkpoint, home)
-    if saved.differ and session.settings.algorithm == "none":
-        raise CheckpointError(
-            f"{checkpoint.path} holds {saved.number} independent replicas, which share no state from which another "
-            f"number of replicas ({saved.now}) could resume. Use the same number of replicas."
-        )
     session.fleet.load_state_dict(_fleet_state(session, saved, run["transport"]))
     void: tuple[RoundId, ...] = ()
     for replica in session.replicas:
