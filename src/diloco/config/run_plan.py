@@ -36,8 +36,8 @@ _CHANGEABLE = (
     *("network", "emulate", "data.skip_bad"),
 )
 """Keys and sections that may change when a run resumes. None of them changes what a step of a replica computes, except
-that `train.steps` stretches the learning-rate schedule. Another number of replicas changes the mean. The run prints a
-note about both."""
+that `train.steps` stretches the learning-rate schedule, which the run prints a note about. Only a swarm may change
+`network.replicas`, and it can't change its transport."""
 
 _CODE_KEYS = [key for key in KEYS if key not in ("model.source", "monitor.sinks")]
 
@@ -100,11 +100,12 @@ def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
     confirm(source, saved, line.values)
     wanted = flatten(_with_absolute_paths(build(Configuration, layered(saved, line.values))))
     swarm = "swarm" in (saved["network.transport"], wanted["network.transport"])  # it divides the data otherwise
+    decided = "network.transport" if swarm else "network.replicas"
     fixed = [
         f"{name} from {in_toml(saved[name])} to {in_toml(wanted[name])}"
         for name in line.values
         if not same_code(wanted[name], saved[name])
-        and ((swarm and name == "network.transport") or not {name, name.partition(".")[0]} & {*_CHANGEABLE})
+        and (name == decided or not {name, name.partition(".")[0]} & {*_CHANGEABLE})
     ]
     if fixed:
         raise ConfigurationError(

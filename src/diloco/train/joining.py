@@ -238,12 +238,11 @@ def held_step(home: Path, replica: int, resume: Path) -> int:
 def _newest_checkpoints(home: Path, replica: int, name: str) -> list[Checkpoint]:
     """Return the newest checkpoints (or those called ``name``) from which a replica in its own process can resume.
 
-    One is in the run folder of replica 0, if the replica is new or was saved there, by one process for all replicas.
+    One is in the run folder of replica 0, if the replica was saved there, by one process for all replicas.
     The other is in the replica's own, ``home``, which is inside that of replica 0.
     """
     own, shared = list_checkpoints(home / "checkpoints"), []
     if replica and (there := list_checkpoints(base_home(home, replica) / "checkpoints")):
-        is_new = replica >= there[-1].fact("num_replicas", int)
-        shared = [checkpoint for checkpoint in there if is_new or f"replica-{replica}" in checkpoint.parts]
+        shared = [checkpoint for checkpoint in there if f"replica-{replica}" in checkpoint.parts]
     named = ([each for each in found if name in ("", each.path.name)] for found in (shared, own))
     return [checkpoint for found in named for checkpoint in found[-1:]]
