@@ -17,7 +17,7 @@ import torch
 from diloco.algorithm import check_buffers, data_parallel_bytes
 from diloco.checkpoint import CheckpointWriter, Mirror, open_checkpoint, write_whole
 from diloco.cores import usable_cores
-from diloco.data import Corpus, build_chat_corpus, build_corpus, open_stream
+from diloco.data import build_corpus
 from diloco.devices import choose_threads, use_device
 from diloco.errors import ReplicaLostError, TransportError
 from diloco.events import (
@@ -82,7 +82,7 @@ def run_training(
     """
     choose_threads()
     device = use_device(settings.train.device)
-    corpus = _read_corpus(settings)
+    corpus = build_corpus(settings.data, settings.train.sequence_length)
     settings = dataclasses.replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
     weightless = outline(settings, corpus.tokenizer.vocab_size)
     check_vocabulary(weightless, corpus.tokenizer.vocab_size)
@@ -118,12 +118,6 @@ def run_training(
         if session is not None:
             session.close()
         fleet.close()
-
-
-def _read_corpus(settings: RunSettings) -> Corpus:
-    if settings.data.chat:
-        return build_chat_corpus(settings.data, settings.train.sequence_length)
-    return open_stream(settings.data) if settings.data.streaming else build_corpus(settings.data)
 
 
 @dataclasses.dataclass
@@ -232,7 +226,7 @@ class _Run:
 
     def _emit_start(self) -> None:
         settings, session, first = self.settings, self.session, self.session.replicas[0].diloco
-        data, _, more = session.corpus.description().partition("; ")
+        data, _, more = session.corpus.about.partition("; ")
         threads, cores, model = torch.get_num_threads(), usable_cores(), session.replicas[0].model
         peak, device = session.peak_flops_per_s, f"{session.device}, {threads} thread{'' if threads == 1 else 's'}"
         device += "" if threads == cores else f" on {cores} cores"
@@ -360,7 +354,7 @@ class _Run:
             "rounds_committed": first.rounds_committed if first else 0,
             "rounds_void": first.rounds_void if first else 0,
             "global_params_digest": session.global_digest(),
-            "epochs": dict(session.replicas[0].sampler.epochs),
+            "epochs": session.replicas[0].sampler.epochs,
             "interrupted": interrupted,
             "out": str(self.folder),
         }

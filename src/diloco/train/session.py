@@ -138,14 +138,14 @@ class Session:
             skipped_replicas=sum(done.skipped for done in self._inner) if trained else 0,
             trained=trained,
             pace=pace.fraction if pace else 1.0,
-            epoch=max(self.epochs.values(), default=1),
+            epoch=self.epoch,
             model_flops_utilization=self.flops_utilization(step_s) if trained else None,
         )
 
     @property
-    def epochs(self) -> dict[str, int]:
-        """The pass over each data source, by name, counting from 1."""
-        return {name: int(read) + 1 for name, read in self.replicas[0].sampler.epochs.items()}
+    def epoch(self) -> int:
+        """The pass over the data, counting from 1."""
+        return int(self.replicas[0].sampler.epochs) + 1
 
     @property
     def sequences_per_step(self) -> int:
