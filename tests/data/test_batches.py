@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import threading
@@ -12,12 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from diloco.data import Assignment, Batches, Sampler
 from diloco.errors import CheckpointError, ConfigurationError, DataError
-from tests.data.streams import KINDS, LENGTH, SIZE, TOKENIZER, lists, packed, stream, trained
+from tests.data.streams import KINDS, LENGTH, SIZE, lists
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import copy
 import json
 import random
 import shutil
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from diloco.checkpoint import CheckpointWriter, list_checkpoints, open_checkpoint
+from diloco.checkpoint import CheckpointWriter, open_checkpoint
 from diloco.cli import main
-from diloco.data import DataSettings, Sampler, build_corpus
-from diloco.events import Note, RoundCommitted
+from diloco.data import build_corpus
 from diloco.model import with_vocabulary
 from diloco.train import Fleet, RandomState, Session, held_step, load_session, make_transport, resolve, save_session
 from tests.command_lines import load_configuration
 from tests.processes import Processes, free_port
-from tests.runs import SMALL, Listener, train, write_text
+from tests.runs import SMALL, train, write_text
 from tests.same import same
 
 DOCUMENTS = 97

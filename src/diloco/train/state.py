@@ -290,9 +290,7 @@ def _checkpoint_of(replica: int, checkpoint: Checkpoint, base: Path) -> Checkpoi
         ) from error
 
 
-def _fleet_state(
-    session: Session, state: Mapping[str, Any], saved: Mapping[int, Checkpoint]
-) -> Mapping[str, Any]:
+def _fleet_state(session: Session, state: Mapping[str, Any], saved: Mapping[int, Checkpoint]) -> Mapping[str, Any]:
     """Return the state for the fleet, which one process may have saved for all replicas, or each for its own."""
     together = "network" in state
     if together == (session.fleet.hub is not None) or not state:
