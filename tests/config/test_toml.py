@@ -45,7 +45,7 @@ WRONG_FILES = [
     ('[emulate]\nbandwidth = ["100MB"]', ["emulate.bandwidth", "such as '500Mbit'"]),
     ("[sync.arguments]\nouter = 3", ["sync.arguments.outer must be a table"]),
     ("[sync.arguments.codecs]\na = 3", ["no table 'codecs'; did you mean 'codec'?"]),
-    ('algorithm = "stream"', ["algorithm", "expected one of streaming, diloco, data-parallel, none"]),
+    ('algorithm = "stream"', ["algorithm", "expected one of streaming, diloco, data-parallel"]),
     ("train = 5", ["train = 5", "train is a section, written [train]"]),
     ("[optimizer]\narguments = 3", ["optimizer.arguments = 3", "Expected object, got int"]),
     (

@@ -153,7 +153,7 @@ def test_who_looks_when_the_others_have_finished_hears_that_the_run_is_over(meet
     """The others announced it while this replica was not a member."""
     first, second = meet(2)
     second.transport.leave()
-    first.tell_finished()
+    first.connected.finish()
     first.close()
     for _ in range(1000):
         if second.transport.finishers:

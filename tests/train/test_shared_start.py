@@ -52,7 +52,7 @@ class Peer:
                 self.session.step()
                 last = last or self.fleet.stop_step(self.session.totals.steps, wanted=self.asked.is_set())
             self.digest = self.session.global_digest()
-            self.fleet.finish()
+            self.fleet.finish(done=False)
         finally:
             self.fleet.close()
 

@@ -40,7 +40,7 @@ that `train.steps` stretches the learning-rate schedule, which the run prints a 
 `network.replicas`, and it can't change its transport."""
 
 _PLACES = (
-    *("data.paths", "data.sources", "data.tokenizer", "data.format", "model.source", "network.secret_file"),
+    *("data.paths", "data.tokenizer", "data.format", "model.source", "network.secret_file"),
     *("checkpoint.mirror", "monitor.sinks", "monitor.prometheus"),
 )
 """Settings that name what a run reads and writes beside its folder. What was fetched from elsewhere can't choose it."""

@@ -65,10 +65,6 @@ class Fleet:
     def publish(self, event: Event) -> None:
         """Publish an event for the status page."""
 
-    def facts(self) -> dict[str, str]:
-        """Return what identifies this replica, to print at the start, by name."""
-        return {}
-
     def details(self) -> dict[str, str]:
         """Return facts about the connection to the other replicas, by name."""
         return {}
@@ -94,11 +90,8 @@ class Fleet:
         """
         return step if wanted else None
 
-    def tell_finished(self) -> None:
-        """Announce that all steps are done, for replicas that rejoin later."""
-
-    def finish(self) -> None:
-        """Wait until the other replicas have finished too, then disconnect."""
+    def finish(self, *, done: bool) -> None:
+        """Wait until the others have finished too, then disconnect; ``done``: all steps are, as late ones are told."""
 
     def close(self) -> None:
         """Disconnect at once."""
@@ -184,7 +177,7 @@ class ClusterFleet(Fleet):
     def explained(self, error: Exception) -> Exception:
         return self.cluster.roll.explained(error)
 
-    def finish(self) -> None:
+    def finish(self, *, done: bool) -> None:
         self.cluster.roll.finish()
 
     def close(self) -> None:

@@ -238,17 +238,12 @@ class PeerFleet(Fleet):
         unique = {number: name if often[name] == 1 else f"{name}/{number % 10_000}" for number, name in known.items()}
         return {str(number): name for number, name in unique.items() if known[number]}
 
-    def facts(self) -> dict[str, str]:
-        if not isinstance(self._place, SwarmPlace):
-            return {"replica": f"{self.local[0]}, in its own process"}
-        name = self.names().get(str(self.transport.replica), "it")
-        return {"replica": f"{name}, of {self.num_members} in run {self._place.admission.run!r}"}
-
     def details(self) -> dict[str, str]:
-        if not self.elastic:
+        if not isinstance(self._place, SwarmPlace):
             entries = sorted(self.connected.entries.items())
             return {"control addresses": ", ".join(f"{rank} at {entry.address}" for rank, entry in entries)}
         return {
+            "replica": f"{self._place.name}, of {self.num_members} in run {self._place.admission.run!r}",
             "number": f"{self.transport.replica}, peer {self.transport.address}",
             "swarm": self.connected.swarm,
             "listens at": ", ".join(self.addresses) or "no address: it opens all connections itself",
@@ -290,13 +285,12 @@ class PeerFleet(Fleet):
             transport.ask_to_stop()
         return transport.stop_step()
 
-    def tell_finished(self) -> None:
-        try:
-            self.connected.finish()
-        except Exception:  # errors of the DHT have no common base class
-            logging.getLogger(__name__).debug("announcing that the run has ended failed", exc_info=True)
-
-    def finish(self) -> None:
+    def finish(self, *, done: bool) -> None:
+        if done:
+            try:
+                self.connected.finish()
+            except Exception:  # errors of the DHT have no common base class
+                logging.getLogger(__name__).debug("announcing that the run has ended failed", exc_info=True)
         if not self.elastic:
             self.transport.finish()
         self.close()

@@ -184,9 +184,7 @@ class _Run:
                 self._sample()
         self._count_time()
         summary = self._summary(evaluation, interrupted)
-        if finished:
-            fleet.tell_finished()
-        fleet.finish()
+        fleet.finish(done=finished)
         write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         self.emit(RunFinished(step=self.step, summary=summary))
         return summary
@@ -231,7 +229,7 @@ class _Run:
         peak, device = session.peak_flops_per_s, f"{session.device}, {threads} thread{'' if threads == 1 else 's'}"
         device += "" if threads == cores else f" on {cores} cores"
         device += f", {format_count(peak)} operations/s at most" if peak is not None else ""
-        facts = {"data": data, **describe(settings, model), "device": device, **session.fleet.facts()}
+        facts = {"data": data, **describe(settings, model), "device": device}
         details = {"further data": more, **session.identity, **session.fleet.details()}
         self.emit(
             RunStarted(
