@@ -16,7 +16,7 @@ from diloco.checkpoint import Lazy, whole
 from diloco.data import Corpus
 from diloco.devices import flops_utilization, known_peak_flops_per_s
 from diloco.events import Event, RoundCommitted, StepFinished
-from diloco.model import ENDS, LanguageModel, Transformer, build_language_model
+from diloco.model import ENDS, LanguageModel, build_language_model, fill_shards, fits_shards
 from diloco.outer import DiLoCo
 from diloco.train.description import outer_arguments
 from diloco.train.fleet import Fleet
@@ -317,13 +317,12 @@ class Session:
         strategy: Strategy = train.parallelism if group.size > 1 else "none"
         place = self.device
         if strategy == "fsdp":  # no rank may have room for the whole model
-            place = torch.device("meta" if settings.model.kind == "native" else "cpu")
+            place = torch.device("meta" if fits_shards(settings.model) else "cpu")
         model = build_language_model(settings.model, seed=settings.seed, device=place)
         prepare_model(model, train)
         parallel = parallelise(model, strategy, group, self.device, train.precision)
-        if place.type == "meta" and isinstance(model, Transformer):
-            model.to_empty(device=self.device)
-            model.initialise(torch.Generator("cpu").manual_seed(settings.seed))
+        if place.type == "meta":
+            fill_shards(model, settings.model, seed=settings.seed, device=self.device)
         if initial is not None:
             load_parameters(model, initial)
         end = self.corpus.tokenizer.eos_id if settings.data.document_masks else None
