@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -149,11 +150,21 @@ def test_who_joins_a_view_that_too_few_came_to_is_told_and_a_minority_as_well(me
         fleets[1].rejoin(1.5)
 
 
-def test_who_looks_when_the_others_have_finished_hears_that_the_run_is_over(meet: Meet) -> None:
-    """The others announced it while this replica was not a member."""
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_who_looks_when_the_others_have_finished_hears_that_the_run_is_over(meet: Meet, frozen: int) -> None:
+    """The others announced it while this replica was not a member. If it was frozen, they tried several times."""
     first, second = meet(2)
     second.transport.leave()
-    first.connected.finish()
+    manager, errors = type(first.transport.connections), iter([TimeoutError()] * frozen)
+    open_one = manager.open
+
+    async def open_or_fail(connections: Any, address: Any) -> Any:
+        if error := next(errors, None):
+            raise error
+        return await open_one(connections, address)
+
+    with mock.patch.object(manager, "open", open_or_fail):
+        first.connected.finish()
     first.close()
     for _ in range(1000):
         if second.transport.finishers:
