@@ -162,7 +162,7 @@ class Directory:
         """Tell former members, where they listen, that the run has ended; one may be frozen just now."""
         rules, members = self.transport.rules, self.transport.view.members
         clock = asyncio.get_running_loop()
-        until_s, backoff = clock.time() + rules.silence_s, Backoff(*_LOOK_AGAIN_S, seed=self._entry.address)
+        until_s, backoff = clock.time() + rules.silence_s, Backoff(*self.pauses_s, seed=self._entry.address)
 
         async def tell(entry: Entry) -> None:
             while True:
