@@ -226,12 +226,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, help="keep the runs in this folder, and reuse those of BEFORE")
     given = parser.parse_args(arguments)
     work: Path = given.work.resolve() if given.work else Path(tempfile.mkdtemp(prefix="same-bits-"))
-    shutil.rmtree(work / "after", ignore_errors=True)
     if given.transports:
         version = Version(given.after, work / "after")
         failures = compare_transports(version, write_text(work / "text.jsonl"))
         version.close()
         return int(failures > 0)
+    shutil.rmtree(work / "after", ignore_errors=True)
     before, after = Version(given.before, work / "before"), Version(given.after, work / "after")
     text = write_text(work / "text.jsonl")
     print("| run | digest before | after | losses | same end when resumed | everything else |\n" + "|---" * 6 + "|")

@@ -207,7 +207,12 @@ OF_TRANSPORTS = (
     *(over(codec, codec=codec) for codec in ("float32", "float16", "bfloat16", "int8", "fp4")),
     over("int8, error feedback", FEEDBACK, codec="int8"),
     over("topk2, error feedback", FEEDBACK, codec="topk2"),
-    over("encoded means", codec="fp4", **{"arguments.average.codec": "int8"}),
+    over(
+        "four replicas, encoded means",
+        {"network.replicas": 4, "sync.arguments.average.codec": "int8"},
+        on=("in-process", "torch", "tcp"),
+        codec="int8",
+    ),
     over("data-parallel start", {"train.data_parallel_steps": 3}, on=("in-process", "torch", "tcp")),
     over("fp4, stopped and resumed", on=("in-process", "torch", "tcp"), stop_after=IN_FLIGHT),
     over("Muon, fp4", MUON),

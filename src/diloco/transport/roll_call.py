@@ -299,5 +299,5 @@ def _place(thread: int) -> tuple[Any, ...]:
     if frame is None:
         return ()
     # a thread that waits for a GPU spends time, and macOS and Windows don't tell it
-    told = hasattr(time, "pthread_getcpuclockid") and not torch.cuda.is_initialized()
+    told = hasattr(time, "pthread_getcpuclockid") and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
     return frame, frame.f_lasti, time.clock_gettime(time.pthread_getcpuclockid(thread)) if told else 0.0
