@@ -19,6 +19,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -90,11 +91,18 @@ class Version:
         self._run(case, ["train", "--resume", str(folder), *own_code])
 
     def _run(self, case: Case, arguments: Sequence[str]) -> None:
-        if case.transport != "torch":
+        """Run all replicas: in one torchrun, in one for each over TCP if they have several ranks, or by one command."""
+        commands, ranks = [[*arguments]], case.replicas * case.replica_size
+        if case.transport == "tcp" and case.replica_size > 1:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                join, ranks = f"127.0.0.1:{free.getsockname()[1]}", case.replica_size
+            commands = [[*arguments, "--replica", str(number), "--join", join] for number in range(case.replicas)]
+        elif case.transport != "torch":
             self._serve(arguments)
             return
-        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(case.num_ranks), "-m", "diloco"]
-        if self._python("-m", *torchrun, *arguments, stdout=self.log, stderr=self.log).wait():
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "diloco"]
+        started = [self._python(*torchrun, *words, stdout=self.log, stderr=self.log) for words in commands]
+        if any([each.wait() for each in started]):
             raise self._failed(arguments)
 
     def _serve(self, arguments: Sequence[str]) -> None:

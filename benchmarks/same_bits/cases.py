@@ -91,9 +91,12 @@ class Case:
         return str(self.settings.get("network.transport", "in-process"))
 
     @property
-    def num_ranks(self) -> int:
-        """The number of processes on all replicas."""
-        return int(self.settings["network.replicas"]) * int(self.settings.get("network.replica_size", 1))
+    def replicas(self) -> int:
+        return int(self.settings.get("network.replicas", 1))
+
+    @property
+    def replica_size(self) -> int:
+        return int(self.settings.get("network.replica_size", 1))
 
     @property
     def stop(self) -> tuple[str, ...]:
