@@ -156,15 +156,22 @@ class Directory:
         )
 
     async def announce_end(self) -> None:
-        """Tell former members, at the addresses where they listen, that the run has ended."""
+        """Tell former members, where they listen, that the run has ended; one may be frozen just now."""
         rules, members = self.transport.rules, self.transport.view.members
+        clock = asyncio.get_running_loop()
+        until_s, backoff = clock.time() + rules.silence_s, Backoff(*self.pauses_s, seed=self._entry.address)
 
         async def tell(entry: Entry) -> None:
-            with contextlib.suppress(OSError, EOFError, TransportError, ValueError):
-                _, writer = await within(_OVER_S, self.connections.open(self.connections.streams.locate(entry)))
-                writer.write(pack(Over(self.transport.replica)))
-                await within(_OVER_S, writer.drain())
-                writer.close()
+            while True:
+                try:
+                    _, writer = await within(_OVER_S, self.connections.open(self.connections.streams.locate(entry)))
+                    writer.write(pack(Over(self.transport.replica)))
+                    await within(_OVER_S, writer.drain())
+                    return writer.close()
+                except (OSError, EOFError, TransportError, ValueError) as error:
+                    if isinstance(error, ConnectionRefusedError) or clock.time() >= until_s:
+                        return None  # it has ended, or it is gone
+                await asyncio.sleep(backoff.next_s())
 
         absent = [entry for entry in self.transport.known_entries() if rules.replica_of(entry.rank) not in members]
         await asyncio.gather(*map(tell, absent))
