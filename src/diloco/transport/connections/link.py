@@ -315,7 +315,8 @@ class PeerLinks:
 
     def is_peer(self, rank: int) -> bool:
         """Return whether a rank of another replica is at the position of this one."""
-        return rank % self.rules.ranks_per_replica == self.rules.position and self.rules.replica_of(rank) != self.rules.replica
+        size = self.rules.ranks_per_replica
+        return rank % size == self.rules.position and rank // size != self.rules.replica
 
     def peers(self, view: View) -> list[int]:
         return [rank for rank in self.rules.ranks(view.members) if self.is_peer(rank)]
