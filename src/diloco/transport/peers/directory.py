@@ -28,6 +28,7 @@ from diloco.transport.peers.transport import PeerTransport
 
 _ANSWER_S, _LEAST_S = 10.0, 0.1
 _OVER_S = 2.0
+_YIELDS = 2 / 3  # for how much of its search a process leaves it to one that can't be asked to found a view
 _LOOK_AGAIN_S = 0.5, 2.0  # pauses between two questions to all known processes
 
 _Name = Annotated[str, Meta(max_length=64)]
@@ -141,6 +142,10 @@ class Directory:
     def had_members(self) -> bool:
         return False
 
+    def is_behind_another(self, answers: Mapping[Address, object]) -> bool:
+        """Return whether another process, which can't be asked yet, is to found a view instead of this one."""
+        return False
+
     def over(self) -> str:
         """Return why there is nobody left to join; "" if there may be."""
         views, replica_of = self.election.views, self.transport.rules.replica_of
@@ -239,7 +244,8 @@ class Directory:
                 if over := self.over():
                     raise RunFinishedError(over)
                 left, had = self.transport.finishers, self.had_members()
-                if view := self.election.founds(self.looking, waited_s, had_members=had, left=left):
+                yields = waited_s < self.patience_s * _YIELDS and self.is_behind_another(answers)
+                if not yields and (view := self.election.founds(self.looking, waited_s, had_members=had, left=left)):
                     return view, None
             if clock.time() >= until_s:
                 raise RendezvousError(self.nobody(why) + self.election.missing(self.looking))
