@@ -345,9 +345,6 @@ class PeerLinks:
                 task.cancel()
             del link.keeping[number:]
 
-    def receive(self, rank: int, topic: str, content: bytes) -> None:
-        """Process what a peer says about the route of its stripes."""
-
     def close(self) -> None:
         for rank in list(self.by_rank):
             self.disconnect(rank)
@@ -443,7 +440,7 @@ class PeerLinks:
             link.add(index, stripe)
             if link.dials and not stripe.near and not link.single:
                 self._keep_at_least(link, streams_to_each(len(self._wanted)))
-            await stripe.ended
+            await asyncio.shield(stripe.ended)  # so that one that is no longer wanted gives its parts back, too
         finally:
             stripe.end()
             self._watch(link, self.rules.silence_s)
