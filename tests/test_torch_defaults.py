@@ -19,7 +19,6 @@ from diloco.algorithm import AlphaMerge, Codec, Nesterov, SyncSchedule, collect_
 from diloco.outer import DiLoCo
 from diloco.transport import InProcessTransport
 from tests.algorithm.codecs import ACCURATE, COARSE
-from tests.replicas import Vectors
 from tests.runs import train
 from tests.same import same
 from tests.transport.test_same_bits import in_process, over_sockets
@@ -90,7 +89,6 @@ DEFAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "matmul-precision": matmul_precision,
     "default-device": default_device,
     "device-context": lambda: torch.device("meta"),
-    "inference-mode": torch.inference_mode,
     "no-grad": torch.no_grad,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
 }
@@ -158,26 +156,6 @@ def test_a_global_default_of_torch_changes_no_bit(codec: str, default: str) -> N
     make, feedback = (ACCURATE | COARSE)[codec], 0.95 if codec in COARSE else 0.0
     plain = histories(make, feedback, torch.enable_grad)
     assert same(histories(make, feedback, DEFAULTS[default]), plain)
-
-
-@pytest.mark.parametrize("begun_in", ["begin", "load_state_dict", "__init__"])
-def test_what_begins_in_inference_mode_goes_on_outside_it(begun_in: str) -> None:
-    def mode(name: str) -> AbstractContextManager[Any]:
-        return torch.inference_mode(name == begun_in)
-
-    model = Vectors()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mode("__init__"):
-        replica = DiLoCo(model, optimizer, schedule=SyncSchedule(inner_steps=1), codec="fp4", error_feedback=True)
-    for _ in range(2):
-        model.vector().sum().backward()
-        optimizer.step()
-        with mode("begin"):
-            replica.begin()
-        replica.finish()
-        with mode("load_state_dict"):
-            replica.load_state_dict(replica.state_dict())
-    assert replica.rounds_committed == 2
 
 
 @pytest.mark.parametrize("default", ["bfloat16", "deterministic"])

@@ -50,8 +50,9 @@ def whole(place: str) -> list[str]:
 def home(folder: Path) -> Path:
     """Return a run folder with what a run leaves beside its checkpoints."""
     folder.mkdir()
-    (folder / "data.json").mkdir()  # is not copied, like the last three
-    for name in ("config.toml", "tokenizer.json", "metrics.jsonl", "identity.key", "diloco.lock", ".hidden.json"):
+    (folder / "summary.json").mkdir()  # is not copied, like all but the first three
+    mine = "token.json", "notes.txt", "wandb.toml", "lineage-of-mine.jsonl"
+    for name in ("config.toml", "tokenizer.json", "metrics.jsonl", "identity.key", "diloco.lock", *mine):
         (folder / name).write_text(f"{folder.name}, {name}")
     return folder
 
@@ -141,6 +142,10 @@ def crowd(members: dict[str, Any]) -> None:
     members["about"]["num_replicas"] = 1 << 60
 
 
+def swarm(members: dict[str, Any]) -> None:
+    members["about"] |= {"num_replicas": 1 << 60, "elastic": True}
+
+
 def outside(members: dict[str, Any]) -> None:
     members["parts"]["run"]["../../../config.toml"] = {"size_bytes": 1, "digest": "0"}
 
@@ -196,7 +201,7 @@ def test_names_that_leave_the_folder_are_not_written(place: str, tmp_path: Path)
     mirrored(place, home(tmp_path / "run"), 1)
     there = store(place)
     (path,) = there.glob("checkpoints/*/manifest.json")
-    for name in ("home/a/b.json", "home/.bashrc", "home/identity.key", "home/x.py"):
+    for name in ("home/a/b.json", "home/.bashrc", "home/identity.key", "home/x.py", "home/x.json"):
         there.makedirs(path.replace("manifest.json", "home/a"), exist_ok=True)
         there.pipe_file(path.replace("manifest.json", name), b"evil")
     fetch_run(place, tmp_path / "new")
@@ -407,14 +412,23 @@ def test_replicas_that_are_processes_get_the_newest_step_that_all_have(
 def test_a_number_of_replicas_that_somebody_has_written_takes_no_memory(place: str, tmp_path: Path) -> None:
     mirrored(place, home(tmp_path / "run"), 1)
     change_newest(place, "manifest.json", lambda content: resealed(content, crowd))
-    assert fetch_run(place, tmp_path / "new")
-
-
-def test_replicas_that_have_no_step_in_common_do_not_begin_again(place: str, tmp_path: Path) -> None:
-    replica(place, tmp_path / "run", 0, 1)
-    replica(place, tmp_path / "run", 1, 2)
-    with pytest.raises(CheckpointError, match=r"Steps: \{'replica-0': \[1\], 'replica-1': \[2\]\}"):
+    with pytest.raises(CheckpointError, match="no whole checkpoint that all replicas have"):
         fetch_run(place, tmp_path / "new")
+    change_newest(place, "manifest.json", lambda content: resealed(content, swarm))
+    assert fetch_run(place, tmp_path / "new"), "each peer of a swarm has all that it needs"
+
+
+@pytest.mark.parametrize("steps", [(), (2,)])
+@pytest.mark.parametrize("own", [None, 0, 1])
+def test_replicas_that_have_no_step_in_common_do_not_begin_again(
+    steps: tuple[int, ...], own: int | None, place: str, tmp_path: Path
+) -> None:
+    replica(place, tmp_path / "run", 0, 1)
+    replica(place, tmp_path / "run", 1, *steps)
+    there = r"Steps: \{'replica-0': \[1\]" + r", 'replica-1': \[2\]\}" * len(steps)
+    with pytest.raises(CheckpointError, match=there):
+        fetch_run(place, tmp_path / "new", own)
+    assert not (tmp_path / "new").exists()
 
 
 def test_what_was_saved_here_later_stays_the_newest(place: str, tmp_path: Path) -> None:

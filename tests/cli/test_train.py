@@ -315,8 +315,15 @@ def test_a_machine_that_is_taken_away_goes_on_with_the_same_line(
     steps = [record["step"] for record in read_metrics(Path("runs/mine/metrics.jsonl"), "StepFinished")]
     assert steps == list(range(1, 9)), "the log of the lost machine goes on"
     # what it left is one whole run, for others too
-    assert main(["train", "--resume", url, "--steps", "9", "--out", "longer"]) == 0
+    resume = ["--data", str(files / "text.jsonl"), "--steps", "9"]
+    assert main(["train", "--resume", url, *resume, "--out", "longer"]) == 0
     assert read_json(Path("longer/summary.json"))["steps"] == 9
+    shutil.copytree("bucket/mine", "bucket/copy")
+    copy = ["train", "--resume", f"file://{tmp_path}/bucket/copy", *resume, "--out", "copy"]
+    assert f"need --checkpoint.mirror file://{tmp_path}/bucket/copy, and a bucket can't" in refused(copy, capsys)
+    assert not Path("copy").exists()
+    assert main([*copy, "--checkpoint.mirror", copy[2], "--stop-after", "9"]) == 0
+    assert read_json(Path("bucket/mine/writer.json")) != read_json(Path("bucket/copy/writer.json"))
     for refusal, words in {
         "has a run whose checkpoint.mirror is None": ["train", "--resume", url, "--out", "undisturbed"],
         "has the checkpoints of a run": train(files, "--checkpoint.mirror", url, "--out", "second"),
@@ -326,6 +333,23 @@ def test_a_machine_that_is_taken_away_goes_on_with_the_same_line(
     }.items():
         assert refusal in refused(words, capsys)
     assert not Path("runs/mine2").exists()
+
+
+def test_a_bucket_chooses_no_file_and_no_sink(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    url = f"file://{tmp_path}/bucket/mine"
+    (files / "mine.toml").write_text((files / "run.toml").read_text() + 'sinks = ["lineage"]\n')
+    line = ["train", str(files / "mine.toml"), "--data", str(files / "text.jsonl"), "--resume-or-start", url]
+    assert main([*line, "--stop-after", "4", "--checkpoint.every-steps", "4"]) == 0
+    shutil.move("runs", "before")
+    needs = f"need --data {files}/text.jsonl --sinks lineage, and a bucket can't choose that here. Nothing was fetched."
+    assert needs in refused(["train", "--resume", url], capsys)
+    assert not Path("runs/mine").exists()
+    other = [word.replace("text.jsonl", "run.toml") for word in line]
+    assert "cannot change data.paths" in refused(other, capsys)
+    assert main([*line, "--stop-after", "6"]) == 0, "the file says the same"
 
 
 def test_resume_or_start_of_a_folder(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,9 +21,10 @@ from diloco import (
     connect_swarm,
     connect_tcp,
     make_codec,
+    partition,
 )
-from diloco.errors import CheckpointError, FragmentError, TransportError
-from tests.replicas import Vectors, quadratic, streaming
+from diloco.errors import CheckpointError, CodecError, FragmentError, TransportError
+from tests.replicas import BALANCED, Vectors, quadratic, streaming
 from tests.same import same
 
 
@@ -45,21 +46,19 @@ CONNECT = {"replica": 0, "num_replicas": 1, "rendezvous": "127.0.0.1:0"}
     [
         ({"outer_optimizer": inner()}, r"must be OuterOptimizer \| None, got a torch.*SGD"),
         ({"outer_optimizer": Nesterov}, r"got the class Nesterov\. Create one: Nesterov\(\.\.\.\)"),
-        ({"transport": connect_tcp(**CONNECT)}, "transport must be .*_GeneratorContextManager.*with connect_"),
-        ({"transport": InProcessTransport(2)}, r"Pass one of its endpoints, such as transport.endpoint\(0\)"),
+        ({"transport": connect_tcp(**CONNECT)}, r"must be Transport \| None, got a .*_GeneratorContextManager"),
         ({"codec": "fp5"}, "There is no codec 'fp5'; did you mean 'fp4'"),
         ({"mean_codec": "topk2"}, "means have no error feedback"),
         ({"codec": "topk2"}, "drops most of the values.*error_feedback is False. Use error_feedback=0.95"),
-        ({"schedule": 100}, r"schedule must be SyncSchedule \| None, got 100"),
         ({"max_norm": 0}, "max_norm must be a finite number above 0, got 0"),
         ({"fragments": [3]}, r"fragments must be Sequence\[FragmentLayout\] \| None, got a builtins.list"),
-        ({"inner_optimizer": torch.optim.AdamW}, "inner_optimizer must be Optimizer .*got the class AdamW\\.$"),
         ({"inner_optimizer": [inner(), None]}, "inner_optimizer must be"),
         ({"on_event": []}, r"on_event must be Callable\[\[Event\], None\] \| None, got a builtins.list"),
         ({"error_feedback": 1.5}, "error_feedback must be a number from 0 to 1, got 1.5"),
-        ({"global_device": "cuda:99"}, "global_device='cuda:99' can't hold the global parameters"),
-        ({"weight": 1e-19}, r"weight must be a number from 1e-18 to 1e\+18"),
         ({"weight": float("nan")}, r"weight must be a number from 1e-18 to 1e\+18"),
+        ({"schedule": SyncSchedule(inner_steps=5, overlap_steps=5), "merge": AlphaMerge(0.5)}, "round late.*0.5"),
+        (BALANCED, "There are 3 fragments, but the schedule has num_fragments=1"),
+        ({"fragments": partition(torch.nn.Linear(2, 2))}, "names .weight. of shape"),
     ],
 )
 def test_an_argument_of_the_wrong_kind_is_refused(arguments: dict[str, Any], words: str) -> None:
@@ -114,29 +113,15 @@ def test_what_is_no_state_is_not_loaded(state: Any) -> None:
         lambda state: state.pop("steps"),
         lambda state: state.update(about=None),
         lambda state: state["fragments"].pop(),
-        lambda state: state.update(steps=-1),
         lambda state: state.update(steps=20),
-        lambda state: state.update(steps=float("nan")),
-        lambda state: state["fragments"][2].update(trained=float("nan")),
-        lambda state: state["fragments"][2].update(submitted=float("inf")),
         lambda state: state["fragments"][2]["global_params"].fill_(float("nan")),
-        lambda state: state["fragments"][0]["in_flight"].update(weight=float("nan")),
         lambda state: state["fragments"][2].update(slots=None),
-        lambda state: state["fragments"][2].update(residual=torch.zeros(1)),
         lambda state: state["fragments"][2].pop("void"),
         lambda state: state["fragments"][2].update(residual=state["fragments"][2]["residual"][None]),
         lambda state: state["fragments"][0].update(candidate=state["fragments"][0]["candidate"].double()),
         lambda state: state["fragments"][0]["in_flight"].pop("digest"),
-        lambda state: state["fragments"][0]["in_flight"].update(payload=None),
         lambda state: state["fragments"][0]["in_flight"].update(payload=torch.zeros(8)),
-        lambda state: state["fragments"][0]["in_flight"].update(weight="1"),
-        lambda state: state["fragments"][0]["in_flight"].update(base_weight=torch.ones(2)),
-        lambda state: state["fragments"][0]["in_flight"].update(digest=[]),
-        lambda state: state["fragments"][0]["in_flight"].update(buffers="none"),
-        lambda state: state["fragments"][0]["in_flight"].update(integers=torch.zeros(3, dtype=torch.uint8)),
-        lambda state: state["fragments"][0]["in_flight"].update(withdrawn=None),
         lambda state: state["fragments"][0]["in_flight"].update(sent=None),
-        lambda state: state["fragments"][0]["in_flight"].update(sent=state["fragments"][0]["in_flight"]["sent"][None]),
     ],
 )
 def test_a_state_that_lacks_something_or_has_something_else_is_refused_before_anything_is_loaded(
@@ -148,7 +133,7 @@ def test_a_state_that_lacks_something_or_has_something_else_is_refused_before_an
     change(state)
     replica = swarm.replicas[0]
     before = copy.deepcopy(replica.state_dict())
-    with pytest.raises((CheckpointError, FragmentError)):
+    with pytest.raises((CheckpointError, FragmentError, CodecError)):
         replica.load_state_dict(state)
     assert same(replica.state_dict(), before)
 

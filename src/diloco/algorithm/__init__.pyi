@@ -43,7 +43,6 @@ from .partition import FragmentLayout as FragmentLayout
 from .partition import Strategy as Strategy
 from .partition import bind as bind
 from .partition import check_coverage as check_coverage
-from .partition import check_parameters as check_parameters
 from .partition import flatten as flatten
 from .partition import group_layers as group_layers
 from .partition import holding as holding
@@ -96,8 +95,6 @@ from .tensors import content_of as content_of
 from .tensors import local_shard as local_shard
 from .tensors import model_state as model_state
 from .tensors import named_parameters as named_parameters
-from .tensors import not_finite as not_finite
-from .tensors import overlaps as overlaps
 from .tensors import persistent_buffers as persistent_buffers
 from .tensors import reshard as reshard
 from .tensors import restore_buffers_ as restore_buffers_

@@ -80,8 +80,7 @@ class MeanEncoding:
         return codecs[1:] if len(codecs) > 1 and num_replicas >= AUTO_MEANS_FROM_REPLICAS else codecs
 
     def __str__(self) -> str:
-        parameters = "".join(f" ({name} {value})" for name, value in self.codec.parameters().items())
-        return "auto" if self.auto else f"{self.codec.name}{parameters}"
+        return "auto" if self.auto else str(self.codec)
 
 
 PLAIN_MEAN = MeanEncoding()  # float32 means

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.algorithm.checks import check_choice, check_type, check_whole
-from diloco.algorithm.tensors import all_parameters, local_shard, named_parameters, overlaps, unfit_parameter
+from diloco.algorithm.tensors import all_parameters, local_shard, named_parameters, same_memory, unfit_parameter
 from diloco.errors import FragmentError
 
 Strategy = Literal["strided", "sequential", "balanced", "patterns"]
@@ -76,7 +76,7 @@ def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
             raise FragmentError(
                 f"The trainable parameter {name!r} {why}, or freeze it with requires_grad_(False) before DiLoCo(...)."
             )
-    for one, other in overlaps(parameters):
+    for one, other in same_memory(parameters):
         raise FragmentError(
             f"The parameters {one!r} and {other!r} are two objects on the same memory. Tie them by assigning one "
             "Parameter to both modules, so that it counts once, or give each its own memory with clone()."

@@ -89,6 +89,9 @@ class SyncSchedule:
                 f"got {offsets}."
             )
 
+    def __str__(self) -> str:
+        return f"H {self.inner_steps}, tau {self.overlap_steps}, offsets {list(self.fragment_offsets)}"
+
     @property
     def fragment_offsets(self) -> tuple[int, ...]:
         """The offset t_p of each fragment."""

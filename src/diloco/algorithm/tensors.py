@@ -6,12 +6,9 @@ together. All code that names a model's tensors (fragments, handshake, digests, 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -105,33 +102,20 @@ def unfit_parameter(parameter: Tensor) -> str:
     shard = local_shard(parameter)
     if why := unfit_memory(shard):
         return f"{why}. Train a plain, dense torch.nn.Parameter with memory of its own"
-    if shard.is_inference():
-        return "was made in inference mode. Use a clone() made outside it"
     if shard.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"is {shard.dtype}, which float32 global parameters can't hold. Use float32, bfloat16 or float16"
     return ""
 
 
-def overlaps(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Yield the names of each two of the tensors that have memory in common. All must be strided."""
-    shards = [(name, local_shard(tensor)) for name, tensor in tensors.items()]
-    shards = [(name, shard) for name, shard in shards if shard.numel() and not shard.is_meta]
-    shards.sort(key=lambda pair: (str(pair[1].device), pair[1].data_ptr()))
-    earlier: list[tuple[torch.device, int, str, Any]] = []
-    for name, shard in shards:
-        start, memory = shard.data_ptr(), _memory(shard)
-        earlier = [each for each in earlier if each[0] == shard.device and each[1] > start]
-        yield from ((other, name) for *_, other, theirs in earlier if np.shares_memory(theirs, memory))
-        length = 1 + sum(stride * (size - 1) for stride, size in zip(shard.stride(), shard.shape, strict=True))
-        earlier.append((shard.device, start + length * shard.element_size(), name, memory))
-
-
-def _memory(tensor: Tensor) -> np.ndarray:
-    """Return an array at the address of ``tensor``, on any device: for comparison, never to be read."""
-    size = tensor.element_size()
-    address = {"data": (tensor.data_ptr(), True), "shape": tuple(tensor.shape), "typestr": f"|V{size}", "version": 3}
-    strides = tuple(stride * size for stride in tensor.stride())
-    return np.asarray(SimpleNamespace(__array_interface__=address | {"strides": strides}))
+def same_memory(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """Yield the names of each two of the tensors that begin at the same address."""
+    first: dict[tuple[torch.device, int], str] = {}
+    for name, tensor in tensors.items():
+        shard = local_shard(tensor)
+        if shard.numel() and not shard.is_meta and shard.layout == torch.strided:
+            other = first.setdefault((shard.device, shard.data_ptr()), name)
+            if other != name:
+                yield other, name
 
 
 def _modules(module: nn.Module, prefix: str = "", above: tuple[nn.Module, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
@@ -161,40 +145,19 @@ def unfit_memory(tensor: Tensor) -> str:
     """Return why the values of a tensor can't be read and written one by one in its own memory, or ""."""
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not hasattr(tensor, "to_local"):
         return f"is a {type(tensor).__name__}, whose values are not in its own memory"
-    if tensor.is_nested or tensor.layout != torch.strided:
-        return f"is not dense ({'nested' if tensor.is_nested else tensor.layout})"
-    if tensor._is_zerotensor():
-        return "has no memory (a tensor of zeros that torch never writes)"
-    if tensor.is_quantized:
-        return f"is quantised ({tensor.dtype})"
-    reach = 0
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return "repeats its own memory (an expanded view)"
-        reach += stride * (size - 1)
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized:
+        return "is not a dense tensor"
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        return "repeats its own memory (an expanded view)"
     return ""
-
-
-@functools.cache
-def _averageable(dtype: torch.dtype) -> bool:
-    """Return whether float32 holds all values of a floating type; of other types, whether torch can copy them."""
-    if dtype.is_complex or (dtype.is_floating_point and torch.finfo(dtype).bits > 32):
-        return False
-    try:  # torch has types of which it can only reinterpret the bytes, such as float4
-        torch.empty(1, dtype=dtype, device="cpu").copy_(torch.ones(1, dtype=torch.float32, device="cpu"))
-    except RuntimeError:
-        return False
-    return True
 
 
 def _unfit_buffer(buffer: Tensor) -> str:
     """Return why a persistent buffer can't be averaged in float32, nor copied as bytes if it is not floating, or ""."""
     if is_lazy(buffer):
         return "has no shape yet. Run one batch through the model first"
-    why = unfit_memory(buffer)
-    if hasattr(buffer, "to_local"):
-        why = "is sharded over ranks"
-    elif not why and not _averageable(buffer.dtype):
+    why = "is sharded over ranks" if hasattr(buffer, "to_local") else unfit_memory(buffer)
+    if not why and (buffer.dtype == torch.float64 or buffer.is_complex()):
         why = f"is {buffer.dtype}, which float32 means can't hold"
     return why and f"{why}. Register a plain, dense, real buffer, or with persistent=False if it is derived"
 
@@ -202,15 +165,14 @@ def _unfit_buffer(buffer: Tensor) -> str:
 def check_buffers(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise `ConfigurationError`, which names the buffer, if a persistent buffer can't be averaged.
 
-    It must not share memory with one of ``parameters``, those that are synchronised. Views of one table may overlap.
+    It must not be the memory of one of ``parameters``, those that are synchronised.
     """
     buffers = persistent_buffers(model)
     for name, buffer in buffers.items():
         if why := _unfit_buffer(buffer):
             raise ConfigurationError(f"The buffer {name!r} {why}.")
-    for one, other in overlaps({**parameters, **buffers}):
-        alike = one in buffers and other in buffers and buffers[one].dtype == buffers[other].dtype
-        if not alike and (one in buffers or other in buffers):
+    for one, other in same_memory({**parameters, **buffers}):
+        if one in parameters:
             raise ConfigurationError(
                 f"{one!r} and {other!r} share memory, but a buffer must have memory of its own. Register a clone(), or "
                 "with persistent=False if it is derived."
@@ -247,21 +209,6 @@ def restore_buffers_(model: nn.Module, floats: Tensor | None, integers: Tensor |
             values = source[start:stop] if source is floats else source[start:stop].clone().view(buffer.dtype)
             buffer.detach().copy_(values.view(buffer.shape))
             start = stop
-
-
-def not_finite(model: nn.Module, floats: Tensor, agreed: Tensor | None) -> list[str]:
-    """Return the names of floating-point buffers with values that have become NaN or infinite.
-
-    Args:
-        floats: ``(n,)`` float32, from `collect_buffers`.
-        agreed: The values that all replicas held last, or None. What is not finite there may stay as it is: a mask.
-    """
-    wrong = ~floats.isfinite()
-    if agreed is not None and agreed.shape == floats.shape:
-        wrong &= floats.view(torch.int32) != agreed.view(torch.int32)
-    floating, _ = _split(model)
-    parts = torch.split(wrong, [buffer.numel() for buffer in floating.values()])
-    return [name for name, part in zip(floating, parts, strict=True) if bool(part.any())]
 
 
 def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -25,7 +25,7 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -42,8 +42,13 @@ __all__ = ["Mirror", "fetch_run"]
 
 _MANIFEST, _WRITER, _HOME = "manifest.json", "writer.json", "home/"
 _MAX_MANIFEST_BYTES = 64 << 20
-_COPIED = re.compile(r"[A-Za-z0-9][\w-]*\.(toml|jsonl?|jinja|txt|model)\Z")
-"""The files of a run folder that are copied. No key and no lock is among them, and no name leaves the folder."""
+_CONFIG = "config.toml"
+_COPIED = re.compile(
+    r"config\.toml|(environment|summary|tokenizer|tokenizer_config|special_tokens_map|added_tokens)\.json"
+    r"|metrics\.jsonl|lineage(-[0-9a-f]{8})?\.jsonl|chat_template\.jinja"
+)
+"""The files that a run writes into its folder and that are copied: no key, no lock, and nothing of the user's."""
+_REPLICA = re.compile(r"replica-([1-9]\d*)")
 _UPLOADED = re.compile(
     r"/?(?:(?P<replica>replica-[1-9]\d*)/)?checkpoints/(?P<folder>\d{8}-(?P<name>step-\d{8,})-[0-9a-f]{8})/(?P<file>.+)"
 )
@@ -186,7 +191,7 @@ class Mirror:
         waiting, problem = None, ""
         try:
             with ExitStack() as stack:
-                home = [each for each in self._home.iterdir() if _COPIED.match(each.name) and each.is_file()]
+                home = [each for each in self._home.iterdir() if _COPIED.fullmatch(each.name) and each.is_file()]
                 named = {f"{_HOME}{each.name}": each for each in home} | {each.name: each for each in path.iterdir()}
                 for name, file in named.items():
                     files[name] = stack.enter_context(open(file, "rb"))
@@ -269,7 +274,9 @@ class Mirror:
         return self._place.uploads().get("", [])
 
 
-def fetch_run(url: str, folder: Path, replica: int | None = None) -> bool:
+def fetch_run(
+    url: str, folder: Path, replica: int | None = None, check: Callable[[Path], None] = lambda settings: None
+) -> bool:
     """Fetch the newest whole checkpoint of a run into ``folder``, unless that has it or a newer one.
 
     If replicas are processes of their own, it is the newest one that all of them have.
@@ -277,6 +284,7 @@ def fetch_run(url: str, folder: Path, replica: int | None = None) -> bool:
     Args:
         folder: the run folder; it gets the settings and the tokeniser as well.
         replica: fetch only what this replica needs. None: the checkpoints of all replicas.
+        check: gets a copy of the settings before anything is written, and raises if they are refused.
 
     Returns:
         Whether there is anything. If not, nothing was written.
@@ -291,10 +299,16 @@ def fetch_run(url: str, folder: Path, replica: int | None = None) -> bool:
         if not any(_MANIFEST in each.sizes for group in uploads.values() for each in group):
             return False
         chosen = _newest(place, uploads)
-        own = f"replica-{replica or 0}"
+        own = f"replica-{replica}"
+        if replica is not None:
+            chosen = {own: chosen[own]} if own in chosen else {"": chosen[""]}
+        for upload, _ in chosen.values():
+            if (settings := f"{_HOME}{_CONFIG}") in upload.sizes:
+                with tempfile.TemporaryDirectory(prefix="diloco-") as beside:
+                    place.store.get_file(f"{upload.folder}/{settings}", f"{beside}/{_CONFIG}")
+                    check(Path(beside, _CONFIG))
         for home, (upload, manifest) in chosen.items():
-            if replica is None or home == own or (own not in chosen and not home):
-                _fetch(place, upload, manifest, folder / home)
+            _fetch(place, upload, manifest, folder / home)
     return True
 
 
@@ -312,11 +326,11 @@ def _newest(place: _Place, uploads: Mapping[str, list[_Upload]]) -> dict[str, tu
     for first, manifest in whole.get("", []):
         number = int(manifest.about.get("num_replicas", 1))
         chosen = {"": (first, manifest)}
-        others = {name for name in uploads.keys() - manifest.parts.keys() if name and int(name[8:]) < number}
-        for replica in others:
+        for replica in filter(None, whole.keys() - manifest.parts.keys()):
             same = [each for each in whole[replica] if state(each[1]) == state(manifest)]
-            chosen |= {replica: same[0]} if same else {}
-        if len(chosen) == 1 + len(others):
+            chosen |= {replica: same[0]} if same and int(replica[8:]) < number else {}
+        inside = [match for match in map(_REPLICA.fullmatch, manifest.parts) if match and int(match[1]) < number]
+        if manifest.about.get("elastic") or len(chosen) + len(inside) == number:
             return chosen
     steps = {replica or "replica-0": sorted({m.step for _, m in whole[replica]}) for replica in sorted(whole)}
     raise CheckpointError(
@@ -345,6 +359,6 @@ def _fetch(place: _Place, upload: _Upload, manifest: Manifest, home: Path) -> No
         return
     for file in upload.sizes:
         name = file.removeprefix(_HOME)
-        if file != name and _COPIED.match(name) and not (name == "metrics.jsonl" and (home / name).exists()):
+        if file != name and _COPIED.fullmatch(name) and not (name == "metrics.jsonl" and (home / name).exists()):
             replace_file(home / name, [place.store.cat_file(f"{upload.folder}/{file}")])
     replace_file(folder / LATEST, [f"{upload.name}\n".encode()])

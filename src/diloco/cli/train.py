@@ -25,6 +25,8 @@ from diloco.config import (
     CommandLine,
     Configuration,
     RunPlan,
+    check_fetched,
+    chosen_places,
     command_text,
     compose,
     flatten,
@@ -70,20 +72,27 @@ def with_beginning(line: CommandLine) -> CommandLine:
         if name in ("", ".", "..") and "out" not in values:
             raise ConfigurationError(f"{place} has no name for a run folder. Choose one with --out.")
         folder = values.setdefault("out", Path("runs", name))
-        _fetch(place, folder, values.get("network.replica"), must=line.resume_or_start is None)
-        values |= {} if line.resume_or_start is None else {"checkpoint.mirror": place}
+    # without what diloco finetune derives settings of a new run from
+    known = {name: value for name, value in values.items() if name in keys_of(Configuration)}
+    if remote:
+        if line.resume_or_start is not None:
+            values |= {"checkpoint.mirror": place}
+            known |= {"checkpoint.mirror": place}
+            model = {} if line.file is None or line.file.is_file() else {"model.source": f"hf:{line.file}"}  # finetune
+            asked = dataclasses.replace(line, file=None if model else line.file, values=model | known)
+            known |= chosen_places(asked)
+        _fetch(place, folder, known, must=line.resume_or_start is None)
     from diloco.checkpoint import list_checkpoints
 
     if any(map(list_checkpoints, (folder / "checkpoints", *folder.glob("replica-*/checkpoints")))):
-        known = keys_of(Configuration)  # and not what diloco finetune derives settings of a new run from
-        values = {name: value for name, value in values.items() if name in known} | {"checkpoint.resume": str(folder)}
+        values = known | {"checkpoint.resume": str(folder)}
         return dataclasses.replace(line, file=None if line.resume_or_start else line.file, values=values)
     if values.setdefault("out", folder) != folder:
         raise ConfigurationError(f"--out {values['out']} is not --resume-or-start {folder}. Leave the former out.")
     return dataclasses.replace(line, values=values)
 
 
-def _fetch(url: str, folder: Path, replica: int | None, *, must: bool) -> None:
+def _fetch(url: str, folder: Path, values: Mapping[str, Any], *, must: bool) -> None:
     from diloco.checkpoint import fetch_run
 
     if POSITION in os.environ:  # the launcher has done it
@@ -92,7 +101,8 @@ def _fetch(url: str, folder: Path, replica: int | None, *, must: bool) -> None:
     if path.exists() and (there := read_record(path).checkpoint.mirror) != url:
         raise ConfigurationError(f"{folder} has a run whose checkpoint.mirror is {there!r}. Choose another --out.")
     with one_at_a_time(folder.parent):  # of the ranks on this machine, the first fetches, and the others find it there
-        found = fetch_run(url, folder, replica)
+        replica = values.get("network.replica")
+        found = fetch_run(url, folder, replica, lambda settings: check_fetched(url, settings, values))
     if must and not found:
         raise NoCheckpointError(f"{url} has no checkpoint. Nothing was fetched.")
 

@@ -18,6 +18,8 @@ from .keys import to_toml as to_toml
 from .keys import typed_values as typed_values
 from .run_plan import CONFIG_FILE as CONFIG_FILE
 from .run_plan import RunPlan as RunPlan
+from .run_plan import check_fetched as check_fetched
+from .run_plan import chosen_places as chosen_places
 from .run_plan import join_command as join_command
 from .run_plan import plan_run as plan_run
 from .run_plan import read_record as read_record

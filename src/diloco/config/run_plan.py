@@ -40,6 +40,12 @@ _CHANGEABLE = (
 that `train.steps` stretches the learning-rate schedule. Another number of replicas changes the mean. The run prints a
 note about both."""
 
+_PLACES = (
+    *("data.paths", "data.sources", "data.tokenizer", "data.format", "model.source", "network.secret_file"),
+    *("checkpoint.mirror", "monitor.sinks", "monitor.prometheus"),
+)
+"""Settings that name what a run reads and writes beside its folder. What was fetched from elsewhere can't choose it."""
+
 _CODE_KEYS = [key for key in KEYS if key not in ("model.source", "monitor.sinks")]
 
 
@@ -142,6 +148,30 @@ def read_record(path: Path) -> Configuration:
             f"{path.parent} is a run of diloco 0.5 or older: that version resumes and evaluates it, and this one can "
             "only export it, generate with it, or start a new run with --init-from."
         ) from None
+
+
+def chosen_places(line: CommandLine) -> Values:
+    """Return those settings in `_PLACES` that a command line and its file choose, for a run that may have begun."""
+    asked, usual = flatten(_with_absolute_paths(compose(line))), flatten(Configuration())
+    return {name: asked[name] for name in _PLACES if asked[name] != usual[name]}
+
+
+def check_fetched(url: str, path: Path, typed: Mapping[str, Any]) -> None:
+    """Refuse the settings of a run at ``url``, in the file ``path``, if they choose a place that is not ``typed``."""
+    saved, usual = read_record(path), flatten(Configuration())
+    chosen = {name: value for name, value in flatten(saved).items() if name in _PLACES and value != usual[name]}
+    if saved.data.bpe_vocab_size is not None:
+        chosen.pop("data.tokenizer")
+    if saved.data.chat_template is None:
+        chosen.pop("data.format", None)
+    if chosen.pop("checkpoint.mirror", url) != url:  # this is a copy, and the original may be in use
+        chosen["checkpoint.mirror"] = url
+    if missing := {name: value for name, value in chosen.items() if name not in typed}:
+        options = command_text("train", flags=_flags(missing)).removeprefix("diloco train ")
+        raise ConfigurationError(
+            f"The settings at {url} need {options}, and a bucket can't choose that here. Nothing was fetched. Add "
+            "to the command what of it is right."
+        )
 
 
 def _run_folder(resume: Path) -> tuple[Path, Path]:

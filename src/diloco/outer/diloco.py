@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import torch
 import xxhash
@@ -15,34 +15,37 @@ from torch import nn
 from torch.optim import Optimizer
 
 from diloco.algorithm import (
+    GREATEST_WEIGHT,
+    LEAST_WEIGHT,
     AlphaMerge,
     AverageRule,
     Codec,
     FragmentLayout,
     Merge,
     MergeRule,
-    Nesterov,
     OuterOptimizer,
-    RebaseMerge,
     RoundId,
     Send,
     SyncSchedule,
     check_number,
+    collect_buffers,
     digest_state,
     holding,
-    make_codec,
-    partition,
     reshard,
+    restore_buffers_,
 )
 from diloco.errors import CheckpointError, ConfigurationError, DivergedError, RoundVoidError, TransportError
 from diloco.events import Event, Note
-from diloco.outer.checks import (
-    ModelWatch,
+from diloco.outer.arguments import (
+    Bounds,
+    Saved,
+    Shared,
     argument_facts,
     check_arguments,
     check_kinds,
+    complete,
     frozen_facts,
-    saved_facts,
+    synchronised,
 )
 from diloco.outer.fragment import Fragment
 from diloco.outer.recovery import StateRecovery
@@ -52,13 +55,6 @@ from diloco.state_tree import readable_state
 from diloco.transport import InProcessTransport, Transport
 
 __all__ = ["DiLoCo"]
-
-
-@contextmanager
-def _outside_inference_mode() -> Iterator[None]:
-    """Leave torch's inference mode, in which tensors are made that can't be changed outside it."""
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-        yield
 
 
 class DiLoCo:
@@ -111,59 +107,48 @@ class DiLoCo:
     2
     """
 
-    @_outside_inference_mode()
     def __init__(
         self,
         model: nn.Module,
         inner_optimizer: Optimizer | Sequence[Optimizer],
         *,
         transport: Transport | None = None,
-        schedule: SyncSchedule | None = None,
+        schedule: Saved[SyncSchedule | None] = None,
         fragments: Sequence[FragmentLayout] | None = None,
-        outer_optimizer: OuterOptimizer | None = None,
-        merge: MergeRule | None = None,
-        codec: Codec | str = "float32",
-        error_feedback: bool | float = False,
+        outer_optimizer: Shared[OuterOptimizer | None] = None,
+        merge: Saved[MergeRule | None] = None,
+        codec: Saved[Codec | str] = "float32",
+        error_feedback: Annotated[Saved[bool | float], Bounds(0, 1)] = False,
         global_device: torch.device | str | None = None,
-        weight: float = 1.0,
-        max_norm: float | None = None,
-        average: AverageRule | None = None,
-        mean_codec: Codec | str = "auto",
+        weight: Annotated[float, Bounds(LEAST_WEIGHT, GREATEST_WEIGHT)] = 1.0,
+        max_norm: Annotated[Shared[float | None], Bounds(0, above=True)] = None,
+        average: Shared[AverageRule | None] = None,
+        mean_codec: Shared[Codec | str] = "auto",
         on_event: Callable[[Event], None] | None = None,
         compare_arguments: bool = True,
         global_state_of: DiLoCo | None = None,
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name != "self"}
-        check_kinds(arguments)
-        schedule = schedule or SyncSchedule(inner_steps=100)
-        layouts = tuple(fragments or partition(model, num_fragments=schedule.num_fragments))
-        arguments |= {
-            "schedule": schedule,
-            "fragments": layouts,
-            "outer_optimizer": outer_optimizer or Nesterov(learning_rate=0.7 if len(layouts) == 1 else 0.4),
-            "merge": merge or (RebaseMerge() if schedule.overlap_steps else AlphaMerge()),
-            "codec": make_codec(codec) if isinstance(codec, str) else codec,
-        }
+        arguments = complete(model, {name: value for name, value in locals().items() if name != "self"})
         check_arguments(arguments)
         self.model = model
         self.transport = transport or InProcessTransport(1).endpoint(0)
-        self.schedule = schedule
+        self.schedule: SyncSchedule = arguments["schedule"]
         self.weight = weight
         self.steps = 0
         self._greatest = greatest_of_ranks(model)
+        layouts = arguments["fragments"]
         shared = [None] * len(layouts) if global_state_of is None else [f.state for f in global_state_of.fragments]
         self.fragments: tuple[Fragment, ...] = tuple(
             Fragment(layout, arguments, state=state, greatest=self._greatest)
             for layout, state in zip(layouts, shared, strict=True)
         )
         # ranks that shard the parameters decide together whether all values are finite
-        self._sends_later = schedule.overlap_steps > 0 and self._greatest is list
+        self._sends_later = self.schedule.overlap_steps > 0 and self._greatest is list
         self.recovery = StateRecovery(self.fragments, self.transport, self._greatest)
         self._reports = Reports(inner_optimizer, on_event)
-        self._model_watch = ModelWatch(model, self.named_parameters())
-        facts = argument_facts(model, arguments)
-        self._saved_facts = saved_facts(facts)
-        self._facts = facts | frozen_facts(model) if compare_arguments else {}
+        self._synchronised = synchronised(model, self.named_parameters())
+        self._saved_facts = argument_facts(model, arguments, "saved")
+        self._facts = argument_facts(model, arguments) | frozen_facts(model) if compare_arguments else {}
         self._publish_and_compare(self.transport)
 
     def step(self, trained: float = 1.0) -> None:
@@ -176,7 +161,6 @@ class DiLoCo:
         self.begin(trained)
         self.finish()
 
-    @_outside_inference_mode()
     def begin(self, trained: float = 1.0) -> None:
         """Perform the first half of `step`: count the inner step and send the due fragments. Never blocks on others."""
         if not 0 <= trained <= 1:
@@ -197,7 +181,6 @@ class DiLoCo:
             if isinstance(action, Send):
                 self.fragments[action.fragment].make_room(self.transport)
 
-    @_outside_inference_mode()
     def finish(self) -> None:
         """Perform the second half of `step`: wait for the due averages and merge them."""
         # where a fragment is merged a whole round late, it is sent again here, after its merge
@@ -234,7 +217,6 @@ class DiLoCo:
             "diloco/wait_s": self._reports.wait_s,
         }
 
-    @_outside_inference_mode()
     def change_transport(self, transport: Transport) -> None:
         """Continue over another transport, unless a fragment is in flight or the new replicas have other arguments."""
         self._require_nothing_in_flight("changing the transport")
@@ -243,7 +225,6 @@ class DiLoCo:
         self.transport = transport
         self.recovery.change_transport(transport)
 
-    @_outside_inference_mode()
     def take_over(self, donors: Sequence[int], *, keep_work: bool = False) -> None:
         """Adopt the global parameters and outer state of one of ``donors``. No fragment may be in flight.
 
@@ -254,7 +235,6 @@ class DiLoCo:
         for fetched in self.recovery.fetch_all(donors, keep_work=keep_work, step=self.steps):
             self._on_event(fetched)
 
-    @_outside_inference_mode()
     def begin_from_global(self) -> None:
         """Reset the local parameters to the global ones and drop all work of this replica. Nothing may be in flight."""
         self._require_nothing_in_flight("beginning from the global parameters")
@@ -262,7 +242,6 @@ class DiLoCo:
             fragment.reset_local(AlphaMerge())
             fragment.forget_work()
 
-    @_outside_inference_mode()
     def drain(self, *, take_over: bool = True) -> None:
         """Merge every fragment in flight, in the order sent, and with ``take_over`` the states being fetched."""
         self.check_model()
@@ -332,7 +311,12 @@ class DiLoCo:
 
     def check_model(self) -> None:
         """Raise `ConfigurationError` if a parameter or buffer was added, replaced, resized or made trainable since."""
-        self._model_watch.check()
+        if changed := sorted(self._synchronised ^ synchronised(self.model, self.named_parameters())):
+            raise ConfigurationError(
+                f"The model is no longer the one of which DiLoCo(...) was constructed: {', '.join(changed)} is gone or "
+                "new, so it would not be synchronised. Change values in place, and add, resize or unfreeze before. If "
+                "the first batch makes a buffer, run one before; if it is derived, use persistent=False."
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state except the model and the inner optimizer, which the caller saves. Copies no tensors.
@@ -344,7 +328,6 @@ class DiLoCo:
         fragments = [fragment.state_dict() for fragment in self.fragments]
         return {"about": self._saved_facts, "steps": self.steps, "fragments": fragments}
 
-    @_outside_inference_mode()
     def load_state_dict(self, state: Mapping[str, Any], *, resubmit: bool = True) -> None:
         """Restore the state saved by `state_dict` and resubmit the rounds that were in flight.
 
@@ -377,7 +360,6 @@ class DiLoCo:
         # contributions are submitted in the order in which they were sent
         for index in sorted(range(len(loaders)), key=lambda index: self.schedule.sent_at(index, last[index])):
             loaders[index](self.transport)
-        self._model_watch.begin()
         if lacking:
             self._note(f"The state of fragment {lacking} was being fetched when this was saved. It is fetched again.")
 
@@ -393,8 +375,7 @@ class DiLoCo:
         """Submit the fragment; the model's buffers travel with the last one."""
         fields: dict[str, Any] = {"base_weight": self.weight}
         if fragment is self.fragments[-1]:
-            self._note(*self._model_watch.drift())
-            fields |= self._model_watch.outgoing_buffers()
+            fields["buffers"], fields["integers"] = collect_buffers(self.model)
         window_steps = self.schedule.window_steps(fragment.index, outer_step)
         self._on_event(
             fragment.send(self.transport, outer_step, self.steps, window_steps, later=self._sends_later, **fields)
@@ -425,7 +406,8 @@ class DiLoCo:
         if reason:
             return self._on_event(fragment.drop(self.steps, reason))
         committed = replace(fragment.merge(average, self.steps), peers=self.transport.traffic_by_peer())
-        self._model_watch.take_buffers(average)
+        if average.buffers is not None or average.integers is not None:
+            restore_buffers_(self.model, average.buffers, average.integers)
         self._on_event(committed)
 
     def _on_event(self, event: Event) -> None:

@@ -26,12 +26,10 @@ from torch import Tensor, nn
 from diloco.algorithm import (
     Contribution,
     FragmentLayout,
-    MeanEncoding,
     MergeRule,
     RoundId,
     bind,
     carry_over,
-    collect_buffers,
     contribution_weight,
     encode_with_feedback,
     flatten,
@@ -52,16 +50,8 @@ __all__ = ["Fragment"]
 
 _LEAST_LATER = 1 << 19  # values from which a thread encodes: starting one takes as long as encoding a tenth of them
 
-_SAVED_FIELDS: Mapping[str, tuple[Any, torch.dtype | None]] = {
-    "payload": (Tensor, torch.uint8),
-    "weight": (float | int, None),
-    "base_weight": (float | int, None),
-    "digest": (str, None),
-    "buffers": (Tensor | None, torch.float32),
-    "integers": (Tensor | None, torch.uint8),
-    "withdrawn": (str, None),
-}
-"""The fields that are saved of a contribution in flight, with the type of each and the dtype of vectors."""
+_SAVED_FIELDS = ("payload", "weight", "base_weight", "digest", "buffers", "integers")
+"""The fields that are saved of a contribution in flight."""
 
 _OF_AVERAGES = (
     *("contributors", "sent_bytes", "received_bytes", "wait_s", "late_s"),
@@ -113,7 +103,7 @@ class Fragment:
             average_rule=arguments["average"],
             tensors=layout.sizes,
             telemetry=True,
-            mean=MeanEncoding.of(arguments["mean_codec"]),
+            mean=arguments["mean_codec"],
             transfer_steps=arguments["schedule"].transfer_steps,
         )
         self.layout = layout
@@ -383,12 +373,13 @@ class Fragment:
         candidate = None if lost else state["candidate"]
         finished = int(flight["outer_step"]) + 1 if lost else int(state["finished_rounds"])
         trained, submitted = float(state["trained"]), float(state["submitted"])
-        if not (0 <= trained < math.inf and 0 <= submitted < math.inf):
-            raise FragmentError(f"Fragment {self.index} can't have {trained} trained and {submitted} submitted steps.")
         committed, void = int(state["committed"]), int(state["void"]) + lost
         contribution: Contribution | None = None
         if flight is not None and resubmit:
-            contribution, sent = self._saved_contribution(flight), flight["sent"]
+            fields = {name: flight[name] for name in _SAVED_FIELDS}
+            contribution = replace(self._template, **fields, round=RoundId(self.index, last))
+            contribution.codec.validate(contribution.payload, self.numel)
+            sent = flight["sent"]
         sends = contribution is not None and self._merge.keeps_sent
         for name, values, needed in (
             ("residual", residual, self.residual is not None),
@@ -412,22 +403,6 @@ class Fragment:
                 self.flight = InFlight(again, transport.average(again), kept)
 
         return load
-
-    def _saved_contribution(self, flight: Mapping[str, Any]) -> Contribution:
-        fields = {name: flight[name] for name in _SAVED_FIELDS}
-        sizes = {
-            name: None if values is None else values.numel()
-            for name, values in zip(("buffers", "integers"), collect_buffers(self._model), strict=True)
-        }
-        for name, value in fields.items():
-            kind, dtype = _SAVED_FIELDS[name]
-            fits = isinstance(value, kind) and (not isinstance(value, float) or math.isfinite(value))
-            if isinstance(value, Tensor):
-                numel = sizes.get(name, value.numel())
-                fits = fits and value.dtype == dtype and tuple(value.shape) == (numel,)
-            if not fits:
-                raise FragmentError(f"Fragment {self.index} can't have {name} = {value!r:.80} in flight.")
-        return replace(self._template, **fields, round=RoundId(self.index, int(flight["outer_step"])))
 
     def _carry_over(self, before: Tensor) -> None:
         """Shift the local parameters by the change of the global ones, so that the pseudo-gradient stays the same."""

@@ -36,7 +36,7 @@ from diloco.algorithm import (
 from diloco.checkpoint import open_checkpoint
 from diloco.errors import CheckpointError, FragmentError
 from diloco.model import LanguageModel, base_digest, build_language_model, with_vocabulary
-from diloco.outer import argument_facts, check_own_code, frozen_digests
+from diloco.outer import argument_facts, check_kinds, complete, frozen_digests
 from diloco.plugins import is_own
 from diloco.protocol import PROTOCOL_VERSION
 from diloco.train.inner import check_inner_arguments
@@ -108,7 +108,7 @@ def outer_arguments(settings: RunSettings, model: LanguageModel) -> dict[str, An
 
 def check_components(settings: RunSettings) -> None:
     """Construct the components that the settings name, and check the user's own against their contracts."""
-    check_own_code(outer_components(settings.sync))
+    check_kinds(outer_components(settings.sync))
     check_inner_arguments(settings.optimizer)
 
 
@@ -186,7 +186,7 @@ def identity(settings: RunSettings, model: LanguageModel, data: str = "", base: 
         replicas = f"any number, {network.replicas} to begin with"
     outer = {"codec": str(settings.sync.codec)}
     if settings.algorithm in ("streaming", "diloco"):
-        outer = argument_facts(model, outer_arguments(settings, model))
+        outer = argument_facts(model, complete(model, outer_arguments(settings, model)))
     return {
         "protocol version": str(PROTOCOL_VERSION),
         "model": _model_fingerprint(trainable_parameters(model)),

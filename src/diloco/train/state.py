@@ -216,6 +216,7 @@ def _about(session: Session) -> dict[str, Any]:
     return {
         "algorithm": settings.algorithm,
         "num_replicas": settings.network.replicas,
+        **({"elastic": True} if session.fleet.elastic else {}),  # it is complete without the others' checkpoints
         "parameters": model.num_parameters(),
         "sequence_length": settings.train.sequence_length,
         "seed": settings.seed,

@@ -37,6 +37,9 @@ class Codec(abc.ABC):
         """Return the parameters that replicas must agree on in addition to the name, e.g. ``{"block_size": 256}``."""
         return {}
 
+    def __str__(self) -> str:
+        return self.name + "".join(f" ({name} {value})" for name, value in self.parameters().items())
+
     @abc.abstractmethod
     def payload_bytes(self, numel: int) -> int:
         """Return the exact size of the payload of ``numel`` values, including scales."""

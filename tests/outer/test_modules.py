@@ -1,4 +1,4 @@
-"""Odd parameters and buffers, on two replicas each: averaged with the same bits, or refused by name at the start."""
+"""Odd parameters, buffers and wrappers, and models that change: averaged with the same bits, or refused by name."""
 
 from __future__ import annotations
 
@@ -17,12 +17,75 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 from diloco import DiLoCo, SyncSchedule
-from diloco.errors import ConfigurationError, FragmentError
-from tests.odd_modules import Wrapping, committed, linear, pair, rounds, with_buffer, with_parameter
+from diloco.errors import ConfigurationError
+from diloco.events import RoundCommitted
+from tests.replicas import Swarm
+
+H = 2
 
 
-class Subclass(torch.Tensor):
-    """Plain memory under another name."""
+def linear() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(4, 4)
+
+
+def with_buffer(buffer: Tensor, name: str = "buffer", model: nn.Module | None = None, **kind: bool) -> nn.Module:
+    model = model or linear()
+    model.register_buffer(name, buffer, **kind)
+    return model
+
+
+def with_parameter(parameter: Any, name: str = "odd", model: nn.Module | None = None) -> nn.Module:
+    model = model or linear()
+    model.register_parameter(name, parameter if isinstance(parameter, nn.Parameter) else nn.Parameter(parameter))
+    return model
+
+
+class Wrapping(torch.Tensor):
+    """A tensor whose values are in another one, as those of quantised weights are."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapping:
+        made: Wrapping = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*(each.inner if isinstance(each, Wrapping) else each for each in args), **(kwargs or {}))
+        return Wrapping(out) if func is torch.ops.aten.detach.default else out
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+
+def pair(make: Callable[[], nn.Module], other: Callable[[], nn.Module] | None = None) -> Swarm:
+    """Return two replicas, of ``make()`` and of ``other()`` or else ``make()``."""
+    return Swarm(
+        2,
+        SyncSchedule(inner_steps=H),
+        make_model=iter([make(), (other or make)()]).__next__,
+        make_inner=lambda model: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5),
+    )
+
+
+def rounds(swarm: Swarm, count: int = 1) -> None:
+    """Move the trainable parameters of replica m by m, and merge, ``count`` times."""
+
+    def gradient(replica: int, step: int, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.full_like(parameter, -float(replica))
+
+    swarm.run(count * H, gradient)
+
+
+def committed(swarm: Swarm) -> bool:
+    """Return whether every round has been committed, and there was one."""
+    void = [diloco.rounds_void for diloco in swarm.replicas]
+    return void == [0, 0] and any(isinstance(event, RoundCommitted) for event in swarm.events)
 
 
 LARGE = torch.finfo(torch.float32).max
@@ -40,9 +103,7 @@ AVERAGED: dict[str, tuple[Tensor, Tensor, Tensor]] = {
     "a mask of -inf": (MASK, MASK, MASK),
     "large and not equal": (torch.tensor([LARGE]), torch.tensor([LARGE / 2]), torch.tensor([LARGE / 4 * 3])),
     "NaN on both": (torch.tensor([math.nan, 1.0]), torch.tensor([math.nan, 2.0]), torch.tensor([math.nan, 1.5])),
-    "an observer that one replica has not used": (torch.tensor([math.inf]), torch.tensor([3.0]), torch.tensor([3.0])),
-    "made in inference mode": torch.inference_mode()(lambda: (torch.zeros(2), torch.ones(2), torch.full((2,), 0.5)))(),
-    "that requires a gradient": (torch.zeros(2, requires_grad=True), torch.ones(2), torch.full((2,), 0.5)),
+    "NaN on one": (torch.tensor([math.nan]), torch.tensor([3.0]), torch.tensor([3.0])),
 }
 
 
@@ -60,8 +121,7 @@ REFUSED_BUFFERS: dict[str, Callable[[], Tensor]] = {
     "float64": lambda: torch.ones(2, dtype=torch.float64),
     "complex64": lambda: torch.ones(2, dtype=torch.complex64),
     "expanded": lambda: torch.tril(torch.ones(4, 4)).expand(3, 4, 4),
-    "not dense": lambda: torch.eye(4).to_sparse(),
-    "quantised": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "not a dense": lambda: torch.eye(4).to_sparse(),
     "Wrapping": lambda: Wrapping(torch.ones(3)),
     "has no shape yet": lambda: nn.parameter.UninitializedBuffer(),
 }
@@ -79,10 +139,7 @@ def test_a_buffer_that_can_not_be_averaged_is_refused_by_name(why: str) -> None:
 REFUSED_PARAMETERS: dict[str, Callable[[], Any]] = {
     "torch.float64": lambda: torch.ones(2, dtype=torch.float64),
     "expanded": lambda: torch.ones(1).expand(4),
-    "not dense": lambda: torch.eye(4).to_sparse(),
-    "Wrapping": lambda: Wrapping(torch.ones(3)),
     "has no shape yet": lambda: nn.UninitializedParameter(),
-    "inference mode": torch.inference_mode()(lambda: nn.Parameter(torch.ones(2))),
     "meta": lambda: torch.ones(3, device="meta"),
 }
 
@@ -94,22 +151,15 @@ def test_a_parameter_that_float32_can_not_hold_is_refused_by_name(why: str) -> N
         pair(lambda: with_parameter(REFUSED_PARAMETERS[why]()))
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        lambda weight: weight,
-        lambda weight: weight[1:3],
-        lambda weight: weight.view(-1)[3:5].view(torch.bfloat16),
-    ],
-)
-def test_parameters_that_overlap_in_memory_are_refused_by_name(part: Callable[[Tensor], Tensor]) -> None:
-    def overlapping() -> nn.Module:
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_two_objects_on_the_same_memory_are_refused_by_name(kind: str) -> None:
+    def twins() -> nn.Module:
         model = linear()
-        model.register_parameter("part", nn.Parameter(part(model.get_parameter("weight").detach())))
-        return model
+        weight = model.get_parameter("weight").detach()
+        return with_parameter(weight, "twin", model) if kind == "parameter" else with_buffer(weight, "twin", model)
 
-    with pytest.raises(FragmentError, match=r"'weight' and 'part' are two objects on the same memory"):
-        pair(overlapping)
+    with pytest.raises(ConfigurationError, match=r"'weight' and 'twin' (are two objects on the same|share) memory"):
+        pair(twins)
 
 
 def columns() -> nn.Module:
@@ -146,13 +196,11 @@ def odd_state_dict() -> nn.Module:
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "a checkpoint wrapper itself": lambda: checkpoint_wrapper(nn.Sequential(linear(), nn.BatchNorm1d(4))),
     "compiled": lambda: torch.compile(nn.Sequential(linear(), nn.BatchNorm1d(4))),  # type: ignore[dict-item,return-value]
-    "scripted": lambda: torch.jit.script(nn.Sequential(linear(), nn.BatchNorm1d(4))),
     "an own state_dict": odd_state_dict,
     "tied and shared": shared,
     "views of one mask": masks,
     "alternating columns of one matrix": columns,
     "a parametrisation": lambda: parametrizations.weight_norm(linear()),
-    "a parameter of no dimension": lambda: with_parameter(torch.tensor(1.0)),
     "bfloat16 and float16 parameters": lambda: with_parameter(torch.ones(2).half()).bfloat16(),
 }
 
@@ -265,3 +313,107 @@ def test_buffers_that_differ_are_refused_by_name(other: Callable[[], nn.Module],
 
     with pytest.raises(ConfigurationError, match=words):
         pair(lambda: after(lambda: with_buffer(torch.ones(2))), lambda: after(other))
+
+
+def resized(model: nn.Module) -> None:
+    model.get_parameter("weight").data = torch.ones(5, 4)
+
+
+def integer_buffer(model: nn.Module) -> None:
+    model.scale = torch.ones(2, dtype=torch.int64)
+
+
+def half_frozen() -> nn.Module:
+    model = with_buffer(torch.ones(2), "scale")
+    model.register_parameter("still", nn.Parameter(torch.ones(3), requires_grad=False))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda model: model.register_parameter("weight", nn.Parameter(torch.ones(4, 4))),
+            r"parameter weight, parameter weight \(4, 4\) is gone or new",
+        ),
+        (lambda model: delattr(model, "bias"), r"parameter bias \(4,\) is gone"),
+        (resized, r"parameter weight \(4, 4\), parameter weight \(5, 4\)"),
+        (lambda model: model.register_parameter("more", nn.Parameter(torch.ones(2))), "parameter more is gone or new"),
+        (lambda model: model.get_parameter("still").requires_grad_(True), "parameter still is gone or new"),
+        (lambda model: model.register_buffer("late", torch.ones(2)), r"buffer late \(2,\) is"),
+        (integer_buffer, r"scale \(2,\), buffer scale \(2,\) torch.int64"),
+    ],
+)
+def test_what_changes_after_the_start_and_is_not_synchronised_is_named(
+    change: Callable[[nn.Module], object], words: str
+) -> None:
+    swarm = pair(half_frozen)
+    rounds(swarm)
+    change(swarm.models[0])
+    first = swarm.replicas[0]
+    for act in (lambda: rounds(swarm), first.global_model().__enter__, first.end):
+        with pytest.raises(ConfigurationError, match=words):
+            act()
+
+
+@pytest.mark.parametrize("names", [("weight",), ("weight", "bias")])
+def test_a_parameter_that_is_frozen_afterwards_is_still_synchronised(names: tuple[str, ...]) -> None:
+    def run(*, freezing: bool) -> Swarm:
+        swarm = pair(linear)
+        rounds(swarm)
+        for m, model in enumerate(swarm.models):
+            for name in names:
+                model.get_parameter(name).data.add_(float(m))  # work to be shared by the next round
+                model.get_parameter(name).requires_grad_(not freezing)
+        swarm.run(H, lambda replica, step, model: None)
+        swarm.models[0].get_parameter("weight").data.add_(1.0)  # work of this replica alone
+        return swarm
+
+    swarm = run(freezing=True)
+    diloco, model = swarm.replicas[0], swarm.models[0]
+    assert diloco.digest() == swarm.replicas[1].digest() == run(freezing=False).replicas[0].digest()
+    agreed = diloco.named_global_params()
+    local = model.get_parameter("weight").detach().clone()
+    with diloco.global_model() as shown:
+        assert all(torch.equal(parameter, agreed[name]) for name, parameter in shown.named_parameters())
+    assert torch.equal(model.get_parameter("weight"), local)
+    assert not torch.equal(local, agreed["weight"])
+
+
+def new_memory(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def hidden_again(model: nn.Module) -> None:
+    """Gradients with respect to a frozen parameter, for a figure."""
+    model.get_parameter("still").requires_grad_(True)
+    model.get_parameter("still").requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [nn.Module.half, new_memory, hidden_again])
+def test_what_keeps_its_names_and_shapes_goes_on(change: Callable[[nn.Module], object]) -> None:
+    swarm = pair(half_frozen)
+    rounds(swarm)
+    for model in swarm.models:
+        change(model)
+    before = swarm.models[0].get_parameter("weight").detach().clone()
+    rounds(swarm)
+    assert committed(swarm)
+    after = swarm.models[0].get_parameter("weight").detach()
+    torch.testing.assert_close(after.float(), before.float() + 0.5, rtol=0, atol=1e-3)
+    assert torch.equal(swarm.models[0].get_buffer("scale"), swarm.models[1].get_buffer("scale"))
+
+
+def router(bias: float = 0.0, *, quantised: bool = False) -> nn.Module:
+    model = linear()
+    values: Tensor = torch.full((3,), bias)
+    model.register_parameter("router", nn.Parameter(Wrapping(values) if quantised else values, requires_grad=False))
+    return model
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_frozen_values_that_differ_at_the_start_are_refused_by_name(quantised: bool) -> None:
+    with pytest.raises(ConfigurationError, match=r"frozen parameters.*router"):
+        pair(lambda: router(quantised=quantised), lambda: router(1.0, quantised=quantised))
+    rounds(pair(lambda: router(quantised=quantised)))

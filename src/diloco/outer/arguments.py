@@ -1,0 +1,293 @@
+"""The arguments of `DiLoCo`, which its signature lists once: their checks, and what replicas compare of them.
+
+The annotation of an argument says its type, its range, and whether it must be the same on all replicas (`Shared`) and
+in a run that goes on from a saved state (`Saved`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
+from types import UnionType
+from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import xxhash
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from diloco.algorithm import (
+    AlphaMerge,
+    AverageRule,
+    Codec,
+    MeanEncoding,
+    MergeRule,
+    Nesterov,
+    OuterOptimizer,
+    RebaseMerge,
+    SyncSchedule,
+    buffer_layout,
+    check_buffers,
+    check_coverage,
+    check_number,
+    digest_tensors,
+    local_shard,
+    make_codec,
+    named_parameters,
+    partition,
+    persistent_buffers,
+    trainable_parameters,
+)
+from diloco.errors import ConfigurationError, ContractError
+from diloco.plugins import code_digest
+from diloco.testing import check_average_rule, check_codec, check_merge_rule, check_outer_optimizer
+
+__all__ = ["Bounds", "Saved", "Shared", "argument_facts", "check_kinds", "complete", "frozen_digests"]
+
+T = TypeVar("T")
+Shared = Annotated[T, "shared"]
+Saved = Annotated[T, "shared", "saved"]
+
+
+class Bounds(NamedTuple):
+    """The range of a number."""
+
+    low: float
+    high: float = math.inf
+    above: bool = False  # whether it must be above ``low``
+
+
+_NAMED = 3  # the number of tensors that are always named; a digest covers all of them
+_MAX_FRAGMENTS = 32  # of which each is compared by itself, as the message to register has at most 16 kB
+_MAX_CHARACTERS = 2000  # of buffers and frozen parameters, which are all named if they fit
+
+_CONTRACTS: Mapping[type, Callable[[Any], object]] = {
+    Codec: lambda codec: check_codec(lambda: codec),
+    OuterOptimizer: check_outer_optimizer,
+    MergeRule: check_merge_rule,
+    AverageRule: check_average_rule,
+}
+"""The components that users may write, and the check of each against its contract."""
+
+
+def _hints(*, extras: bool = False) -> dict[str, Any]:
+    from diloco.outer.diloco import DiLoCo  # which imports this module
+
+    return get_type_hints(DiLoCo.__init__, include_extras=extras)
+
+
+def _marks() -> dict[str, tuple[Any, ...]]:
+    return {name: getattr(hint, "__metadata__", ()) for name, hint in _hints(extras=True).items()}
+
+
+def check_kinds(arguments: Mapping[str, Any]) -> None:
+    """Raise `ConfigurationError` unless arguments of `DiLoCo` have the types of its signature and are in range.
+
+    A component that is not this package's own must keep its contract, else it is a `ContractError`.
+    """
+    hints, marks = _hints(), _marks()
+    for name in sorted(arguments.keys() & hints.keys()):
+        value = arguments[name]
+        if not _fits(value, hints[name]):
+            kind = re.sub(r"\w+\.", "", inspect.formatannotation(hints[name]))
+            raise ConfigurationError(f"{name} must be {kind}, got {_shown(value)}.")
+        for mark in marks[name]:
+            if isinstance(mark, Bounds) and value is not None:
+                check_number(name, float(value), mark.low, mark.high, above=mark.above)
+        for contract, check in _CONTRACTS.items():
+            if isinstance(value, contract) and not type(value).__module__.startswith("diloco."):
+                try:
+                    check(value)
+                except ContractError as error:
+                    raise ContractError(f"{name} can't be used: {error}") from error
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, inside = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, each) for each in inside)
+    if origin is Sequence:
+        return isinstance(value, Sequence) and all(_fits(each, inside[0]) for each in value)
+    if origin is Callable:
+        return callable(value)
+    if isinstance(value, type):  # which has the methods of its instances
+        return False
+    if hint is Optimizer:  # some libraries have their own
+        return isinstance(getattr(value, "param_groups", None), list)
+    return isinstance(value, Real if hint is float else hint)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, type):
+        advice = "" if value.__module__.startswith("torch.") else f". Create one: {value.__qualname__}(...)"
+        return f"the class {value.__qualname__}{advice}"
+    return repr(value) if isinstance(value, str | Real | None) else f"a {type(value).__module__}.{type(value).__name__}"
+
+
+def complete(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `DiLoCo` with their defaults, of which some follow from others."""
+    check_kinds(arguments)
+    schedule = arguments["schedule"] or SyncSchedule(inner_steps=100)
+    layouts = tuple(arguments["fragments"] or partition(model, num_fragments=schedule.num_fragments))
+    codec = arguments["codec"]
+    return {
+        **arguments,
+        "schedule": schedule,
+        "fragments": layouts,
+        "outer_optimizer": arguments["outer_optimizer"] or Nesterov(learning_rate=0.7 if len(layouts) == 1 else 0.4),
+        "merge": arguments["merge"] or (RebaseMerge() if schedule.overlap_steps else AlphaMerge()),
+        "codec": make_codec(codec) if isinstance(codec, str) else codec,
+        "mean_codec": MeanEncoding.of(arguments["mean_codec"]),
+    }
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise `ConfigurationError` unless the completed arguments of `DiLoCo` work together."""
+    model, schedule, fragments, merge, average = (
+        arguments[name] for name in ("model", "schedule", "fragments", "merge", "average")
+    )
+    codec = arguments["codec"]
+    if codec.needs_error_feedback and not arguments["error_feedback"]:
+        raise ConfigurationError(
+            f"codec={codec.name!r} drops most of the values, which are lost without error feedback, but error_feedback "
+            f"is {arguments['error_feedback']!r}. Use error_feedback=0.95, or another codec."
+        )
+    if arguments["mean_codec"].codec.needs_error_feedback:
+        raise ConfigurationError(
+            f"mean_codec={arguments['mean_codec'].codec.name!r} drops most of the values, and means have no error "
+            "feedback. Use another."
+        )
+    check_coverage(model, fragments)
+    trainable = trainable_parameters(model)
+    check_buffers(model, trainable)
+    by_device = {str(parameter.device): name for name, parameter in trainable.items()}
+    if len(by_device) > 1 or "meta" in by_device:  # copies between devices synchronise only one
+        places = ", ".join(f"{name} on {device}" for device, name in by_device.items())
+        raise ConfigurationError(
+            f"All trainable parameters must be on one device, but there are {places} (meta: offloaded). Load the model "
+            "without a device_map, or with one that puts them on one device. Frozen ones may be anywhere."
+        )
+    for module in model.modules():
+        # known by name, since importing FSDP is slow
+        if type(module).__name__ == "FullyShardedDataParallel" and module.sharding_strategy.name != "NO_SHARD":
+            raise ConfigurationError(
+                "FullyShardedDataParallel (FSDP1) shards parameters over ranks without DTensors, which can't be "
+                "synchronised. Use FSDP2 (fully_shard) or DistributedDataParallel."
+            )
+    sharded = [name for name, parameter in trainable.items() if hasattr(parameter, "to_local")]
+    whole = "max_norm" if arguments["max_norm"] is not None else ""  # which no rank can take of a shard
+    if average is not None and not average.elementwise:
+        whole = _described(average)
+    if whole and sharded:
+        raise ConfigurationError(
+            f"{whole} needs whole tensors, but {sharded[0]} and {len(sharded) - 1} more parameters are sharded over "
+            "ranks. Omit it, or keep all parameters on every rank (ddp)."
+        )
+    if schedule.whole_round_late and not merge.keeps_sent:
+        raise ConfigurationError(
+            f"overlap_steps={schedule.overlap_steps} merges each fragment a whole round late, where "
+            f"{_described(merge)} would drop all work since the fragment was sent. Use RebaseMerge or fewer overlap "
+            "steps."
+        )
+    if len(fragments) != schedule.num_fragments:
+        raise ConfigurationError(
+            f"There are {len(fragments)} fragments, but the schedule has num_fragments={schedule.num_fragments}. Both "
+            "numbers must be equal."
+        )
+
+
+def argument_facts(model: nn.Module, arguments: Mapping[str, Any], kind: str = "shared") -> dict[str, str]:
+    """Return what replicas compare of the completed arguments of `DiLoCo`, as name -> text.
+
+    ``kind`` "saved": only what a saved state and the run that loads it must share.
+    """
+    names = [name for name, marks in _marks().items() if kind in marks]
+    facts = {name.replace("_", " "): _described(arguments[name]) for name in names}
+    if kind == "saved":  # a run may go on with another learning rate
+        facts["outer optimizer"] = type(arguments["outer_optimizer"]).__name__
+    else:
+        codes = {f"code of {name}": code_digest(arguments[name]) for name in names}
+        facts |= {name: code for name, code in codes.items() if code}
+    shapes = {name: f"{name} {tuple(p.shape)}" for name, p in trainable_parameters(model).items()}
+    fragments = {f"fragment {f.index}": _listed([shapes[name] for name in f.names]) for f in arguments["fragments"]}
+    if len(fragments) > _MAX_FRAGMENTS:
+        fragments = {"fragments": _listed([*map(str, fragments.items())])}
+    return facts | fragments | ({"buffers": _listed(buffer_layout(model), _MAX_CHARACTERS)} if kind == "shared" else {})
+
+
+def _described(value: object) -> str:
+    """Describe a value as text that is the same in every process: objects by attributes, functions by name.
+
+    >>> from diloco.algorithm.optim import Nesterov
+    >>> _described(Nesterov(learning_rate=1, momentum=max))
+    'Nesterov(learning_rate=1.0, momentum=max)'
+    """
+    if isinstance(value, SyncSchedule | Codec | MeanEncoding):
+        return str(value)
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_described, value))})"
+    if isinstance(value, bool | str) or value is None:
+        return repr(value)
+    if isinstance(value, Real):
+        return repr(float(value))
+    if hasattr(value, "__qualname__"):
+        return str(value.__qualname__)
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+    else:
+        names = list(getattr(value, "__dict__", ()))
+    return f"{type(value).__name__}({', '.join(f'{name}={_described(getattr(value, name))}' for name in names)})"
+
+
+def _listed(tensors: Sequence[str], most_characters: int = 0) -> str:
+    """Name all tensors if that takes few characters; else the first three, the number of others, and a digest of all.
+
+    >>> _listed(["a (2,)", "b (3,)"]), _listed([])
+    ('a (2,); b (3,)', 'none')
+    """
+    whole = "; ".join(tensors) or "none"
+    if len(tensors) <= _NAMED or len(whole) <= most_characters:
+        return whole
+    digest = xxhash.xxh3_64_hexdigest("\n".join(tensors).encode())
+    return f"{'; '.join(tensors[:_NAMED])} and {len(tensors) - _NAMED} more ({digest})"
+
+
+def frozen_facts(model: nn.Module) -> dict[str, str]:
+    """Return the digests of frozen parameters, all of whose values are read, as a fact to compare."""
+    frozen = [f"{name} {digest}" for name, digest in frozen_digests(model).items()]
+    return {"frozen parameters of these digests": _listed(frozen, _MAX_CHARACTERS)} if frozen else {}
+
+
+def frozen_digests(model: nn.Module) -> dict[str, str]:
+    """Return name -> digest of all values of each frozen parameter in memory. Call it on all ranks that have shards."""
+    frozen = {name: parameter for name, parameter in named_parameters(model).items() if not parameter.requires_grad}
+    whole = ((name, each.full_tensor() if hasattr(each, "full_tensor") else each) for name, each in frozen.items())
+    return {name: digest_tensors(parts) for name, each in whole if (parts := dict(_dense_parts("", each)))}
+
+
+def _dense_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the dense tensors in memory that hold the values of a tensor, such as a quantised one of bitsandbytes."""
+    tensor = tensor if is_lazy(tensor) else local_shard(tensor)
+    if hasattr(tensor, "__tensor_flatten__"):
+        for attribute in tensor.__tensor_flatten__()[0]:
+            yield from _dense_parts(f"{name}.{attribute}", getattr(tensor, attribute))
+    elif not tensor.is_meta and not is_lazy(tensor):
+        yield name, tensor.to_dense()
+
+
+def synchronised(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> set[str]:
+    """Return each tensor to be synchronised as text: those of ``parameters`` that the model has, and new ones."""
+    known, texts = {id(parameter): name for name, parameter in parameters.items()}, set()
+    for name, parameter in named_parameters(model).items():
+        if id(parameter) in known:
+            texts.add(f"parameter {known[id(parameter)]} {tuple(parameter.shape)}")
+        elif parameter.requires_grad:
+            texts.add(f"parameter {name}")
+    for name, each in persistent_buffers(model).items():  # the type counts of those that are copied as bytes
+        kind = "" if each.is_floating_point() else f" {each.dtype}"
+        texts.add(f"buffer {name} {tuple(each.shape)}{kind}")
+    return texts
