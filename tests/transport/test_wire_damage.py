@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import math
+import socket
 import threading
 import tracemalloc
 import weakref
@@ -84,6 +86,37 @@ def test_what_a_broken_connection_lost_is_sent_again(wires: Wires, relays: Relay
     assert sum(cuts) >= 3
     assert relays.opened.count("link") > 3, "connections were opened again"
     assert [each.view.id for each in transports] == [0] * 3
+
+
+def test_what_a_connection_that_is_no_longer_wanted_had_not_delivered_is_sent_again(
+    wires: Wires, relays: Relays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The view grows while payloads travel, so that one connection has to do to each member."""
+    monkeypatch.delattr(socket, "TCP_INFO")  # of unknown length, a path gets many connections, as a long one does
+    grown, opened, waiting = threading.Event(), threading.Semaphore(0), threading.Semaphore(0)
+
+    def hold(unit: Unit) -> bytes:
+        if unit.kind == "link" and unit.number == 0 and unit.answers:
+            opened.release()
+        if unit.is_part and not grown.is_set():
+            waiting.release()
+            grown.wait(LIMIT_S)
+        return unit.data
+
+    relays.hook = hold
+    transports = wires.meet(2)
+    assert all(opened.acquire(timeout=LIMIT_S) for _ in range(32))
+    pending = [each.average(contribution(each.replica)) for each in transports]
+    assert all(waiting.acquire(timeout=LIMIT_S) for _ in range(32))
+    for each in transports:
+        members = [*range(100)]
+        del members[each.replica]
+        each.connections.post(each.links.want, members)
+        each.connections.call(asyncio.sleep(0))  # until that has been done
+    grown.set()
+    expected = weighted_mean([contribution(0), contribution(1)]).values
+    assert all(torch.equal(each.wait().values, expected) for each in pending)
+    assert [len(link.stripes) for each in transports for link in each.links.by_rank.values()] == [1, 1]
 
 
 def test_a_damaged_part_is_sent_again(wires: Wires, relays: Relays) -> None:

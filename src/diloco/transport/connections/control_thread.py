@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import ssl
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
@@ -155,7 +156,8 @@ class ControlThread:
             self.fail(error)
             return
         text = context["message"] if error is None else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        level = logging.DEBUG if self._closing else logging.WARNING
+        ended = isinstance(error, (ssl.SSLError, ConnectionError))  # a connection, whose owner has been told
+        level = logging.DEBUG if self._closing or ended else logging.WARNING
         logging.getLogger(__name__).log(level, "diloco: a task of the connections failed: %s", text)
         logging.getLogger(__name__).debug("its traceback", exc_info=error)
 

@@ -443,7 +443,7 @@ class PeerLinks:
             link.add(index, stripe)
             if link.dials and not stripe.near and not link.single:
                 self._keep_at_least(link, streams_to_each(len(self._wanted)))
-            await stripe.ended
+            await asyncio.shield(stripe.ended)  # so that one that is no longer wanted gives its parts back, too
         finally:
             stripe.end()
             self._watch(link, self.rules.silence_s)

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 import zstandard
@@ -182,6 +182,7 @@ class Stripe(asyncio.BufferedProtocol):
     ) -> None:
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.transport = transport
+        self._socket = transport.get_extra_info("socket")  # not to be had any more from a TLS connection that has ended
         self._link = link
         # unacknowledged parts by tag and start; None: of a message that is no longer to be sent
         self._parts: dict[tuple[int, int], Part | None] = {}
@@ -235,7 +236,7 @@ class Stripe(asyncio.BufferedProtocol):
         self._parts |= {key: None for key, part in self._parts.items() if part and part.message in messages}
 
     def counters(self) -> TcpCounters:
-        return tcp_counters(self.transport.get_extra_info("socket"))
+        return tcp_counters(self._socket)
 
     def limit(self, bits_per_s: float, seen_bits_per_s: float) -> None:
         """Let the kernel send no faster than a pace, and buffer what it sends in a moment at the rate that was seen."""
@@ -247,11 +248,10 @@ class Stripe(asyncio.BufferedProtocol):
         if sys.platform == "linux":
             pace = struct.pack("L", _NO_PACE if math.isinf(bits_per_s) else int(bits_per_s / 8))
             with contextlib.suppress(OSError):  # the connection has ended
-                self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, pace)
+                self._socket.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, pace)
 
     def _tune(self, silence_s: float) -> None:
-        connection = cast("socket.socket | None", self.transport.get_extra_info("socket"))
-        if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
+        if self._socket is None or self._socket.family not in (socket.AF_INET, socket.AF_INET6):
             return
         self._set(socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", int(1000 * silence_s))  # detects a dead path
         self._set(socket.SOL_SOCKET, "SO_KEEPALIVE", 1)  # detects it also at an end that has nothing to send
@@ -262,7 +262,7 @@ class Stripe(asyncio.BufferedProtocol):
     def _set(self, level: int, option: str, value: int) -> None:
         """Set a socket option if this system has it and the connection is open."""
         with contextlib.suppress(OSError, AttributeError):
-            self.transport.get_extra_info("socket").setsockopt(level, getattr(socket, option), value)
+            self._socket.setsockopt(level, getattr(socket, option), value)
 
     # Callbacks of the transport.
 
