@@ -29,6 +29,7 @@ from tests.runs import SMALL, Listener, train, write_text
 from tests.same import same
 
 DOCUMENTS = 97
+MOMENTA = "--optimizer.name Muon --sync.arguments.average.momentum true"
 LENGTH = 16
 
 
@@ -82,7 +83,7 @@ def test_no_document_is_read_twice_or_left_out(read: list[list[str]], numbered: 
     assert [document for batch in read for document in batch] == order, "the order of one replica, divided among all"
 
 
-@pytest.mark.parametrize(("codec", "now"), [("fp4", 1), ("int8 --error-feedback 1", 3)])
+@pytest.mark.parametrize(("codec", "now"), [("fp4", 1), ("int8 --error-feedback 1", 3), (f"fp4 {MOMENTA}", 3)])
 def test_what_goes_on_and_what_begins_anew(tmp_path: Path, codec: str, now: int) -> None:
     """Rounds are in flight at step 6. Replicas that stay keep their state, and new ones get the shared state."""
     data = write_text(tmp_path)
@@ -131,10 +132,11 @@ def held_by(session: Session) -> list[Any]:
     ]
 
 
-def test_everything_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", ["", MOMENTA])
+def test_everything_comes_back(tmp_path: Path, more: str) -> None:
     """The session has rounds in flight, error feedback, and has drawn random numbers."""
     data = write_text(tmp_path)
-    arguments = "--steps 24 --codec fp4 --error-feedback 1"
+    arguments = f"--steps 24 --codec fp4 --error-feedback 1 {more}"
     session = make_session(data, arguments)
     for _ in range(10):
         session.step()

@@ -205,6 +205,7 @@ _NEEDS: tuple[tuple[str, str, tuple[object, ...], str, tuple[str, ...]], ...] = 
     ("sync.average", "average", ("mean",), "algorithm", ("streaming", "diloco")),
     ("sync.arguments.average.codec", "mean_codec", ("auto", "float32"), "algorithm", ("streaming", "diloco")),
     ("sync.arguments.average.max_norm", "max_norm", (), "algorithm", ("streaming", "diloco")),
+    ("sync.arguments.average.momentum", "average_momentum", (), "algorithm", ("streaming", "diloco")),
     ("sync.merge_alpha", "merge_alpha", (), "algorithm", ("streaming",)),
     ("sync.overlap_steps", "overlap_steps", (), "algorithm", ("streaming",)),
     ("network.straggler", "straggler", ("wait",), "network.transport", ("swarm",)),
@@ -242,6 +243,11 @@ def _check_together(settings: RunSettings) -> None:
         sync.max_norm is not None and network.replica_size > 1 and settings.train.parallelism == "fsdp",
         f"sync.arguments.average.max_norm={sync.max_norm} needs whole contributions, but with train.parallelism='fsdp' "
         f"and network.replica_size={network.replica_size} each rank has only shards. Use --train.parallelism ddp.",
+    )
+    _refuse_if(
+        sync.average_momentum and settings.optimizer.name != "Muon",
+        f"sync.arguments.average.momentum averages Muon's momentum, but optimizer.name={settings.optimizer.name!r}. "
+        "Leave it out, or use --optimizer.name Muon.",
     )
     if network.transport == "swarm":
         _refuse_if(

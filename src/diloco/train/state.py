@@ -67,6 +67,7 @@ class ReplicaState:
         for fragment in self.diloco.fragments if self.diloco else ():
             if fragment.residual is not None:
                 values |= self._laid_out(fragment.layout.named(fragment.residual), "residual/")
+                values |= self._laid_out(fragment.layout.named_momenta(fragment.residual), "residual/of momentum/")
         return values
 
     def global_params(self) -> dict[str, Tensor]:
@@ -76,11 +77,13 @@ class ReplicaState:
         return self._laid_out(self.diloco.named_global_params())
 
     def outer_state(self) -> dict[str, Tensor]:
-        """Return the outer state as ``SLOT/NAME``; empty without an outer loop."""
+        """Return the outer state as ``SLOT/NAME`` and the averaged momenta; empty without an outer loop."""
         values: dict[str, Tensor] = {}
         for fragment in self.diloco.fragments if self.diloco else ():
             for slot, vector in fragment.state.outer.slots.items():
                 values |= self._laid_out(fragment.layout.named(vector), f"{slot}/")
+            momenta = fragment.layout.named_momenta(fragment.global_params)
+            values |= self._laid_out(momenta, "averaged momentum/")
         return values
 
     def common(self) -> dict[str, Any]:
@@ -267,8 +270,8 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
             replica.diloco.recovery.data_order = replica.sampler.order
             replica.diloco.recovery.begun_after = session.totals.steps - replica.diloco.steps
             if source != replica.number:  # a new replica keeps only the shared state
-                replica.diloco.begin_from_global()
                 replica.inner.optimizer.state.clear()
+                replica.diloco.begin_from_global()
     lost = (f"{round_id} was in flight between other replicas and counts as void." for round_id in void)
     return (*saved.changes(), *dict.fromkeys(lost))
 
