@@ -20,6 +20,14 @@ SMALL = (
 )
 
 
+def of_torchrun(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Return the environment of a rank that torchrun starts, whose store is at ``port`` of this machine."""
+    numbers = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+    numbers |= {"MASTER_PORT": port}
+    where = {"TORCHELASTIC_RUN_ID": "a", "MASTER_ADDR": "127.0.0.1"}
+    return where | {name: str(number) for name, number in numbers.items()}
+
+
 class Listener:
     """A sink that records its events."""
 

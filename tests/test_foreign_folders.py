@@ -422,5 +422,5 @@ def test_a_model_is_the_weights_that_its_digest_is_of_whatever_else_is_in_its_fo
     add(folder)
     model: Any = build_language_model(ModelSettings(source=f"hf:{folder}"), seed=0)
     state = model.wrapped.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in stored_tensors(folder))
+    assert all(torch.equal(state[name], value) for name, value in stored_tensors(folder).items())
     assert not (folder / "ran").exists()

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.finetune.task import KNOWN, WANTED, known_codes, texts, write_conversations, write_tokenizer
-from diloco.data import DataSettings, heldout_rows
+from diloco.data import DataSettings, heldout_data
 from diloco.trained import Sampling, evaluate, generate, load_trained
 
 LAYERS, WIDTH = 6, 256
@@ -180,7 +180,7 @@ def examined(model: Path, file: Path, most_tokens: int) -> tuple[float, float, i
     trained = load_trained(model)
     tokenizer = trained.chat_tokenizer()
     settings = DataSettings(format="chat", paths=(str(file),))
-    rows = heldout_rows(settings, tokenizer, LENGTH, [str(file)])
+    rows = heldout_data(settings, tokenizer, LENGTH, [str(file)])
     loss = evaluate(trained.model, tokenizer, rows, sequence_length=LENGTH, batch_size=32).loss
     right = []
     for line in file.read_text(encoding="utf-8").splitlines():

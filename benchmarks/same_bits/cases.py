@@ -175,8 +175,6 @@ CASES = (
     small("tcp int8, error feedback", FEEDBACK, TCP, {"train.data_parallel_steps": 2}, codec="int8", stop_after=9),
     small("tcp fp4, buffers, clipped", BUFFERS, TCP, {"sync.arguments.average.max_norm": 0.01}, codec="fp4"),
     small("tcp data-parallel", TCP, {"algorithm": "data-parallel", "train.steps": 6}),
-    small("tcp, two ranks, fsdp", STREAMING, TCP, {"network.replica_size": 2}, stop_after=IN_FLIGHT),
-    small("tcp, two ranks, ddp", STREAMING, TCP, {"network.replica_size": 2, "train.parallelism": "ddp"}),
     small("swarm float32", STREAMING, SWARM, codec="float32"),
     small("swarm int8, alpha", STREAMING, SWARM, codec="int8", merge_alpha=0.5),
     small("swarm fp4, error feedback", FEEDBACK, SWARM),

@@ -96,6 +96,10 @@ class RunFinishedError(RendezvousError):
     """The other replicas have finished the run, so there is no replica left to join."""
 
 
+class EjectedError(RendezvousError):
+    """The founder of the swarm has ejected this peer, which can't take part any more."""
+
+
 class ReplicaLostError(TransportError):
     """A replica is lost, and this one can't or may not continue without it. Survivors committed the same rounds."""
 

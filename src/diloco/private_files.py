@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import re
+import secrets
 import stat
 import sys
 from pathlib import Path
 
 from diloco.errors import ConfigurationError
 
-__all__ = ["check_url", "create_private", "make_private_folder", "read_private", "read_regular"]
+__all__ = ["check_url", "create_private", "make_private_folder", "read_private", "read_regular", "replace_private"]
 
 MAX_BYTES = 1 << 16
 
@@ -89,6 +90,17 @@ def create_private(path: Path, data: bytes) -> None:
     except BaseException:
         path.unlink(missing_ok=True)
         raise
+
+
+def replace_private(path: Path, data: bytes) -> None:
+    """Write a file as `create_private` does, in place of one that may be there; it is never half written.
+
+    Raises:
+        OSError: The file can't be written.
+    """
+    half = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # containers share process ids
+    create_private(half, data)
+    os.replace(half, path)
 
 
 def make_private_folder(path: Path) -> None:

@@ -18,7 +18,7 @@ from diloco.monitor import read_metrics
 from tests.commands import Command
 from tests.finetuning import write_base, write_sums
 from tests.processes import Processes, free_port
-from tests.runs import SMALL, train
+from tests.runs import SMALL, of_torchrun, train
 
 START = "--data-parallel-steps 3"
 
@@ -39,16 +39,17 @@ class Replicas:
         ]
 
     def of_two_ranks(self, arguments: str, num_replicas: int = 2) -> list[Command]:
-        """Start replicas of two ranks each; the ranks of a replica rendezvous at a store of this process."""
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        meet = f"--replica-size 2 {arguments} --join 127.0.0.1:{free_port()}"
+        """Start replicas of two ranks each, as a torchrun for each of them does."""
+        self.stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(num_replicas)]
+        size = "" if "--resume" in self.words else "--replica-size 2"
+        meet = f"{size} {arguments} --join 127.0.0.1:{free_port()}"
         ranks = []
         for number in range(2 * num_replicas):
             replica, position = divmod(number, 2)
-            place = {"DILOCO_POSITION": str(position), "DILOCO_INNER_STORE": f"127.0.0.1:{self.store.port}"}
+            place = of_torchrun(position, 2, self.stores[replica].port)
             words = f"{self.words} {meet} --replica {replica}".split()
             output = self.out.with_suffix(f".{number}.txt")
-            ranks.append(Command(self.processes, words, output, environment=place))  # as the launcher does
+            ranks.append(Command(self.processes, words, output, environment=place))
         return ranks
 
     @property
@@ -103,14 +104,12 @@ def test_machines_that_are_lost_with_their_disks_go_on_from_the_bucket(
         assert summary["global_params_digest"] == alone["global_params_digest"]
 
 
-@pytest.mark.parametrize(
-    ("parallelism", "more"), [("fsdp", ""), ("ddp", ""), ("fsdp", "--optimizer.name Muon --codec fp4")]
-)
+@pytest.mark.parametrize("more", ["", "--optimizer.name Muon --codec fp4"])
 def test_two_replicas_of_two_ranks_are_two_replicas(
-    replicas: Replicas, alone: dict[str, Any], data: Path, tmp_path: Path, parallelism: str, more: str
+    replicas: Replicas, alone: dict[str, Any], data: Path, tmp_path: Path, more: str
 ) -> None:
     """Up to round-off, since the ranks sum gradients in another order. The result can be evaluated like any run."""
-    for command in replicas.of_two_ranks(f"--train.parallelism {parallelism} {more}"):
+    for command in replicas.of_two_ranks(more):
         command.end()
     summary = replicas.summaries()[0]
     alone = train(data, tmp_path / "alone", f"{START} {more}") if more else alone
@@ -131,8 +130,9 @@ def test_a_fully_fine_tuned_model_is_sharded_and_trained_by_muon(tmp_path: Path)
             ranks = Replicas(processes, words, tmp_path / name)
             for command in ranks.of_two_ranks(more, num_replicas=1):
                 command.end()
-        resumed = ["finetune", "--resume", tmp_path / "cut", "--monitor.console", "quiet"]
-        Command(processes, resumed, tmp_path / "resumed.txt").end()
+        ranks.words = f"finetune --resume {tmp_path / 'cut'} --monitor.console quiet"
+        for command in ranks.of_two_ranks("", num_replicas=1):
+            command.end()
     done = {name: json.loads((tmp_path / name / "summary.json").read_text()) for name in ("alone", "whole", "cut")}
     assert done["cut"]["global_params_digest"] == done["whole"]["global_params_digest"]
     assert done["whole"]["heldout_loss"] == pytest.approx(done["alone"]["heldout_loss"], rel=1e-4)
@@ -150,7 +150,7 @@ def test_settings_that_differ_are_told_to_both_in_one_sentence(replicas: Replica
 
 def test_a_signal_to_one_stops_all_at_one_step_and_saves(replicas: Replicas) -> None:
     """All ranks of both replicas stop."""
-    first, *others = replicas.of_two_ranks("--steps 100000 --train.parallelism ddp")
+    first, *others = replicas.of_two_ranks("--steps 100000")
     metrics = replicas.out / "metrics.jsonl"
     first.until(lambda: metrics.exists() and '"RoundCommitted"' in metrics.read_text(), "a round")
     os.kill(first.pid, signal.SIGINT)

@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 from diloco.cli import main
 from tests.commands import Command
 from tests.processes import Processes
-from tests.runs import SMALL, train
+from tests.runs import SMALL, of_torchrun, train
 
 START = "--data-parallel-steps 3"
 
@@ -36,15 +36,13 @@ class Torchrun:
     def start(self, arguments: str) -> list[Command]:
         """Start all ranks, for the first time or again."""
         self.attempt += 1
-        about = {"TORCHELASTIC_RUN_ID": "a", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
-        about |= {"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size)}
         words = arguments if arguments.startswith("train ") else f"{self.words} --out {self.out} {arguments}"
         return [
             Command(
                 self.processes,
                 words.split(),
                 self.out.with_name(f"{self.attempt}-{rank}.txt"),
-                environment=about | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                environment=of_torchrun(rank, self.size, self.store.port),
             )
             for rank in range(self.size)
         ]
@@ -132,7 +130,8 @@ def test_an_older_run_is_not_overwritten_by_a_restart(processes: Processes, data
         ("--transport torch --replicas 3", 4, "torchrun started 4 processes, but 3 replicas of 1 ranks need 3."),
         ("--transport torch --on-loss continue", 4, "can't be used with network.transport='torch'. Leave it out, or"),
         ("--transport in-process", 4, "Use --transport torch."),
-        ("--replica 1 --join h:1 --replicas 3", 4, "torchrun started 4 processes, but 3 replicas of 1 ranks need 3."),
+        ("--replica 1 --join h:1 --replicas 3", 4, "needs a torchrun of its own for every replica of several ranks"),
+        ("--transport tcp --replica-size 2", 0, "torchrun --nproc-per-node 2 -m diloco train --replica M --join"),
     ],
 )
 def test_what_contradicts_the_way_of_starting_is_refused(
@@ -144,8 +143,7 @@ def test_what_contradicts_the_way_of_starting_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    about = {"TORCHELASTIC_RUN_ID": "a", "RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
-    for name, value in (about | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}).items() if world_size else ():
+    for name, value in of_torchrun(0, world_size, 1).items() if world_size else ():
         monkeypatch.setenv(name, value)
     small = SMALL.replace("--replicas 2", "" if "--replicas" in arguments else "--replicas 2")
     assert main(f"train {small} {data} --out {tmp_path / 'run'} {arguments}".split()) == 2

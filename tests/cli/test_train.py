@@ -17,6 +17,7 @@ from diloco.monitor import read_metrics
 from tests.cli.runs import read_json, refused, train
 from tests.commands import Command
 from tests.processes import Processes
+from tests.runs import of_torchrun
 
 
 def test_a_run_leaves_a_summary_and_a_record_of_its_settings(files: Path) -> None:
@@ -284,8 +285,7 @@ def test_torchrun_takes_a_settings_file(
 ) -> None:
     """The file says nothing about how replicas are connected, so the environment of torchrun does."""
     (tmp_path / "run.toml").write_text("[train]\nsteps = 9\n")
-    for name, value in (("TORCHELASTIC_RUN_ID", "a"), ("RANK", "0"), ("WORLD_SIZE", "3"), ("LOCAL_RANK", "0"),
-                        ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):  # fmt: skip
+    for name, value in of_torchrun(0, 3, 1).items():
         monkeypatch.setenv(name, value)
     assert main(["train", str(tmp_path / "run.toml"), "--print-config"]) == 0
     network = tomllib.loads(capsys.readouterr().out)["network"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import sha512
 from typing import Any
 
@@ -11,13 +12,11 @@ import numpy as np
 from diloco.data import (
     Batches,
     ByteTokenizer,
-    DataSet,
+    DataSettings,
     DocumentStream,
-    Mixture,
     PackedTokens,
     Sampler,
     Source,
-    SourceSettings,
     is_heldout,
     split_documents,
 )
@@ -34,45 +33,26 @@ def numbered(count: int, *, prefix: str = "", longest: int = 30) -> list[str]:
     return [f"{prefix}<{n}:{sha512(bytes([n % 256])).hexdigest() * 2:.{n * 7 % longest}}>" for n in range(count)]
 
 
+@dataclass
+class Records:
+    """A file whose records are in memory."""
+
+    texts: Sequence[str]
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        yield from (("memory", text) for text in self.texts)
+
+
 class InMemory(Source):
-    """A source whose records are in memory, as of a data set, but in one part."""
-
-    def __init__(self, records: Sequence[str], name: str, weight: float) -> None:
-        self.settings = SourceSettings(name=name, weight=weight)
-        self.parts = [DataSet("memory", Rows(records))]
+    def __init__(self, *files: Sequence[str]) -> None:
+        self.settings, self.parts = DataSettings(streaming=True), list(map(Records, files))  # type: ignore[assignment]  # stand for files
 
 
-class Rows:
-    """What is used of a ``datasets.IterableDataset``."""
-
-    def __init__(self, records: Sequence[str]) -> None:
-        self.records, self.place = records, 0
-
-    def shard(self, num_shards: int, index: int) -> Rows:
-        assert (num_shards, index) == (1, 0)
-        return Rows(self.records)
-
-    def iter(self, size: int) -> Iterator[dict[str, Sequence[str]]]:
-        while self.place < len(self.records):
-            first, self.place = self.place, self.place + size
-            yield {"text": self.records[first : self.place]}
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
-
-
-def stream(
-    sources: Sequence[Sequence[str]], replica: int, replicas: int, *, block: int = 3, ahead: int = 0
-) -> DocumentStream:
-    """Return a stream of sources whose weights are 2, 1, 1, ..."""
+def stream(files: Sequence[Sequence[str]], replica: int, replicas: int, *, ahead: int = 0) -> DocumentStream:
     return DocumentStream(
-        [InMemory(each, str(number), 2.0 if number == 0 else 1.0) for number, each in enumerate(sources)],
+        InMemory(*files),
         TOKENIZER,
-        data="test",
-        size=block,
+        data=str(len(files)),
         heldout_fraction=HELDOUT,
         sequence_length=LENGTH,
         batch_size=SIZE,
@@ -102,13 +82,11 @@ def trained(records: Sequence[str]) -> list[str]:
 
 DOCUMENTS = numbered(60)
 _TOKENS = packed(DOCUMENTS)
-_HALVES = [PackedTokens(np.array_split(_TOKENS, 5)), PackedTokens([packed(numbered(20, prefix="other"))])]
 _DATA: dict[str, Any] = {
     "array": _TOKENS,
-    "pieces": _HALVES[0],
-    "mixture": Mixture(dict(zip("ab", _HALVES, strict=True)), {"a": 3.0, "b": 1.0}),
+    "pieces": PackedTokens(np.array_split(_TOKENS, 5)),
     "stream": [DOCUMENTS],
-    "streams": [DOCUMENTS, numbered(40, prefix="other")],
+    "stream of files": [DOCUMENTS[:20], DOCUMENTS[20:33], DOCUMENTS[33:60], numbered(40, prefix="other")],
 }
 
 

@@ -20,9 +20,9 @@ from diloco.data import (
     DataSettings,
     Example,
     PackedRows,
-    build_chat_corpus,
+    build_corpus,
     heldout_batches,
-    heldout_rows,
+    heldout_data,
     is_heldout,
     pack_rows,
 )
@@ -81,10 +81,9 @@ def read(tokenizer_of: Any, tmp_path: Path) -> Callable[..., list[str]]:
         data = records if isinstance(records, Path) else write_records(tmp_path / "a.jsonl", records)
         settings = DataSettings(format="chat", paths=(str(data),), tokenizer="unused", packing="single", **changes)
         length = 1024
-        rows = heldout_rows(settings, tokenizer_of(template), length, [str(data)])
-        tokens = rows[0 : len(rows)].astype("int64")
-        rows.mark(1, targets := tokens[1:].copy())
-        learned = [False, *(targets >= 0).tolist()]
+        rows = heldout_data(settings, tokenizer_of(template), length, [str(data)])
+        tokens = np.append(rows.inputs, 256)
+        learned = [False, *(rows.targets >= 0).ravel().tolist()]
         text = b""
         for place, token in enumerate(tokens.tolist()):
             if place % length == 0:
@@ -307,7 +306,7 @@ def corpus_of(folder: Path, place: Path, records: list[dict[str, Any]], length: 
         return next(each for each in numbered if is_heldout(json.dumps(each, sort_keys=True), 0.3) is heldout)
 
     written = [*(drawn(record, heldout=False) for record in records), drawn(asked("x", "y"), heldout=True)]
-    return build_chat_corpus(settings_of(folder, write_records(place / "data.jsonl", written)), length)
+    return build_corpus(settings_of(folder, write_records(place / "data.jsonl", written)), length)
 
 
 def test_without_a_template_only_plain_text_is_learned(tokenizer_of: Any) -> None:
@@ -326,7 +325,7 @@ def test_what_is_cut_and_left_out_is_told(folder: Path, tmp_path: Path) -> None:
         asked(f"{SPECIAL[2]} in a question", "1"),
         {"messages": [{"role": "user", "content": "no answer"}]},
     ]
-    told = corpus_of(folder, tmp_path, records).description()
+    told = corpus_of(folder, tmp_path, records).about
     unanswered = "2 left out because they have no answer to learn, or none before the cut"
     special = "1 left out because their text contains a special token"
     assert all(words in told for words in ("2 conversations in", "1 cut at 64 tokens", unanswered, special))
@@ -334,12 +333,12 @@ def test_what_is_cut_and_left_out_is_told(folder: Path, tmp_path: Path) -> None:
 
 def test_the_same_conversations_are_held_out_afterwards(folder: Path, tmp_path: Path) -> None:
     settings = settings_of(folder, write_sums(tmp_path / "sums.jsonl"))
-    corpus = build_chat_corpus(settings, 48)
+    corpus = build_corpus(settings, 48)
     assert isinstance(corpus.tokenizer, ChatTokenizer)
-    assert heldout_rows(settings, corpus.tokenizer, 48).digest == corpus.heldout.digest
-    assert build_chat_corpus(settings, 48).fingerprint == corpus.fingerprint
-    assert build_chat_corpus(settings, 40).fingerprint != corpus.fingerprint
-    everything = heldout_rows(settings, corpus.tokenizer, 48, settings.paths)
+    assert heldout_data(settings, corpus.tokenizer, 48).digest == corpus.heldout.digest
+    assert build_corpus(settings, 48).fingerprint == corpus.fingerprint
+    assert build_corpus(settings, 40).fingerprint != corpus.fingerprint
+    everything = heldout_data(settings, corpus.tokenizer, 48, settings.paths)
     assert everything.counted_tokens > corpus.heldout.counted_tokens
 
 

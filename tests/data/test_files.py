@@ -20,7 +20,7 @@ import fsspec
 import pytest
 import zstandard
 
-from diloco.data import DataSettings, Source, SourceSettings, StandardLibrary, build_corpus, read_rows
+from diloco.data import DataSettings, Source, StandardLibrary, build_corpus, read_rows
 from diloco.errors import ConfigurationError, DataError
 from diloco.waiting import in_thread
 from tests.lazy import Lazy
@@ -63,7 +63,7 @@ def write(path: Path, content: str | bytes) -> Path:
 
 
 def documents_of(places: list[Any], **settings: Any) -> list[str]:
-    return list(Source(SourceSettings(data=tuple(map(str, places)), **settings)).documents())
+    return list(Source(DataSettings(paths=tuple(map(str, places)), **settings)).documents())
 
 
 def rows_of(place: Path) -> list[Any]:
@@ -277,8 +277,7 @@ def test_what_follows_the_name_in_an_address_of_the_web_is_no_suffix(tmp_path: P
     ],
 )
 def test_a_url_may_have_no_password_and_run_no_code(place: str, words: str) -> None:
-    for settings in ({"paths": (place,)}, {"sources": {"web": {"data": place}}}):
-        with pytest.raises(ConfigurationError, match=words) as refusal:
-            DataSettings(**settings)
-        assert "hunter2" not in str(refusal.value)
+    with pytest.raises(ConfigurationError, match=words) as refusal:
+        DataSettings(paths=(place,))
+    assert "hunter2" not in str(refusal.value)
     DataSettings(paths=("github://owner:repo@main/a.jsonl", "hf://datasets/owner/repo@main/a.jsonl"))

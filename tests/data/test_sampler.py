@@ -1,9 +1,8 @@
-"""Samplers never overlap and add up to one larger batch; mixtures keep exact shares; held-out windows are spread."""
+"""Samplers never overlap and add up to one larger batch; held-out windows are spread."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.data import CYCLE, Assignment, Mixture, PackedTokens, Sampler, heldout_batches, permute, shares_of
-from diloco.errors import ConfigurationError, DataError
+from diloco.data import Assignment, Sampler, heldout_batches, permute
+from diloco.errors import DataError
 from tests.data.streams import lists
 
 LENGTH = 3
@@ -88,38 +87,3 @@ def test_heldout_windows_are_distinct_spread_and_always_the_same(windows: int, b
     assert gaps.max() - gaps.min() <= 1
     with pytest.raises(DataError, match=r"only 3 held-out tokens, but one sequence of 3 needs 4"):  # at once
         heldout_batches(tokens[:3], LENGTH, batch_size, most)
-
-
-@settings(deadline=None)
-@given(weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=8))
-def test_shares_add_up_and_are_as_close_as_they_can_be(weights: list[float]) -> None:
-    named = {str(n): weight for n, weight in enumerate(weights)}
-    try:
-        shares = shares_of(named)
-    except ConfigurationError:
-        assert min(weights) / sum(weights) < 1 / CYCLE
-        return
-    assert sum(shares) == CYCLE
-    for weight, share in zip(weights, shares, strict=True):
-        assert abs(share - weight / sum(weights) * CYCLE) < 1
-
-
-def test_every_window_is_drawn_once_in_each_epoch_of_its_source_and_shares_are_exact() -> None:
-    """Two cycles, drawn by three replicas together and counted in plain Python; 50 windows of a, 700 of b."""
-    sizes = {"a": 50, "b": 700}
-    parts = {name: PackedTokens([tokens_for(size) + 100_000 * (name == "b")]) for name, size in sizes.items()}
-    members = samplers(Mixture(parts, {"a": 3.0, "b": 1.0}), 3, 300, seed=5)
-    steps = 2 * CYCLE // 900 + 1
-    order = [int(row[0]) for _ in range(steps) for sampler in members for row in sampler.next_batch()[0]]
-    for begin in (0, CYCLE):
-        assert sum(first < 100_000 for first in order[begin : begin + CYCLE]) == CYCLE * 3 // 4
-    for name, size in sizes.items():
-        own = [first for first in order if (first < 100_000) == (name == "a")]
-        epochs = [own[n : n + size] for n in range(0, len(own) - size, size)]
-        assert all(len(set(epoch)) == size for epoch in epochs), "an epoch ends before the next begins"
-        assert len({tuple(epoch) for epoch in epochs}) == len(epochs), "each epoch must have another order"
-    drawn = Counter(order[: 2 * CYCLE])
-    a, b = ([n for first, n in drawn.items() if (first < 100_000) == low] for low in (True, False))
-    assert (len(a), set(a)) == (50, {15_000 // 50})
-    assert (len(b), set(b)) == (700, {5000 // 700, 5000 // 700 + 1})
-    assert members[0].epochs == pytest.approx({"a": len(order) * 0.75 / 50, "b": len(order) * 0.25 / 700}, rel=1e-3)

@@ -1,16 +1,16 @@
-"""Sources of documents: every kind reads from any position; what can't be read is reported."""
+"""Sources of documents: every kind reads in one order, from a saved state on; what can't be read is reported."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from diloco.data import BEGINNING, DataSettings, Source, SourceSettings, build_corpus
+from diloco.data import DataSettings, Source, build_corpus
 from diloco.errors import ConfigurationError, DataError
 from tests.data.streams import numbered
 from tests.lazy import Lazy
@@ -45,37 +45,26 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-KINDS: dict[str, Callable[[Path], SourceSettings]] = {
-    "jsonl": lambda f: SourceSettings(data=(str(f / "a.jsonl"),)),
-    "text": lambda f: SourceSettings(data=(str(f / "*.txt"),)),
-    "saved": lambda f: SourceSettings(data=(f"hf:{f / 'saved'}",)),
-    "folder": lambda f: SourceSettings(data=(f"hf:{f / 'hub'}",)),
-    "folder, streamed": lambda f: SourceSettings(data=(f"hf:{f / 'hub'}",), streaming=True),
-}
-TWICE = {
-    "two": lambda f: SourceSettings(data=(f"hf:{f / 'saved'}", str(f / "a.jsonl"))),
-    "two the other way": lambda f: SourceSettings(data=(str(f / "a.jsonl"), f"hf:{f / 'saved'}")),
-}
-
-
-@pytest.mark.parametrize("kind", [*KINDS, *TWICE])
-def test_records_come_in_one_order_from_any_place_on(kind: str, files: Path) -> None:
-    """Also while another reader of the same source is at another place."""
-    source = Source((KINDS | TWICE)[kind](files))
-    assert list(source.documents()) == [text for text in TEXTS if text] * (2 if kind in TWICE else 1)
-    reader, places, blocks = source.blocks(64), [BEGINNING], []
-    while not blocks or blocks[-1]:
-        block, place = next(reader)
-        blocks.append(block)
-        places.append(json.loads(json.dumps(dict(place))))
-    for number, place in enumerate(places[:-2]):
-        again = source.blocks(64, place)
-        assert [next(again)[0] for _ in blocks[number:]] == blocks[number:]
-        assert next(again)[0] == blocks[0], "after the end it begins again"
+@pytest.mark.parametrize(
+    "data", [("{}/a.jsonl",), ("{}/*.txt",), ("hf:{}/saved",), ("hf:{}/hub",), ("hf:{}/saved", "{}/a.jsonl")]
+)
+def test_records_come_in_one_order_also_from_a_saved_state_on(data: tuple[str, ...], files: Path) -> None:
+    settings = DataSettings(paths=tuple(place.format(files) for place in data))
+    assert list(Source(settings).documents()) == [text for text in TEXTS if text] * len(data)
+    if len(data) == 1:
+        source = Source(replace(settings, streaming=True))
+        rows = source.stream()
+        before = [row["text"] for row in islice(rows, 130)]
+        after = Source(replace(settings, streaming=True)).stream()
+        after.load_state_dict(json.loads(json.dumps(rows.state_dict())))
+        assert [*before, *(row["text"] for row in after)] == TEXTS
+    else:
+        with pytest.raises(ConfigurationError, match="reads files or one data set"):
+            Source(replace(settings, streaming=True))
 
 
 def test_field_split_and_config_are_those_that_were_asked_for(files: Path) -> None:
-    tenth = SourceSettings(data=(f"hf:{files / 'hub'}:train[:10%]",), text_field="body")
+    tenth = DataSettings(paths=(f"hf:{files / 'hub'}:train[:10%]",), text_field="body")
     assert list(Source(tenth).documents()) == [text.upper() for text in TEXTS[:25]]
 
 
@@ -91,21 +80,21 @@ def test_field_split_and_config_are_those_that_were_asked_for(files: Path) -> No
 @pytest.mark.parametrize("streaming", [False, True])
 def test_what_is_not_there_is_told(files: Path, data: str, field: str, words: str, streaming: bool) -> None:
     with pytest.raises(DataError, match=words):
-        Source(SourceSettings(data=(data.format(files=files),), text_field=field, streaming=streaming))
+        Source(DataSettings(paths=(data.format(files=files),), text_field=field, streaming=streaming))
 
 
 def test_places_become_absolute_and_names_stay(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)
-    sources = {
-        "a": {"data": ["hf:saved:train", "a.jsonl", "hf:org/name"], "weight": 2},
-        "b": {"data": ["./*.jsonl", "s3://x/*.jsonl"]},
-    }
-    there = DataSettings(sources=sources).absolute().sources
-    assert there["a"]["data"] == (f"hf:{files}/saved:train", f"{files}/a.jsonl", "hf:org/name")
-    assert there["b"]["data"] == (f"{files}/*.jsonl", "s3://x/*.jsonl")
-    plain = DataSettings(paths=("hf:saved", "a.jsonl", "hf:org/name:train"), tokenizer="hf:gpt2")
-    assert plain.absolute().paths == (f"hf:{files}/saved", f"{files}/a.jsonl", "hf:org/name:train")
-    assert plain.absolute().tokenizer == "hf:gpt2"
+    places = ("hf:saved:train", "a.jsonl", "hf:org/name:train", "./*.jsonl", "s3://x/*.jsonl")
+    there = DataSettings(paths=places, tokenizer="hf:gpt2").absolute()
+    absolute = (
+        f"hf:{files}/saved:train",
+        f"{files}/a.jsonl",
+        "hf:org/name:train",
+        f"{files}/*.jsonl",
+        "s3://x/*.jsonl",
+    )
+    assert (there.paths, there.tokenizer) == (absolute, "hf:gpt2")
 
 
 def test_a_corpus_is_the_same_from_files_and_from_datasets(files: Path) -> None:
@@ -119,10 +108,6 @@ def test_a_corpus_is_the_same_from_files_and_from_datasets(files: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"sources": {"a": {}}}, "data.sources.a must be a table such as .* data ="),
-        ({"sources": {"a": {"data": "x", "weight": math.nan}}}, "weight"),
-        ({"sources": {"a": {"data": "hf:x", "split": "train"}}}, "unknown key 'split'; hf:NAME/CONFIG:SPLIT names it"),
-        ({"paths": ("x",), "sources": {"a": {"data": "x"}}}, "were both given"),
         ({"format": "chat"}, "needs conversations"),
         ({"format": "chat", "paths": ("x",), "streaming": True}, "can't be combined with data.format='chat'"),
     ],

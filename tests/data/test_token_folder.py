@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from diloco.cli import main
-from diloco.data import ByteTokenizer, DataSettings, Sampler, build_corpus, heldout_tokens, tokenize
+from diloco.data import ByteTokenizer, DataSettings, Sampler, build_corpus, heldout_data, tokenize
 from diloco.errors import ConfigurationError, DataError
 from tests.data.streams import numbered
 from tests.runs import train
@@ -64,10 +64,10 @@ def test_a_folder_is_the_corpus_that_it_was_made_of(text: Path, folder: Path, bp
     assert corpus.heldout[:].tolist() == expected.heldout[:].tolist()
     assert corpus.train.dtype == expected.train.dtype == np.uint16
     assert corpus.fingerprint == expected.fingerprint
-    assert corpus.description() == expected.description().replace("; held", ", in files; held")
+    assert corpus.about == expected.about.replace("; held", ", in files; held")
     assert corpus.tokenizer.to_json() == expected.tokenizer.to_json()
     for each in (settings, at(place)):
-        assert heldout_tokens(each, expected.tokenizer)[:].tolist() == expected.heldout[:].tolist()
+        assert heldout_data(each, expected.tokenizer, 16)[:].tolist() == expected.heldout[:].tolist()
 
 
 def test_training_on_a_folder_is_training_on_its_text(text: Path, folder: Path, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_training_on_a_folder_is_training_on_its_text(text: Path, folder: Path, 
         assert mapped[name] == whole[name], name
 
 
-def test_folders_with_weights_and_one_after_the_other(folder: Path, tmp_path: Path) -> None:
+def test_folders_one_after_the_other(folder: Path, tmp_path: Path) -> None:
     lines = write(tmp_path / "other.jsonl", numbered(90, prefix="o"))
     other = tokenize(of(lines), tmp_path / "other").path
     one, two, both = (
@@ -86,10 +86,8 @@ def test_folders_with_weights_and_one_after_the_other(folder: Path, tmp_path: Pa
     )
     assert both.train[:].tolist() == [*one.train[:].tolist(), *two.train[:].tolist()]
     assert both.fingerprint not in (one.fingerprint, two.fingerprint)
-    sources = {"a": {"data": str(folder), "weight": 3}, "b": {"data": str(lines)}}
-    mixed = build_corpus(DataSettings(sources=sources, heldout_fraction=0.2))
-    assert mixed.train.shares == {"a": 0.75, "b": 0.25}
-    assert mixed.heldout[:].tolist() == [*one.heldout[:].tolist(), *two.heldout[:].tolist()]
+    twice = build_corpus(DataSettings(paths=(str(folder), str(folder))))  # counts twice
+    assert twice.train[:].tolist() == 2 * one.train[:].tolist()
 
 
 def change(folder: Path, **members: object) -> None:
@@ -123,7 +121,7 @@ def test_what_is_not_whole_is_refused(mine: Path, damage: Callable[[Path], objec
 
 def test_settings_that_tokens_cannot_follow_are_refused(text: Path, folder: Path, bpe: Path, tmp_path: Path) -> None:
     for settings, words in (
-        (at(folder, text), "one source can't mix the two"),
+        (at(folder, text), "which can't be mixed"),
         (at(folder, bpe), "with different tokenizers"),
         (at(folder, tokenizer="bpe"), "was made with another one"),
         (at(folder, tokenizer=str(bpe)), "was made with another one"),
@@ -132,22 +130,13 @@ def test_settings_that_tokens_cannot_follow_are_refused(text: Path, folder: Path
         with pytest.raises(ConfigurationError, match=words):
             build_corpus(settings)
     assert build_corpus(at(bpe, tokenizer=str(bpe))).tokenizer.vocab_size == 270
-    two = {"a": {"data": str(text)}, "b": {"data": str(text)}}
-    for settings, words in (
-        (at(folder), "already contains tokens"),
-        (DataSettings(sources=two), "a folder for each"),
-    ):
-        with pytest.raises(ConfigurationError, match=words):
-            tokenize(settings, tmp_path / "again")
+    with pytest.raises(ConfigurationError, match="already contains tokens"):
+        tokenize(at(folder), tmp_path / "again")
 
 
-@pytest.mark.parametrize("kind", ["one", "two", "mixture"])
+@pytest.mark.parametrize("kind", ["one", "two"])
 def test_an_id_beyond_the_vocabulary_never_reaches_a_model(folder: Path, mine: Path, kind: str) -> None:
-    settings = {
-        "one": at(mine),
-        "two": at(folder, mine),
-        "mixture": DataSettings(sources={"a": {"data": str(folder)}, "b": {"data": str(mine)}}),
-    }[kind]
+    settings = at(mine) if kind == "one" else at(folder, mine)
     assert int(build_corpus(settings).train[:].max()) == 256, "the last id must be valid"
     for name, place, token in (("train", 77, 257), ("heldout", -1, 65535)):
         np.memmap(mine / f"{name}-00000.tokens", dtype="<u2", mode="r+")[place] = token
@@ -156,7 +145,7 @@ def test_an_id_beyond_the_vocabulary_never_reaches_a_model(folder: Path, mine: P
     drawn = (max(int(each.max()) for each in sampler.next_batch()) for _ in range(200))
     with pytest.raises(DataError, match="contain the id 257, but their vocabulary ends at 256: one of their files"):
         assert all(highest < 257 for highest in drawn)
-    for heldout in (corpus.heldout, heldout_tokens(settings, ByteTokenizer())):
+    for heldout in (corpus.heldout, heldout_data(settings, ByteTokenizer(), 16)):
         with pytest.raises(DataError, match="contain the id 65535"):
             heldout[:]
 

@@ -249,3 +249,21 @@ def test_a_view_changes_where_one_is_a_round_ahead(replicas: int, monkeypatch: p
     explore(network, [])
     check_agreement([*behind, ahead], whole=True)
     assert {each.view for each in (*behind, ahead)} == {View(1, tuple(range(replicas)))}
+
+
+@pytest.mark.parametrize("closed", [(1, 2), (0, 1, 2)])
+def test_who_is_closed_to_joiners_lets_in_whom_another_admits(closed: tuple[int, ...]) -> None:
+    """Replicas that begin open one after the other; where all are closed, they say why."""
+    network = simulated(3, Limits(returns=1), strangers=1)
+    network.end(3)
+    for number in closed:
+        rank(network, number).machine.views.closed_to_joiners = "it is starting"
+    network.happen("returns", 3, 0, 0)
+    explore(network, [])
+    joiner = rank(network, 3)
+    if len(closed) == 3:
+        assert joiner.left == "refused: it is starting"
+        assert not any(rank(network, number).changes for number in closed)
+    else:
+        assert [rank(network, number).view.members for number in network.ranks] == [(0, 1, 2, 3)] * 4
+        check_agreement([rank(network, number) for number in network.ranks])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import permutations, product
@@ -107,6 +108,26 @@ def two_digests(patch: pytest.MonkeyPatch) -> None:
 def unchecked(patch: pytest.MonkeyPatch) -> None:
     """Who stays does not compute again what is proposed."""
     patch.setattr(ViewChange, "_is_computed", lambda self, proposal: True)
+
+
+def anyone_says_late(patch: pytest.MonkeyPatch) -> None:
+    """Who is late for one member is late for all."""
+
+    def amplified(view: View, reports: Any, *more: Any) -> Any:
+        late = frozenset().union(*(each.behind for each in reports))
+        return next_view(view, [replace(each, behind=late) for each in reports], *more)
+
+    patch.setattr(sys.modules[ViewChange.__module__], "next_view", amplified)
+
+
+def anyone_goes(patch: pytest.MonkeyPatch) -> None:
+    """A member may be left out that nobody accuses."""
+
+    def accusing(view: View, reports: Any, staying: Any, *more: Any) -> Any:
+        lost = frozenset(view.members).difference(staying)
+        return next_view(view, [replace(each, apart=each.apart | lost) for each in reports], staying, *more)
+
+    patch.setattr(sys.modules[ViewChange.__module__], "next_view", accusing)
 
 
 # Networks.
@@ -309,6 +330,33 @@ def false_commit() -> Scene:
     return scene
 
 
+def one_leaves_out(*, says_late: bool) -> Scene:
+    """The proposer lies: it leaves out member 1, which it alone says is late, or nobody accuses."""
+    scene = Scene()
+    network, view, liar = scene.network, View.of(5), Report(0, 0, behind=frozenset({1} if says_late else ()), number=1)
+    rank(network, 0).lie = lambda receiver, message: []
+    for each in (1, 2, 3, 4):
+        rank(network, each).machine.views.end("it begins")
+    reports = [liar, *(change_of(network, each).mine for each in (2, 3, 4))]
+    accusing = [replace(each, **{"behind" if says_late else "apart": frozenset({1})}) for each in reports]
+    following = next_view(view, accusing, (0, 2, 3, 4), Policy())
+    assert following is not None
+    digests = {each.rank: digest_of(each.content) for each in reports}
+    for receiver in (1, 2, 3, 4):
+        for message in (Change(liar, ""), Propose(0, following, digests), Accept(0, 0, digest_of(following))):
+            network.send(0, receiver, encode(message))
+    network.liar = 0
+    return scene
+
+
+def late_for_one() -> Scene:
+    return one_leaves_out(says_late=True)
+
+
+def accused_by_none() -> Scene:
+    return one_leaves_out(says_late=False)
+
+
 def change_of(network: Network, number: int) -> ViewChange:
     change = rank(network, number).machine.views.change
     assert change is not None
@@ -329,6 +377,8 @@ def violation(network: Network) -> str:
     for step in range(1, Rank.STEPS + 1):
         if len({node.outcomes[step] for node in going_on if step in node.outcomes}) > 1:
             return "a round is applied by some"
+    if network.liar is not None and any(node.left for node in nodes):
+        return "an honest member is out"
     return ""
 
 
@@ -343,6 +393,8 @@ def violation(network: Network) -> str:
         (joined_after_silence, no_guard, "two histories"),
         (two_proposals, two_digests, "two values"),
         (false_commit, unchecked, "a round is applied by some"),
+        (late_for_one, anyone_says_late, "an honest member is out"),
+        (accused_by_none, anyone_goes, "an honest member is out"),
     ],
     ids=lambda part: part if isinstance(part, str) else part.__name__,
 )

@@ -12,7 +12,7 @@ import torch
 from diloco.checkpoint import open_checkpoint
 from diloco.cli import main
 from diloco.config import RunPlan, plan_run
-from diloco.data import build_chat_corpus
+from diloco.data import build_corpus
 from diloco.errors import ConfigurationError
 from diloco.model import ModelSettings, build_language_model
 from diloco.train import InnerLoop, ParallelModel
@@ -110,7 +110,7 @@ def test_a_replica_weighs_as_many_tokens_as_counted(base: Path, tmp_path: Path) 
     plan = plan_of(base, data, data__packing="single", train__stop_after=3)
     trained(tmp_path / "run", plan)
     checkpoint = open_checkpoint(tmp_path / "run")
-    corpus = build_chat_corpus(plan.configuration.data, 48)
+    corpus = build_corpus(plan.configuration.data, 48)
     counted = []
     for replica in range(2):
         batches = corpus.batches(sequence_length=48, batch_size=2, replica=replica, num_replicas=2, seed=0)

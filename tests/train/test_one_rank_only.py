@@ -16,7 +16,7 @@ from diloco.errors import TransportError
 from diloco.trained import Sampling
 from diloco.transport import PeerTransport
 from tests.processes import Processes, free_port
-from tests.runs import SMALL, write_text
+from tests.runs import SMALL, of_torchrun, write_text
 
 LIMIT_S = 60.0
 """A rank that waits for ever fails the test after this time."""
@@ -66,15 +66,15 @@ def change(event: str, patch: pytest.MonkeyPatch) -> None:
         in_the_save(lambda: patch.setattr(PeerTransport, "failure", lost), patch)
 
 
-def run_rank(position: int, event: str, at: int, parallelism: str, data: Path, out: Path, ports: list[int]) -> int:
+def run_rank(position: int, event: str, at: int, data: Path, out: Path, ports: list[int]) -> int:
     """Train as one of the two ranks of a replica, on which ``event`` happens if it is rank ``at``."""
     if position == at and event == "other data":
         (data.parent / "other").mkdir()
         data = write_text(data.parent / "other", seed=9)
     words = f"train {SMALL} {data} --replicas 1 --transport tcp --replica-size 2 --replica 0 --monitor.console quiet"
-    os.environ |= {"DILOCO_POSITION": str(position), "DILOCO_INNER_STORE": f"127.0.0.1:{ports[1]}"}
+    os.environ |= of_torchrun(position, 2, ports[1])
     ends = f"--join 127.0.0.1:{ports[0]}"
-    how = f"--train.parallelism {parallelism} --out {out}"
+    how = f"--out {out}"
     if event == "another token in a sample":
         how += " --evaluation.sample-prompts a --precision bfloat16"
     with pytest.MonkeyPatch.context() as patch:
@@ -83,23 +83,21 @@ def run_rank(position: int, event: str, at: int, parallelism: str, data: Path, o
         return main(f"{words} {ends} {how}".split())
 
 
-EVENTS = [  # the rank on which it happens, the parallelism, and the exit codes of both ranks
-    ("a signal in the last save", 0, "fsdp", (130, 130)),
-    ("a signal in the last save", 0, "ddp", (130, 130)),
-    ("a full disk at the start", 1, "fsdp", (1, 1)),
-    ("a full disk in a save", 0, "fsdp", (1, 1)),
-    ("a full disk in a save", 0, "ddp", (1, 1)),
-    ("another error in a save", 0, "fsdp", (1, 1)),
-    ("a lost connection in the last save", 0, "ddp", (1, 1)),
-    ("other data", 1, "ddp", (2, 2)),
-    ("another token in a sample", 1, "fsdp", (0, 0)),
+EVENTS = [  # the rank on which it happens, and the exit codes of both ranks
+    ("a signal in the last save", 0, (130, 130)),
+    ("a full disk at the start", 1, (1, 1)),
+    ("a full disk in a save", 0, (1, 1)),
+    ("another error in a save", 0, (1, 1)),
+    ("a lost connection in the last save", 0, (1, 1)),
+    ("other data", 1, (2, 2)),
+    ("another token in a sample", 1, (0, 0)),
 ]
 
 
-@pytest.mark.parametrize(("event", "at", "parallelism", "codes"), EVENTS)
-def test_all_ranks_end_alike(event: str, at: int, parallelism: str, codes: tuple[int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("event", "at", "codes"), EVENTS)
+def test_all_ranks_end_alike(event: str, at: int, codes: tuple[int, int], tmp_path: Path) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     data = write_text(tmp_path)
     with Processes() as processes:
-        processes.start(2, run_rank, event, at, parallelism, data, tmp_path / "run", [free_port(), store.port])
+        processes.start(2, run_rank, event, at, data, tmp_path / "run", [free_port(), store.port])
         assert tuple(processes.results(timeout_s=LIMIT_S).values()) == codes

@@ -54,8 +54,10 @@ class Started:
     def send_signal(self, number: int) -> None:
         self.signals.append(number)
 
-    def terminate(self) -> None:
-        """Ignore the request, as the process was asked before."""
+    def kill(self) -> None:
+        """It has ended before."""
+
+    wait = kill
 
 
 STARTED: list[Started] = []

@@ -145,7 +145,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sync.codec": "topk2"}, "drops 98 % .* Add --error-feedback 0.95"),
     ({"sync.codec": "float32", "sync.error_feedback": 1.0}, "error_feedback.* no loss to feed back"),
     ({"sync.arguments.codec.block_size": 0}, "block_size must be an even number from 2 to 65536, got 0"),
-    (RANKS | {"sync.arguments.average.max_norm": 1.0, "network.replica_size": 2}, "Use --train.parallelism ddp"),
+    (RANKS | {"sync.arguments.average.max_norm": 1.0, "network.replica_size": 2}, "torch --train.parallelism ddp"),
+    (RANKS | {"network.replica_size": 2, "train.parallelism": "ddp"}, "Use --train.parallelism fsdp"),
     ({"sync.merge_alpha": 1.5}, "alpha must be a number from 0 to 1, got 1.5"),
     ({"sync.merge_alpha": 0.0, "sync.merge": "rebase"}, "rebase.* one of the two"),
     # transports

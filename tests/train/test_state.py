@@ -23,7 +23,6 @@ from diloco.events import Note, RoundCommitted
 from diloco.model import with_vocabulary
 from diloco.train import Fleet, RandomState, Session, held_step, load_session, make_transport, resolve, save_session
 from tests.command_lines import load_configuration
-from tests.data.streams import numbered as numbered_texts
 from tests.processes import Processes, free_port
 from tests.runs import SMALL, Listener, train, write_text
 from tests.same import same
@@ -165,24 +164,18 @@ def test_independent_replicas_cannot_be_shared_out_anew(tmp_path: Path) -> None:
         train(data, run, f"{arguments} --resume {run} --replicas 3")
 
 
-STREAMING = "--data.streaming --data.heldout-fraction 0.2 --data-parallel-steps 3"
-
-
 def rank(replica: int, arguments: str, port: int) -> int:
     place = f"--transport tcp --replica {replica} --join 127.0.0.1:{port}" if port else ""
     return main(["train", *arguments.split(), *place.split(), "--monitor.console", "quiet"])
 
 
 def test_processes_go_on_as_more_and_as_fewer(tmp_path: Path) -> None:
-    """Replica 2 is new and starts from replica 0's checkpoint. Then it and replica 1 leave, and others read the
-    documents that they had begun: only a replica's own checkpoint records its position in a stream."""
-    data = tmp_path / "text.jsonl"
-    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in numbered_texts(120)))
-    digests = []
+    """Replica 2 is new and starts from replica 0's checkpoint. Then it and replica 1 leave."""
+    data, digests = write_text(tmp_path), []
     for name, in_processes in (("many", True), ("one", False)):
         out = tmp_path / name
         for replicas, stop in ((2, 5), (3, 9), (1, 12)):
-            begin = f"{SMALL} {data} {STREAMING} --out {out}" if replicas == 2 else f"--resume {out}"
+            begin = f"{SMALL} {data} --data-parallel-steps 3 --out {out}" if replicas == 2 else f"--resume {out}"
             arguments = f"{begin} --replicas {replicas} --stop-after {stop}"
             if in_processes:
                 with Processes() as processes:

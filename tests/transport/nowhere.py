@@ -51,7 +51,7 @@ def diloco_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("diloco")}
 
 
-def place(rank: int, num_replicas: int, address: Address | None, **where: Any) -> Place:
+def place(rank: int, num_replicas: int, address: Address, **where: Any) -> Place:
     return Place(replica=rank, num_replicas=num_replicas, rendezvous=address, **where)
 
 

@@ -11,16 +11,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
+from diloco.cli.status import SwarmOptions
 from diloco.config import command_text, parse_options
 from diloco.errors import ConfigurationError
+from diloco.membership import names_of
 from diloco.train import StopRequest
 from diloco.transport import multiaddress, parse_address, read_secret
 from diloco.units import BYTES, Duration, columns, format_rate, parse
 from diloco.waiting import say
+
+if TYPE_CHECKING:
+    from diloco.transport import Identity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,28 +154,54 @@ def run_relay(arguments: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SecretOptions:
+class SecretOptions(SwarmOptions):
     """Write a new random secret into a file that only you can read. Every machine of a run needs a copy.
+
+    With --eject, a running swarm changes to the new secret, and goes on without one of its peers.
 
     Examples:
       diloco secret run.secret
+      diloco secret new.secret --eject QmPeer --founder runs/a --run my-run --join /ip4/203.0.113.7/tcp/31330/p2p/Qm...
     """
 
     file: Positional[Path]
     """The file to create. An existing one is left as it is."""
+    eject: Annotated[str | None, arg(metavar="PEER")] = None
+    """The peer to eject, as `diloco status` shows it. The members given with --join tell the others."""
+    founder: Annotated[Path | None, arg(metavar="RUN")] = None
+    """With --eject: run folder of the peer that has founded the swarm, whose key signs the order."""
 
 
 def run_secret(arguments: Sequence[str]) -> int:
-    """Create the file; return 0."""
+    """Create the file, and let a swarm use it; return 0, or 1 if the ejected peer is still a member."""
     from diloco.private_files import create_private
-    from diloco.transport import new_secret
+    from diloco.transport import load_identity, new_secret
 
-    path = parse_options(SecretOptions, "secret", arguments).file
+    options: SecretOptions = parse_options(SecretOptions, "secret", arguments)
+    path, peer, folder = options.file, options.eject, options.founder
+    if not bool(peer) == bool(folder) == bool(options.run):
+        raise ConfigurationError("--eject needs --founder, --run and --join, and these need --eject.")
+    remaining: tuple[int, ...] = ()
+
+    async def eject(peer: str, founder: Identity) -> tuple[int, ...]:
+        async with options.open_client(founder) as client:
+            return await client.eject(peer, founder, path)
+
     try:
-        create_private(path, f"{new_secret()}\n".encode())
+        if peer and folder:
+            if not (key := folder / "identity.key").exists():
+                raise ConfigurationError(f"--founder {folder} has no identity.key. Give the founder's run folder.")
+            remaining = asyncio.run(eject(peer, load_identity(key)))
+        else:
+            create_private(path, f"{new_secret()}\n".encode())
     except FileExistsError as error:
         raise ConfigurationError(f"{path} exists. Choose another name, or remove it first.") from error
     except OSError as error:
         raise ConfigurationError(f"{path} can't be written: {error}.") from error
-    print(f"diloco: wrote a new secret to {path}. Copy it to every machine of the run (scp -p) for --secret-file.")
-    return 0
+    use = "Copy it to every machine of the run (scp -p) for --secret-file."
+    if peer:
+        use = f"The members use it and no longer admit {peer}. Copy it (scp -p) to machines that join later."
+    print(f"diloco: wrote a new secret to {path}. {use}")
+    if remaining:
+        say(f"{names_of(remaining)} is still a member, as a view change takes long. See `diloco status`.", "warning")
+    return 1 if remaining else 0

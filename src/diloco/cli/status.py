@@ -21,7 +21,7 @@ from diloco.units import Duration, columns, facts_table, format_bytes, format_ra
 from diloco.waiting import say
 
 if TYPE_CHECKING:
-    from diloco.transport import PeerReport, StatusClient
+    from diloco.transport import Identity, PeerReport, StatusClient
     from diloco.watch import PageServer
 
 
@@ -50,14 +50,14 @@ class SwarmOptions:
                 )
 
     @contextlib.asynccontextmanager
-    async def open_client(self) -> AsyncIterator[StatusClient]:
-        """Connect to the peers and yield a client that queries them."""
+    async def open_client(self, speaker: Identity | None = None) -> AsyncIterator[StatusClient]:
+        """Connect to the peers, as ``speaker`` if there is one, and yield a client that queries them."""
         from diloco.transport import Admission, NodePlace, open_status_client, read_secret
 
         admission = Admission(str(self.run), read_secret(self.secret_file, "--secret-file"))
         place = NodePlace(join=self.join, listen=(), map_ports=False)
         with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
-            async with open_status_client(Path(folder) / "identity.key", place, admission) as client:
+            async with open_status_client(Path(folder) / "identity.key", place, admission, speaker) as client:
                 yield client
 
 

@@ -43,7 +43,7 @@ from diloco.config import (
 from diloco.errors import ConfigurationError, NoCheckpointError
 from diloco.plugins import is_own
 from diloco.private_files import make_private_folder
-from diloco.train import POSITION, Role, read_torchrun, role_of
+from diloco.train import LAUNCHED, Role, read_torchrun, role_of
 from diloco.waiting import log_to_stderr, say
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def with_beginning(line: CommandLine) -> CommandLine:
 def _fetch(url: str, folder: Path, values: Mapping[str, Any], *, must: bool) -> None:
     from diloco.checkpoint import fetch_run
 
-    if POSITION in os.environ:  # the launcher has done it
+    if LAUNCHED in os.environ:  # the launcher has done it
         return
     path = folder / CONFIG_FILE
     if path.exists() and (there := read_record(path).checkpoint.mirror) != url:
@@ -110,7 +110,7 @@ def _fetch(url: str, folder: Path, values: Mapping[str, Any], *, must: bool) -> 
 def with_torchrun(line: CommandLine) -> CommandLine:
     """Return the line with the defaults of ``torchrun``: --transport torch, and as many replicas as it started.
 
-    With --replica or --join it has started the ranks of one replica of a run over TCP.
+    With --replica or --join it has started the ranks of one replica of a run over TCP, whose --replicas are the user's.
     """
     torchrun = read_torchrun(os.environ)
     if torchrun is None or "checkpoint.resume" in line.values:
@@ -119,8 +119,9 @@ def with_torchrun(line: CommandLine) -> CommandLine:
     transport = "tcp" if {"network.replica", "network.join"} & asked.keys() else "torch"
     if asked.get("network.transport", transport) not in ("torch", "tcp"):
         return line
-    replicas, rest = divmod(torchrun.world_size, asked.get("network.replica_size", 1))
-    defaults = {"network.transport": transport} | ({} if rest else {"network.replicas": replicas})
+    replicas = torchrun.world_size // asked.get("network.replica_size", 1)
+    together = transport == "torch" and replicas > 0  # else the number of processes is refused later
+    defaults = {"network.transport": transport} | ({"network.replicas": replicas} if together else {})
     return dataclasses.replace(line, defaults=defaults)
 
 
@@ -214,10 +215,10 @@ def run_finetune(arguments: Sequence[str]) -> int:
     line, notes = with_torchrun(dataclasses.replace(line, file=None, values=values)), list[str]()
     asked = compose(line)
     if "train.steps" not in values:
-        from diloco.data import build_chat_corpus
+        from diloco.data import build_corpus
 
         length = asked.train.sequence_length
-        rows = len(build_chat_corpus(asked.data, length).train) // length
+        rows = build_corpus(asked.data, length).train.num_windows(length)
         sequences = asked.train.batch_size * asked.network.replicas
         steps = values["train.steps"] = max(1, math.ceil(epochs * rows / sequences))
         inner_steps = values["sync.inner_steps"] = compose(line).sync.inner_steps
@@ -251,14 +252,10 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
         facts = describe(settings, model) | identity(settings, model)
         print(plan.record, *(f"# {name}: {fact}" for name, fact in facts.items()), sep="\n")
         return DONE
-    torchrun, launched = read_torchrun(os.environ), POSITION in os.environ
+    torchrun, launched = read_torchrun(os.environ), LAUNCHED in os.environ
     role, folder, again = role_of(settings.network, torchrun), settings.out or plan.source, bool(line.resume_or_start)
     if role.kind == "rank":
         code = _train_rank(plan, role, quiet="monitor.console" not in line.values, again=again)
-        if launched and code == FAILED:
-            from diloco.train import IN_VAIN
-
-            return IN_VAIN  # a failure of another kind is an exception; after this one no restart would help
         if torchrun is not None or launched or folder is None:  # the launcher of this process prints how to resume
             return code
     else:
@@ -272,12 +269,11 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
                 from diloco.train import launch
 
                 out = [] if "out" in line.values or plan.source is not None else ["--out", str(folder)]
-                talking_ranks = settings.network.replica_size if settings.train.parallelism == "fsdp" else 1
 
-                def words(replica: int, position: int, address: object) -> list[str]:
+                def words(replica: int, address: object) -> list[str]:
                     return [*typed, "--replica", str(replica), "--join", str(address), *out]
 
-                code = launch(settings.network, words, say, talking_ranks=talking_ranks, lock=lock)
+                code = launch(settings.network, words, say, lock)
             else:
                 code = _train(plan, folder)
     if code == INTERRUPTED:
@@ -395,7 +391,7 @@ def _train(
             from diloco.watch import PrometheusSink
 
             host, port = monitor.metrics_address()
-            shift = role.index if role and (role.torchrun or POSITION in os.environ) else 0  # several on this machine
+            shift = role.index if role and (role.torchrun or LAUNCHED in os.environ) else 0  # several on this machine
             sinks.sinks["the metrics"] = PrometheusSink(host, port + shift, name)
         summary = run_training(
             settings, folder=folder, sink=sinks, config_toml=plan.record, notes=plan.notes, meet=meet
@@ -439,14 +435,7 @@ def _claimed(folder: Path, plan: RunPlan, *, of_rank: bool = False, again: bool 
 
 def _folder_of_rank(plan: RunPlan, role: Role, base: Path | None) -> Path:
     """Return the run's folder for rank 0, or a folder inside it for any other rank, without creating it."""
-    from diloco.transport import share_text
-
-    settings, torchrun = plan.configuration, role.torchrun
-    base = base or settings.out or plan.source
-    if base is None and torchrun is not None and role.rendezvous is None:
-        claimed = str(_claim_numbered(plan)) if role.is_first else None
-        timeout_s = settings.network.start_timeout_s
-        base = Path(share_text(torchrun.master, claimed, timeout_s, f"folder (attempt {torchrun.attempt})"))
+    base = base or plan.configuration.out or plan.source
     if base is None:
         raise ConfigurationError(
             f"--replica {role.replica} needs --out, with the same folder for all replicas, such as --out runs/my-run."

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
@@ -96,7 +96,7 @@ def run_evaluate(arguments: Sequence[str]) -> int:
     """Evaluate on the text of --data or of the run, and print. The batches are those of training, for equal bits."""
     options: EvaluateOptions = parse_options(EvaluateOptions, "evaluate", arguments)
 
-    from diloco.data import Source, SourceSettings, heldout_rows, heldout_tokens
+    from diloco.data import heldout_data
     from diloco.trained import evaluate
 
     trained = options.load(options.device)
@@ -104,16 +104,9 @@ def run_evaluate(arguments: Sequence[str]) -> int:
     if trained.step is None and not options.data:
         raise ConfigurationError(f"{options.path} is not a run, so it has no held-out text: give --data PATH.")
     settings = Configuration() if trained.step is None else read_record(trained.run / CONFIG_FILE)
-    data, tokenizer = settings.data, trained.tokenizer
-    tokens: Any
-    if data.chat:
-        tokenizer = trained.chat_tokenizer()
-        tokens = heldout_rows(data, tokenizer, length, options.data)
-    elif options.data:
-        asked = SourceSettings(data=options.data, text_field=options.text_field or "text", skip_bad=data.skip_bad)
-        tokens = tokenizer.encode_documents(list(Source(asked).documents()))
-    else:
-        tokens = heldout_tokens(data, tokenizer)
+    data = replace(settings.data, text_field=options.text_field or settings.data.text_field)
+    tokenizer = trained.chat_tokenizer() if data.chat else trained.tokenizer
+    tokens = heldout_data(data, tokenizer, length, options.data)
     done = [0]
     with waiting_for(lambda: f"the evaluation, with {done[-1]:,} tokens predicted,"):
         result = evaluate(

@@ -217,11 +217,11 @@ def _model_of_checkpoint(path: Path, asked: Values) -> Values:
 
 
 def _model_of_folder(folder: Path) -> Values:
-    """Return the sizes and tokeniser for a native decoder that starts from a transformers folder, or none."""
+    """Return the sizes and tokeniser for a native decoder that starts from its export, or none."""
     if not (folder / "config.json").is_file():
         return {}
-    from diloco.model import native_settings
+    from diloco.trained import exported_model
 
-    arguments = native_settings(folder).arguments()
+    model = exported_model(folder)
     tokenizer = {"data.tokenizer": str(folder)} if (folder / "tokenizer.json").is_file() else {}
-    return {"model.arguments": arguments, **tokenizer}
+    return {} if model is None else {"model.arguments": model.decoder.arguments(), **tokenizer}

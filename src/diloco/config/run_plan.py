@@ -225,7 +225,7 @@ _PRIVATE = (
 
 _FIRST = (
     *("preset", "algorithm", "train.steps", "train.sequence_length", "optimizer.name", "model.source"),
-    *("data.paths", "data.sources", "data.format", "network.transport", "network.run"),
+    *("data.paths", "data.format", "network.transport", "network.run"),
 )
 """Keys from which others follow, or without which a run is refused."""
 

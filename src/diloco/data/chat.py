@@ -1,7 +1,7 @@
-"""The corpus of a chat fine-tuning run: conversations as tokens, packed into rows.
+"""Conversations as tokens, packed into rows.
 
-A row is a training sequence, so no conversation is split. Marks say which tokens the loss counts and where
-conversations end. To a sampler, the rows are the windows of packed tokens.
+A row is a training sequence, so no conversation is split. Its targets say which tokens the loss counts and where
+conversations end.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from numpy.typing import NDArray
 
 from diloco.data.chat_tokenizer import ChatTokenizer, Example
 from diloco.data.conversations import read_conversation, texts_of
-from diloco.data.corpus import Corpus, fingerprint_of
 from diloco.data.files import RowError, read_rows, usable, warn_once
-from diloco.data.packed import PackedTokens
 from diloco.data.settings import DataSettings
 from diloco.data.source import is_heldout
-from diloco.errors import ConfigurationError, DataError
+from diloco.errors import DataError
 from diloco.model import ENDS, NOT_COUNTED
 
-__all__ = ["PackedRows", "build_chat_corpus", "heldout_rows", "pack_rows"]
+__all__ = ["PackedRows", "all_rows", "chat_rows", "pack_rows"]
 
 _NOTES = {
     "bad": "left out because they can't be used (data.skip_bad)",
@@ -38,53 +36,39 @@ _NOTES = {
 """How conversations are changed or left out."""
 
 
-def build_chat_corpus(settings: DataSettings, sequence_length: int) -> Corpus:
-    """Read, split and tokenise the conversations that ``settings`` name, in rows of ``sequence_length`` tokens."""
-    if settings.tokenizer == "bytes" or settings.bpe_vocab_size is not None:
-        raise ConfigurationError(
-            f"data.format='chat' needs the tokenizer of a model, not {settings.tokenizer!r}. Give a model folder as "
-            "--model or data.tokenizer."
-        )
-    tokenizer = ChatTokenizer(settings.tokenizer, settings.chat_template)
+def chat_rows(
+    settings: DataSettings, tokenizer: ChatTokenizer, length: int
+) -> tuple[PackedRows, PackedRows, Sequence[str]]:
+    """Read, split and tokenise conversations: rows to train on, held-out ones, and what was cut or left out."""
     counts: Counter[str] = Counter()
     sides: tuple[list[Example], list[Example]] = ([], [])
-    for example, heldout in _examples(tokenizer, settings, sequence_length, settings.paths, counts):
+    for example, heldout in _examples(tokenizer, settings, length, counts):
         sides[heldout].append(example)
     changes = ((counts[name], note) for name, note in _NOTES.items())
-    notes = [f"{count:,} {note.format(length=sequence_length)}" for count, note in changes if count]
+    notes = [f"{count:,} {note.format(length=length)}" for count, note in changes if count]
     for side, use in zip(sides, ("train", "evaluate"), strict=True):
         if not side:
             raise DataError(
                 f"Of {counts['read']} conversations, data.heldout_fraction={settings.heldout_fraction:g} leaves "
                 f"none to {use} on ({'; '.join(notes)}). Give more conversations, or change the fraction."
             )
-    train, heldout_part = (_rows(side, settings, tokenizer, sequence_length) for side in sides)
-    size = (
-        f"{train.documents:,} conversations in {len(train) // sequence_length:,} rows of {sequence_length} tokens, "
-        f"{train.efficiency:.0%} full; {train.counted_tokens:,} tokens count"
-    )
-    about = "; ".join([size, *notes, f"held out: {heldout_part.documents:,} conversations"])
-    return Corpus(train, heldout_part, tokenizer, fingerprint_of(tokenizer, train, heldout_part), about=about)
+    train, heldout_part = (_rows(side, settings, tokenizer, length) for side in sides)
+    return train, heldout_part, notes
 
 
-def heldout_rows(
-    settings: DataSettings, tokenizer: ChatTokenizer, sequence_length: int, paths: Sequence[str] = ()
-) -> PackedRows:
-    """Return the rows that `build_chat_corpus` holds out, or all conversations of ``paths``."""
-    examples = _examples(tokenizer, settings, sequence_length, paths or settings.paths, Counter())
-    chosen = [example for example, heldout in examples if paths or heldout]
-    if not chosen:
+def all_rows(settings: DataSettings, tokenizer: ChatTokenizer, length: int) -> PackedRows:
+    """Return the rows of all conversations."""
+    if not (examples := [example for example, _ in _examples(tokenizer, settings, length, Counter())]):
         raise DataError("There are no conversations to evaluate on.")
-    return _rows(chosen, settings, tokenizer, sequence_length)
+    return _rows(examples, settings, tokenizer, length)
 
 
 def _rows(examples: Sequence[Example], settings: DataSettings, tokenizer: ChatTokenizer, length: int) -> PackedRows:
-    together = settings.packing != "single"
-    return PackedRows(examples, length, padding=tokenizer.eos_id, together=together, dtype=tokenizer.dtype)
+    return PackedRows(examples, length, padding=tokenizer.eos_id, together=settings.packing != "single")
 
 
 def _examples(
-    tokenizer: ChatTokenizer, settings: DataSettings, length: int, paths: Sequence[str], counts: Counter[str]
+    tokenizer: ChatTokenizer, settings: DataSettings, length: int, counts: Counter[str]
 ) -> Iterator[tuple[Example, bool]]:
     """Yield what is learned from each record, at most ``length`` tokens, and whether it is held out.
 
@@ -96,7 +80,7 @@ def _examples(
         return _example(tokenizer, place, record, counts), is_heldout(text, settings.heldout_fraction)
 
     bad: tuple[Example | str, bool] = "bad", False
-    for example, heldout in usable(read_rows(paths), read, bad, skip_bad=settings.skip_bad):
+    for example, heldout in usable(read_rows(settings.paths), read, bad, skip_bad=settings.skip_bad):
         counts["read"] += 1
         if isinstance(example, str):
             counts[example] += 1
@@ -132,60 +116,56 @@ def _example(tokenizer: ChatTokenizer, place: str, record: Any, counts: Counter[
     return example
 
 
-class PackedRows(PackedTokens):
-    """Rows of examples, as packed tokens whose windows of ``length`` are the rows.
+class PackedRows:
+    """Rows of examples, which are the windows of a sampler.
 
     ``together`` packs as many examples into a row as fit, masked from each other; otherwise there is one per row. The
     token ``padding`` fills the rest of a row. It is never a target.
 
     >>> yes = np.array([False, True])
     >>> rows = PackedRows([Example(np.array([5, 6]), yes), Example(np.array([7, 8]), yes)], 4, padding=0)
-    >>> targets = rows[1:5].astype(np.int64)
-    >>> rows.mark(1, targets)
-    >>> rows[0:4].tolist(), targets.tolist()
-    ([5, 6, 7, 8], [6, -101, 8, -101])
+    >>> rows.inputs.tolist(), rows.targets.tolist()
+    ([[5, 6, 7, 8]], [[6, -101, 8, -101]])
     """
 
-    def __init__(
-        self,
-        examples: Sequence[Example],
-        length: int,
-        *,
-        padding: int,
-        together: bool = True,
-        dtype: np.dtype[Any] | None = None,
-    ) -> None:
+    def __init__(self, examples: Sequence[Example], length: int, *, padding: int, together: bool = True) -> None:
         sizes = [len(example.tokens) for example in examples]
         rows = pack_rows(sizes, length) if together else [[number] for number in range(len(sizes))]
-        tokens = np.full(len(rows) * length + 1, padding, dtype=dtype or np.dtype(np.uint32))
-        self._counted = np.zeros(len(tokens), dtype=np.bool_)
-        self._last = np.zeros(len(tokens), dtype=np.bool_)
+        self.inputs = np.full((len(rows), length), padding, dtype=np.int32)  # ``(rows, length)``
+        self.targets = np.full_like(self.inputs, NOT_COUNTED)  # the same; `ENDS` where the input ends its example
         for row, numbers in enumerate(rows):
-            place = row * length
+            begin = 0
             for number in numbers:
-                end = place + sizes[number]
-                tokens[place:end] = examples[number].tokens
-                self._counted[place + 1 : end] = examples[number].counted[1:]
-                self._last[end - 1] = True
-                place = end
-        super().__init__([tokens], documents=len(examples))
-        self.length = length
-        self.marks_ends = together
-        self.efficiency = sum(sizes) / (len(tokens) - 1)  # fraction of the tokens that are not padding
-        self.counted_tokens = int(self._counted.sum())  # tokens that the loss counts
+                example, end = examples[number], begin + sizes[number]
+                self.inputs[row, begin:end] = example.tokens
+                self.targets[row, begin : end - 1] = np.where(
+                    example.counted, self.inputs[row, begin:end], NOT_COUNTED
+                )[1:]
+                self.targets[row, end - 1] = ENDS
+                begin = end
+        self.documents, self.marks_ends = len(examples), together
+        self.efficiency = sum(sizes) / self.inputs.size  # fraction of the tokens that are not padding
+        self.counted_tokens = int((self.targets >= 0).sum())  # tokens that the loss counts
 
     @property
     def digest(self) -> str:
         """A hash of the tokens, of which of them count, and of the length of the rows."""
-        digest = xxhash.xxh3_64(f"{super().digest} {self.length} {self.marks_ends}".encode())
-        for marks in (self._counted, self._last):
-            digest.update(np.packbits(marks).data)
+        digest = xxhash.xxh3_64(f"{self.inputs.shape} {self.marks_ends}".encode())
+        digest.update(self.inputs.data)
+        digest.update(self.targets.data)
         return digest.hexdigest()
 
-    def mark(self, begin: int, targets: NDArray[np.int64]) -> None:
-        end = begin + len(targets)
-        targets[~self._counted[begin:end]] = NOT_COUNTED
-        targets[self._last[begin - 1 : end - 1]] = ENDS
+    def __len__(self) -> int:
+        return self.inputs.size
+
+    def num_windows(self, length: int) -> int:
+        """Return the number of rows, which have this length."""
+        assert length == self.inputs.shape[1]
+        return len(self.inputs)
+
+    def read(self, window: int, inputs: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        """Fill ``inputs`` and ``targets``, each ``(length,)``, with those of a row."""
+        inputs[:], targets[:] = self.inputs[window], self.targets[window]
 
 
 def pack_rows(sizes: Sequence[int], length: int) -> list[list[int]]:

@@ -1,9 +1,9 @@
-"""The corpus of a run: documents as packed tokens, tokenised before training or while it runs."""
+"""The corpus of a run: documents as packed tokens or conversations in rows, made before training or while it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Unpack
@@ -11,24 +11,18 @@ from typing import Unpack
 import numpy as np
 import xxhash
 
-from diloco.data.loader import Batches, Drawing, Sampler
-from diloco.data.packed import Mixture, PackedTokens
-from diloco.data.settings import DataSettings, SourceSettings
+from diloco.data.chat import PackedRows, all_rows, chat_rows
+from diloco.data.chat_tokenizer import ChatTokenizer
+from diloco.data.loader import Batches, DocumentStream, Drawing, Sampler
+from diloco.data.packed import PackedTokens
+from diloco.data.settings import DataSettings
 from diloco.data.source import Source, is_heldout
-from diloco.data.stream import BLOCK, DocumentStream
 from diloco.data.token_folder import SPLITS, TokenFolder, encode_splits, token_folders, training_texts
 from diloco.data.tokenizer import Tokenizer, make_tokenizer
 from diloco.errors import ConfigurationError, DataError
 from diloco.units import format_bytes
 
-__all__ = [
-    "Corpus",
-    "build_corpus",
-    "corpus_vocabulary_size",
-    "fingerprint_of",
-    "heldout_tokens",
-    "open_stream",
-]
+__all__ = ["Corpus", "build_corpus", "corpus_vocabulary_size", "heldout_data"]
 
 _AHEAD = 4
 _BPE_DOCUMENTS = 10_000  # while streaming, a BPE is trained on the first ones
@@ -37,129 +31,140 @@ _HELDOUT_DOCUMENTS = 256  # while streaming, the first ones that the hash holds 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Training and held-out documents as tokens, each followed by the end-of-document token, without padding."""
+    """What to train and to evaluate on, as tokens."""
 
-    train: PackedTokens  # uint16 if every id fits, else uint32; empty if documents are read during training
-    heldout: PackedTokens
+    train: PackedTokens | PackedRows  # empty if documents are read during training
+    heldout: PackedTokens | PackedRows
     tokenizer: Tokenizer
     fingerprint: str
     """Equal for equal tokens, split and vocabulary size. It tells data sets apart and is not a cryptographic hash."""
-    mapped: bool = False  # whether drawing batches reads files
-    about: str = ""  # what there is to train and to evaluate on, if it is not documents of text
+    about: str  # what there is to train and to evaluate on
+    ahead: int = 0  # batches that a thread prepares, because drawing them reads files
     stream: Callable[..., Batches] | None = None  # opens the batches of a replica that reads during training
 
     def batches(self, **drawing: Unpack[Drawing]) -> Batches:
-        """Return the batches of one replica, prepared ahead in a thread if they are read from files."""
-        drawing.setdefault("ahead", _AHEAD if self.mapped else 0)
+        """Return the batches of one replica."""
+        drawing.setdefault("ahead", self.ahead)
         return self.stream(**drawing) if self.stream else Sampler(self.train, **drawing)
 
-    def description(self) -> str:
-        """Return how much there is to train and to evaluate on, and the shares of the sources."""
-        train, heldout = self.train, f"{self.heldout.documents:,} documents, {format_bytes(self.heldout.num_bytes)}"
-        counts = f"{train.documents:,} documents, {format_bytes(train.num_bytes)}, {len(train):,} tokens"
-        shares = ", ".join(f"{name} {share:.1%}" for name, share in train.shares.items())
-        files = f"{f' ({shares})' if shares else ''}{', in files' if self.mapped and not self.stream else ''}"
-        return self.about or f"{'read while training' if self.stream else counts}{files}; held out: {heldout}"
 
+def build_corpus(settings: DataSettings, sequence_length: int = 1024) -> Corpus:
+    """Read, split and tokenise what ``settings`` name, all in memory.
 
-def build_corpus(settings: DataSettings) -> Corpus:
-    """Read, split and tokenise the text that ``settings`` name, all in memory. Folders of tokens are memory-mapped."""
-    sources, fraction = settings.parsed_sources(), settings.heldout_fraction
-    folders = {about.name: token_folders(about) for about in sources}
-    mapped = [folder for each in folders.values() for folder in each]
-    texts = [about for about in sources if not folders[about.name]]
-    if mapped:
-        _check_settings(settings, mapped, not texts)
-        tokenizer = mapped[0].tokenizer()
-    else:
-        tokenizer = make_tokenizer(settings, training_texts(map(Source, texts), fraction))
-    splits = {about.name: _splits(about, folders[about.name], fraction, tokenizer) for about in sources}
-    parts = {name: split["train"] for name, split in splits.items()}
-    train = Mixture(parts, {about.name: about.weight for about in sources}) if settings.sources else parts[""]
-    heldout = PackedTokens.joined([split["heldout"] for split in splits.values()])
-    return Corpus(train, heldout, tokenizer, fingerprint_of(tokenizer, train, heldout), mapped=bool(mapped))
-
-
-def open_stream(settings: DataSettings) -> Corpus:
-    """Open the sources that ``settings`` name, and read the held-out documents from their beginning."""
-    parsed, fraction = settings.parsed_sources(), settings.heldout_fraction
-    for about in parsed:
-        if token_folders(about):
+    Folders of tokens are memory-mapped. With ``data.streaming``, only the held-out documents are read here.
+    Conversations become rows of ``sequence_length`` tokens.
+    """
+    if settings.chat:
+        return _chat_corpus(settings, sequence_length)
+    folders = token_folders(settings)
+    if settings.streaming:
+        if folders:
             raise ConfigurationError(
-                f"{about.data[0]} holds tokens, which are mapped into memory and can't be streamed. Leave out "
+                f"{folders[0].path} holds tokens, which are mapped into memory and can't be streamed. Leave out "
                 "data.streaming."
             )
-    sources = [Source(about) for about in parsed]
-    tokenizer = make_tokenizer(settings, _first(sources, settings, _BPE_DOCUMENTS, heldout=False))
-    heldout, train = _first_heldout(sources, settings, tokenizer), PackedTokens([])
-    if settings.sources:
-        train.shares = {about.name: about.weight / sum(each.weight for each in parsed) for about in parsed}
-    named = [(each.settings.name, each.settings.weight, each.settings.text_field, len(each.parts)) for each in sources]
-    fingerprint = f"{named} {fraction} {BLOCK} {tokenizer.to_json()} {heldout.digest}"
-    digest = xxhash.xxh3_128_hexdigest(fingerprint.encode())
-    stream = partial(DocumentStream, sources, tokenizer, data=digest, heldout_fraction=fraction)
-    return Corpus(train, heldout, tokenizer, digest, mapped=True, stream=stream)
+        return _streamed_corpus(settings)
+    if folders:
+        _check_settings(settings, folders)
+        tokenizer = folders[0].tokenizer()
+    else:
+        tokenizer = make_tokenizer(settings, training_texts(Source(settings)))
+    train, heldout = _splits(settings, folders, tokenizer)
+    about = f"{_size(train)}, {len(train):,} tokens{', in files' if folders else ''}; held out: {_size(heldout)}"
+    digest = _fingerprint(tokenizer, train, heldout)
+    return Corpus(train, heldout, tokenizer, digest, about, ahead=_AHEAD if folders else 0)
+
+
+def _chat_corpus(settings: DataSettings, length: int) -> Corpus:
+    if settings.tokenizer == "bytes" or settings.bpe_vocab_size is not None:
+        raise ConfigurationError(
+            f"data.format='chat' needs the tokenizer of a model, not {settings.tokenizer!r}. Give a model folder as "
+            "--model or data.tokenizer."
+        )
+    tokenizer = ChatTokenizer(settings.tokenizer, settings.chat_template)
+    train, heldout, notes = chat_rows(settings, tokenizer, length)
+    size = (
+        f"{train.documents:,} conversations in {train.num_windows(length):,} rows of {length} tokens, "
+        f"{train.efficiency:.0%} full; {train.counted_tokens:,} tokens count"
+    )
+    about = "; ".join([size, *notes, f"held out: {heldout.documents:,} conversations"])
+    return Corpus(train, heldout, tokenizer, _fingerprint(tokenizer, train, heldout), about)
+
+
+def _streamed_corpus(settings: DataSettings) -> Corpus:
+    source, fraction = Source(settings), settings.heldout_fraction
+    tokenizer = make_tokenizer(settings, islice(_documents(source, heldout=False), _BPE_DOCUMENTS))
+    heldout, field = _first_heldout(source, tokenizer), settings.text_field
+    origin = f"{field} {len(source.parts)} {fraction} {tokenizer.to_json()} {heldout.digest}"
+    digest = xxhash.xxh3_128_hexdigest(origin.encode())
+    stream = partial(DocumentStream, source, tokenizer, data=digest, heldout_fraction=fraction)
+    about = f"read while training; held out: {_size(heldout)}"
+    return Corpus(PackedTokens([]), heldout, tokenizer, digest, about, ahead=_AHEAD, stream=stream)
 
 
 def corpus_vocabulary_size(settings: DataSettings) -> int:
     """Return the vocabulary size of the tokenizer that ``settings`` name, without reading any text."""
-    folders = [folder for source in settings.parsed_sources() for folder in token_folders(source)]
-    if folders:
+    if folders := token_folders(settings):
         return folders[0].vocab_size
     return settings.bpe_vocab_size or make_tokenizer(settings).vocab_size
 
 
-def heldout_tokens(settings: DataSettings, tokenizer: Tokenizer) -> PackedTokens:
-    """Return the held-out tokens of the corpus of ``settings``, encoded by the tokenizer that a run saved."""
-    parsed = settings.parsed_sources()
+def heldout_data(
+    settings: DataSettings, tokenizer: Tokenizer, sequence_length: int, paths: Sequence[str] = ()
+) -> PackedTokens | PackedRows:
+    """Return what the corpus of ``settings`` holds out, or all that is at other ``paths``.
+
+    ``tokenizer`` is the one that a run saved; a `ChatTokenizer` for conversations.
+    """
+    if isinstance(tokenizer, ChatTokenizer):
+        if paths:
+            return all_rows(replace(settings, paths=tuple(paths)), tokenizer, sequence_length)
+        return chat_rows(settings, tokenizer, sequence_length)[1]
+    if paths:
+        return tokenizer.pack(list(Source(replace(settings, paths=tuple(paths), streaming=False)).documents()))
     if settings.streaming:
-        return _first_heldout([Source(about) for about in parsed], settings, tokenizer)
-    fraction = settings.heldout_fraction
-    return PackedTokens.joined([_splits(each, token_folders(each), fraction, tokenizer)["heldout"] for each in parsed])
+        return _first_heldout(Source(settings), tokenizer)
+    return _splits(settings, token_folders(settings), tokenizer)[1]
 
 
-def fingerprint_of(tokenizer: Tokenizer, train: PackedTokens, heldout: PackedTokens) -> str:
-    """Return the fingerprint of a corpus: equal for equal tokens, split and vocabulary size."""
+def _fingerprint(tokenizer: Tokenizer, train: PackedTokens | PackedRows, heldout: PackedTokens | PackedRows) -> str:
     return xxhash.xxh3_128_hexdigest(f"{tokenizer.vocab_size} {train.digest} {heldout.digest}".encode())
 
 
-def _splits(
-    about: SourceSettings, folders: Sequence[TokenFolder], heldout_fraction: float, tokenizer: Tokenizer
-) -> dict[str, PackedTokens]:
-    """Return the tokens of both splits of a source: of its folders, or of its text if it has none."""
+def _size(tokens: PackedTokens) -> str:
+    return f"{tokens.documents:,} documents, {format_bytes(tokens.num_bytes)}"
+
+
+def _splits(settings: DataSettings, folders: Sequence[TokenFolder], tokenizer: Tokenizer) -> list[PackedTokens]:
+    """Return the tokens to train on and the held-out ones: of folders, or of the text if there are none."""
     if folders:
-        return {name: PackedTokens.joined([folder.splits[name] for folder in folders]) for name in SPLITS}
-    sides = zip(*encode_splits(Source(about), heldout_fraction, tokenizer), strict=True)
-    return {
-        name: PackedTokens(
+        return [PackedTokens.joined([folder.splits[name] for folder in folders]) for name in SPLITS]
+    return [
+        PackedTokens(
             [np.concatenate([part[:] for part in parts])],
             vocab_size=tokenizer.vocab_size,
             documents=sum(part.documents for part in parts),
             num_bytes=sum(part.num_bytes for part in parts),
         )
-        for name, parts in zip(SPLITS, sides, strict=True)
-    }
+        for parts in zip(*encode_splits(Source(settings), tokenizer), strict=True)
+    ]
 
 
-def _first(sources: Sequence[Source], settings: DataSettings, count: int, *, heldout: bool) -> Iterator[str]:
-    """Yield the first documents that are held out or not, as many from each source."""
-    for source in sources:
-        texts = (text for text in source.documents() if is_heldout(text, settings.heldout_fraction) is heldout)
-        yield from islice(texts, -(-count // len(sources)))
+def _documents(source: Source, *, heldout: bool) -> Iterator[str]:
+    fraction = source.settings.heldout_fraction
+    return (text for text in source.documents() if is_heldout(text, fraction) is heldout)
 
 
-def _first_heldout(sources: Sequence[Source], settings: DataSettings, tokenizer: Tokenizer) -> PackedTokens:
-    """Return the first held-out documents as tokens; raise `DataError` if there are none."""
-    texts = list(_first(sources, settings, _HELDOUT_DOCUMENTS, heldout=True))
-    if not texts:
+def _first_heldout(source: Source, tokenizer: Tokenizer) -> PackedTokens:
+    if not (texts := list(islice(_documents(source, heldout=True), _HELDOUT_DOCUMENTS))):
         raise DataError(
-            f"data.heldout_fraction={settings.heldout_fraction:g} holds out none of the documents. Use a larger "
+            f"data.heldout_fraction={source.settings.heldout_fraction:g} holds out none of the documents. Use a larger "
             "fraction, or more documents."
         )
     return tokenizer.pack(texts)
 
 
-def _check_settings(settings: DataSettings, folders: Sequence[TokenFolder], all_mapped: bool) -> None:
+def _check_settings(settings: DataSettings, folders: Sequence[TokenFolder]) -> None:
     """Raise `ConfigurationError` if token folders differ in their tokenizer, or the settings ask for another one."""
     first, tokenizer, asked = folders[0], folders[0].tokenizer().to_json(), settings.heldout_fraction
     for folder in folders:
@@ -169,7 +174,7 @@ def _check_settings(settings: DataSettings, folders: Sequence[TokenFolder], all_
                 f"such as --tokenizer {first.path}."
             )
         fraction = folder.made.get("heldout_fraction", asked)
-        if all_mapped and asked not in (fraction, DataSettings().heldout_fraction):
+        if asked not in (fraction, DataSettings.heldout_fraction):
             raise ConfigurationError(
                 f"{folder.path} was made with a heldout_fraction of {fraction:g}, so data.heldout_fraction={asked:g} "
                 "has no effect. Pass it to `diloco tokenize`, or leave it out."

@@ -1,11 +1,15 @@
-"""Draw batches from tokens: each replica draws its own, in an order whose position is saved as a few numbers."""
+"""Batches of tokens: each replica draws its own, in an order whose position is saved as a few numbers.
+
+A `Sampler` draws from tokens in memory or files, a `DocumentStream` from documents that it reads during training.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import islice
 from typing import Any, NotRequired, TypeAlias, TypedDict, Unpack
 
 import msgspec
@@ -14,17 +18,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from diloco.data.order import Assignment, as_message, read_message
-from diloco.data.packed import PackedTokens, TokenArray, num_windows
+from diloco.data.chat import PackedRows
+from diloco.data.order import Assignment, as_message, read_message, windows_at
+from diloco.data.packed import PackedTokens, TokenArray
+from diloco.data.source import Source, is_heldout
+from diloco.data.tokenizer import Tokenizer
 from diloco.errors import CheckpointError, ConfigurationError, DataError
 
-__all__ = ["Batch", "Batches", "Cursor", "Drawing", "Sampler", "State", "heldout_batches"]
+__all__ = ["Batches", "Cursor", "DocumentStream", "Drawing", "Sampler", "heldout_batches"]
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 """Inputs and targets, each ``(batch_size, sequence_length)`` int64 on the CPU; negative targets are not counted."""
 
 Cursor: TypeAlias = Mapping[str, Any]  # the JSON value that `Batches.state_dict` returns
-State: TypeAlias = tuple[Cursor, Mapping[str, float]]  # a cursor, and the epochs there
+State: TypeAlias = tuple[Cursor, float]  # a cursor, and the epochs there
 
 
 class Drawing(TypedDict):
@@ -61,8 +68,8 @@ class Batches(ABC):
         self._after: State  # after the last batch that was returned
 
     @property
-    def epochs(self) -> Mapping[str, float]:
-        """Source -> how often all replicas together have drawn all of it so far; one source alone is called ``""``."""
+    def epochs(self) -> float:
+        """How often all replicas together have drawn all of the data so far."""
         return (self._after if self._prepared else self._state())[1]
 
     @property
@@ -109,10 +116,9 @@ class Batches(ABC):
         self._restore(state)
 
     @abstractmethod
-    def resume_from(self, cursor_of: Callable[[int], Cursor], before: int) -> None:
-        """Continue where ``before`` replicas stopped; what they drew is not drawn again in this epoch.
-
-        ``cursor_of`` returns the cursor of a replica; all have drawn the same number of batches.
+    def resume_from(self, state: Cursor, before: int) -> None:
+        """Continue where ``before`` replicas stopped, from the cursor of one of them; what they drew is not drawn again
+        in this epoch.
         """
 
     def close(self) -> None:
@@ -157,20 +163,17 @@ class Batches(ABC):
         """Continue from a cursor of these batches."""
 
 
-def _gather(tokens: PackedTokens, begins: NDArray[np.int64], sequence_length: int) -> Batch:
-    """Return inputs and targets of the windows that begin at these tokens, copied row by row, the fastest way."""
-    inputs = np.empty((len(begins), sequence_length), dtype=np.int64)
+def _gather(tokens: PackedTokens | PackedRows, windows: NDArray[np.int64], sequence_length: int) -> Batch:
+    """Return inputs and targets of these windows."""
+    inputs = np.empty((len(windows), sequence_length), dtype=np.int64)
     targets = np.empty_like(inputs)
-    for row, begin in enumerate(begins.tolist()):
-        window = tokens[begin : begin + sequence_length + 1]
-        inputs[row] = window[:-1]
-        targets[row] = window[1:]
-        tokens.mark(begin + 1, targets[row])
+    for row, window in enumerate(windows.tolist()):
+        tokens.read(window, inputs[row], targets[row])
     return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
 def heldout_batches(
-    tokens: PackedTokens | TokenArray, sequence_length: int, batch_size: int, max_sequences: int
+    tokens: PackedTokens | PackedRows | TokenArray, sequence_length: int, batch_size: int, max_sequences: int
 ) -> Iterator[Batch]:
     """Return an iterator of batches for evaluation: always the same windows, spread evenly over ``tokens``, in order.
 
@@ -181,16 +184,16 @@ def heldout_batches(
     [[0, 6], [12]]
     """
     packed = PackedTokens([tokens]) if isinstance(tokens, np.ndarray) else tokens
-    windows = num_windows(packed, sequence_length)
+    windows = packed.num_windows(sequence_length)
     if windows < 1:
         raise DataError(
             f"There are only {len(tokens)} held-out tokens, but one sequence of {sequence_length} needs "
             f"{sequence_length + 1}. Use more text, a larger data.heldout_fraction, or shorter sequences."
         )
     count = min(max_sequences or windows, windows)
-    begins = np.arange(count) * windows // count * sequence_length
+    chosen = np.arange(count) * windows // count
     return (
-        _gather(packed, begins[first : first + batch_size], sequence_length) for first in range(0, count, batch_size)
+        _gather(packed, chosen[first : first + batch_size], sequence_length) for first in range(0, count, batch_size)
     )
 
 
@@ -214,11 +217,17 @@ class Sampler(Batches):
 
     moves = ("drawn", "assignments")
 
-    def __init__(self, tokens: PackedTokens | TokenArray, **drawing: Unpack[Drawing]) -> None:
+    def __init__(self, tokens: PackedTokens | PackedRows | TokenArray, **drawing: Unpack[Drawing]) -> None:
         self._tokens = PackedTokens([tokens]) if isinstance(tokens, np.ndarray) else tokens
         super().__init__({"data": self._tokens.digest, "tokens": len(self._tokens)}, drawing)
-        members = range(self._num_replicas or 0)
-        self._tokens.check(self._length, self._batch_size, len(members) or 1)
+        members, length = range(self._num_replicas or 0), self._length
+        self._num_windows, needed = self._tokens.num_windows(length), self._batch_size * max(1, len(members))
+        if self._num_windows < needed:
+            raise DataError(
+                f"{len(self._tokens)} training tokens make {self._num_windows} sequences of {length}, but one batch of "
+                f"{self._batch_size} for each replica needs {needed}, that is {needed * length + 1} tokens. Use more "
+                "text, fewer replicas, smaller batches or shorter sequences."
+            )
         self._drawn = 0
         # in the order of their first steps; the first is in force
         self._assignments = [Assignment(0, tuple(members), 0)] if members else []
@@ -259,8 +268,8 @@ class Sampler(Batches):
         self._assignments = [] if self._num_replicas is None else self._assignments
         self._drawn = step
 
-    def resume_from(self, cursor_of: Callable[[int], Cursor], before: int) -> None:
-        self._check(state := cursor_of(0), before)
+    def resume_from(self, state: Cursor, before: int) -> None:
+        self._check(state, before)
         self._settle()
         self._restore(state)
         last = self._assignments[-1]
@@ -271,8 +280,8 @@ class Sampler(Batches):
         if assignment is None:
             raise ConfigurationError(f"Replica {self._replica} has no assignment for step {self._drawn}.")
         positions = assignment.positions(self._replica, self._drawn, self._batch_size)
-        begins = self._tokens.begins_at(positions, self._length, self._batch_size, self._seed)
-        batch = _gather(self._tokens, begins, self._length)
+        windows = windows_at(positions, self._num_windows, self._batch_size, self._seed)
+        batch = _gather(self._tokens, windows, self._length)
         self._advance()
         return batch
 
@@ -280,9 +289,9 @@ class Sampler(Batches):
         """Return cursor and epochs. Replicas at the same step have equal cursors."""
         cursor = {**self._origin, "drawn": self._drawn, "assignments": as_message(self._assignments)}
         if self._assigned is None:
-            return cursor, {}
+            return cursor, 0.0
         position = int(self._assigned.positions(self._replica, self._drawn, self._batch_size)[0])
-        return cursor, self._tokens.epochs_at(position, self._length, self._batch_size)
+        return cursor, position / (self._num_windows // self._batch_size * self._batch_size)
 
     def _restore(self, state: Cursor) -> None:
         self._drawn, self._assignments = state["drawn"], read_message(state["assignments"], list[Assignment])
@@ -298,3 +307,105 @@ class Sampler(Batches):
         self._drawn += steps
         while len(self._assignments) > 1 and self._assignments[1].from_step <= self._drawn:
             del self._assignments[0]
+
+
+_BLOCK = 64  # documents that are tokenised at a time
+
+
+class _Place(msgspec.Struct, kw_only=True):
+    """Where a replica is in its documents; part of its cursor."""
+
+    rows: Any = None  # the state of the data set before the block of documents to draw from; None: at the beginning
+    offset: int = 0  # the tokens of the block that have been drawn
+    last: int  # the token before the next one to draw
+    epoch: int = 0
+
+
+class DocumentStream(Batches):
+    """The `Batches` of one replica that reads, tokenises and packs its documents meanwhile, in the order of the source.
+
+    ``datasets.distributed.split_dataset_by_node`` divides them among the replicas, whose number can't change. Documents
+    are packed end to end, each followed by the end-of-document token, so every token is a target once.
+    """
+
+    moves = ("drawn", "place")
+
+    def __init__(
+        self, source: Source, tokenizer: Tokenizer, *, data: str, heldout_fraction: float, **drawing: Unpack[Drawing]
+    ) -> None:
+        super().__init__({"stream": data}, drawing)
+        self._source, self._tokenizer, self._heldout_fraction = source, tokenizer, heldout_fraction
+        self._stream, self._drawn = source.stream(), 0
+        self._go_on(_Place(last=tokenizer.eos_id))
+
+    def skip_batch(self) -> None:
+        """Draw a batch and discard it."""
+        self.next_batch()
+
+    def resume_from(self, state: Cursor, before: int) -> None:
+        raise CheckpointError(
+            f"{before} replicas streamed their data, so {self._num_replicas} can't continue: only each replica itself "
+            f"knows what it has read. Use --replicas {before}, or tokens made by `diloco tokenize`."
+        )
+
+    def close(self) -> None:
+        super().close()
+        del self._texts  # iterators of `datasets` that end with the interpreter print errors
+
+    def _go_on(self, place: _Place) -> None:
+        """Open the documents at a place."""
+        from datasets.distributed import split_dataset_by_node
+
+        self._place, self._next_rows, self._is_empty = place, place.rows, not (place.rows or place.offset)
+        self._rows = split_dataset_by_node(self._stream, rank=self._replica, world_size=self._num_replicas or 1)
+        if place.rows is not None:
+            self._rows.load_state_dict(place.rows)
+        self._texts = self._source.texts(("a record of the stream", row) for row in self._rows)
+        self._tokens = self._next_block() if place.offset else np.zeros(0, np.int64)
+
+    def _next_block(self) -> NDArray[Any]:
+        """Return the tokens of the next block of documents to train on; none at the end of an epoch."""
+        before, texts = self._next_rows, list(islice(self._texts, _BLOCK))
+        if not texts and self._is_empty:
+            raise DataError(
+                "There are no documents to train on: all are empty, held out, or those of other replicas. Give more "
+                "text or a smaller data.heldout_fraction."
+            )
+        if not texts:
+            self._go_on(_Place(last=self._place.last, epoch=self._place.epoch + 1))
+            return self._tokens
+        self._place.rows, self._next_rows = before, self._rows.state_dict()
+        train = [text for text in texts if text and not is_heldout(text, self._heldout_fraction)]
+        self._is_empty = self._is_empty and not train
+        return self._tokenizer.encode_documents(train)
+
+    def _state(self) -> State:
+        place = msgspec.structs.asdict(self._place)
+        return {**self._origin, "drawn": self._drawn, "place": place}, float(self._place.epoch)
+
+    def _restore(self, state: Cursor) -> None:
+        self._drawn = state["drawn"]
+        self._go_on(read_message(state["place"], _Place))
+
+    def _draw(self) -> Batch:
+        before, _ = self._state()
+        try:
+            rows = torch.tensor([self._row() for _ in range(self._batch_size)], dtype=torch.int64)
+        except BaseException:
+            self._restore(before)
+            raise
+        self._drawn += 1
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    def _row(self) -> list[int]:
+        """Return the token before the next ones to draw, and those."""
+        row = [self._place.last]
+        while len(row) <= self._length:
+            if self._place.offset == len(self._tokens):
+                self._tokens, self._place.offset = self._next_block(), 0
+            offset = self._place.offset
+            end = min(offset + self._length + 1 - len(row), len(self._tokens))
+            row += self._tokens[offset:end].tolist()
+            self._place.offset = end
+        self._place.last = row[-1]
+        return row

@@ -153,9 +153,7 @@ def permute(positions: NDArray[np.int64], size: int, key: str) -> NDArray[np.int
     return images.astype(np.int64)
 
 
-def windows_at(
-    positions: NDArray[np.int64], num_windows: int, batch_size: int, seed: int, *, source: str | None = None
-) -> NDArray[np.int64]:
+def windows_at(positions: NDArray[np.int64], num_windows: int, batch_size: int, seed: int) -> NDArray[np.int64]:
     """Return the windows of the tokens at some positions of the stream.
 
     An epoch has as many positions as there are windows in whole batches, so a batch of positions that begins at a
@@ -166,17 +164,16 @@ def windows_at(
         positions: (n,) int64, at least 0.
         num_windows: windows of the tokens (W), at least ``batch_size``.
         batch_size: sequences per batch of a replica (B).
-        seed: of the run; with the number of the epoch and ``source``, one of several, it is the key of the shuffle.
+        seed: of the run; with the number of the epoch, it is the key of the shuffle.
 
     >>> windows_at(np.arange(10), num_windows=7, batch_size=2, seed=0).tolist()
     [5, 3, 6, 4, 0, 2, 1, 4, 3, 6]
     """
     epochs, places = np.divmod(positions, num_windows // batch_size * batch_size)
     windows = np.empty_like(positions)
-    key = f"seed {seed}" if source is None else f"seed {seed}, source {source}"
     for epoch in np.unique(epochs).tolist():  # after a change of the members, a batch may contain positions of two
         of_epoch = epochs == epoch
-        windows[of_epoch] = permute(places[of_epoch], num_windows, f"{key}, epoch {epoch}")
+        windows[of_epoch] = permute(places[of_epoch], num_windows, f"seed {seed}, epoch {epoch}")
     return windows
 
 

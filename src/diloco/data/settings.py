@@ -1,40 +1,20 @@
-"""The data settings, and the sources of documents that they name. This module imports nothing heavy."""
+"""The data settings. This module imports nothing heavy."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import msgspec
 from tyro.conf import arg
 
 from diloco.errors import ConfigurationError, nearest
 from diloco.private_files import check_url
 
-__all__ = ["HUB_PREFIX", "DataSettings", "SourceSettings"]
+__all__ = ["HUB_PREFIX", "DataSettings"]
 
 HUB_PREFIX = "hf:"  # marks a data set of the ``datasets`` library, or a tokenizer of the Hugging Face hub
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceSettings:
-    """One source of documents: what to read, and its share of the tokens."""
-
-    name: str = ""  # the name in reports; "" if there is only one source
-    # files, folders, URLs and ``hf:`` names, read in this order; if empty, the standard library
-    data: tuple[str, ...] = ()
-    # its fraction of the tokens drawn is this divided by the sum of all weights
-    weight: Annotated[float, msgspec.Meta(gt=0, lt=1e300)] = 1.0
-    text_field: str = "text"  # the field of records that holds the text
-    streaming: bool = False  # read an ``hf:`` data set record by record, without a copy on disk
-    skip_bad: bool = False  # leave out rows that can't be used
-
-    def __post_init__(self) -> None:
-        for place in self.data:
-            check_url(place)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +24,8 @@ class DataSettings:
     paths: Annotated[tuple[str, ...], arg(aliases=["--data"], metavar="PATH...")] = ()
     """Text, .jsonl, .json or .parquet files, also compressed, their folders, patterns or URLs (s3://, ...), folders
     made by `diloco tokenize`, or hf:NAME[/CONFIG][:SPLIT]. Default: Python's standard library."""
-    sources: Mapping[str, Any] = field(default_factory=dict)
-    """Several weighted sources, instead of paths: one table NAME = { data = "...", weight = 1.0 } for each source."""
+    text_field: str = "text"
+    """Field of records that holds the text."""
     format: Annotated[str, arg(metavar="{text,chat,FILE.jinja}")] = "text"
     """text: plain documents. chat: conversations, in which the loss counts only the answers, from .jsonl, .json or
     .parquet records with the field messages, the fields prompt and completion, or the field text. A Jinja file: the
@@ -97,32 +77,18 @@ class DataSettings:
                 f"data.packing={self.packing!r} can't be used with data.format={self.format!r}. "
                 f"Use {' or '.join(works)}."
             )
-        if self.chat and (self.sources or self.streaming):
-            name = "sources" if self.sources else "streaming"
+        if self.chat and self.streaming:
             raise ConfigurationError(
-                f"data.{name} can't be combined with data.format='chat', which reads all conversations of data.paths "
-                "before training. Leave it out."
+                "data.streaming can't be combined with data.format='chat', which reads all conversations before "
+                "training. Leave it out."
             )
         if self.chat and (not self.paths or any(path.startswith(HUB_PREFIX) for path in self.paths)):
             raise ConfigurationError(
                 "data.format='chat' needs conversations in .jsonl, .json or .parquet files: --data FILE.jsonl. Save "
                 "a data set of the datasets library with Dataset.to_parquet."
             )
-        self.parsed_sources()
-
-    def parsed_sources(self) -> tuple[SourceSettings, ...]:
-        """Return the sources that ``paths`` or ``sources`` name, validated.
-
-        >>> tables = {"web": {"data": "web/", "weight": 2}, "code": {"data": ["a/", "b/"]}}
-        >>> [(each.name, each.data, each.weight) for each in DataSettings(sources=tables).parsed_sources()]
-        [('web', ('web/',), 2.0), ('code', ('a/', 'b/'), 1.0)]
-        """
-        common = SourceSettings(streaming=self.streaming, skip_bad=self.skip_bad)
-        if not self.sources:
-            return (replace(common, data=self.paths),)
-        if self.paths:
-            raise ConfigurationError("data.paths and data.sources were both given. List all data in one of them.")
-        return tuple(_parse_source(name, table, common) for name, table in self.sources.items())
+        for place in self.paths:
+            check_url(place)
 
     def absolute(self) -> DataSettings:
         """Return these settings with absolute paths, so that they mean the same in another working directory."""
@@ -130,37 +96,9 @@ class DataSettings:
         return replace(
             self,
             paths=tuple(map(_absolute, self.paths)),
-            sources={
-                source.name: {**self.sources[source.name], "data": tuple(map(_absolute, source.data))}
-                for source in (self.parsed_sources() if self.sources else ())
-            },
             tokenizer=self.tokenizer if named else _absolute(self.tokenizer),
             format=self.format if self.chat_template is None else _absolute(self.format),
         )
-
-
-_INSTEAD = {
-    **dict.fromkeys(("config", "split"), "hf:NAME/CONFIG:SPLIT names it"),
-    "data_files": 'data = "dumps/*.json" names files',
-    "document_separator": "write a .jsonl with one document per line",
-}
-"""Keys that a source does not have, and what replaces them."""
-
-
-def _parse_source(name: str, table: Any, common: SourceSettings) -> SourceSettings:
-    where = f"data.sources.{name}"
-    if not isinstance(table, Mapping) or not table.get("data"):
-        raise ConfigurationError(
-            f'{where} must be a table such as {{ data = "folder/", weight = 0.5 }}, got {table!r}.'
-        )
-    known = {each.name for each in fields(SourceSettings)} - {"name"}
-    for key in table.keys() - known:
-        raise ConfigurationError(f"{where} has an unknown key {key!r}; {_INSTEAD.get(key) or nearest(key, known)}")
-    data = [table["data"]] if isinstance(table["data"], str) else table["data"]
-    try:
-        return msgspec.convert(asdict(common) | dict(table) | {"name": name, "data": data}, SourceSettings)
-    except msgspec.ValidationError as error:
-        raise ConfigurationError(f"{where} can't be used: {error}.") from error
 
 
 def _absolute(place: str) -> str:

@@ -1,30 +1,25 @@
-"""A source of documents: files and data sets of the ``datasets`` library, one after the other, from any place on."""
+"""A source of documents: files and data sets of the ``datasets`` library, one after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 import xxhash
 
 from diloco.data.files import File, Row, RowError, StandardLibrary, as_data_error, checked_text, files_of, usable
-from diloco.data.settings import HUB_PREFIX, SourceSettings
+from diloco.data.settings import HUB_PREFIX, DataSettings
 from diloco.errors import ConfigurationError, DataError, NoDataError, from_extra, nearest
 from diloco.waiting import fetching
 
-__all__ = ["BEGINNING", "DataSet", "Place", "Source", "is_heldout", "split_documents"]
-
-Place: TypeAlias = Mapping[str, Any]  # a part of a source, the next row of it, and the state of its data set
-BEGINNING: Place = MappingProxyType({"part": 0, "row": 0, "state": None})
+__all__ = ["Source", "is_heldout", "split_documents"]
 
 
 class Source:
-    """The records of a source: its files and data sets one after the other, in the same order at every reading.
+    """The records of ``data.paths``: files and data sets one after the other, in the same order at every reading.
 
     What there is to read is listed here, but nothing is read yet. A record without text is an empty string and no
     document.
@@ -34,69 +29,68 @@ class Source:
         ConfigurationError: a package is not installed.
     """
 
-    def __init__(self, settings: SourceSettings) -> None:
+    def __init__(self, settings: DataSettings) -> None:
         self.settings = settings
-        self.parts: list[File | StandardLibrary | DataSet] = [] if settings.data else [StandardLibrary()]
-        for place in settings.data:
+        self.parts: list[File | StandardLibrary | DataSet] = [] if settings.paths else [StandardLibrary()]
+        for place in settings.paths:
             self.parts += [_data_set(place, settings)] if place.startswith(HUB_PREFIX) else files_of(place)
+        sets = sum(isinstance(part, DataSet) for part in self.parts)
+        if settings.streaming and sets and len(self.parts) > 1:
+            raise ConfigurationError(
+                f"data.streaming reads files or one data set, got {', '.join(settings.paths)}. Give one of them, or "
+                "make a folder of tokens of each (diloco tokenize)."
+            )
 
     def documents(self) -> Iterator[str]:
         """Yield every document; raise `DataError` if one can't be read, or if there is none."""
         empty = True
-        for block, _ in self.blocks(100):
-            if not block:
-                break
-            empty = empty and not any(block)
-            yield from filter(None, block)
+        for text in filter(None, self.texts(row for part in self.parts for row in part.rows())):
+            empty = False
+            yield text
         if empty:
-            raise NoDataError(f"{', '.join(self.settings.data) or 'the standard library'} holds no text.")
+            raise NoDataError(f"{', '.join(self.settings.paths) or 'the standard library'} holds no text.")
 
-    def blocks(self, size: int, place: Place = BEGINNING) -> Iterator[tuple[list[str], Place]]:
-        """Yield the next records from a place on, fewer at the end of a part, and the place after them.
+    def texts(self, rows: Iterable[Row]) -> Iterator[str]:
+        """Yield the text of each row, "" for one without text and for one that is left out."""
+        return usable(rows, self._text, "", skip_bad=self.settings.skip_bad)
 
-        None at the end, after which they begin again. A place is JSON; it can be continued from in blocks of one size.
-        """
-        use, skip_bad = _text_of(self.settings.text_field), self.settings.skip_bad
-        while True:
-            while place["part"] < len(self.parts):
-                rows, state = self._opened(place, size)
-                texts = usable(rows, use, "", skip_bad=skip_bad)
-                while block := list(islice(texts, size)):
-                    place = {**place, "row": place["row"] + len(block), "state": state()}
-                    yield block, place
-                place = {**BEGINNING, "part": place["part"] + 1}
-            place = BEGINNING
-            yield [], place
+    def stream(self) -> Any:
+        """Return a ``datasets.IterableDataset`` of the records, which can be split and continued from a state."""
+        with from_extra("hf", "Streaming needs datasets"):
+            from datasets import IterableDataset
+        first = self.parts[0]
+        if isinstance(first, DataSet):
+            return first.all_rows
+        return IterableDataset.from_generator(_records, gen_kwargs={"source": self, "parts": self.parts})
 
-    def _opened(self, place: Place, size: int) -> tuple[Iterator[Row], Callable[[], Any]]:
-        """Return the rows of a part from a place on, and what returns the state of its data set."""
-        part = self.parts[place["part"]]
-        if not isinstance(part, DataSet):
-            return islice(part.rows(), place["row"], None), lambda: None
-        rows = part.rows.shard(num_shards=1, index=0)  # the whole, with a state of its own
-        if place["state"] is not None:
-            rows.load_state_dict(place["state"])
-        return part.records(rows, place["row"], size), rows.state_dict
+    def _text(self, place: str, content: Any) -> str:
+        field = self.settings.text_field
+        if isinstance(content, str):
+            return content
+        if field not in content:
+            raise RowError(f"{place} has no field {field!r} (data.text_field); {nearest(field, content)}")
+        return checked_text(content[field], place, field)
+
+
+def _records(source: Source, parts: Sequence[File | StandardLibrary]) -> Iterator[dict[str, str]]:
+    for text in source.texts(row for part in parts for row in part.rows()):
+        yield {source.settings.text_field: text}
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """A ``datasets.IterableDataset``."""
+    """A data set of the ``datasets`` library."""
 
     name: str
-    rows: Any
+    all_rows: Any  # a ``Dataset``, or with ``data.streaming`` an ``IterableDataset``
 
-    def records(self, rows: Any, first: int, size: int) -> Iterator[Row]:
-        """Yield the records of ``rows``, from number ``first`` on. Its state is exact after each ``size``."""
+    def rows(self) -> Iterator[Row]:
+        """Yield every record."""
         with _reading(self.name):
-            batches = rows.iter(size)
-            for batch in batches:
-                for number, values in enumerate(zip(*batch.values(), strict=True), start=first):
-                    yield f"{self.name}, row {number}", dict(zip(batch, values, strict=True))
-                    first += 1
+            yield from ((f"{self.name}, row {number}", row) for number, row in enumerate(self.all_rows))
 
 
-def _data_set(place: str, settings: SourceSettings) -> DataSet:
+def _data_set(place: str, settings: DataSettings) -> DataSet:
     """Open the text of ``hf:NAME[/CONFIG][:SPLIT]``, of the hub or a local folder; nothing is read yet."""
     path, _, split = place.removeprefix(HUB_PREFIX).partition(":")
     folder, config = Path(path).expanduser(), None
@@ -125,27 +119,15 @@ def _data_set(place: str, settings: SourceSettings) -> DataSet:
         known, column = rows.column_names, settings.text_field
         if known is not None:  # unknown for some streams
             if column not in known:
-                raise DataError(f"{place} has no field {column!r} (data.sources); {nearest(column, known)}")
+                raise DataError(f"{place} has no field {column!r} (data.text_field); {nearest(column, known)}")
             rows = rows.select_columns([column])
-        return DataSet(place, rows.to_iterable_dataset() if isinstance(rows, datasets.Dataset) else rows)
+        streams = settings.streaming and isinstance(rows, datasets.Dataset)
+        return DataSet(place, rows.to_iterable_dataset() if streams else rows)
 
 
 def _reading(place: str) -> Any:
     advice = "Check the name, config (hf:NAME/CONFIG) and split (:SPLIT), and the connection to the hub"
     return as_data_error(place, f"{advice} (HF_HUB_OFFLINE=1 disables it).")
-
-
-def _text_of(field: str) -> Callable[[str, Any], str]:
-    """Return the function of `usable` that returns the text of a document, or of a record with this field."""
-
-    def text(place: str, content: Any) -> str:
-        if isinstance(content, str):
-            return content
-        if field not in content:
-            raise RowError(f"{place} has no field {field!r} (data.sources); {nearest(field, content)}")
-        return checked_text(content[field], place, field)
-
-    return text
 
 
 def split_documents(texts: Iterable[str], heldout_fraction: float) -> Iterator[tuple[str, bool]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -18,11 +18,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from diloco.checkpoint import new_folder
 from diloco.data.packed import PackedTokens
-from diloco.data.settings import DataSettings, SourceSettings
+from diloco.data.settings import DataSettings
 from diloco.data.source import Source, split_documents
 from diloco.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
 from diloco.errors import ConfigurationError, DataError
@@ -70,24 +69,22 @@ class TokenFolder:
         return tokenizer
 
     def _split(self, name: str, about: Mapping[str, Any]) -> PackedTokens:
-        pieces: list[NDArray[Any]] = []
-        for number, tokens in enumerate(map(int, about["shards"])):
-            file, size = self.path / f"{name}-{number:05d}.tokens", tokens * self._dtype.itemsize
-            if file.stat().st_size != size:
-                raise ValueError(f"{file.name} has {file.stat().st_size:,} bytes, but should have {size:,}")
-            pieces.append(np.memmap(file, dtype=self._dtype, mode="r"))
+        file, size = self.path / f"{name}-00000.tokens", int(about["tokens"]) * self._dtype.itemsize
+        if file.stat().st_size != size:
+            raise ValueError(f"{file.name} has {file.stat().st_size:,} bytes, but should have {size:,}")
         counts = {"documents": int(about["documents"]), "num_bytes": int(about["bytes"])}
-        return PackedTokens(pieces, str(about["digest"]), vocab_size=self.vocab_size, **counts)
+        tokens = np.memmap(file, dtype=self._dtype, mode="r")
+        return PackedTokens([tokens], str(about["digest"]), vocab_size=self.vocab_size, **counts)
 
 
-def token_folders(source: SourceSettings) -> list[TokenFolder]:
-    """Open the token folders of a source; return none if the source is text."""
-    folders = [place for place in source.data if _is_token_folder(Path(place))]
-    if folders and len(folders) < len(source.data):
-        other = next(place for place in source.data if place not in folders)
+def token_folders(settings: DataSettings) -> list[TokenFolder]:
+    """Open the token folders of ``data.paths``; return none if these are text."""
+    folders = [place for place in settings.paths if _is_token_folder(Path(place))]
+    if folders and len(folders) < len(settings.paths):
+        other = next(place for place in settings.paths if place not in folders)
         raise ConfigurationError(
-            f"{folders[0]} contains tokens and {other} contains text, but one source can't mix the two. Run `diloco "
-            "tokenize` on the text, or give the text its own table in data.sources."
+            f"{folders[0]} contains tokens and {other} contains text, which can't be mixed. Run `diloco tokenize` "
+            "on the text with the same tokenizer."
         )
     return [TokenFolder(Path(place)) for place in folders]
 
@@ -114,22 +111,15 @@ def tokenize(
         place: the folder to make; it must not exist, or be empty. If an error is raised, nothing of it remains.
         progress: called after each batch with the numbers of documents and UTF-8 bytes so far.
     """
-    sources = settings.parsed_sources()
-    if len(sources) > 1:
-        raise ConfigurationError(
-            f"A folder of tokens has one source, not {', '.join(source.name for source in sources)}. Make a folder for "
-            "each source, with the same tokenizer."
-        )
-    (about,) = sources
-    if token_folders(about):
-        raise ConfigurationError(f"{about.data[0]} already contains tokens. Give text instead.")
+    if token_folders(settings):
+        raise ConfigurationError(f"{settings.paths[0]} already contains tokens. Give text instead.")
     place = Path(os.path.realpath(place))  # keeps a link, and gives "." a name
     _require_free(place)
-    source, fraction = Source(about), settings.heldout_fraction
-    tokenizer = make_tokenizer(settings, training_texts([source], fraction))
+    source = Source(settings)
+    tokenizer = make_tokenizer(settings, training_texts(source))
     made = {
         "diloco": version("diloco"),
-        "data": [str(each) for each in about.data] or ["the standard library"],
+        "data": list(settings.paths) or ["the standard library"],
         "tokenizer": settings.tokenizer,
         "heldout_fraction": settings.heldout_fraction,
     }
@@ -138,7 +128,7 @@ def tokenize(
             with ExitStack() as files:
                 paths = [folder / f"{name}-00000.tokens" for name in SPLITS]
                 writers = [_SplitWriter(files.enter_context(path.open("wb"))) for path in paths]
-                for parts in encode_splits(source, fraction, tokenizer):
+                for parts in encode_splits(source, tokenizer):
                     for writer, part in zip(writers, parts, strict=True):
                         writer.add(part)
                     progress(sum(writer.documents for writer in writers), sum(writer.bytes for writer in writers))
@@ -169,19 +159,17 @@ def _require_free(place: Path) -> None:
         raise ConfigurationError(f"{place} already exists and is not an empty folder. Give another path.")
 
 
-def training_texts(sources: Iterable[Source], heldout_fraction: float) -> Iterator[str]:
+def training_texts(source: Source) -> Iterator[str]:
     """Yield the documents that are not held out."""
-    for source in sources:
-        yield from (text for text, heldout in split_documents(source.documents(), heldout_fraction) if not heldout)
+    documents = split_documents(source.documents(), source.settings.heldout_fraction)
+    return (text for text, heldout in documents if not heldout)
 
 
-def encode_splits(
-    source: Source, heldout_fraction: float, tokenizer: Tokenizer
-) -> Iterator[tuple[PackedTokens, PackedTokens]]:
+def encode_splits(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[PackedTokens, PackedTokens]]:
     """Yield the tokens of the training and of the held-out documents of some text at a time."""
     sides: tuple[list[str], list[str]] = ([], [])
     size = 0
-    for text, heldout in split_documents(source.documents(), heldout_fraction):
+    for text, heldout in split_documents(source.documents(), source.settings.heldout_fraction):
         sides[heldout].append(text)
         size += len(text)
         if size >= _BATCH_CHARACTERS:
@@ -210,4 +198,4 @@ class _SplitWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         counts = {"tokens": self.tokens, "documents": self.documents, "bytes": self.bytes}
-        return {**counts, "digest": self._digest.hexdigest(), "shards": [self.tokens]}
+        return {**counts, "digest": self._digest.hexdigest()}

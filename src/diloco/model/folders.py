@@ -16,14 +16,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from diloco.checkpoint import Lazy
-from diloco.errors import CheckpointError, ConfigurationError, from_extra
+from diloco.errors import CheckpointError, from_extra
 from diloco.model.settings import DecoderSettings
 from diloco.private_files import read_regular
 
@@ -57,12 +56,6 @@ _SAME = {
 }
 """Our setting -> the entry of a configuration with the same meaning."""
 
-_WITHOUT_EFFECT = (
-    *("bos_token_id", "eos_token_id", "pad_token_id"),
-    *("initializer_range", "max_window_layers", "pretraining_tp", "use_cache"),
-)
-"""Entries of these configurations that don't change the logits, besides those of every configuration."""
-
 
 def as_huggingface(model: Transformer) -> PreTrainedModel:
     """Return ``model`` as the stock architecture with the same logits, in evaluation mode.
@@ -85,59 +78,15 @@ def as_huggingface(model: Transformer) -> PreTrainedModel:
     return stock
 
 
-def native_settings(folder: Path) -> DecoderSettings:
-    """Return the settings of the native decoder that equals the ``config.json`` in ``folder``.
-
-    Raises:
-        ConfigurationError: the native decoder can't express the configuration, and the message names everything that is
-            different; or ``transformers`` is not installed.
-        CheckpointError: there is no such file, or it can't be read.
-    """
-    model_type = read_json(folder / CONFIG_NAME).get("model_type")
-    use = f"Use another model, or use this one directly (--model hf:{folder})."
-    kinds = [kind for kind, name in MODEL_TYPES.items() if name == model_type]
-    if not kinds:
-        known = ", ".join(MODEL_TYPES.values())
-        raise ConfigurationError(
-            f"{folder} holds a model of type {model_type!r}, but the native decoder equals only {known}. {use}"
-        )
-    transformers = import_transformers()
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        values = {ours: getattr(config, theirs) for ours, theirs in _SAME.items()}
-        values |= {"ffn": kinds[0][0], "qk_norm": kinds[0][1], "rope_theta": config.rope_parameters["rope_theta"]}
-        settings = msgspec.convert(values, DecoderSettings)
-        there = config.to_dict()
-    except Exception as error:  # many types without a common base
-        raise CheckpointError(f"{folder / CONFIG_NAME} can't be read: {error}.") from error
-    equal = _configuration(settings).to_dict()
-    names = [name for name in equal if name not in (*transformers.PretrainedConfig().to_dict(), *_WITHOUT_EFFECT)]
-    odd = [f"{name}={there.get(name)!r}" for name in names if there.get(name) != equal[name]]
-    odd += ["quantization_config"] if there.get("quantization_config") else []
-    if odd:
-        raise ConfigurationError(
-            f"{folder} holds a model with {', '.join(odd)}, which the native decoder does not support. {use}"
-        )
-    return settings
-
-
 def native_weights(folder: Path) -> Mapping[str, Tensor]:
-    """Return native parameter name -> float32 value on the CPU, from the ``.safetensors`` files in ``folder``.
-
-    The values lie in the mapped files; each is converted when it is asked for.
+    """Return native parameter name -> float32 value, read when it is asked for, of a saved `as_huggingface`.
 
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-    config = read_json(folder / CONFIG_NAME)
-    # Some files contain the tied head and others leave it out; older ones contain a table of the rotary frequencies.
-    optional = ("lm_head.weight",) if config.get("tie_word_embeddings") else ()
-    values = {
-        _stock_name(name, str(config.get("model_type")), back=True): value
-        for name, value in stored_tensors(folder)
-        if name not in optional and not name.endswith("rotary_emb.inv_freq")
-    }
-    return Lazy(values, Tensor.float)
+    model_type = str(read_json(folder / CONFIG_NAME).get("model_type"))
+    stored = stored_tensors(folder)
+    return Lazy({_stock_name(name, model_type, back=True): name for name in stored}, lambda name: stored[name].float())
 
 
 def _configuration(settings: DecoderSettings) -> PretrainedConfig:
@@ -198,30 +147,37 @@ def has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME))
 
 
-def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the ``.safetensors`` weights in ``folder``, file by file, with its name.
+def stored_tensors(folder: Path) -> Mapping[str, Tensor]:
+    """Return the tensors of the ``.safetensors`` weights in ``folder`` by name; each is read when it is asked for.
 
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-    names = [WEIGHTS_NAME]
+    files = [WEIGHTS_NAME]
     if (folder / INDEX_NAME).is_file():
         shards = read_json(folder / INDEX_NAME).get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
             raise CheckpointError(f"{folder / INDEX_NAME} has no valid weight_map of file names.")
-        names = sorted(set(shards.values()))
-    for name in names:
-        path = folder / name
-        if Path(name).name != name or not path.is_file():
+        files = sorted(set(shards.values()))
+    places: dict[str, tuple[Path, str]] = {}
+    for file in files:
+        path = folder / file
+        if Path(file).name != file or not path.is_file():
             pickles = sorted(entry.name for entry in folder.glob("*.bin"))
             why = f" ({pickles[0]} is a pickle, which could run any code, and is not read)" if pickles else ""
-            raise CheckpointError(f"{folder} has no weights file {name}{why}.")
+            raise CheckpointError(f"{folder} has no weights file {file}{why}.")
         try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                for key in file.keys():  # noqa: SIM118  # not a dict
-                    yield key, file.get_tensor(key)
+            with safe_open(path, framework="pt") as opened:
+                places |= {name: (path, name) for name in opened.keys()}  # noqa: SIM118  # not a dict
         except SafetensorError as error:
             raise CheckpointError(f"{path} is not a valid safetensors file: {error}.") from error
+    return Lazy(places, _read)
+
+
+def _read(place: tuple[Path, str]) -> Tensor:
+    with safe_open(place[0], framework="pt", device="cpu") as file:
+        tensor: Tensor = file.get_tensor(place[1])
+    return tensor
 
 
 def weights_digest(folder: Path) -> str:
@@ -236,7 +192,7 @@ def weights_digest(folder: Path) -> str:
 @cache
 def _digest(folder: Path, version: tuple[tuple[int, int, int], ...]) -> str:
     lines = []
-    for name, value in stored_tensors(folder):
+    for name, value in stored_tensors(folder).items():
         data = value.contiguous().reshape(-1).view(torch.uint8).numpy()
         lines.append(f"{name} {value.dtype} {tuple(value.shape)} {xxhash.xxh3_128_hexdigest(data.data)}")
     return xxhash.xxh3_128_hexdigest("\n".join(sorted(lines)).encode())

@@ -11,13 +11,14 @@ import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from diloco.algorithm import set_whole_
 from diloco.errors import ConfigurationError, DiLoCoError, nearest
 from diloco.model.folders import (
     CONFIG_NAME,
@@ -204,6 +205,8 @@ def build_huggingface(
         CheckpointError: weights are missing or damaged.
     """
     auto, options = import_transformers().AutoModelForCausalLM, settings.huggingface
+    from accelerate import init_empty_weights
+
     base = str((definition or {}).get("base", ""))
     folder, stored = None, False
     if definition and not settings.lora_rank:
@@ -233,11 +236,46 @@ def build_huggingface(
         if folder is not None and stored:
             wrapped = _load(folder, config, settings)
         else:
-            with torch.device("meta" if on_meta else "cpu"):
+            # buffers, which no file has, are computed also on meta
+            with init_empty_weights(include_buffers=False) if on_meta else nullcontext():
                 wrapped = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
+            wrapped.tie_weights()  # which accelerate unties
     if settings.quantization is None or on_meta:
         wrapped = wrapped.float()
     return HuggingFaceModel(wrapped, z_loss=options.z_loss, base=base)
+
+
+def fits_shards(settings: ModelSettings, definition: Mapping[str, Any] | None) -> bool:
+    """Return whether every value of a model is in a file under its own name, so that `fill_shards` finds it.
+
+    Others are fresh or adapters, or stored in a form that transformers converts.
+    """
+    if settings.lora_rank or definition:
+        return not settings.lora_rank  # with a definition, a checkpoint has all values
+    folder = _find_folder(settings, with_weights=True)
+    if not _has_stored(folder, settings):
+        return False
+    state = build_huggingface(settings, on_meta=True).wrapped.state_dict(keep_vars=True)
+    stored = {id(state[name]) for name in stored_tensors(folder).keys() & state.keys()}
+    return all(id(value) in stored for value in state.values())  # one value has several names if it is tied
+
+
+def fill_shards(model: HuggingFaceModel, settings: ModelSettings, device: torch.device, *, read: bool) -> None:
+    """Give a model that was built on meta its values; a rank of a sharded one holds only its part and one tensor."""
+    buffers = dict(model.named_buffers())
+    model.to_empty(device=device)
+    model.wrapped.tie_weights()
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    state = model.wrapped.state_dict(keep_vars=True)
+    stored = stored_tensors(_find_folder(settings, with_weights=True)) if read else {}
+    for name in stored.keys() & state.keys():
+        if (there := stored[name]).shape != (here := state[name]).shape:
+            raise ConfigurationError(
+                f"{name} has the shape {tuple(there.shape)} in the weights, not {tuple(here.shape)}."
+            )
+        set_whole_(here, there)
+        del there  # before the next one is read
 
 
 def base_digest(settings: ModelSettings, definition: Mapping[str, Any] | None = None) -> str:

@@ -257,13 +257,38 @@ def build_language_model(
 
             with _drawing_from(seed):  # reseeded, so that the number of draws during loading does not matter
                 add_adapters(model, settings)
-        return model.to(device)
+        return model if on_meta else model.to(device)
     with _drawing_from(seed):
         if on_meta:
             # Code that reads its own values can't run on meta; any other error is raised again below.
             with suppress(ConfigurationError), torch.device("meta"):
                 return _build_foreign(settings)
         return _build_foreign(settings).to(device)
+
+
+def fits_shards(settings: ModelSettings, definition: Mapping[str, Any] | None) -> bool:
+    """Return whether `fill_shards` can fill a model that was built on ``meta``, else it must be built whole."""
+    if settings.kind == "hf":
+        from diloco.model import huggingface
+
+        return huggingface.fits_shards(settings, definition)
+    return settings.kind == "native"
+
+
+def fill_shards(model: LanguageModel, settings: ModelSettings, *, seed: int, device: torch.device, read: bool) -> None:
+    """Give a model that was built on ``meta``, and perhaps sharded over ranks, memory on ``device`` and its values.
+
+    A rank never holds more than its part and one whole tensor. ``read``: whether to read stored values of a model of
+    ``transformers``, which otherwise come from a checkpoint.
+    """
+    from diloco.model import huggingface
+    from diloco.model.transformer import Transformer
+
+    if isinstance(model, Transformer):
+        model.to_empty(device=device)
+        model.initialise(torch.Generator("cpu").manual_seed(seed))
+    elif isinstance(model, huggingface.HuggingFaceModel):
+        huggingface.fill_shards(model, settings, device, read=read)
 
 
 def _build_foreign(settings: ModelSettings) -> LanguageModel:

@@ -138,6 +138,15 @@ class Announce(Event):
 
 
 @dataclass(frozen=True)
+class Eject(Event):
+    """Another rank has told this one, which has told the others, that some replicas have to go."""
+
+    replicas: frozenset[int]
+    by: int | None  # the rank; None: this one heard of it otherwise
+    why: str
+
+
+@dataclass(frozen=True)
 class Leave(Event):
     """This rank leaves for good; the others continue."""
 

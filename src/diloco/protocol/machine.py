@@ -164,6 +164,8 @@ class Machine:
             case events.Enter(following, connections):
                 self._asked = frozenset()
                 views.enter(following, connections)
+            case events.Eject():
+                views.eject(event)
             case events.Leave():
                 views.leave(rounds.step)
             case events.Close(failure):

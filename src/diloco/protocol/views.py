@@ -15,7 +15,7 @@ from diloco.membership import (
     enough_without,
     names_of,
 )
-from diloco.protocol.events import Outbox, RoundsFailed, Submitted, Timer, ViewBegan
+from diloco.protocol.events import Eject, Outbox, RoundsFailed, Submitted, Timer, ViewBegan
 from diloco.protocol.members import Roster
 from diloco.protocol.rounds import Rounds
 from diloco.protocol.rules import Rules
@@ -49,6 +49,8 @@ class Views:
         self._said: dict[int, NextView | None] = {}
         self._asked: dict[int, set[int]] = {}  # replica -> its ranks that have asked to join
         self._ended_early: set[int] = set()  # replicas that ended before this rank was a member
+        self._ejected = Eject(frozenset(), None, "")  # the last one
+        self._know: set[int] = set()  # the replicas that are known to know of it
         # replicas that were left out and may be running -> until when nobody else joins: if the members end meanwhile,
         # those replicas may continue without the joiner
         self._estranged: dict[int, float] = {}
@@ -147,6 +149,7 @@ class Views:
         """Return the change to the next view, which begins now unless it has begun."""
         if self.failure is None and self.is_member and self.change is None:
             self.change = ViewChange(self.view, why, self._rules, self._roster, self._rounds, self._outbox)
+            self.change.extend(apart=self._ejected.replicas)
         return self.change
 
     def _end_change(self) -> None:
@@ -190,9 +193,33 @@ class Views:
 
     def settle(self, view_id: int) -> None:
         """Do what is due in a view change after some time."""
-        if self.change is not None and view_id == self.view.id:
+        if view_id == self.view.id and self.change is not None:
             self.change.tick()
             self._follow()
+        elif view_id == self.view.id:
+            self._go_on_without_ejected(at_once=True)
+
+    def eject(self, event: Eject) -> None:
+        """Accept no view with these replicas any more, and end this one once all others do so, or after a silence.
+
+        If one ended its connections to them earlier, they could agree on the next view with those that don't know.
+        """
+        if event.replicas != self._ejected.replicas:
+            self._ejected, self._know = event, set()
+        if event.by is not None:
+            self._know.add(self._rules.replica_of(event.by))
+        if self.change is not None:
+            self.change.extend(apart=event.replicas)
+            self._follow()
+        else:
+            self._go_on_without_ejected()
+
+    def _go_on_without_ejected(self, *, at_once: bool = False) -> None:
+        if going := self._ejected.replicas.intersection(self.view.members):
+            if at_once or self._know.issuperset({*self.view.members} - going - {self._rules.replica}):
+                self.end(self._ejected.why, apart=going)
+            else:
+                self._outbox.effects.timers[Timer("settle", self.view.id)] = self._rules.silence_s
 
     # Messages about the current view.
 
@@ -419,6 +446,8 @@ class Views:
             self._asked.pop(replica, None)
             self._outbox.send(self._rules.ranks((replica,)), _TRY_AGAIN)
         self._admit([each for each in waiting if each not in again][:MOST_JOINERS])
+        if self.change is None:
+            self._go_on_without_ejected()
 
     def _disconnect(self, lost: Sequence[int], following: NextView) -> None:
         for rank in self._rules.ranks(lost):

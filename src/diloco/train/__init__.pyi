@@ -27,8 +27,7 @@ from .parallel import Strategy as Strategy
 from .parallel import parallelise as parallelise
 from .parallel import prepare_blocks as prepare_blocks
 from .peer_fleet import PeerFleet as PeerFleet
-from .processes import IN_VAIN as IN_VAIN
-from .processes import POSITION as POSITION
+from .processes import LAUNCHED as LAUNCHED
 from .processes import Role as Role
 from .processes import StopAsked as StopAsked
 from .processes import StopRequest as StopRequest

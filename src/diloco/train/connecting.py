@@ -77,18 +77,16 @@ def connect_rank(
     ``held_step`` is the newest step from which this rank could resume; -1 for none.
     """
     settings, group = run.network, ReplicaGroup(replica=role.replica)
+    assert role.rendezvous is not None, "replicas over TCP meet somewhere"
     if settings.replica_size > 1:
         group = _open_group(settings, role, device)
         _compare(group, facts)
-    each_talks = settings.replica_size == 1 or run.train.parallelism == "fsdp"
     place = Place(
         replica=role.replica,
         num_replicas=settings.replicas,
         position=role.position,
-        ranks_per_replica=settings.replica_size if each_talks else 1,
+        ranks_per_replica=settings.replica_size,
         rendezvous=role.rendezvous,
-        torchrun=role.torchrun.master if role.torchrun and role.rendezvous is None else None,
-        attempt=role.torchrun.attempt if role.torchrun else "0",
         host=settings.listen_host,
         ports="-".join(dict.fromkeys(map(str, settings.listen_ports))),
         secret=read_secret(settings.secret_file, "network.secret_file"),
@@ -98,7 +96,7 @@ def connect_rank(
         continue_without_lost=settings.on_loss == "continue",
         together=settings.on_loss != "continue" or settings.replica_size > 1,
     )
-    return fleet_over_tcp(place, rules, held_step, group, led=not each_talks)
+    return fleet_over_tcp(place, rules, held_step, group)
 
 
 @dataclass(frozen=True)
@@ -167,14 +165,10 @@ def connect_cluster(
     )
 
 
-def fleet_over_tcp(
-    place: Place, rules: Rules, held_step: int = -1, group: ReplicaGroup | None = None, *, led: bool = False
-) -> PeerFleet:
+def fleet_over_tcp(place: Place, rules: Rules, held_step: int = -1, group: ReplicaGroup | None = None) -> PeerFleet:
     """Connect to the other replicas over TCP. The arguments are those of `connect` and `PeerFleet`."""
-    connected = None
-    if group is None or group.leads or not led:
-        connected = connect(place, rules, held_step=held_step)
-        choose_threads(_on_this_machine(connected))
+    connected = connect(place, rules, held_step=held_step)
+    choose_threads(_on_this_machine(connected))
     kept: list[socket.socket] = []  # where this process listens while it searches, so that it stays reachable
 
     def again(fleet: PeerFleet, views: LastViews, patience_s: float) -> Connected:
@@ -200,7 +194,7 @@ def fleet_over_tcp(
         addresses=lambda connected: (str(connected.transport.address),),
         details=details,
     )
-    return PeerFleet(meeting, connected, group, led=led)
+    return PeerFleet(meeting, connected, group)
 
 
 def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> PeerFleet:
@@ -320,13 +314,12 @@ def _time_outs(network: NetworkSettings, facts: Mapping[str, str]) -> dict[str, 
 
 
 def _open_group(settings: NetworkSettings, role: Role, device: torch.device) -> ReplicaGroup:
-    assert role.inner_store is not None, "a rank of a replica with several ranks has an inner store"
-    store, timeout_s = role.inner_store, settings.start_timeout_s
-    attempt = role.torchrun.attempt if role.torchrun else "0"
+    assert role.torchrun is not None, "torchrun has started the ranks of a replica"
+    store, timeout_s = role.torchrun.master, settings.start_timeout_s
     with waiting_for(lambda: f"the other ranks of replica {role.replica} at {store}", timeout_s):
         shared = TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=timeout_s))
         return open_replica_group(
-            PrefixStore(f"diloco/attempt-{attempt}", shared),
+            PrefixStore(f"diloco/attempt-{role.torchrun.attempt}", shared),
             replica=role.replica,
             position=role.position,
             size=settings.replica_size,

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from diloco.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
-from diloco.errors import CheckpointError, ConfigurationError, RunFinishedError, TransportError
+from diloco.errors import CheckpointError, ConfigurationError, EjectedError, RunFinishedError, TransportError
 from diloco.events import Event, Lost, Note, ViewChanged
 from diloco.state_tree import readable_state
 from diloco.train.description import diff
@@ -103,7 +103,7 @@ def follow_views(session: Session, stop: StopRequest, emit: Callable[[Event], No
                 with stop.interrupting():
                     fleet.gather(min(session.settings.network.start_timeout_s, _GATHER_S))
                 break
-            except RunFinishedError:
+            except (RunFinishedError, EjectedError):
                 raise
             except TransportError as error:
                 emit(Note(step=session.totals.steps, text=f"Rejoining failed and is tried again: {error}"))

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from diloco.data import Assignment, Shares, as_message, read_message
 from diloco.errors import RendezvousError, ReplicaLostError, TransportError
@@ -15,12 +15,10 @@ from diloco.events import Event, StateFetched, StepFinished
 from diloco.membership import LastViews, NextView, Ranks, View, enough_without
 from diloco.protocol import WireMessage, decode, encode
 from diloco.train.fleet import Fleet
-from diloco.transport import Connected, LeaderTransport, PeerTransport, ReplicaGroup, SwarmPlace, Transport, join
+from diloco.transport import Connected, PeerTransport, ReplicaGroup, SwarmPlace, Transport, join
 from diloco.waiting import waiting_for
 
 __all__ = ["Meeting", "PeerFleet"]
-
-Answer = TypeVar("Answer")
 
 _ROUND_MAY_TAKE_S = 4.0  # time for a round in flight to end before a replica of a swarm that is to stop leaves
 
@@ -53,30 +51,25 @@ class WelcomeNote(WireMessage):
 class PeerFleet(Fleet):
     """One rank of a replica and its connection to the other replicas.
 
-    If every rank holds the whole replica (``led``), position 0 communicates with the other replicas and shares the
-    results with its ranks; every method must then be called on all ranks. A rank that holds a shard communicates for
-    itself.
+    Each rank of a replica holds a shard, and communicates with those that hold the same shard.
 
     Args:
         meeting: how it met the others, and meets them again.
-        connected: the connection to the other replicas; None on a rank for which position 0 communicates.
+        connected: the connection to the other replicas.
         group: the ranks of the replica; None: this rank alone.
-        led: whether position 0 communicates for all of them.
         notes: sentences for the user about the beginning.
     """
 
-    connected: Connected  # set only if this rank communicates, like `transport` and `addresses`
+    connected: Connected
     transport: PeerTransport
     addresses: tuple[str, ...]  # where others can join
-    _endpoint: Transport
 
     def __init__(
         self,
         meeting: Meeting,
-        connected: Connected | None,
+        connected: Connected,
         group: ReplicaGroup | None = None,
         *,
-        led: bool = False,
         notes: tuple[str, ...] = (),
     ) -> None:
         super().__init__(None)
@@ -85,8 +78,6 @@ class PeerFleet(Fleet):
         self.notes = notes
         self.elastic, self.rejoins = meeting.place is not None, meeting.again is not None
         self.left_at: tuple[str, ...] = ()  # once it has left a swarm: addresses at which the run goes on without it
-        self._led = self.group if led else ReplicaGroup()
-        self._talks = connected is not None
         self._changed = threading.Condition()
         self._news: list[NextView] = []
         self._lost_view: View | None = None
@@ -100,15 +91,11 @@ class PeerFleet(Fleet):
         self._assignments: tuple[Assignment, ...] = ()
         self._taken: tuple[Assignment, ...] = ()
         self._leaving: threading.Timer | None = None
-        if connected is not None:
-            self._connect(connected)
-        if led:
-            self._endpoint = LeaderTransport(self.group, connected.transport if connected else None)
-        self.joining = bool(self._ask(lambda: self.joining))
+        self._connect(connected)
 
     def _connect(self, connected: Connected) -> None:
         self.connected = connected
-        self.transport = self._endpoint = connected.transport
+        self.transport = connected.transport
         self.transport.on_change = lambda following: encode(self._follow(following))
         self.joining = connected.joining
         self.addresses = self.meeting.addresses(connected)
@@ -117,51 +104,42 @@ class PeerFleet(Fleet):
             if not self.joining:
                 self._share(Shares.of(self.local), 1)
 
-    def _ask(self, question: Callable[[], Answer]) -> Answer:
-        """Return the answer of the rank that communicates for this one."""
-        answer: Answer = self._led.done_by_leader(question)
-        return answer
-
     @property
     def local(self) -> tuple[int, ...]:
-        return (self._endpoint.replica,)
+        return (self.transport.replica,)
 
     def endpoint(self, replica: int) -> Transport:
-        return self._endpoint
+        return self.transport
 
     @property
     def view(self) -> View:
         """The current view."""
-        return self._endpoint.view
+        return self.transport.view
 
     @property
     def num_members(self) -> int:
         return len(self.view.members) if self.elastic else self.meeting.num_replicas
 
     def leads(self) -> bool:
-        return bool(self.group.share(self._talks and self.transport.replica == self.transport.view.members[0]))
+        return bool(self.group.share(self.transport.replica == self.view.members[0]))
 
     def failure(self) -> TransportError | None:
         if self.group.size == 1:
             return self.transport.failure
-        reasons = self.group.gather_texts(str(self.transport.failure or "") if self._talks else "")
+        reasons = self.group.gather_texts(str(self.transport.failure or ""))
         return next((ReplicaLostError(reason) for reason in reasons if reason), None)
 
     def close_to_joiners(self, reason: str) -> None:
-        if self._talks:
-            self.transport.close_to_joiners(reason)
+        self.transport.close_to_joiners(reason)
 
     def state_dict(self) -> dict[str, Any]:
-        if not self._talks:
-            return {}
         with self._changed:
             more = {"shares": as_message(self.shares), "begun": self.begun, "swarm": self.connected.swarm}
             return self.transport.state_dict() | (more if self.elastic else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned; in an elastic run, with this replica as the only member."""
-        if self._talks:
-            self.transport.load_state_dict(state)
+        self.transport.load_state_dict(state)
         if self.elastic:
             with self._changed:
                 continued = read_message(state["shares"], Shares).following(
@@ -179,7 +157,7 @@ class PeerFleet(Fleet):
 
     def take_notices(self) -> str:
         """Return sentences about other changes in this process since the last call; "" if there are none."""
-        links = self.transport.link_descriptions if self._talks else {}
+        links = self.transport.link_descriptions
         news = {replica: link for replica, link in links.items() if self._reported_links.get(replica) != link}
         self._reported_links = {**self._reported_links, **news}
         return " ".join(f"Payloads to replica {replica} go over {link}." for replica, link in sorted(news.items()))
@@ -220,7 +198,7 @@ class PeerFleet(Fleet):
         return {"replica": f"{name}, of {self.num_members} in run {self.meeting.place.admission.run!r}"}
 
     def details(self) -> dict[str, str]:
-        return self._ask(lambda: self.meeting.details(self))
+        return self.meeting.details(self)
 
     # The beginning and the end.
 
@@ -244,16 +222,12 @@ class PeerFleet(Fleet):
             self._leaving = threading.Timer(_ROUND_MAY_TAKE_S, lambda: self.transport.leave_at_once())
             self._leaving.daemon = True
             self._leaving.start()
-        elif self._talks:
+        else:
             self.transport.ask_to_stop()
 
     def stop_step(self, step: int, *, wanted: bool) -> int | None:
         if self.elastic:  # each replica stops on its own, and the others continue
             return step if wanted else None
-        wanted = self._led.any(wanted)
-        return self._ask(lambda: self._agreed_stop_step(step, wanted=wanted))
-
-    def _agreed_stop_step(self, step: int, *, wanted: bool) -> int | None:
         transport = self.transport
         if wanted and self.rejoins and (transport.failure is not None or transport.last_view is None):
             return step  # no other replica is left to agree with
@@ -262,8 +236,6 @@ class PeerFleet(Fleet):
         return transport.stop_step()
 
     def tell_finished(self) -> None:
-        if not self._talks:
-            return
         try:
             self.connected.finish()
         except Exception:  # errors of the DHT have no common base class
@@ -271,7 +243,7 @@ class PeerFleet(Fleet):
 
     def finish(self) -> None:
         if not self.elastic:
-            self._ask(lambda: self.transport.finish())
+            self.transport.finish()
         self.close()
 
     def close(self) -> None:
@@ -282,8 +254,7 @@ class PeerFleet(Fleet):
         if self.meeting.place:
             self.left_at = self._others_at(self.meeting.place)
             self.transport.leave()
-        if self._talks:
-            self.transport.close()
+        self.transport.close()
         self.group.close()
 
     def _others_at(self, place: SwarmPlace) -> tuple[str, ...]:
@@ -299,22 +270,16 @@ class PeerFleet(Fleet):
 
     def sees_nobody(self) -> bool:
         """Return whether there is no connection to another replica."""
-
-        def seen() -> set[int]:
-            return {self.transport.rules.replica_of(rank) for rank in self.transport.connections.connected}
-
-        return bool(self._ask(lambda: not seen() - {self.transport.rules.replica}))
+        rules = self.transport.rules
+        return not {*map(rules.replica_of, self.transport.connections.connected)} - {rules.replica}
 
     def held_steps(self) -> dict[int, int]:
-        entries = self._ask(lambda: [[rank, e.held_step] for rank, e in self.connected.entries.items()])
-        return {int(rank): int(step) for rank, step in entries}
+        return {rank: entry.held_step for rank, entry in self.connected.entries.items()}
 
     def join(self, timeout_s: float) -> int:
         """Become a member of a running run and return the number of inner steps done."""
-        step = int(self._ask(lambda: join(self.connected, timeout_s)))
+        step = join(self.connected, timeout_s)
         self.joining = False
-        if not self._talks:
-            return step
         try:
             note = decode(self.transport.welcome_note or encode(WelcomeNote()), WelcomeNote)
             if self.elastic and note.shares is None:

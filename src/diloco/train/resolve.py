@@ -242,7 +242,13 @@ def _check_together(settings: RunSettings) -> None:
     _refuse_if(
         sync.max_norm is not None and network.replica_size > 1 and settings.train.parallelism == "fsdp",
         f"sync.arguments.average.max_norm={sync.max_norm} needs whole contributions, but with train.parallelism='fsdp' "
-        f"and network.replica_size={network.replica_size} each rank has only shards. Use --train.parallelism ddp.",
+        f"and network.replica_size={network.replica_size} each rank has only shards. "
+        "Use --transport torch --train.parallelism ddp.",
+    )
+    _refuse_if(
+        network.transport == "tcp" and network.replica_size > 1 and settings.train.parallelism == "ddp",
+        "train.parallelism='ddp' can't be used with network.transport='tcp', over which each rank sends its own shard. "
+        "Use --train.parallelism fsdp, or --transport torch.",
     )
     _refuse_if(
         sync.average_momentum and settings.optimizer.name != "Muon",

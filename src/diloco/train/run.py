@@ -17,7 +17,7 @@ import torch
 from diloco.algorithm import check_buffers, data_parallel_bytes
 from diloco.checkpoint import CheckpointWriter, Mirror, open_checkpoint, whole, write_whole
 from diloco.cores import usable_cores
-from diloco.data import Corpus, build_chat_corpus, build_corpus, open_stream
+from diloco.data import build_corpus
 from diloco.devices import choose_threads, use_device
 from diloco.errors import ReplicaLostError, TransportError
 from diloco.events import (
@@ -84,7 +84,7 @@ def run_training(
     """
     choose_threads()
     device = use_device(settings.train.device)
-    corpus = _read_corpus(settings)
+    corpus = build_corpus(settings.data, settings.train.sequence_length)
     settings = dataclasses.replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
     weightless = outline(settings, corpus.tokenizer.vocab_size)
     check_vocabulary(weightless, corpus.tokenizer.vocab_size)
@@ -122,12 +122,6 @@ def run_training(
         if session is not None:
             session.close()
         fleet.close()
-
-
-def _read_corpus(settings: RunSettings) -> Corpus:
-    if settings.data.chat:
-        return build_chat_corpus(settings.data, settings.train.sequence_length)
-    return open_stream(settings.data) if settings.data.streaming else build_corpus(settings.data)
 
 
 @dataclasses.dataclass
@@ -234,20 +228,17 @@ class _Run:
         return agreed is not None
 
     def _train_step(self) -> None:
-        epochs = self.session.epochs
-        done = self.session.step()
-        self.emit(done)
-        for name, epoch in self.session.epochs.items():
-            if epoch == 2 and epochs.get(name) == 1:
-                source = f"source {name!r}" if name else "the data"
-                self.emit(Note(step=self.step, text=f"All of {source} has been read, and is now read again."))
+        before = self.session.epoch
+        self.emit(self.session.step())
+        if (before, self.session.epoch) == (1, 2):
+            self.emit(Note(step=self.step, text="All of the data has been read, and is now read again."))
 
     def _count_time(self) -> None:
         self.session.totals.wall_s = self.wall_before_s + time.perf_counter() - self.started_s
 
     def _emit_start(self) -> None:
         settings, session, first = self.settings, self.session, self.session.replicas[0].diloco
-        data, _, more = session.corpus.description().partition("; ")
+        data, _, more = session.corpus.about.partition("; ")
         threads, cores, model = torch.get_num_threads(), usable_cores(), session.replicas[0].model
         peak, device = session.peak_flops_per_s, f"{session.device}, {threads} thread{'' if threads == 1 else 's'}"
         device += "" if threads == cores else f" on {cores} cores"
@@ -401,7 +392,7 @@ class _Run:
             "rounds_committed": first.rounds_committed if first else 0,
             "rounds_void": first.rounds_void if first else 0,
             "global_params_digest": session.global_digest(),
-            "epochs": dict(session.replicas[0].sampler.epochs),
+            "epochs": session.replicas[0].sampler.epochs,
             "interrupted": interrupted,
             "out": str(self.folder),
         }

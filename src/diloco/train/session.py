@@ -17,7 +17,7 @@ from diloco.checkpoint import Lazy, whole
 from diloco.data import Corpus
 from diloco.devices import flops_utilization, known_peak_flops_per_s
 from diloco.events import Event, RoundCommitted, StepFinished
-from diloco.model import ENDS, LanguageModel, Transformer, build_language_model
+from diloco.model import ENDS, LanguageModel, build_language_model, fill_shards, fits_shards
 from diloco.outer import DiLoCo
 from diloco.train.description import outer_arguments
 from diloco.train.fleet import Fleet
@@ -142,14 +142,14 @@ class Session:
             skipped_replicas=sum(done.skipped for done in self._inner) if trained else 0,
             trained=trained,
             pace=pace.fraction if pace else 1.0,
-            epoch=max(self.epochs.values(), default=1),
+            epoch=self.epoch,
             model_flops_utilization=self.flops_utilization(step_s) if trained else None,
         )
 
     @property
-    def epochs(self) -> dict[str, int]:
-        """The pass over each data source, by name, counting from 1."""
-        return {name: int(read) + 1 for name, read in self.replicas[0].sampler.epochs.items()}
+    def epoch(self) -> int:
+        """The pass over the data, counting from 1."""
+        return int(self.replicas[0].sampler.epochs) + 1
 
     @property
     def sequences_per_step(self) -> int:
@@ -328,13 +328,13 @@ class Session:
         strategy: Strategy = train.parallelism if group.size > 1 else "none"
         place = self.device
         if strategy == "fsdp":  # no rank may have room for the whole model
-            place = torch.device("meta" if settings.model.kind == "native" else "cpu")
+            place = torch.device("meta" if fits_shards(settings.model, self._definition) else "cpu")
         model = build_language_model(settings.model, seed=settings.seed, device=place, definition=self._definition)
         prepare_model(model, train)
         parallel = parallelise(model, strategy, group, self.device, train.precision)
-        if place.type == "meta" and isinstance(model, Transformer):
-            model.to_empty(device=self.device)
-            model.initialise(torch.Generator("cpu").manual_seed(settings.seed))
+        if place.type == "meta":
+            read = not self._definition
+            fill_shards(model, settings.model, seed=settings.seed, device=self.device, read=read)
         if initial is not None:
             load_parameters(model, initial)
         end = self.corpus.tokenizer.eos_id if settings.data.document_masks else None

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from diloco.algorithm import RoundId, named_parameters
 from diloco.checkpoint import Checkpoint, CheckpointWriter, open_checkpoint
-from diloco.data import Cursor
 from diloco.errors import CheckpointError
 from diloco.outer import DiLoCo
 from diloco.train.inner import InnerLoop
@@ -263,7 +262,7 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
         state = saved.of(source).load(f"replica-{source}")
         void = _load_replica(session, replica, saved, state["common"])
         if saved.differ:
-            replica.sampler.resume_from(saved.cursor_of, saved.number)
+            replica.sampler.resume_from(saved.of(0).load("replica-0")["sampler"], saved.number)
         else:
             replica.sampler.load_state_dict(state["sampler"])
         if replica.diloco is not None:
@@ -330,10 +329,6 @@ class _SavedReplicas:
                 f"The checkpoint of replica {replica}, {place}, is needed for {self.now} replicas to go on here, but "
                 f"it can't be opened: {error} Copy the folders of all replicas into that of replica 0."
             ) from error
-
-    def cursor_of(self, replica: int) -> Cursor:
-        cursor: Cursor = self.of(replica).load(f"replica-{replica}")["sampler"]
-        return cursor
 
     def changes(self) -> tuple[str, ...]:
         if not self.differ:

@@ -8,6 +8,7 @@ from .generate import TextStream as TextStream
 from .generate import generate as generate
 from .load import REST as REST
 from .load import Trained as Trained
+from .load import exported_model as exported_model
 from .load import load_parameters as load_parameters
 from .load import load_trained as load_trained
 from .load import model_settings as model_settings

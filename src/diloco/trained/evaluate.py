@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from diloco.data import PackedTokens, TokenArray, Tokenizer, heldout_batches
+from diloco.data import PackedRows, PackedTokens, TokenArray, Tokenizer, heldout_batches
 from diloco.devices import to_device
 from diloco.errors import DataError
 from diloco.model import ENDS, NOT_COUNTED, LanguageModel, documents_of
@@ -45,7 +45,7 @@ class Evaluation:
 def evaluate(
     model: LanguageModel,
     tokenizer: Tokenizer,
-    tokens: PackedTokens | TokenArray,
+    tokens: PackedTokens | PackedRows | TokenArray,
     *,
     sequence_length: int,
     batch_size: int,

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -45,7 +46,7 @@ def export_huggingface(
         CheckpointError: the folder can't be written, or the weights don't fit ``dtype``. No partial export remains.
     """
     folder = Path(os.path.realpath(folder))  # keeps a link
-    native = isinstance(trained.model, Transformer)
+    native = trained.model.settings if isinstance(trained.model, Transformer) else None
     longest = trained.length(None, "") if native else trained.model.max_sequence_length
     _check_place(folder, overwrite, is_export=(folder / ORIGIN_FILE).is_file())
     made = trained.model.to_huggingface()
@@ -81,6 +82,7 @@ def export_huggingface(
             "weights": trained.weights,
             "dtype": dtype,
             "sequence_length": trained.sequence_length,
+            **({"model": asdict(replace(native, max_sequence_length=longest))} if native else {}),
         }
         _write_json(partial / ORIGIN_FILE, origin)
         for path in partial.iterdir():

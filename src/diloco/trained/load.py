@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -23,18 +23,18 @@ from diloco.model import (
     LanguageModel,
     ModelSettings,
     build_language_model,
-    build_model,
     is_huggingface_folder,
-    native_settings,
     native_weights,
     stored_tensors,
 )
 from diloco.plugins import confirm, same_code
+from diloco.private_files import read_regular
 
 __all__ = [
     "ORIGIN_FILE",
     "REST",
     "Trained",
+    "exported_model",
     "load_parameters",
     "load_trained",
     "model_settings",
@@ -45,9 +45,6 @@ __all__ = [
 
 REST = "rest"  # the part of a checkpoint with the result of `rest_of_state`, if that is not empty
 ORIGIN_FILE = "diloco.json"  # only in exported folders: describes the weights
-
-_USUAL_LENGTH = 2048
-"""Context length in tokens if the training length is unknown: many models declare more than memory holds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,21 +154,38 @@ def _checkpoint_of_step(run: Path, step: int) -> Checkpoint:
     return checkpoints[step]
 
 
-def _load_huggingface(folder: Path, device: torch.device) -> Trained:
-    model: LanguageModel
+def exported_model(folder: Path) -> ModelSettings | None:
+    """Return the settings of the native decoder that was exported to a folder; None: it is of another model."""
+    model = _origin(folder).model
+    return None if model is None else ModelSettings.of({"arguments": model})
+
+
+class _Origin(msgspec.Struct):
+    """What an exported folder says about itself; these defaults are for a folder from elsewhere."""
+
+    # many models declare longer sequences than memory holds
+    sequence_length: Annotated[int, msgspec.Meta(ge=1)] = 2048
+    weights: str = "as stored"
+    model: dict[str, Any] | None = None  # `DecoderSettings`, if it is the native decoder
+
+
+def _origin(folder: Path) -> _Origin:
     try:
-        model = build_model(native_settings(folder), seed=0, device=device)
-    except ConfigurationError:  # the native decoder can't express it
-        settings = ModelSettings(source=f"hf:{folder}", arguments={"weights": "stored"})
-        model = build_language_model(settings, seed=0, device=device)
-    else:
+        return msgspec.json.decode(read_regular(folder / ORIGIN_FILE), type=_Origin)
+    except FileNotFoundError:
+        return _Origin()
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"{folder / ORIGIN_FILE} can't be read: {error}.") from error
+
+
+def _load_huggingface(folder: Path, device: torch.device) -> Trained:
+    native, origin = exported_model(folder), _origin(folder)
+    settings = native or ModelSettings(source=f"hf:{folder}", arguments={"weights": "stored"})
+    model = build_language_model(settings, seed=0, device=device)
+    if native:
         load_parameters(model, native_weights(folder))
-    length, weights = _USUAL_LENGTH, "as stored"
-    with suppress(OSError, ValueError, KeyError, TypeError):  # folders from elsewhere have no such file, or another
-        origin = json.loads((folder / ORIGIN_FILE).read_text("utf-8"))
-        length, weights = int(origin["sequence_length"]), str(origin["weights"])
-    length = min(length, model.max_sequence_length)
-    return Trained(model.eval(), load_tokenizer(folder), None, length, folder, weights)
+    length = min(origin.sequence_length, model.max_sequence_length)
+    return Trained(model.eval(), load_tokenizer(folder), None, length, folder, origin.weights)
 
 
 def read_weights(path: Path, model: ModelSettings | None = None) -> Mapping[str, Tensor]:
@@ -188,17 +202,11 @@ def read_weights(path: Path, model: ModelSettings | None = None) -> Mapping[str,
     """
     if is_huggingface_folder(path):
         if model is not None and model.source is not None:
-            return dict(stored_tensors(path))
-        there = native_settings(path)
-        own = there if model is None else model.decoder
-        free = ("max_sequence_length", "z_loss")  # they don't change what the weights mean
-        names = [each.name for each in dataclasses.fields(there) if each.name not in free]
-        if odd := [name for name in names if getattr(own, name) != getattr(there, name)]:
-            mine = ", ".join(f"model.arguments.{name}={getattr(own, name)!r}" for name in odd)
-            theirs = ", ".join(f"{name} {getattr(there, name)!r}" for name in odd)
+            return stored_tensors(path)
+        if exported_model(path) is None:
             raise ConfigurationError(
-                f"{mine} can't be combined with train.init_from={path}: the model there has {theirs}. Leave out the "
-                "former."
+                f"{path} holds no exported native decoder. For its own model, use --model hf:{path} instead of "
+                "train.init_from."
             )
         return native_weights(path)
     if path.suffix != ".safetensors":

@@ -45,7 +45,9 @@ from .swarm.connect import SwarmPlace as SwarmPlace
 from .swarm.connect import connect_swarm as connect_swarm
 from .swarm.connect import enter_swarm as enter_swarm
 from .swarm.connect import run_peer as run_peer
+from .swarm.governance import Order as Order
 from .swarm.identity import Admission as Admission
+from .swarm.identity import Identity as Identity
 from .swarm.identity import NodePlace as NodePlace
 from .swarm.identity import PeerRecord as PeerRecord
 from .swarm.identity import load_identity as load_identity
@@ -66,4 +68,3 @@ from .tcp.connect import connect_tcp as connect_tcp
 from .tcp.doctor import examine as examine
 from .tcp.doctor import serve_probes as serve_probes
 from .tcp.rendezvous import Gatherer as Gatherer
-from .tcp.rendezvous import share_text as share_text

@@ -102,6 +102,8 @@ class ConnectionManager(ControlThread):
         self.streams = streams
         self.address = Address("", 0)  # where this process listens
         self.services: dict[type[WireMessage], Service] = {}  # type of the first message -> service
+        # topic of a `Store` -> what is called with the sender's rank and the value
+        self.receivers: dict[str, Callable[[int, bytes], None]] = {}
         self.arrived = asyncio.Event()  # set when a connection is made and when its first message arrives
         self.most_ranks = sys.maxsize  # only lower ranks may connect
         self.entries: Mapping[int, Entry] = {}  # known ranks; a peer with another proven identity can't claim them
@@ -134,6 +136,10 @@ class ConnectionManager(ControlThread):
 
     def get(self, rank: int) -> ControlConnection | None:
         return self._connections.get(rank)
+
+    def identity(self, rank: int) -> str:
+        """Return the identity that the process connected as ``rank`` has proved; "" if there is none."""
+        return self.streams.identity(self._connections[rank].writer) if rank in self._connections else ""
 
     def send(self, rank: int, message: WireMessage) -> None:
         """Send a message. Without an open connection it is dropped; a receiver that reads too little is lost."""

@@ -345,9 +345,6 @@ class PeerLinks:
                 task.cancel()
             del link.keeping[number:]
 
-    def receive(self, rank: int, topic: str, content: bytes) -> None:
-        """Process what a peer says about the route of its stripes."""
-
     def close(self) -> None:
         for rank in list(self.by_rank):
             self.disconnect(rank)

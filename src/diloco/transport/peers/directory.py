@@ -207,11 +207,13 @@ class Directory:
             answers = dict(zip(places, await few_at_once(ask, places), strict=True))
             if view := await self.begin(answers):
                 return view, None
-            tables = Counter(each.members for each in answers.values() if isinstance(each, Members))
+            tables = {place: each for place, each in answers.items() if isinstance(each, Members)}
+            alike = Counter((each.members, each.swarm) for each in tables.values())
+            votes = {place: alike[each.members, each.swarm] for place, each in tables.items()}
             refusals: list[RendezvousError] = []
             there = False  # whether a member answers, even if it can't be joined now
             # what most say comes first: one of them may lie
-            for place, answer in sorted(answers.items(), key=lambda item: -tables[getattr(item[1], "members", ())]):
+            for place, answer in sorted(answers.items(), key=lambda item: -votes.get(item[0], 0)):
                 try:
                     if isinstance(answer, Exception):
                         raise answer
@@ -307,7 +309,7 @@ class Directory:
             except (OSError, EOFError, TransportError) as error:
                 raise NotNowError(str(error)) from error
             else:
-                found = answer if isinstance(answer, Members) else found
+                found = answer if isinstance(answer, Members) and answer.swarm == found.swarm else found
         members = {*self.transport.rules.ranks(found.members)}
         if not streams.named:  # the other ranks of this replica are about to join, too
             members |= {*self.transport.rules.ranks([self.election.number])}

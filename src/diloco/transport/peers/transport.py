@@ -88,6 +88,7 @@ class PeerTransport(Transport):
         self.links = links(self.connections)
         self.replica = rules.replica
         self.finishers: set[int] = set()  # replicas that have finished the run while this rank was not a member
+        self.order = b""  # what joiners are told before they are welcomed, as "order"; "": nothing
         self.welcome_note = b""  # the result of a member's `on_change` when this rank joined
         # payload bytes of the last committed contribution, and the seconds until its round was decided; or None
         self.last_transfer: tuple[int, float] | None = None
@@ -272,6 +273,14 @@ class PeerTransport(Transport):
             self._call(events.Leave(), _LEAVING_S)
         self._wait_for(lambda: not self.connections.connected & others, _LEAVING_S)
 
+    def eject(self, replicas: Iterable[int], by: int | None, why: str) -> None:
+        """Go on without some replicas, once all others know of it; this rank has told them, and ``by`` this one."""
+        self._post(events.Eject(frozenset(replicas), by, why))
+
+    def end(self, failure: TransportError) -> None:
+        """Take part in no more rounds; those in flight end with ``failure``. For any thread."""
+        self._post(events.Close(failure))
+
     def leave_at_once(self) -> None:
         """Leave without waiting for the others. For any thread."""
         self._post(events.Leave())
@@ -415,7 +424,8 @@ class PeerTransport(Transport):
     def _on_event(self, event: events.Event) -> None:
         match event:
             case events.Received(sender, Store(topic, content)):
-                self.links.receive(sender, topic, content)
+                if receive := self.connections.receivers.get(topic):
+                    receive(sender, content)
                 return
             case events.Received(sender, Header() as header) if sender in self.links.by_rank:
                 link, fragment, outer_step = self.links.by_rank[sender], *header.round
@@ -508,6 +518,8 @@ class PeerTransport(Transport):
         self.connections.trust(self.rules.ranks(self.view.members))
         note = self.on_change(following) or b""
         for rank in joined:
+            if self.order:
+                self.connections.send(rank, Store("order", self.order))
             self.connections.send(rank, Welcome(following, note))
 
     def _start(self, started: StartExchange) -> None:

@@ -16,14 +16,15 @@ from typing import Any, cast
 
 from diloco.algorithm import check_whole
 from diloco.errors import ConfigurationError, RendezvousError
-from diloco.membership import MOST_RANK, BootstrapElection, LastViews, byzantine_quorum
-from diloco.protocol import Entry, Registry, Rules
+from diloco.membership import MOST_RANK, BootstrapElection, LastViews, byzantine_quorum, enough_without, names_of
+from diloco.protocol import Entry, MessageError, Refused, Registry, Rules, Store, decode, encode
 from diloco.transport.address import Address
 from diloco.transport.connections.limits import Backoff
 from diloco.transport.peers.connected import Connected, connect_all, join
-from diloco.transport.peers.directory import Directory, Members
+from diloco.transport.peers.directory import Directory, Members, say
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.swarm.engine import plainly
+from diloco.transport.swarm.governance import Govern, Governed, Order, founder_of, load_order, save_order
 from diloco.transport.swarm.identity import Admission, NodePlace, PeerRecord, load_identity, number_of
 from diloco.transport.swarm.node import Node
 from diloco.transport.swarm.status import PeerStatus, serve_status
@@ -53,6 +54,7 @@ class SwarmPlace:
 
 _ANNOUNCE_S = 60.0
 _MOST_PLACES = 16  # of an entry
+_IN_FORCE_S = 5.0  # how long a peer that asks for an ejection waits for the next view at most
 _BEATS = 4  # how often a peer that searches announces itself within the time after which it would count as gone
 
 
@@ -76,6 +78,9 @@ class SwarmDirectory(Directory):
         self._finished = False  # whether this peer has finished all steps of the run
         self._announced_s = -math.inf
         self._records: list[PeerRecord] = []  # of the other peers that train, or trained within the last half hour
+        self._order: Order | None = None  # the founder's last one
+        self.connections.receivers["order"] = self._take_order
+        self.connections.services[Govern] = self._govern
 
     async def addresses(self) -> Collection[Address]:
         now_s = asyncio.get_running_loop().time()
@@ -84,7 +89,7 @@ class SwarmDirectory(Directory):
             if not self._place.node.insists:
                 await self._node.enter()
             await self.announce()
-        self._records = [each for each in await self._node.find(self._place.admission) if each.number >= 0]
+        self._records = [each for each in await self._node.find(self._streams.admission) if each.number >= 0]
         for record in self._records:
             self._streams.know(record.peer_id, record.addresses)
         return [PeerAddress(record.peer_id) for record in self._records]
@@ -96,7 +101,7 @@ class SwarmDirectory(Directory):
             number, self._node.peer_id, self.transport.rules.facts, self.election.held_step, places, self._place.name
         )
         record = PeerRecord(number, self.swarm, addresses, self._finished)
-        await self._node.announce(self._place.admission, record)
+        await self._node.announce(self._streams.admission, record)
 
     def keep_announcing(self) -> None:
         """Start to announce this peer at regular intervals, as its addresses may change."""
@@ -133,10 +138,90 @@ class SwarmDirectory(Directory):
 
     def settle(self, found: Members | None) -> None:
         held_step = max(0, self.election.held_step)
-        self.swarm = found.swarm if found else self._place.swarm or secrets.token_hex(8)
+        founder = founder_of(self._place.held_swarm) or self._node.peer_id
+        self.swarm = found.swarm if found else self._place.swarm or f"{founder}.{secrets.token_hex(8)}"
         self.founded_step = found.founded_step if found else held_step
         if found is None:  # joining peers receive it
             self.transport.step = held_step if self._place.views else 0
+
+    # Orders of the founder.
+
+    def keep(self, order: Order) -> None:
+        """Take an order for the last one, of which those are told who join."""
+        self._order, self.transport.order = order, encode(order)
+
+    def _is_new(self, order: Order) -> bool:
+        last = self._order  # that of another founder is of an earlier swarm
+        if last is None or last.founder != order.founder:
+            return True
+        return (order.version, order.dht_key) > (last.version, last.dht_key)
+
+    def _take_order(self, sender: int | None, data: bytes) -> None:
+        order, founder = decode(data, Order), founder_of(self.swarm)
+        if order.founder != founder:  # the sender knows the swarm under another name
+            return
+        if self._is_new(order):
+            if why := order.problem(founder, self._node.peer_id):
+                raise MessageError(f"it passed on an order, but {why}")
+            self._follow(order)
+        if order == self._order:
+            self.transport.eject(self._ejected_members(order), sender, f"the founder {founder} has ejected a member")
+
+    def _follow(self, order: Order) -> None:
+        """Follow a new order, and pass it on."""
+        me, connections, members = self._node.peer_id, self.connections, self.members
+        try:
+            save_order(self._place.identity, order)
+        except OSError as error:
+            logging.getLogger(__name__).warning("the order of the founder can't be kept for a restart: %s", error)
+        if me in order.ejected:
+            self.transport.end(order.error(me))
+            return
+        self.keep(order)
+        self._streams.admit_by(order.applied(self._streams.admission))
+        for rank in connections.connected:
+            is_ejected = connections.identity(rank) in order.ejected
+            if rank in members:
+                connections.send(rank, Store("order", encode(order.public if is_ejected else order)))
+            elif is_ejected:
+                connections.drop(rank, "it was ejected")
+        connections.begin(self.announce())  # where those look who have the new secret
+        words = "the founder has ejected %s. Peers that join from now on need the new secret."
+        logging.getLogger(__name__).warning(words, ", ".join(order.ejected))
+
+    async def _govern(self, asked: Govern, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        order, clock = asked.order, asyncio.get_running_loop()
+        if why := self._objection(order):
+            await say(Refused(why, for_good=True), reader, writer)
+            return
+        if order is not None:
+            self._take_order(None, encode(order))
+        until_s = clock.time() + _IN_FORCE_S
+        while (remaining := self._ejected_members(self._order)) and clock.time() < until_s:
+            await asyncio.sleep(_CHECK_S)
+        await say(Governed(self._order and self._order.public, tuple(sorted(remaining))), reader, writer)
+
+    def _ejected_members(self, order: Order | None) -> set[int]:
+        identities = self.connections.identities
+        return {each for each in self.members if order is not None and identities.get(each) in order.ejected}
+
+    def _objection(self, order: Order | None) -> str:
+        founder, view = founder_of(self.swarm), self.transport.view
+        if not self.members:
+            return "it is no member of the swarm at present. Ask another peer"
+        if order is None:
+            return ""
+        if self._node.peer_id in order.ejected:
+            return "it is to be ejected itself. Ask another peer"
+        if why := order.problem(founder, self._node.peer_id):
+            return f"it can't follow the order: {why}"
+        ejected = self._ejected_members(order)
+        if ejected and not enough_without(view, ejected, self.transport.rules.policy):
+            return (
+                f"without {names_of(ejected)}, too few of {names_of(view.members)} would be left to continue. Stop the "
+                "run, and resume it with another secret on the machines that are to stay"
+            )
+        return ""
 
     def had_members(self) -> bool:
         return any(record.swarm for record in self._records)
@@ -193,15 +278,21 @@ def enter_swarm(place: SwarmPlace, rules: Rules, *, held_step: int = -1) -> Conn
     Raises:
         RendezvousError: if this does not succeed in time, the peers are incompatible, or the swarm is behind this
             peer's checkpoint; nothing stays open.
+        EjectedError: if the founder has ejected this peer.
         TransportError: if the peer can't be started.
     """
     identity = load_identity(place.identity)
     number = number_of(identity.peer_id) if place.replica is None else place.replica
-    streams = PeerStreams(identity, place.node, place.admission)
+    order, admission = load_order(place.identity, place.admission.run), place.admission
+    if order is not None:
+        admission = order.applied(admission)
+        if identity.peer_id in order.ejected:
+            raise order.error(identity.peer_id)
+    streams = PeerStreams(identity, place.node, admission)
     transport = PeerTransport(dataclasses.replace(rules, rank=number, together=False), streams, SwarmLinks)
     try:
         _start(transport, place, rules.rendezvous_timeout_s)
-        return _connect(transport, place, rules, held_step)
+        return _connect(transport, place, rules, held_step, order)
     except BaseException:
         transport.close()
         raise
@@ -221,7 +312,9 @@ def _start(transport: PeerTransport, place: SwarmPlace, timeout_s: float) -> Non
             time.sleep(backoff.next_s())
 
 
-def _connect(transport: PeerTransport, place: SwarmPlace, rules: Rules, held_step: int) -> Connected:
+def _connect(
+    transport: PeerTransport, place: SwarmPlace, rules: Rules, held_step: int, order: Order | None
+) -> Connected:
     election = BootstrapElection(
         number=transport.replica,
         held_step=held_step,
@@ -231,6 +324,8 @@ def _connect(transport: PeerTransport, place: SwarmPlace, rules: Rules, held_ste
         policy=rules.policy,
     )
     directory, connections = SwarmDirectory(transport, Registry(0), election, place), transport.connections
+    if order is not None:
+        directory.keep(order)
     connections.call(directory.announce())
     connected = connect_all(directory, place.closed)
     if not connected.joining:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import re
-import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +19,7 @@ from msgspec.structs import replace
 
 from diloco.errors import ConfigurationError
 from diloco.membership import MOST_RANK
-from diloco.private_files import create_private, make_private_folder, read_private
+from diloco.private_files import make_private_folder, read_private, replace_private
 from diloco.transport.secret import check_secret, derive_key
 from diloco.transport.swarm.engine import load_engine
 
@@ -52,11 +50,9 @@ def load_identity(path: Path) -> Identity:
     if not path.exists():
         key = engine.RSAPrivateKey()
         data = engine.crypto_pb2.PrivateKey(key_type=engine.crypto_pb2.RSA, data=key.to_bytes()).SerializeToString()
-        half = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # containers share process ids
         try:
             make_private_folder(path.parent)
-            create_private(half, data)
-            os.replace(half, path)
+            replace_private(path, data)
         except OSError as error:
             raise ConfigurationError(f"the private key {path} can't be created: {error}.") from error
     data = read_private(path, f"The private key {path}")
@@ -203,13 +199,14 @@ class Admission:
     # secret that all peers of the run share, see `diloco.transport.secret`; "": the run's name is enough
     secret: str = field(default="", repr=False)
     allowed: frozenset[str] = frozenset()  # identities of the admitted peers; empty: all peers with the secret
+    ejected: frozenset[str] = frozenset()  # identities of peers that are not admitted any more
 
     def __post_init__(self) -> None:
         check_secret(self.secret)
 
     def admits(self, peer: str) -> bool:
-        """Return whether ``peer`` is on the list of allowed peers, or there is no list."""
-        return not self.allowed or peer in self.allowed
+        """Return whether ``peer`` is on the list of allowed peers, or there is no list, and it was not ejected."""
+        return peer not in self.ejected and (not self.allowed or peer in self.allowed)
 
     def sign(self, subkey: bytes, content: bytes) -> bytes:
         """Return the proof in a peer's record in the DHT, stored under its subkey; making it takes the secret."""

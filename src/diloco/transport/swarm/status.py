@@ -22,12 +22,15 @@ from msgspec import Meta
 from diloco.errors import RendezvousError, TransportError
 from diloco.events import Event, json_ready, to_record
 from diloco.membership import GREATEST, MOST_RANK, Count
+from diloco.private_files import create_private
 from diloco.protocol import Refused, WireMessage
 from diloco.transport.connections.limits import few_at_once
 from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, UNKNOWN_PEER_BYTES, within
 from diloco.transport.peers.directory import Directory, question, say
 from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.swarm.identity import Admission, NodePlace, PeerRecord, load_identity
+from diloco.transport.secret import new_secret
+from diloco.transport.swarm.governance import Govern, Governed, Order
+from diloco.transport.swarm.identity import Admission, Identity, NodePlace, PeerRecord, load_identity
 from diloco.transport.swarm.streams import PeerAddress, PeerStreams
 from diloco.units import visible
 
@@ -192,6 +195,44 @@ class StatusClient:
         there = [each.peer_id for each in seen if each.status]
         return await few_at_once(lambda each: self._asked_through(there, each, asked[each.peer_id]), seen)
 
+    async def eject(self, peer: str, founder: Identity, file: Path) -> tuple[int, ...]:
+        """Have the members eject a peer, and use a new secret from now on, which is written to ``file``.
+
+        Args:
+            peer: the identity of the peer.
+            founder: the identity of the peer that has founded the swarm, which signs the order.
+            file: does not exist yet.
+
+        Returns:
+            The ejected replicas that are members until a view change ends that is in progress.
+
+        Raises:
+            RendezvousError: the member that was asked refuses; the file is removed.
+            TransportError: no peer of ``--join`` answers that is a member.
+            FileExistsError, OSError: the file can't be written. Nothing was sent.
+        """
+        last = await self._govern(Govern())
+        secret = new_secret()
+        order = Order.sign(founder, self._admission, peer, secret, last.order)
+        create_private(file, f"{secret}\n".encode())
+        try:
+            return (await self._govern(Govern(order))).remaining
+        except RendezvousError:
+            file.unlink()
+            raise
+
+    async def _govern(self, asked: Govern) -> Governed:
+        why: list[str] = []
+        for address in self._streams.place.join:
+            try:
+                place = PeerAddress(address.rpartition("/p2p/")[2])
+                return await question(self._streams.open, place, asked, Governed)  # type: ignore[no-any-return]  # what was asked for
+            except RendezvousError:
+                raise
+            except (OSError, EOFError, TransportError) as error:
+                why.append(str(error) or type(error).__name__)
+        raise TransportError(f"no member of the swarm answers: {'; '.join(why)}. Give the address of one with --join.")
+
     async def _asked(self, record: PeerRecord, asked: StatusAsked) -> PeerReport:
         report = PeerReport(record.peer_id, record.number, finished=record.finished)
         relayed = bool(record.addresses) and all("/p2p-circuit" in each for each in record.addresses)
@@ -271,18 +312,22 @@ def absences(reports: Sequence[PeerReport]) -> list[str]:
 
 
 @asynccontextmanager
-async def open_status_client(identity: Path, place: NodePlace, admission: Admission) -> AsyncIterator[StatusClient]:
+async def open_status_client(
+    identity: Path, place: NodePlace, admission: Admission, speaker: Identity | None = None
+) -> AsyncIterator[StatusClient]:
     """Enter the network until the end of the ``async with`` block, and yield a client that can ask its peers.
 
     Args:
         identity: file of a private key, created if it does not exist.
         place: the peers through which to enter the network.
         admission: the run, and the rules for admission.
+        speaker: the identity that members see, if not that of the file; its own peer may be running.
 
     Raises:
         RendezvousError: if no peer of ``place.join`` answers.
     """
-    streams = PeerStreams(load_identity(identity), place, admission)
+    mine = load_identity(identity)
+    streams = PeerStreams(mine if speaker is None else replace(mine, tls_key=speaker.tls_key), place, admission)
 
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 from diloco.errors import ConfigurationError, TransportError
 from diloco.protocol import Entry, Store
 from diloco.transport.address import Address, parse_address
+from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.limits import origin_of
 from diloco.transport.connections.link import PeerLink, PeerLinks
 from diloco.transport.connections.sockets import Credentials, TcpStreams
@@ -48,16 +49,21 @@ class PeerStreams(TcpStreams):
     named = True
 
     def __init__(self, identity: Identity, place: NodePlace, admission: Admission) -> None:
-        super().__init__(credentials=Credentials(f"swarm {admission.run}", admission.secret, identity.tls_key))
+        self._identity = identity
+        self.admit_by(admission)
+        super().__init__(credentials=self.credentials)
         self.place = place
         self.port = 0  # at which this peer accepts connections over TCP; 0: none
-        self._identity = identity
-        self._admission = admission
         self._known: dict[str, tuple[str, ...]] = {}
         # writer -> the identity and the host of the other end of a stream of libp2p, as the daemon says
         self._over_libp2p: WeakKeyDictionary[asyncio.StreamWriter, tuple[str, str]] = WeakKeyDictionary()
         self._accept: Accept | None = None
         self._node: Node | None = None
+
+    def admit_by(self, admission: Admission) -> None:
+        """Apply these rules, with the secret in them, to all later connections."""
+        self.admission = admission
+        self.credentials = Credentials(f"swarm {admission.run}", admission.secret, self._identity.tls_key)
 
     @property
     def node(self) -> Node:
@@ -93,7 +99,7 @@ class PeerStreams(TcpStreams):
     async def open(self, address: Address) -> Stream:
         peer_id = address.host
         if not self.admits(peer_id):
-            raise OSError(f"{peer_id} is not on the list of peers that may take part (network.allow)")
+            raise OSError(f"{peer_id} may not take part: it was ejected, or is not listed in network.allow")
         reader, writer = await self.node.open(peer_id, self._known.get(peer_id, ()))
         self._over_libp2p[writer] = peer_id, ""
         try:
@@ -104,7 +110,7 @@ class PeerStreams(TcpStreams):
             writer.close()
             raise TurnedAwayError(
                 f"{peer_id} rejected this peer: it belongs to another run, has another secret, does not list this peer "
-                "in network.allow, or has just ended"
+                "in network.allow, or has just ended; or this peer was ejected"
             ) from error
         except BaseException:
             writer.close()
@@ -159,7 +165,7 @@ class PeerStreams(TcpStreams):
             self.node.peers_of_run.add(peer_id)
 
     def admits(self, identity: str) -> bool:
-        return self._admission.admits(identity)
+        return self.admission.admits(identity)
 
     def identity_of(self, key: bytes) -> str:
         return identity_of(key)
@@ -202,7 +208,7 @@ class PeerStreams(TcpStreams):
 
     async def _take(self, peer_id: str, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._over_libp2p[writer] = peer_id, origin_of(host)
-        if self._accept is None or not self.admits(peer_id):
+        if self._accept is None:
             writer.close()
         else:
             await self._accept(reader, writer)
@@ -228,14 +234,18 @@ class SwarmLinks(PeerLinks):
     if it can't either.
     """
 
+    def __init__(self, connections: ConnectionManager) -> None:
+        super().__init__(connections)
+        connections.receivers[_TURN] = self._take_turn
+
     @property
     def _streams(self) -> PeerStreams:
         return cast(PeerStreams, self.connections.streams)
 
-    def receive(self, rank: int, topic: str, content: bytes) -> None:
+    def _take_turn(self, rank: int, content: bytes) -> None:
         """Dial from now on, as a peer of lower rank can't."""
         link = self.by_rank.get(rank)
-        if link is not None and topic == _TURN and rank < self.connections.rank and not link.dials:
+        if link is not None and rank < self.connections.rank and not link.dials:
             link.dials = True
             if link.started:
                 self.begin_stripes(link)

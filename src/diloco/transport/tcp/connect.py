@@ -27,7 +27,7 @@ from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.replica_group import LeaderTransport, ReplicaGroup
 from diloco.transport.secret import TurnedAwayError, check_secret
 from diloco.transport.tcp.doctor import serve_probes
-from diloco.transport.tcp.rendezvous import Gatherer, TcpDirectory, cause, share_text
+from diloco.transport.tcp.rendezvous import Gatherer, TcpDirectory, cause
 
 PORT_TIMEOUT_S = 5.0  # how long the owner of the rendezvous port may take to answer as a diloco or release the port
 _LISTEN_AGAIN_S = 0.2
@@ -40,14 +40,10 @@ class Place:
 
     replica: int  # m
     num_replicas: int  # M
+    # where they meet: the address of rank 0, which listens there, or of any replica of a running training
+    rendezvous: Address
     position: int = 0  # position of this rank within its replica
     ranks_per_replica: int = 1  # S
-    # the rendezvous, the same for all ranks: the address of rank 0 (which listens there unless another process does),
-    # of a launcher, or of any replica of a running training
-    rendezvous: Address | None = None
-    # instead of ``rendezvous``: the address of ``torchrun``'s store, in which rank 0 publishes its own address
-    torchrun: Address | None = None
-    attempt: str = "0"  # number of the attempt of ``torchrun``, which restarts all workers of a group together
     host: str = ""  # address of this machine to listen at; "": the one from which the rendezvous is reached
     ports: str = "0"  # ports for control connections: ``0`` for any, ``FIRST`` or ``FIRST-LAST``
     # the shared secret, see `diloco.transport.secret`; "": anybody may take part
@@ -140,21 +136,10 @@ def _first_directory(transport: PeerTransport, place: Place, held_step: int) -> 
     connections.most_ranks = place.num_replicas * size
     host = place.host or _my_host(place)
     ports = parse_ports(place.ports, key="network.listen")
-    hosting = place.torchrun is not None and place.rank == 0
-    if place.rank == 0 and place.rendezvous is not None:
-        hosting = connections.call(_host_rendezvous(connections, place.rendezvous, host))
+    hosting = place.rank == 0 and connections.call(_host_rendezvous(connections, place.rendezvous, host))
     if connections.address.port == 0:
         connections.listen(host, ports, host)
     meeting = connections.address if hosting else place.rendezvous
-    if place.torchrun is not None:
-        mine = str(connections.address) if place.rank == 0 else None
-        text = share_text(place.torchrun, mine, rules.rendezvous_timeout_s, f"address (attempt {place.attempt})")
-        meeting = parse_address(text, key="the address of rank 0")
-    if meeting is None:
-        raise RendezvousError(
-            f"replica {place.replica} was given no rendezvous. Use HOST:PORT of replica 0, or of any replica of a "
-            "running training."
-        )
     registry = Registry(connections.most_ranks, size)
     registry.register(Entry(place.rank, str(connections.address), rules.facts, held_step))
     gatherer = Gatherer(connections, registry) if hosting else None
@@ -165,7 +150,7 @@ def _first_directory(transport: PeerTransport, place: Place, held_step: int) -> 
 async def _host_rendezvous(connections: ConnectionManager, address: Address, host: str) -> bool:
     """Listen at the rendezvous as rank 0, and return whether this rank does.
 
-    It does not if a launcher or another replica listens there, or if the address belongs to another machine.
+    It does not if another replica listens there, or if the address belongs to another machine.
     """
     clock = asyncio.get_running_loop()
     deadline_s = clock.time() + PORT_TIMEOUT_S
@@ -198,14 +183,12 @@ async def _host_rendezvous(connections: ConnectionManager, address: Address, hos
 
 
 def _my_host(place: Place) -> str:
-    towards = place.rendezvous or place.torchrun
-    if towards is None:
-        return "127.0.0.1"
     try:
-        return local_host_towards(towards)
+        return local_host_towards(place.rendezvous)
     except OSError as error:
         raise RendezvousError(
-            f"there is no route to the rendezvous {towards.host!r}: {error}. Use a name that resolves, or an address."
+            f"there is no route to the rendezvous {place.rendezvous.host!r}: {error}. Use a name that resolves, or an "
+            "address."
         ) from error
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
-from datetime import timedelta
 from typing import Annotated
 
 from msgspec import Meta
@@ -24,7 +23,6 @@ from diloco.transport.peers.directory import Ask, Directory, Looking, Members, s
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.secret import TurnedAwayError
 from diloco.units import visible
-from diloco.waiting import in_thread, waiting_for
 
 TELL_EVERY_S = 5.0  # how long a rank's question waits for the others
 _GONE_S = 3.0  # a rank that has not asked for this long does not wait any more
@@ -245,38 +243,3 @@ class TcpDirectory(Directory):
 def cause(error: Exception) -> str:
     """Return the message of an error about received data, without its sentence about the connection."""
     return str(error).partition(". The connection")[0]
-
-
-def share_text(master: Address, mine: str | None, timeout_s: float, key: str) -> str:
-    """Share a text from rank 0 with all ranks through the store of ``torchrun``'s agent, and return it.
-
-    The store is used for nothing else. If its host freezes, the store blocks beyond all of its own time-outs, so the
-    call runs in a thread that may never end.
-
-    Args:
-        master: address of the store.
-        mine: the text, on rank 0; None on the other ranks.
-        timeout_s: how long to wait for the store, in seconds.
-        key: key of the text in the store.
-
-    Raises:
-        RendezvousError: if the store does not return the text in time.
-    """
-
-    def talk() -> str:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs lack it
-
-        store = TCPStore(master.host, master.port, is_master=False, timeout=timedelta(seconds=timeout_s))
-        if mine is not None:
-            store.set(key, mine)
-        return str(store.get(key).decode())
-
-    try:
-        with waiting_for(lambda: f"the {key} of rank 0 in the store of torchrun at {master}", timeout_s):
-            return in_thread(talk, "diloco-torchrun-store").result(timeout_s)
-    except Exception as error:
-        raise RendezvousError(
-            f"the store of torchrun at {master} gave no {key} of rank 0 within {timeout_s:g} s: "
-            f"{(str(error) or 'no answer').splitlines()[0]}. Give a reachable --master-addr and --master-port (or "
-            "--rdzv-endpoint)."
-        ) from error

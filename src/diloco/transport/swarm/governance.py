@@ -1,0 +1,157 @@
+"""What the founder of a swarm orders while it runs: who is ejected, and the secret that is used from then on.
+
+The name of a swarm begins with the identity of its founder, so whoever takes part knows it, and an order is signed with
+the founder's key. A member that gets one which is newer than the last follows it at once, passes it on to the other
+members, and drops the ejected peers. The others do the same, so the next view is agreed on without them. Whoever
+connects later needs the new secret, which no ejected peer is told.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
+
+from diloco.errors import ConfigurationError, EjectedError
+from diloco.membership import Count, Ranks
+from diloco.private_files import read_private, replace_private
+from diloco.protocol import WireMessage, decode, encode
+from diloco.transport.swarm.identity import Admission, Identity, identity_of
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.padding import PSS
+    from cryptography.hazmat.primitives.hashes import SHA256
+
+_MOST = 64  # so that an order fits into a message to a peer that has just connected
+_Texts = Annotated[tuple[Annotated[str, Meta(max_length=100)], ...], Meta(max_length=_MOST)]
+
+
+class Order(WireMessage):
+    """An order of the founder. It repeats what the earlier ones said, so the last one is enough."""
+
+    run: Annotated[str, Meta(max_length=200)]
+    version: Count  # greater than that of every earlier order
+    ejected: _Texts  # identities of peers
+    replaced: _Texts  # `Admission.dht_key` of each secret that no longer counts
+    dht_key: Annotated[str, Meta(max_length=100)]  # of the new one
+    key: Annotated[bytes, Meta(max_length=1 << 10)]  # the founder's public key, as DER
+    signature: Annotated[bytes, Meta(max_length=1 << 10)] = b""
+    # the new secret, not a passphrase, which takes long to check; "" where an ejected peer is told
+    secret: Annotated[str, Meta(max_length=100, pattern="^(diloco-secret:.*)?$")] = ""
+
+    @classmethod
+    def sign(cls, identity: Identity, admission: Admission, peer: str, secret: str, before: Order | None) -> Order:
+        """Return the order, after ``before``, to eject ``peer`` and to use ``secret`` instead of that of ``admission``.
+
+        Raises:
+            ConfigurationError: ``peer`` is the founder itself, or too many have been ejected.
+        """
+        from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+        ejected, replaced = (before.ejected, before.replaced) if before else ((), ())
+        if peer == identity.peer_id:
+            raise ConfigurationError(f"{peer} is the founder, whose key signs the order. It can't eject itself.")
+        if len(ejected) == _MOST:
+            raise ConfigurationError(f"{_MOST} peers were ejected from the run, the most. Begin another run.")
+        order = cls(
+            admission.run,
+            1 + (before.version if before else 0),
+            tuple(dict.fromkeys((*ejected, peer))),
+            (*replaced, admission.dht_key),
+            Admission(admission.run, secret).dht_key,
+            identity.tls_key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo),
+            secret=secret,
+        )
+        return replace(order, signature=identity.tls_key.sign(order._content, *_scheme()))
+
+    @property
+    def founder(self) -> str:
+        return identity_of(self.key)
+
+    @property
+    def _content(self) -> bytes:
+        fields = (self.run, self.version, self.ejected, self.replaced, self.dht_key)
+        return b"diloco order " + msgspec.msgpack.encode(fields)
+
+    def problem(self, founder: str, me: str) -> str:
+        """Return why the peer ``me`` of a swarm that ``founder`` has founded can't follow the order; "" if it can."""
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
+        from cryptography.hazmat.primitives.serialization import load_der_public_key
+
+        if self.founder != founder:
+            return f"it is signed by {self.founder}, and the founder is {founder or 'unknown'}"
+        try:
+            cast(RSAPublicKey, load_der_public_key(self.key)).verify(self.signature, self._content, *_scheme())
+            whole = bool(self.secret) and Admission(self.run, self.secret).dht_key == self.dht_key
+        except (InvalidSignature, ConfigurationError):
+            return "it was changed after it had been signed"
+        return "" if whole or me in self.ejected else "its secret is not the signed one"
+
+    @property
+    def public(self) -> Order:
+        """The order without the secret, for those who are ejected."""
+        return replace(self, secret="")
+
+    def applied(self, admission: Admission) -> Admission:
+        """Return the rules by which peers are admitted from now on. A secret that the order does not replace stays."""
+        secret = self.secret if admission.dht_key in self.replaced else admission.secret
+        return Admission(admission.run, secret, admission.allowed, frozenset(self.ejected))
+
+    def error(self, peer: str) -> EjectedError:
+        return EjectedError(
+            f"{peer} was ejected from run {self.run!r} by its founder {self.founder} (order {self.version}). The "
+            "others continue with another secret."
+        )
+
+
+class Govern(WireMessage):
+    """A member is asked to follow an order and to pass it on, or only for the last one."""
+
+    order: Order | None = None
+
+
+class Governed(WireMessage):
+    """The last order, without its secret, and the ejected replicas that are still members."""
+
+    order: Order | None
+    remaining: Ranks = ()
+
+
+def founder_of(swarm: str) -> str:
+    """Return the identity of the peer that has founded a swarm with this name, or "".
+
+    >>> founder_of("QmXoyp.0123456789abcdef"), founder_of("0123456789abcdef")
+    ('QmXoyp', '')
+    """
+    return swarm.rpartition(".")[0]
+
+
+def load_order(identity: Path, run: str) -> Order | None:
+    """Return the last order that the peer with this key file has followed in a run, or None.
+
+    Raises:
+        ConfigurationError: the file can't be read, or holds no order.
+    """
+    path = identity.with_suffix(".order")
+    if not path.exists():
+        return None
+    try:
+        order = decode(read_private(path, f"The order {path}"), Order)
+    except ValueError as error:
+        raise ConfigurationError(f"{path} holds no order of a founder: {error}. Remove it.") from error
+    return order if order.run == run else None
+
+
+def save_order(identity: Path, order: Order) -> None:
+    replace_private(identity.with_suffix(".order"), encode(order))
+
+
+def _scheme() -> tuple[PSS, SHA256]:
+    from cryptography.hazmat.primitives.asymmetric.padding import MGF1, PSS
+    from cryptography.hazmat.primitives.hashes import SHA256
+
+    return PSS(MGF1(SHA256()), PSS.DIGEST_LENGTH), SHA256()

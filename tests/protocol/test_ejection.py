@@ -1,0 +1,67 @@
+"""An order to eject a member passes through a view, whose members go on without it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from diloco.protocol import Message, Store, decode, events
+from tests.membership.network import Limits, Network, wander
+from tests.protocol.simulated import check_agreement, finish, rank, simulated
+from tests.protocol.simulated_rank import Rank
+
+ORDER = Store("order", b"")
+
+
+def tell(node: Rank, ejected: int, by: int | None = None) -> None:
+    """Do what `SwarmDirectory` does with an order: pass it on, if it is new, and tell the machine."""
+    if not any(message == ORDER for message in node.sent):
+        for member in node.view.members:
+            if member != node.rank:
+                node._send(member, ORDER)
+    node.handle(events.Eject(frozenset({ejected}), by, "the founder has ejected it"))
+
+
+def with_order(size: int, ejected: int, liar: int | None, limits: Limits) -> Network:
+    """Return a network whose members follow an order once they get it, but for the ejected one and a liar."""
+    network = simulated(size, limits)
+    for node in [rank(network, number) for number in range(size) if number not in (ejected, liar)]:
+
+        def receive(sender: int, data: bytes, node: Rank = node) -> None:
+            tell(node, ejected, sender) if decode(data, Message) == ORDER else Rank.receive(node, sender, data)
+
+        node.receive = receive  # type: ignore[method-assign]  # of one node
+    return network
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_whoever_is_ejected_goes_and_nobody_else(seed: int) -> None:
+    """Property: also while rounds are in flight, if it proposes itself, and if a member passes no order on."""
+    numbers = random.Random(seed)
+    size = numbers.choice((3, 4, 5, 7))
+    ejected, liar, *others = numbers.sample(range(size), size)
+    network = with_order(size, ejected, liar if size > 3 and seed % 2 else None, Limits())
+    wander(network, [numbers.randrange(1 << 16) for _ in range(numbers.randrange(200))])
+    for knows in others[: 1 + seed % 2]:
+        tell(rank(network, knows), ejected)
+    wander(network, [numbers.randrange(1 << 16) for _ in range(numbers.randrange(200))])
+    finish(network)
+    staying = [rank(network, each) for each in range(size) if each != ejected]
+    assert all(not node.left for node in staying if node.rank != liar), [node.left for node in staying]
+    check_agreement(staying)
+    assert staying[0].view.members == tuple(node.rank for node in staying)
+    assert rank(network, ejected).left, "it hears too few to go on"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_where_the_network_splits_meanwhile_one_side_at_most_goes_on(seed: int) -> None:
+    """Property: also with the ejected one, where the order has not come."""
+    numbers = random.Random(seed)
+    ejected, knows, *_ = numbers.sample(range(5), 5)
+    network = with_order(5, ejected, None, Limits(cuts=4))
+    wander(network, [numbers.randrange(1 << 16) for _ in range(40)])
+    tell(rank(network, knows), ejected)
+    wander(network, [numbers.randrange(1 << 16) for _ in range(300)])
+    finish(network)
+    check_agreement([rank(network, each) for each in range(5) if each in network.alive])
