@@ -17,7 +17,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.parity.stacked_runs import GROUPS, Run
 from diloco.algorithm import (
     Nesterov,
     Send,
@@ -40,40 +41,6 @@ from diloco.model import DecoderSettings, Transformer
 
 HERE = Path(__file__).parent
 FIRST, LENGTH, REPLICAS, SEQUENCES = 130, 128, 4, 16  # steps of the shared start; L; M; sequences of all replicas
-
-
-@dataclass(frozen=True)
-class Run:
-    """The settings of one run. The defaults are those of ``tiny-muon`` at 0.13M parameters and 20 tokens for each."""
-
-    algorithm: str = "streaming"  # or data-parallel
-    seed: int = 0
-    steps: int = 1300
-    optimizer: str = "Muon"
-    learning_rate: float = 8e-3
-    matrix_lr_ratio: float = 2.5
-    momentum: float = 0.85
-    betas: tuple[float, float] = (0.97, 0.99)
-    newton_schulz_steps: int = 5
-    inner_steps: int = 10
-    overlap_steps: int = 1
-    codec: str = "fp4"
-    outer_learning_rate: float = 0.8
-    outer_momentum: float = 0.6
-    average: str = ""  # the codec of the averaged momenta; "": they are not averaged; "reset": they become 0
-    average_every: int = 1  # rounds
-    average_feedback: float = 0.0  # the share of the momenta's quantisation error that is sent with the next
-    average_adamw: bool = False  # whether AdamW's first moments are averaged, too
-    average_change: bool = False  # whether the codec encodes the difference from the last average
-    decay: bool = False  # whether the difference has decayed by as much as the momentum since it was sent
-    slow_weight: float = 0.0  # w of a second, slow momentum S, which is averaged: U = O((1 - w) fast + w S)
-    slow_decay: float = 0.95
-    last: float = 0.0  # the share of the run over whose global parameters an average is evaluated as well
-
-    def changes(self) -> dict[str, Any]:
-        """Return the settings that differ from the defaults, as JSON has them."""
-        mine, usual = asdict(self), asdict(Run())
-        return json.loads(json.dumps({name: value for name, value in mine.items() if value != usual[name]}))
 
 
 class Stack:
@@ -171,7 +138,7 @@ class Stack:
         for shape, pairs in alike.items():
             results = orthogonalised(torch.cat([update for _, update in pairs]), run.newton_schulz_steps)
             step = rate * run.matrix_lr_ratio
-            for (name, _), update in zip(pairs, results.split(self.copies), strict=True):
+            for (name, _), update in zip(pairs, torch.split(results, self.copies), strict=True):
                 size = step * math.sqrt(max(1.0, shape[0] / shape[1]))
                 self.tensors[name].mul_(1 - step * 0.1).add_(update, alpha=-size)
 
@@ -285,7 +252,7 @@ class Outer:
 
     def global_stack(self, values: list[Tensor] | None = None) -> Stack:
         """Return one model that has the global parameters, or ``values`` in their place."""
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for layout, each in zip(self.layouts, values or self.globals, strict=True):
             tensors |= {name: part.clone()[None] for name, part in layout.named(each).items()}
         return Stack(self.run, tensors, {}, 0)
@@ -318,7 +285,8 @@ def shared_start(run: Run, drawn: Iterator[tuple[Tensor, Tensor]]) -> Stack:
     if file.exists():
         for _ in range(FIRST):
             next(drawn)
-        return Stack(run, *torch.load(file), FIRST)
+        tensors, state = torch.load(file)
+        return Stack(run, tensors, state, FIRST)
     stack = Stack.new(run)
     for _ in range(FIRST):
         tokens, targets = next(drawn)
@@ -341,14 +309,16 @@ def train(run: Run, corpus: Corpus) -> dict[str, Any]:
         if outer is not None:
             outer.step(step + 1 - FIRST)
         if run.last and step >= run.steps * (1 - run.last) and (step + 1) % 10 == 0:
-            kept.append([v.clone() for v in outer.globals] if outer else [stack.tensors[n].detach().clone() for n in stack.tensors])
+            values = stack.tensors.values() if outer is None else outer.globals
+            kept.append([each.detach().clone() for each in values])
     if outer is not None:
         outer.end()
         stack = outer.global_stack()
     row = {**run.changes(), "heldout_loss": stack.heldout(corpus), "training_loss": sum(losses[-50:]) / 50}
     if kept:
         averages = [torch.stack(each).mean(0) for each in zip(*kept, strict=True)]
-        averaged = outer.global_stack(averages) if outer else Stack(run, dict(zip(stack.tensors, averages, strict=True)), {}, 0)
+        named = dict(zip(stack.tensors, averages, strict=outer is None))
+        averaged = outer.global_stack(averages) if outer else Stack(run, named, {}, 0)
         row["averaged_heldout_loss"] = averaged.heldout(corpus)
     if outer is not None:
         row["sent_bytes"] = outer.sent_bytes
@@ -361,8 +331,6 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=10**9, help="number of rows to run at most")
     parser.add_argument("--rows", type=Path, default=HERE / "stacked.jsonl", help="the file of the rows")
     given = parser.parse_args()
-    from benchmarks.parity.stacked_groups import GROUPS
-
     torch.set_num_threads(1)
     corpus = build_corpus(DataSettings())
     left = given.most
