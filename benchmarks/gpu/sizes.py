@@ -65,7 +65,7 @@ def _preset(name: str, batch_size: int, goal: float | None = None) -> Job:
 
 FULL = Sizes(
     jobs={"150m": _preset("150m", 64, 0.45), "1b": _preset("1b", 16, 0.50)},
-    small=_preset("35m", 16),
+    small=_preset("streaming-35m", 16),
     replicas=8,
     warmup_steps=5,
     steps=20,

@@ -110,7 +110,7 @@ def test_weights_that_were_quantised_during_training_are_merged_as_they_were(
 
 REFUSED = (
     ("export RUN --out x", "Use --merge for a whole model, or --to adapter"),
-    ("export RUN --out x.safetensors --to safetensors --merge", "--merge needs --to hf"),
+    ("export RUN --out x --to adapter --merge", "--merge needs --to hf"),
     ("export RUN --out RUN --to adapter", "is not an exported model"),
     ("export BASE --out x --merge", "has no adapters, so --merge"),
     ("generate RUN --chat --json", "--chat can't be combined"),

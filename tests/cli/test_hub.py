@@ -191,7 +191,6 @@ def test_what_the_hub_refuses_is_said_and_the_export_stays(
     [
         ("RUN --private", "need --push USER/NAME"),
         ("RUN --push name", "--push name must be USER/NAME"),
-        ("RUN --push me/model --to safetensors", "with --to hf or --to adapter"),
         ("EXPORTED --push me/model", "--push needs a run"),
     ],
 )

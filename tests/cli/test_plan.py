@@ -59,7 +59,9 @@ def test_the_costs_of_a_run_and_of_its_shared_start(capsys: pytest.CaptureFixtur
 
 def test_flags_and_file_are_those_of_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.toml"
-    file.write_text('preset = "35m"\nalgorithm = "diloco"\n[sync]\ncodec = "int8"\n[optimizer]\nlearning_rate = 1e-3\n')
+    file.write_text(
+        'preset = "streaming-35m"\nalgorithm = "diloco"\n[sync]\ncodec = "int8"\n[optimizer]\nlearning_rate = 1e-3\n'
+    )
     plan = read(f"{file} --inner-steps 60 --replicas 2 --out runs/x {LINK}", capsys)
     own = plan["prediction"]
     assert (own["inner_steps"], own["codec"], own["num_fragments"], own["overlap_steps"]) == (60, "int8", 1, 0)
@@ -80,7 +82,7 @@ def test_emulated_links_of_the_settings_are_planned_for(tmp_path: Path, capsys: 
 
 def test_replicas_links_and_transports_may_differ(capsys: pytest.CaptureFixture[str]) -> None:
     equal, slower, swarm = (
-        read(f"--preset 35m --bandwidth 100Mbit --latency 80ms {more}", capsys)
+        read(f"--preset streaming-35m --bandwidth 100Mbit --latency 80ms {more}", capsys)
         for more in (
             "--replicas 3 --step-time 0.1s",
             "--replicas 3 --step-time 0.1s 0.1s 0.2s",

@@ -231,7 +231,7 @@ def test_a_folder_in_use_is_refused_and_nothing_in_it_changes(
         "status RUN",
         "evaluate RUN",
         "generate RUN --prompt a",
-        "export RUN --to safetensors --out OUT.safetensors",
+        "export RUN --out OUT",
         "watch RUN --out OUT.html",
     ],
 )

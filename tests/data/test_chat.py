@@ -114,24 +114,19 @@ def called(arguments: Any, content: Any = "", name: str = "f") -> dict[str, Any]
     return answer(content, tool_calls=[{"type": "function", "function": {"name": name, "arguments": arguments}}])
 
 
-def share(*turns: tuple[str, Any], **more: Any) -> dict[str, Any]:
-    return {"conversations": [{"from": role, "value": value} for role, value in turns], **more}
-
-
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}
 TOOL_TEXT = json.dumps([TOOL])
-FUNCTION = '{"name": "f", "arguments": {"a": 1}}'
 BOTH = "<user:q>" + "<assistant:«a>»"
 
 
 SHAPES: dict[str, tuple[dict[str, Any], str]] = {
-    "text": ({"text": "plain"}, "p«lain»"),  # the first token is not predicted
     "messages": (said("q", "a"), BOTH),
-    "ShareGPT": (share(("human", "q"), ("gpt", "a")), BOTH),
     "prompt and completion": ({"prompt": "q", "completion": "a"}, BOTH),
-    "Alpaca": ({"instruction": "add", "input": "1 2", "output": "3"}, "<user:add\n\n1 2><assistant:«3>»"),
-    "system beside ShareGPT": (share(("human", "q"), ("gpt", "a"), system="s"), f"<system:s>{BOTH}"),
-    "an answer to nothing is not learned": (share(("gpt", "w"), ("human", "q"), ("gpt", "a")), f"<assistant:w>{BOTH}"),
+    "system beside messages": (said("q", "a", system="s"), f"<system:s>{BOTH}"),
+    "an answer to nothing is not learned": (
+        said(answer("w"), {"role": "user", "content": "q"}, answer("a")),
+        f"<assistant:w>{BOTH}",
+    ),
     "two answers in a row": (said("q", "a", answer("b")), f"{BOTH}<assistant:«b>»"),
     "empty answer": (said("q", ""), "<user:q><assistant:«>»"),
     "parts": (said({"role": "user", "content": [{"type": "text", "text": "q"}, "!"]}, "a"), "<user:q!><assistant:«a>»"),
@@ -144,15 +139,6 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
     "calls as JSON": (
         said("q", answer("", tool_calls=json.dumps([{"name": "f", "arguments": '{"a": 1}'}]))),
         '<user:q><assistant:«f{"a": 1}>»',
-    ),
-    "ShareGPT with tools": (
-        share(
-            ("human", "q"),
-            ("function_call", '{"name": "f", "arguments": {"a": 1}}'),
-            ("observation", "o"),
-            ("gpt", "a"),
-        ),
-        '<user:q><assistant:«f{"a": 1}>»<tool:o><assistant:«a>»',
     ),
     "thoughts": (said("q", answer("a", thinking="t")), "<user:q><assistant:«(t)a>»"),
     "null fields": (said("q", answer("a", tool_calls=None, name=None, weight=None), tools=None, system=None), BOTH),
@@ -309,12 +295,9 @@ def corpus_of(folder: Path, place: Path, records: list[dict[str, Any]], length: 
     return build_corpus(settings_of(folder, write_records(place / "data.jsonl", written)), length)
 
 
-def test_without_a_template_only_plain_text_is_learned(tokenizer_of: Any) -> None:
-    tokenizer = tokenizer_of(None)
-    example = tokenizer.text("2+2=4")
-    assert (spelled(example.tokens), counted(example)) == ("2+2=4<|endoftext|>", "+2=4<|endoftext|>")
+def test_messages_need_a_template(tokenizer_of: Any) -> None:
     with pytest.raises(DataError, match="has no chat template, which messages need"):
-        tokenizer.conversation(asked("a", "b")["messages"])
+        tokenizer_of(None).conversation(asked("a", "b")["messages"])
 
 
 def test_what_is_cut_and_left_out_is_told(folder: Path, tmp_path: Path) -> None:

@@ -34,5 +34,5 @@ def test_the_count_is_that_of_the_model_and_near_the_papers(name: str) -> None:
 
 
 def test_unknown_name_names_the_nearest() -> None:
-    with pytest.raises(ConfigurationError, match="did you mean 'opendiloco-14m'"):
-        get_preset("opendilocco-14m")
+    with pytest.raises(ConfigurationError, match="did you mean 'streaming-35m'"):
+        get_preset("streamin-35m")

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from diloco.algorithm import local_shard
-from diloco.model import ModelSettings, build_language_model, fill_shards, fits_shards
+from diloco.model import ModelSettings, build_language_model
 from diloco.train import parallelise
 from tests.finetuning import write_base
 from tests.processes import Processes
@@ -46,10 +46,10 @@ def rank_fills(position: int, folder: Path, place: Path) -> dict[str, Any]:
     settings, setup = ModelSettings(source=f"hf:{folder}"), Setup(strategy="fsdp", size=2)
     group = open_group(setup, position, place)
     with Peak() as peak:
-        assert fits_shards(settings, None)
         model = build_language_model(settings, seed=0, device="meta")
+        assert model.fits_shards()
         parallel = parallelise(model, "fsdp", group, CPU)
-        fill_shards(model, settings, seed=0, device=CPU, read=True)
+        model.fill(CPU, seed=0)
     parts = parallel.loss(TOKENS[:, :-1], TOKENS[:, 1:])
     torch.autograd.backward(parts.loss)
     done = {"peak": peak.nbytes, "loss": float(parts.loss.detach())}
@@ -89,4 +89,5 @@ def test_what_is_not_stored_under_its_own_name_is_built_whole(tmp_path: Path) ->
         (llama, {"arguments": {"weights": "fresh"}}, False),
         (experts, {}, False),
     ):
-        assert fits_shards(ModelSettings(source=f"hf:{source}", **changes), None) is fits  # type: ignore[arg-type]  # varied by name
+        settings = ModelSettings(source=f"hf:{source}", **changes)  # type: ignore[arg-type]  # varied by name
+        assert build_language_model(settings, seed=0, device="meta").fits_shards() is fits

@@ -9,18 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from diloco.algorithm import named_parameters
 from diloco.checkpoint import open_checkpoint
 from diloco.config import plan_run
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.train import run_training
-from diloco.trained import export_safetensors, load_trained
+from diloco.trained import load_trained
 from tests.command_lines import command_line
 from tests.runs import Listener
 from tests.train.source_runs import plan_of, trained
 
 NETS = """
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -142,7 +145,8 @@ def test_stop_and_resume_of_a_model_that_is_wrapped_or_has_its_own_state_dict(
     assert all(torch.equal(value, other[name]) for name, value in one.items())
     assert not any("_checkpoint_wrapped_module" in name for name in one)
     assert ("model/wrapped.blocks.4.1.running_mean" in one) == (source == "Hiding")
-    export_safetensors(load_trained(tmp_path / "run", source=f"{nets}:{source}"), tmp_path / "net.safetensors")
+    model = load_trained(tmp_path / "run", source=f"{nets}:{source}").model
+    save_file(named_parameters(model), tmp_path / "net.safetensors")
     trained(tmp_path / "next", plan_of(f"{nets}:{source}", data, train__init_from=tmp_path / "net.safetensors"))
 
 

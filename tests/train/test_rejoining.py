@@ -16,7 +16,7 @@ from diloco.membership import LastViews
 from diloco.protocol import Entry, Rules
 from diloco.train import PeerFleet, fleet_over_tcp
 from diloco.transport import Looking, PeerTransport, Place
-from tests.transport.nowhere import answering, nobody_at
+from tests.transport.nowhere import answering, nobody_at, registering
 from tests.transport.relays import frame, stranger_at
 from tests.transport.swarms import wait_for_members
 from tests.transport.wires import QUICK, at_once, rendezvous
@@ -41,8 +41,7 @@ def meet() -> Iterator[Meet]:
             ]
             begin = [lambda place=place: fleet_over_tcp(place, RULES) for place in places]
             if ended:
-                stranger = open_ones.enter_context(closing(stranger_at(address)))
-                stranger.sendall(frame({"kind": "ask", "entry": Entry(count, str(nowhere))}))
+                open_ones.enter_context(registering(address, Entry(count, str(nowhere))))
             found = at_once(begin)
         for each in found:
             if isinstance(each, Exception):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import resource
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from diloco.checkpoint import open_checkpoint
 from diloco.cli import main
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model import LanguageModel, Transformer
-from diloco.trained import Trained, export_huggingface, export_safetensors, load_parameters, load_trained, read_weights
+from diloco.trained import Trained, export_huggingface, load_parameters, load_trained, read_weights
 from tests.command_lines import load_configuration
 from tests.lazy import Lazy
 from tests.runs import train, write_text
@@ -112,8 +111,8 @@ def test_training_goes_on_from_the_folder(run: Path, exported: Path, tmp_path: P
 
 
 def test_an_earlier_checkpoint_can_be_taken(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = run.parent / "earlier.safetensors"
-    assert main(["export", str(run), "--out", str(file), "--to", "safetensors", "--checkpoint", "6"]) == 0
+    file = run.parent / "earlier"
+    assert main(["export", str(run), "--out", str(file), "--checkpoint", "6"]) == 0
     assert same(read_weights(file), open_checkpoint(run / "checkpoints" / "step-00000006").load("global"))
     capsys.readouterr()
     assert main(["export", str(run), "--out", "x", "--checkpoint", "7"]) == 1
@@ -133,9 +132,8 @@ def test_what_does_not_fit_the_type_is_refused(run: Path, tmp_path: Path) -> Non
     trained = load_trained(run)
     with torch.no_grad():
         next(trained.model.parameters()).view(-1)[5] = 1e6
-    for write, place in ((export_huggingface, "hf"), (export_safetensors, "w.safetensors")):
-        with pytest.raises(CheckpointError, match=r"embed\S* holds values that are not finite as float16"):
-            write(trained, tmp_path / place, dtype="float16")
+    with pytest.raises(CheckpointError, match=r"embed\S* holds values that are not finite as float16"):
+        export_huggingface(trained, tmp_path / "hf", dtype="float16")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -158,38 +156,29 @@ def test_nothing_is_overwritten_unless_asked_and_then_only_an_export(
     for folder in (run, other):
         assert main(["export", str(run), "--to", "hf", "--out", str(folder), "--overwrite"]) == 2
         assert "exists and is not an exported model. Use another path" in capsys.readouterr().err
-    assert main(["export", str(run), "--to", "safetensors", "--out", str(tmp_path / "weights")]) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "project"]
 
 
-@pytest.mark.parametrize("filled", [False, True])
-def test_a_link_stays_a_link(run: Path, tmp_path: Path, filled: bool) -> None:
+def test_a_link_stays_a_link(run: Path, tmp_path: Path) -> None:
     trained, disk, link = load_trained(run), tmp_path / "disk" / "model", tmp_path / "link"
     disk.mkdir(parents=True)
     link.symlink_to(disk)
-    if filled:
-        export_huggingface(trained, link)
+    export_huggingface(trained, link)
     export_huggingface(trained, link, overwrite=True)
-    (tmp_path / "weights.safetensors").symlink_to(tmp_path / "disk" / "weights.safetensors")
-    export_safetensors(trained, tmp_path / "weights.safetensors")
-    assert all(path.is_symlink() for path in (link, tmp_path / "weights.safetensors"))
-    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["model", "weights.safetensors"]
+    assert link.is_symlink()
     assert load_trained(disk).sequence_length == 16
 
 
-@pytest.mark.parametrize(("write", "name"), [(export_huggingface, "hf"), (export_safetensors, "w.safetensors")])
-def test_what_cannot_be_written_is_told_and_nothing_is_left(
-    run: Path, tmp_path: Path, write: Callable[..., object], name: str
-) -> None:
+def test_what_cannot_be_written_is_told_and_nothing_is_left(run: Path, tmp_path: Path) -> None:
     trained = load_trained(run)
     (tmp_path / "file").write_text("mine")
     with pytest.raises(CheckpointError, match=r"can't be written: .*What was there before is unchanged"):
-        write(trained, tmp_path / "file" / name)
+        export_huggingface(trained, tmp_path / "file" / "hf")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # as on a full disk
     try:
         with pytest.raises(CheckpointError, match=r"can't be written: .*File too large"):
-            write(trained, tmp_path / name)
+            export_huggingface(trained, tmp_path / "hf")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -206,8 +195,6 @@ def test_a_model_without_a_counterpart_says_what_would_work(run: Path, tmp_path:
     odd = Trained(mine, trained.tokenizer, 1, 16, run)
     with pytest.raises(ConfigurationError, match="Mine does not define to_huggingface"):
         export_huggingface(odd, tmp_path / "hf")
-    export_safetensors(odd, tmp_path / "w.safetensors")
-    assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
 
 
 SHORT = (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from diloco.data import ByteTokenizer, Tokenizer, train_bpe
 from diloco.errors import ConfigurationError, NonFiniteError
-from diloco.model import DecoderSettings, Transformer, build_model
+from diloco.model import DecoderSettings, Transformer
 from diloco.trained import Sampling, TextStream, generate
 from tests.model.decoders import build_lively
 
@@ -108,13 +108,6 @@ def test_samples_are_drawn_from_the_stated_distribution(
     assert token == order[index]
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.integers(1, 10), st.integers(0, 9))
-def test_of_equal_logits_the_first_are_kept(values: list[int], top_k: int, seed: int) -> None:
-    kept = sorted(range(len(values)), key=lambda token: -values[token])[:top_k]
-    logits = torch.tensor(values, dtype=torch.float32)
-    assert Sampling(top_k=top_k).draw(logits, seeded(seed)) in kept
-
-
 def test_tokens_are_computed_when_asked_for_and_the_caller_is_left_alone() -> None:
     model = build_lively(SETTINGS).train()
     tokens = generate(model, PROMPT, seeded(), max_new_tokens=7)
@@ -166,10 +159,8 @@ def test_a_compiled_model_is_not_compiled_anew_and_hooks_see_every_step() -> Non
 
 REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"temperature": -0.1}, "temperature must be .*, got -0.1"),
-    ({"temperature": float("nan")}, "temperature must be .*, got nan"),
     ({"temperature": float("inf")}, "temperature must be .*, got inf"),
     ({"top_k": 0}, "top_k must be .*, got 0"),
-    ({"top_p": 0.0}, r"top_p must be .*, got 0\.0"),
     ({"top_p": 1.1}, r"top_p must be .*, got 1\.1"),
     ({"window": 0}, "window must be .*, got 0"),
     ({"window": 13}, "max_sequence_length=12"),
@@ -183,11 +174,6 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
 def test_arguments_that_cannot_work(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         run(build_lively(SETTINGS), **changes)
-
-
-def test_the_generator_must_be_on_the_models_device() -> None:
-    with pytest.raises(ConfigurationError, match="generator is on cpu, but the model is on meta"):
-        run(build_model(SETTINGS, seed=0, device="meta"))
 
 
 BPE = train_bpe(["abab cabab ümlaut abc abcd 日本語 ababab"] * 4, 275)

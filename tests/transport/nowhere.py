@@ -6,18 +6,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 
 from diloco.errors import RendezvousError
-from diloco.protocol import Rules
+from diloco.protocol import Entry, Rules
 from diloco.transport import Address, Credentials, Place
-from tests.transport.relays import frame
+from tests.transport.relays import frame, plain_stranger_at
 from tests.transport.wires import QUICK
-
-__all__ = ["PATIENCE_S", "answering", "diloco_threads", "failure", "free_address", "nobody_at", "place", "rules"]
 
 PATIENCE_S = 1.0
 """The rendezvous time-out of tests in which it expires."""
@@ -57,6 +55,27 @@ def place(rank: int, num_replicas: int, address: Address, **where: Any) -> Place
 
 def rules(**given: Any) -> Rules:
     return Rules(**(QUICK | {"rendezvous_timeout_s": PATIENCE_S} | given))
+
+
+@contextmanager
+def registering(address: Address, entry: Entry) -> Iterator[None]:
+    """Register a rank that listens nowhere, and ask again and again as a rank does."""
+    credentials, done = Credentials("tcp", ""), threading.Event()
+
+    def ask() -> None:
+        while not done.wait(0.05):
+            with suppress(OSError), credentials.opening.wrap_socket(plain_stranger_at(address)) as asking:
+                asking.sendall(frame({"kind": "ask", "entry": entry}))
+                assert asking.recv(1) == b"+"
+                asking.recv(1 << 12)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 @contextmanager

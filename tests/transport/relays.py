@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-import xxhash
-
 from diloco.protocol import decode, encode
 from diloco.transport import Credentials
 
@@ -42,7 +40,7 @@ __all__ = [
 ]
 
 FRAME = struct.Struct(">4sIQ")
-PART = struct.Struct(">cQIIIQ")  # kind, tag of the message, total, start, size of the body, checksum
+PART = struct.Struct(">cQIII")  # kind, tag of the message, total, start, size of the body
 LIMIT_S = 30.0
 
 
@@ -60,7 +58,7 @@ def unframe(data: bytes) -> tuple[dict[str, Any], bytes]:
 
 def part(body: bytes, *, kind: bytes = b"D", tag: int = 7, total: int, start: int = 0) -> bytes:
     """Return the bytes of a part of a payload message."""
-    return PART.pack(kind, tag, total, start, len(body), xxhash.xxh3_64_intdigest(body)) + body
+    return PART.pack(kind, tag, total, start, len(body)) + body
 
 
 class Cut(Exception):

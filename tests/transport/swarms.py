@@ -72,7 +72,6 @@ class Swarms:
         swarm: str = "",
         held_swarm: str = "",
         join_window_s: float = 0.5,
-        direct: bool = True,
         **rules: Any,
     ) -> Connected:
         """Start a peer that knows ``known``.
@@ -81,7 +80,6 @@ class Swarms:
             at: further addresses that the peer knows.
             hidden: whether no other peer can open a connection to it.
             listen: multiaddresses to listen at.
-            direct: as `NodePlace.direct`.
         """
         status = PeerStatus()
         status.seen["words"] = f"of peer {number}"
@@ -92,7 +90,6 @@ class Swarms:
                 join=(*at, *(address for each in known for address in self.addresses_of(each))),
                 listen=() if hidden else tuple(listen),
                 map_ports=False,
-                direct=direct,
             ),
             replica=number,
             swarm=swarm,

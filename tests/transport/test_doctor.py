@@ -62,7 +62,7 @@ def test_each_way_that_does_not_work_is_told_apart() -> None:
 
 def test_nobody_is_made_to_move_more_than_is_allowed() -> None:
     with answering_probes() as address, closing(stranger_at(address)) as fetcher:
-        fetcher.sendall(frame({"kind": "probe", "ask": "give", "bytes": 1 << 31}))
+        fetcher.sendall(frame({"kind": "probe", "give": 1 << 31}))
         assert fetcher.recv(1) == b"", "the connection is closed without an answer"
 
 

@@ -13,7 +13,7 @@ import pytest
 from diloco.cli import main
 from diloco.errors import ConfigurationError
 from diloco.private_files import create_private
-from diloco.transport import Admission, derive_key, load_identity, new_secret, read_secret
+from diloco.transport import Address, Admission, derive_key, load_identity, new_secret, read_secret
 from tests.transport.nowhere import place
 
 SECRET = new_secret()
@@ -74,7 +74,9 @@ def test_a_file_that_holds_no_secret_is_refused_by_name(tmp_path: Path, case: st
         read_secret(written(tmp_path, BAD[case]), NAME)
 
 
-@pytest.mark.parametrize("use", [lambda text: Admission("run", text), lambda text: place(0, 1, None, secret=text)])
+@pytest.mark.parametrize(
+    "use", [lambda text: Admission("run", text), lambda text: place(0, 1, Address("127.0.0.1", 0), secret=text)]
+)
 def test_a_secret_in_a_program_has_the_same_forms(use: Callable[[object], object]) -> None:
     for text in ("", SECRET, PASSPHRASE):
         use(text)

@@ -54,7 +54,7 @@ OPENINGS = {
     "no address": frame(HELLO | {"address": "a:b"}),
     "an address with escapes": frame(HELLO | {"address": "\x1b[2J:1"}),
     "a state of no fragment": frame({"kind": "fetch", "fragment": -1, "after": 0, "snapshot": ""}),
-    "a probe of 1 TB": frame({"kind": "probe", "ask": "give", "bytes": 1 << 40}),
+    "a probe of 1 TB": frame({"kind": "probe", "give": 1 << 40}),
 }
 
 
@@ -102,7 +102,7 @@ def test_what_is_announced_above_the_limits_ends_the_connection_at_once(live: Li
 
 
 QUESTIONS: dict[str, dict[str, Any]] = {
-    "probe": {"kind": "probe", "ask": "ping"},
+    "probe": {"kind": "probe"},
     "fetch": {"kind": "fetch", "fragment": 0, "after": 0, "snapshot": ""},
 }
 
@@ -129,7 +129,7 @@ def test_connections_that_do_nothing_keep_nobody_out(live: Live) -> None:
             idle.enter_context(closing(plain_stranger_at(address)))
         assert first.recv(1) == b"", "the oldest one is closed"
         with closing(stranger_at(address)) as honest:
-            honest.sendall(frame({"kind": "probe", "ask": "ping"}))
+            honest.sendall(frame({"kind": "probe"}))
             assert honest.recv(4) == b"DLC2"
         live.still_works()
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
-from diloco.transport import PeerStreams, join, new_secret
+from diloco.transport import join
 from tests.processes import Processes, receive, report
 from tests.transport.swarms import LIMIT_S, Swarms, wait_for_members
 
@@ -48,11 +47,3 @@ def test_who_joins_may_have_any_clock_and_a_clock_that_is_set_keeps_nobody_out(k
         processes.next_report(3)
         processes.send(0, 0.0)
         assert processes.next_report(0) == (0, 1, 2)
-
-
-def test_only_peers_of_the_run_set_the_time_and_by_a_minute_at_most(swarms: Swarms) -> None:
-    """Before, a stranger in the DHT could set the clock of all, to infinity for good. The doctest shows the minute."""
-    first, second = swarms.meet(2, secret=new_secret())
-    swarms.peer(2, [first], secret=new_secret())
-    nodes = [cast(PeerStreams, each.connections.streams).node for each in (first, second)]
-    assert [node.peers_of_run for node in nodes] == [{nodes[1].peer_id}, {nodes[0].peer_id}]

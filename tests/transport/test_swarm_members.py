@@ -213,10 +213,10 @@ def test_why_the_network_cannot_be_entered_is_said(swarms: Swarms, member: PeerT
                 waiting.setblocking(False)
                 waiting.connect_ex(("127.0.0.1", port))
             for address, words in (
-                (f"/ip4/127.0.0.1/tcp/{ended.port}", f"nothing listens at {ended}"),
-                (here.partition("/p2p/")[0], f"answers, but is not the peer {nobody}"),
-                (f"/ip4/127.0.0.1/tcp/{port}", f"127.0.0.1:{port} does not answer: open the port in its firewall"),
-                ("/dns4/no-such-host.invalid/tcp/1", "there is no host called no-such-host.invalid"),
+                (f"/ip4/127.0.0.1/tcp/{ended.port}", f"{ended}: nothing listens there"),
+                (here.partition("/p2p/")[0], f"it is not the peer {nobody}"),
+                (f"/ip4/127.0.0.1/tcp/{port}", f"127.0.0.1:{port}: no answer within 5 s; open the port"),
+                ("/dns4/no-such-host.invalid/tcp/1", "no-such-host.invalid:1: the name does not resolve"),
             ):
                 with pytest.raises(RendezvousError, match=re.escape(words)):
                     swarms.peer_at(3, [f"{address}/p2p/{nobody}"], **PATIENCE)

@@ -19,10 +19,8 @@ pytestmark = HIVEMIND_LEAVES_CONNECTIONS
     [
         ({}, {}, "direct streams"),
         ({}, {"hidden": True}, "direct streams"),
-        ({"direct": False}, {}, "libp2p"),
-        ({}, {"direct": False}, "libp2p"),
     ],
-    ids=["both listen", "one listens", "the one of lower rank wants none", "the other one wants none"],
+    ids=["both listen", "one listens"],
 )
 def test_payloads_go_directly_where_one_can_reach_the_other(
     swarms: Swarms, first: dict[str, Any], second: dict[str, Any], route: str

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 
+from diloco.transport import PeerStreams
 from tests.transport import contract
 from tests.transport.contract import MakeEndpoints
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms
@@ -23,9 +24,10 @@ FIRSTS = itertools.count(step=30)
 @pytest.fixture(scope="class")
 def swarm_of(request: pytest.FixtureRequest, keys: Path) -> Iterator[MakeEndpoints]:
     """One swarm of each size for all tests of a class, because a peer takes long to start."""
-    swarms = Swarms(keys)
-    yield cache(partial(swarms.meet, **request.cls.options))
-    swarms.close()
+    swarms, places = Swarms(keys), PeerStreams.places_for_payloads
+    with mock.patch.object(PeerStreams, "places_for_payloads", places if request.cls.direct else lambda *_: ()):
+        yield cache(swarms.meet)
+        swarms.close()
     gc.collect()
 
 
@@ -41,8 +43,8 @@ class SharedSwarms(contract.PayloadContract):
 
 
 class TestDirectStreamsContract(SharedSwarms):
-    options: ClassVar[dict[str, Any]] = {"direct": "only"}
+    direct = True
 
 
 class TestLibp2pStreamsContract(SharedSwarms):
-    options: ClassVar[dict[str, Any]] = {"direct": "never"}
+    direct = False

@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 
-from diloco.transport import Credentials, connect, examine, new_secret
+from diloco.transport import Address, Credentials, connect, examine, new_secret
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import failure, place, rules
 from tests.transport.relays import Unit, frame, observed, plain_stranger_at, said_to, stranger_at
@@ -104,4 +104,4 @@ def test_a_relay_that_passes_all_on_can_not_speak_for_either_end() -> None:
 
 
 def test_a_secret_is_in_no_words() -> None:
-    assert SECRET not in repr(place(0, 1, None, secret=SECRET))
+    assert SECRET not in repr(place(0, 1, Address("127.0.0.1", 0), secret=SECRET))

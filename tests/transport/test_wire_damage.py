@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import math
 import socket
 import threading
@@ -119,21 +118,6 @@ def test_what_a_connection_that_is_no_longer_wanted_had_not_delivered_is_sent_ag
     assert [len(link.stripes) for each in transports for link in each.links.by_rank.values()] == [1, 1]
 
 
-def test_a_damaged_part_is_sent_again(wires: Wires, relays: Relays) -> None:
-    parts = itertools.count()  # of both directions, whose threads ask at once
-    opened: list[int] = []  # the first attempt may be refused, as the other side does not expect it yet
-
-    def damage(unit: Unit) -> bytes:
-        if unit.is_part and next(parts) == 0:
-            opened.append(relays.opened.count("link"))
-            return unit.data[:-1] + bytes([unit.data[-1] ^ 1])
-        return unit.data
-
-    relays.hook = damage
-    check_round(wires.meet(2))
-    assert opened == [relays.opened.count("link") - 1]
-
-
 def test_a_void_round_costs_no_more_than_was_sent_of_it_and_an_early_payload_waits_at_its_sender(
     wires: Wires, relays: Relays
 ) -> None:
@@ -185,7 +169,7 @@ def bomb(size: int) -> bytes:
 
 
 def changed(data: bytes, body: bytes | None = None, **fields: Any) -> bytes:
-    """Return a part with other fields, or another body, and a checksum that fits."""
+    """Return a part with other fields, or another body."""
     names = ("kind", "tag", "total", "start")
     given = dict(zip(names, PART.unpack_from(data), strict=False)) | fields
     return part(data[PART.size :] if body is None else body, **given)
@@ -203,7 +187,7 @@ HOSTILE: dict[str, Callable[[bytes], bytes]] = {
     "a part that overlaps the next one": lambda data: changed(data, start=1),
     "a part of one byte": lambda data: changed(data, data[PART.size : PART.size + 1]),
     "a kind that is none": lambda data: changed(data, kind=b"?"),
-    "an acknowledgement of nothing": lambda data: PART.pack(b"A", 77, 0, 0, 0, 0) + data,
+    "an acknowledgement of nothing": lambda data: PART.pack(b"A", 77, 0, 0, 0) + data,
     "a round that is none": lambda data: changed(data, tag=1 << 40),
     "many messages that nobody has asked for": injected(
         *(part(b"x", tag=n, total=100_000, start=99_999) for n in range(1000, 3000))

@@ -1,5 +1,4 @@
 from .disk import new_folder as new_folder
-from .disk import replace_file as replace_file
 from .disk import write_whole as write_whole
 from .lock import LOCK_FILE as LOCK_FILE
 from .lock import lock_folder as lock_folder
@@ -13,7 +12,6 @@ from .reading import open_checkpoint as open_checkpoint
 from .reading import read_manifest as read_manifest
 from .reading import write_manifest as write_manifest
 from .tensors import Lazy as Lazy
-from .tensors import tensor_chunks as tensor_chunks
 from .tensors import whole as whole
 from .writing import CheckpointWriter as CheckpointWriter
 from .writing import save_checkpoint as save_checkpoint

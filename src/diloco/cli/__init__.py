@@ -27,7 +27,7 @@ COMMANDS = {
     "tokenize": ("tokenize", "turn text into a folder of packed tokens for training"),
     "evaluate": ("trained", "measure the loss, perplexity and bits per byte of a trained model"),
     "generate": ("trained", "continue a text with a trained model, or chat with it"),
-    "export": ("trained", "write a trained model for transformers, or as one safetensors file"),
+    "export": ("trained", "write a trained model for transformers or peft"),
     "plan": ("plan", "predict what settings cost on a link, and which others fit it"),
     "sweep": ("sweep", "run a study: the same run with settings varied along axes"),
     "doctor": ("network", "check the connection to other replicas: names, ports, latency, bandwidth"),

@@ -21,8 +21,6 @@ from diloco.units import facts_table, format_bytes, format_count
 from diloco.waiting import waiting_for
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from diloco.data import ChatTokenizer, Tokenizer
     from diloco.trained import Trained
 
@@ -233,23 +231,22 @@ def _show(pieces: Iterable[str]) -> str:
 class ExportOptions(TrainedOptions):
     """Write a trained model for other programs.
 
-    A folder for transformers' from_pretrained (--to hf), one file of parameters for --init-from
-    (--to safetensors), or the adapter that a fine-tuning run has trained, for peft (--to adapter),
-    which --merge merges into the weights of the base model instead.
+    A folder for transformers' from_pretrained and --init-from (--to hf), or the adapter that a
+    fine-tuning run has trained, for peft (--to adapter), which --merge merges into the weights of the
+    base model instead.
 
     Examples:
       diloco export runs/streaming-tiny --out exported
       diloco export runs/streaming-tiny --out exported --dtype bfloat16 --overwrite
       diloco export runs/streaming-tiny --out earlier --checkpoint 300
-      diloco export runs/streaming-tiny --out weights.safetensors --to safetensors
       diloco export runs/streaming-llama --out merged --merge
       diloco export runs/streaming-tiny --out exported --push USER/NAME --private
     """
 
     out: Path
-    """Folder (hf, adapter) or file (safetensors) to write."""
-    to: Literal["hf", "safetensors", "adapter"] = "hf"
-    """hf: a transformers folder; safetensors: parameters by their names in diloco; adapter: an adapter for peft."""
+    """Folder to write."""
+    to: Literal["hf", "adapter"] = "hf"
+    """hf: a transformers folder; adapter: an adapter for peft."""
     merge: bool = False
     """hf: merge the adapters of the run into the base model and write a whole model."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -266,14 +263,14 @@ class ExportOptions(TrainedOptions):
     def __post_init__(self) -> None:
         if self.push is None and (self.private or self.dry_run):
             raise ConfigurationError("--private and --dry-run need --push USER/NAME.")
-        if self.push is not None and (self.to == "safetensors" or not re.fullmatch(r"[\w.-]+/[\w.-]+", self.push)):
-            raise ConfigurationError(f"--push {self.push} must be USER/NAME, with --to hf or --to adapter.")
+        if self.push is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.push):
+            raise ConfigurationError(f"--push {self.push} must be USER/NAME.")
 
 
 def run_export(arguments: Sequence[str]) -> int:
     """Load the model, write it, and print what was written."""
     from diloco.cli.hub import model_card
-    from diloco.trained import export_adapter, export_huggingface, export_safetensors
+    from diloco.trained import export_adapter, export_huggingface
 
     options: ExportOptions = parse_options(ExportOptions, "export", arguments)
     out, dtype, overwrite = options.out, options.dtype, options.overwrite
@@ -294,13 +291,9 @@ def run_export(arguments: Sequence[str]) -> int:
             export_adapter(trained, out, overwrite=overwrite)
             print(f"{out}: adapter for peft, {format_count(trained.model.num_trained())} parameters")
             return _push(options, card)
-        model: nn.Module = trained.model
-        if options.to == "hf":
-            model = export_huggingface(trained, out, dtype=dtype, overwrite=overwrite)
-        else:
-            export_safetensors(trained, out, dtype=dtype, overwrite=overwrite)
+        model = export_huggingface(trained, out, dtype=dtype, overwrite=overwrite)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    size = format_bytes(sum(file.stat().st_size for file in (out.iterdir() if out.is_dir() else [out])))
+    size = format_bytes(sum(file.stat().st_size for file in out.iterdir()))
     print(f"{out}: {type(model).__name__}, {format_count(parameters)} parameters, {dtype}, {size}")
     step = "" if trained.step is None else f", step {trained.step}"
     print(f"from {trained.path}{step}, {trained.weights}")

@@ -41,7 +41,7 @@ that `train.steps` stretches the learning-rate schedule. Another number of repli
 note about both."""
 
 _PLACES = (
-    *("data.paths", "data.sources", "data.tokenizer", "data.format", "model.source", "network.secret_file"),
+    *("data.paths", "data.tokenizer", "data.format", "model.source", "network.secret_file"),
     *("checkpoint.mirror", "monitor.sinks", "monitor.prometheus"),
 )
 """Settings that name what a run reads and writes beside its folder. What was fetched from elsewhere can't choose it."""

@@ -98,8 +98,6 @@ def _example(tokenizer: ChatTokenizer, place: str, record: Any, counts: Counter[
         if not counts[f"unused {name}"]:  # each is named once
             warn_once(f"{place}: the field {name!r} is not used.")
         counts[f"unused {name}"] += 1
-    if (text := conversation.text) is not None:
-        return "special" if tokenizer.holds_special(text) else tokenizer.text(text)
     if any(map(tokenizer.holds_special, texts_of([conversation.messages, conversation.tools]))):
         return "special"
     size = max((number + 1 for number, learned in enumerate(conversation.learned) if learned), default=0)

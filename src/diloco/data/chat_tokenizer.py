@@ -30,7 +30,7 @@ _DATE = datetime(2024, 7, 26)  # instead of the current date, on which no exampl
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A conversation or document as tokens."""
+    """A conversation as tokens."""
 
     tokens: NDArray[Any]  # ``(n,)`` integers
     # ``(n,)`` bool: whether the loss counts a token; False for the first, which is not predicted
@@ -55,13 +55,11 @@ class ChatTokenizer(Tokenizer):
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigurationError(f"data.format={template} can't be read: {error}.") from error
         self._library, self._place = library, place
-        # the template; None: there is none, so only plain text can be read
         named = library.chat_template
         self.template: str | None = "\n".join(map(str, named.values())) if isinstance(named, dict) else named
         added = library.added_tokens_decoder.values()
         special = sorted({*library.all_special_tokens, *(str(token) for token in added if token.special)})
         self._special = re.compile("|".join(re.escape(each) for each in sorted(special, key=len, reverse=True)))
-        self._first = [index for index in library("").input_ids if index != self.eos_id]  # added before a text
         self.answer_end = self.eos_id  # the token that ends an answer: the first special one after it
         if self.template:
             answer = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
@@ -82,11 +80,6 @@ class ChatTokenizer(Tokenizer):
         """Return the tokens of the prompt for the answer to ``messages``, as `conversation` tokenises them."""
         text = self._render(messages, (), answer_next=True)
         return [int(token) for token in self._tokens(text)[0]]
-
-    def text(self, text: str) -> Example:
-        """Tokenise a document without a template; all of it and the final token count."""
-        tokens = np.array([*self._first, *self._tokens(text)[0], self.eos_id])
-        return self._example(tokens, np.arange(len(tokens)) >= len(self._first))
 
     def conversation(
         self, messages: Sequence[Message], learned: Sequence[bool] | None = None, tools: Tools = ()

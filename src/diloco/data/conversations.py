@@ -1,8 +1,7 @@
-"""One form for the ways in which records write conversations.
+"""Conversations in the form that chat templates take, and which of their answers are learned.
 
-`read_conversation` turns a record into the messages that a chat template takes, and says which answers are learned and
-which fields were not used. Read are ``messages`` (OpenAI), ``conversations`` (ShareGPT), ``prompt`` and ``completion``,
-``instruction``, ``input`` and ``output`` (Alpaca), and ``text``.
+A record has ``messages``, or ``prompt`` and ``completion``, and perhaps ``tools`` and ``system``. Tables hold lists and
+objects also as JSON, and a null for a field that is missing.
 """
 
 from __future__ import annotations
@@ -17,14 +16,6 @@ from diloco.data.files import RowError, checked_text
 
 __all__ = ["Conversation", "read_conversation", "texts_of"]
 
-_ROLES = {
-    **dict.fromkeys(("human", "user", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "model", "bot", "chatgpt", "ai", "function_call"), "assistant"),
-    **dict.fromkeys(("observation", "tool", "tool_response", "function_response"), "tool"),
-    "system": "system",
-}
-"""What ShareGPT and others call the roles; other names are passed on to the template."""
-
 _MARKS = re.compile("(^|_)(weights?|mask(s|ed)?|loss|train(ing|able)?)(_|$)")
 """Names of fields that may say what is learned. Only ``weight`` of a message can be followed."""
 
@@ -33,18 +24,14 @@ _MARKS = re.compile("(^|_)(weights?|mask(s|ed)?|loss|train(ing|able)?)(_|$)")
 class Conversation:
     """A record in the form that chat templates take."""
 
-    messages: tuple[dict[str, Any], ...] = ()  # arguments of calls are objects
-    learned: tuple[bool, ...] = ()  # of each message; only the assistant's are learned
-    tools: tuple[dict[str, Any], ...] = ()
-    text: str | None = None  # the text of a record without messages
-    unused: frozenset[str] = frozenset()  # names of fields
+    messages: tuple[dict[str, Any], ...]  # arguments of calls are objects
+    learned: tuple[bool, ...]  # of each message; only the assistant's are learned
+    tools: tuple[dict[str, Any], ...]
+    unused: frozenset[str]  # names of fields
 
 
 def read_conversation(place: str, record: Mapping[str, Any]) -> Conversation:
-    """Return the conversation of a record at a place; raise `RowError` if its fields are unknown or malformed.
-
-    A null stands for a field that is missing, because tables write one for the fields of other rows.
-    """
+    """Return the conversation of a record at a place; raise `RowError` if its fields are unknown or malformed."""
     try:
         return _read(_without_nulls(record))
     except RowError as error:
@@ -52,59 +39,50 @@ def read_conversation(place: str, record: Mapping[str, Any]) -> Conversation:
 
 
 def _read(fields: dict[str, Any]) -> Conversation:
-    turns = next((name for name in ("messages", "conversations") if name in fields), "")
-    pairs = (("prompt", "completion"), ("instruction", "output"))
-    pair = next((pair for pair in pairs if fields.keys() >= set(pair)), None)
     if marks := [name for name in sorted(fields) if _MARKS.search(name) and isinstance(fields[name], str | list)]:
         raise RowError(
             f"{marks[0]} marks parts of the record, which can't be followed: give messages a weight of 0 or 1."
         )
-    if turns:
-        said = _turns(turns, fields.pop(turns))
-    elif pair:
-        asked, answered = _turns(pair[0], fields.pop(pair[0]), "user"), fields.pop(pair[1])
-        if more := fields.pop("input", None) if pair[0] == "instruction" else None:
-            asked[-1] = {**asked[-1], "content": f"{asked[-1].get('content')}\n\n{more}"}
-        said = [*asked, *_turns(pair[1], answered, "assistant")]
-    elif "text" in fields:
-        return Conversation(text=checked_text(fields.pop("text"), "a document", "text"), unused=frozenset(fields))
+    if "messages" in fields:
+        turns = _turns("messages", fields.pop("messages"))
+    elif fields.keys() >= {"prompt", "completion"}:
+        turns = [
+            *_turns("prompt", fields.pop("prompt"), "user"),
+            *_turns("completion", fields.pop("completion"), "assistant"),
+        ]
     else:
         raise RowError(
-            f"It has the fields {', '.join(map(repr, sorted(fields)))}. A conversation needs 'messages', 'prompt' and "
-            "'completion', or 'text'."
+            f"It has the fields {', '.join(map(repr, sorted(fields)))}. A conversation needs 'messages', or 'prompt' "
+            "and 'completion'."
         )
     tools = tuple(_tool(tool) for tool in _listed(fields.pop("tools", None)))
-    messages = [_message(turn) for turn in said]
+    messages = [_message(turn) for turn in turns]
     if content := checked_text(fields.pop("system", ""), "a record", "system"):
         messages.insert(0, ({"role": "system", "content": content}, False))
     read, learned = zip(*messages, strict=True)
-    return Conversation(messages=read, learned=learned, tools=tools, unused=frozenset(fields))
+    return Conversation(read, learned, tools, frozenset(fields))
 
 
 def _turns(name: str, value: Any, role: str = "") -> list[Any]:
     """Return the messages of a field; with a role, it may be the text of one instead."""
     if role and isinstance(value, str):
         return [{"role": role, "content": value}]
-    if not isinstance(value, list) or not value or not all(map(_role, value)):
+    if not isinstance(value, list) or not value or not all(map(_is_message, value)):
         also = "text or " if role else ""
         raise RowError(f"{name} must be {also}a list of messages whose role and content are text, got {value!r:.80}.")
     return value
 
 
-def _role(turn: Any) -> str:
-    role = (turn.get("role") or turn.get("from")) if isinstance(turn, dict) else None
-    return role if isinstance(role, str) else ""
+def _is_message(turn: Any) -> bool:
+    return isinstance(turn, dict) and isinstance(turn.get("role"), str)
 
 
 def _message(turn: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """Return a message in the form that templates take, and whether it is learned."""
     rest = dict(turn)
-    role = rest.pop("role" if "role" in rest else "from")
-    content = rest.pop("content" if "content" in rest else "value", None)
-    if role == "function_call":  # of ShareGPT: the content is the call
-        rest["tool_calls"], content = content, ""
+    role, content = rest.pop("role"), rest.pop("content", None)
     calls = [_tool_call(call) for call in _listed(rest.pop("tool_calls", None))]
-    message: dict[str, Any] = {"role": _ROLES.get(role.lower(), role)}
+    message: dict[str, Any] = {"role": role}
     weight = rest.pop("weight", 1)
     for name, mark in {"weight": weight, **rest}.items():
         if _MARKS.search(name) and (name != "weight" or mark not in (0, 1)):
@@ -114,7 +92,7 @@ def _message(turn: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     if content is not None or not calls:
         message["content"] = _text(content)
     message |= rest | ({"tool_calls": calls} if calls else {})
-    return message, message["role"] == "assistant" and bool(weight)
+    return message, role == "assistant" and bool(weight)
 
 
 def _text(content: Any) -> str:

@@ -28,8 +28,8 @@ class DataSettings:
     """Field of records that holds the text."""
     format: Annotated[str, arg(metavar="{text,chat,FILE.jinja}")] = "text"
     """text: plain documents. chat: conversations, in which the loss counts only the answers, from .jsonl, .json or
-    .parquet records with the field messages, the fields prompt and completion, or the field text. A Jinja file: the
-    same, with this chat template instead of the tokenizer's own."""
+    .parquet records with the field messages, or the fields prompt and completion. A Jinja file: the same, with this
+    chat template instead of the tokenizer's own."""
     packing: Literal["joined", "masked", "single"] | None = None
     """joined: documents follow each other in a sequence, and attention crosses their borders. masked: it does not.
     single: each sequence holds one conversation. Default: joined, or masked with format chat."""

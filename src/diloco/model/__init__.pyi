@@ -4,7 +4,6 @@ from .adapters import save_adapter as save_adapter
 from .folders import is_huggingface_folder as is_huggingface_folder
 from .folders import native_weights as native_weights
 from .folders import stored_tensors as stored_tensors
-from .folders import without_progress_bars as without_progress_bars
 from .huggingface import HuggingFaceModel as HuggingFaceModel
 from .huggingface import base_digest as base_digest
 from .language_model import LanguageModel as LanguageModel
@@ -13,8 +12,6 @@ from .language_model import build_language_model as build_language_model
 from .language_model import check_vocabulary as check_vocabulary
 from .language_model import document_numbers as document_numbers
 from .language_model import documents_of as documents_of
-from .language_model import fill_shards as fill_shards
-from .language_model import fits_shards as fits_shards
 from .loss import ENDS as ENDS
 from .loss import NOT_COUNTED as NOT_COUNTED
 from .loss import cross_entropy_with_z_loss as cross_entropy_with_z_loss

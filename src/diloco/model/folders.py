@@ -10,8 +10,7 @@ round-off that grows with the position. Pickles are never read.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -116,25 +115,12 @@ def _stock_name(name: str, model_type: str, *, back: bool = False) -> str:
 
 
 def import_transformers() -> Any:
-    """Return the library, which takes seconds to import, or raise `ConfigurationError`."""
+    """Return the library, which takes seconds to import, without progress bars, or raise `ConfigurationError`."""
     with from_extra("hf", "A model of transformers needs that package"):
         import transformers
-    return transformers
-
-
-@contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Turn off the progress bars of ``transformers`` inside the context."""
-    from transformers.utils import logging
-
-    progress: Any = logging
-    enabled = progress.is_progress_bar_enabled()
-    progress.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            progress.enable_progress_bar()
+    library: Any = transformers
+    library.utils.logging.disable_progress_bar()
+    return library
 
 
 def is_huggingface_folder(path: Path) -> bool:

@@ -27,7 +27,6 @@ from diloco.model.folders import (
     read_json,
     stored_tensors,
     weights_digest,
-    without_progress_bars,
 )
 from diloco.model.language_model import LanguageModel, LossParts
 from diloco.model.settings import HuggingFaceSettings, ModelSettings, parse_source
@@ -66,19 +65,21 @@ class HuggingFaceModel(LanguageModel):
     coefficient of 0 leaves it out.
 
     Args:
-        z_loss: weight of the squared log-partition in the loss.
+        settings: where it comes from.
+        reads: whether its stored weights are read, if there are any; otherwise a checkpoint has its values.
         base: a digest of the stored weights from which it begins; "" if there are none.
     """
 
     loss_calls_model = False
     wrapped: Any  # the `PreTrainedModel`; its own annotations are incomplete
 
-    def __init__(self, wrapped: PreTrainedModel, *, z_loss: float = 0.0, base: str = "") -> None:
+    def __init__(self, wrapped: PreTrainedModel, settings: ModelSettings, *, reads: bool, base: str) -> None:
         super().__init__()
         self.wrapped = wrapped
         # Packed documents have no padding. The padding token is often the end-of-document token, which must be trained.
         self.wrapped.get_input_embeddings().padding_idx = None
-        self.z_loss, self.base = z_loss, base
+        self.settings, self.reads, self.base = settings, reads, base
+        self.z_loss = settings.huggingface.z_loss
         self.adapters: ModelSettings | None = None  # the settings of its adapters; None: it has none
         self.tuner: tuple[LoraModel, ...] = ()  # peft's, which has added them; in a tuple, so that it is no submodule
         config, head = self.wrapped.config, self.wrapped.get_output_embeddings()
@@ -126,6 +127,34 @@ class HuggingFaceModel(LanguageModel):
         parts = self.loss_of_logits(output.logits, targets)
         return LossParts(parts.loss + self.balance_loss * output.aux_loss, parts.cross_entropy)
 
+    def fits_shards(self) -> bool:
+        """Return whether every value is stored under its own name, or a checkpoint has it.
+
+        Others are fresh or adapters, or stored in a form that transformers converts.
+        """
+        if self.settings.lora_rank or not self.reads:
+            return not self.settings.lora_rank
+        folder = _find_folder(self.settings, with_weights=True)
+        if not _has_stored(folder, self.settings):
+            return False
+        state = self.wrapped.state_dict(keep_vars=True)
+        stored = {id(state[name]) for name in stored_tensors(folder).keys() & state.keys()}
+        return all(id(value) in stored for value in state.values())  # one value has several names if it is tied
+
+    def fill(self, device: torch.device, *, seed: int) -> None:
+        buffers = dict(self.named_buffers())
+        self.to_empty(device=device)
+        self.wrapped.tie_weights()
+        for name, buffer in self.named_buffers():
+            buffer.copy_(buffers[name])
+        state = self.wrapped.state_dict(keep_vars=True)
+        stored = stored_tensors(_find_folder(self.settings, with_weights=True)) if self.reads else {}
+        for name in stored.keys() & state.keys():
+            if (there := stored[name]).shape != (here := state[name]).shape:
+                raise ConfigurationError(f"{name} is {tuple(there.shape)} in the weights, {tuple(here.shape)} here.")
+            set_whole_(here, there)
+            del there  # before the next one is read
+
     def new_cache(self) -> DynamicCache | None:
         from transformers import DynamicCache
 
@@ -135,15 +164,11 @@ class HuggingFaceModel(LanguageModel):
         return self._expert_share if ".experts." in name else 1.0
 
     def attended(self, length: int) -> float:
-        """Recurrent layers have no attention; ``sliding_window`` limits what a token sees."""
+        """Count every layer as full attention; recurrent and windowed ones take fewer operations."""
         config = self.wrapped.config
         heads = int(getattr(config, "num_attention_heads", 0) or 0)
         head_width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-        window = min(getattr(config, "sliding_window", None) or length, length)
-        windowed = (window * (window + 1) / 2 + (length - window) * window) / length
-        kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * self.num_layers
-        contexts = {"full_attention": (length + 1) / 2, "sliding_attention": windowed}
-        return float(heads * head_width * sum(contexts.get(kind, 0.0) for kind in kinds))
+        return float(heads * head_width * self.num_layers * (length + 1) / 2)
 
     def definition(self) -> dict[str, Any]:
         config = json.loads(self.wrapped.config.to_json_string(use_diff=False))
@@ -242,40 +267,7 @@ def build_huggingface(
             wrapped.tie_weights()  # which accelerate unties
     if settings.quantization is None or on_meta:
         wrapped = wrapped.float()
-    return HuggingFaceModel(wrapped, z_loss=options.z_loss, base=base)
-
-
-def fits_shards(settings: ModelSettings, definition: Mapping[str, Any] | None) -> bool:
-    """Return whether every value of a model is in a file under its own name, so that `fill_shards` finds it.
-
-    Others are fresh or adapters, or stored in a form that transformers converts.
-    """
-    if settings.lora_rank or definition:
-        return not settings.lora_rank  # with a definition, a checkpoint has all values
-    folder = _find_folder(settings, with_weights=True)
-    if not _has_stored(folder, settings):
-        return False
-    state = build_huggingface(settings, on_meta=True).wrapped.state_dict(keep_vars=True)
-    stored = {id(state[name]) for name in stored_tensors(folder).keys() & state.keys()}
-    return all(id(value) in stored for value in state.values())  # one value has several names if it is tied
-
-
-def fill_shards(model: HuggingFaceModel, settings: ModelSettings, device: torch.device, *, read: bool) -> None:
-    """Give a model that was built on meta its values; a rank of a sharded one holds only its part and one tensor."""
-    buffers = dict(model.named_buffers())
-    model.to_empty(device=device)
-    model.wrapped.tie_weights()
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
-    state = model.wrapped.state_dict(keep_vars=True)
-    stored = stored_tensors(_find_folder(settings, with_weights=True)) if read else {}
-    for name in stored.keys() & state.keys():
-        if (there := stored[name]).shape != (here := state[name]).shape:
-            raise ConfigurationError(
-                f"{name} has the shape {tuple(there.shape)} in the weights, not {tuple(here.shape)}."
-            )
-        set_whole_(here, there)
-        del there  # before the next one is read
+    return HuggingFaceModel(wrapped, settings, reads=not definition, base=base)
 
 
 def base_digest(settings: ModelSettings, definition: Mapping[str, Any] | None = None) -> str:
@@ -411,16 +403,15 @@ def _load(folder: Path, config: PretrainedConfig, settings: ModelSettings) -> Pr
     if (generation := folder / "generation_config.json").is_file():
         arguments["generation_config"] = GenerationConfig.from_dict(read_json(generation))
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    with without_progress_bars():
-        wrapped, report = model_class.from_pretrained(
-            None,
-            config=config,
-            state_dict=dict(stored_tensors(folder)),
-            dtype=torch.float32,
-            output_loading_info=True,
-            trust_remote_code=False,
-            **arguments,
-        )
+    wrapped, report = model_class.from_pretrained(
+        None,
+        config=config,
+        state_dict=dict(stored_tensors(folder)),
+        dtype=torch.float32,
+        output_loading_info=True,
+        trust_remote_code=False,
+        **arguments,
+    )
     if missing := sorted(report["missing_keys"]):
         raise ConfigurationError(
             f"The weights in {folder} lack {', '.join(missing[:5])}. Give all weights that the configuration needs, or "

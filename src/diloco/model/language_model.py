@@ -146,6 +146,17 @@ class LanguageModel(nn.Module):
             "unknown. Implement that method."
         )
 
+    def fits_shards(self) -> bool:
+        """Return whether `fill` works; otherwise the model must be built whole, before it is sharded."""
+        return False
+
+    def fill(self, device: torch.device, *, seed: int) -> None:
+        """Give a model that was built on ``meta`` memory and its values, drawn or stored.
+
+        Of a model that is sharded over ranks, each fills its own part, and holds only one whole tensor at a time.
+        """
+        raise NotImplementedError
+
     def count_layers(self) -> int:
         """Return the number of numbered blocks among the trainable parameters, from which fragments are made."""
         return len(group_layers({name: p.numel() for name, p in trainable_parameters(self).items()})[1])
@@ -264,31 +275,6 @@ def build_language_model(
             with suppress(ConfigurationError), torch.device("meta"):
                 return _build_foreign(settings)
         return _build_foreign(settings).to(device)
-
-
-def fits_shards(settings: ModelSettings, definition: Mapping[str, Any] | None) -> bool:
-    """Return whether `fill_shards` can fill a model that was built on ``meta``, else it must be built whole."""
-    if settings.kind == "hf":
-        from diloco.model import huggingface
-
-        return huggingface.fits_shards(settings, definition)
-    return settings.kind == "native"
-
-
-def fill_shards(model: LanguageModel, settings: ModelSettings, *, seed: int, device: torch.device, read: bool) -> None:
-    """Give a model that was built on ``meta``, and perhaps sharded over ranks, memory on ``device`` and its values.
-
-    A rank never holds more than its part and one whole tensor. ``read``: whether to read stored values of a model of
-    ``transformers``, which otherwise come from a checkpoint.
-    """
-    from diloco.model import huggingface
-    from diloco.model.transformer import Transformer
-
-    if isinstance(model, Transformer):
-        model.to_empty(device=device)
-        model.initialise(torch.Generator("cpu").manual_seed(seed))
-    elif isinstance(model, huggingface.HuggingFaceModel):
-        huggingface.fill_shards(model, settings, device, read=read)
 
 
 def _build_foreign(settings: ModelSettings) -> LanguageModel:

@@ -1,10 +1,10 @@
 """The model settings, the source of the model that they name, and the named models of the papers. Works without torch.
 
-OpenDiLoCo's models are Llama models (SwiGLU, untied embeddings), and their names are not parameter counts. For its
-models, Streaming DiLoCo gives the feed-forward width ("hidden dim"), layers, heads, vocabulary, QK-norm and z-loss. The
-rest is inferred: a model width of a quarter of that, a two-matrix GELU feed-forward, and tied embeddings. This reading
-gives the counts in the table of its companion paper (2503.09799) to within 3 % (5 % for 4B, which is stated to one
-digit).
+OpenDiLoCo's models (2407.07852, its files config_NAME.json) are Llama models (SwiGLU, untied embeddings), and their
+names are not parameter counts. For its models, Streaming DiLoCo (2501.18512, table 2) gives the feed-forward width
+("hidden dim"), layers, heads, vocabulary, QK-norm and z-loss. The rest is inferred: a model width of a quarter of that,
+a two-matrix GELU feed-forward, and tied embeddings. This reading gives the counts in the table of its companion paper
+(2503.09799) to within 3 % (5 % for 4B, which is stated to one digit).
 """
 
 from __future__ import annotations
@@ -228,29 +228,26 @@ class Preset:
     name: str
     model: DecoderSettings  # the sizes; ``vocab_size`` is None if the tokeniser decides it
     parameters: int  # the exact count, with ``vocab_size`` tokens and tied embeddings counted once
-    source: str
-    alias: str = ""  # another name of the same preset
     sequence_length: int = 1024  # tokens per sequence in the source's training
     vocab_size: int = 32_000  # that of the model, or 257: bytes
 
 
 def get_preset(name: str) -> Preset:
-    """Return the preset with this name or alias. "1b" is OpenDiLoCo's; Streaming DiLoCo's is "streaming-1b" only.
+    """Return the preset with this name.
 
     Raises:
         ConfigurationError: the name is unknown; the message gives the nearest one.
 
-    >>> get_preset("opendiloco-150m").name, get_preset("35m").name
-    ('150m', 'streaming-35m')
+    >>> get_preset("streaming-35m").parameters
+    35265792
     """
-    presets = {preset.alias: preset for preset in PRESETS.values() if preset.alias} | PRESETS
-    if name not in presets:
-        raise ConfigurationError(f"there is no preset {name!r}; {nearest(name, presets)}")
-    return presets[name]
+    if name not in PRESETS:
+        raise ConfigurationError(f"there is no preset {name!r}; {nearest(name, PRESETS)}")
+    return PRESETS[name]
 
 
 def preset_names() -> tuple[str, ...]:
-    """Return the names without aliases, smallest model first within each family.
+    """Return the names, smallest model first within each family.
 
     >>> preset_names()[:3]
     ('tiny', 'tiny-muon', '2m')
@@ -260,8 +257,8 @@ def preset_names() -> tuple[str, ...]:
 
 def _presets() -> Iterator[Preset]:
     for name in ("tiny", "tiny-muon"):
-        model, source = DecoderSettings(ffn_width=352), "this project, for the quick start"
-        yield Preset(name=name, model=model, parameters=869_760, source=source, sequence_length=128, vocab_size=257)
+        model = DecoderSettings(ffn_width=352)
+        yield Preset(name=name, model=model, parameters=869_760, sequence_length=128, vocab_size=257)
     llama = DecoderSettings(max_sequence_length=2048, vocab_size=32_000)
     for name, layers, width, ffn_width, heads, kv_heads, vocab_size, parameters in (
         ("2m", 2, 64, 256, 2, None, 1024, 262_464),
@@ -272,14 +269,7 @@ def _presets() -> Iterator[Preset]:
     ):
         model = replace(llama, layers=layers, width=width, ffn_width=ffn_width, heads=heads, kv_heads=kv_heads)
         model = replace(model, vocab_size=vocab_size)
-        yield Preset(
-            name=name,
-            model=model,
-            parameters=parameters,
-            source=f"OpenDiLoCo (2407.07852), its configuration config_{name}.json",
-            alias=f"opendiloco-{name}",
-            vocab_size=vocab_size,
-        )
+        yield Preset(name=name, model=model, parameters=parameters, vocab_size=vocab_size)
     chinchilla = replace(llama, ffn="gelu", qk_norm=True, z_loss=1e-4, tie_embeddings=True)
     for name, layers, width, heads, parameters in (
         ("35m", 6, 512, 8, 35_265_792),
@@ -291,13 +281,7 @@ def _presets() -> Iterator[Preset]:
         ("4b", 36, 3072, 48, 4_175_396_352),
     ):
         model = replace(chinchilla, layers=layers, width=width, ffn_width=4 * width, heads=heads)
-        yield Preset(
-            name=f"streaming-{name}",
-            model=model,
-            parameters=parameters,
-            source="Streaming DiLoCo (2501.18512), table 2",
-            alias="" if name == "1b" else name,
-        )
+        yield Preset(name=f"streaming-{name}", model=model, parameters=parameters)
 
 
 PRESETS = {preset.name: preset for preset in _presets()}

@@ -94,12 +94,16 @@ class Transformer(LanguageModel):
                 std *= residual_scale
             yield name, value.normal_(0, std, generator=generator)
 
+    def fits_shards(self) -> bool:
+        return True
+
+    def fill(self, device: torch.device, *, seed: int) -> None:
+        self.to_empty(device=device)
+        self.initialise(torch.Generator("cpu").manual_seed(seed))
+
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw all weights and fill the rotary table; use it also after ``to_empty`` of a model built on ``meta``.
-
-        Of a model that is sharded over ranks, each fills its own part, and none ever holds the whole model.
-        """
+        """Draw all weights and fill the rotary table."""
         for name, value in self.initial_values(generator):
             set_whole_(self.get_parameter(name), value)
         self.model.fill_rotary_table()

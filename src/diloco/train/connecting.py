@@ -29,6 +29,7 @@ from diloco.train.processes import Role
 from diloco.train.settings import RunSettings
 from diloco.transport import (
     NOWHERE,
+    Address,
     Admission,
     Connected,
     Lost,
@@ -87,8 +88,7 @@ def connect_rank(
         position=role.position,
         ranks_per_replica=settings.replica_size,
         rendezvous=role.rendezvous,
-        host=settings.listen_host,
-        ports="-".join(dict.fromkeys(map(str, settings.listen_ports))),
+        listen=settings.listen_at,
         secret=read_secret(settings.secret_file, "network.secret_file"),
     )
     rules = Rules(
@@ -201,8 +201,8 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Pe
     """Join the swarm of ``run``, or found it; all must agree on ``facts``, and ``folder`` holds the private key."""
     network, held = run.network, held_checkpoint(run.checkpoint.resume)
     secret = read_secret(network.secret_file, "network.secret_file")
-    host, (first, last) = network.listen_host or "0.0.0.0", network.listen_ports
-    listen = multiaddress(f"[{host}]:{first}" if ":" in host else f"{host}:{first}", "network.listen")
+    host, ports = network.listen_at
+    listen = multiaddress(str(Address(host or "0.0.0.0", ports[0])), "network.listen")
     place = SwarmPlace(
         identity=folder / "identity.key",
         admission=Admission(str(network.run), secret, frozenset(network.allow)),
@@ -210,7 +210,7 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Pe
             join=network.join,
             listen=() if network.listen == NOWHERE else (listen,),
             announce=tuple(multiaddress(address, "network.announce") for address in network.announce),
-            direct_port=last if last > first else 0,
+            direct_port=ports[-1] if len(ports) > 1 else 0,
         ),
         replica=network.replica,
         name=visible(platform.node() if network.name is None else network.name, MAX_NAME),

@@ -154,7 +154,7 @@ def launch(
         command: returns the arguments of a replica's process, given the address where they meet.
         lock: the lock of the run's folder, which replica 0 shares; see `diloco.checkpoint.lock`.
     """
-    host = settings.listen_host or "127.0.0.1"
+    host = settings.listen_at[0] or "127.0.0.1"
     with socket.create_server((host, 0)) as free:
         address = Address(host, free.getsockname()[1])
     numbers = range(settings.replicas)

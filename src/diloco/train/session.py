@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from diloco.checkpoint import Lazy, whole
 from diloco.data import Corpus
 from diloco.devices import flops_utilization, known_peak_flops_per_s
 from diloco.events import Event, RoundCommitted, StepFinished
-from diloco.model import ENDS, LanguageModel, build_language_model, fill_shards, fits_shards
+from diloco.model import ENDS, LanguageModel, build_language_model
 from diloco.outer import DiLoCo
 from diloco.train.description import outer_arguments
 from diloco.train.fleet import Fleet
@@ -326,15 +326,15 @@ class Session:
     def _make_inner(self, initial: Mapping[str, Tensor] | None) -> InnerLoop:
         settings, train, group = self.settings, self.settings.train, self.fleet.group
         strategy: Strategy = train.parallelism if group.size > 1 else "none"
-        place = self.device
-        if strategy == "fsdp":  # no rank may have room for the whole model
-            place = torch.device("meta" if fits_shards(settings.model, self._definition) else "cpu")
-        model = build_language_model(settings.model, seed=settings.seed, device=place, definition=self._definition)
+        on_meta = strategy == "fsdp" and settings.model.kind != "module"  # no rank may have room for the whole model
+        build = partial(build_language_model, settings.model, seed=settings.seed, definition=self._definition)
+        model = build(device="meta" if on_meta else "cpu" if strategy == "fsdp" else self.device)
+        if on_meta and not model.fits_shards():
+            model, on_meta = build(device="cpu"), False
         prepare_model(model, train)
         parallel = parallelise(model, strategy, group, self.device, train.precision)
-        if place.type == "meta":
-            read = not self._definition
-            fill_shards(model, settings.model, seed=settings.seed, device=self.device, read=read)
+        if on_meta:
+            model.fill(self.device, seed=settings.seed)
         if initial is not None:
             load_parameters(model, initial)
         end = self.corpus.tokenizer.eos_id if settings.data.document_masks else None

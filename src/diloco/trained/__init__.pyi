@@ -2,7 +2,6 @@ from .evaluate import evaluate as evaluate
 from .evaluate import mean_evaluation as mean_evaluation
 from .export import export_adapter as export_adapter
 from .export import export_huggingface as export_huggingface
-from .export import export_safetensors as export_safetensors
 from .generate import Sampling as Sampling
 from .generate import TextStream as TextStream
 from .generate import generate as generate

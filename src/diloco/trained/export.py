@@ -15,15 +15,15 @@ import torch
 from safetensors import SafetensorError
 
 from diloco.algorithm import named_parameters, trainable_parameters
-from diloco.checkpoint import new_folder, replace_file, tensor_chunks
+from diloco.checkpoint import new_folder
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.model import Transformer, without_progress_bars
+from diloco.model import Transformer
 from diloco.trained.load import ORIGIN_FILE, Trained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Dtype", "export_adapter", "export_huggingface", "export_safetensors"]
+__all__ = ["Dtype", "export_adapter", "export_huggingface"]
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -68,7 +68,7 @@ def export_huggingface(
         tokenizer = chat = trained.chat_tokenizer()
         generation.eos_token_id = sorted({chat.eos_id, chat.answer_end})
     written = new_folder(folder, last="config.json", replaces=overwrite)
-    with _as_checkpoint_error(folder), without_progress_bars(), written as partial:
+    with _as_checkpoint_error(folder), written as partial:
         made.save_pretrained(partial)
         tokenizer.save(partial)
         stored = json.loads((partial / "tokenizer_config.json").read_text("utf-8"))
@@ -89,23 +89,6 @@ def export_huggingface(
             with open(path, "rb+") as file:
                 os.fsync(file.fileno())
     return made
-
-
-def export_safetensors(trained: Trained, file: Path, *, dtype: Dtype = "float32", overwrite: bool = False) -> None:
-    """Write the parameters under their own names into one ``.safetensors`` file, which ``--init-from`` accepts.
-
-    Raises:
-        ConfigurationError: ``file`` exists, or its suffix is not ``.safetensors``.
-        CheckpointError: it can't be written, or the weights don't fit ``dtype``. No partial export remains.
-    """
-    file = Path(os.path.realpath(file))
-    if file.suffix != ".safetensors":
-        raise ConfigurationError(f"The name of the exported file must end in .safetensors, got {file}.")
-    _check_place(file, overwrite, is_export=file.is_file())
-    _convert(trained.model, dtype)
-    with _as_checkpoint_error(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(file, tensor_chunks(named_parameters(trained.model)))
 
 
 def export_adapter(trained: Trained, folder: Path, *, overwrite: bool = False) -> None:

@@ -1,6 +1,6 @@
 from .address import Address as Address
 from .address import parse_address as parse_address
-from .address import parse_ports as parse_ports
+from .address import parse_listen as parse_listen
 from .base import Fetching as Fetching
 from .base import Pending as Pending
 from .base import SnapshotSource as SnapshotSource

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from dataclasses import dataclass
 
@@ -23,6 +24,9 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+_PLACE = re.compile(r"(\[[^][\s]+\]|[^][:/\s]*):([0-9]{1,5})(?:-([0-9]{1,5}))?")
+
+
 def parse_address(text: str, *, key: str = "the address") -> Address:
     """Parse ``HOST:PORT``; an IPv6 host must be in brackets.
 
@@ -32,38 +36,32 @@ def parse_address(text: str, *, key: str = "the address") -> Address:
     >>> parse_address("[fe80::1]:29400")
     Address(host='fe80::1', port=29400)
     """
-    host, colon, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
-    bare = host.removeprefix("[").removesuffix("]")
-    bracketed = host.startswith("[") and host.endswith("]")
-    if (
-        not colon
-        or not bare
-        or not bare.isprintable()
-        or not _is_number(port)
-        or int(port) > 65535
-        or (":" in bare and not bracketed)
-    ):
+    host, ports = _parse(text)
+    if not host or len(ports) != 1:
         raise ConfigurationError(f"{key} must be HOST:PORT, such as 10.0.0.1:29400 or [fe80::1]:29400, got {text!r}.")
-    return Address(bare, int(port))
+    return Address(host, ports[0])
 
 
-def parse_ports(text: str, *, key: str = "ports") -> range:
-    """Parse ``PORT``, ``FIRST-LAST``, or ``0`` for any free port.
+def parse_listen(text: str, *, key: str = "network.listen") -> tuple[str, range]:
+    """Parse ``HOST:PORT`` or ``HOST:FIRST-LAST``, where to listen; no host: the default, port 0: any free one.
 
     Raises:
         ConfigurationError: if ``text`` has another form; the message names ``key``, the option.
 
-    >>> parse_ports("29400-29402")
-    range(29400, 29403)
+    >>> parse_listen("0.0.0.0:29400-29402"), parse_listen(":0")
+    (('0.0.0.0', range(29400, 29403)), ('', range(0, 1)))
     """
-    first, dash, last = text.partition("-")
-    if _is_number(first) and (not dash or _is_number(last)):
-        low, high = int(first), int(last or first)
-        if low <= high <= 65535 and (low > 0 or not dash):
-            return range(low, high + 1)
-    raise ConfigurationError(
-        f"{key} must be a port such as 29400, a range such as 29400-29431, or 0 for any free port, got {text!r}."
-    )
+    host, ports = _parse(text)
+    if not ports:
+        raise ConfigurationError(f"{key} must be HOST:PORT or HOST:FIRST-LAST, such as 0.0.0.0:31330, got {text!r}.")
+    return host, ports
+
+
+def _parse(text: str) -> tuple[str, range]:
+    match = _PLACE.fullmatch(text) if isinstance(text, str) and text.isprintable() else None
+    if match is None or int(match[3] or match[2]) > 65535:
+        return "", range(0)
+    return match[1].strip("[]"), range(int(match[2]), int(match[3] or match[2]) + 1)
 
 
 def local_host_towards(remote: Address) -> str:
@@ -79,7 +77,3 @@ def local_host_towards(remote: Address) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(place)
         return str(probe.getsockname()[0]).partition("%")[0]
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit()

@@ -11,11 +11,10 @@ from typing import Annotated, Literal
 from tyro.conf import arg
 
 from diloco.errors import ConfigurationError
+from diloco.transport.address import parse_address, parse_listen
 from diloco.units import Duration, Rate
 
 NOWHERE = "nowhere"  # of a peer behind a router, to which nobody can connect
-
-_LISTEN = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^:/\s]*):(?P<first>\d{1,5})(-(?P<last>\d{1,5}))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,24 +87,10 @@ class NetworkSettings:
         return 2 * self.silence if self.straggler == "skip" else self.round_timeout
 
     @property
-    def listen_host(self) -> str:
-        """The host to listen at; empty for the default."""
-        return self._listen_parts()[0]
-
-    @property
-    def listen_ports(self) -> tuple[int, int]:
-        """The first and the last port to listen at; 0 for any free one."""
-        return self._listen_parts()[1:]
-
-    def _listen_parts(self) -> tuple[str, int, int]:
+    def listen_at(self) -> tuple[str, range]:
+        """The host and the ports to listen at, as `parse_listen` returns them."""
         nowhere = self.listen == NOWHERE and self.transport == "swarm"
-        match = _LISTEN.fullmatch(":0" if self.listen is None or nowhere else self.listen)
-        first, last = (1, 0) if match is None else (int(match["first"]), int(match["last"] or match["first"]))
-        if match is None or not first <= last <= 65535:
-            raise ConfigurationError(
-                f"network.listen must be HOST:PORT or HOST:FIRST-LAST, such as 0.0.0.0:31330, got {self.listen!r}."
-            )
-        return match["host"].strip("[]"), first, last
+        return parse_listen(":0" if self.listen is None or nowhere else self.listen)
 
     def __post_init__(self) -> None:
         most = None if self.transport == "swarm" else self.replicas
@@ -124,7 +109,7 @@ class NetworkSettings:
                 "network.silence must be positive and less than network.round_timeout, got "
                 f"{Duration(self.silence)} and {Duration(self.round_timeout)}."
             )
-        self._listen_parts()
+        _ = self.listen_at  # raises
         if self.transport == "tcp" and len(self.join) > 1:
             raise ConfigurationError(f"--join must be one address HOST:PORT with --transport tcp, got {self.join}.")
         for address in self.announce:
@@ -188,11 +173,8 @@ def multiaddress(text: str, name: str) -> str:
     Raises:
         ConfigurationError: the text is no address; ``name`` is the setting.
     """
-    match = _LISTEN.fullmatch(text)
     if text.startswith("/"):
         return text
-    if match is None or match["last"] or not match["host"]:
-        raise ConfigurationError(f"{name} must be HOST:PORT, such as 203.0.113.7:31330, got {text!r}.")
-    host = match["host"].strip("[]")
-    kind = "ip6" if ":" in host else "ip4" if re.fullmatch(r"[0-9.]+", host) else "dns"
-    return f"/{kind}/{host}/tcp/{match['first']}"
+    address = parse_address(text, key=name)
+    kind = "ip6" if ":" in address.host else "ip4" if re.fullmatch(r"[0-9.]+", address.host) else "dns"
+    return f"/{kind}/{address.host}/tcp/{address.port}"

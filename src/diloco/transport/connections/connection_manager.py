@@ -196,7 +196,7 @@ class ConnectionManager(ControlThread):
             return
         mine = self._hellos[rank] = secrets.token_hex(8), asyncio.Event()
         try:
-            self.streams.tune(writer, self.rules.silence_s)
+            self.streams.tune(writer)
             writer.write(pack(Hello(self.rank, str(self.address), mine[0])))
             answer, _ = await read_frame(reader, Greeting | Refused)
             if isinstance(answer, Refused):
@@ -296,7 +296,7 @@ class ConnectionManager(ControlThread):
         unknown = self.streams.named and rank not in self._members
         if unknown and (out := self._unknown_peers.enter(rank, (identity,))) is not None:
             self._drop(self._connections[out], "too many connected peers are not members")
-        self.streams.tune(writer, self.rules.silence_s)
+        self.streams.tune(writer)
         writer.write(pack(Greeting(self.rank, crossed)))
         self._register(rank, address, (reader, writer), hello.hello, opened=False)
 

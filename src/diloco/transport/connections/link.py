@@ -1,8 +1,8 @@
 """The payload link to one connected peer: messages over any number of stripes, which live as long as the peer does.
 
 Messages are cut into parts, and each free stripe takes the next part. A stripe that loss slows down delays only the
-parts that it carries; the parts of one that breaks are sent again over others, or over the next one. Every part carries
-a checksum and is acknowledged. The sender keeps a message until all its parts are acknowledged.
+parts that it carries; the parts of one that breaks are sent again over others, or over the next one. Every part is
+acknowledged, and the sender keeps a message until all its parts are.
 
 A message belongs to a round of a view, as its tag says. It stays with its sender until the receiver is known to have
 begun that round (by the header of its contribution), and has room for it. What arrives for any other round is
@@ -23,7 +23,7 @@ from msgspec import Meta
 
 from diloco.algorithm import RoundId, Uplink
 from diloco.errors import TransportError
-from diloco.membership import Rank
+from diloco.membership import Rank, View
 from diloco.protocol import Refused, WireMessage
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager, ControlConnection
@@ -315,6 +315,14 @@ class PeerLinks:
     def uplink(self) -> Uplink:
         """What is known about the bandwidth with which this rank sends. For any thread."""
         return self._meter.uplink(full=any(math.isfinite(link.pace.bits_per_s) for link in list(self.by_rank.values())))
+
+    def is_peer(self, rank: int) -> bool:
+        """Return whether a rank of another replica is at the position of this one."""
+        rules = self.rules
+        return rank % rules.ranks_per_replica == rules.position and rules.replica_of(rank) != rules.replica
+
+    def peers(self, view: View) -> list[int]:
+        return [rank for rank in self.rules.ranks(view.members) if self.is_peer(rank)]
 
     def connect(self, rank: int) -> None:
         """Begin the link to a rank, as a control connection to it has been made."""

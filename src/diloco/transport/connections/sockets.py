@@ -12,7 +12,6 @@ The key of a process is its identity. Who claims to be a rank that is connected 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import secrets
 import socket
@@ -36,8 +35,6 @@ _ADMITTED = b"+"  # what the listening side says first
 _LOW_DELAY = 0x10  # in the type-of-service byte: routers that support it let these packets overtake payloads
 _VALID = datetime(1950, 1, 1), datetime(9999, 12, 31)  # whatever the clock of a machine says, even after its battery
 _RAW: WeakKeyDictionary[asyncio.WriteTransport, asyncio.Transport] = WeakKeyDictionary()  # TLS -> what is below it
-_TLS_BYTES = 1 << 14  # that its protocol takes at once
-_MOST_UNREAD_BYTES = 1 << 20  # more than any peer sends before it closes; further data is not read
 
 
 class Credentials:
@@ -101,7 +98,6 @@ class Credentials:
             raw.abort()
             raise
         _RAW[writer.transport] = raw
-        _drain_on_reset(raw)
         try:
             return _public_key(writer)
         except Exception as error:  # OpenSSL accepts more certificates than the parser, whose errors have many types
@@ -135,34 +131,6 @@ def _certificate(name: str, key: Any, signer: Any, *, is_authority: bool) -> byt
     constraints = x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None)
     builder = x509.CertificateBuilder(issuer, subject, key, x509.random_serial_number(), *_VALID)
     return bytes(builder.add_extension(constraints, critical=True).sign(signer, None).public_bytes(Encoding.DER))
-
-
-def _drain_on_reset(raw: asyncio.Transport) -> None:
-    """Make a connection that is reset deliver what has already arrived before it reports its end.
-
-    Otherwise a process that stood still would not learn what was the last that another one told it.
-    """
-    protocol: Any = raw.get_protocol()  # of TLS
-    end = protocol.connection_lost
-
-    def connection_lost(error: Exception | None) -> None:
-        unread = _unread(raw) if isinstance(error, OSError) else b""
-        for start in range(0, len(unread), _TLS_BYTES):
-            data = unread[start : start + _TLS_BYTES]
-            protocol.get_buffer(len(data))[: len(data)] = data
-            protocol.buffer_updated(len(data))
-        end(None if unread else error)  # the reader would raise an error before it returns the data
-
-    protocol.connection_lost = connection_lost
-
-
-def _unread(transport: asyncio.Transport) -> bytes:
-    unread = bytearray()
-    with contextlib.suppress(OSError), transport.get_extra_info("socket").dup() as mine:  # asyncio's own can't read
-        mine.setblocking(False)
-        while len(unread) < _MOST_UNREAD_BYTES and (more := mine.recv(_MOST_UNREAD_BYTES)):
-            unread += more
-    return bytes(unread)
 
 
 async def stop_listening(server: asyncio.Server) -> None:
@@ -313,16 +281,13 @@ class TcpStreams:
     def locate(self, entry: Entry) -> Address:
         return parse_address(entry.address)
 
-    def tune(self, writer: asyncio.StreamWriter, silence_s: float) -> None:
-        """Send small packets at once, and let the kernel detect a dead path too."""
+    def tune(self, writer: asyncio.StreamWriter) -> None:
+        """Let small packets overtake payloads."""
         connection = writer.get_extra_info("socket")
         if connection.family == socket.AF_INET:
             connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _LOW_DELAY)
         elif connection.family == socket.AF_INET6:
             connection.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, _LOW_DELAY)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * silence_s))
 
     def route(self, writer: asyncio.StreamWriter) -> str:
         """Return what carries a connection, for display."""

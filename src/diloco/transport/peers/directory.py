@@ -28,7 +28,6 @@ from diloco.transport.peers.transport import PeerTransport
 
 _ANSWER_S, _LEAST_S = 10.0, 0.1
 _OVER_S = 2.0
-_LOOK_AGAIN_S = 0.5, 2.0  # pauses between two questions to all known processes
 
 _Name = Annotated[str, Meta(max_length=64)]
 
@@ -118,7 +117,7 @@ class Directory:
 
     answers: Any = Members | Looking  # what a process may answer that is asked who the members are
     begins = False  # whether all ranks of the run are to begin together
-    hurries = False  # whether the process that was asked has waited itself
+    pauses_s = 0.5, 2.0  # between two questions to all known processes
 
     async def begin(self, answers: Mapping[Address, object]) -> View | None:
         """Return the first view, once all ranks have come that are to begin together; None otherwise.
@@ -192,7 +191,7 @@ class Directory:
 
     async def _find(self) -> tuple[View, Members | None]:
         clock, known_s = asyncio.get_running_loop(), math.inf  # when others could first know of this process
-        until_s, backoff = clock.time() + self.patience_s, Backoff(*_LOOK_AGAIN_S, seed=self._entry.address)
+        until_s, backoff = clock.time() + self.patience_s, Backoff(*self.pauses_s, seed=self._entry.address)
         why: dict[str, str] = {}  # place -> why it was of no use
 
         async def ask(place: Address) -> Members | Looking | Exception:
@@ -245,7 +244,7 @@ class Directory:
                     return view, None
             if clock.time() >= until_s:
                 raise RendezvousError(self.nobody(why) + self.election.missing(self.looking))
-            await asyncio.sleep(_LEAST_S if self.hurries else backoff.next_s())
+            await asyncio.sleep(backoff.next_s())
 
     def _candidate(self, answer: Looking) -> Candidate:
         views = (answer.last, answer.agreed, answer.vote) if answer.was == self.was else ()

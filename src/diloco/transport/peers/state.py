@@ -6,14 +6,14 @@ donors finish a round one after the other, they are asked again. It then fetches
 continues at the next one where the last one stopped. What arrives must match the digest and be finite.
 
 A donor keeps a snapshot for its fetchers, and no newer one beside it, until all have fetched it or a time has passed in
-which all of it could have been sent. Who has kept it until then does not keep the next one.
+which all of it could have been sent.
 
 ::
 
     fetcher  Fetch(fragment, after)
     donor    Offer(...)                              see `state_wire`
     fetcher  Fetch(fragment, after, snapshot, offset)
-    donor    Chunk(offset, checksum) and bytes, until all bytes are sent
+    donor    Chunk(offset) and bytes, until all bytes are sent
     or       Later(reason), such as that the snapshot no longer exists; Refused(reason)
 """
 
@@ -28,11 +28,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-import xxhash
-
 from diloco.errors import TransportError
 from diloco.membership import Count, Digest, Words, byzantine_quorum
-from diloco.protocol import Entry, Refused, WireMessage
+from diloco.protocol import Entry, Refused, WireMessage, encode
 from diloco.transport.address import Address
 from diloco.transport.base import SnapshotSource
 from diloco.transport.connections.connection_manager import ConnectionManager
@@ -45,7 +43,6 @@ T = TypeVar("T")
 
 MAX_CHUNK_BYTES = 1 << 18
 MAX_FETCHERS, MAX_OF_ONE = 16, 4  # connections, in total and of one peer or host
-MAX_OVERDUE = 1000  # origins that are remembered for having kept a snapshot for too long
 _IDLE_S = _STALLED_S = 30.0  # longest pause of a fetcher before its next request, and in reading
 _FRESH_S = 0.5  # age at which a snapshot of a state without versions is outdated
 _KEPT_S = 30.0  # how long a snapshot stays unused, or for a fetcher whose connection broke
@@ -70,7 +67,6 @@ class Chunk(WireMessage):
     """A part of a snapshot, whose bytes follow."""
 
     offset: Count
-    checksum: Digest
 
 
 class Later(WireMessage):
@@ -99,7 +95,6 @@ class StateTransfer:
         self._version: Callable[[int], object] | None = None
         self._snapshots: dict[int, Snapshot] = {}  # fragment -> its snapshot, one at a time
         self._fetchers = ConnectionLimit[asyncio.StreamWriter](MAX_FETCHERS, MAX_OF_ONE)
-        self._overdue: dict[str, None] = {}  # origins that have kept a snapshot for too long, the oldest first
         self._copying = asyncio.Lock()  # one copy at a time, to limit the donor's memory
         connections.services[Fetch] = self._serve
 
@@ -182,11 +177,9 @@ class StateTransfer:
                 return
             snapshot.used_s = snapshot.leases[origins] = clock.time()
             data = snapshot.values.read(start, min(MAX_CHUNK_BYTES, size_bytes - start))
-            await _write(writer, Chunk(start, xxhash.xxh3_64_hexdigest(data)), data)
+            await _write(writer, Chunk(start), data)
             start += len(data)
         snapshot.leases.pop(origins, None)
-        for origin in origins:
-            self._overdue.pop(origin, None)
 
     async def _offer(self, fragment: int, after: int) -> WireMessage:
         try:
@@ -225,13 +218,7 @@ class StateTransfer:
 
     def _is_kept(self, snapshot: Snapshot) -> bool:
         now_s = asyncio.get_running_loop().time()
-        keepers = [origins for origins, read_s in snapshot.leases.items() if now_s - read_s < _KEPT_S]
-        if now_s < snapshot.until_s:
-            return any(self._overdue.keys().isdisjoint(origins) for origins in keepers)
-        self._overdue.update(dict.fromkeys(origin for origins in keepers for origin in origins))
-        while len(self._overdue) > MAX_OVERDUE:
-            del self._overdue[next(iter(self._overdue))]
-        return False
+        return now_s < snapshot.until_s and any(now_s - read_s < _KEPT_S for read_s in snapshot.leases.values())
 
     def _drop_unused(self, fragment: int, snapshot: Snapshot) -> None:
         loop = asyncio.get_running_loop()
@@ -333,7 +320,7 @@ class _Fetch:
 
         tasks = pending = {asyncio.create_task(ask(donor)) for donor in self.donors}
         try:
-            while pending and not _choice(offers, len(self.donors), certain=True):
+            while pending:
                 done, pending = await asyncio.wait(pending, timeout=_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
                 if not done and _choice(offers, len(self.donors)) is not None:
                     break
@@ -447,23 +434,20 @@ class _Arrival:
         return self._digest.hexdigest()
 
     def put(self, chunk: Chunk, data: bytes, sender: int) -> None:
-        """Add a chunk; raise `TransportError` unless it is undamaged and holds the next bytes."""
+        """Add a chunk; raise `TransportError` unless it holds the next bytes."""
         if chunk.offset != self.offset or not 0 < len(data) <= self.wanted.bytes - self.offset:
             raise TransportError(f"{len(data)} bytes at {chunk.offset} arrived where byte {self.offset} was next")
-        if chunk.checksum != xxhash.xxh3_64_hexdigest(data):
-            raise TransportError(f"bytes {self.offset} to {self.offset + len(data)} were damaged in transit")
         self._values.write(self.offset, data)
         self._digest.update(data)
         self.offset += len(data)
         self.senders.add(sender)
 
 
-def _choice(offers: Mapping[int, Offer], donors: int, *, certain: bool = False) -> Offer | None:
+def _choice(offers: Mapping[int, Offer], donors: int) -> Offer | None:
     """Return the snapshot that more of the donors offer than could be faulty, or None.
 
     If there are two such snapshots, it is the one with more finished rounds.
     """
-    times = Counter(offer.key for offer in offers.values())
-    least = donors // 2 + 1 if certain else byzantine_quorum(donors)
-    common = [offers[donor] for donor in sorted(offers) if times[offers[donor].key] >= least]
-    return max(common, key=lambda offer: (offer.finished_rounds or 0, times[offer.key]), default=None)
+    times = Counter(map(encode, offers.values()))
+    common = [offer for _, offer in sorted(offers.items()) if times[encode(offer)] >= byzantine_quorum(donors)]
+    return max(common, key=lambda offer: offer.finished_rounds or 0, default=None)

@@ -8,7 +8,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,6 @@ from diloco.protocol import (
     Effects,
     Entry,
     FactsMessage,
-    GiveVerdict,
     Header,
     Join,
     Machine,
@@ -32,7 +30,6 @@ from diloco.protocol import (
     Registry,
     Rules,
     Speed,
-    StartExchange,
     Store,
     Timer,
     Welcome,
@@ -44,13 +41,12 @@ from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.link import PeerLinks, round_tag
 from diloco.transport.connections.sockets import TcpStreams
 from diloco.transport.connections.streams import within
-from diloco.transport.peers.exchange import PayloadExchange
-from diloco.transport.peers.pending import Contributed, HostCopies, PeerPending
+from diloco.transport.peers.in_flight import PeerPending, RoundsInFlight
 from diloco.transport.peers.state import StateTransfer
 from diloco.waiting import in_thread, waiting_for
 
 _LEAVING_S = 3.0
-_ENDING_S = 2.0  # for threads that wait for links; one that is still opening a link may take longer, harmlessly
+_ENDING_S = 2.0
 _STOP_TOGETHER_S = 5.0  # how long a rank that is to stop waits for others that are
 
 
@@ -77,15 +73,13 @@ class PeerTransport(Transport):
         self.on_change: Callable[[NextView], bytes | None] = lambda following: None
         self._machine = Machine(rules)
         self._changed = threading.Condition()  # its lock guards the machine; notified after each event
-        self._contributed = Contributed()
         self._closed = False
         self._asked_to_stop = False
         self._timers: dict[Timer, asyncio.TimerHandle] = {}
-        self._exchanges: dict[tuple[int, RoundId], PayloadExchange] = {}
         self.connections = ConnectionManager(rules, streams, self._on_event)
         self.connections.on_fault = self._end_waiting
-        self._running: set[Future[None]] = set()  # threads of exchanges
         self.links = links(self.connections)
+        self._rounds = RoundsInFlight(self.links, self._post, self._fail)
         self.replica = rules.replica
         self.finishers: set[int] = set()  # replicas that have finished the run while this rank was not a member
         self.order = b""  # what joiners are told before they are welcomed, as "order"; "": nothing
@@ -93,13 +87,10 @@ class PeerTransport(Transport):
         # payload bytes of the last committed contribution, and the seconds until its round was decided; or None
         self.last_transfer: tuple[int, float] | None = None
         self.on_report: Callable[[Event], None] | None = None  # shows events to those who watch the run
-        # fragment -> digest of the state behind this rank's last contribution
-        self.digests: Mapping[int, str] = self._contributed.digests
         self._step_s = math.inf  # time of an inner step without waiting, measured between contributions
         # since the last contribution: the steps, when it was, and the time spent waiting for averages
         self._ticks, self._measured_s, self._waited_s = 0, time.monotonic(), 0.0
         self._merged: RoundId | None = None  # the last round whose average was taken
-        self._copies = HostCopies()
         self._state = StateTransfer(self.connections)
 
     @property
@@ -137,6 +128,11 @@ class PeerTransport(Transport):
         return self.links.uplink
 
     @property
+    def digests(self) -> dict[int, str]:
+        """Fragment -> digest of the state behind this rank's last contribution."""
+        return {fragment: each.digest for fragment, each in list(self._rounds.last.items())}
+
+    @property
     def link_descriptions(self) -> Mapping[int, str]:
         links, size = self.links.by_rank, self.rules.ranks_per_replica
         return {rank // size: link.description for rank, link in list(links.items()) if link.stripes}
@@ -157,22 +153,14 @@ class PeerTransport(Transport):
         self, contribution: Contribution, ready: Future[None] | None, on_commit: Callable[[Average], None] | None
     ) -> Pending:
         self.check_name(contribution)
-        pending = self._contributed.add(contribution, self.rules.guard_s, self)
-        pending.on_commit = on_commit
+        pending = PeerPending(contribution.round, contribution.payload.numel(), contribution.digest, self, on_commit)
+        self._rounds.add(pending)
         if self._ticks:
             self._step_s = (pending.sent_s - self._measured_s - self._waited_s) / self._ticks
         self._ticks, self._measured_s, self._waited_s = 0, pending.sent_s, 0.0
         uplink = replace(self.uplink, window_s=contribution.transfer_steps * self._step_s)
         submitted = events.Submitted(contribution, self.step, pending.sent_s, uplink=uplink, after=self._merged)
-        if ready is not None:
-            self._running.add(ready)
-            ready.add_done_callback(self._running.discard)
-            ready.add_done_callback(lambda ready: None if ready.exception() else self._post(submitted))
-        elif contribution.payload.is_cuda:
-            host, copied = self._copies.start(contribution)
-            self._copies.after(copied, lambda: self._post(replace(submitted, contribution=host)), self._fail)
-        else:
-            self._post(submitted)
+        self._rounds.submit(submitted, ready)
         return pending
 
     def tick(self) -> None:
@@ -223,7 +211,7 @@ class PeerTransport(Transport):
         self, fragment: int, donors: Sequence[int], expected_bytes: int | None
     ) -> Callable[[], Mapping[str, Any]]:
         """Return a function for any thread that fetches from the current members."""
-        after = self._contributed.decided_rounds(fragment)
+        after = self._rounds.decided_rounds(fragment)
         members, entries = self.view.members, dict(self.registry.entries)
         return lambda: self._state.fetch(
             fragment, donors, after, members=members, entries=entries, expected_bytes=expected_bytes
@@ -295,13 +283,11 @@ class PeerTransport(Transport):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        left = TransportError(f"replica {self.replica} has closed its transport")
         with contextlib.suppress(TimeoutError, TransportError):  # an internal error has ended the connections
-            self._call(events.Close(left), _ENDING_S)
-        self._contributed.close(left)  # contributions that have not reached the machine
+            self._call(events.Close(self._left), _ENDING_S)
+        self._rounds.close(self._left)  # contributions that have not reached the machine
         self.connections.close()
-        futures.wait(list(self._running), _ENDING_S)  # a thread inside PyTorch would abort a process that ends
-        self._copies.close()
+        self._rounds.wait_for_threads()
 
     # Becoming a member, for `connect` and `join`.
 
@@ -363,7 +349,7 @@ class PeerTransport(Transport):
             if self.connections.fault:
                 raise TransportError(self.connections.fault)
             if self._closed:
-                raise TransportError(f"replica {self.rules.replica} has closed its transport. It stops waiting.")
+                raise TransportError(f"{self._left}. It stops waiting.")
 
     # For the training thread: what ranks agree on outside their rounds.
 
@@ -432,7 +418,7 @@ class PeerTransport(Transport):
                 link.note_ready(round_tag(header.view, header.id))
                 # it has decided the rounds before; it need not have acknowledged the one just before yet
                 link.stop_sending(round_tag(header.view, RoundId(fragment, outer_step - 2)))
-            case events.ConnectionMade(rank) if self._is_peer(rank):
+            case events.ConnectionMade(rank) if self.links.is_peer(rank):
                 self.links.connect(rank)
             case events.ConnectionEnded(rank):
                 self.links.disconnect(rank)
@@ -467,7 +453,11 @@ class PeerTransport(Transport):
         if errors:
             self.connections.fail(errors[0])
 
-    def _fail(self, error: BaseException) -> None:
+    @property
+    def _left(self) -> TransportError:
+        return TransportError(f"replica {self.replica} has closed its transport")
+
+    def _fail(self, error: BaseException | None) -> None:
         self.connections.post(self.connections.fail, error)
 
     def _end_waiting(self) -> None:
@@ -475,25 +465,23 @@ class PeerTransport(Transport):
         fault = TransportError(self.connections.fault)
         with self._changed:
             self._changed.notify_all()
-        self._contributed.end(
+        self._rounds.decide_all(
             lambda each: fault if self.rules.raises(each) else RoundVoidError(f"{each} is void: {fault}")
         )
         self.links.close()
-        for exchange in list(self._exchanges.values()):
-            if not exchange.verdict.done():
-                exchange.verdict.set_exception(fault)
+        self._rounds.fail_exchanges(fault)
 
     def _acts(self, effects: Effects) -> list[tuple[Callable[..., object], Iterable[tuple[Any, ...]]]]:
         return [
             (self.connections.send, effects.messages),
             (self._hang_up, zip(effects.hang_ups)),
             (self._set_timer, effects.timers.items()),
-            (self._resolve, effects.outcomes),
+            (self._rounds.resolve, effects.outcomes),
             (self._adopt, effects.adopted),
-            (self._start, zip(effects.exchanges)),
-            (self._give, zip(effects.verdicts)),
-            (self._open, [(effects.view,)] if effects.view is not None else []),
-            (self._cancel, [(lambda key: True,)] if effects.closed else []),
+            (self._rounds.start, zip(effects.exchanges)),
+            (self._rounds.give, zip(effects.verdicts)),
+            (self._rounds.open, [(effects.view,)] if effects.view is not None else []),
+            (self._rounds.cancel, [()] if effects.closed else []),
             (self._register, zip(effects.registered)),
             (self._introduce, zip(effects.introduced)),
         ]
@@ -508,11 +496,6 @@ class PeerTransport(Transport):
         if delay_s is not None:
             self._timers[timer] = self.connections.loop.call_later(delay_s, self._fire, timer)
 
-    def _resolve(self, round_id: RoundId, outcome: Average | TransportError) -> None:
-        if isinstance(outcome, TransportError):
-            self._cancel(lambda key: key[1] == round_id)
-        self._contributed.resolve(round_id, outcome)
-
     def _adopt(self, following: NextView, reason: str, joined: Sequence[int]) -> None:
         self.view, self.reason = following.view, reason
         self.connections.trust(self.rules.ranks(self.view.members))
@@ -521,33 +504,6 @@ class PeerTransport(Transport):
             if self.order:
                 self.connections.send(rank, Store("order", self.order))
             self.connections.send(rank, Welcome(following, note))
-
-    def _start(self, started: StartExchange) -> None:
-        key = started.view.id, started.contribution.round
-        exchange = PayloadExchange(started, self.connections.loop, self.rules.piece_bytes)
-        self._exchanges[key] = exchange
-        here = {self.rules.replica_of(rank): self.links.by_rank.get(rank) for rank in self._peers(started.view)}
-        exchange.begin({replica: link for replica, link in here.items() if link is not None})
-        running = in_thread(lambda: self._exchange(key), f"diloco-{key[1].fragment}")
-        self._running.add(running)
-        running.add_done_callback(self._ended)
-
-    def _ended(self, running: Future[None]) -> None:
-        self._running.discard(running)
-        if (error := running.exception()) is not None:
-            self._fail(error)
-
-    def _give(self, given: GiveVerdict) -> None:
-        exchange = self._exchanges.get((given.view_id, given.round))
-        if exchange is not None and not exchange.verdict.done():  # else the exchange has failed
-            exchange.verdict.set_result(given)
-            if given.verdict.void:  # at once: nothing more of it is sent
-                exchange.cancel()
-
-    def _open(self, view: View) -> None:
-        """Keep payload links to the members of a view, and end the exchanges of earlier ones."""
-        self.links.want(self._peers(view))
-        self._cancel(lambda key: key[0] != view.id)
 
     def _register(self, entry: Entry) -> None:
         self.registry.note(entry, keep={*self.rules.ranks(self.view.members), *self.connections.connected})
@@ -566,26 +522,6 @@ class PeerTransport(Transport):
     def _fire(self, timer: Timer) -> None:
         self._timers.pop(timer, None)
         self._handle(timer)
-
-    def _peers(self, view: View) -> list[int]:
-        return [rank for rank in self.rules.ranks(view.members) if self._is_peer(rank)]
-
-    def _is_peer(self, rank: int) -> bool:
-        rules = self.rules
-        return rank % rules.ranks_per_replica == rules.position and rules.replica_of(rank) != rules.replica
-
-    def _cancel(self, ended: Callable[[tuple[int, RoundId]], bool]) -> None:
-        """End the exchanges of rounds that are void, or whose view has ended."""
-        for key in filter(ended, list(self._exchanges)):
-            self._exchanges[key].cancel()
-
-    def _exchange(self, key: tuple[int, RoundId]) -> None:
-        exchange = self._exchanges[key]
-        for event in exchange.run():
-            if isinstance(event, events.ExchangeEnded):
-                self.connections.post(exchange.cancel)  # releases what is left of it
-                del self._exchanges[key]
-            self._post(event)
 
 
 def _named(replicas: Sequence[int]) -> str:

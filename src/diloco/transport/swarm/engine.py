@@ -1,8 +1,8 @@
 """The parts of Hivemind that this package uses, imported on first use: its DHT, and libp2p's identities and streams.
 
 Hivemind dates records by the clocks of the machines, and refuses peers whose clock is more than 3 s off. This package
-makes the DHT use a network time instead: a peer adopts the time of the peers through which it enters the network. So no
-machine's clock has to be right, and the network time does not jump when a machine's clock is set.
+makes the DHT use a network time instead: a peer adopts the time of the peers through which it enters the network, once.
+So no machine's clock has to be right, no peer can change another one's time later, and setting a clock does nothing.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from diloco.transport.connections.streams import Stream, within
 _IN_A_SESSION = "import os, sys; os.setsid(); os.execv(sys.argv[1], sys.argv[1:])"
 # what a peer relays for two others before it ends their connection, which they then open again
 _RELAYED = {"relayService": 1, "relayDataLimit": 1 << 40, "relayTimeLimit": "24h"}
-_STEP_S = 60.0  # by which the peers of the run can change the time at once
-_NOISE_S = 1.0  # the error in a peer's time that a slow answer may cause
 
 
 @cache
@@ -128,22 +126,6 @@ class NetworkClock:
         """
         if finite := [each for each in ahead_s if math.isfinite(each)]:
             self._ahead_s += statistics.median_low(finite)
-
-    def keep_up(self, ahead_s: Sequence[float]) -> None:
-        """Follow the time that most peers of the run have, by a minute at most; if there are two times, the later one.
-
-        Args:
-            ahead_s: as in `enter`.
-
-        >>> clock = NetworkClock()
-        >>> clock.keep_up([1e9]), clock.keep_up([math.inf]), clock.keep_up([math.nan, 0.0, 0.5, -3600.0])
-        (None, None, None)
-        >>> round(clock.off_s())
-        -60
-        """
-        ahead = statistics.median_high([0.0, *(each for each in ahead_s if math.isfinite(each))])
-        if abs(ahead) > _NOISE_S:
-            self._ahead_s += max(-_STEP_S, min(_STEP_S, ahead))
 
 
 def _elapsed_s() -> float:

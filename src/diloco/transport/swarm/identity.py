@@ -228,9 +228,7 @@ class NodePlace:
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
     announce: tuple[str, ...] = ()  # multiaddresses to announce instead of those listened at
     map_ports: bool = True  # whether to ask the router to forward ports (UPnP)
-    relay: bool = True  # whether to use other peers as relays where nothing else works, and to relay for them
     public: bool = False  # whether others surely reach it, so that it relays for them from the start
-    direct: bool = True  # whether payloads may use streams over TCP beside libp2p
     direct_port: int = 0  # TCP port for incoming direct streams; 0: any
     insists: bool = True  # whether a peer of ``join`` must answer at the start; otherwise `Node.enter` retries later
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import os
-import random
 import re
 import shutil
-import socket
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,14 +17,13 @@ from diloco.errors import RendezvousError, TransportError
 from diloco.transport.connections.streams import Stream, within
 from diloco.transport.swarm.engine import Daemon, Handler, load_engine, plainly
 from diloco.transport.swarm.identity import Admission, Identity, NodePlace, PeerRecord, make_subkey, make_validator
+from diloco.transport.tcp.doctor import obstacle
 from diloco.waiting import waiting_for
 
 _PROTOCOL = "diloco/2"
 _RECORD_S = 1800.0  # lifetime of a record, after which a peer that has ended is forgotten
 _PING_S = 3.0
-KEEP_UP_EVERY_S = 30.0  # how often a peer compares its time with that of others
 _MOST_RECORDS = 4096  # the most records of a run that are examined
-_MOST_CLOCKS = 8  # the most peers that are asked for their time
 _GONE_S = 0.2  # how long a daemon that failed to start takes to end
 _ENDING_S = 2.0  # how long the DHT may take to shut down
 _STARTING_S = 120.0  # how long the daemon may take to start on a busy machine
@@ -47,8 +43,6 @@ class Node:
         self._dht = dht
         self._subkey = make_subkey(identity)
         self._place = place
-        self.peers_of_run: set[str] = set()  # that have proved it; others do not set the time
-        self._keeping_up = asyncio.ensure_future(self._keep_up())
 
     @classmethod
     async def start(cls, identity: Identity, place: NodePlace) -> Node:
@@ -74,8 +68,8 @@ class Node:
                     identity_path=str(identity.path),
                     idle_timeout=_DAEMON_IDLE_S,
                     nat_port_map=place.map_ports and bool(place.listen),
-                    use_relay=place.relay,
-                    use_auto_relay=place.relay and reach != "public",
+                    use_relay=True,
+                    use_auto_relay=reach != "public",
                     force_reachability=reach,
                     check_if_identity_free=False,
                 )
@@ -171,21 +165,9 @@ class Node:
 
     async def close(self) -> None:
         """Leave the network and end the daemon, even if the daemon no longer answers."""
-        self._keeping_up.cancel()
         with contextlib.suppress(TimeoutError, load_engine().P2PDaemonError, OSError):
             await within(_ENDING_S, self._dht.shutdown())
         await self._daemon.close()
-
-    async def _keep_up(self) -> None:
-        """Follow the network's time, as networks with different times may merge and this machine may be suspended."""
-        while True:
-            await asyncio.sleep(KEEP_UP_EVERY_S)
-            some = random.sample(sorted(self.peers_of_run), min(_MOST_CLOCKS, len(self.peers_of_run)))
-            try:
-                load_engine().clock.keep_up(await _clocks_ahead_s(self._daemon.p2p, some))
-            except Exception as error:  # from libp2p; the next attempt may succeed
-                words = "no peer could be asked for the network's time (%s). The next attempt is in %g s."
-                logging.getLogger(__name__).warning(words, plainly(error), KEEP_UP_EVERY_S)
 
 
 async def _clocks_ahead_s(p2p: Any, peers: Sequence[str]) -> list[float]:
@@ -214,28 +196,17 @@ async def _clocks_ahead_s(p2p: Any, peers: Sequence[str]) -> list[float]:
 
 async def _no_entrance(addresses: Sequence[str], why: str) -> str:
     """Return why this peer can't enter the network through any of ``addresses``, as a connection to each tells."""
-    found = dict.fromkeys(await asyncio.gather(*map(_obstacle, addresses)))
-    return f"the network can't be entered through {', '.join(addresses)} ({why}): {'; '.join(found)}."
 
+    async def examine(address: str) -> str:
+        if not (place := _TCP.match(address)):
+            return f"{address} has no host and TCP port. Give an address as the peer printed it"
+        problem, advice = await obstacle(place[1], int(place[2]), _PROBE_S)
+        if not problem:
+            problem, advice = f"it is not the peer {_peer_of(address)}", "copy the whole address that it printed"
+        return f"{place[1]}:{place[2]}: {problem}; {advice}"
 
-async def _obstacle(address: str) -> str:
-    if not (place := _TCP.match(address)):
-        return f"{address} has no host and TCP port. Give an address as the peer printed it"
-    host, port = place.groups()
-    try:
-        _, writer = await within(_PROBE_S, asyncio.open_connection(host, int(port)))
-    except socket.gaierror:
-        return f"there is no host called {host}. Correct its name"
-    except TimeoutError:
-        return f"{host}:{port} does not answer: open the port in its firewall and router, or start the machine"
-    except ConnectionRefusedError:
-        return (
-            f"nothing listens at {host}:{port}: the peer has ended, or has another port by now. Ask it for its address"
-        )
-    except OSError as error:
-        return f"{host} can't be reached ({error.strerror}). Check the network and the address"
-    writer.close()
-    return f"{host}:{port} answers, but is not the peer {_peer_of(address)}. Copy the whole address that it printed"
+    found = dict.fromkeys(await asyncio.gather(*map(examine, addresses)))
+    return f"the network can't be entered through {', '.join(addresses)} ({why}). {'. '.join(found)}."
 
 
 def _peer_of(address: str) -> str:

@@ -74,8 +74,6 @@ class PeerStreams(TcpStreams):
     @property
     def direct_description(self) -> str:
         """A description of the routes of payloads, for display."""
-        if not self.place.direct:
-            return "over libp2p (direct=False)"
         origin = f"accepted at port {self.port}" if self.port else "opened by this peer only"
         return f"direct streams (TLS 1.3), {origin}; over libp2p where they are impossible"
 
@@ -90,7 +88,7 @@ class PeerStreams(TcpStreams):
     async def listen(self, accept: Accept, *where: Any) -> PeerAddress:
         self._node = await Node.start(self._identity, self.place)
         self._accept = accept
-        for host in hosts_in(self.place.listen) if self.place.direct else ():
+        for host in hosts_in(self.place.listen):
             port = self.port or self.place.direct_port
             self.port = (await super().listen(accept, host, range(port, port + 1), host)).port
         await self._node.handle(self._take)
@@ -147,7 +145,6 @@ class PeerStreams(TcpStreams):
 
     def _checked(self, peer_id: str, stream: Stream) -> Stream:
         if self.identity(stream[1]) == peer_id:
-            self._note(peer_id)
             return stream
         stream[1].transport.abort()
         raise OSError(f"another process answers in place of {peer_id}")
@@ -155,14 +152,7 @@ class PeerStreams(TcpStreams):
     async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         if writer in self._over_libp2p:
             writer.write(_READY)
-        if not await super().admit(reader, writer):
-            return False
-        self._note(self.identity(writer))
-        return True
-
-    def _note(self, peer_id: str) -> None:
-        if len(self.node.peers_of_run) < _MOST_KNOWN:
-            self.node.peers_of_run.add(peer_id)
+        return await super().admit(reader, writer)
 
     def admits(self, identity: str) -> bool:
         return self.admission.admits(identity)
@@ -194,9 +184,6 @@ class PeerStreams(TcpStreams):
 
     def origins(self, writer: asyncio.StreamWriter) -> tuple[str, ...]:
         return tuple(filter(None, self._over_libp2p.get(writer, ()))) or super().origins(writer)
-
-    def tune(self, writer: asyncio.StreamWriter, silence_s: float) -> None:
-        """Do nothing, because the daemon tunes its connections itself."""
 
     async def refuse(self) -> None:
         self._accept = None
@@ -271,7 +258,7 @@ class SwarmLinks(PeerLinks):
         streams, entry = self._streams, self.connections.entries.get(link.rank)
         places = streams.places_of(entry)
         try:
-            link.first = await self._open_directly(link, places if streams.place.direct else ())
+            link.first = await self._open_directly(link, places)
             link.places = places
         except OSError as error:
             link.why = str(error)

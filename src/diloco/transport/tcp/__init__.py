@@ -1,1 +1,1 @@
-"""Replicas in processes of their own, which find each other through torchrun or a rendezvous and connect over TCP."""
+"""Replicas in processes of their own, which find each other through a rendezvous and connect over TCP."""

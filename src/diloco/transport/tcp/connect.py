@@ -17,7 +17,7 @@ from diloco.algorithm import check_choice, check_replica
 from diloco.errors import ConfigurationError, RendezvousError, TransportError
 from diloco.membership import BootstrapElection, LastViews
 from diloco.protocol import Entry, Registry, Rules
-from diloco.transport.address import Address, local_host_towards, parse_address, parse_ports
+from diloco.transport.address import Address, local_host_towards, parse_address, parse_listen
 from diloco.transport.base import Transport
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.sockets import TcpStreams
@@ -27,7 +27,7 @@ from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.replica_group import LeaderTransport, ReplicaGroup
 from diloco.transport.secret import TurnedAwayError, check_secret
 from diloco.transport.tcp.doctor import serve_probes
-from diloco.transport.tcp.rendezvous import Gatherer, TcpDirectory, cause
+from diloco.transport.tcp.rendezvous import Gatherer, TcpDirectory
 
 PORT_TIMEOUT_S = 5.0  # how long the owner of the rendezvous port may take to answer as a diloco or release the port
 _LISTEN_AGAIN_S = 0.2
@@ -44,8 +44,9 @@ class Place:
     rendezvous: Address
     position: int = 0  # position of this rank within its replica
     ranks_per_replica: int = 1  # S
-    host: str = ""  # address of this machine to listen at; "": the one from which the rendezvous is reached
-    ports: str = "0"  # ports for control connections: ``0`` for any, ``FIRST`` or ``FIRST-LAST``
+    # address of this machine to listen at ("": the one from which the rendezvous is reached), and ports of which the
+    # first free one is taken (0: any)
+    listen: tuple[str, range] = ("", range(1))
     # the shared secret, see `diloco.transport.secret`; "": anybody may take part
     secret: str = field(default="", repr=False)
     # how long a rank that has lost its view and finds no member waits for other searching ranks before one of them
@@ -134,8 +135,8 @@ def _next_directory(transport: PeerTransport, place: Place, lost: Lost) -> TcpDi
 def _first_directory(transport: PeerTransport, place: Place, held_step: int) -> TcpDirectory:
     connections, size, rules = transport.connections, place.ranks_per_replica, transport.rules
     connections.most_ranks = place.num_replicas * size
-    host = place.host or _my_host(place)
-    ports = parse_ports(place.ports, key="network.listen")
+    host, ports = place.listen
+    host = host or _my_host(place.rendezvous)
     hosting = place.rank == 0 and connections.call(_host_rendezvous(connections, place.rendezvous, host))
     if connections.address.port == 0:
         connections.listen(host, ports, host)
@@ -150,45 +151,35 @@ def _first_directory(transport: PeerTransport, place: Place, held_step: int) -> 
 async def _host_rendezvous(connections: ConnectionManager, address: Address, host: str) -> bool:
     """Listen at the rendezvous as rank 0, and return whether this rank does.
 
-    It does not if another replica listens there, or if the address belongs to another machine.
+    It does not if another replica listens there, or if the address belongs to another machine. If another
+    program does, which may be ending, the search reports it in the end.
     """
-    clock = asyncio.get_running_loop()
-    deadline_s = clock.time() + PORT_TIMEOUT_S
+    deadline_s = connections.loop.time() + PORT_TIMEOUT_S
     while True:
         try:
             await connections.listen_at(address.host, range(address.port, address.port + 1), host)
             return True
         except TransportError as error:
             if not (isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE):
-                return False  # it is not an address of this machine
-        left_s = deadline_s - clock.time()
+                return False
         try:
-            _, writer = await within(left_s, connections.open(address))
+            _, writer = await within(PORT_TIMEOUT_S, connections.open(address))
             writer.transport.abort()
             return False
-        except TurnedAwayError:
-            return False  # a diloco with another secret, as the search will report
-        except TransportError as error:
-            behaviour = f"did not answer as a diloco does ({cause(error)})"
-        except (OSError, EOFError, TimeoutError):  # the other program may be ending
-            if left_s > _LISTEN_AGAIN_S:
-                await asyncio.sleep(_LISTEN_AGAIN_S)
-                continue
-            behaviour = "does not answer as a diloco does"
-        raise RendezvousError(
-            f"port {address.port} of {address.host}, the rendezvous at which replica 0 was to listen (--join), "
-            f"is in use by another program, which {behaviour}. Choose another port, the same for all replicas, or end "
-            "that program."
-        )
+        except (TurnedAwayError, TransportError):
+            return False
+        except (OSError, EOFError):
+            if connections.loop.time() > deadline_s:
+                return False
+        await asyncio.sleep(_LISTEN_AGAIN_S)
 
 
-def _my_host(place: Place) -> str:
+def _my_host(rendezvous: Address) -> str:
     try:
-        return local_host_towards(place.rendezvous)
+        return local_host_towards(rendezvous)
     except OSError as error:
         raise RendezvousError(
-            f"there is no route to the rendezvous {place.rendezvous.host!r}: {error}. Use a name that resolves, or an "
-            "address."
+            f"there is no route to the rendezvous {rendezvous.host!r}: {error}. Use another name or an address."
         ) from error
 
 
@@ -201,8 +192,7 @@ def connect_tcp(
     ranks: Literal["alone", "whole", "sharded"] = "alone",
     on_failure: Literal["stop", "continue"] = "stop",
     facts: Mapping[str, str] | None = None,
-    host: str = "",
-    ports: str = "0",
+    listen: str = ":0",
     secret: str = "",
     **rules: Any,
 ) -> Iterator[Transport]:
@@ -222,8 +212,8 @@ def connect_tcp(
         on_failure: what happens when a replica is lost. ``stop``: every later round raises `ReplicaLostError` on the
             others. ``continue``: the others continue in a smaller view.
         facts: what must be the same on all replicas, name -> value; a difference raises before training starts.
-        host: address of this machine to listen at; default: the one from which the rendezvous is reached.
-        ports: ports to listen at, ``FIRST`` or ``FIRST-LAST``; ``0``: any.
+        listen: where to listen, ``HOST:PORT`` or ``HOST:FIRST-LAST``; default: any port of the address of this machine
+            from which the rendezvous is reached.
         secret: what all replicas prove to know, as ``diloco secret`` writes it; default: anybody may take part.
         rules: any field of `diloco.protocol.Rules`, such as ``round_timeout_s=60``.
 
@@ -248,8 +238,7 @@ def connect_tcp(
         position=position,
         ranks_per_replica=size,
         rendezvous=parse_address(rendezvous, key="the rendezvous"),
-        host=host,
-        ports=ports,
+        listen=parse_listen(listen, key="listen"),
         secret=secret,
     )
     opened: list[PeerTransport] = []

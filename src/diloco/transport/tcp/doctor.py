@@ -6,10 +6,12 @@ Every replica answers probes at its control port. `diloco doctor --listen` answe
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import socket
 import statistics
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import Meta
 
@@ -21,11 +23,9 @@ from diloco.transport.connections.sockets import TcpStreams
 from diloco.transport.connections.streams import pack, read_frame, within
 from diloco.transport.secret import TurnedAwayError
 
-MOST_BYTES = 64_000_000  # the most bytes that one probe transfers
-
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 18
 _PINGS = 10
-_HOLD_S = 60.0  # for one transfer, during which others wait
+_HOLD_S = 60.0  # for one chunk, during which others wait
 
 
 @dataclass(frozen=True)
@@ -41,42 +41,49 @@ class Finding:
 
 
 class Probe(WireMessage):
-    """The request to answer, or to take or give so many bytes."""
+    """The request to answer with so many bytes. Others may follow it."""
 
-    ask: Literal["ping", "take", "give"]
-    bytes: Annotated[int, Meta(ge=0, le=MOST_BYTES)] = 0
+    give: Annotated[int, Meta(ge=0, le=_CHUNK_BYTES)] = 0
 
 
 class Probed(WireMessage):
     """The answer to a probe."""
 
 
-class ProbeData(WireMessage):
-    """Bytes that follow."""
-
-
 def serve_probes(connections: ConnectionManager) -> None:
     """Answer probes at ``connections``.
 
-    Only one probe transfers bytes at a time, so that training keeps its bandwidth.
+    Only one of them moves bytes at a time, so that training keeps its bandwidth.
     """
     busy = asyncio.Lock()
 
     async def answer(asked: Probe, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
-            if asked.ask == "ping":
-                writer.write(pack(Probed()))
-            else:
-                async with busy, asyncio.timeout(_HOLD_S):
-                    if asked.ask == "give":
-                        await _give(writer, asked.bytes)
-                    else:
-                        await _take(reader, asked.bytes)
-                        writer.write(pack(Probed()))
-            await writer.drain()
-            asked, _ = await read_frame(reader, Probe)
+            async with busy, asyncio.timeout(_HOLD_S):
+                writer.write(pack(Probed(), bytes(asked.give)))
+                await writer.drain()
+            asked, _ = await read_frame(reader, Probe, most_blob_bytes=_CHUNK_BYTES)
 
     connections.services[Probe] = answer
+
+
+async def obstacle(host: str, port: int, timeout_s: float) -> tuple[str, str]:
+    """Return why no connection to a port can be opened, and what to do about it; empty texts if one can."""
+    try:
+        _, writer = await within(timeout_s, asyncio.open_connection(host, port))
+    except socket.gaierror as error:
+        advice = "use a name that this machine's resolver knows, or an IP address"
+        return f"the name does not resolve: {error.strerror or error}", advice
+    except ConnectionRefusedError:
+        advice = "start a replica or `diloco doctor --listen` there, or give the address that it has now"
+        return "nothing listens there (connection refused)", advice
+    except TimeoutError:
+        advice = "open the port in the firewalls and routers in between, or use another address of that machine"
+        return f"no answer within {timeout_s:g} s", advice
+    except OSError as error:
+        return str(error), "set up a route to that machine"
+    writer.close()
+    return "", ""
 
 
 async def examine(address: Address, num_bytes: int, timeout_s: float, secret: str = "") -> Finding:
@@ -84,7 +91,7 @@ async def examine(address: Address, num_bytes: int, timeout_s: float, secret: st
 
     Args:
         address: address of the control port of a replica, or of a listening doctor.
-        num_bytes: number of bytes to transfer in each direction; at most `MOST_BYTES`.
+        num_bytes: number of bytes to transfer in each direction.
         timeout_s: time limit of each step of the check, in seconds.
         secret: secret of the peer's run; "" if it has none.
     """
@@ -93,23 +100,12 @@ async def examine(address: Address, num_bytes: int, timeout_s: float, secret: st
     def bad(problem: str, advice: str) -> Finding:
         return Finding(str(address), resolved, problem=problem, advice=advice)
 
-    try:
+    problem, advice = await obstacle(address.host, address.port, timeout_s)
+    with contextlib.suppress(OSError):
         places = await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        advice = "use a name that this machine's resolver knows, or an IP address"
-        return bad(f"the name does not resolve: {error.strerror or error}", advice)
-    resolved = tuple(dict.fromkeys(str(place[4][0]) for place in places))
-    try:
-        _, plain = await within(timeout_s, asyncio.open_connection(address.host, address.port))
-        plain.close()
-    except ConnectionRefusedError:
-        advice = "start a replica or `diloco doctor --listen` there, or choose another port"
-        return bad("nothing listens there (connection refused)", advice)
-    except TimeoutError:
-        advice = "open the port in the firewalls between the machines, or use another address of that machine"
-        return bad(f"no answer within {timeout_s:g} s", advice)
-    except OSError as error:
-        return bad(str(error), "set up a route to that machine")
+        resolved = tuple(dict.fromkeys(str(place[4][0]) for place in places))
+    if problem:
+        return bad(problem, advice)
     try:
         stream = await within(timeout_s, TcpStreams(secret).open(address))
         try:
@@ -131,40 +127,22 @@ async def examine(address: Address, num_bytes: int, timeout_s: float, secret: st
 async def _measure(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, num_bytes: int, timeout_s: float
 ) -> tuple[float, float, float]:
-    loop, trips = asyncio.get_running_loop(), []
-    for _ in range(_PINGS):
-        started_s = loop.time()
-        writer.write(pack(Probe("ping")))
-        await within(timeout_s, read_frame(reader, Probed))
-        trips.append(loop.time() - started_s)
-    latency_s = statistics.median(trips)
+    """Return the latency in seconds and the rate in each direction in bits per second."""
+    loop, size = asyncio.get_running_loop(), min(num_bytes, _CHUNK_BYTES)
+    chunks = math.ceil(num_bytes / size)
 
-    async def send() -> None:
-        writer.write(pack(Probe("take", num_bytes)))
-        await _give(writer, num_bytes)
-        await read_frame(reader, Probed)
+    async def seconds(number: int, sent: int = 0, given: int = 0) -> float:
+        began_s = loop.time()
+        async with asyncio.timeout(timeout_s):
+            for _ in range(number):
+                writer.write(pack(Probe(given), bytes(sent)))
+                await writer.drain()
+            for _ in range(number):
+                await read_frame(reader, Probed, most_blob_bytes=given)
+        return loop.time() - began_s
 
-    async def receive() -> None:
-        writer.write(pack(Probe("give", num_bytes)))
-        await _take(reader, num_bytes)
-
-    rates = []
-    for move in (send, receive):
-        started_s = loop.time()
-        await within(timeout_s, move())
-        # one round trip of the time is that of the request and its answer
-        rates.append(8 * num_bytes / max(1e-9, loop.time() - started_s - latency_s))
-    return latency_s, rates[0], rates[1]
-
-
-async def _give(writer: asyncio.StreamWriter, num_bytes: int) -> None:
-    chunk = bytes(_CHUNK_BYTES)
-    for start in range(0, num_bytes, _CHUNK_BYTES):
-        writer.write(pack(ProbeData(), chunk[: num_bytes - start]))
-        await writer.drain()
-
-
-async def _take(reader: asyncio.StreamReader, num_bytes: int) -> None:
-    while num_bytes > 0:
-        _, chunk = await read_frame(reader, ProbeData, most_blob_bytes=_CHUNK_BYTES)
-        num_bytes -= len(chunk)
+    latency_s = statistics.median([await seconds(1) for _ in range(_PINGS)])
+    up_s, down_s = await seconds(chunks, sent=size), await seconds(chunks, given=size)
+    # one round trip of the time is that of the request and its answer
+    up, down = (8 * chunks * size / max(1e-9, each - latency_s) for each in (up_s, down_s))
+    return latency_s, up, down

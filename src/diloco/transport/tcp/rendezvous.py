@@ -7,6 +7,7 @@ at its own port, so a replica that rejoins can ask any of them if the first addr
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Collection, Mapping
 from typing import Annotated
 
@@ -24,10 +25,9 @@ from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.secret import TurnedAwayError
 from diloco.units import visible
 
-TELL_EVERY_S = 5.0  # how long a rank's question waits for the others
-_GONE_S = 3.0  # a rank that has not asked for this long does not wait any more
+_GONE_S = 2.0  # a rank that has not asked for this long does not wait any more
 _REFUSED_S = 1.0  # a rank whose port has refused connections for this long has ended
-_AGAIN_S = 0.2, 1.0
+_AGAIN_S = 0.1, 1.0
 _MOST_REASON = 500
 _LOOKING = "the replica that listens there is looking for it, too"
 
@@ -41,7 +41,7 @@ class Gathering(WireMessage):
 
 
 class Gatherer:
-    """Collects the ranks of a run, and answers those that ask. A rank that does not fit is refused alone.
+    """Collects the ranks of a run, which ask again and again. A rank that does not fit is refused alone.
 
     Args:
         registry: the ranks. One that is registered already is this process: it can't be the one that is refused, as the
@@ -52,14 +52,13 @@ class Gatherer:
         self.registry = registry
         self._connections = connections
         self._founders = dict.fromkeys(registry.entries, connections.streams.me)  # rank -> identity of its process
-        self._asked_s: dict[int, float] = {}  # when a rank that does not wait at the moment last did
+        self._asked_s: dict[int, float] = {}  # when each of these last asked
+        self._new: dict[int, tuple[str, float]] = {}  # rank -> the last process that came, and when
         self._refused: tuple[str, ...] = ()
-        self._told: dict[int, tuple[str, ...]] = {}  # what a rank has been told about who was refused
-        self._news = asyncio.Event()  # set, and replaced, when a rank is refused and when all have come
         connections.services[Ask] = self._serve
 
     async def _serve(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        answer = await self.answer(asked.entry, reader, writer)
+        answer = self.answer(asked.entry, self._connections.streams.identity(writer))
         if answer is None:
             try:
                 self.registry.register(asked.entry)  # in place of the process that this one replaces
@@ -68,50 +67,34 @@ class Gatherer:
                 answer = Refused(str(error), for_good=True)
         await say(answer, reader, writer)
 
-    async def answer(
-        self, entry: Entry, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> WireMessage | None:
-        """Return who has come, after waiting for more; None if the run had begun before this process first asked."""
+    def answer(self, entry: Entry, identity: str) -> WireMessage | None:
+        """Return who has come; None if the run had begun before this process first asked."""
         parse_address(entry.address)  # all others would fail at it
         registry, rank, now_s = self.registry, entry.rank, self._connections.loop.time()
-        identity = self._connections.streams.identity(writer)
-        is_new = self._founders.get(rank) != identity
-        if is_new and registry.running:
+        for other in [each for each, asked_s in self._asked_s.items() if now_s - asked_s > _GONE_S]:
+            registry.withdraw(other)
+        if self._founders.get(rank) != identity and registry.running:
             return None
-        if is_new:
-            if now_s - self._asked_s.get(rank, now_s) > _GONE_S:
-                registry.withdraw(rank)
+        if self._founders.get(rank) != identity or rank not in registry.entries:
+            if self._new.get(rank, ("", 0.0))[0] != identity:
+                self._new[rank] = identity, now_s
+            # who has not asked since then may have ended, and may be the one that has this rank
+            since_s, there = self._new[rank][1], registry.entries
+            waiting = [each for each in there if self._asked_s.get(each, math.inf) > since_s]
+            if rank not in there and len(there) == registry.num_ranks - 1 > len(waiting):
+                return self._gathering(begun=False)
             try:
                 registry.register(entry)
             except RendezvousError as error:
                 self._refused = (str(error),)
-                self._tell()
-                return Refused(str(error), for_good=True)
+                return Refused(str(error), for_good=rank not in there or rank in waiting)
             self._founders[rank] = identity
-            if registry.running:
-                self._tell()
-        elif not registry.running and self._told.get(rank) == self._refused:
-            self._asked_s.pop(rank, None)
-            waiting = {leaving := asyncio.ensure_future(reader.read(1)), asyncio.ensure_future(self._news.wait())}
-            try:
-                await asyncio.wait(waiting, timeout=TELL_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                if leaving.done() and not registry.running:
-                    registry.withdraw(rank)
-                    self._founders.pop(rank, None)
-                for each in waiting:
-                    each.cancel()
-            await asyncio.wait(waiting)
-        self._asked_s[rank], self._told[rank] = self._connections.loop.time(), self._refused
+        self._asked_s[rank] = now_s
         return self._gathering(begun=False)
 
     def _gathering(self, *, begun: bool) -> Gathering:
         entries = self.registry.entries
         return Gathering(Entries.of(entries[rank] for rank in sorted(entries)), begun, self._refused)
-
-    def _tell(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
 
 
 class TcpDirectory(Directory):
@@ -135,6 +118,7 @@ class TcpDirectory(Directory):
     ) -> None:
         super().__init__(transport, registry, election, patience_s)
         self.begins = election.views is None
+        self.pauses_s = _AGAIN_S if self.begins else self.pauses_s
         self._meeting = meeting
         self._gatherer = gatherer
         self._missing = "an answer"
@@ -146,11 +130,9 @@ class TcpDirectory(Directory):
         return [each for each in places if each and (each != mine or (self.begins and each == self._meeting))]
 
     async def _answer(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        gatherer = self._gatherer
-        if gatherer is not None and (answer := await gatherer.answer(asked.entry, reader, writer)) is not None:
-            await say(answer, reader, writer)
-        else:
-            await super()._answer(asked, reader, writer)
+        identity = self.connections.streams.identity(writer)
+        answer = self._gatherer.answer(asked.entry, identity) if self._gatherer else None
+        await (super()._answer(asked, reader, writer) if answer is None else say(answer, reader, writer))
 
     async def begin(self, answers: Mapping[Address, object]) -> View | None:
         if not self.begins:
@@ -166,16 +148,16 @@ class TcpDirectory(Directory):
                 self.registry.entries.update(known | {self.connections.rank: self._entry})
             if not answer.begun and not missing:
                 return await self._begin()
-            self.hurries = not answer.begun
         elif isinstance(answer, TurnedAwayError):
             raise RendezvousError(
                 f"rank {self.connections.rank} can't take part in the run at {self._meeting}: {answer}. All replicas "
                 "need the same secret in their network.secret_file, or none of them may have one."
             )
         elif isinstance(answer, TransportError | ValueError) and not isinstance(answer, RendezvousError):
+            words = str(answer).partition(". The connection")[0]
             raise RendezvousError(
                 f"rank {self.connections.rank} found no rendezvous at {self._meeting}: the port there is in use by "
-                f"another program, which did not answer as a diloco does ({cause(answer)}). Choose another port, the "
+                f"another program, which did not answer as a diloco does ({words}). Choose another port, the "
                 "same for all replicas (--join), or end that program."
             )
         others = [each for place, each in answers.items() if place != self._meeting]
@@ -238,8 +220,3 @@ class TcpDirectory(Directory):
             f"rank {rank} found no rendezvous at {self._meeting} within {for_s}: {reasons}. Start "
             "replica 0 there, open that port, or, to join a running training, give the address of any of its replicas."
         )
-
-
-def cause(error: Exception) -> str:
-    """Return the message of an error about received data, without its sentence about the connection."""
-    return str(error).partition(". The connection")[0]

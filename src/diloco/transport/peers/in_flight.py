@@ -1,0 +1,225 @@
+"""This rank's rounds in flight: what the training thread waits for, and the exchanges of their payloads."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from diloco.algorithm import Contribution, RoundId
+from diloco.errors import RoundTimeoutError, RoundVoidError, TransportError
+from diloco.membership import View
+from diloco.protocol import Average, GiveVerdict, StartExchange, events
+from diloco.transport.connections.link import PeerLinks
+from diloco.transport.peers.exchange import PayloadExchange
+from diloco.waiting import in_thread
+
+if TYPE_CHECKING:
+    from diloco.transport.peers.transport import PeerTransport
+
+_ENDING_S = 2.0  # for threads that wait for links; one that is still opening a link may take longer, harmlessly
+
+
+@dataclass(eq=False)
+class PeerPending:
+    round: RoundId
+    payload_bytes: int
+    digest: str  # of the state behind the contribution
+    transport: PeerTransport  # names missing replicas, and counts the bytes of outcomes
+    on_commit: Callable[[Average], None] | None  # gets the average as soon as there is one, in another thread
+    sent_s: float = field(default_factory=time.monotonic)
+    decided_s: float | None = None  # when the round was decided, by `time.monotonic`; None until then
+    void: bool = False  # whether the round is void
+    outcome: Average | TransportError | None = None  # None until the round is decided, and after `wait`
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def decide(self, outcome: Average | TransportError) -> None:
+        """End the round, unless it has ended already."""
+        if self.decided_s is None:
+            self.outcome, self.void, self.decided_s = outcome, isinstance(outcome, RoundVoidError), time.monotonic()
+            if self.on_commit is not None and isinstance(outcome, Average):
+                self.on_commit(outcome)
+            self.done.set()
+
+    def wait(self, timeout_s: float | None = None) -> Average:
+        if self.done.is_set() and self.outcome is None:
+            raise TransportError(f"the average of {self.round} has already been returned. Nothing is in flight.")
+        started_s = time.monotonic()
+        allowed_s = self.transport.rules.guard_s if timeout_s is None else timeout_s
+        if not self.done.wait(min(allowed_s, threading.TIMEOUT_MAX)):
+            missing = self.transport.missing(self.round)
+            names = ", ".join(map(str, missing))
+            what = f"no contribution arrived from replica {names}" if missing else "some votes did not arrive"
+            raise RoundTimeoutError(
+                f"{self.round} was not decided within {allowed_s:g} s: {what}. Nothing was applied.",
+                round=str(self.round),
+                replicas=missing,
+            )
+        outcome, self.outcome = self.outcome, None  # keeps no tensors alive, as this object may live longer
+        assert outcome is not None
+        waited_s = time.monotonic() - started_s
+        self.transport.count(self, outcome, waited_s)
+        if isinstance(outcome, TransportError):
+            try:
+                raise outcome
+            finally:
+                del outcome  # its traceback refers to this frame, and so to the caller's contribution
+        return replace(outcome, wait_s=waited_s)
+
+
+class RoundsInFlight:
+    """All rounds in flight of this rank, each decided once.
+
+    Args:
+        post: gives an event to the machine, in the control thread.
+        fail: ends the transport because of an internal error. For any thread, as is ``post``.
+    """
+
+    def __init__(
+        self, links: PeerLinks, post: Callable[[events.Event], None], fail: Callable[[BaseException | None], None]
+    ) -> None:
+        self.last: dict[int, PeerPending] = {}  # fragment -> the last contribution to it
+        self._links, self._rules, self._connections = links, links.rules, links.connections
+        self._post, self._fail = post, fail
+        self._closed: TransportError | None = None
+        self._exchanges: dict[tuple[int, RoundId], PayloadExchange] = {}  # by view and round
+        self._running: set[Future[None]] = set()  # threads of exchanges and copies
+        self._lock = threading.RLock()  # the control thread decides rounds while another thread may close
+
+    def add(self, pending: PeerPending) -> None:
+        """Register a contribution to a round to which there is none yet, or that became void."""
+        round_id, replica = pending.round, self._rules.replica
+        before = self.last.get(round_id.fragment)
+        if before is not None and before.round == round_id and not before.void:
+            raise TransportError(
+                f"replica {replica} has already contributed to {round_id}. Only one contribution per round is "
+                "accepted, and the first one stands.",
+                round=str(round_id),
+                replicas=[replica],
+            )
+        with self._lock:
+            if self._closed is not None:
+                raise TransportError(f"{self._closed}. Its contribution to {round_id} was not accepted.")
+            self.last[round_id.fragment] = pending
+
+    def submit(self, submitted: events.Submitted, ready: Future[None] | None) -> None:
+        """Give a contribution to the machine once its payload is filled; if ``ready`` fails, the caller knows."""
+        contribution, copied = submitted.contribution, None
+        if ready is None and contribution.payload.is_cuda:
+            host, copied = _host_copy(contribution)
+            submitted, ready = replace(submitted, contribution=host), copied
+        if ready is None:
+            self._post(submitted)
+            return
+
+        def filled(ready: Future[None]) -> None:
+            self._running.discard(ready)
+            if ready.exception() is None:
+                self._post(submitted)
+            elif ready is copied:
+                self._fail(ready.exception())
+
+        self._running.add(ready)
+        ready.add_done_callback(filled)
+
+    def decided_rounds(self, fragment: int) -> int:
+        """Return the number of decided rounds of ``fragment``. A replica that has finished fewer is behind."""
+        last = self.last.get(fragment)
+        return 0 if last is None else last.round.outer_step + (last.decided_s is not None)
+
+    def decide_all(self, outcome: Callable[[RoundId], TransportError]) -> None:
+        """Let each round in flight end with its ``outcome``. For any thread."""
+        with self._lock:
+            for pending in self.last.values():
+                pending.decide(outcome(pending.round))
+
+    def close(self, failure: TransportError) -> None:
+        with self._lock:
+            self._closed = failure
+        self.decide_all(lambda round_id: failure)
+
+    def wait_for_threads(self) -> None:
+        futures.wait(list(self._running), _ENDING_S)  # a thread inside PyTorch would abort a process that ends
+
+    # In the control thread.
+
+    def resolve(self, round_id: RoundId, outcome: Average | TransportError) -> None:
+        if isinstance(outcome, TransportError):
+            self.cancel(lambda key: key[1] == round_id)
+        with self._lock:
+            pending = self.last.get(round_id.fragment)
+            if pending is not None and pending.round == round_id:
+                pending.decide(outcome)
+
+    def start(self, started: StartExchange) -> None:
+        key = started.view.id, started.contribution.round
+        exchange = PayloadExchange(started, self._connections.loop, self._rules.piece_bytes)
+        self._exchanges[key] = exchange
+        peers: Sequence[int] = self._links.peers(started.view)
+        here = {self._rules.replica_of(rank): self._links.by_rank.get(rank) for rank in peers}
+        exchange.begin({replica: link for replica, link in here.items() if link is not None})
+        running = in_thread(lambda: self._exchange(key), f"diloco-{key[1].fragment}")
+        self._running.add(running)
+        running.add_done_callback(self._ended)
+
+    def give(self, given: GiveVerdict) -> None:
+        exchange = self._exchanges.get((given.view_id, given.round))
+        if exchange is not None and not exchange.verdict.done():  # else the exchange has failed
+            exchange.verdict.set_result(given)
+            if given.verdict.void:  # at once: nothing more of it is sent
+                exchange.cancel()
+
+    def open(self, view: View) -> None:
+        """Keep payload links to the members of a view, and end the exchanges of earlier ones."""
+        self._links.want(self._links.peers(view))
+        self.cancel(lambda key: key[0] != view.id)
+
+    def cancel(self, ended: Callable[[tuple[int, RoundId]], bool] = lambda key: True) -> None:
+        """End the exchanges of rounds that are void, or whose view has ended."""
+        for key in filter(ended, list(self._exchanges)):
+            self._exchanges[key].cancel()
+
+    def fail_exchanges(self, fault: TransportError) -> None:
+        for exchange in list(self._exchanges.values()):
+            if not exchange.verdict.done():
+                exchange.verdict.set_exception(fault)
+
+    def _exchange(self, key: tuple[int, RoundId]) -> None:
+        exchange = self._exchanges[key]
+        for event in exchange.run():
+            if isinstance(event, events.ExchangeEnded):
+                self._connections.post(exchange.cancel)  # releases what is left of it
+                del self._exchanges[key]
+            self._post(event)
+
+    def _ended(self, running: Future[None]) -> None:
+        self._running.discard(running)
+        if (error := running.exception()) is not None:
+            self._fail(error)
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream for copies from a device, in the order in which they are started."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's stub
+
+
+def _host_copy(contribution: Contribution) -> tuple[Contribution, Future[None]]:
+    """Return the contribution with its payload in pinned host memory, which is filled once the future is done."""
+    payload = contribution.payload
+    stream = _stream(payload.device)
+    host = torch.empty(payload.shape, dtype=payload.dtype, device="cpu", pin_memory=True)
+    stream.wait_stream(torch.cuda.current_stream(payload.device))
+    with torch.cuda.stream(stream):
+        host.copy_(payload, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's stub
+        copied.record(stream)
+    payload.record_stream(stream)  # its memory is not reused before the copy is done
+    return replace(contribution, payload=host), in_thread(copied.synchronize, "diloco-copy")
