@@ -64,7 +64,7 @@ class Stack:
     def new(cls, run: Run) -> Stack:
         model = decoder(run.seed)
         tensors = {name: each.detach().clone()[None] for name, each in model.named_parameters()}
-        keys = ("momentum", "slow"), ("first", "second")
+        keys = ("momentum",), ("first", "second")
         stack = cls(run, tensors, {}, 0)
         for name, tensor in tensors.items():
             stack.state[name] = {key: torch.zeros_like(tensor) for key in keys[name not in stack.hidden]}
@@ -124,9 +124,6 @@ class Stack:
             if name in self.hidden:
                 momentum = state["momentum"].mul_(run.momentum).add_(gradient)
                 update = gradient + run.momentum * momentum
-                if run.slow_weight:
-                    slow = state["slow"].mul_(run.slow_decay).add_(gradient, alpha=1 - run.slow_decay)
-                    update = update * (1 - run.momentum) * (1 - run.slow_weight) + slow * run.slow_weight
                 alike.setdefault(self.shapes[name], []).append((name, update))
                 continue
             one, two = run.betas
@@ -191,7 +188,7 @@ class Outer:
     def momenta(self, p: int) -> list[Tensor]:
         """Return the momenta of fragment ``p`` that are averaged, each of all replicas."""
         run, state = self.run, self.stack.state
-        keys = ["momentum"] + ["slow"] * bool(run.slow_weight) + ["first"] * run.average_adamw
+        keys = ["momentum"] + ["first"] * run.average_adamw
         return [state[name][key] for name in self.layouts[p].names for key in keys if key in state[name]]
 
     def step(self, step: int) -> None:
@@ -250,10 +247,10 @@ class Outer:
         for p in list(self.flights):
             self.merge(p)
 
-    def global_stack(self, values: list[Tensor] | None = None) -> Stack:
-        """Return one model that has the global parameters, or ``values`` in their place."""
+    def global_stack(self) -> Stack:
+        """Return one model that has the global parameters."""
         tensors: dict[str, Tensor] = {}
-        for layout, each in zip(self.layouts, values or self.globals, strict=True):
+        for layout, each in zip(self.layouts, self.globals, strict=True):
             tensors |= {name: part.clone()[None] for name, part in layout.named(each).items()}
         return Stack(self.run, tensors, {}, 0)
 
@@ -301,25 +298,16 @@ def train(run: Run, corpus: Corpus) -> dict[str, Any]:
     cpu_s, drawn, outer = time.process_time(), batches(corpus, run.seed), None
     stack = shared_start(run, drawn).copied(REPLICAS if run.algorithm == "streaming" else 1, run)
     losses: list[float] = []
-    kept: list[list[Tensor]] = []
     outer = Outer(stack) if run.algorithm == "streaming" else None
     for step, (tokens, targets) in zip(range(FIRST, run.steps), drawn, strict=False):
         shape = stack.copies, -1, LENGTH
         losses.append(stack.train(tokens.reshape(shape), targets.reshape(shape)))
         if outer is not None:
             outer.step(step + 1 - FIRST)
-        if run.last and step >= run.steps * (1 - run.last) and (step + 1) % 10 == 0:
-            values = stack.tensors.values() if outer is None else outer.globals
-            kept.append([each.detach().clone() for each in values])
     if outer is not None:
         outer.end()
         stack = outer.global_stack()
     row = {**run.changes(), "heldout_loss": stack.heldout(corpus), "training_loss": sum(losses[-50:]) / 50}
-    if kept:
-        averages = [torch.stack(each).mean(0) for each in zip(*kept, strict=True)]
-        named = dict(zip(stack.tensors, averages, strict=outer is None))
-        averaged = outer.global_stack(averages) if outer else Stack(run, named, {}, 0)
-        row["averaged_heldout_loss"] = averaged.heldout(corpus)
     if outer is not None:
         row["sent_bytes"] = outer.sent_bytes
     return row | {"cpu_s": round(time.process_time() - cpu_s, 1), "date": time.strftime("%Y-%m-%d")}

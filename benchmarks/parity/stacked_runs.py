@@ -31,9 +31,6 @@ class Run:
     average_adamw: bool = False  # whether AdamW's first moments are averaged, too
     average_change: bool = False  # whether the codec encodes the difference from the last average
     decay: bool = False  # whether the difference has decayed by as much as the momentum since it was sent
-    slow_weight: float = 0.0  # w of a second, slow momentum S, which is averaged: U = O((1 - w) fast + w S)
-    slow_decay: float = 0.95
-    last: float = 0.0  # the share of the run over whose global parameters an average is evaluated as well
 
     def changes(self) -> dict[str, Any]:
         """Return the settings that differ from the defaults, as JSON has them."""
@@ -72,14 +69,11 @@ GROUPS = {
         seeds=(0,),
     ),
     "rates": each(
-        *(
-            way | {"learning_rate": rate}
-            for rate in (5.6e-3, 1.13e-2, 4e-3, 1.6e-2)
-            for way in (DATA_PARALLEL, {}, AVERAGED)
-        ),
+        *(way | {"learning_rate": 1.13e-2} for way in (DATA_PARALLEL, {}, AVERAGED)),
+        DATA_PARALLEL | {"learning_rate": 1.6e-2},
         seeds=(0,),
     ),
-    "iterations": each(
-        *(way | {"newton_schulz_steps": steps} for steps in (3, 2, 4) for way in (DATA_PARALLEL, AVERAGED)), seeds=(0,)
-    ),
+    "moments": each(AVERAGED | {"average_adamw": True}, seeds=(1, 2)),
+    "iterations": each(*(way | {"newton_schulz_steps": 3} for way in (DATA_PARALLEL, AVERAGED)), seeds=(0,)),
+    "no overlap": each({"overlap_steps": 0, "average": "float32"}, {"overlap_steps": 0}, seeds=(1, 2)),
 }
