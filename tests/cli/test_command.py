@@ -79,7 +79,7 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         (["watch", "absent"], "absent does not exist. Give the folder of a run"),
         (["train", "--fragments", "11", "--inner-steps", "10"], "for a model of 4 layers. Use 1 to 5"),
         (["export", "a", "b"], "too many arguments: b; it is now --out PLACE."),
-        (["export", "a"], "diloco: missing argument --out PATH: Folder (hf, adapter) or file"),
+        (["export", "a"], "diloco: missing argument --out PATH: Folder to write."),
         (
             ["train", "--steps", "many"],
             "diloco: --steps many is not valid: Expected int, got str. See `diloco train --help`.",
