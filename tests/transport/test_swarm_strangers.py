@@ -66,7 +66,6 @@ AFTER_HELLO: dict[str, dict[str, Any]] = {
     "a wish to join in another's name": {"kind": "join", "entry": ENTRY | {"rank": 1}, "connected": [0, 1]},
     "a wish to join with lists": {"kind": "join", "entry": [], "connected": {}},
     "a beat with a view": {"kind": "beat", "view": "x"},
-    "being replaced": {"kind": "replaced"},
     "nothing known": {"kind": "?"},
 }
 """Messages of a connected peer that is not a member."""
