@@ -26,7 +26,6 @@ from diloco.algorithm import (
     SyncSettings,
     ValueSchedule,
     data_parallel_bytes,
-    make_codec,
     partition,
     plan_exchange,
     trainable_parameters,
@@ -210,10 +209,6 @@ def describe(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
     if settings.algorithm in ("streaming", "diloco"):
         facts["optimizers"] += f"; outer {settings.sync.outer}, learning rate {settings.sync.outer_learning_rate:g}"
         facts |= _describe_rounds(settings, model)
-    elif settings.algorithm == "data-parallel":
-        codec = make_codec(settings.sync.codec or "float32")
-        sent = plan_exchange(codec, trained, settings.network.replicas).mean_bytes
-        facts["traffic"] = f"gradients as {codec.name}: {format_bytes(sent)} per replica and step"
     return facts
 
 
