@@ -35,8 +35,7 @@ from diloco.outer import argument_facts, check_kinds, complete, frozen_digests
 from diloco.plugins import is_own
 from diloco.protocol import PROTOCOL_VERSION
 from diloco.train.inner import check_inner_arguments
-from diloco.train.resolve import make_schedule
-from diloco.train.settings import RunSettings
+from diloco.train.settings import RunSettings, make_schedule
 from diloco.transport import InProcessTransport, Link, VirtualNetwork
 from diloco.units import format_bytes, format_ratio
 
