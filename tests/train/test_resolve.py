@@ -121,11 +121,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"algorithm": "data-parallel", "sync.arguments.average.max_norm": 1.0},
         "max_norm=1.0 .* use --algorithm streaming or diloco",
     ),
+    (
+        {"algorithm": "data-parallel", "sync.arguments.average.momentum": True},
+        "momentum=True .* use --algorithm streaming or diloco",
+    ),
+    ({"sync.arguments.average.momentum": True}, "optimizer.name='AdamW'.*use --optimizer.name Muon"),
+    ({"sync.arguments.average.momentum": 1}, "momentum must be true or false, got 1"),
     # codecs, averages, merge rules
     ({"sync.codec": "int9"}, "no codec 'int9'; did you mean 'int8'"),
     ({"sync.codec": "topk2"}, "drops 98 % .* Add --error-feedback 0.95"),
     ({"sync.codec": "float32", "sync.error_feedback": 1.0}, "error_feedback.* no loss to feed back"),
-    ({"sync.arguments.codec.block_size": 0}, "block_size must be an even number from 2 to 65536, got 0"),
     (RANKS | {"sync.arguments.average.max_norm": 1.0, "network.replica_size": 2}, "torch --train.parallelism ddp"),
     (RANKS | {"network.replica_size": 2, "train.parallelism": "ddp"}, "Use --train.parallelism fsdp"),
     ({"sync.merge_alpha": 1.5}, "alpha must be a number from 0 to 1, got 1.5"),
