@@ -16,7 +16,7 @@ import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,11 +33,12 @@ from diloco.algorithm import (
     plan_round,
     weighted_mean,
 )
-from diloco.errors import ConfigurationError, RoundTimeoutError, RoundVoidError, TransportError
+from diloco.errors import ConfigurationError, ReplicaLostError, RoundTimeoutError, RoundVoidError, TransportError
 from diloco.membership import View
 from diloco.protocol import Average, Entry, Header, Rules, decode, difference, encode, header_of, judge_headers
 from diloco.state_tree import flatten, unflatten
 from diloco.transport.base import Pending, SnapshotSource, Transport
+from diloco.transport.replica_group import ReplicaGroup
 from diloco.transport.roll_call import RollCall
 from diloco.waiting import in_thread
 
@@ -48,22 +49,7 @@ _MOST_REASON = 200  # characters of the reason for which a contribution is withd
 _PIECE_VALUES = 1 << 22
 _POLL_S = 0.2
 
-
-@dataclass(eq=False)
-class _Gathering:
-    """Rows of bytes that are being gathered from all ranks of a group."""
-
-    rows: Tensor  # ``(ranks, n)`` uint8
-    work: Any
-
-    def wait(self) -> Tensor:
-        self.work.wait()
-        return self.rows
-
-
-def _gather(data: Tensor, group: dist.ProcessGroup) -> _Gathering:
-    rows = torch.empty((group.size(), data.numel()), dtype=torch.uint8, device=data.device)
-    return _Gathering(rows, dist.all_gather(list(rows.unbind()), data.contiguous(), group=group, async_op=True))
+_Gathering = Callable[[], Tensor]  # waits for what is gathered from all ranks of a group, a row of each
 
 
 def _padded(data: bytes, size: int) -> Tensor:
@@ -118,12 +104,13 @@ class ProcessGroupTransport(Transport):
         *,
         timeout_s: float = 600.0,
     ) -> None:
-        self.replica = peers.rank()
-        self.view = View.of(peers.size())
+        self._peers, self._everyone = ReplicaGroup(peers), ReplicaGroup(everyone)
+        self.replica = self._peers.position
+        self.view = View.of(self._peers.size)
         self.timeout_s = timeout_s
         self.roll = roll
-        self._peers, self._everyone, self._ranks, self._roll_ranks = peers, everyone, ranks, roll_ranks
-        self._rules = Rules(rank=ranks.index(everyone.rank()), ranks_per_replica=len(ranks) // peers.size())
+        self._messages, self._ranks, self._roll_ranks = everyone, ranks, roll_ranks
+        self._rules = Rules(rank=ranks.index(self._everyone.position), ranks_per_replica=len(ranks) // self._peers.size)
         self._source: SnapshotSource | None = None
         self._in_flight: set[Any] = set()
         self._agreements, self._fetched_bytes = itertools.count(), 0
@@ -155,31 +142,30 @@ class ProcessGroupTransport(Transport):
         plan = plan_round(mine, len(self.view.members))
         mine = replace(mine, withdrawn=mine.withdrawn[:_MOST_REASON])
         header = encode(header_of(mine, 0, UNKNOWN_UPLINK, taking_over=False))
-        heads = _gather(_padded(header, _HEAD_BYTES), self._everyone)
+        heads = self._everyone.begin_gather(_padded(header, _HEAD_BYTES))
         extras = [each.contiguous().view(torch.uint8) for each in (mine.buffers, mine.integers) if each is not None]
-        more = _gather(torch.cat(extras), self._peers) if extras else None
+        more = self._peers.begin_gather(torch.cat(extras)) if extras else None
         if plan.pattern == "all-gather":
-            payloads = _gather(mine.payload, self._peers)
+            payloads = self._peers.begin_gather(mine.payload)
         else:
             pieces = [mine.codec.cut(mine.payload, mine.numel, start, stop) for start, stop in plan.shards]
-            rows = mine.payload.new_empty((len(pieces), pieces[self.replica].numel()))
             sizes = [piece.numel() for piece in pieces]
-            work = dist.all_to_all_single(
-                rows.view(-1), torch.cat(pieces), [rows.shape[1]] * len(rows), sizes, self._peers, async_op=True
-            )
-            payloads = _Gathering(rows, work)
+            payloads = self._peers.begin_exchange(torch.cat(pieces), sizes, [sizes[self.replica]] * len(sizes))
         return partial(self._decide, mine, plan, heads, payloads, more)
 
     def _decide(
         self, mine: Contribution, plan: Exchange, heads: _Gathering, payloads: _Gathering, more: _Gathering | None
     ) -> Average:
+        """Wait for what the ranks send and decide the round."""
         size, position = self._rules.ranks_per_replica, self._rules.position
-        headers = {index: decode(_content(heads.wait()[rank]), Header) for index, rank in enumerate(self._ranks)}
+        rows = heads()
+        headers = {index: decode(_content(rows[rank]), Header) for index, rank in enumerate(self._ranks)}
         for rank, header in headers.items():
             if header.id != mine.round:
                 raise TransportError(f"Rank {rank} is in {header.id}, and this rank in {mine.round}.")
         verdict = judge_headers(headers, mine, self.view.members, self._rules)
-        rows, extras = payloads.wait(), None if more is None else more.wait()
+        received, extras = payloads(), None if more is None else more()
+        rows = received.view(len(self.view.members), received.numel() // len(self.view.members))
         mean, reason, donor = None, verdict.reason, verdict.donor
         if not verdict.void:
             contributions = [
@@ -188,7 +174,7 @@ class ProcessGroupTransport(Transport):
             ]
             mean, reason = self._mean(mine, plan, contributions)
         vote = f"{_digest(mean) if mean is not None and not reason else ''}\n{reason}"
-        ballots = _gather(_padded(vote.encode(), _VOTE_BYTES), self._everyone).wait()
+        ballots = self._everyone.gather(_padded(vote.encode(), _VOTE_BYTES))
         votes = [_content(ballots[rank]).decode(errors="ignore").split("\n", 1) for rank in self._ranks]
         reason = next((reason for _, reason in votes if reason), "")
         if not reason and any(len({digest for digest, _ in votes[here::size]}) > 1 for here in range(size)):
@@ -247,7 +233,7 @@ class ProcessGroupTransport(Transport):
         own = mine.payload.new_zeros(max(sizes))
         if mean is not None:
             own[: sizes[self.replica]] = encode_mean(mean.values, plan.mean)
-        rows = _gather(own, self._peers).wait()  # also if this rank has none, for which the others wait
+        rows = self._peers.gather(own)  # also if this rank has none, for which the others wait
         if mean is None:
             return None, reason
         values = torch.empty(mine.numel, dtype=torch.float32, device=rows.device)
@@ -299,7 +285,7 @@ class ProcessGroupTransport(Transport):
         return state
 
     def _receive(self, data: Tensor, rank: int) -> None:
-        received = in_thread(self._everyone.recv([data], rank, 0).wait, "diloco-fetch")
+        received = in_thread(self._messages.recv([data], rank, 0).wait, "diloco-fetch")
         self.roll.wait(received.done)
         received.result()
 
@@ -324,7 +310,7 @@ class ProcessGroupTransport(Transport):
         sent = [each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in tensors.values()]
         told = torch.frombuffer(bytearray(outline), dtype=torch.uint8)
         for data in [torch.tensor([len(outline)], dtype=torch.int64, device="cpu"), told, *([] if refusal else sent)]:
-            self._everyone.send([data], rank, 0).wait()
+            self._messages.send([data], rank, 0).wait()
 
     # Members.
 
@@ -368,7 +354,7 @@ class _Round:
             else:
                 assert outcome is not None, "the average of a round is taken once"
                 average = outcome()
-        except RuntimeError as error:
+        except (RuntimeError, ReplicaLostError) as error:
             raise transport.roll.explained(error) from error
         finally:
             transport.forget(self._round)

@@ -140,9 +140,10 @@ class RollCall:
 
     def explained(self, error: Exception) -> Exception:
         """Return the error that names the lost rank, for one of any collective; other errors stay as they are."""
-        of_group = isinstance(error, ReplicaLostError) and self._failed not in str(error)
-        lost = of_group or (isinstance(error, RuntimeError) and is_of_the_network(error))
-        return self.broken(str(error).splitlines()[0]) if lost else error
+        for each in (error, error.__cause__):  # as `ReplicaGroup` raises it
+            if isinstance(each, RuntimeError) and is_of_the_network(each):
+                return self.broken(str(each).splitlines()[0])
+        return error
 
     def meet(self, name: str, value: str, timeout_s: float, ranks: Sequence[int] | None = None) -> list[str]:
         """Return the ``value`` of all ranks, or of ``ranks``, in order. Each ``name`` can be used once.
