@@ -160,7 +160,6 @@ CASES = (
     small("streaming", STREAMING, stop_after=IN_FLIGHT),
     small("diloco", {"algorithm": "diloco"}, stop_after=6),
     small("data-parallel", {"algorithm": "data-parallel"}, stop_after=6),
-    small("no averaging", {"algorithm": "none"}),
     small("shared start", STREAMING, {"train.data_parallel_steps": 3}, stop_after=2),
     *(small(f"codec {name}", STREAMING, codec=name) for name in ("float32", "float16", "bfloat16", "int8")),
     small("codec int8, error feedback", FEEDBACK, codec="int8"),

@@ -52,7 +52,6 @@ def test_a_shared_start_comes_before_the_rounds(model: Transformer, steps: int, 
 
 
 def test_data_parallel_training_sends_gradients(model: Transformer) -> None:
-    assert "traffic" not in facts_of(model, algorithm="none")
     facts = facts_of(model, algorithm="data-parallel", sync__codec="bfloat16")
     assert facts["traffic"].startswith("gradients as bfloat16: ")
     assert "rounds" not in facts

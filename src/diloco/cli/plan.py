@@ -102,8 +102,6 @@ def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, 
 
     if asked.network.transport == "swarm" and asked.network.run is None:
         asked = replace(asked, network=replace(asked.network, run="plan"))  # a plan needs no name for its swarm
-    if asked.algorithm == "none":
-        raise ConfigurationError("algorithm='none' sends nothing, so it costs nothing on any link.")
     emulate, asked = asked.emulate, replace(asked, emulate=EmulateSettings())  # which only some transports may have
     if options.parameters is not None:
         total, facts = round(parse(options.parameters, "--parameters", COUNT)), {}

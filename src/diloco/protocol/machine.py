@@ -74,7 +74,7 @@ class Machine:
         # replica -> inner steps per second, for other members that have reported them
         self.speeds: Mapping[int, float] = {}
         self._outbox = Outbox()
-        self.rounds = Rounds(rules, self.roster.message_counts, self._outbox)
+        self.rounds = Rounds(rules, self._outbox)
         self.views = Views(rules, self.roster, self.rounds, self._outbox)
         self.answers: dict[int, Answer] = {}  # the last answer of each asked rank to this rank's request to join
         self._asked: frozenset[int] = frozenset()  # the ranks that this rank has asked

@@ -22,8 +22,6 @@ class Roster:
     def __init__(self, rules: Rules) -> None:
         self.connections: dict[int, int] = {}  # rank -> number of its connection
         self.addresses: dict[int, str] = {}  # rank -> the address on which it listens
-        # rank -> number of messages received over its connection, heartbeats included
-        self.message_counts: dict[int, int] = {}
         self._heard_s: dict[int, float] = {}  # rank -> when its last message was received
         self._quiet_s: dict[int, float] = {}  # rank -> when its last quiet period ended
         self.in_doubt: set[int] = set()  # ranks whose connection has ended for a reason that is still unknown
@@ -33,13 +31,12 @@ class Roster:
         self.members: dict[int, int | None] = {}
 
     def connect(self, rank: int, connection: int, address: str, now_s: float) -> None:
-        self.connections[rank], self.addresses[rank], self.message_counts[rank] = connection, address, 0
+        self.connections[rank], self.addresses[rank] = connection, address
         self._heard_s[rank] = now_s
         self.in_doubt.discard(rank)
 
     def note_message(self, rank: int, now_s: float) -> None:
-        if rank in self.message_counts:
-            self.message_counts[rank] += 1
+        if rank in self._heard_s:
             if now_s - self._heard_s[rank] > self._rules.unsteady_s:
                 self._quiet_s[rank] = now_s
             self._heard_s[rank] = now_s
@@ -60,7 +57,7 @@ class Roster:
         return quiet if len(quiet) <= _MOST_UNSTEADY else frozenset()
 
     def disconnect(self, rank: int) -> None:
-        for known in (self.connections, self.addresses, self.message_counts, self._heard_s, self._quiet_s):
+        for known in (self.connections, self.addresses, self._heard_s, self._quiet_s):
             known.pop(rank, None)
 
     def set_members(self, view: View) -> None:

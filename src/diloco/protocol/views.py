@@ -188,8 +188,8 @@ class Views:
         if failed.view_id != self.view.id:
             return
         enough = enough_without(self.view, failed.behind, self._rules.policy)
-        if failed.anyway or failed.unheard or enough:
-            self.end(failed.reason, behind=failed.behind, apart=failed.unheard)
+        if failed.anyway or enough:
+            self.end(failed.reason, behind=failed.behind)
 
     def settle(self, view_id: int) -> None:
         """Do what is due in a view change after some time."""

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import platform
-import subprocess
 import sys
 from collections.abc import Collection, Mapping
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
 
+from diloco import __version__
 from diloco.algorithm import (
     AVERAGES,
     CODECS,
@@ -33,8 +31,6 @@ from diloco.algorithm import (
     plan_exchange,
     trainable_parameters,
 )
-from diloco.checkpoint import open_checkpoint
-from diloco.errors import CheckpointError, FragmentError
 from diloco.model import LanguageModel, base_digest, build_language_model, with_vocabulary
 from diloco.outer import argument_facts, check_kinds, complete, frozen_digests
 from diloco.plugins import is_own
@@ -58,11 +54,8 @@ __all__ = [
     "outer_components",
     "outline",
     "replica_bytes",
-    "stored_definition",
     "untrained_digest",
 ]
-
-_PACKAGES = ("diloco", "torch", "numpy", "safetensors", "tokenizers", "xxhash")
 
 
 def outer_components(sync: SyncSettings, outer_steps: int = 1) -> dict[str, Any]:
@@ -114,16 +107,7 @@ def check_components(settings: RunSettings) -> None:
 
 def make_fragments(settings: SyncSettings, model: LanguageModel) -> tuple[FragmentLayout, ...]:
     """Partition ``model`` into fragments as resolved ``settings`` say."""
-    number = settings.num_fragments or 1
-    try:
-        return partition(model, num_fragments=number, strategy=settings.fragment_strategy)
-    except FragmentError as error:
-        if settings.fragment_strategy == "balanced":
-            raise
-        raise FragmentError(
-            f"This model has too few layers for sync.num_fragments={number}. Use fewer fragments, or "
-            'sync.fragment_strategy = "balanced", which may split layers.'
-        ) from error
+    return partition(model, num_fragments=settings.num_fragments or 1, strategy=settings.fragment_strategy)
 
 
 def make_links(settings: RunSettings) -> list[Link]:
@@ -148,31 +132,7 @@ def _each(values: tuple[float, ...], count: int) -> tuple[float, ...]:
 
 def outline(settings: RunSettings, vocab_size: int) -> LanguageModel:
     """Build the model on the meta device; ``vocab_size`` counts if neither settings nor the model's source give one."""
-    model = with_vocabulary(settings.model, vocab_size)
-    return build_language_model(model, seed=0, device="meta", definition=stored_definition(settings))
-
-
-def stored_definition(settings: RunSettings) -> Mapping[str, Any] | None:
-    """Return the model's definition from the checkpoint that the run starts from, as the model's source may be gone.
-
-    Return None if there is no such checkpoint or its model has another source.
-    """
-    source, resume, init_from = settings.model.source, settings.checkpoint.resume, settings.train.init_from
-    places = []
-    if resume is not None:
-        places = [Path(resume), *sorted(Path(resume).glob("replica-*"))]  # a machine may have only the latter
-    if init_from is not None and init_from.suffix != ".safetensors":
-        places.append(init_from)
-    for place in places if source is not None else ():
-        try:
-            checkpoint = open_checkpoint(place)
-            definition = checkpoint.fact("definition", dict, {})
-            stored = checkpoint.fact("model", dict).get("source")
-        except CheckpointError:
-            continue  # the code that loads this checkpoint reports the error
-        if definition and stored == source:
-            return definition
-    return None
+    return build_language_model(with_vocabulary(settings.model, vocab_size), seed=0, device="meta")
 
 
 def identity(settings: RunSettings, model: LanguageModel, data: str = "", base: str = "") -> dict[str, str]:
@@ -215,15 +175,15 @@ def diff(mine: Mapping[str, str], theirs: Mapping[str, str], names: Collection[s
     return ""
 
 
-def untrained_digest(settings: RunSettings, model: LanguageModel, definition: Mapping[str, Any] | None) -> str:
+def untrained_digest(settings: RunSettings, model: LanguageModel) -> str:
     """Return a digest of the values that every replica begins with and none trains, or "" if there are none.
 
     They are the stored weights, or what the user's own model freezes.
     """
-    stored = base_digest(settings.model, definition)
+    stored = base_digest(settings.model)
     if stored or all(parameter.requires_grad for parameter in model.parameters()):
         return stored
-    frozen = frozen_digests(build_language_model(settings.model, seed=settings.seed, definition=definition))
+    frozen = frozen_digests(build_language_model(settings.model, seed=settings.seed))
     return xxhash.xxh3_128_hexdigest(json.dumps(frozen).encode())
 
 
@@ -298,34 +258,13 @@ def replica_bytes(settings: RunSettings, trained: int, frozen: int) -> int:
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Return versions, processor and git commit as plain values; an unknown value is None."""
+    """Return the versions, command and device of a run as plain values."""
     return {
         "command": sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": {name: _version(name) for name in _PACKAGES},
-        "device": str(device),
-        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor(),
+        "versions": {name: metadata.version(name) for name in ("torch", "numpy", "safetensors")},
+        "diloco": __version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "threads": torch.get_num_threads(),
-        "git_commit": _git("rev-parse", "HEAD"),
-        "git_changed": bool(_git("status", "--porcelain")),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-@functools.cache  # the running code is what was imported, whatever happens to the checkout later
-def _git(*arguments: str) -> str | None:
-    here = Path(__file__).resolve().parent
-    try:
-        # an installed copy may lie inside the checkout of another project
-        subprocess.run(["git", "ls-files", "--error-unmatch", __file__], cwd=here, capture_output=True, check=True)
-        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

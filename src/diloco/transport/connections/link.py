@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from concurrent.futures import Future
 from typing import Annotated
 
@@ -24,9 +24,9 @@ from msgspec import Meta
 from diloco.algorithm import RoundId, Uplink
 from diloco.errors import TransportError
 from diloco.membership import Rank, View
-from diloco.protocol import Refused, WireMessage
-from diloco.transport.address import Address
-from diloco.transport.connections.connection_manager import ConnectionManager, ControlConnection
+from diloco.protocol import ConnectionEnded, ConnectionMade, Event, Header, Received, Refused, WireMessage
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.control_connection import ControlConnection
 from diloco.transport.connections.limits import Backoff
 from diloco.transport.connections.pace import Pace, TcpCounters, UplinkMeter, streams_to_each, sum_of
 from diloco.transport.connections.streams import Stream, pack, read_frame
@@ -60,8 +60,6 @@ class PeerLink:
         self.rank, self.token = connection.rank, connection.token
         self.dials = connection.opened  # whether this end opens the stripes
         self.single = False  # whether a second stripe would be useless
-        self.places: Sequence[Address] = ()  # where they are opened; none: where the control connection was
-        self.first: Stream | None = None  # a stream for the first one that is already open
         self.description = ""  # what carries the link, for display
         self.stripes: dict[int, Stripe] = {}  # open stripes by number
         self.waiting_bytes = 0  # bytes that no stripe has taken yet
@@ -324,12 +322,21 @@ class PeerLinks:
     def peers(self, view: View) -> list[int]:
         return [rank for rank in self.rules.ranks(view.members) if self.is_peer(rank)]
 
-    def connect(self, rank: int) -> None:
-        """Begin the link to a rank, as a control connection to it has been made."""
-        self.disconnect(rank)
-        self.by_rank[rank] = self.make(rank)
-        if rank in self._wanted:
-            self._start(self.by_rank[rank])
+    def notice(self, event: Event) -> None:
+        """Take note of connections that are made and end, and of rounds that peers have begun."""
+        match event:
+            case Received(sender, Header() as header) if sender in self.by_rank:
+                link, fragment, outer_step = self.by_rank[sender], *header.round
+                link.note_ready(round_tag(header.view, header.id))
+                # it has decided the rounds before; it need not have acknowledged the one just before yet
+                link.stop_sending(round_tag(header.view, RoundId(fragment, outer_step - 2)))
+            case ConnectionMade(rank) if self.is_peer(rank):
+                self.disconnect(rank)
+                self.by_rank[rank] = self.make(rank)
+                if rank in self._wanted:
+                    self._start(self.by_rank[rank])
+            case ConnectionEnded(rank):
+                self.disconnect(rank)
 
     def make(self, rank: int) -> PeerLink:
         connection = self.connections.get(rank)
@@ -337,7 +344,6 @@ class PeerLinks:
         return PeerLink(self.connections.loop, connection, self._meter)
 
     def disconnect(self, rank: int) -> None:
-        """End the link to a rank, as its control connection has ended."""
         if link := self.by_rank.pop(rank, None):
             link.end("the control connection has ended")
 
@@ -369,6 +375,7 @@ class PeerLinks:
 
     def begin_stripes(self, link: PeerLink) -> None:
         if link.dials:
+            link.keeping.clear()
             self._keep_at_least(link, 1)
 
     def _start(self, link: PeerLink) -> None:
@@ -387,15 +394,14 @@ class PeerLinks:
             self.connections.drop(link.rank, f"no payload connection could be {what} in {patience_s:g} s: {link.why}")
 
     def _keep_at_least(self, link: PeerLink, number: int) -> None:
-        for index in range(len(link.keeping), number):
-            link.keeping.append(self.connections.begin(self._keep(link, index)))
+        link.keeping += [self.connections.begin(self._keep(link, each)) for each in range(len(link.keeping), number)]
 
     async def _keep(self, link: PeerLink, index: int) -> None:
         """Maintain one stripe: dial it, and dial it again when it ends."""
         clock = self.connections.loop
         times = (_RETRY_S, self.rules.silence_s / _RETRY_PART) if index == 0 else (_RETRY_MORE_S, _RETRY_MORE_AT_MOST_S)
         backoff = Backoff(*times, seed=f"{self.connections.rank} {link.rank} {index}")
-        while not link.ended:
+        while link.dials and not link.ended:
             began_s = clock.time()
             await self._dial(link, index)
             if clock.time() - began_s > backoff.upper_s:  # it was open for a while

@@ -184,10 +184,8 @@ class StateTransfer:
     async def _offer(self, fragment: int, after: int) -> WireMessage:
         try:
             snapshot = await self._snapshot(fragment)
-        except TransportError as error:
-            return Refused(str(error))
-        except Exception as error:  # of the source
-            return Refused(f"{type(error).__name__}: {error}")
+        except Exception as error:  # maybe of the source
+            return Refused(str(error) if isinstance(error, TransportError) else f"{type(error).__name__}: {error}")
         if snapshot is None:
             return Later("it is still sending an earlier state")
         finished = snapshot.offer.finished_rounds

@@ -21,7 +21,8 @@ from diloco.protocol import Entry, MessageError, Refused, Registry, Rules, Store
 from diloco.transport.address import Address
 from diloco.transport.connections.limits import Backoff
 from diloco.transport.peers.connected import Connected, connect_all, join
-from diloco.transport.peers.directory import Directory, Members, say
+from diloco.transport.peers.directory import Directory, Members
+from diloco.transport.peers.question import say
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.swarm.engine import plainly
 from diloco.transport.swarm.governance import Govern, Governed, Order, founder_of, load_order, save_order

@@ -20,7 +20,8 @@ from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.limits import Backoff
 from diloco.transport.connections.streams import within
-from diloco.transport.peers.directory import Ask, Directory, Looking, Members, say
+from diloco.transport.peers.directory import Ask, Directory, Looking, Members
+from diloco.transport.peers.question import say
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.secret import TurnedAwayError
 from diloco.units import visible
