@@ -36,8 +36,8 @@ from diloco.algorithm import (
 from diloco.errors import ConfigurationError, ReplicaLostError, RoundTimeoutError, RoundVoidError, TransportError
 from diloco.membership import View
 from diloco.protocol import Average, Entry, Header, Rules, decode, difference, encode, header_of, judge_headers
-from diloco.state_tree import flatten, unflatten
 from diloco.transport.base import Pending, SnapshotSource, Transport
+from diloco.transport.peers.state_wire import Offer, describe
 from diloco.transport.replica_group import ReplicaGroup
 from diloco.transport.roll_call import RollCall
 from diloco.waiting import in_thread
@@ -270,47 +270,40 @@ class ProcessGroupTransport(Transport):
         index = donor * self._rules.ranks_per_replica + self._rules.position
         rank = self._ranks[index]
         self.roll.ask(self._roll_ranks[index], [fragment, expected_bytes])
-        length = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self._receive(length, rank)
-        outline = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-        self._receive(outline, rank)
-        skeleton, shapes, refusal = json.loads(outline.numpy().tobytes())
+        head = _content(self._receive(_padded(b"", _VOTE_BYTES), rank)).decode(errors="ignore")
+        size, _, refusal = head.partition("\n")
         if refusal:
             raise TransportError(f"replica {donor} was asked for fragment {fragment}, but {refusal}.", replicas=[donor])
-        tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype), device="cpu") for name, dtype, shape in shapes}
-        for tensor in tensors.values():
-            self._receive(tensor.view(-1).view(torch.uint8), rank)
-            self._fetched_bytes += tensor.numel() * tensor.element_size()
-        state: Mapping[str, Any] = unflatten(skeleton, tensors)
+        offer = decode(
+            self._receive(torch.empty(int(size), dtype=torch.uint8, device="cpu"), rank).numpy().tobytes(), Offer
+        )
+        offer.check(expected_bytes)
+        state, values = offer.allocate()
+        for part in values.parts:
+            self._receive(torch.frombuffer(part, dtype=torch.uint8), rank)
+        self._fetched_bytes += values.size_bytes
         return state
 
-    def _receive(self, data: Tensor, rank: int) -> None:
+    def _receive(self, data: Tensor, rank: int) -> Tensor:
         received = in_thread(self._messages.recv([data], rank, 0).wait, "diloco-fetch")
         self.roll.wait(received.done)
         received.result()
+        return data
 
     def _answer(self, rank: int, question: Any) -> None:
         """Send a fragment's state to a rank that has asked for it."""
-        fragment, expected_bytes = question
-        rank = self._ranks[self._roll_ranks.index(rank)]
-        refusal, skeleton, tensors = "it has published nothing", None, dict[str, Tensor]()
-        if self._source is not None:
-            try:
-                skeleton, tensors = flatten(self._source(fragment))
-            except Exception as error:  # of any kind: the other rank waits for an answer
-                refusal = f"it can't copy its state: {error}"
-            else:
-                num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-                too_large = expected_bytes is not None and num_bytes > expected_bytes
-                refusal = (
-                    f"its state of {num_bytes} bytes is larger than the expected {expected_bytes}" if too_large else ""
-                )
-        shapes = [(name, str(each.dtype).removeprefix("torch."), list(each.shape)) for name, each in tensors.items()]
-        outline = json.dumps([skeleton, shapes, refusal]).encode()
-        sent = [each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in tensors.values()]
-        told = torch.frombuffer(bytearray(outline), dtype=torch.uint8)
-        for data in [torch.tensor([len(outline)], dtype=torch.int64, device="cpu"), told, *([] if refusal else sent)]:
-            self._messages.send([data], rank, 0).wait()
+        (fragment, expected_bytes), parts, refusal = question, list[Any](), ""
+        try:
+            if self._source is None:
+                raise TransportError("it has published nothing")
+            offer, values = describe(self._source(fragment))
+            offer.check(expected_bytes)
+            parts = [bytearray(encode(offer)), *values.parts]
+        except Exception as error:  # of any kind: the other rank waits for an answer
+            refusal = str(error) if isinstance(error, TransportError) else f"it can't copy its state: {error}"
+        head = f"{len(parts[0]) if parts else 0}\n{refusal}".encode()
+        for data in [_padded(head, _VOTE_BYTES), *(torch.frombuffer(part, dtype=torch.uint8) for part in parts)]:
+            self._messages.send([data], self._ranks[self._roll_ranks.index(rank)], 0).wait()
 
     # Members.
 
