@@ -216,6 +216,9 @@ def argument_facts(model: nn.Module, arguments: Mapping[str, Any], kind: str = "
     fragments = {f"fragment {f.index}": _listed([shapes[name] for name in f.names]) for f in arguments["fragments"]}
     if len(fragments) > _MAX_FRAGMENTS:
         fragments = {"fragments": _listed([*map(str, fragments.items())])}
+    meshes = (p.device_mesh for p in trainable_parameters(model).values() if hasattr(p, "device_mesh"))
+    if kind == "shared" and (mesh := next(meshes, None)) is not None:  # one mesh over several replicas is none of these
+        facts["position in the mesh that shards the model"] = f"{mesh.get_coordinate()} of {mesh.size()}"
     return facts | fragments | ({"buffers": _listed(buffer_layout(model), _MAX_CHARACTERS)} if kind == "shared" else {})
 
 
