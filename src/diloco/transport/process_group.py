@@ -110,7 +110,8 @@ class ProcessGroupTransport(Transport):
         self.timeout_s = timeout_s
         self.roll = roll
         self._messages, self._ranks, self._roll_ranks = everyone, ranks, roll_ranks
-        self._rules = Rules(rank=ranks.index(self._everyone.position), ranks_per_replica=len(ranks) // self._peers.size)
+        self.ranks_per_replica = len(ranks) // self._peers.size
+        self._rules = Rules(rank=ranks.index(self._everyone.position), ranks_per_replica=self.ranks_per_replica)
         self._source: SnapshotSource | None = None
         self._in_flight: set[Any] = set()
         self._agreements, self._fetched_bytes = itertools.count(), 0
@@ -157,7 +158,7 @@ class ProcessGroupTransport(Transport):
         self, mine: Contribution, plan: Exchange, heads: _Gathering, payloads: _Gathering, more: _Gathering | None
     ) -> Average:
         """Wait for what the ranks send and decide the round."""
-        size, position = self._rules.ranks_per_replica, self._rules.position
+        size, position = self.ranks_per_replica, self._rules.position
         rows = heads()
         headers = {index: decode(_content(rows[rank]), Header) for index, rank in enumerate(self._ranks)}
         for rank, header in headers.items():
@@ -267,7 +268,7 @@ class ProcessGroupTransport(Transport):
         donor = next((each for each in donors if each in self.view.members and each != self.replica), None)
         if donor is None:
             raise TransportError(f"None of the donors {list(donors)} is another member of {self.view}.")
-        index = donor * self._rules.ranks_per_replica + self._rules.position
+        index = donor * self.ranks_per_replica + self._rules.position
         rank = self._ranks[index]
         self.roll.ask(self._roll_ranks[index], [fragment, expected_bytes])
         head = _content(self._receive(_padded(b"", _VOTE_BYTES), rank)).decode(errors="ignore")
@@ -308,7 +309,7 @@ class ProcessGroupTransport(Transport):
     # Members.
 
     def agree(self, facts: Mapping[str, str]) -> None:
-        name, size = f"arguments ({next(self._agreements)})", self._rules.ranks_per_replica
+        name, size = f"arguments ({next(self._agreements)})", self.ranks_per_replica
         texts = self.roll.meet(name, json.dumps(dict(facts)), self.timeout_s, self._roll_ranks)
         entries = [Entry(rank, "", json.loads(text)) for rank, text in enumerate(texts)]
         for entry in entries[size:]:
