@@ -277,7 +277,7 @@ NO_ENCODER_WRITES: tuple[tuple[Codec, int, int, tuple[int, ...], str], ...] = (
         (Int8(2), 4, 4, scale(x), "has the scale .* in block 1")
         for x in (math.nan, math.inf, -1.0, 1e-40, LARGEST / 127)
     ),
-    *((FP4(2), 4, 1, (exponent,), f"has the exponent {exponent} in block 1") for exponent in (0, 6, 255)),
+    *((FP4(2), 4, 1, (exponent,), f"has the scale {exponent} in block 1") for exponent in (0, 6, 255)),
     *((TopK2(), numel, 0, (0xC0, 0x7F), "in tile 0") for numel in (TILE, 300)),  # NaN
     (TopK2(), 300, 0, (0x80, 0x7F), "in tile 0"),  # infinity
     (TopK2(), 300, 0, (0x80, 0xBF), "in tile 0"),  # -1

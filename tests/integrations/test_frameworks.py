@@ -332,20 +332,13 @@ def test_steps_are_those_of_the_optimizer_where_a_loop_accumulates_by_itself(mic
 
 
 def test_what_a_trainer_can_not_do_is_refused(tmp_path: Path) -> None:
-    given = options_of("hf_trainer", tmp_path)
-    with pytest.raises(ConfigurationError, match="enable_jit_checkpoint, which saves without calling callbacks"):
-        trainer(given, more={"enable_jit_checkpoint": True}).train()
     with pytest.raises(ConfigurationError, match="parameters='both' is unknown; use one of: global, local"):
         of_transformers.DiLoCoCallback(parameters="both")
     once = {"max_steps": 1, "save_strategy": "no"}
-    made = trainer(given, more=once, schedule=SyncSchedule(inner_steps=1))
+    made = trainer(options_of("hf_trainer", tmp_path), more=once, schedule=SyncSchedule(inner_steps=1))
     made.train()
-    with pytest.raises(ConfigurationError, match="a second train"):
+    with pytest.raises(ConfigurationError, match=r"serves one train\(\)"):
         made.train()
-    twice = trainer(given, more=once, schedule=SyncSchedule(inner_steps=1))
-    twice.add_callback(callback_of(twice))
-    with pytest.raises(ConfigurationError, match="with the same DiLoCoCallback twice"):
-        twice.train()
 
 
 def test_what_lightning_can_not_do_is_refused() -> None:

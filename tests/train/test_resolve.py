@@ -125,7 +125,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sync.codec": "int9"}, "no codec 'int9'; did you mean 'int8'"),
     ({"sync.codec": "topk2"}, "drops 98 % .* Add --error-feedback 0.95"),
     ({"sync.codec": "float32", "sync.error_feedback": 1.0}, "error_feedback.* no loss to feed back"),
-    ({"sync.arguments.codec.block_size": 0}, "block_size must be an even number from 2 to 65536, got 0"),
     (RANKS | {"sync.arguments.average.max_norm": 1.0, "network.replica_size": 2}, "torch --train.parallelism ddp"),
     (RANKS | {"network.replica_size": 2, "train.parallelism": "ddp"}, "Use --train.parallelism fsdp"),
     ({"sync.merge_alpha": 1.5}, "alpha must be a number from 0 to 1, got 1.5"),

@@ -37,7 +37,6 @@ from .optim import Sgd as Sgd
 from .optim import at as at
 from .optim import digest_state as digest_state
 from .optim import digest_tensors as digest_tensors
-from .optim import host_pieces as host_pieces
 from .orthogonal import orthogonalised as orthogonalised
 from .partition import FragmentLayout as FragmentLayout
 from .partition import Strategy as Strategy

@@ -6,7 +6,6 @@ starts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -94,11 +93,3 @@ class SyncSettings:
                 raise ConfigurationError(
                     f"sync.arguments.{role} must be a table such as {{block_size = 64}}, got {arguments!r}."
                 )
-        bound: Any = self.max_norm
-        if bound is not None and not (type(bound) in (int, float) and 0 < bound < math.inf):
-            raise ConfigurationError(f"sync.arguments.average.max_norm must be a positive number, got {bound!r}.")
-        block: Any = self.arguments_of("codec").get("block_size", 256)
-        if ":" not in (self.codec or "") and not (type(block) is int and 2 <= block <= 65536 and block % 2 == 0):
-            raise ConfigurationError(
-                f"sync.arguments.codec.block_size must be an even number from 2 to 65536, got {block!r}."
-            )

@@ -280,7 +280,8 @@ class Machine:
                 self._hold_back(sender, message, connection)
             case _ if not is_from_member:
                 if ahead < 0 and sender not in self.roster.members and views.is_member:
-                    views.send_excluded(sender)
+                    # it was lost while that view began, and could not be told then
+                    self._outbox.send([sender], Excluded(views.view.id, rounds.reason))
             case Change():
                 if message.report.rank != sender:
                     views.drop(sender, f"rank {sender} sent a report in the name of rank {message.report.rank}")

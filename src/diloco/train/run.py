@@ -18,7 +18,7 @@ from diloco.algorithm import check_buffers, data_parallel_bytes
 from diloco.checkpoint import CheckpointWriter, Mirror, open_checkpoint, write_whole
 from diloco.cores import usable_cores
 from diloco.data import build_corpus
-from diloco.devices import choose_threads, use_device
+from diloco.devices import choose_threads, release_memory, use_device
 from diloco.errors import ReplicaLostError, TransportError
 from diloco.events import (
     CheckpointSaved,
@@ -83,6 +83,7 @@ def run_training(
     choose_threads()
     device = use_device(settings.train.device)
     corpus = build_corpus(settings.data, settings.train.sequence_length)
+    release_memory()
     settings = dataclasses.replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
     weightless = outline(settings, corpus.tokenizer.vocab_size)
     check_vocabulary(weightless, corpus.tokenizer.vocab_size)
