@@ -275,9 +275,8 @@ class ProcessGroupTransport(Transport):
         size, _, refusal = head.partition("\n")
         if refusal:
             raise TransportError(f"replica {donor} was asked for fragment {fragment}, but {refusal}.", replicas=[donor])
-        offer = decode(
-            self._receive(torch.empty(int(size), dtype=torch.uint8, device="cpu"), rank).numpy().tobytes(), Offer
-        )
+        outline = self._receive(torch.empty(int(size), dtype=torch.uint8, device="cpu"), rank)
+        offer: Offer = decode(outline.numpy().tobytes(), Offer)
         offer.check(expected_bytes)
         state, values = offer.allocate()
         for part in values.parts:
