@@ -37,9 +37,9 @@ from diloco.errors import ConfigurationError, ReplicaLostError, RoundTimeoutErro
 from diloco.membership import View
 from diloco.protocol import Average, Entry, Header, Rules, decode, difference, encode, header_of, judge_headers
 from diloco.transport.base import Pending, SnapshotSource, Transport
-from diloco.transport.peers.state_wire import Offer, describe
 from diloco.transport.replica_group import ReplicaGroup
 from diloco.transport.roll_call import RollCall
+from diloco.transport.state_wire import Offer, describe
 from diloco.waiting import in_thread
 
 __all__ = ["ProcessGroupTransport", "weighted_bits"]
