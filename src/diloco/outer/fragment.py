@@ -190,7 +190,8 @@ class Fragment:
         if later and self._may_fill(transport):
             room = self._empty() if self._room is None else self._room.result()
             copying: set[torch.device] = set()
-            ready, local, self._room = Future(), flatten(self.parameters, room, copying), None
+            ready = Future[tuple[Tensor | None, float]]()
+            local, self._room = flatten(self.parameters, room, copying), None
             copies = [torch.cuda.current_stream(device).record_event() for device in copying]
             payload = torch.empty(codec.payload_bytes(self.numel), dtype=torch.uint8, device="cpu")
             sent: Tensor | None = local
