@@ -2,12 +2,13 @@
 
 Thread: processor seconds of the training thread per round and 1e9 parameters, beside a copy of as many float32 values.
 The round has been decided before it is merged, so no wait is in it. ``everything else`` is all calls with nothing due.
-Tokens: two processes train for some seconds with rounds and without, in turn.
+Rows are medians over rounds. Tokens: two processes train for some seconds with rounds and without, in turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import statistics
 import subprocess
@@ -23,15 +24,16 @@ from diloco import DiLoCo, SyncSchedule, connect_tcp
 from diloco.model import build_model, get_preset
 from diloco.transport import Transport
 
+Spread = tuple[float, float, float]  # median, least and greatest
 SCHEDULE = SyncSchedule(inner_steps=4, num_fragments=1, overlap_steps=2)
-SETS = 3  # of tokens, with rounds and without
+SETS = 7  # of tokens, with rounds and without
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead.rounds", description=__doc__)
     parser.add_argument("--values", type=int, default=50_000_000, help="parameters of the fragment")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=60, help="training steps of each kind, three times")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=60, help=f"training steps of each kind, {SETS} times")
     parser.add_argument("--codec", default="fp4")
     parser.add_argument("--at", default="", help=argparse.SUPPRESS)
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)
@@ -49,14 +51,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows = MEASURES[part](transport, given)
         if part == "thread":
             print(f"| {given.codec}, {given.values:,} parameters | s per 1e9 parameters | copies |\n|---|---|---|")
-            for name, seconds in rows.items():
-                print(f"| {name} | {1e9 / given.values * seconds:.2f} | {seconds / rows['a copy']:.2f} |")
+            for name, (seconds, *_) in rows.items():
+                print(f"| {name} | {1e9 / given.values * seconds:.2f} | {seconds / rows['a copy'][0]:.2f} |")
         else:
-            print(f"\ntokens/s of a process: {', '.join(f'{rate:,.0f} {name}' for name, rate in rows.items())}")
+            print("\n| tokens/s of a process | median | least | greatest |\n|---|---|---|---|")
+            for name, rates in rows.items():
+                print(f"| {name} | {' | '.join(f'{rate:,.0f}' for rate in rates)} |")
+        print(f"\nload: {os.getloadavg()[0]:.1f}", flush=True)
 
 
-def of_thread(transport: Transport, given: argparse.Namespace) -> dict[str, float]:
-    """Return the least processor seconds of this thread by part of a round: others share the caches."""
+def of_thread(transport: Transport, given: argparse.Namespace) -> dict[str, Spread]:
+    """Return the processor seconds of this thread by part of a round."""
     torch.manual_seed(0)
     num_values = given.values
     model = nn.ParameterList(nn.Parameter(torch.randn(1000, num_values // 10_000)) for _ in range(10))
@@ -76,9 +81,19 @@ def of_thread(transport: Transport, given: argparse.Namespace) -> dict[str, floa
     other, target = torch.randn(num_values), torch.randn(num_values)
     copies = [timed(lambda: target.copy_(other)) for _ in range(7)]
     diloco.drain()
-    rows = {name: min(each[1:]) for name, each in spent.items()}
-    rows["everything else"] *= SCHEDULE.inner_steps - 2
-    return {**rows, "a round": sum(rows.values()), "a copy": min(copies)}
+    others = SCHEDULE.inner_steps - 2
+    idle = spent["everything else"]
+    rows = {
+        "send": spent["send"][1:],  # the first one only warms up
+        "merge": spent["merge"][1:],
+        "everything else": [sum(idle[start : start + others]) for start in range(others, len(idle), others)],
+    }
+    rows["a round"] = [sum(parts) for parts in zip(*rows.values(), strict=False)]
+    return {name: spread(each) for name, each in (rows | {"a copy": copies[1:]}).items()}
+
+
+def spread(values: Sequence[float]) -> Spread:
+    return statistics.median(values), min(values), max(values)
 
 
 def timed(act: Callable[[], object]) -> float:
@@ -87,8 +102,8 @@ def timed(act: Callable[[], object]) -> float:
     return time.thread_time() - started_s
 
 
-def tokens_per_s(transport: Transport, given: argparse.Namespace) -> dict[str, float]:
-    """Return the tokens per second of this process with rounds and without, each the median of three."""
+def tokens_per_s(transport: Transport, given: argparse.Namespace) -> dict[str, Spread]:
+    """Return the tokens per second of this process with rounds and without."""
     model = build_model(replace(get_preset("tiny").model, vocab_size=257, width=256, ffn_width=704), seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     schedule = SyncSchedule(inner_steps=10, num_fragments=2, overlap_steps=4)
@@ -105,10 +120,10 @@ def tokens_per_s(transport: Transport, given: argparse.Namespace) -> dict[str, f
                 diloco.step()
         rates[number % 2].append(512 * given.steps / (time.perf_counter() - started_s))
     diloco.drain()
-    return {"with rounds": statistics.median(rates[0]), "without": statistics.median(rates[1])}
+    return {"with rounds": spread(rates[0]), "without": spread(rates[1])}
 
 
-MEASURES: dict[str, Callable[[Transport, argparse.Namespace], dict[str, float]]] = {
+MEASURES: dict[str, Callable[[Transport, argparse.Namespace], dict[str, Spread]]] = {
     "thread": of_thread,
     "tokens": tokens_per_s,
 }

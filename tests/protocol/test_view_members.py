@@ -7,8 +7,8 @@ import pytest
 from diloco.algorithm import RoundId
 from diloco.errors import ViewChangedError
 from diloco.membership import Policy, View
-from diloco.protocol import Beat, Change, Header, Leaving, RoundVote, events
-from tests.membership.network import Limits, Network, explore
+from diloco.protocol import Change, Header, Leaving, RoundVote, events
+from tests.membership.network import Limits, explore
 from tests.protocol.simulated import begin, check_agreement, rank, settle, simulated
 from tests.protocol.simulated_rank import LATE_S, TIMEOUT_S, Rank
 
@@ -69,6 +69,8 @@ def test_who_is_late_is_lost_and_told_so() -> None:
     network = simulated(3)
     begin(network, 0, 1)
     assert [delay_s for delay_s, timer in rank(network, 0).timers if timer.kind == "look"] == [LATE_S]
+    for number in (0, 1):  # that it is late counts if more say so than could lie
+        rank(network, number).now_s += LATE_S
     rank(network, 0).fire("look")
     explore(network, [])
     words = "replica 2 is late: no contribution to fragment 1, outer step 0 arrived within 5 s"
@@ -78,46 +80,14 @@ def test_who_is_late_is_lost_and_told_so() -> None:
         assert rank(network, number).averages[1].contributors == (0, 1)
 
 
-@pytest.mark.parametrize("heard", [True, False])
-def test_whoever_finds_most_of_the_others_late_does_not_go_on_without_them(heard: bool) -> None:
-    """It waits for those that it hears; if it hears none of the others, it is itself the one to go."""
+def test_whoever_finds_most_of_the_others_late_does_not_go_on_without_them() -> None:
     network = simulated(4)
     begin(network, 0)
-    if heard:
-        hear_beats(network, 0, 1, 2, 3)
     rank(network, 0).fire("look")
     settle(network)
-    if heard:
-        assert not rank(network, 0).sent_of(Change)
-        explore(network, [])
-        assert [rank(network, number).view.members for number in range(4)] == [(0, 1, 2, 3)] * 4
-    else:
-        explore(network, [])
-        assert "may be continuing without replica 0, which is the smaller side" in rank(network, 0).left
-        assert [rank(network, number).view.members for number in (1, 2, 3)] == [(1, 2, 3)] * 3
-
-
-@pytest.mark.parametrize("says", ["nothing", "beats", "its vote"])
-def test_who_has_contributed_is_late_when_it_says_nothing_more(says: str) -> None:
-    network = simulated(3)
-    begin(network, 0, 1, 2)
-    mine = rank(network, 0)
-    mine.fire("look")  # and see that all have contributed
-    hear_beats(network, 0, 1)
-    if says == "beats":
-        hear_beats(network, 0, 2)
-    elif says == "its vote":
-        assert rank(network, 2).act()
-        settle(network)
-    mine.fire("look")
-    if says == "nothing":
-        late = mine.sent_of(Change)[-1]
-        assert late.report.apart == {2}
-        assert late.why == "replica 2 is late: no vote on fragment 1, outer step 0 and nothing else arrived within 5 s"
-    else:
-        assert not mine.sent_of(Change)
+    assert not rank(network, 0).sent_of(Change)
     explore(network, [])
-    check_agreement([rank(network, number) for number in network.ranks], whole=True)
+    assert [rank(network, number).view.members for number in range(4)] == [(0, 1, 2, 3)] * 4
 
 
 def test_what_a_leaver_has_applied_is_applied_by_all() -> None:
@@ -181,12 +151,6 @@ def test_words_of_a_member_count_also_when_its_connection_has_ended_since() -> N
     assert rank(network, 0).sent_of(Change)[-1].report.left == {2}
 
 
-def hear_beats(network: Network, number: int, *others: int) -> None:
-    """Deliver a heartbeat from each of the others."""
-    for other in others:
-        rank(network, number).handle(events.Received(other, Beat()))
-
-
 def test_who_joins_has_a_say_about_a_fragment_once_its_state_is_the_others() -> None:
     network = simulated(3, Limits(ends=1, returns=1))
     network.happen("ends", 2, 0, 0)
@@ -245,7 +209,7 @@ def test_a_view_changes_where_one_is_a_round_ahead(replicas: int, monkeypatch: p
             continue
         network.happen(*deliveries[0], 0)
     for each in (*behind, ahead):
-        each.handle(events.RoundsFailed(0, "why", frozenset(), frozenset(), anyway=True))
+        each.handle(events.RoundsFailed(0, "why", frozenset(), anyway=True))
     explore(network, [])
     check_agreement([*behind, ahead], whole=True)
     assert {each.view for each in (*behind, ahead)} == {View(1, tuple(range(replicas)))}

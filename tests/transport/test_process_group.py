@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -112,6 +113,33 @@ def test_a_rank_that_waits_for_no_round_learns_of_a_loss_before_its_next_step(gr
         all(first.roll.stop_step(step) is None for step in itertools.count())
     with pytest.raises(ReplicaLostError, match="rank 1 has ended: the disk is full"):
         first.tick()
+
+
+def writes_for(seconds: float, path: Path) -> None:
+    """Write a file piece by piece."""
+    until_s = time.monotonic() + seconds
+    with path.open("w") as file:
+        while time.monotonic() < until_s:
+            file.write("piece")
+        file.write("end")
+
+
+@pytest.mark.parametrize("in_a_thread", [False, True])
+def test_a_rank_that_writes_for_long_after_a_loss_is_not_ended(
+    in_a_thread: bool, groups: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it saves a checkpoint, itself or in a thread for which it waits. It learns of the loss afterwards."""
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    first, second = groups.meet(2, silence_s=0.3)
+    first.tick()
+    second.close("the disk is full")
+    write = partial(writes_for, 1.5, tmp_path / "file")
+    in_thread(write, "write").result() if in_a_thread else write()
+    with pytest.raises(ReplicaLostError, match="rank 1 has ended: the disk is full"):
+        first.tick()
+    assert codes == []
+    assert (tmp_path / "file").read_text().endswith("end")
 
 
 def test_a_round_that_the_others_will_never_take_part_in_ends(groups: Groups) -> None:

@@ -137,8 +137,8 @@ Examples:
   diloco finetune llama --data chat.jsonl --full       all weights
   diloco finetune --resume runs/mine                   continue a stopped run
 
-The run's folder gets an adapter for peft. `diloco generate RUN --chat` chats with
-the model, and `diloco export RUN --out PATH --merge` writes it as a whole model."""
+`diloco generate RUN --chat` chats with the model, `diloco export RUN --out PATH --merge`
+writes it as a whole model, and with `--to adapter` an adapter for peft."""
 
 COMMON = (
     *("data.paths", "epochs", "full", "model.lora_rank", "model.quantization", "optimizer.learning_rate"),
@@ -152,7 +152,6 @@ SHOWN = {
     "data.tokenizer": "that of the model",
     "optimizer.learning_rate": "0.0002, or 2e-05 with --full",
     "train.steps": "from --epochs and the data",
-    "train.sequence_length": "the longest of the model, at most 1024",
     "sync.inner_steps": "a tenth of the steps, at most 20",
     "sync.outer": "nesterov, or sgd with fewer than 50 rounds",
 }
@@ -229,11 +228,6 @@ def run_finetune(arguments: Sequence[str]) -> int:
                 f"{rows} rows, {sequences} per step and read {epochs:g} times, give only {steps} steps. For more "
                 "steps, use a smaller --batch-size, shorter rows (--sequence-length) or more --epochs."
             )
-    if asked.sync.outer == "sgd" and "sync.outer" not in values:
-        notes.append(
-            f"The run has only {asked.train.steps // asked.sync.inner_steps} rounds, so the outer optimizer has no "
-            "momentum and a learning rate of 1: each round ends in the mean of the replicas' parameters."
-        )
     return run_line(line, typed, notes=notes)
 
 

@@ -33,7 +33,7 @@ from diloco.config.keys import (
     in_toml,
     keys_of,
     merge,
-    nearest_flag,
+    nearest_name,
     parse_tables,
     replacement,
 )
@@ -172,7 +172,7 @@ def _scan(keys: Mapping[str, Key], command: str, arguments: Sequence[str]) -> Va
         elif gone := replacement(flag, command):
             raise ConfigurationError(f"there is no flag {flag} any more: {gone}")
         else:
-            near = nearest_flag(flag, [*flags, *negations, "--help"])
+            near = nearest_name(flag, [*flags, *negations, "--help"])
             raise ConfigurationError(f"there is no flag {flag}{f'; did you mean {near}?' if near else '.'}")
     for key in keys.values():
         if key.is_positional and places:

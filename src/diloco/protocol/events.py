@@ -175,8 +175,7 @@ class RoundsFailed(Event):
 
     view_id: int
     reason: str
-    behind: frozenset[int]  # replicas that keep a round waiting, or spoil rounds, and still send something
-    unheard: frozenset[int]
+    behind: frozenset[int]  # replicas that keep a round waiting, or spoil rounds
     anyway: bool  # whether the view ends even if the others can't continue
 
 

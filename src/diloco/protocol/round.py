@@ -44,8 +44,7 @@ class Round:
     reason: str = ""  # why the round is void
     exchanging: bool = False  # whether the payload exchange is running
     concluded: bool = False  # whether the outcome was reported
-    # of replicas that the round waits for ("round"), and of those that send nothing at all ("anything")
-    lateness: Lateness = field(default_factory=Lateness)
+    lateness: Lateness = field(default_factory=Lateness)  # of replicas that have not contributed
     # of replicas whose votes are missing since this rank voted for the round at ``voted_s``
     vote_lateness: Lateness = field(default_factory=Lateness)
     voted_s: float = math.inf
@@ -101,32 +100,9 @@ class Round:
             {member: header.base_weight for member, header in headers.items()},
         )
 
-    def late(self, message_counts: Mapping[int, int]) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
-        """Look which replicas have kept the round waiting for too long.
-
-        Args:
-            message_counts: rank -> number of messages received from it.
-
-        Returns:
-            Replicas that have not contributed, replicas that neither vote nor send anything else, and those of both
-            that send nothing at all. A replica that has not contributed and begins to be silent is not named before it
-            is known which of the two it is: the link to it may be the cause, and not the replica.
-        """
-        absent = frozenset(self.missing)
-        seen: dict[tuple[str, int], object] = {}
-        for rank in self.ranks:
-            replica, spoken = self.rules.replica_of(rank), message_counts.get(rank, 0)
-            if replica in absent:
-                seen["round", replica] = "no contribution"
-            elif rank not in self.votes:
-                seen["round", replica] = (seen.get(("round", replica)), rank, spoken)
-            seen["anything", replica] = (seen.get(("anything", replica)), spoken)
-        seen.pop(("round", self.rules.replica), None)  # the other replicas judge the ranks of this one
-        changeless = self.lateness.look(seen)
-        late = frozenset(replica for about, replica in changeless if about == "round")
-        unheard = frozenset(replica for about, replica in changeless if about == "anything")
-        late -= absent & {replica for about, replica in self.lateness.doubtful if about == "anything"}
-        return late & absent, late - absent, late & (unheard | (late - absent))
+    def late(self) -> frozenset[int]:
+        """Look which other replicas have kept the round waiting for too long."""
+        return self.lateness.look({*self.missing} - {self.rules.replica})
 
     def sealed_digest(self, digest: str) -> str:
         """Return a digest of an average's digest and what the next round's plan takes from the headers: the uplinks.
@@ -136,12 +112,36 @@ class Round:
         taken = (str(self.headers[rank].uplink) for rank in sorted(self.headers))
         return blake2b("\0".join((digest, *taken)).encode(), digest_size=16).hexdigest()
 
+    def overdue(self, now_s: float) -> frozenset[int]:
+        """Return the replicas whose contribution, or vote, is awaited for half of the time that it may take."""
+        late_s, overdue = math.inf if self.rules.late_s is None else self.rules.late_s, frozenset[int]()
+        if self.committed is None and self.begun is not None and now_s - self.begun.sent_s >= late_s / 2:
+            overdue |= frozenset(self.missing)
+        if self.committed is None and now_s - self.voted_s >= self.rules.round_timeout_s / 2:
+            overdue |= self.without_vote
+        return overdue
+
+    def renewed(self, begun: Submitted, now_s: float, frozen_s: float) -> Submitted:
+        """Return a contribution for the next view. Its time restarts if this rank has voted within it."""
+        if self.rules.rank in self.votes:
+            return replace(begun, sent_s=now_s, paused_s=0.0)
+        return replace(begun, paused_s=begun.paused_s + now_s - frozen_s)
+
+    def validate(self) -> None:
+        """Assert what holds between two events, for tests."""
+        mine = self.votes.get(self.rules.rank)
+        assert not self.committed or (mine is not None and mine.ok), "committed without this rank's vote"
+        assert self.committed is not None or not self.concluded, "an undecided round has an outcome"
+        assert self.concluded or self.committed is None or self.begun is None, "a decided round has no outcome"
+        assert self.verdict is None or self.was_begun, "a round is judged before it was begun"
+        assert self.mean is None or self.begun is not None, "a mean is kept after its round"
+
     def free(self) -> None:
         if self.concluded and not self.exchanging:
             self.begun = self.mean = None
 
-    def outcome(self, note: str) -> Average | TransportError:
-        """Return what this rank gets of a round that is decided: the average, with a note, or why there is none."""
+    def outcome(self) -> Average | TransportError:
+        """Return what this rank gets of a round that is decided: the average, or why there is none."""
         if self.fault is not None or not self.committed:
             return self.fault or RoundVoidError(f"{self.id} is void: {self.reason}.", round=str(self.id))
         assert self.mean is not None
@@ -155,12 +155,35 @@ class Round:
             sent_bytes=self.plan.sent[me],
             received_bytes=self.plan.received[me],
             wait_s=0.0,
-            note=note,
+            note="" if self.verdict is None else self.verdict.reason,
             donor=self.donor,
             choice=self.plan.choice,
             held="" if self.donor is None else self.header_of(self.donor).digest,
             late_s=tuple(round(each - min(self.heard_s.values()), 3) for each in heard_s),
         )
+
+
+class KnownUplinks:
+    """The members' uplinks by round. Later rounds are planned by them, on all ranks alike."""
+
+    def __init__(self) -> None:
+        self._uplinks: dict[RoundId, tuple[Uplink, ...]] = {}
+
+    def keep(self, each: Round) -> None:
+        """Keep those of a committed round and of the one before it, whose average may be the last taken.
+
+        They stay for as long as later rounds are void, on all ranks alike, whatever else is still known of the round.
+        """
+        for before in [known for known in self._uplinks if known.fragment == each.id.fragment][:-1]:
+            del self._uplinks[before]
+        self._uplinks[each.id] = tuple(each.header_of(member).uplink for member in each.view.members)
+
+    def of(self, after: RoundId | None) -> tuple[Uplink, ...]:
+        """Return those of an earlier round; () if this view has not committed it.
+
+        All members have taken its average, so they have the same votes on it, and plan the next round alike.
+        """
+        return () if after is None else self._uplinks.get(after, ())
 
 
 # The verdict, which every rank derives alike from the headers of all ranks.

@@ -7,20 +7,10 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from diloco.algorithm import RoundId, Uplink, Verdict, plan_round
+from diloco.algorithm import RoundId, Verdict, plan_round
 from diloco.errors import RoundVoidError, TransportError, ViewChangedError
-from diloco.membership import (
-    Report,
-    RoundKey,
-    RoundKeys,
-    View,
-    Vote,
-    Votes,
-    enough_without,
-    names_of,
-)
+from diloco.membership import Report, RoundKey, RoundKeys, View, Vote, Votes, enough_without, names_of
 from diloco.protocol.events import (
-    Average,
     Computed,
     ExchangeEnded,
     GiveVerdict,
@@ -30,7 +20,7 @@ from diloco.protocol.events import (
     Submitted,
     Timer,
 )
-from diloco.protocol.round import Round, header_of, tally
+from diloco.protocol.round import KnownUplinks, Round, header_of, tally
 from diloco.protocol.rules import Rules
 from diloco.protocol.suspicion import MOST_SPOILT, Lateness, Spoilers
 from diloco.protocol.wire import Header, RoundVote, WireMessage
@@ -38,8 +28,9 @@ from diloco.protocol.wire import Header, RoundVote, WireMessage
 _LEAST_LEAD_STEPS, _LEAD_WINDOWS = 1000, 4
 """How far ahead other members can be: one window and a part of another, and some more for void rounds."""
 _UNKNOWN_LEAD_STEPS = 1 << 32  # the same before this rank has contributed
-_MOST_EARLY = 4096  # most rounds that one rank may refer to before this rank has begun them: more than a view can have
-_MOST_REPORTED = 8  # most refused headers that are reported with the next average
+_MOST_EARLY = (
+    4096  # most rounds that one rank may contribute to before this rank has begun them: more than a view can have
+)
 _MOST_VOID = 8  # void rounds kept per fragment; a rank that is further behind runs into the round's timeout
 
 _NOT_VOTED = "others report that they have committed it, but this rank has not voted for it"
@@ -47,13 +38,9 @@ _VOTED_AGAINST = "a replica voted against it before the view changed"
 
 
 class Rounds:
-    """The rounds of the current view, and this rank's contributions, which wait while no view is active.
+    """The rounds of the current view, and this rank's contributions, which wait while no view is active."""
 
-    Args:
-        message_counts: rank -> number of messages received from it; the roster keeps it up to date.
-    """
-
-    def __init__(self, rules: Rules, message_counts: Mapping[int, int], outbox: Outbox) -> None:
+    def __init__(self, rules: Rules, outbox: Outbox) -> None:
         self.view: View | None = None  # the view of the rounds; None until this rank is a member
         self.failure: TransportError | None = None  # why this rank takes part in no more rounds, or None
         self.reason = ""  # the reason for the last view change, as this rank learned it
@@ -63,18 +50,15 @@ class Rounds:
         self.spoilers = Spoilers()
         self.frozen = False  # whether voting and deciding have stopped, because the view is ending
         self._rules = rules
-        self._message_counts = message_counts
         self._outbox = outbox
         self._ranks: tuple[int, ...] = ()
         self._positions: Mapping[int, int] = {}  # rank -> its position in its replica
         self._rounds: dict[RoundId, Round] = {}
         self._commits: Votes = {}  # the recently committed rounds of this view
         self._void: RoundKeys = frozenset()  # the void ones, also of earlier views
-        self._known_uplinks: dict[RoundId, tuple[Uplink, ...]] = {}  # of the members, by committed round of this view
+        self._uplinks = KnownUplinks()  # of committed rounds of this view
         self._frozen_s = math.inf
-        self._early: dict[int, set[RoundId]] = {}  # by sender: the rounds that this rank has not begun
         self._last: dict[int, int] = {}  # by fragment: the outer step of the last round begun in this view
-        self._refused: list[str] = []  # why headers were refused, to be reported with the next average
         self._waiting: list[Submitted] = []
         self._has_state_of: set[int] = set()  # fragments whose state this rank shares with the majority
         self._sent_at: dict[int, int] = {}  # fragment -> inner step of the last contribution to it
@@ -101,8 +85,8 @@ class Rounds:
             self.spoilers.begin_view(view.members)
             self.view, self._ranks, self.frozen, self._frozen_s = view, self._rules.ranks(view.members), False, math.inf
             self._positions = {rank: rank % self._rules.ranks_per_replica for rank in self._ranks}
-            self._rounds, self._early, self._last, self._refused = {}, {}, {}, []
-            self._commits, self._void, self._known_uplinks = {}, void, {}
+            self._rounds, self._last = {}, {}
+            self._commits, self._void, self._uplinks = {}, void, KnownUplinks()
             for submitted in carried:
                 self._begin(submitted)
         self._begin_waiting()
@@ -127,12 +111,12 @@ class Rounds:
         self._sent_at[round_id.fragment] = submitted.step
         if self.failure is not None:
             void = RoundVoidError(f"{round_id} is void: {self.failure}", round=str(round_id))
-            self._report(round_id, self.failure if self._rules.raises(round_id) else void)
+            self._outbox.effects.outcomes.append((round_id, self.failure if self._rules.raises(round_id) else void))
         elif self.view is None or self.frozen:
             self._waiting.append(submitted)
         elif submitted.step < self.from_step and round_id.fragment >= 0:
             why = f"{round_id} is void: the view changed before it was sent ({self.reason})."
-            self._report(round_id, ViewChangedError(why, round=str(round_id)))
+            self._outbox.effects.outcomes.append((round_id, ViewChangedError(why, round=str(round_id))))
         else:
             self._begin(submitted)
 
@@ -154,7 +138,7 @@ class Rounds:
         if each.key in self._void and each.committed is None:  # others decided so before this view began
             self._decide(each, False, _VOTED_AGAINST)
             return
-        each.plan = plan_round(contribution, len(self.view.members), self._uplinks(submitted.after))
+        each.plan = plan_round(contribution, len(self.view.members), self._uplinks.of(submitted.after))
         each.heard_s[self._rules.rank] = submitted.sent_s
         header = header_of(contribution, self.view.id, submitted.uplink, taking_over=each.taking_over)
         each.headers[self._rules.rank] = header
@@ -171,7 +155,7 @@ class Rounds:
         self._set_timer("expire", each, max(0.0, left_s))
         if self._rules.late_s is not None and fragment >= 0:
             self._set_timer("look", each, self._rules.late_s / Lateness.LOOKS)
-            each.late(self._message_counts)
+            each.late()
         self._judge(each)
 
     # The end of a view.
@@ -219,17 +203,11 @@ class Rounds:
                 raised = failure if self._rules.raises(each.id) else None
                 self._decide(each, False, reason, raised or changed)
             elif each.begun is not None:
-                undecided.append((each.begun.sent_s, self._renewed(each, each.begun)))
+                undecided.append((each.begun.sent_s, each.renewed(each.begun, self._outbox.now_s, self._frozen_s)))
                 self._stop_timers(each)
             if each.verdict is None:  # so that the exchange does not wait for the verdict
                 self._give_verdict(each, Verdict((), reason))
         return [submitted for _, submitted in sorted(undecided, key=lambda each: each[0])]
-
-    def _renewed(self, each: Round, begun: Submitted) -> Submitted:
-        """Return a contribution for the next view. Its time restarts if this rank has voted within it."""
-        if self._rules.rank in each.votes:
-            return replace(begun, sent_s=self._outbox.now_s, paused_s=0.0)
-        return replace(begun, paused_s=begun.paused_s + self._outbox.now_s - self._frozen_s)
 
     # Messages of members.
 
@@ -237,24 +215,16 @@ class Rounds:
         """Return why a member can't refer to a round, or "": it is too far ahead, or one of too many."""
         if message.round[1] > max(self.greatest_step, self._newest + _LEAST_LEAD_STEPS):
             return f"{message.id}, which no member can have begun"
-        each = self._rounds.get(message.id)
-        if each is not None and each.was_begun:
-            return ""
-        early = self._early.setdefault(sender, set())
-        if message.id not in early and len(early) >= _MOST_EARLY:
+        early = (each for each in self._rounds.values() if sender in each.headers and not each.was_begun)
+        if isinstance(message, Header) and sum(1 for _ in early) >= _MOST_EARLY:
             return "too many rounds that this rank has not begun"
-        early.add(message.id)
         return ""
 
     def receive_header(self, sender: int, header: Header) -> None:
-        if sender not in self._ranks:
-            return
-        name = f"a contribution of replica {self._rules.replica_of(sender)} to {header.id} was refused"
-        if (known := self._rounds.get(header.id)) is not None and sender in known.headers:
-            self._refused = [*self._refused, f"{name}: it had contributed already"][-_MOST_REPORTED:]
-        elif known is None and header.round[1] + 1 < self._last.get(header.round[0], 0):
-            self._refused = [*self._refused, f"{name}: that round ended long ago"][-_MOST_REPORTED:]
-        else:  # the exchange may still be waiting for this header
+        known = self._rounds.get(header.id)
+        is_old = known is None and header.round[1] + 1 < self._last.get(header.round[0], 0)
+        # the first header of a sender stands; the exchange may still be waiting for this one
+        if sender in self._ranks and not is_old and (known is None or sender not in known.headers):
             each = self._round(header.id)
             each.headers[sender], each.heard_s[sender] = header, self._outbox.now_s
             self._judge(each)
@@ -280,15 +250,7 @@ class Rounds:
 
         The time begins with this rank's own contribution, or vote. So others may accuse them.
         """
-        late_s = math.inf if self._rules.late_s is None else self._rules.late_s
-        overdue = set[int]()
-        for each in self._rounds.values():
-            if each.committed is None:
-                if each.begun is not None and self._outbox.now_s - each.begun.sent_s >= late_s / 2:
-                    overdue.update(each.missing)
-                if self._outbox.now_s - each.voted_s >= self._rules.round_timeout_s / 2:
-                    overdue |= each.without_vote
-        return frozenset(overdue)
+        return frozenset().union(*(each.overdue(self._outbox.now_s) for each in self._rounds.values()))
 
     # Payloads and timers.
 
@@ -340,20 +302,15 @@ class Rounds:
         if each is None or late_s is None or each.committed is not None or self.frozen:
             return
         self._set_timer("look", each, late_s / Lateness.LOOKS)
-        absent, silent, unheard = each.late(self._message_counts)
-        waited_for = [(absent, f"no contribution to {each.id}"), (silent, f"no vote on {each.id} and nothing else")]
-        why = "; ".join(
-            f"{names_of(late)} {'are' if len(late) > 1 else 'is'} late: {what} arrived within {late_s:g} s"
-            for late, what in waited_for
-            if late
-        )
-        if why:
-            self._fail(why, behind=(absent | silent) - unheard, unheard=unheard)
+        if late := each.late():
+            are = "are" if len(late) > 1 else "is"
+            why = f"{names_of(late)} {are} late: no contribution to {each.id} arrived within {late_s:g} s"
+            self._fail(why, behind=late)
 
     def _await_votes(self, each: Round) -> frozenset[int]:
         """Look for missing votes on a round, and set the timer for the next look. Return the replicas that are late."""
         self._set_timer("expire", each, self._rules.round_timeout_s / Lateness.LOOKS)
-        return each.vote_lateness.look(dict.fromkeys(each.without_vote))
+        return each.vote_lateness.look(each.without_vote)
 
     # From headers to an outcome.
 
@@ -431,7 +388,7 @@ class Rounds:
         if committed:
             recent = {key: d for key, d in self._commits.items() if key[0] != fragment or key[1] >= outer_step - 1}
             self._commits = {**recent, each.key: each.votes[self._rules.rank].digest}
-            self._keep_uplinks(each)
+            self._uplinks.keep(each)
             # all members have contributed to this round, so none asks about earlier ones
             self._void = frozenset(key for key in self._void if key[0] != fragment or key[1] > outer_step)
         else:
@@ -441,14 +398,8 @@ class Rounds:
             self._conclude(each, failure)
 
     def _conclude(self, each: Round, instead: TransportError | None = None) -> None:
-        if instead is not None and each.fault is None:
-            self._report(each.id, instead)
-        else:
-            note = "; ".join(filter(None, [each.verdict.reason if each.verdict else "", *self._refused]))
-            outcome = each.outcome(note)
-            if isinstance(outcome, Average):
-                self._refused = []
-            self._report(each.id, outcome)
+        outcome = instead if instead is not None and each.fault is None else each.outcome()
+        self._outbox.effects.outcomes.append((each.id, outcome))
         each.concluded = True
         each.free()
 
@@ -462,22 +413,6 @@ class Rounds:
         assert self.view is not None
         return self._rounds.setdefault(round_id, Round(round_id, self.view, self._rules))
 
-    def _keep_uplinks(self, each: Round) -> None:
-        """Keep the members' uplinks by a committed round and by the one before it, whose average may be the last taken.
-
-        They stay for as long as later rounds are void, on all ranks alike, whatever else is still known of the round.
-        """
-        for before in [known for known in self._known_uplinks if known.fragment == each.id.fragment][:-1]:
-            del self._known_uplinks[before]
-        self._known_uplinks[each.id] = tuple(each.header_of(member).uplink for member in each.view.members)
-
-    def _uplinks(self, after: RoundId | None) -> tuple[Uplink, ...]:
-        """Return the members' uplinks according to an earlier round; () if this view has not committed it.
-
-        All members have taken its average, so they have the same votes on it, and plan the next round alike.
-        """
-        return () if after is None else self._known_uplinks.get(after, ())
-
     def _forget_before(self, fragment: int, outer_step: int) -> None:
         """Discard earlier rounds of the fragment that have ended, as this rank begins a new one."""
         self._rounds = {
@@ -487,8 +422,6 @@ class Rounds:
             or round_id.outer_step >= outer_step - 1
             or (old.was_begun and (not old.concluded or old.exchanging))
         }
-        for sender, early in self._early.items():
-            self._early[sender] = {e for e in early if e.fragment != fragment or e.outer_step > outer_step}
 
     def _set_timer(self, kind: Literal["expire", "look"], each: Round, delay_s: float | None) -> None:
         self._outbox.effects.timers[Timer(kind, each.view.id, each.id)] = delay_s
@@ -498,19 +431,9 @@ class Rounds:
             self._set_timer("expire", each, None)
             self._set_timer("look", each, None)
 
-    def _report(self, round_id: RoundId, outcome: Average | TransportError) -> None:
-        self._outbox.effects.outcomes.append((round_id, outcome))
-
-    def _fail(
-        self,
-        why: str,
-        behind: frozenset[int] = frozenset(),
-        unheard: frozenset[int] = frozenset(),
-        *,
-        anyway: bool = False,
-    ) -> None:
+    def _fail(self, why: str, behind: frozenset[int] = frozenset(), *, anyway: bool = False) -> None:
         assert self.view is not None
-        self._outbox.queue.append(RoundsFailed(self.view.id, why, behind, unheard, anyway))
+        self._outbox.queue.append(RoundsFailed(self.view.id, why, behind, anyway))
 
     def _broadcast(self, message: WireMessage) -> None:
         self._outbox.send((rank for rank in self._ranks if rank != self._rules.rank), message)
@@ -524,9 +447,4 @@ class Rounds:
             return
         assert self.view is None or self.frozen or not self._waiting, "contributions wait though a view is active"
         for each in self._rounds.values():
-            mine = each.votes.get(self._rules.rank)
-            assert not each.committed or (mine is not None and mine.ok), "committed without this rank's vote"
-            assert each.committed is not None or not each.concluded, "an undecided round has an outcome"
-            assert each.concluded or each.committed is None or each.begun is None, "a decided round has no outcome"
-            assert each.verdict is None or each.was_begun, "a round is judged before it was begun"
-            assert each.mean is None or each.begun is not None, "a mean is kept after its round"
+            each.validate()

@@ -28,8 +28,7 @@ class Rules:
     # a rank counts as lost if nothing is received from it for this long, or no answer in a view change for half of it;
     # a ballot takes at most twice as long
     silence_s: float = 15.0
-    # a replica counts as late if it has not contributed to a round this long after this rank, or if its vote is due and
-    # it has sent nothing for this long; None: never
+    # a replica counts as late if it has not contributed to a round this long after this rank; None: never
     late_s: float | None = None
     # longest time from this rank's contribution to its vote, over all views that the round takes; time spent in view
     # changes is added, up to as much again

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 from diloco.protocol.rules import Rules
 
@@ -80,35 +80,25 @@ def silent_ones(quiet_s: Mapping[K, float], rules: Rules, members: Collection[K]
 
 
 class Lateness:
-    """Counts, at regular looks, for how long whatever is awaited has shown no change.
+    """Counts, at regular looks, for how long something is awaited.
 
     Lateness is counted in looks, not in seconds: a process that was suspended for an hour has made no more looks than
     before. It reads what others sent meanwhile before it looks again.
 
     >>> lateness = Lateness()
-    >>> looks = [lateness.look({1: "nothing came", 2: words}) for words in range(5)]
-    >>> looks[3], looks[4]
-    (frozenset(), frozenset({1}))
+    >>> [sorted(lateness.look(awaited)) for awaited in ({1, 2}, {1, 2}, {1}, {1, 2}, {1, 2})]
+    [[], [], [], [], [1]]
     """
 
-    LOOKS: ClassVar[int] = 4  # late is what has not changed from one look to the last of this many after it
+    LOOKS: ClassVar[int] = 4  # late is what is awaited from one look to the last of this many after it
 
     def __init__(self) -> None:
-        self._seen: dict[Any, tuple[object, int]] = {}
+        self._looks: dict[int, int] = {}
 
-    def look(self, seen: Mapping[K, object]) -> frozenset[K]:
-        """Return what is late. Whatever is awaited is mapped to a value that changes with its progress."""
-        before = self._seen
-        self._seen = {
-            key: (now, before[key][1] + 1 if key in before and before[key][0] == now else 0)
-            for key, now in seen.items()
-        }
-        return frozenset(key for key in seen if self._seen[key][1] >= self.LOOKS)
-
-    @property
-    def doubtful(self) -> frozenset[Any]:
-        """What is unchanged for more than half as many looks as make it late, and not late yet."""
-        return frozenset(key for key, (_, looks) in self._seen.items() if self.LOOKS // 2 < looks < self.LOOKS)
+    def look(self, awaited: Collection[int]) -> frozenset[int]:
+        """Return what is late of what is ``awaited`` now."""
+        self._looks = {each: self._looks.get(each, -1) + 1 for each in awaited}
+        return frozenset(each for each, looks in self._looks.items() if looks >= self.LOOKS)
 
 
 class Spoilers:

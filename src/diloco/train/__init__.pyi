@@ -2,8 +2,6 @@ from .connecting import begin_attempt as begin_attempt
 from .connecting import connect_cluster as connect_cluster
 from .connecting import connect_peer as connect_peer
 from .connecting import connect_rank as connect_rank
-from .connecting import fleet_in_swarm as fleet_in_swarm
-from .connecting import fleet_over_tcp as fleet_over_tcp
 from .description import check_components as check_components
 from .description import describe as describe
 from .description import diff as diff
@@ -19,13 +17,13 @@ from .inner import InnerLoop as InnerLoop
 from .inner import inner_learning_rate as inner_learning_rate
 from .inner import make_inner_optimizer as make_inner_optimizer
 from .joining import OVER as OVER
-from .joining import Held as Held
 from .joining import follow_views as follow_views
 from .joining import held_step as held_step
 from .parallel import ParallelModel as ParallelModel
 from .parallel import Strategy as Strategy
 from .parallel import parallelise as parallelise
 from .parallel import prepare_blocks as prepare_blocks
+from .peer_fleet import Held as Held
 from .peer_fleet import PeerFleet as PeerFleet
 from .processes import LAUNCHED as LAUNCHED
 from .processes import Role as Role

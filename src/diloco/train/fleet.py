@@ -65,10 +65,6 @@ class Fleet:
     def publish(self, event: Event) -> None:
         """Publish an event for the status page."""
 
-    def facts(self) -> dict[str, str]:
-        """Return what identifies this replica, to print at the start, by name."""
-        return {}
-
     def details(self) -> dict[str, str]:
         """Return facts about the connection to the other replicas, by name."""
         return {}
@@ -94,11 +90,8 @@ class Fleet:
         """
         return step if wanted else None
 
-    def tell_finished(self) -> None:
-        """Announce that all steps are done, for replicas that rejoin later."""
-
-    def finish(self) -> None:
-        """Wait until the other replicas have finished too, then disconnect."""
+    def finish(self, *, done: bool) -> None:
+        """Wait until the others have finished too, then disconnect; ``done``: all steps are, as late ones are told."""
 
     def close(self) -> None:
         """Disconnect at once."""
@@ -178,24 +171,21 @@ class ClusterFleet(Fleet):
             self.cluster.roll.ask_to_stop()
         return self.cluster.roll.stop_step(step)
 
-    def details(self) -> dict[str, str]:
-        silence_s = self.cluster.roll.silence_s
-        return {"lost ranks": f"named after at most {silence_s:g} s, or {silence_s / 3:g} s if they end; then all end"}
-
     def held_steps(self) -> dict[int, int]:
         return dict(enumerate(self._held))
 
     def explained(self, error: Exception) -> Exception:
         return self.cluster.roll.explained(error)
 
-    def finish(self) -> None:
+    def finish(self, *, done: bool) -> None:
         self.cluster.roll.finish()
 
     def close(self) -> None:
         error = sys.exception()
         self.cluster.close("" if error is None else str(error) or repr(error))
         self.group.close()
-        if self.failure() is None:  # otherwise a rank is missing, and NCCL would wait for it
+        # if a rank is missing, NCCL would wait for it; if there is one replica, its group was that of all ranks
+        if self.failure() is None and dist.is_initialized():
             dist.destroy_process_group()
 
     def state_dict(self) -> dict[str, Any]:

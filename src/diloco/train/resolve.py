@@ -86,38 +86,24 @@ def make_schedule(settings: RunSettings) -> SyncSchedule:
 
 def notes(settings: RunSettings) -> tuple[str, ...]:
     """Return warnings, a sentence each, about resolved settings that are allowed but probably a mistake."""
-    sentences, start, schedule = [], settings.train.data_parallel_steps, make_schedule(settings)
-    outer_loop = settings.algorithm in ("streaming", "diloco")
-    if outer_loop and settings.sync.merge_alpha == 1:
-        sentences.append(
-            "sync.merge_alpha=1: local parameters ignore the global parameters, so every replica trains alone."
+    start, schedule, gain = settings.train.data_parallel_steps, make_schedule(settings), settings.sync.lasting_gain
+    steps = settings.train.steps - start
+    if settings.algorithm not in ("streaming", "diloco") or steps <= 0:
+        return ()
+    rounds = max(schedule.rounds_of(fragment, steps) for fragment in range(schedule.num_fragments))
+    if not rounds:
+        return (
+            f"No fragment is ever sent, so the global parameters do not change: the {steps} steps"
+            f"{' after the shared start' if start else ''} are fewer than sync.inner_steps={schedule.inner_steps}.",
         )
-    steps, after = settings.train.steps - start, " after the shared start" if start else ""
-    if outer_loop and steps > 0:
-        rounds = [schedule.rounds_of(fragment, steps) for fragment in range(schedule.num_fragments)]
-        unsent, gain = [fragment for fragment, count in enumerate(rounds) if not count], settings.sync.lasting_gain
-        if not any(rounds):
-            sentences.append(
-                f"No fragment is ever sent, so the global parameters do not change: the {steps} steps{after} are fewer "
-                f"than sync.inner_steps={schedule.inner_steps}."
-            )
-        elif unsent:
-            sentences.append(
-                f"Never sent in the {steps} steps{after}: fragment {', '.join(map(str, unsent))}. Its global "
-                f"parameters do not change. With sync.inner_steps={schedule.inner_steps} the last fragment is first "
-                f"sent after step {schedule.inner_steps + max(schedule.fragment_offsets)}."
-            )
-        # after a shared start, a high gain was best even with 40 rounds (benchmarks/parity)
-        if any(rounds) and gain is not None and gain > _HIGH_GAIN and max(rounds) < _MANY_ROUNDS and not start:
-            sentences.append(
-                f"The outer optimizer has a gain of {gain:.3g} but too few rounds per fragment ({max(rounds)}) for its "
-                f"momentum to build up. Below about {_MANY_ROUNDS} rounds, a gain of 1 to 2 often gives a lower loss. "
-                "Try --outer-learning-rate 0.7 --outer-momentum 0.6."
-            )
-    alone = settings.network.replicas == 1 and settings.network.transport != "swarm"
-    if alone and settings.algorithm != "none":
-        sentences.append("network.replicas=1: the mean is over a single replica.")
-    return tuple(sentences)
+    # after a shared start, a high gain was best even with 40 rounds (benchmarks/parity)
+    if gain is not None and gain > _HIGH_GAIN and rounds < _MANY_ROUNDS and not start:
+        return (
+            f"The outer optimizer has a gain of {gain:.3g} but too few rounds per fragment ({rounds}) for its momentum "
+            f"to build up. Below about {_MANY_ROUNDS} rounds, a gain of 1 to 2 often gives a lower loss. Try "
+            "--outer-learning-rate 0.7 --outer-momentum 0.6.",
+        )
+    return ()
 
 
 def _codec(settings: RunSettings) -> str:
@@ -130,12 +116,7 @@ def _codec(settings: RunSettings) -> str:
         f"{', '.join(_GRADIENT_CODECS)}, or --algorithm streaming or diloco, which send pseudo-gradients.",
     )
     _refuse_if(
-        algorithm == "none" and name != "float32",
-        f"sync.codec={name!r} can't be used with algorithm='none', whose independent replicas send nothing. Leave it "
-        "out.",
-    )
-    _refuse_if(
-        sync.error_feedback > 0 and (name == "float32" or algorithm in ("data-parallel", "none")),
+        sync.error_feedback > 0 and (name == "float32" or algorithm == "data-parallel"),
         f"sync.error_feedback={sync.error_feedback:g} can't be used with sync.codec={name!r} and algorithm="
         f"{algorithm!r}, where there is no loss to feed back. Use a lossy codec such as --codec int8 with --algorithm "
         "streaming or diloco.",
@@ -182,12 +163,11 @@ def _fragments_and_overlap(settings: RunSettings, num_layers: int | None) -> tup
             raise ConfigurationError("sync.num_fragments must be set, because the depth of this model is unknown.")
         # one fragment more for the parameters outside layers; at most H, so that no two share a step
         number = min(math.ceil(num_layers / LAYERS_PER_FRAGMENT) + 1, longest_cycle)
-    if num_layers is not None and sync.fragment_strategy in ("strided", "sequential"):
+    if num_layers is not None and sync.fragment_strategy != "balanced":
         _refuse_if(
             number - 1 > num_layers,
             f"sync.num_fragments={number} is too many for a model of {num_layers} layers. Use 1 to "
-            f"{min(num_layers + 1, longest_cycle)} (one is for the parameters outside layers), or "
-            "--sync.fragment-strategy balanced, which may split layers.",
+            f"{min(num_layers + 1, longest_cycle)}, or --sync.fragment-strategy balanced, which may split layers.",
         )
     if overlap is None:
         overlap = 1 if streaming and sync.inner_steps > 1 else 0
@@ -205,15 +185,19 @@ _NEEDS: tuple[tuple[str, str, tuple[object, ...], str, tuple[str, ...]], ...] = 
     ("sync.average", "average", ("mean",), "algorithm", ("streaming", "diloco")),
     ("sync.arguments.average.codec", "mean_codec", ("auto", "float32"), "algorithm", ("streaming", "diloco")),
     ("sync.arguments.average.max_norm", "max_norm", (), "algorithm", ("streaming", "diloco")),
+    ("sync.arguments.average.momentum", "average_momentum", (), "algorithm", ("streaming", "diloco")),
     ("sync.merge_alpha", "merge_alpha", (), "algorithm", ("streaming",)),
     ("sync.overlap_steps", "overlap_steps", (), "algorithm", ("streaming",)),
     ("network.straggler", "straggler", ("wait",), "network.transport", ("swarm",)),
     *((f"network.{each}", each, (), "network.transport", ("swarm",)) for each in ("run", "allow", "announce")),
-    ("network.secret_file", "secret_file", (), "network.transport", ("tcp", "swarm")),
-    *((f"network.{each}", each, (), "network.transport", ("tcp", "swarm")) for each in ("join", "listen")),
-    ("algorithm", "algorithm", ("streaming", "diloco", "data-parallel"), "network.transport", ("in-process",)),
+    ("network.replica", "replica", (None,), "network.transport", ("tcp", "swarm")),
+    ("network.replica_size", "replica_size", (1,), "network.transport", ("in-process", "tcp", "torch")),
+    *(
+        (f"network.{each}", each, (), "network.transport", ("tcp", "swarm"))
+        for each in ("join", "listen", "secret_file")
+    ),
     # replicas that join and leave can't average gradients at every step, or divide data that is read while training
-    ("algorithm", "algorithm", ("streaming", "diloco", "none"), "network.transport", ("in-process", "tcp", "torch")),
+    ("algorithm", "algorithm", ("streaming", "diloco"), "network.transport", ("in-process", "tcp", "torch")),
     ("data.streaming", "streaming", (), "network.transport", ("in-process", "tcp", "torch")),
     ("network.on_loss", "on_loss", ("stop",), "network.transport", ("in-process", "tcp", "swarm")),
 )
@@ -224,12 +208,6 @@ _NEEDS: tuple[tuple[str, str, tuple[object, ...], str, tuple[str, ...]], ...] = 
 def _check_together(settings: RunSettings) -> None:
     """Refuse what the chosen algorithm or transport does not support."""
     network, sync = settings.network, settings.sync
-    _refuse_if(
-        network.transport == "torch" and (network.replica is not None or bool(network.join)),
-        f"network.transport='torch' says that one torchrun starts all replicas, but network.replica={network.replica} "
-        f"and network.join={network.join} that each is started by itself and meets the others over TCP. Leave out "
-        "--replica and --join, or use --transport tcp.",
-    )
     for key, field, usual, other, works in _NEEDS:
         section = getattr(settings, key.partition(".")[0]) if "." in key else settings
         value, choice = getattr(section, field), attrgetter(other)(settings)
@@ -249,13 +227,16 @@ def _check_together(settings: RunSettings) -> None:
         "train.parallelism='ddp' can't be used with network.transport='tcp', over which each rank sends its own shard. "
         "Use --train.parallelism fsdp, or --transport torch.",
     )
+    _refuse_if(
+        sync.average_momentum and settings.optimizer.name != "Muon",
+        f"sync.arguments.average.momentum averages Muon's momentum, but optimizer.name={settings.optimizer.name!r}. "
+        "Leave it out, or use --optimizer.name Muon.",
+    )
     if network.transport == "swarm":
         _refuse_if(
             network.run is None,
             "network.transport='swarm' needs the name of the run. Use --run NAME, the same for all peers of the run.",
         )
-        size = network.replica_size
-        _refuse_if(size != 1, f"network.replica_size={size} can't be used with network.transport='swarm'. Use 1.")
         _refuse_if(
             network.min_replicas > network.replicas,
             f"network.replicas must be at least network.min_replicas={network.min_replicas}, got {network.replicas}. "

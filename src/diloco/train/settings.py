@@ -21,7 +21,7 @@ from diloco.transport import EmulateSettings, NetworkSettings
 
 __all__ = ["Algorithm", "CheckpointSettings", "EvaluationSettings", "OptimizerSettings", "RunSettings", "TrainSettings"]
 
-Algorithm = Literal["streaming", "diloco", "data-parallel", "none"]
+Algorithm = Literal["streaming", "diloco", "data-parallel"]
 
 _RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     (
@@ -155,7 +155,7 @@ class RunSettings:
     """Seed of weights, data order and random generators."""
     algorithm: Algorithm = "streaming"
     """streaming: Streaming DiLoCo; diloco: DiLoCo (Algorithm 1 of its paper); data-parallel: average gradients at every
-    step; none: independent replicas."""
+    step."""
     train: TrainSettings = field(default_factory=TrainSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     sync: SyncSettings = field(default_factory=SyncSettings)

@@ -17,6 +17,7 @@ from concurrent import futures
 from functools import partial
 from typing import Any
 
+import torch
 import xxhash
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -94,6 +95,7 @@ class RollCall:
         self._read_s = time.monotonic()  # when the store last answered
         self._failed = ""
         self._told = False  # whether the failure has reached the caller
+        self._trains = threading.get_ident()
         self._lock = threading.Lock()
         self._wake, self._closed = threading.Event(), threading.Event()
         self._watching = in_thread(self._watch, "diloco-roll-call")
@@ -102,17 +104,13 @@ class RollCall:
     @property
     def failure(self) -> ReplicaLostError | None:
         """Why the ranks can't continue, or None."""
-        silent_s = time.monotonic() - self._read_s
-        if not self._failed and silent_s > 2 * self.silence_s and not self._closed.is_set():
-            self._failed = (
-                f"The store of torch.distributed, which rank 0 or torchrun holds, is silent for {silent_s:.0f} s"
-            )
         if not self._failed:
             return None
         return ReplicaLostError(f"{self._failed}. Membership is fixed, so all ranks end; restart them with --resume.")
 
     def check(self) -> None:
-        """Raise the failure, if there is one."""
+        """Raise the failure, if there is one. For the thread that trains."""
+        self._trains = threading.get_ident()
         if (failure := self.failure) is not None:
             self._told = True
             raise failure
@@ -271,12 +269,35 @@ class RollCall:
             self._failed = self._failed or why
 
     def _guard(self) -> None:
-        """End this process if it does not notice a failure, because its training thread is inside a collective."""
-        while not self._closed.wait(self._beat_s):
-            if self.failure is None:
-                continue
-            if not self._closed.wait(self.silence_s) and not self._told:
+        """End this process after a failure if the thread that trains stays in one call, as in a collective.
+
+        A thread that works without the others, or waits for one that does, such as that which writes a checkpoint, will
+        learn of the failure.
+        """
+        place: tuple[Any, ...] = ()
+        since_s = time.monotonic()
+        while not (self._closed.wait(self._beat_s) or self._told):
+            now_s = time.monotonic()
+            if now_s - self._read_s > 2 * self.silence_s:
+                self._fail(
+                    "The store of torch.distributed, which rank 0 or torchrun holds, is silent for "
+                    f"{now_s - self._read_s:.0f} s"
+                )
+            last, place = place, _place(self._trains)
+            waits = bool(place) and place[0].f_code.co_filename == threading.__file__
+            if self.failure is None or place != last or waits:
+                since_s = now_s
+            elif now_s - since_s > self.silence_s:
                 print(f"diloco: {self.failure} A collective does not end, so this process does.", file=sys.stderr)
                 sys.stderr.flush()
                 os._exit(1)
-            return
+
+
+def _place(thread: int) -> tuple[Any, ...]:
+    """Return where a thread is, or () if it has ended: the frame, the position in it, and the processor time spent."""
+    frame = sys._current_frames().get(thread)  # itself, as another one may get its address
+    if frame is None:
+        return ()
+    # a thread that waits for a GPU spends time, and macOS and Windows don't tell it
+    told = hasattr(time, "pthread_getcpuclockid") and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
+    return frame, frame.f_lasti, time.clock_gettime(time.pthread_getcpuclockid(thread)) if told else 0.0
