@@ -20,9 +20,9 @@ from torch import Tensor
 
 from diloco.data.chat import PackedRows
 from diloco.data.order import Assignment, as_message, read_message, windows_at
-from diloco.data.packed import PackedTokens, TokenArray
 from diloco.data.source import Source, is_heldout
 from diloco.data.tokenizer import Tokenizer
+from diloco.data.tokens import PackedTokens, TokenArray
 from diloco.errors import CheckpointError, ConfigurationError, DataError
 
 __all__ = ["Batches", "Cursor", "DocumentStream", "Drawing", "Sampler", "heldout_batches"]

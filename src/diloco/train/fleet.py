@@ -184,7 +184,8 @@ class ClusterFleet(Fleet):
         error = sys.exception()
         self.cluster.close("" if error is None else str(error) or repr(error))
         self.group.close()
-        if self.failure() is None:  # otherwise a rank is missing, and NCCL would wait for it
+        # if a rank is missing, NCCL would wait for it; if there is one replica, its group was that of all ranks
+        if self.failure() is None and dist.is_initialized():
             dist.destroy_process_group()
 
     def state_dict(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from diloco.transport.peers.transport import PeerTransport
 
 _LEAST_S = 0.1
 _OVER_S = 2.0
+_YIELDS = 2 / 3  # for how much of its search a process leaves it to one that can't be asked to found a view
 
 _Name = Annotated[str, Meta(max_length=64)]
 
@@ -135,6 +136,10 @@ class Directory:
         """Raise `RendezvousError` if this process must not join these members."""
 
     def had_members(self) -> bool:
+        return False
+
+    def is_behind_another(self, answers: Mapping[Address, object]) -> bool:
+        """Return whether another process, which can't be asked yet, is to found a view instead of this one."""
         return False
 
     def over(self) -> str:
@@ -244,7 +249,8 @@ class Directory:
                 if over := self.over():
                     raise RunFinishedError(over)
                 left, had = self.transport.finishers, self.had_members()
-                if view := self.election.founds(self.looking, waited_s, had_members=had, left=left):
+                yields = waited_s < self.patience_s * _YIELDS and self.is_behind_another(answers)
+                if not yields and (view := self.election.founds(self.looking, waited_s, had_members=had, left=left)):
                     return view, None
             if clock.time() >= until_s:
                 raise RendezvousError(self.nobody(why) + self.election.missing(self.looking))
