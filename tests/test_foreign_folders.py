@@ -112,7 +112,6 @@ def commands(run: Path) -> dict[str, list[str]]:
         "resume elsewhere": ["train", "--resume", str(run), "--out", str(run.parent / "on")],
         "print": ["train", "--resume", str(run), "--print-config"],
         "finetune": ["finetune", "--resume", str(run)],
-        "init-from": ["train", "--init-from", str(run), "--data", str(run.parent / "text.jsonl"), "--print-config"],
     }
 
 
@@ -144,13 +143,6 @@ def test_code_that_the_user_names_again_runs(place: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(place)
     assert main([*commands(place / "own")[command], "--model", "nets.py:build"]) == 0
     assert (place / "ran").exists()
-
-
-def test_the_model_of_a_checkpoint_is_taken_with_its_settings_if_its_code_is_named(place: Path, given: Path) -> None:
-    begin = [*commands(place / "own")["init-from"], "--model", f"{place}/nets.py:build"]
-    manifest = read_manifest(open_checkpoint(place / "own").path)
-    assert manifest.about["model"]["source"] == f"{given}/nets.py:build"
-    assert main(begin) == 0
 
 
 def test_the_printed_command_names_the_code_again(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,10 +180,8 @@ def test_a_manifest_without_a_valid_model_is_refused(
     place: Path, capsys: pytest.CaptureFixture[str], model: object
 ) -> None:
     describe(open_checkpoint(place / "native").path, model=model)
-    for command in ("generate", "export", "init-from"):
-        arguments = commands(place / "native")[command]
-        if command != "init-from" or (isinstance(model, dict) and model.get("source")):
-            refused(arguments, capsys, code=1)
+    for command in ("generate", "export"):
+        refused(commands(place / "native")[command], capsys, code=1)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +190,6 @@ def test_a_manifest_without_a_valid_model_is_refused(
         *(("generate", {"sequence_length": wrong}) for wrong in (None, 16.0, 0, 2**63)),
         *(("generate", {"seed": wrong}) for wrong in (True, -1)),
         ("generate", {"definition": 3}),
-        ("resume", {"num_replicas": "2"}),
         *(("status", {"fragments": wrong}) for wrong in ("x", [{"index": 1}])),
         ("status", {"definition": {"x": 1}}),
         ("status", {"rounds_in_flight": 3}),

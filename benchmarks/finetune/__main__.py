@@ -120,7 +120,7 @@ def make_base(work: Path, steps: int, questions: int) -> None:
     )
     config.save_pretrained(shell)
     diloco(
-        f"train --model hf:{shell} --data {work / 'text.jsonl'} --algorithm none --replicas 1 --steps 1100 "
+        f"train --model hf:{shell} --data {work / 'text.jsonl'} --algorithm data-parallel --replicas 1 --steps 1100 "
         f"--stop-after {steps} --optimizer.schedule wsd --sequence-length {BASE_LENGTH} --batch-size 8 "
         "--learning-rate 2e-3 "
         "--data-parallel-steps 0 --evaluation.every-steps 200 --evaluation.sequences 32 --checkpoint.every-steps 200 "

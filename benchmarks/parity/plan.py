@@ -92,7 +92,6 @@ TUNING = (
 """Rows with one seed: trials for the rows with Muon, inner learning rates, and topk2. Some were never run."""
 
 ABLATIONS = (
-    Variant("independent replicas, mean of their losses", "--algorithm none"),
     streaming("Streaming fp4, outer Nesterov lr 0.7", more="--outer-momentum 0.9 --outer-learning-rate 0.7"),
     streaming("Streaming fp4, outer Nesterov mu 0.5 lr 0.7", more="--outer-momentum 0.5 --outer-learning-rate 0.7"),
     streaming("Streaming fp4, outer SGD lr 1", more="--outer-momentum 0 --outer-learning-rate 1.0"),

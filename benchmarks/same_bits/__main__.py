@@ -1,5 +1,7 @@
 """``python -m benchmarks.same_bits --before CHECKOUT``: compare runs of the package in CHECKOUT and of this one.
 
+``--transports`` compares runs of this one over all transports instead, by the digests of their global parameters.
+
 CHECKOUT may be older than the settings of 0.6; then each run has the old keys, `config.toml` is not compared, other
 files are compared in what both versions record, and no version resumes a run of the other.
 
@@ -17,6 +19,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +28,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.same_bits.cases import CASES, NORMED, Case, write_text
+from benchmarks.markdown import table
+from benchmarks.same_bits.cases import CASES, NORMED, OF_TRANSPORTS, TRANSPORTS, Case, write_text
 
 HERE = Path(__file__).parents[2]
 SERVER = """
@@ -78,13 +82,28 @@ class Version:
             peers = [["--out", str(folder / out), "--replica", replica] for out, replica in (("a", "0"), ("b", "1"))]
             self._swarm([[*arguments, *peer] for peer in peers])
         else:
-            self._serve([*arguments, "--out", str(folder)])
+            self._run(case, [*arguments, "--out", str(folder)])
         return folder
 
     def resume(self, case: Case, folder: Path) -> None:
         """Resume the run in ``folder``."""
         own_code = ["--model", NORMED] if NORMED in case.settings.values() else []  # a folder does not choose the code
-        self._serve(["train", "--resume", str(folder), *own_code])
+        self._run(case, ["train", "--resume", str(folder), *own_code])
+
+    def _run(self, case: Case, arguments: Sequence[str]) -> None:
+        """Run all replicas: in one torchrun, in one for each over TCP if they have several ranks, or by one command."""
+        commands, ranks = [[*arguments]], case.replicas * case.replica_size
+        if case.transport == "tcp" and case.replica_size > 1:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                join, ranks = f"127.0.0.1:{free.getsockname()[1]}", case.replica_size
+            commands = [[*arguments, "--replica", str(number), "--join", join] for number in range(case.replicas)]
+        elif case.transport != "torch":
+            self._serve(arguments)
+            return
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "diloco"]
+        started = [self._python(*torchrun, *words, stdout=self.log, stderr=self.log) for words in commands]
+        if any([each.wait() for each in started]):
+            raise self._failed(arguments)
 
     def _serve(self, arguments: Sequence[str]) -> None:
         assert self.server.stdin
@@ -172,8 +191,7 @@ def compare(case: Case, before: Version, after: Version, text: Path) -> list[str
     wrong += [found] if (found := first_difference(old, new, "in", common=mixed)) else []
     resumed = []
     if case.stop_after is not None:
-        stop = ("--stop-after", str(case.stop_after))
-        mine, theirs = (version.train(case, text, "stopped", *stop) for version in (after, before))
+        mine, theirs = (version.train(case, text, "stopped", *case.stop) for version in (after, before))
         ways = [("old", theirs, before), ("new", mine, after), ("old by new", theirs, after)]
         for name, stopped, version in ways[:2] if mixed else ways:
             folder = runs[1].parent / f"resumed {name}"
@@ -188,14 +206,39 @@ def compare(case: Case, before: Version, after: Version, text: Path) -> list[str
     return [digests[0][:12], words[0], f"{len(losses)} {words[1]}", ", ".join(resumed), "; ".join(wrong) or "same"]
 
 
+def compare_transports(version: Version, text: Path) -> int:
+    """Print a row of digests for each case, and return how many rows have different ones."""
+    rows: list[list[str]] = []
+    for cases in OF_TRANSPORTS:
+        cells, digests = dict.fromkeys(TRANSPORTS, ""), set[str]()
+        for case in cases:
+            folder = version.train(case, text, "run" if case.stop_after is None else "stopped", *case.stop)
+            if case.stop_after is not None:
+                version.resume(case, folder)
+            found = set(end(folder)[0])
+            cells[case.transport] = ", ".join(digest[:12] for digest in sorted(found))
+            digests |= found
+        rows.append([cases[0].name.partition(" over ")[0], *cells.values(), "yes" if len(digests) == 1 else "NO"])
+        print(rows[-1], file=sys.stderr, flush=True)
+    print(table(["", *TRANSPORTS, "equal"], rows))
+    return sum(row[-1] != "yes" for row in rows)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.same_bits", description=__doc__)
-    parser.add_argument("--before", type=Path, required=True, help="checkout of the version to compare with")
+    versions = parser.add_mutually_exclusive_group(required=True)
+    versions.add_argument("--before", type=Path, help="checkout of the version to compare with")
+    versions.add_argument("--transports", action="store_true", help="compare all transports instead of versions")
     parser.add_argument("--after", type=Path, default=HERE, help="checkout of the other version; default: this one")
     parser.add_argument("--only", nargs="*", default=[""], help="make only runs whose names begin with one of these")
     parser.add_argument("--work", type=Path, help="keep the runs in this folder, and reuse those of BEFORE")
     given = parser.parse_args(arguments)
     work: Path = given.work.resolve() if given.work else Path(tempfile.mkdtemp(prefix="same-bits-"))
+    if given.transports:
+        version = Version(given.after, work / "after")
+        failures = compare_transports(version, write_text(work / "text.jsonl"))
+        version.close()
+        return int(failures > 0)
     shutil.rmtree(work / "after", ignore_errors=True)
     before, after = Version(given.before, work / "before"), Version(given.after, work / "after")
     text = write_text(work / "text.jsonl")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import random
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from diloco.model import get_preset, preset_names
 
-__all__ = ["CASES", "NORMED", "Case", "write_text"]
+__all__ = ["CASES", "NORMED", "OF_TRANSPORTS", "TRANSPORTS", "Case", "write_text"]
 
 Settings = Mapping[str, Any]
 
@@ -86,8 +86,22 @@ class Case:
 
     @property
     def transport(self) -> str:
-        """in-process: all replicas in one process; tcp: the command starts the others; swarm: two peers."""
+        """in-process: all replicas in one process; tcp: the command starts the others; torch: torchrun does; swarm: two
+        peers."""
         return str(self.settings.get("network.transport", "in-process"))
+
+    @property
+    def replicas(self) -> int:
+        return int(self.settings.get("network.replicas", 1))
+
+    @property
+    def replica_size(self) -> int:
+        return int(self.settings.get("network.replica_size", 1))
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """The arguments that stop the run after `stop_after`."""
+        return () if self.stop_after is None else ("--stop-after", str(self.stop_after))
 
     @property
     def folder(self) -> str:
@@ -118,6 +132,7 @@ STREAMING: Settings = {"sync.num_fragments": 3, "sync.overlap_steps": 2}
 FEEDBACK: Settings = {**STREAMING, "sync.error_feedback": 1.0}
 BUFFERS: Settings = {"model.source": NORMED, "sync.num_fragments": 2}
 TCP: Settings = {"network.transport": "tcp"}
+TORCH: Settings = {"network.transport": "torch"}
 SWARM: Settings = {"network.transport": "swarm", "network.run": "same-bits", "network.listen": "127.0.0.1:0"}
 
 
@@ -145,7 +160,6 @@ CASES = (
     small("streaming", STREAMING, stop_after=IN_FLIGHT),
     small("diloco", {"algorithm": "diloco"}, stop_after=6),
     small("data-parallel", {"algorithm": "data-parallel"}, stop_after=6),
-    small("no averaging", {"algorithm": "none"}),
     small("shared start", STREAMING, {"train.data_parallel_steps": 3}, stop_after=2),
     *(small(f"codec {name}", STREAMING, codec=name) for name in ("float32", "float16", "bfloat16", "int8")),
     small("codec int8, error feedback", FEEDBACK, codec="int8"),
@@ -179,6 +193,37 @@ CASES = (
     small("swarm int8, alpha", STREAMING, SWARM, codec="int8", merge_alpha=0.5),
     small("swarm fp4, error feedback", FEEDBACK, SWARM),
 )
+
+
+TRANSPORTS: Mapping[str, Settings] = {"in-process": {}, "torch": TORCH, "tcp": TCP, "swarm": SWARM}
+FSDP: Settings = {"network.replica_size": 2}
+MUON: Settings = {"optimizer.name": "Muon"}
+
+
+def over(name: str, *parts: Settings, on: Iterable[str] = TRANSPORTS, **more: Any) -> tuple[Case, ...]:
+    """Return the same run over several transports."""
+    return tuple(small(f"{name} over {each}", STREAMING, TRANSPORTS[each], *parts, **more) for each in on)
+
+
+OF_TRANSPORTS = (
+    *(over(codec, codec=codec) for codec in ("float32", "float16", "bfloat16", "int8", "fp4")),
+    over("int8, error feedback", FEEDBACK, codec="int8"),
+    over("topk2, error feedback", FEEDBACK, codec="topk2"),
+    over(
+        "four replicas, encoded means",
+        {"network.replicas": 4, "sync.arguments.average.codec": "int8"},
+        on=("in-process", "torch", "tcp"),
+        codec="int8",
+    ),
+    over("data-parallel start", {"train.data_parallel_steps": 3}, on=("in-process", "torch", "tcp")),
+    over("fp4, stopped and resumed", on=("in-process", "torch", "tcp"), stop_after=IN_FLIGHT),
+    over("Muon, fp4", MUON),
+    over("FSDP2", FSDP, on=("torch", "tcp")),
+    over("FSDP2, stopped and resumed", FSDP, on=("torch", "tcp"), stop_after=IN_FLIGHT),
+    over("FSDP2 and Muon", FSDP, MUON, on=("torch", "tcp")),
+    over("FSDP2 and Muon, stopped and resumed", FSDP, MUON, on=("torch", "tcp"), stop_after=IN_FLIGHT),
+)
+"""Swarms resume with fresh inner optimizers by design, and one process does not shard."""
 
 
 def write_text(path: Path) -> Path:

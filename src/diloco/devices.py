@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from diloco.cores import share, threads_are_chosen
@@ -18,6 +20,7 @@ __all__ = [
     "choose_threads",
     "flops_utilization",
     "known_peak_flops_per_s",
+    "release_memory",
     "to_device",
     "use_device",
 ]
@@ -157,3 +160,9 @@ def flops_utilization(flops: float, seconds: float, peak_flops_per_s: float | No
     if peak_flops_per_s is None or seconds <= 0:
         return None
     return flops / seconds / peak_flops_per_s
+
+
+def release_memory() -> None:
+    """Return memory that was freed to the system; glibc keeps it, in pieces that later allocations do not fit."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -106,15 +106,6 @@ def test_a_value_that_is_not_finite_is_seen_wherever_it_is(odd: float, dtype: to
     assert largest_magnitude(torch.empty(0, dtype=dtype)) == 0.0
 
 
-def test_casts_are_those_of_torch_within_their_range_and_never_infinite() -> None:
-    values = spread_values(10_000).clamp(-65504, 65504)
-    for codec, wire_type in ((Float16(), torch.float16), (BFloat16(), torch.bfloat16)):
-        assert same_bits(codec.decode(codec.encode(values), 10_000), values.to(wire_type).float())
-    values = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, LARGEST, -LARGEST])  # half to even
-    largest = torch.finfo(torch.bfloat16).max
-    assert BFloat16().decode(BFloat16().encode(values), 4).tolist() == [1.0, 1 + 2.0**-6, largest, -largest]
-
-
 @pytest.mark.parametrize("implementation", ["torch", None])
 def test_int8_by_hand(implementation: None) -> None:
     codec = Int8(4, implementation=implementation)
@@ -277,7 +268,7 @@ NO_ENCODER_WRITES: tuple[tuple[Codec, int, int, tuple[int, ...], str], ...] = (
         (Int8(2), 4, 4, scale(x), "has the scale .* in block 1")
         for x in (math.nan, math.inf, -1.0, 1e-40, LARGEST / 127)
     ),
-    *((FP4(2), 4, 1, (exponent,), f"has the exponent {exponent} in block 1") for exponent in (0, 6, 255)),
+    *((FP4(2), 4, 1, (exponent,), f"has the scale {exponent} in block 1") for exponent in (0, 6, 255)),
     *((TopK2(), numel, 0, (0xC0, 0x7F), "in tile 0") for numel in (TILE, 300)),  # NaN
     (TopK2(), 300, 0, (0x80, 0x7F), "in tile 0"),  # infinity
     (TopK2(), 300, 0, (0x80, 0xBF), "in tile 0"),  # -1

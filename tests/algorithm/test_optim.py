@@ -16,7 +16,6 @@ from diloco.algorithm import (
     ValueSchedule,
     digest_state,
     digest_tensors,
-    host_pieces,
 )
 from diloco.testing import check_outer_optimizer
 from tests.algorithm.codecs import PIECE
@@ -133,14 +132,3 @@ def test_layout_in_memory_does_not_count() -> None:
 def test_it_is_the_same_on_every_machine() -> None:
     """XXH3-128 over name, a zero byte and little-endian bytes. A change here makes old and new replicas diverge."""
     assert digest_tensors({"x": torch.tensor([1.0, -2.0])}) == "8a8afd0bcf978a344cf2b1830dd52557"
-
-
-@pytest.mark.parametrize("piece_bytes", [1, 3, 4, 11, 100])
-@pytest.mark.parametrize("size", [0, 1, 11])
-def test_pieces_are_all_there_in_order_and_stay_until_the_next_is_asked_for(piece_bytes: int, size: int) -> None:
-    data = torch.arange(size, dtype=torch.uint8)
-    seen: list[int] = []
-    for piece in host_pieces(data, piece_bytes):
-        assert len(piece) <= piece_bytes
-        seen += piece.tolist()
-    assert seen == data.tolist()

@@ -94,13 +94,6 @@ def forge(place: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(members, indent=2))
 
 
-def test_a_fifo_instead_of_latest_is_refused(damaged: Path) -> None:
-    (damaged / "latest").unlink()
-    os.mkfifo(damaged / "latest")
-    with pytest.raises(CheckpointError, match=r"not a regular file.*latest.*Nothing was loaded"):
-        open_checkpoint(damaged)
-
-
 def naming(name: str) -> Callable[[dict[str, Any]], object]:
     return lambda members: members["parts"]["run"].update({name: members["parts"]["run"].pop("run.json")})
 
@@ -140,15 +133,6 @@ def test_forged_files_are_refused_by_part(name: str, content: bytes, damaged: Pa
     forge(place, lambda members: members["parts"]["replica-0"].update({name: facts}))
     with pytest.raises(CheckpointError, match=r"Part 'replica-0' of .* Nothing was loaded\."):
         open_checkpoint(damaged).load("replica-0")
-
-
-@pytest.mark.parametrize("name", ["model.pt", "last.ckpt"])
-def test_pickles_are_refused_unread(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
-    with pytest.raises(CheckpointError, match=r"is a pickle.*checkpoint folder of diloco, or start .* a \.safetensors"):
-        open_checkpoint(tmp_path / name)
-    with pytest.raises(CheckpointError, match=f"holds no complete checkpoint .{name} is a pickle"):
-        open_checkpoint(tmp_path)
 
 
 def test_paths_without_a_checkpoint_are_answered_with_what_would_work(tmp_path: Path, damaged: Path) -> None:

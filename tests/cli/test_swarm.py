@@ -225,9 +225,9 @@ def test_status_is_kept_up_to_date_until_ctrl_c(answering: Ask, capsys: pytest.C
 
     answering(answer)
     assert main([*STATUS, "--every", "10ms"]) == 0
-    shown = capsys.readouterr().out
+    shown, told = capsys.readouterr()
     assert [line.split()[3] for line in shown.splitlines() if line.startswith("QmHere")] == ["1", "3"]
-    assert "could not be queried; trying again: the network is down" in shown
+    assert "could not be queried; trying again: the network is down" in told
 
 
 @pytest.mark.parametrize(

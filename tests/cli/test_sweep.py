@@ -82,10 +82,10 @@ CHANGES: dict[str, Callable[[Sweeps], Mapping[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("interrupted", [False, True])
 @pytest.mark.parametrize("what", CHANGES)
-def test_row_is_of_the_settings_and_files_of_its_run(what: str, interrupted: bool, sweeps: Sweeps) -> None:
-    sweeps.interrupts = interrupted
+def test_row_is_of_the_settings_and_files_of_its_run(what: str, sweeps: Sweeps) -> None:
+    """Also after a run that was interrupted."""
+    sweeps.interrupts = True
     sweeps.sweep()
     sweeps.interrupts = False
     changes = CHANGES[what](sweeps)
@@ -114,9 +114,8 @@ def test_another_version_is_another_run(sweeps: Sweeps, monkeypatch: pytest.Monk
     assert len(sweeps.commands) == 2
 
 
-@pytest.mark.parametrize("interrupted", [False, True])
-def test_folder_continued_with_other_settings_is_not_resumed(sweeps: Sweeps, interrupted: bool) -> None:
-    sweeps.interrupts = interrupted
+def test_folder_continued_with_other_settings_is_not_resumed(sweeps: Sweeps) -> None:
+    sweeps.interrupts = True
     sweeps.sweep()
     sweeps.interrupts = False
     (home,) = (path for path in (sweeps.folder / "out" / "runs").iterdir() if path.is_dir())

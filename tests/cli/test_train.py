@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import torch
 
 from diloco.checkpoint import lock_folder
 from diloco.cli import main
@@ -27,21 +26,6 @@ def test_a_run_leaves_a_summary_and_a_record_of_its_settings(files: Path) -> Non
     assert record["data"]["paths"] == [str(files / "text.jsonl")]
     assert "stop_after" not in record["train"]
     assert "out" not in record
-
-
-def test_who_goes_on_with_another_number_of_threads_is_told_what_that_changes(
-    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "9")  # the user has chosen, so that the command does not
-    shutil.copytree(files / "run", tmp_path / "run")
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads + 1)
-        assert main(["train", "--resume", str(tmp_path / "run")]) == 0
-    finally:
-        torch.set_num_threads(threads)
-    [note] = read_metrics(tmp_path / "run" / "metrics.jsonl", "Note")
-    assert f"saved with {threads} threads, but this process uses {threads + 1}" in note["text"]
 
 
 def test_a_checkpoint_can_go_on_in_another_folder(files: Path, tmp_path: Path) -> None:
@@ -115,20 +99,13 @@ def test_no_run_is_overwritten(files: Path, capsys: pytest.CaptureFixture[str]) 
     assert (files / "run" / "summary.json").read_bytes() == before
 
 
-def test_kernels_are_told_of_codecs_that_have_some(files: Path, tmp_path: Path) -> None:
-    out, short = tmp_path / "plain", ["--steps", "2", "--codec", "float32", "--evaluation.sample-prompts"]
-    assert main(train(files, "--out", str(out), *short)) == 0
-    told = [read_metrics(each / "metrics.jsonl", "RunStarted")[0]["details"] for each in (files / "run", out)]
-    assert ["codec kernels" in facts for facts in told] == [True, False]
-
-
 def test_folders_are_numbered_and_an_empty_one_is_taken(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    short = ["--steps", "2", "--algorithm", "none", "--evaluation.sample-prompts"]
+    short = ["--steps", "2", "--algorithm", "data-parallel", "--evaluation.sample-prompts"]
     assert [main(train(files, *short)) for _ in range(3)] == [0, 0, 0]
-    assert sorted(path.name for path in Path("runs").iterdir()) == ["none-tiny", "none-tiny-2", "none-tiny-3"]
+    assert sorted(path.name for path in Path("runs").iterdir()) == [f"data-parallel-tiny{n}" for n in ("", "-2", "-3")]
     Path("empty").mkdir()
     assert main(train(files, *short, "--out", "empty")) == 0
 
@@ -266,7 +243,6 @@ LATE = "--data-parallel-steps 0 --emulate.bandwidth 1kbit --emulate.step-time 10
         ("", 0),
         ("--replicas 1", 0),
         ("--inner-steps 20 --algorithm diloco --fragments 1", 0),  # no round is due
-        ("--algorithm none", 0),
         (LATE, 1),
         (f"--stop-after 6 {LATE}", 1),
     ],

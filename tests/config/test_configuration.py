@@ -109,7 +109,7 @@ def test_shares_of_a_preset_follow_the_length_of_the_run(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", preset_names())
-@pytest.mark.parametrize("algorithm", ["streaming", "diloco", "data-parallel", "none"])
+@pytest.mark.parametrize("algorithm", ["streaming", "diloco", "data-parallel"])
 def test_every_preset_runs_with_every_algorithm(name: str, algorithm: str) -> None:
     run = compose(command_line(preset=name, algorithm=algorithm))
     resolved = resolve(run, num_layers=run.model.decoder.layers)
@@ -203,7 +203,6 @@ def test_an_unknown_key_of_python_is_refused_with_the_nearest() -> None:
     [
         (["--optimizer.arguments", "{weight"], "--optimizer.arguments {weight is not valid TOML"),
         (["--optimizer.arguments", "3"], "optimizer.arguments"),
-        (["--data", "text.txt", "run.toml"], "--data includes run.toml"),
     ],
 )
 def test_toml_in_the_wrong_place_or_shape_is_refused(arguments: list[str], words: str) -> None:

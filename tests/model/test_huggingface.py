@@ -153,7 +153,7 @@ def test_weights_are_begun_from_as_float32_or_drawn_anew(tmp_path: Path) -> None
 
 def test_what_can_not_be_trained_is_refused(tmp_path: Path) -> None:
     small = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
-    for kind in ("bert", "t5", "vit", "llava"):
+    for kind in ("bert", "t5"):
         changes = small | {"vocab_size": 99} if kind == "bert" else {}
         with pytest.raises(ConfigurationError, match="is not a causal language model of text alone"):
             built(write_config(tmp_path, kind, **changes))
@@ -170,8 +170,6 @@ def test_what_can_not_be_trained_is_refused(tmp_path: Path) -> None:
         built(llama)
     with pytest.raises(ConfigurationError, match=r"num_hidden_layer is not a part.*'num_hidden_layers'"):
         built(llama, weights="fresh", num_hidden_layer=2)
-    with pytest.raises(ConfigurationError, match="expected int, got str"):
-        built(llama, weights="fresh", num_hidden_layers="three")
     (tmp_path / "odd").mkdir()
     with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
         built(tmp_path / "odd")

@@ -43,7 +43,9 @@ def no_promise(patch: pytest.MonkeyPatch) -> None:
 
     def current(self: ViewChange) -> Any:
         return {
-            rank: each for rank, each in self._reports.items() if self._rules.replica_of(rank) not in self.mine.lost
+            rank: each
+            for rank, each in self._reports.last.items()
+            if self._rules.replica_of(rank) not in self.mine.lost
         }
 
     patch.setattr(ViewChange, "receive_report", lambda self, report: receive(self, replace(report, ballot=0)))

@@ -119,7 +119,7 @@ def test_without_a_scaler_a_gradient_that_is_no_number_is_an_error_that_names_th
     replicas.step(0)
     held = replicas.weights()
     replicas.compute(1, spoilt, odd)
-    words = f"step 1, attempt 3 is void: .* replica {spoilt} was refused: gradients that are not finite.* tried 3 times"
+    words = f"step 1, attempt 3 is void: .* replica {spoilt} was refused: gradients that are not finite"
     with pytest.raises(RoundVoidError, match=words):
         replicas.average(1)
     assert all(torch.equal(a, b) for a, b in zip(replicas.weights(), held, strict=True))

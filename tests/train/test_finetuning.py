@@ -85,12 +85,14 @@ def test_peft_loads_what_a_run_leaves(base: Path, run: Path) -> None:
     from safetensors.torch import load_file
 
     values = open_checkpoint(run).load("global")
-    left = load_file(run / "adapter" / "adapter_model.safetensors")
+    out = run.with_name("adapter")
+    assert main(["export", str(run), "--out", str(out), "--to", "adapter"]) == 0
+    left = load_file(out / "adapter_model.safetensors")
     assert len(left) == len(values)
     for name, value in values.items():
         peft_name = f"base_model.model.{name.removeprefix('wrapped.').replace('.default.', '.')}"
         assert torch.equal(left[peft_name], value)
-    config = json.loads((run / "adapter" / "adapter_config.json").read_text())
+    config = json.loads((out / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (16, 32, str(base))
 
 

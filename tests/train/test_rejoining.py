@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from diloco.errors import RendezvousError, RunFinishedError, TransportError
 from diloco.membership import LastViews
 from diloco.protocol import Entry, Rules
-from diloco.train import PeerFleet, fleet_over_tcp
+from diloco.train import PeerFleet
 from diloco.transport import Looking, PeerTransport, Place
 from tests.transport.nowhere import answering, nobody_at, registering
 from tests.transport.relays import frame, stranger_at
@@ -39,7 +40,7 @@ def meet() -> Iterator[Meet]:
             places = [
                 Place(replica=m, num_replicas=registered, rendezvous=address, join_window_s=0.5) for m in range(count)
             ]
-            begin = [lambda place=place: fleet_over_tcp(place, RULES) for place in places]
+            begin = [lambda place=place: PeerFleet(place, RULES) for place in places]
             if ended:
                 open_ones.enter_context(registering(address, Entry(count, str(nowhere))))
             found = at_once(begin)
@@ -85,7 +86,7 @@ def test_one_that_is_started_again_joins_though_another_comes_back_meanwhile(mee
     fleets = meet(4)
     fleets[3].close()
     place = Place(replica=3, num_replicas=4, rendezvous=fleets[1].transport.address, join_window_s=1.0)
-    started = fleet_over_tcp(place, RULES)
+    started = PeerFleet(place, RULES)
     try:
         fleets[0].rejoin(LIMIT_S)
         fleets[0].join(LIMIT_S)
@@ -148,11 +149,21 @@ def test_who_joins_a_view_that_too_few_came_to_is_told_and_a_minority_as_well(me
         fleets[1].rejoin(1.5)
 
 
-def test_who_looks_when_the_others_have_finished_hears_that_the_run_is_over(meet: Meet) -> None:
-    """The others announced it while this replica was not a member."""
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_who_looks_when_the_others_have_finished_hears_that_the_run_is_over(meet: Meet, frozen: int) -> None:
+    """The others announced it while this replica was not a member. If it was frozen, they tried several times."""
     first, second = meet(2)
     second.transport.leave()
-    first.tell_finished()
+    manager, errors = type(first.transport.connections), iter([TimeoutError()] * frozen)
+    open_one = manager.open
+
+    async def open_or_fail(connections: Any, address: Any) -> Any:
+        if error := next(errors, None):
+            raise error
+        return await open_one(connections, address)
+
+    with mock.patch.object(manager, "open", open_or_fail):
+        first.connected.finish()
     first.close()
     for _ in range(1000):
         if second.transport.finishers:

@@ -16,7 +16,7 @@ from diloco.data import build_corpus
 from diloco.events import Event, Lost, RoundCommitted, ViewChanged
 from diloco.model import with_vocabulary
 from diloco.protocol import Rules
-from diloco.train import Session, fleet_over_tcp, follow_views
+from diloco.train import PeerFleet, Session, follow_views
 from diloco.transport import Place, TcpStreams
 from tests.runs import settings_of
 from tests.transport.wires import QUICK, at_once, rendezvous
@@ -30,7 +30,7 @@ class Peer:
     """One replica and its thread, which trains until all replicas are asked to end."""
 
     def __init__(self, place: Place) -> None:
-        self.fleet = fleet_over_tcp(place, RULES)
+        self.fleet = PeerFleet(place, RULES)
         self.events: list[Event] = []
         self.digest = ""
         self.asked = threading.Event()
@@ -52,7 +52,7 @@ class Peer:
                 self.session.step()
                 last = last or self.fleet.stop_step(self.session.totals.steps, wanted=self.asked.is_set())
             self.digest = self.session.global_digest()
-            self.fleet.finish()
+            self.fleet.finish(done=False)
         finally:
             self.fleet.close()
 

@@ -59,12 +59,6 @@ def test_stopping_and_resuming_is_never_stopping(
     assert not [thread for thread in threading.enumerate() if "batches" in thread.name], "all threads have ended"
 
 
-def test_another_number_of_replicas_cannot_know_what_was_read(data: Path, tmp_path: Path) -> None:
-    train(data, tmp_path / "run", f"{STREAMING} --stop-after 2")
-    with pytest.raises(CheckpointError, match="2 replicas streamed their data, so 3 can't continue"):
-        train(data, tmp_path / "run", f"{STREAMING} --replicas 3 --resume {tmp_path / 'run'}")
-
-
 def test_a_stream_of_other_documents_is_refused(data: Path, tmp_path: Path) -> None:
     train(data, tmp_path / "run", f"{STREAMING} --stop-after 2")
     with pytest.raises(CheckpointError, match="saved by a run with data = "):

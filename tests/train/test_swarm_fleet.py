@@ -11,7 +11,7 @@ import pytest
 from diloco.data import Shares, as_message
 from diloco.errors import RunFinishedError
 from diloco.protocol import Rules
-from diloco.train import Held, PeerFleet, fleet_in_swarm
+from diloco.train import Held, PeerFleet
 from diloco.transport import Admission, NodePlace, SwarmPlace
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, LOOPBACK, QUICK
 
@@ -44,16 +44,8 @@ def make(keys: Path) -> Iterator[Make]:
             name="anna-pc",
             join_window_s=join_window_s,
         )
-        fleets.append(
-            fleet_in_swarm(
-                place,
-                Rules(**QUICK | {"rendezvous_timeout_s": 15.0}),
-                Held(held_step),
-                start,
-                margin=1,
-                batch_size=1,
-            )
-        )
+        rules = Rules(**QUICK | {"rendezvous_timeout_s": 15.0, "together": False})
+        fleets.append(PeerFleet(place, rules, held=Held(held_step), replicas=start, margin=1))
         return fleets[-1]
 
     yield made
@@ -70,7 +62,7 @@ def test_who_comes_when_the_others_have_finished_is_told_so_at_once(make: Make) 
     second = make(1, standing, first)
     second.join(LIMIT_S)
     assert first.names() == second.names() == {"0": "anna-pc/0", "1": "anna-pc/1"}
-    first.tell_finished()
+    first.connected.finish()
     first.close()
     second.transport.close()
     with pytest.raises(RunFinishedError, match="the others have finished run 'run', and no member is left"):

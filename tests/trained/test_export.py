@@ -105,7 +105,7 @@ def test_training_goes_on_from_the_folder(run: Path, exported: Path, tmp_path: P
     flags = f"train --init-from {exported} --data {run.parent / 'text.jsonl'} --out {tmp_path / 'on'} --steps 1"
     tiny = "--sequence-length 8 --optimizer.warmup-steps 0 --learning-rate 1e-30 --monitor.console quiet"
     places = "--device cpu --replicas 1 --evaluation.sample-prompts"
-    assert main(f"{flags} {tiny} {places} --algorithm none".split()) == 0
+    assert main(f"{flags} {tiny} {places} --algorithm data-parallel".split()) == 0
     assert same(read_weights(tmp_path / "on"), read_weights(exported))
     assert load_trained(tmp_path / "on").tokenizer.encode(TEXTS[0]) == load_trained(run).tokenizer.encode(TEXTS[0])
 
@@ -249,6 +249,6 @@ def test_a_run_begins_from_its_folder_as_the_same_model_only(
     begun = ["train", "--init-from", str(out), *SHORT.split(), *data, "--learning-rate", "1e-30"]
     assert main(begun) == 2
     assert "holds no exported native decoder. For its own model, use --model hf:" in capsys.readouterr().err
-    assert main([*begun, "--model", f"hf:{gpt2.parent / 'gpt2'}", "--algorithm", "none"]) == 0
+    assert main([*begun, "--model", f"hf:{gpt2.parent / 'gpt2'}", "--algorithm", "data-parallel"]) == 0
     after, before = read_weights(tmp_path / "on"), read_weights(gpt2)
     assert all(torch.allclose(after[name], before[name], rtol=0, atol=1e-20) for name in before)

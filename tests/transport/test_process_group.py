@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -114,6 +115,33 @@ def test_a_rank_that_waits_for_no_round_learns_of_a_loss_before_its_next_step(gr
         first.tick()
 
 
+def writes_for(seconds: float, path: Path) -> None:
+    """Write a file piece by piece."""
+    until_s = time.monotonic() + seconds
+    with path.open("w") as file:
+        while time.monotonic() < until_s:
+            file.write("piece")
+        file.write("end")
+
+
+@pytest.mark.parametrize("in_a_thread", [False, True])
+def test_a_rank_that_writes_for_long_after_a_loss_is_not_ended(
+    in_a_thread: bool, groups: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it saves a checkpoint, itself or in a thread for which it waits. It learns of the loss afterwards."""
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    first, second = groups.meet(2, silence_s=0.3)
+    first.tick()
+    second.close("the disk is full")
+    write = partial(writes_for, 1.5, tmp_path / "file")
+    in_thread(write, "write").result() if in_a_thread else write()
+    with pytest.raises(ReplicaLostError, match="rank 1 has ended: the disk is full"):
+        first.tick()
+    assert codes == []
+    assert (tmp_path / "file").read_text().endswith("end")
+
+
 def test_a_round_that_the_others_will_never_take_part_in_ends(groups: Groups) -> None:
     first, second = groups.meet(2, silence_s=1.0)
     ending = in_thread(second.roll.finish, "ending")
@@ -192,6 +220,9 @@ def rank_of_two(rank: int, names: Sequence[str], folder: Path) -> dict[str, list
     """Train each case without and with a stop, as one of the two ranks of one of two replicas."""
     begin(rank, 4, folder)
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    refused = pytest.raises(ConfigurationError, match="sharded over 4 ranks, but a replica has 2")
+    with connect_process_group(mesh, silence_s=3.0) as transport, refused:
+        Replica(transport.replica, transport, CASES["diloco"], sharded=True)
     torch.distributed.fsdp.fully_shard = partial(torch.distributed.fsdp.fully_shard, mesh=mesh["shard"])
     digests: dict[str, list[str]] = {}
     for name, parts in itertools.product(names, PARTS):

@@ -7,6 +7,7 @@ import contextlib
 import random
 import re
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,17 @@ import pytest
 import torch
 
 from diloco.errors import RendezvousError
-from diloco.transport import Node, PeerRecord, PeerTransport, join, load_identity, new_secret
+from diloco.transport import (
+    Address,
+    Connected,
+    Node,
+    PeerRecord,
+    PeerStreams,
+    PeerTransport,
+    join,
+    load_identity,
+    new_secret,
+)
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import nobody_at
 from tests.transport.relays import frame
@@ -199,6 +210,29 @@ def test_who_ended_while_it_looked_is_not_waited_for(swarms: Swarms, member: Pee
     with pytest.raises(RendezvousError):
         swarms.peer(1, [member], run="ended", held_step=90, join_window_s=60.0, rendezvous_timeout_s=0.1)
     assert not swarms.peer(2, [member], run="ended", held_step=50, silence_s=1.0).joining
+
+
+def test_two_that_can_not_ask_each_other_yet_found_one_swarm(
+    swarms: Swarms, member: PeerTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind routers, a relay knows them after minutes only. Before, both had founded a swarm by then."""
+    usual, routes = PeerStreams.open, threading.Event()
+
+    async def open_later(streams: PeerStreams, address: Address) -> Any:
+        if not routes.is_set():
+            raise OSError("no route")
+        return await usual(streams, address)
+
+    def found() -> Connected:
+        connected = swarms.peer(1, [member], **looks)
+        routes.set()
+        return connected
+
+    monkeypatch.setattr(PeerStreams, "open", open_later)
+    looks: dict[str, Any] = {"run": "routers", "join_window_s": 4.0, "held_step": 50}
+    first, second = at_once([found, lambda: swarms.peer(2, [member], **looks)])
+    assert (first.joining, second.joining) == (False, True)
+    assert first.swarm == second.swarm
 
 
 def test_why_the_network_cannot_be_entered_is_said(swarms: Swarms, member: PeerTransport) -> None:

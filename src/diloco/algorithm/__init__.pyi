@@ -28,6 +28,7 @@ from .merge import MergeRule as MergeRule
 from .merge import RebaseMerge as RebaseMerge
 from .merge import carry_over as carry_over
 from .muon import Muon as Muon
+from .muon import hidden_matrices as hidden_matrices
 from .muon import muon as muon
 from .optim import Nesterov as Nesterov
 from .optim import OuterOptimizer as OuterOptimizer
@@ -37,7 +38,6 @@ from .optim import Sgd as Sgd
 from .optim import at as at
 from .optim import digest_state as digest_state
 from .optim import digest_tensors as digest_tensors
-from .optim import host_pieces as host_pieces
 from .orthogonal import orthogonalised as orthogonalised
 from .partition import FragmentLayout as FragmentLayout
 from .partition import Strategy as Strategy

@@ -114,7 +114,7 @@ class Nesterov:
         state.step += 1
 
 
-PIECE_BYTES = 1 << 25  # 32 MiB: GPU memory is hashed in pieces of this size, two of which are pinned on the host
+_PIECE_BYTES = 1 << 25  # GPU memory is copied and hashed in pieces of this size
 
 
 def digest_state(global_params: Tensor, state: OuterState) -> str:
@@ -132,28 +132,6 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
     for name, tensor in tensors.items():
         digest.update(name.encode() + b"\0")
         data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        for piece in (data,) if data.device.type == "cpu" else host_pieces(data, PIECE_BYTES):
-            digest.update(piece.numpy().data)
+        for piece in torch.split(data, _PIECE_BYTES) if data.numel() else ():
+            digest.update(piece.cpu().numpy().data)
     return digest.hexdigest()
-
-
-def host_pieces(data: Tensor, piece_bytes: int) -> Iterator[Tensor]:
-    """Yield ``data``, ``(n,)`` uint8, in pieces copied to host memory.
-
-    Each piece is valid until the next one is requested, and is copied while the caller uses the one before it.
-    """
-    pinned = data.is_cuda
-    size = min(piece_bytes, len(data))
-    buffers = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(2)]
-    ready: Tensor | None = None
-    for number, piece in enumerate(torch.split(data, piece_bytes)):
-        host = buffers[number % 2][: len(piece)]
-        host.copy_(piece, non_blocking=True)
-        arrived = torch.cuda.current_stream(data.device).record_event() if pinned else None
-        if ready is not None:
-            yield ready
-        if arrived is not None:
-            arrived.synchronize()
-        ready = host
-    if ready is not None:
-        yield ready

@@ -6,7 +6,6 @@ starts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -56,7 +55,8 @@ class SyncSettings:
     """A table of arguments for each of codec, outer, merge and average, such as arguments.codec.block_size. Yours get
     all of theirs. int8, fp4: block_size (256). nesterov, sgd, adam: schedule of the outer learning rate (constant,
     linear or cosine), final_ratio (0), momentum_warmup in outer steps. average: max_norm, to which the norm of a
-    contribution is clipped, and codec of the means (auto, float32, bfloat16, int8, fp4)."""
+    contribution is clipped, codec of the means (auto, float32, bfloat16, int8, fp4), and momentum: whether that of Muon
+    travels with its matrices and is averaged, which up to doubles the bytes."""
 
     def arguments_of(self, role: str) -> Mapping[str, Any]:
         """Return the arguments of the codec, outer optimizer, merge rule or average (``role``)."""
@@ -74,6 +74,12 @@ class SyncSettings:
         """The codec of means; auto: see `MeanEncoding.choices`."""
         name: str = self.arguments_of("average").get("codec", "auto")
         return name
+
+    @property
+    def average_momentum(self) -> bool:
+        """Whether Muon's momentum is averaged with the matrices."""
+        wanted: bool = self.arguments_of("average").get("momentum", False)
+        return wanted
 
     @property
     def whole_contributions(self) -> bool:
@@ -94,11 +100,7 @@ class SyncSettings:
                 raise ConfigurationError(
                     f"sync.arguments.{role} must be a table such as {{block_size = 64}}, got {arguments!r}."
                 )
-        bound: Any = self.max_norm
-        if bound is not None and not (type(bound) in (int, float) and 0 < bound < math.inf):
-            raise ConfigurationError(f"sync.arguments.average.max_norm must be a positive number, got {bound!r}.")
-        block: Any = self.arguments_of("codec").get("block_size", 256)
-        if ":" not in (self.codec or "") and not (type(block) is int and 2 <= block <= 65536 and block % 2 == 0):
+        if type(self.average_momentum) is not bool:
             raise ConfigurationError(
-                f"sync.arguments.codec.block_size must be an even number from 2 to 65536, got {block!r}."
+                f"sync.arguments.average.momentum must be true or false, got {self.average_momentum!r}."
             )

@@ -316,8 +316,7 @@ def _newest(place: _Place, uploads: Mapping[str, list[_Upload]]) -> dict[str, tu
     """Return the newest upload of each replica's state, all of the same step; "" is the run folder of replica 0."""
 
     def state(manifest: Manifest) -> tuple[int, object]:
-        shared = manifest.about.get("algorithm") != "none"  # else each replica has its own parameters
-        return manifest.step, manifest.about.get("global_params_digest") if shared else None
+        return manifest.step, manifest.about.get("global_params_digest")
 
     whole = {
         replica: [(each, manifest) for each in group if (manifest := place.read(each))]

@@ -33,8 +33,7 @@ T = TypeVar("T")
 
 _FORMAT_VERSION = 3  # incremented if a reader of the previous version can't read new checkpoints
 _MANIFEST_NAME = "manifest.json"
-_PART_NAME = re.compile(r"(?!manifest\Z)[a-z0-9][a-z0-9_-]*\Z")  # lower case, as some file systems ignore case
-_PICKLES = {".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"}
+_PART = re.compile(r"(?!manifest\Z)[a-z0-9][a-z0-9_-]*")  # lower case, as some file systems ignore case
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,25 +48,9 @@ class Manifest:
     """The facts about the files of each part, by part and file name, in the order in which they were saved."""
 
 
-def check_part_name(part: str) -> None:
-    """Refuse the name of a part that is no portable file name, or that of the manifest."""
-    if not _PART_NAME.match(part):
-        raise CheckpointError(
-            f"The name of a checkpoint part must consist of lower-case letters, digits, _ and -, and must not be "
-            f"'manifest'; got {part!r}. Nothing was saved or loaded."
-        )
-
-
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write ``manifest.json`` into ``folder``. What JSON can't represent is a `CheckpointError`."""
-    try:
-        content = _sealed({"format_version": _FORMAT_VERSION, **asdict(manifest)})
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"The metadata of a checkpoint can't be saved as JSON ({error}). Use only text, finite numbers, lists and "
-            "dictionaries. Nothing was saved."
-        ) from error
-    write_file(folder / _MANIFEST_NAME, [content])
+    """Write ``manifest.json`` into ``folder``."""
+    write_file(folder / _MANIFEST_NAME, [_sealed({"format_version": _FORMAT_VERSION, **asdict(manifest)})])
 
 
 def _sealed(members: Mapping[str, Any]) -> bytes:
@@ -102,10 +85,10 @@ def read_manifest(folder: Path) -> Manifest:
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{path} is malformed: {error}.") from error
     for part, files in manifest.parts.items():
-        check_part_name(part)
-        for name in files:
+        for name in files or [""]:
             # only the plain names of a part are allowed, so no path can point outside the folder
-            if not re.fullmatch(rf"{part}(\.json|(-rank-\d+)?\.safetensors)", name) or f"{part}.json" not in files:
+            plain = re.fullmatch(rf"{part}(\.json|(-rank-\d+)?\.safetensors)", name) if _PART.fullmatch(part) else None
+            if not plain or f"{part}.json" not in files:
                 raise CheckpointError(
                     f"{path} is refused: part {part!r} names the file {name!r}, which may be outside the checkpoint's "
                     "folder."
@@ -240,11 +223,6 @@ def _stand_in(place: Path) -> Path:
 
 
 def _resolve(path: Path) -> Path:
-    if path.suffix in _PICKLES and path.is_file():
-        raise CheckpointError(
-            f"{path} is a pickle, which could run arbitrary code when it is read. Use a checkpoint folder of diloco, "
-            "or start a new run from the weights in a .safetensors file. Nothing was loaded."
-        )
     if STEP_NAME.match(path.name):
         return _stand_in(path)
     if path.name == LATEST and not path.is_dir():
@@ -271,10 +249,8 @@ def _newest(folder: Path) -> Path:
     # `latest` is missing if a save was killed right after the first checkpoint was complete
     if complete := list_checkpoints(folder):
         return complete[-1].path
-    pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix in _PICKLES) if folder.is_dir() else []
-    why = f" ({pickles[0]} is a pickle, which could run arbitrary code and is not read)" if pickles else ""
     raise CheckpointError(
-        f"{folder} holds no complete checkpoint{why}. Use a folder in which a run has saved one. Nothing was loaded."
+        f"{folder} holds no complete checkpoint. Use a folder in which a run has saved one. Nothing was loaded."
     )
 
 

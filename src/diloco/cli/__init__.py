@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import hashlib
 import importlib
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -74,8 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         elif not _said_already(str(error)):
             trains = isinstance(error, ConfigurationError) and words[:1] in (["train"], ["finetune"])
-            nothing = " Nothing was started." if trains else ""
-            say(f"{error}{_near_paths(str(error), words)}{nothing}", "error")
+            say(f"{error}{' Nothing was started.' if trains else ''}", "error")
         return MISUSED if isinstance(error, ConfigurationError) else FAILED
     except KeyboardInterrupt:
         say("interrupted.", "error")
@@ -99,21 +95,6 @@ def _said_already(message: str) -> bool:
     except (LookupError, OSError) as error:
         return isinstance(error, FileExistsError)
     return False
-
-
-def _near_paths(message: str, words: Sequence[str]) -> str:
-    """Return a hint with the nearest name for each path in a message that was words and does not exist."""
-    if not re.search("not exist|No such file|there is no f|not a local|nor an existing", message):
-        return ""
-    hints: list[str] = []
-    for word in words[1:]:
-        place = (word.partition("=")[2] if word.startswith("-") else word).removeprefix("hf:").rstrip("/")
-        path = Path(place).expanduser()
-        with contextlib.suppress(OSError, ValueError):  # a text that can't be a path
-            if place and str(path) in message and not path.exists():
-                close = difflib.get_close_matches(path.name, [each.name for each in path.parent.iterdir()], n=1)
-                hints += [f" Did you mean {str(path.with_name(name))!r}?" for name in close]
-    return "".join(dict.fromkeys(hints))
 
 
 def _dispatch(words: Sequence[str]) -> int:

@@ -102,20 +102,12 @@ def run_status(arguments: Sequence[str]) -> int:
     if options.folder:
         print(_checkpoint(options.folder, as_json=options.json))
         return 0
-    if options.every is not None:
-        with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(_show(options, options.every))
+    try:
+        return asyncio.run(_show_peers(options))
+    except KeyboardInterrupt:
+        if options.every is None:
+            raise
         return 0
-
-    async def ask() -> Sequence[PeerReport]:
-        async with options.open_client() as client:
-            return await client.ask()
-
-    reports = asyncio.run(ask())
-    print(json.dumps([asdict(each) for each in reports], indent=2) if options.json else _table(reports))
-    for words in _remarks(reports, options.run):
-        say(words, "warning")
-    return 0 if any(each.status for each in reports) else 1
 
 
 def _checkpoint(folder: Path, *, as_json: bool) -> str:
@@ -157,28 +149,24 @@ def _value(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-async def _show(options: StatusOptions, every_s: float) -> None:
-    """Print the table repeatedly. On a terminal each table replaces the one before."""
-    from rich.live import Live
-    from rich.text import Text
-
-    from diloco.monitor import VisibleConsole
-
-    console = VisibleConsole()
+async def _show_peers(options: StatusOptions) -> int:
     async with options.open_client() as client:
-        with Live(console=console, auto_refresh=False) as live:
-            while True:
-                try:
-                    reports = await client.ask()
-                    when = f"run {options.run!r} at {time.strftime('%H:%M:%S')}; Ctrl-C stops"
-                    shown = "\n\n".join([when, _table(reports), *_remarks(reports, options.run)])
-                except (DiLoCoError, OSError) as error:
-                    shown = f"The peers could not be queried; trying again: {error}"
-                if console.is_terminal:
-                    live.update(Text(shown, no_wrap=True, overflow="ellipsis"), refresh=True)
-                else:
-                    print(shown + "\n", flush=True)
-                await asyncio.sleep(every_s)
+        while True:
+            try:
+                reports = await client.ask()
+            except (DiLoCoError, OSError) as error:
+                if options.every is None:
+                    raise
+                say(f"the peers could not be queried; trying again: {error}", "warning")
+            else:
+                as_json = json.dumps([asdict(each) for each in reports], indent=2) if options.json else ""
+                print(as_json or _table(reports), flush=True)
+                for words in _remarks(reports, options.run):
+                    say(words, "warning")
+                if options.every is None:
+                    return 0 if any(each.status for each in reports) else 1
+            await asyncio.sleep(options.every)
+            print()
 
 
 def _table(reports: Sequence[PeerReport]) -> str:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from diloco.config.flags import CommandLine, parse_flags
 from diloco.config.keys import Values, build, flatten, merge, read_tables, read_toml, typed_values
-from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model import get_preset, parse_source
 from diloco.monitor import MonitorSettings
-from diloco.plugins import is_own, same_code
-from diloco.private_files import read_regular
 from diloco.train import RunSettings
 
 DEFAULT_PRESET = "tiny"
@@ -79,33 +73,20 @@ def compose(line: CommandLine) -> Configuration:
     """Return the configuration composed of the layers preset, TOML file and flags.
 
     A model from a source replaces the model of the preset. If the source is a transformers folder with a tokeniser and
-    none is given, that tokeniser is used. A run that starts from the checkpoint of such a model (``train.init_from``)
-    and names no preset or model uses the model of the checkpoint.
+    none is given, that tokeniser is used.
 
     Raises:
         ConfigurationError: for an unknown key or preset, a value of the wrong type or out of range, or a size of the
             native decoder together with a source.
     """
-    swallowed = [path for path in line.values.get("data.paths", ()) if path.endswith(".toml")]
-    if line.file is None and swallowed:
-        raise ConfigurationError(
-            f"--data includes {swallowed[-1]}, which looks like a settings file. To use it as settings, put it before "
-            "--data. To train on it as text, put it in a folder and give the folder."
-        )
     in_file: Values = line.defaults | ({} if line.file is None else read_toml(line.file, Configuration))
     asked = in_file | line.values
     preset = preset_values(asked.get("preset", DEFAULT_PRESET), asked)
     if asked.get("network.transport") == "swarm":
         preset["network.replicas"] = 1  # a swarm begins with its first peer
-    init_from = asked.get("train.init_from")
-    model: Values = {}
-    if init_from is not None:
-        named = {name for name in asked if name.startswith("model.")}
-        if "preset" not in asked and named <= {"model.source"}:
-            model = _model_of_checkpoint(init_from.expanduser(), asked)
-        if model.get("model.source", asked.get("model.source")) is None:
-            preset |= _model_of_folder(init_from.expanduser())
-    settings = layered(flatten(Configuration()), preset, model, in_file, line.values)
+    if (init_from := asked.get("train.init_from")) is not None and asked.get("model.source") is None:
+        preset |= _model_of_folder(init_from.expanduser())
+    settings = layered(flatten(Configuration()), preset, in_file, line.values)
     if settings["model.source"] is not None and "data.tokenizer" not in asked:
         source = parse_source(settings["model.source"])
         place = Path(source.place).expanduser()
@@ -183,37 +164,9 @@ def _finetune_values(asked: Mapping[str, Any]) -> Values:
         values |= short if steps < _SHORT_RUN_ROUNDS * inner_steps else long
     if asked.get("model.lora_rank") == 0:  # all weights are trained
         values["optimizer.learning_rate"] = 2e-5
-    if asked.get("model.source") is not None:
-        source = parse_source(asked["model.source"])
-        # what is wrong with the folder is said when the model is built
-        with suppress(OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError):
-            config = json.loads(read_regular(Path(source.place).expanduser() / "config.json"))
-            longest = config.get("max_position_embeddings") or config.get("n_positions") or _LONGEST
-            values["train.sequence_length"] = min(_LONGEST, int(longest))
-        if asked.get("network.transport") == "swarm":
-            values["network.run"] = f"finetune-{source.label}"
+    if asked.get("model.source") is not None and asked.get("network.transport") == "swarm":
+        values["network.run"] = f"finetune-{parse_source(asked['model.source']).label}"
     return values
-
-
-def _model_of_checkpoint(path: Path, asked: Values) -> Values:
-    """Return the ``model.*`` keys of a checkpoint if its model came from a source and the user chose no other."""
-    if path.suffix == ".safetensors" or (path / "config.json").is_file():
-        return {}
-    from diloco.checkpoint import open_checkpoint
-
-    try:
-        checkpoint = open_checkpoint(path)
-    except CheckpointError:
-        return {}  # the code that loads the checkpoint reports what is wrong with it
-    described: Any = checkpoint.about.get("model")
-    stored, named = described.get("source") if isinstance(described, dict) else None, asked.get("model.source")
-    if stored is None or (named is not None and not (is_own(stored) and same_code(stored, named))):
-        return {}
-    from diloco.trained import model_settings
-
-    section = model_settings(checkpoint, named)
-    values = {f"model.{each.name}": getattr(section, each.name) for each in dataclasses.fields(section)}
-    return {name: value for name, value in values.items() if value not in (None, {}, 0)}
 
 
 def _model_of_folder(folder: Path) -> Values:

@@ -80,12 +80,7 @@ class Key:
 
 
 def _keys(settings_type: Any) -> dict[str, Key]:
-    """Return all keys of a settings dataclass by name: top-level keys first, then section by section.
-
-    >>> from diloco.train.settings import RunSettings
-    >>> keys_of(RunSettings)["train.stop_after"].aliases
-    ('--stop-after',)
-    """
+    """Return all keys of a settings dataclass by name: top-level keys first, then section by section."""
     top: dict[str, Key] = {}
     nested: dict[str, Key] = {}
     hints = get_type_hints(settings_type, include_extras=True)
@@ -154,7 +149,7 @@ def build(settings_type: type[T], values: Mapping[str, Any]) -> T:
     sections: dict[str, Values] = {}
     for name, value in values.items():
         if name not in known:
-            raise ConfigurationError(f"there is no setting {name!r}; {nearest_key(name, known)}")
+            raise ConfigurationError(f"there is no setting {name!r}{_meant(name, known)}")
         section, _, leaf = name.partition(".")
         if leaf:
             sections.setdefault(section, {})[leaf] = value
@@ -209,43 +204,25 @@ def replacement(name: str, command: str = "") -> str | None:
     return None if new is None else f"it is now {new}." if new else "it is gone: nothing has to be set."
 
 
-def nearest_key(name: str, known: Iterable[str]) -> str:
-    """Return a sentence with the key or section nearest to ``name``, or with all keys of its section.
+def nearest_name(word: str, known: Iterable[str]) -> str | None:
+    """Return the known key or flag that is probably meant by ``word``, of which the last part counts most.
 
-    >>> known = ["train.steps", "sync.inner_steps", "checkpoint.keep", "checkpoint.resume"]
-    >>> nearest_key("train.stesp", known), nearest_key("network.inner_step", known)
-    ("did you mean 'train.steps'?", "did you mean 'sync.inner_steps'?")
-    >>> nearest_key("checkpoint.colour", known)
-    '[checkpoint] has: keep, resume.'
+    >>> known = ["train.steps", "sync.inner_steps", "--learning-rate", "--batch-size", "--train.steps", "--steps"]
+    >>> [nearest_name(word, known) for word in ("train.stesp", "steps", "--batchsize", "--train.stesp", "--zz")]
+    ['train.steps', 'train.steps', '--batch-size', '--train.steps', None]
     """
-    section, _, leaf = name.rpartition(".")
-    parts = [(key, *key.rpartition(".")[::2]) for key in known]
-    siblings = {end: key for key, group, end in parts if group == section}
-    sections = {group: f"[{group}]" for _, group, _ in parts if group}
-    choices = {end: key for key, _, end in parts} | sections | siblings
-    close = difflib.get_close_matches(leaf.replace("-", "_"), choices, n=1, cutoff=0.7)
-    if close:
-        return f"did you mean {choices[close[0]]!r}?"
-    if siblings and section:
-        return f"[{section}] has: {', '.join(sorted(siblings))}."
-    return f"the sections are: {', '.join(sorted(sections.values()))}."
-
-
-def nearest_flag(word: str, flags: Iterable[str]) -> str | None:
-    """Return the flag that is probably meant by an unknown one, which may come from another program.
-
-    >>> flags = ["--learning-rate", "--outer-learning-rate", "--run", "--train.steps", "--steps", "--batch-size"]
-    >>> [nearest_flag(word, flags) for word in ("--lr", "--batchsize", "--max-steps", "--train.stesp", "--zz")]
-    ['--learning-rate', '--batch-size', '--steps', '--train.steps', None]
-    """
-    section, dot, leaf = word.lstrip("-").replace("_", "-").lower().rpartition(".")
-    meant = next((flag for flag, others in _NAMES["elsewhere"].items() if leaf in others), leaf)
-    meant = "-".join(filter(None, (_NAMES["parts"].get(part, part) for part in meant.split("-")))) or leaf
+    dashes = "-" if word.startswith("-") else "_"
+    meant = word.lstrip("-").replace("-" if dashes == "_" else "_", dashes)
     names: dict[str, str] = {}
-    for flag in sorted(flags, key=lambda flag: "." in flag):  # short ones first
-        names |= {flag[2:]: flag} | {flag[2:].rpartition(".")[2]: flag} | names
-    close = difflib.get_close_matches(f"{section}{dot}{meant}", names, n=1)
+    for name in known:
+        names = {name.lstrip("-").rpartition(".")[2]: name} | names | {name.lstrip("-"): name}
+    whole = difflib.get_close_matches(meant, names, n=1, cutoff=0.75)
+    close = whole or difflib.get_close_matches(meant.rpartition(".")[2], names, n=1, cutoff=0.7)
     return names[close[0]] if close else None
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    return f"; did you mean {close!r}?" if (close := nearest_name(name, known)) else "."
 
 
 MAY_BE_EMPTY = ("prompt", "system", "evaluation.sample_prompts")
@@ -287,15 +264,7 @@ def parse_tables(text: str, where: str) -> dict[str, Any]:
 
 
 def typed_values(tables: Mapping[str, Any], settings_type: type, where: str, section: str = "") -> Values:
-    """Return the values of the nested tables of a section, converted to the types of ``settings_type``.
-
-    >>> from diloco.train.settings import RunSettings
-    >>> typed_values({"train": {"steps": 50}}, RunSettings, "run.toml")
-    {'train.steps': 50}
-    >>> typed_values({"train": {"stesp": 50}}, RunSettings, "run.toml")
-    Traceback (most recent call last):
-    diloco.errors.ConfigurationError: run.toml: unknown key 'train.stesp'; did you mean 'train.steps'?
-    """
+    """Return the values of the nested tables of a section, converted to the types of ``settings_type``."""
     known = keys_of(settings_type)
     sections = {key.section for key in known.values()}
     values: Values = {}
@@ -312,19 +281,8 @@ def typed_values(tables: Mapping[str, Any], settings_type: type, where: str, sec
             for old in (name, *(f"{name}.{leaf}" for leaf in (value if isinstance(value, dict) else ()))):
                 if hint := replacement(old):
                     raise OldKeyError(f"{where}: key {old!r}; {hint}")
-            raise ConfigurationError(f"{where}: unknown key {name!r}; {nearest_key(name, known)}")
+            raise ConfigurationError(f"{where}: unknown key {name!r}{_meant(name, [*known, *sections])}")
     return values
-
-
-_EXPECTED = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a string",
-    Path: "a path in quotes",
-    Duration: DURATION.expected,
-    Rate: RATE.expected,
-}
 
 
 def convert(key: Key, value: Any, what: str, *, typed: bool = False) -> Any:
@@ -342,29 +300,27 @@ def convert(key: Key, value: Any, what: str, *, typed: bool = False) -> Any:
         return None
     try:
         if key.name not in MAY_BE_EMPTY and (value == "" or (isinstance(value, list) and "" in value)):
-            raise msgspec.ValidationError("a value that is not empty")
+            raise msgspec.ValidationError("expected a value that is not empty")
         return freeze(msgspec.convert(value, key.annotation, strict=is_text or not typed, dec_hook=_decode))
     except msgspec.ValidationError as error:
         if new := _NAMES["values"].get(f"{key.name}={value}"):
             raise OldKeyError(f"{what}; it is now {new}.") from None
         works = str(error).partition(" - at ")[0]
-        if works.startswith(("Expected", "Invalid")):
-            choices = ", ".join(get_args(key.kind)) if get_origin(key.kind) is Literal else ""
-            works = f"one of {choices}" if choices else _EXPECTED.get(key.kind, "a table")
-            works = f"a list, each item {works}" if key.is_list else works
-        raise ConfigurationError(f"{what} is not valid; expected {works}.") from None
+        if get_origin(key.kind) is Literal:
+            works = f"expected one of {', '.join(get_args(key.kind))}"
+        raise ConfigurationError(f"{what} is not valid: {works.replace('`', '')}.") from None
 
 
 def _decode(kind: type, value: Any) -> Any:
     if kind is Path:
         if not isinstance(value, str) or "\0" in value:
-            raise msgspec.ValidationError("a path in quotes, without null characters")
+            raise msgspec.ValidationError("expected a path in quotes, without null characters")
         return Path(value)
     quantity = DURATION if kind is Duration else RATE
     try:
         return kind(parse(str(value), "", quantity))
     except ConfigurationError:
-        raise msgspec.ValidationError(quantity.expected) from None
+        raise msgspec.ValidationError(f"expected {quantity.expected}") from None
 
 
 def freeze(value: Any) -> Any:
@@ -375,26 +331,23 @@ def freeze(value: Any) -> Any:
         return {key: freeze(item) for key, item in value.items()}
     if value is None or isinstance(value, bool | int | float | str | Path):
         return value
-    raise msgspec.ValidationError("true or false, a number, a string, a list or a table")
+    raise msgspec.ValidationError("expected true or false, a number, a string, a list or a table")
 
 
-def to_toml(settings: Any, *, beneath: Mapping[str, Any] = {}, given: Mapping[str, Any] = {}) -> str:
+def to_toml(settings: Any, *, beneath: Mapping[str, Any] = {}) -> str:
     """Return a settings dataclass as TOML, which `parse_toml` reads back, with or without ``beneath`` as a layer below.
 
     Keys that are None are omitted, except where the layer below would set them; there they are written as "none".
 
     Args:
         beneath: the values of the preset that may be below the file when it is read.
-        given: the values before derivation. Keys that are None here but have a value in ``settings`` are marked as
-            derived.
     """
     sections: dict[str, str] = {"": ""}
     values = flatten(settings)
     for name, key in keys_of(type(settings)).items():
         value = values[name]
         if value is not None or key.default is not None or beneath.get(name) is not None:
-            mark = "  # derived" if value is not None and given.get(name, value) is None else ""
-            line = f"{key.leaf} = {json.dumps(UNSET) if value is None else in_toml(value)}{mark}\n"
+            line = f"{key.leaf} = {json.dumps(UNSET) if value is None else in_toml(value)}\n"
             sections[key.section] = sections.get(key.section, "") + line
     top = sections.pop("")
     return "\n".join([*([top] if top else []), *(f"[{section}]\n{lines}" for section, lines in sections.items())])

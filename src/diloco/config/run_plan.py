@@ -10,14 +10,13 @@ import dataclasses
 import operator
 import os
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from diloco import __version__
-from diloco.config.configuration import FINETUNE, Configuration, compose, layered, parse_arguments, preset_values
+from diloco.config.configuration import FINETUNE, Configuration, compose, layered, preset_values
 from diloco.config.flags import CommandLine, command_text
 from diloco.config.keys import OldKeyError, Values, build, flatten, in_toml, keys_of, read_toml, to_toml
 from diloco.errors import ConfigurationError
@@ -37,8 +36,8 @@ _CHANGEABLE = (
     *("network", "emulate", "data.skip_bad"),
 )
 """Keys and sections that may change when a run resumes. None of them changes what a step of a replica computes, except
-that `train.steps` stretches the learning-rate schedule. Another number of replicas changes the mean. The run prints a
-note about both."""
+that `train.steps` stretches the learning-rate schedule, which the run prints a note about. Only a swarm may change
+`network.replicas`, and it can't change its transport."""
 
 _PLACES = (
     *("data.paths", "data.tokenizer", "data.format", "model.source", "network.secret_file"),
@@ -75,22 +74,19 @@ def plan_run(line: CommandLine) -> RunPlan:
             f"settings from its own folder. Use `{command_text('train', flags={'--resume': asked.checkpoint.resume})}`."
         )
     resolved = _resolved(asked)
-    return RunPlan(configuration=resolved, record=_record(resolved, asked), source=None, notes=notes(resolved))
-
-
-def _limits(settings: Configuration) -> dict[str, int | None]:
-    """Return the layers and the longest sequence of the model, as `resolve` takes them."""
-    if settings.model.source is None:
-        model = settings.model.decoder
-        return {"num_layers": model.layers, "max_sequence_length": model.max_sequence_length}
-    from diloco.train import outline
-
-    built = outline(settings, 1024)  # without parameters; layers and positions don't depend on the vocabulary
-    return {"num_layers": built.num_layers, "max_sequence_length": built.max_sequence_length}
+    return RunPlan(configuration=resolved, record=_record(resolved), source=None, notes=notes(resolved))
 
 
 def _resolved(asked: Configuration) -> Configuration:
-    resolved = resolve(asked, **_limits(asked))
+    if asked.model.source is None:
+        model = asked.model.decoder
+        layers, longest = model.layers, model.max_sequence_length
+    else:
+        from diloco.train import outline
+
+        built = outline(asked, 1024)  # without parameters; layers and positions don't depend on the vocabulary
+        layers, longest = built.num_layers, built.max_sequence_length
+    resolved = resolve(asked, num_layers=layers, max_sequence_length=longest)
     if resolved.sync.arguments or any(is_own(operator.attrgetter(key)(resolved)) for key in _CODE_KEYS):
         from diloco.train import check_components
 
@@ -110,11 +106,12 @@ def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
     confirm(source, saved, line.values)
     wanted = flatten(_with_absolute_paths(build(Configuration, layered(saved, line.values))))
     swarm = "swarm" in (saved["network.transport"], wanted["network.transport"])  # it divides the data otherwise
+    decided = "network.transport" if swarm else "network.replicas"
     fixed = [
         f"{name} from {in_toml(saved[name])} to {in_toml(wanted[name])}"
         for name in line.values
         if not same_code(wanted[name], saved[name])
-        and ((swarm and name == "network.transport") or not {name, name.partition(".")[0]} & {*_CHANGEABLE})
+        and (name == decided or not {name, name.partition(".")[0]} & {*_CHANGEABLE})
     ]
     if fixed:
         raise ConfigurationError(
@@ -190,11 +187,11 @@ def _run_folder(resume: Path) -> tuple[Path, Path]:
     )
 
 
-def _record(configuration: Configuration, asked: Configuration | None = None) -> str:
+def _record(configuration: Configuration) -> str:
     """Return the text of ``config.toml``, with which `diloco train config.toml` repeats the run."""
     left_out = {name: keys_of(Configuration)[name].default for name in (*_PROCESS_KEYS, *_PER_CALL_KEYS)}
-    values, given = flatten(configuration) | left_out, {} if asked is None else flatten(asked)
-    text = to_toml(build(Configuration, values), beneath=preset_values(configuration.preset, values), given=given)
+    values = flatten(configuration) | left_out
+    text = to_toml(build(Configuration, values), beneath=preset_values(configuration.preset, values))
     return f"# Settings as resolved by diloco {__version__}; `diloco train config.toml` repeats this run.\n\n{text}"
 
 
@@ -258,13 +255,12 @@ def join_command(configuration: Configuration, folder: Path) -> str:
         values = {"preset": configuration.preset, **values}
     if configuration.preset == FINETUNE:  # its number of steps follows from data
         values["train.steps"] = goal["train.steps"]
-    limits = _limits(configuration)
     with contextlib.suppress(ConfigurationError):  # such as a list that is empty
         for _ in range(3):  # what was set may change what follows
-            settings = flatten(resolve(_with_absolute_paths(compose(CommandLine(values=values))), **limits))
+            settings = flatten(_resolved(_with_absolute_paths(compose(CommandLine(values=values)))))
             other = {name: value for name, value in goal.items() if value != settings[name] and name not in private}
-            text = command_text("train", flags=_flags(values))
-            if not other and parse_arguments(shlex.split(text)[2:]).values == values:
+            if not other:
+                text = command_text("train", flags=_flags(values))
                 # paths below the working directory are relative, since other machines have them as well
                 return re.sub(rf"(?<![\w./-]){re.escape(str(Path.cwd()))}/", "", text)
             values |= other

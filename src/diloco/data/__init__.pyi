@@ -18,13 +18,10 @@ from .order import Shares as Shares
 from .order import as_message as as_message
 from .order import permute as permute
 from .order import read_message as read_message
-from .packed import PackedTokens as PackedTokens
-from .packed import TokenArray as TokenArray
 from .settings import DataSettings as DataSettings
 from .source import Source as Source
 from .source import is_heldout as is_heldout
 from .source import split_documents as split_documents
-from .token_folder import tokenize as tokenize
 from .tokenizer import ByteTokenizer as ByteTokenizer
 from .tokenizer import Tokenizer as Tokenizer
 from .tokenizer import byte_letters as byte_letters
@@ -32,3 +29,6 @@ from .tokenizer import load_hub_tokenizer as load_hub_tokenizer
 from .tokenizer import load_tokenizer as load_tokenizer
 from .tokenizer import make_tokenizer as make_tokenizer
 from .tokenizer import train_bpe as train_bpe
+from .tokens import PackedTokens as PackedTokens
+from .tokens import TokenArray as TokenArray
+from .tokens import tokenize as tokenize

@@ -14,11 +14,18 @@ import xxhash
 from diloco.data.chat import PackedRows, all_rows, chat_rows
 from diloco.data.chat_tokenizer import ChatTokenizer
 from diloco.data.loader import Batches, DocumentStream, Drawing, Sampler
-from diloco.data.packed import PackedTokens
 from diloco.data.settings import DataSettings
 from diloco.data.source import Source, is_heldout
-from diloco.data.token_folder import SPLITS, TokenFolder, encode_splits, token_folders, training_texts
 from diloco.data.tokenizer import Tokenizer, make_tokenizer
+from diloco.data.tokens import (
+    SPLITS,
+    PackedTokens,
+    TokenFolder,
+    encode_splits,
+    pack,
+    token_folders,
+    training_texts,
+)
 from diloco.errors import ConfigurationError, DataError
 from diloco.units import format_bytes
 
@@ -121,7 +128,8 @@ def heldout_data(
             return all_rows(replace(settings, paths=tuple(paths)), tokenizer, sequence_length)
         return chat_rows(settings, tokenizer, sequence_length)[1]
     if paths:
-        return tokenizer.pack(list(Source(replace(settings, paths=tuple(paths), streaming=False)).documents()))
+        source = Source(replace(settings, paths=tuple(paths), streaming=False))
+        return pack(list(source.documents()), tokenizer)
     if settings.streaming:
         return _first_heldout(Source(settings), tokenizer)
     return _splits(settings, token_folders(settings), tokenizer)[1]
@@ -161,7 +169,7 @@ def _first_heldout(source: Source, tokenizer: Tokenizer) -> PackedTokens:
             f"data.heldout_fraction={source.settings.heldout_fraction:g} holds out none of the documents. Use a larger "
             "fraction, or more documents."
         )
-    return tokenizer.pack(texts)
+    return pack(texts, tokenizer)
 
 
 def _check_settings(settings: DataSettings, folders: Sequence[TokenFolder]) -> None:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from diloco.data.chat import PackedRows
 from diloco.data.order import Assignment, as_message, read_message, windows_at
-from diloco.data.packed import PackedTokens, TokenArray
 from diloco.data.source import Source, is_heldout
 from diloco.data.tokenizer import Tokenizer
+from diloco.data.tokens import PackedTokens, TokenArray
 from diloco.errors import CheckpointError, ConfigurationError, DataError
 
 __all__ = ["Batches", "Cursor", "DocumentStream", "Drawing", "Sampler", "heldout_batches"]
@@ -111,15 +111,9 @@ class Batches(ABC):
 
     def load_state_dict(self, state: Cursor) -> None:
         """Continue after the batch after which ``state`` was saved; raise `CheckpointError` if it is of other data."""
-        self._check(state, self._num_replicas)
+        self._check(state)
         self._settle()
         self._restore(state)
-
-    @abstractmethod
-    def resume_from(self, state: Cursor, before: int) -> None:
-        """Continue where ``before`` replicas stopped, from the cursor of one of them; what they drew is not drawn again
-        in this epoch.
-        """
 
     def close(self) -> None:
         """Stop all background work; nothing can be drawn afterwards."""
@@ -135,12 +129,11 @@ class Batches(ABC):
             self._prepared.clear()
             self._restore(self._after[0])
 
-    def _check(self, state: Cursor, num_replicas: int | None) -> None:
-        """Raise `CheckpointError` unless ``state`` is a cursor of these batches for a number of replicas."""
-        origin = {**self._origin, "num_replicas": num_replicas}
+    def _check(self, state: Cursor) -> None:
+        """Raise `CheckpointError` unless ``state`` is a cursor of these batches."""
         differences = [
             f"{name} is {state.get(name)!r} in the cursor and {value!r} here"
-            for name, value in origin.items()
+            for name, value in self._origin.items()
             if state.get(name) != value
         ]
         differences += [f"{name} is missing in the cursor" for name in self.moves if name not in state]
@@ -268,13 +261,6 @@ class Sampler(Batches):
         self._assignments = [] if self._num_replicas is None else self._assignments
         self._drawn = step
 
-    def resume_from(self, state: Cursor, before: int) -> None:
-        self._check(state, before)
-        self._settle()
-        self._restore(state)
-        last = self._assignments[-1]
-        self._assignments = [last.following(self._drawn, range(self._num_replicas or 1), self._batch_size)]
-
     def _draw(self) -> Batch:
         assignment = self._assigned
         if assignment is None:
@@ -341,12 +327,6 @@ class DocumentStream(Batches):
     def skip_batch(self) -> None:
         """Draw a batch and discard it."""
         self.next_batch()
-
-    def resume_from(self, state: Cursor, before: int) -> None:
-        raise CheckpointError(
-            f"{before} replicas streamed their data, so {self._num_replicas} can't continue: only each replica itself "
-            f"knows what it has read. Use --replicas {before}, or tokens made by `diloco tokenize`."
-        )
 
     def close(self) -> None:
         super().close()

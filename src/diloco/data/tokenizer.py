@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from diloco.data.files import as_data_error
-from diloco.data.packed import PackedTokens
 from diloco.data.settings import HUB_PREFIX, DataSettings
 from diloco.errors import ConfigurationError, DataError, from_extra, nearest
 from diloco.private_files import read_regular
@@ -116,12 +115,6 @@ class Tokenizer:
                     )
                 pieces.append(np.array([*encoding.ids, self.eos_id], dtype=self.dtype))
         return np.concatenate(pieces)
-
-    def pack(self, documents: Sequence[str]) -> PackedTokens:
-        """Return the tokens of documents, as `encode_documents` encodes them."""
-        tokens = self.encode_documents(documents)
-        size = self.num_bytes(tokens)
-        return PackedTokens([tokens], vocab_size=self.vocab_size, documents=len(documents), num_bytes=size)
 
     def _encoded(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
         try:

@@ -74,7 +74,8 @@ class DiLoCoCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **given: Any) -> None:
         """Create the `DiLoCo`, and restore its state if training resumes."""
-        self._refuse_unfit(args, state)
+        if self._began is not None:
+            raise ConfigurationError("A DiLoCoCallback serves one train() of one Trainer, which has it once.")
         diloco = self._replica.begin(given["model"], given["optimizer"], self.transport)
         self._began = state
         if state.global_step:
@@ -139,20 +140,6 @@ class DiLoCoCallback(TrainerCallback):
                 "from another folder, pass that folder to DiLoCoCallback as resume_from_checkpoint. If the checkpoint "
                 "was saved without DiLoCo, set begin_from_checkpoint=True."
             )
-
-    def _refuse_unfit(self, args: TrainingArguments, state: TrainerState) -> None:
-        refused = {
-            "DeepSpeed, which keeps the parameters private": args.deepspeed is not None,
-            "a hyperparameter search, whose trials would be out of step with others": state.is_hyper_param_search,
-            "enable_jit_checkpoint, which saves without calling callbacks": args.enable_jit_checkpoint,
-            "the same DiLoCoCallback twice, because each step would count as two": self._began is state,
-            "a second train() call, because its rounds have ended; create a new one": (
-                None is not self._began is not state
-            ),
-        }
-        for what, present in refused.items():
-            if present:
-                raise ConfigurationError(f"DiLoCoCallback can't work with {what}.")
 
 
 class _FiguresFirst(TrainerCallback):

@@ -5,7 +5,7 @@ The bounds of a field are part of its type: `msgspec` checks them when a value i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
@@ -159,6 +159,26 @@ class Report:
     ballot: Count = 0
     number: Count = 0  # of this report among the rank's
     accepted: Accepted | None = None
+
+    def extended(
+        self,
+        others: Collection[int],
+        *,
+        apart: Collection[int] = (),
+        gone: Collection[int] = (),
+        left: Collection[int] = (),
+        behind: Collection[int] = (),
+    ) -> Report:
+        """Return the report with what is observed of ``others``. Silence is final: who is apart is never gone."""
+        known = frozenset(others)
+        ended = self.gone.union(known.intersection({*gone, *left}) - self.apart)
+        return replace(
+            self,
+            apart=self.apart.union(known.intersection(apart) - ended),
+            gone=ended,
+            left=self.left.union(ended.intersection(left)),
+            behind=self.behind.union(known.intersection(behind)),
+        )
 
     @property
     def held(self) -> Mapping[RoundKey, Digest]:

@@ -1,4 +1,3 @@
-from .adapters import ADAPTER_FOLDER as ADAPTER_FOLDER
 from .adapters import CONFIG_FILE as CONFIG_FILE
 from .adapters import save_adapter as save_adapter
 from .folders import is_huggingface_folder as is_huggingface_folder

@@ -270,19 +270,14 @@ def build_huggingface(
     return HuggingFaceModel(wrapped, settings, reads=not definition, base=base)
 
 
-def base_digest(settings: ModelSettings, definition: Mapping[str, Any] | None = None) -> str:
+def base_digest(settings: ModelSettings) -> str:
     """Return a digest of the stored weights from which a model of ``transformers`` begins; "" if there are none.
-
-    Args:
-        definition: as for `build_huggingface`; it gives the digest if the weights are not read.
 
     Raises:
         ConfigurationError, CheckpointError: the folder does not exist, or its weights can't be read.
     """
     if settings.kind != "hf":
         return ""
-    if definition and not settings.lora_rank:
-        return str(definition.get("base", ""))
     folder = _find_folder(settings, with_weights=True)
     return weights_digest(folder) if _has_stored(folder, settings) else ""
 

@@ -200,6 +200,18 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         )
 
 
+def check_shards(model: nn.Module, ranks_per_replica: int) -> None:
+    """Raise `ConfigurationError` if the model is sharded over other ranks than those of one replica; 0: unknown."""
+    meshes = (p.device_mesh for p in trainable_parameters(model).values() if hasattr(p, "device_mesh"))
+    mesh = next(meshes, None)
+    if ranks_per_replica and mesh is not None and mesh.size() != ranks_per_replica:
+        raise ConfigurationError(
+            f"The model is sharded over {mesh.size()} ranks, but a replica has {ranks_per_replica}. Shard it over its "
+            "own ranks, as in fully_shard(model, mesh=mesh['shard']). Accelerate and the Trainer of transformers "
+            "shard over all ranks of a torchrun: start one for each replica, and use connect_tcp."
+        )
+
+
 def argument_facts(model: nn.Module, arguments: Mapping[str, Any], kind: str = "shared") -> dict[str, str]:
     """Return what replicas compare of the completed arguments of `DiLoCo`, as name -> text.
 
@@ -213,7 +225,10 @@ def argument_facts(model: nn.Module, arguments: Mapping[str, Any], kind: str = "
         codes = {f"code of {name}": code_digest(arguments[name]) for name in names}
         facts |= {name: code for name, code in codes.items() if code}
     shapes = {name: f"{name} {tuple(p.shape)}" for name, p in trainable_parameters(model).items()}
-    fragments = {f"fragment {f.index}": _listed([shapes[name] for name in f.names]) for f in arguments["fragments"]}
+    fragments = {
+        f"fragment {f.index}": _listed([*(shapes[n] for n in f.names), *(f"momentum of {n}" for n in f.momenta)])
+        for f in arguments["fragments"]
+    }
     if len(fragments) > _MAX_FRAGMENTS:
         fragments = {"fragments": _listed([*map(str, fragments.items())])}
     return facts | fragments | ({"buffers": _listed(buffer_layout(model), _MAX_CHARACTERS)} if kind == "shared" else {})

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from typing import Any
 
-from diloco.membership import View, byzantine_quorum
+from diloco.membership import NextView, Report, View, byzantine_quorum
 from diloco.protocol.registry import Entry, difference
 from diloco.protocol.rules import Rules
-from diloco.protocol.wire import FactsMessage, MessageError
+from diloco.protocol.wire import FactsMessage, MessageError, digest_of
 
 _MOST_UNSTEADY = 2
 _UNSTEADY_PERIODS = 10  # a quiet period is remembered for this many times the limit that makes it one
 _MOST_BARRIERS = 64  # most barriers that one rank may name; a run has two kinds of them
+_MOST_KEPT = 3  # reports kept per rank, as a proposal may name an earlier one
 _MOST_FACTS = 1024  # most non-member ranks whose facts are kept
 
 
@@ -84,6 +86,10 @@ class Roster:
         there = {member for member in view.members if all(map(self.is_connected, self._rules.ranks((member,))))}
         return frozenset(view.members) - there - {self._rules.replica}
 
+    def doubtful(self) -> set[int]:
+        """Return the members whose connection has ended, and of which it is not known yet whether they have."""
+        return {self._rules.replica_of(rank) for rank in self.in_doubt if rank in self.members}
+
     def replaced(self, replicas: Collection[int]) -> frozenset[int]:
         """Return those of ``replicas`` whose place other processes have taken, which shows that they have ended."""
         return frozenset(
@@ -91,6 +97,46 @@ class Roster:
             for replica in replicas
             if any(rank in self.connections and not self.is_connected(rank) for rank in self._rules.ranks((replica,)))
         )
+
+
+class Reports:
+    """What the ranks of a view have reported on its end, and what some say that they have adopted.
+
+    Args:
+        ranks: all ranks of the view.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.last: dict[int, Report] = {}  # rank -> its last report, as sent or received
+        self.adopted: dict[int, NextView] = {}  # rank -> what it says it has adopted
+        self.number = 0  # of all reports
+        self._contents: dict[int, dict[str, Report]] = {rank: {} for rank in ranks}  # the last ones by digest
+
+    def keep(self, report: Report) -> None:
+        self.last[report.rank], contents = report, self._contents[report.rank]
+        self.number += 1
+        digest = digest_of(report.content)
+        contents.pop(digest, None)
+        contents[digest] = report
+        if len(contents) > _MOST_KEPT:
+            del contents[next(iter(contents))]
+
+    def find(self, rank: int, digest: str) -> Report | None:
+        """Return the report of a rank whose content has this digest, if it is one of its last."""
+        return self._contents[rank].get(digest)
+
+    def union(self, *names: str) -> frozenset[Any]:
+        """Return what is in these fields of any last report."""
+        return frozenset().union(*(getattr(report, name) for report in self.last.values() for name in names))
+
+    @property
+    def has_accepted(self) -> bool:
+        """Whether any rank has accepted a proposal."""
+        return any(report.accepted for report in self.last.values())
+
+    def adopters(self, following: NextView) -> set[int]:
+        """Return the ranks that say that they have adopted this."""
+        return {rank for rank, adopted in self.adopted.items() if adopted == following}
 
 
 class Barriers:

@@ -112,6 +112,30 @@ class Round:
         taken = (str(self.headers[rank].uplink) for rank in sorted(self.headers))
         return blake2b("\0".join((digest, *taken)).encode(), digest_size=16).hexdigest()
 
+    def overdue(self, now_s: float) -> frozenset[int]:
+        """Return the replicas whose contribution, or vote, is awaited for half of the time that it may take."""
+        late_s, overdue = math.inf if self.rules.late_s is None else self.rules.late_s, frozenset[int]()
+        if self.committed is None and self.begun is not None and now_s - self.begun.sent_s >= late_s / 2:
+            overdue |= frozenset(self.missing)
+        if self.committed is None and now_s - self.voted_s >= self.rules.round_timeout_s / 2:
+            overdue |= self.without_vote
+        return overdue
+
+    def renewed(self, begun: Submitted, now_s: float, frozen_s: float) -> Submitted:
+        """Return a contribution for the next view. Its time restarts if this rank has voted within it."""
+        if self.rules.rank in self.votes:
+            return replace(begun, sent_s=now_s, paused_s=0.0)
+        return replace(begun, paused_s=begun.paused_s + now_s - frozen_s)
+
+    def validate(self) -> None:
+        """Assert what holds between two events, for tests."""
+        mine = self.votes.get(self.rules.rank)
+        assert not self.committed or (mine is not None and mine.ok), "committed without this rank's vote"
+        assert self.committed is not None or not self.concluded, "an undecided round has an outcome"
+        assert self.concluded or self.committed is None or self.begun is None, "a decided round has no outcome"
+        assert self.verdict is None or self.was_begun, "a round is judged before it was begun"
+        assert self.mean is None or self.begun is not None, "a mean is kept after its round"
+
     def free(self) -> None:
         if self.concluded and not self.exchanging:
             self.begun = self.mean = None

@@ -9,18 +9,8 @@ from typing import Literal
 
 from diloco.algorithm import RoundId, Verdict, plan_round
 from diloco.errors import RoundVoidError, TransportError, ViewChangedError
-from diloco.membership import (
-    Report,
-    RoundKey,
-    RoundKeys,
-    View,
-    Vote,
-    Votes,
-    enough_without,
-    names_of,
-)
+from diloco.membership import Report, RoundKey, RoundKeys, View, Vote, Votes, enough_without, names_of
 from diloco.protocol.events import (
-    Average,
     Computed,
     ExchangeEnded,
     GiveVerdict,
@@ -121,12 +111,12 @@ class Rounds:
         self._sent_at[round_id.fragment] = submitted.step
         if self.failure is not None:
             void = RoundVoidError(f"{round_id} is void: {self.failure}", round=str(round_id))
-            self._report(round_id, self.failure if self._rules.raises(round_id) else void)
+            self._outbox.effects.outcomes.append((round_id, self.failure if self._rules.raises(round_id) else void))
         elif self.view is None or self.frozen:
             self._waiting.append(submitted)
         elif submitted.step < self.from_step and round_id.fragment >= 0:
             why = f"{round_id} is void: the view changed before it was sent ({self.reason})."
-            self._report(round_id, ViewChangedError(why, round=str(round_id)))
+            self._outbox.effects.outcomes.append((round_id, ViewChangedError(why, round=str(round_id))))
         else:
             self._begin(submitted)
 
@@ -213,17 +203,11 @@ class Rounds:
                 raised = failure if self._rules.raises(each.id) else None
                 self._decide(each, False, reason, raised or changed)
             elif each.begun is not None:
-                undecided.append((each.begun.sent_s, self._renewed(each, each.begun)))
+                undecided.append((each.begun.sent_s, each.renewed(each.begun, self._outbox.now_s, self._frozen_s)))
                 self._stop_timers(each)
             if each.verdict is None:  # so that the exchange does not wait for the verdict
                 self._give_verdict(each, Verdict((), reason))
         return [submitted for _, submitted in sorted(undecided, key=lambda each: each[0])]
-
-    def _renewed(self, each: Round, begun: Submitted) -> Submitted:
-        """Return a contribution for the next view. Its time restarts if this rank has voted within it."""
-        if self._rules.rank in each.votes:
-            return replace(begun, sent_s=self._outbox.now_s, paused_s=0.0)
-        return replace(begun, paused_s=begun.paused_s + self._outbox.now_s - self._frozen_s)
 
     # Messages of members.
 
@@ -266,15 +250,7 @@ class Rounds:
 
         The time begins with this rank's own contribution, or vote. So others may accuse them.
         """
-        late_s = math.inf if self._rules.late_s is None else self._rules.late_s
-        overdue = set[int]()
-        for each in self._rounds.values():
-            if each.committed is None:
-                if each.begun is not None and self._outbox.now_s - each.begun.sent_s >= late_s / 2:
-                    overdue.update(each.missing)
-                if self._outbox.now_s - each.voted_s >= self._rules.round_timeout_s / 2:
-                    overdue |= each.without_vote
-        return frozenset(overdue)
+        return frozenset().union(*(each.overdue(self._outbox.now_s) for each in self._rounds.values()))
 
     # Payloads and timers.
 
@@ -422,10 +398,8 @@ class Rounds:
             self._conclude(each, failure)
 
     def _conclude(self, each: Round, instead: TransportError | None = None) -> None:
-        if instead is not None and each.fault is None:
-            self._report(each.id, instead)
-        else:
-            self._report(each.id, each.outcome())
+        outcome = instead if instead is not None and each.fault is None else each.outcome()
+        self._outbox.effects.outcomes.append((each.id, outcome))
         each.concluded = True
         each.free()
 
@@ -457,9 +431,6 @@ class Rounds:
             self._set_timer("expire", each, None)
             self._set_timer("look", each, None)
 
-    def _report(self, round_id: RoundId, outcome: Average | TransportError) -> None:
-        self._outbox.effects.outcomes.append((round_id, outcome))
-
     def _fail(self, why: str, behind: frozenset[int] = frozenset(), *, anyway: bool = False) -> None:
         assert self.view is not None
         self._outbox.queue.append(RoundsFailed(self.view.id, why, behind, anyway))
@@ -476,9 +447,4 @@ class Rounds:
             return
         assert self.view is None or self.frozen or not self._waiting, "contributions wait though a view is active"
         for each in self._rounds.values():
-            mine = each.votes.get(self._rules.rank)
-            assert not each.committed or (mine is not None and mine.ok), "committed without this rank's vote"
-            assert each.committed is not None or not each.concluded, "an undecided round has an outcome"
-            assert each.concluded or each.committed is None or each.begun is None, "a decided round has no outcome"
-            assert each.verdict is None or each.was_begun, "a round is judged before it was begun"
-            assert each.mean is None or each.begun is not None, "a mean is kept after its round"
+            each.validate()

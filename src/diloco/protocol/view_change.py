@@ -1,15 +1,10 @@
 """The agreement of a view's members on the next view, and on the outcome of the rounds in flight.
 
-This is single-decree Paxos among the ranks of the view that ends, with a proposer that rotates. Each rank freezes: it
-casts no vote and decides no round of the old view any more. It reports to all others, first-hand, whom it can't hear,
-and which rounds it has committed, voted for, or decided void. A report is also its promise to accept nothing below its
-ballot. The proposer of a ballot names the reports of all ranks that are to stay, by digest, and what follows from them.
-Each of these recomputes that and accepts it; the others accept it as well. It is adopted once all that stay have
-accepted it. So every member of the next view hears every other one, in both directions.
-
-A member may be lost after it has accepted. What somebody may have adopted by then is proposed again in a later ballot,
-with the lost member in it, and adopted once a quorum of the old members has accepted it; the view after it leaves out
-the lost member.
+This is single-decree Paxos among the ranks of the view that ends, with a proposer that rotates; docs/design.md explains
+it. Each rank freezes, and reports to all others, first-hand, whom it can't hear and what it knows of the rounds. The
+proposer of a ballot names the reports of all ranks that are to stay, by digest, and what follows from them. Each of
+these recomputes and accepts it. It is adopted once all that stay have accepted it; so every member of the next view
+hears every other one, in both directions.
 
 Of n members, up to f may lie, with n > 2 f (`byzantine_quorum`). If two members don't hear each other, one of the two
 goes; so a liar can end its own membership, or that of one other member.
@@ -25,7 +20,7 @@ from typing import NamedTuple
 
 from diloco.membership import Accepted, NextView, Report, RoundKey, View, decide, next_view, staying_members
 from diloco.protocol.events import Outbox, Timer
-from diloco.protocol.members import Roster
+from diloco.protocol.members import Reports, Roster
 from diloco.protocol.rounds import Rounds
 from diloco.protocol.rules import Rules
 from diloco.protocol.wire import Accept, Adopted, Change, Propose, digest_of
@@ -39,7 +34,6 @@ _JOIN_WINDOW = 0.2  # times `silence_s`: how long others may still join by a cha
 # parts of a turn, of which a message takes at most 1 / 18: after which a rank is mute; for which a rank may accept
 # something else than another one has; and for which one that could adopt waits for those that may have
 _MUTE, _LATE, _WAIT = 1 / 4, 11 / 24, 2 / 3
-_MOST_KEPT = 3  # reports kept per rank, as a proposal may name an earlier one
 
 
 class Stop(NamedTuple):
@@ -53,14 +47,11 @@ class ViewChange:
     """One rank's part in the change from ``view`` to the next one. While it lasts, the rounds of the view are frozen.
 
     Its owner passes on what it observes and receives, and then calls `evaluate`.
-
-    Args:
-        why: the reason for the change as this rank learned it.
     """
 
     def __init__(self, view: View, why: str, rules: Rules, roster: Roster, rounds: Rounds, outbox: Outbox) -> None:
         self.view = view
-        self.why = why
+        self.why = why  # the reason for the change as this rank learned it
         # what this rank knows, and its promise
         self.mine = replace(rounds.freeze(), step=rounds.step, unsteady=roster.unsteady(view, outbox.now_s))
         self._rules = rules
@@ -69,21 +60,12 @@ class ViewChange:
         self._outbox = outbox
         self._ranks = rules.ranks(view.members)
         self._unsent = True  # whether others lack what this rank has to report
-        self._reports: dict[int, Report] = {}  # rank -> its last report, as sent or received
-        self._contents: dict[int, dict[str, Report]] = {rank: {} for rank in self._ranks}  # the last ones by digest
-        self._adopted: dict[int, NextView] = {}  # rank -> what it says it has adopted
-        self._proposal: Propose | None = None  # of the current ballot, as for the next three
-        self._digest = ""  # of what is proposed
-        self._is_refused = False  # whether that does not follow from the reports that it names
-        self._accepts: dict[int, str] = {}  # rank -> the digest of what it has accepted
-        self._accepts_s: dict[str, float] = {}  # by digest: when the first one of another rank came
-        self._accepted_s = self._full_s = math.inf  # when this rank had accepted, and when all that stay had
-        self._began_s = self._ballot_s = outbox.now_s
+        self._reports = Reports(self._ranks)
+        self._began_s = outbox.now_s
         self._num_ballots = 0
         self._hurried: Counter[int] = Counter()  # by replica: how often it ended a ballot that had just begun
         self._yielded = False
-        self._searched = 0  # the number of reports known when this rank as a proposer last searched for those that stay
-        self._num_reports = 0
+        self._clear()
         self.tick()
 
     @property
@@ -94,7 +76,7 @@ class ViewChange:
     @property
     def admitted(self) -> frozenset[int]:
         """The replicas that other members let join."""
-        return frozenset().union(*[report.joining for report in self._reports.values()])
+        return self._reports.union("joining")
 
     def tick(self) -> None:
         """Look at the clock, also again after a part of a turn."""
@@ -103,41 +85,24 @@ class ViewChange:
 
     # What this rank observes and receives.
 
-    def extend(
-        self,
-        *,
-        apart: Collection[int] = (),
-        gone: Collection[int] = (),
-        left: Collection[int] = (),
-        behind: Collection[int] = (),
-        joining: Collection[int] = (),
-    ) -> None:
-        """Add what this rank has observed: replicas as in a `Report`. Silence is final: who is apart is never gone."""
-        before, members = self.mine, frozenset(self.view.members)
-        joining = before.joining.union(joining) - members
-        known = (members | joining) - {self._rules.replica}
-        ended = before.gone.union(known.intersection({*gone, *left}) - before.apart)
-        mine = replace(
-            before,
-            apart=before.apart.union(known.intersection(apart) - ended),
-            gone=ended,
-            left=before.left.union(ended.intersection(left)),
-            behind=before.behind.union(known.intersection(behind)),
-            joining=joining,
-        )
-        if mine != before:
+    def extend(self, *, joining: Collection[int] = (), **facts: Collection[int]) -> None:
+        """Add what this rank has observed: replicas as in a `Report`."""
+        members = frozenset(self.view.members)
+        joining = self.mine.joining.union(joining) - members
+        mine = replace(self.mine, joining=joining).extended((members | joining) - {self._rules.replica}, **facts)
+        if mine != self.mine:
             self.mine, self._unsent = mine, True
 
     def receive_report(self, report: Report) -> bool:
         """Receive another rank's report. Return False if the rank ends ballots as no honest one does."""
-        replica, before = self._rules.replica_of(report.rank), self._reports.get(report.rank)
+        replica, before = self._rules.replica_of(report.rank), self._reports.last.get(report.rank)
         if replica in self.mine.lost or (before is not None and report.number <= before.number):
             return True
         if report.ballot > self.mine.ballot:
             self._hurried[replica] += self._waited_s < self._turn_s / 3
             if self._hurried[replica] > 2 * len(self.view.members) + 8:
                 return False  # without following it, or others would say the same of this rank
-        self._keep(report)
+        self._reports.keep(report)
         if report.ballot > self.mine.ballot:
             self._raise(report.ballot)
         # accusations by others that this rank's own observation supports
@@ -167,7 +132,7 @@ class ViewChange:
 
     def receive_adopted(self, sender: int, following: NextView) -> None:
         """Receive what a rank says that it has adopted. It takes no part in this change any more."""
-        self._adopted.setdefault(sender, following)
+        self._reports.adopted.setdefault(sender, following)
 
     # What follows from that.
 
@@ -183,7 +148,8 @@ class ViewChange:
             self._propose()
             self._accept()
             if (following := self._chosen()) is not None:
-                self._inform(following)
+                told = self._accepts if self._proposal and self._proposal.reports else ()  # and adopt it themselves
+                self._send(Adopted(following), but=told)
                 return following
             if self.mine is before:
                 return None
@@ -200,10 +166,10 @@ class ViewChange:
             return False
         if mine.accepted is not None and mine.accepted.following == following:
             return True
-        reports, held = [mine, *self._reports.values()], mine.held
+        reports, held = [mine, *self._reports.last.values()], mine.held
         accused = frozenset().union(*[each.lost | each.left | each.behind for each in reports])
         accused |= {self._rules.replica_of(each.rank) for each in reports if not each.lost.isdisjoint(staying)}
-        if not lost <= accused or not frozenset().union(*[r.joining for r in reports]).issuperset(following.joined):
+        if not lost <= accused or not {*following.joined} <= self._reports.union("joining") | mine.joining:
             return False
         return self._rules.replica in lost or all(
             len(digests) == size and held.get(key) == digests[self._rules.position]
@@ -231,11 +197,19 @@ class ViewChange:
 
     def _raise(self, ballot: int) -> None:
         self.mine, self._unsent = replace(self.mine, ballot=ballot), True
-        self._proposal, self._digest, self._is_refused, self._accepts = None, "", False, {}
-        self._accepts_s, self._accepted_s, self._full_s = {}, math.inf, math.inf
-        self._ballot_s = self._outbox.now_s
         self._num_ballots += 1
-        self._searched = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        """Begin a ballot, of which nothing is known."""
+        self._ballot_s = self._outbox.now_s
+        self._proposal: Propose | None = None
+        self._digest = ""  # of what is proposed
+        self._is_refused = False  # whether that does not follow from the reports that it names
+        self._accepts: dict[int, str] = {}  # rank -> the digest of what it has accepted
+        self._accepts_s: dict[str, float] = {}  # by digest: when the first one of another rank came
+        self._accepted_s = self._full_s = math.inf  # when this rank had accepted, and when all that stay had
+        self._searched = 0  # the number of reports known when this rank as a proposer last searched for those that stay
 
     def _is_over(self) -> bool:
         """Return whether this rank expects nothing more of the ballot. Whoever has held it up is apart."""
@@ -271,39 +245,25 @@ class ViewChange:
 
     def _all_have_lost(self, replicas: Collection[int]) -> bool:
         """Return whether all that this rank hears, but those that have adopted something, report these as lost."""
-        there = [rank for rank in self._ranks if rank not in self._adopted]
-        heard = [rank for rank in there if self._hears(self._rules.replica_of(rank))]
-        return all(rank in self._reports and self._reports[rank].lost.issuperset(replicas) for rank in heard)
+        last, adopted = self._reports.last, self._reports.adopted
+        heard = [each for each in self._ranks if each not in adopted and self._hears(self._rules.replica_of(each))]
+        return all(rank in last and last[rank].lost.issuperset(replicas) for rank in heard)
 
     # Reports.
 
     def _hears(self, replica: int) -> bool:
         return replica == self._rules.replica or (replica not in self.mine.lost and self._roster.reaches(replica))
 
-    def _in_doubt(self) -> bool:
-        """Return whether a member's connection has ended, and it is not known yet whether its process has."""
-        doubtful = {self._rules.replica_of(rank) for rank in self._roster.in_doubt if rank in self._roster.members}
-        return not doubtful <= self.mine.lost
-
     def _ended(self) -> frozenset[int]:
         """Return the members that have ended, as far as a rank says and this one does not know better."""
-        told = frozenset().union(*[report.gone | report.left for report in self._reports.values()])
+        told = self._reports.union("gone", "left")
         return self.mine.gone.union(each for each in told if not self._hears(each))
-
-    def _keep(self, report: Report) -> None:
-        self._reports[report.rank], contents = report, self._contents[report.rank]
-        self._num_reports += 1
-        digest = digest_of(report.content)
-        contents.pop(digest, None)
-        contents[digest] = report
-        if len(contents) > _MOST_KEPT:
-            del contents[next(iter(contents))]
 
     def _report(self) -> None:
         if self._unsent:
             self._unsent = False
             self.mine = replace(self.mine, number=self.mine.number + 1)
-            self._keep(self.mine)
+            self._reports.keep(self.mine)
             self._send(Change(self.mine, self.why))
 
     def _send(self, message: Change | Propose | Accept | Adopted, but: Collection[int] = ()) -> None:
@@ -318,14 +278,14 @@ class ViewChange:
         joining = self.mine.joining - self.mine.lost
         if waited_s >= _MOST_TURNS * turn_s:
             reason = f"the members did not agree on the next view within {_MOST_TURNS * turn_s:g} s"
-        elif lost and (refusal := self._refusal(lost, joining)) and not self._in_doubt():
+        elif lost and (refusal := self._refusal(lost, joining)) and self._roster.doubtful() <= self.mine.lost:
             reason = refusal if waited_s >= turn_s / 4 or self._all_have_lost(lost) else ""
-        elif ticked and not self._silent(self._reports) and not any(each.accepted for each in self._reports.values()):
+        elif ticked and not self._silent(self._reports.last) and not self._reports.has_accepted:
             # whom this rank can't hear may hear others, but no more than that
             ended = self._ended()
             best = self._best([each for each in members if each not in ended])
             reason = self._refusal({*members}.difference(best), joining)
-        return Stop(reason, frozenset().union(*(each.commits for each in self._reports.values()))) if reason else None
+        return Stop(reason, self._reports.union("commits")) if reason else None
 
     def _refusal(self, lost: Collection[int], joining: Collection[int]) -> str:
         """Return why the members that are not ``lost`` may not decide, or "" if they may."""
@@ -335,14 +295,13 @@ class ViewChange:
     def _best(self, there: Collection[int]) -> tuple[int, ...]:
         """Return those of ``there`` that stay at best, as far as is known."""
         return staying_members(
-            self.view, self._reports.values(), there, self._rules.ranks_per_replica, self._rules.policy
+            self.view, self._reports.last.values(), there, self._rules.ranks_per_replica, self._rules.policy
         )
 
     def _silent(self, reports: Mapping[int, Report]) -> set[int]:
         """Return the members that have reported nothing, of those that this rank has not lost."""
-        silent = {
-            self._rules.replica_of(rank) for rank in self._ranks if rank not in reports and rank not in self._adopted
-        }
+        known = reports.keys() | self._reports.adopted.keys()
+        silent = {self._rules.replica_of(rank) for rank in self._ranks if rank not in known}
         return silent - self.mine.lost - {self._rules.replica}
 
     def _current_reports(self) -> dict[int, Report]:
@@ -350,7 +309,7 @@ class ViewChange:
         ballot, lost, replica_of = self.mine.ballot, self.mine.lost, self._rules.replica_of
         return {
             rank: report
-            for rank, report in self._reports.items()
+            for rank, report in self._reports.last.items()
             if report.ballot == ballot and replica_of(rank) not in lost
         }
 
@@ -365,16 +324,16 @@ class ViewChange:
                 self.extend(apart=silent)
             return
         if (standing := self._standing(reports)) is not None:
-            self._put(Propose(self.mine.ballot, standing, {}))
+            self._set_proposal(Propose(self.mine.ballot, standing, {}), send=True)
             return
         broken = frozenset().union(*(report.lost for report in reports.values()))
-        if self._in_doubt() or (
+        if not self._roster.doubtful() <= self.mine.lost or (
             len({report.joining - broken for report in reports.values()}) > 1 and self._waited_s < self._turn_s / _TICKS
         ):
             return
-        if self._searched == self._num_reports:
+        if self._searched == self._reports.number:
             return
-        self._searched, ended = self._num_reports, self._ended()
+        self._searched, ended = self._reports.number, self._ended()
         there = {each for each in view.members if self._hears(each) and reports.keys() >= {*rules.ranks((each,))}}
         if not self._yielded and not there.issuperset(self._best([each for each in view.members if each not in ended])):
             self._yielded = True  # a member that hears them proposes better
@@ -385,20 +344,18 @@ class ViewChange:
         following = next_view(view, [reports[rank] for rank in ranks], staying, rules.policy, there) if ranks else None
         if following is not None:
             digests = {rank: digest_of(reports[rank].content) for rank in ranks}
-            self._put(Propose(self.mine.ballot, following, digests))
+            self._set_proposal(Propose(self.mine.ballot, following, digests), send=True)
 
-    def _put(self, proposal: Propose) -> None:
-        self._set_proposal(proposal)
-        self._send(proposal)
-
-    def _set_proposal(self, proposal: Propose) -> None:
+    def _set_proposal(self, proposal: Propose, *, send: bool = False) -> None:
         self._proposal, self._digest = proposal, digest_of(proposal.following)
+        if send:
+            self._send(proposal)
 
     def _standing(self, reports: Mapping[int, Report]) -> NextView | None:
         """Return the newest proposal that somebody may have adopted, as all that could tell otherwise have reported."""
         accepted = [report.accepted for report in reports.values() if report.accepted is not None]
         accepted.sort(key=lambda each: each.ballot, reverse=True)
-        named = [*self._adopted.values(), *(each.following for each in accepted)]
+        named = [*self._reports.adopted.values(), *(each.following for each in accepted)]
         return next((each for each in named if self._may_stand(each, reports)), None)
 
     def _may_stand(self, following: NextView, reports: Mapping[int, Report]) -> bool:
@@ -412,7 +369,7 @@ class ViewChange:
             for rank, report in reports.items()
             if report.accepted is not None and report.accepted.following == following
         }
-        naming |= {rank: True for rank, each in self._adopted.items() if each == following}
+        naming |= dict.fromkeys(self._reports.adopters(following), True)
         denying = {self._rules.replica_of(rank) for rank in reports if rank not in naming}
         denying = {each for each in denying if self._hears(each)}
         if not any(naming.values()) and not denying.isdisjoint(following.staying):
@@ -442,16 +399,16 @@ class ViewChange:
 
     def _is_computed(self, proposal: Propose) -> bool:
         """Return whether a proposal in which this rank stays follows from the reports that it names."""
-        following, rules, known = proposal.following, self._rules, self._contents
+        following, rules = proposal.following, self._rules
         ranks = rules.ranks(following.staying)
         if proposal.reports.keys() != {*ranks}:
             return False
-        missing = [rank for rank in ranks if proposal.reports[rank] not in known[rank]]
-        if missing:
+        known = {rank: self._reports.find(rank, proposal.reports[rank]) for rank in ranks}
+        reports = [report for report in known.values() if report is not None]
+        if len(reports) < len(ranks):
             if self._waited_s >= self._turn_s / 3:  # they have reported something else to this rank
-                self.extend(apart={rules.replica_of(rank) for rank in missing})
+                self.extend(apart={rules.replica_of(rank) for rank, report in known.items() if report is None})
             return False
-        reports = [known[rank][proposal.reports[rank]] for rank in ranks]
         if not all(map(self._hears, following.staying)):
             return False
         if next_view(self.view, reports, following.staying, rules.policy) != following:
@@ -462,12 +419,10 @@ class ViewChange:
 
     def _may_switch(self, accepted: Accepted) -> bool:
         """Return whether nobody can have adopted what this rank has accepted, or whoever has had time to say so."""
-        if accepted.following in self._adopted.values():
+        if self._reports.adopters(accepted.following):
             return False
-        reports = self._current_reports()
-        if self._waited_s >= self._turn_s / 2:
-            return True
-        return not self._silent(reports) and not self._may_stand(accepted.following, reports)
+        reports, has_time_passed = self._current_reports(), self._waited_s >= self._turn_s / 2
+        return has_time_passed or not (self._silent(reports) or self._may_stand(accepted.following, reports))
 
     def _chosen(self) -> NextView | None:
         """Return what is proposed once it can be adopted."""
@@ -476,7 +431,7 @@ class ViewChange:
             return None
         following = proposal.following
         some = {rank for rank, digest in self._accepts.items() if digest == self._digest}
-        some.update(rank for rank, each in self._adopted.items() if each == following)
+        some.update(self._reports.adopters(following))
         if not proposal.reports:
             lost = {each for each in self.view.members if not some.issuperset(rules.ranks((each,)))}
             return None if self._refusal(lost, following.joined) else following
@@ -491,9 +446,4 @@ class ViewChange:
         return following
 
     def _misses_proposals(self, rank: int) -> bool:
-        return rank in self._reports and self._first in self._reports[rank].lost
-
-    def _inform(self, following: NextView) -> None:
-        """Tell the ranks that may not learn otherwise that this rank adopts what follows."""
-        assert self._proposal is not None
-        self._send(Adopted(following), but=self._accepts if self._proposal.reports else ())
+        return rank in self._reports.last and self._first in self._reports.last[rank].lost

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from diloco.errors import ReplicaLostError, TransportError
-from diloco.membership import (
-    NextView,
-    RoundKey,
-    RoundKeys,
-    View,
-    byzantine_quorum,
-    enough_without,
-    names_of,
-)
+from diloco.membership import NextView, RoundKey, RoundKeys, View, byzantine_quorum, enough_without, names_of
 from diloco.protocol.events import Eject, Outbox, RoundsFailed, Submitted, Timer, ViewBegan
 from diloco.protocol.members import Roster
 from diloco.protocol.rounds import Rounds
@@ -34,10 +27,8 @@ class Views:
     def __init__(self, rules: Rules, roster: Roster, rounds: Rounds, outbox: Outbox) -> None:
         self.view = View(-1, (rules.replica,))  # the current view; a joiner is not in it yet
         self.change: ViewChange | None = None  # the change to the next view, if it has begun
-        # the last view that this rank accepted in a change, and that others may have adopted; or None
-        self._agreed: View | None = None
-        # what ended the previous view, or stopped this rank; None before the first change
-        self.adopted_last: NextView | None = None
+        self._agreed: View | None = None  # see `agreed_view`
+        self.adopted_last: NextView | None = None  # what ended the previous view; None before the first change
         self.closed_to_joiners = ""  # why no replica can join at present; "" if any can
         self._first: View | None = None  # the view in which this rank began with all others; None: it joined
         self._rules = rules
@@ -51,8 +42,7 @@ class Views:
         self._ended_early: set[int] = set()  # replicas that ended before this rank was a member
         self._ejected = Eject(frozenset(), None, "")  # the last one
         self._know: set[int] = set()  # the replicas that are known to know of it
-        # replicas that were left out and may be running -> until when nobody else joins: if the members end meanwhile,
-        # those replicas may continue without the joiner
+        # replicas that were left out and may be running -> until when nobody else joins, as they may continue
         self._estranged: dict[int, float] = {}
 
     @property
@@ -148,6 +138,7 @@ class Views:
     def _begin_change(self, why: str) -> ViewChange | None:
         """Return the change to the next view, which begins now unless it has begun."""
         if self.failure is None and self.is_member and self.change is None:
+            why = self._ejected.why if self._ejected.replicas else why  # however this rank notices that they go
             self.change = ViewChange(self.view, why, self._rules, self._roster, self._rounds, self._outbox)
             self.change.extend(apart=self._ejected.replicas)
         return self.change
@@ -185,10 +176,8 @@ class Views:
 
     def handle_failed(self, failed: RoundsFailed) -> None:
         """End the view, as rounds could not take place in it."""
-        if failed.view_id != self.view.id:
-            return
-        enough = enough_without(self.view, failed.behind, self._rules.policy)
-        if failed.anyway or enough:
+        enough = failed.anyway or enough_without(self.view, failed.behind, self._rules.policy)
+        if failed.view_id == self.view.id and enough:
             self.end(failed.reason, behind=failed.behind)
 
     def settle(self, view_id: int) -> None:
@@ -208,11 +197,7 @@ class Views:
             self._ejected, self._know = event, set()
         if event.by is not None:
             self._know.add(self._rules.replica_of(event.by))
-        if self.change is not None:
-            self.change.extend(apart=event.replicas)
-            self._follow()
-        else:
-            self._go_on_without_ejected()
+        self._go_on_without_ejected(at_once=self.change is not None)
 
     def _go_on_without_ejected(self, *, at_once: bool = False) -> None:
         if going := self._ejected.replicas.intersection(self.view.members):
@@ -261,8 +246,7 @@ class Views:
             self.leave(leaving.step)
         elif sender not in self._leaving:
             self._leaving.add(sender)
-            words = f"replica {replica} left after step {leaving.step}"
-            self.end(words, left=frozenset({replica}))
+            self.end(f"replica {replica} left after step {leaving.step}", left=frozenset({replica}))
 
     def receive_adopted(self, sender: int, following: NextView) -> None:
         """Process a member's message that it has adopted what follows the current view.
@@ -293,10 +277,6 @@ class Views:
         alike = {replica for replica, said in self._said.items() if said == following}
         here = {*self.view.members} - {self._rules.replica} - self._roster.unreached(self.view)
         return len(alike) >= byzantine_quorum(len(self.view.members)) or here <= alike
-
-    def send_excluded(self, rank: int) -> None:
-        """Tell a rank of an ended view that it is excluded: it was lost while it began, and could not be told then."""
-        self._outbox.send([rank], Excluded(self.view.id, self._rounds.reason))
 
     def exclude(self, reason: str) -> None:
         """Stop, as the others continue or stop without this replica."""
@@ -366,8 +346,8 @@ class Views:
         for each in replicas:
             self._asked.pop(each)
         if replicas:
-            words = f"{names_of(replicas)} {'ask' if len(replicas) > 1 else 'asks'} to join"
-            self.end(words, joining=frozenset(replicas))
+            ask = "ask" if len(replicas) > 1 else "asks"
+            self.end(f"{names_of(replicas)} {ask} to join", joining=frozenset(replicas))
 
     # The next view.
 
@@ -393,7 +373,10 @@ class Views:
             return
         self._end_change()
         lost = [member for member in following.previous.members if member not in following.view.members]
-        self.adopted_last, failure = following, self._stop_error(lost, change.why)
+        self.adopted_last, failure = following, None
+        if lost and not self._rules.continue_without_lost:
+            words = f"{change.why}; all replicas stop when one is lost. Committed rounds stay committed."
+            failure = ReplicaLostError(words, replicas=lost)
         rounds.failure = failure
         rounds.reason = reason = change.why if failure else f"{change.why}; {following.reason}"
         carried = rounds.end(following.commits, reason, failure, carried=following.carries_over)
@@ -407,17 +390,11 @@ class Views:
         self._open(carried, following.void)
         self._outbox.queue.append(ViewBegan(following, change.mine))
 
-    def _stop_error(self, lost: Sequence[int], why: str) -> ReplicaLostError | None:
-        """Return why this side does not continue after ``lost`` were lost, or None if it does."""
-        if self._rules.continue_without_lost or not lost:
-            return None
-        words = f"{why}; all replicas stop when one is lost. Committed rounds stay committed."
-        return ReplicaLostError(words, replicas=lost)
-
     def _open(self, carried: Sequence[Submitted], void: RoundKeys) -> None:
         self._roster.set_members(self.view)
-        self._said.clear()
-        self._leaving.clear()
+        self._said, self._leaving = {}, set()
+        # another process may take the number of one that has gone
+        self._ejected = replace(self._ejected, replicas=self._ejected.replicas.intersection(self.view.members))
         if self.failure is None:
             self._outbox.effects.view = self.view
         self._rounds.open(self.view, carried, void)
@@ -458,10 +435,9 @@ class Views:
             self._roster.members.pop(rank, None)
 
     def _hang_up_on(self, ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            if rank in self._roster.connections:
-                self._roster.disconnect(rank)
-                self._outbox.effects.hang_ups.append(rank)
+        for rank in [each for each in ranks if each in self._roster.connections]:
+            self._roster.disconnect(rank)
+            self._outbox.effects.hang_ups.append(rank)
 
     def validate(self) -> None:
         """Assert what holds between two events, for tests."""

@@ -5,66 +5,50 @@ from __future__ import annotations
 import json
 import os
 import platform
-import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch's stubs lack them
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs lack them
 from torch.distributed.device_mesh import init_device_mesh
 
 from diloco.devices import choose_threads
 from diloco.errors import ConfigurationError
-from diloco.membership import LastViews
 from diloco.protocol import MAX_NAME, Rules
 from diloco.train.description import diff
-from diloco.train.fleet import ClusterFleet
-from diloco.train.joining import Held, held_checkpoint
-from diloco.train.peer_fleet import Meeting, PeerFleet
+from diloco.train.fleet import FOLDER, Attempt, ClusterFleet
+from diloco.train.joining import held_checkpoint
+from diloco.train.peer_fleet import Held, PeerFleet
 from diloco.train.processes import Role
 from diloco.train.settings import RunSettings
 from diloco.transport import (
     NOWHERE,
     Address,
     Admission,
-    Connected,
-    Lost,
     NetworkSettings,
     NodePlace,
-    PeerStreams,
     Place,
     ReplicaGroup,
     SwarmPlace,
-    connect,
-    enter_swarm,
     fresh_store,
     multiaddress,
     open_cluster,
     open_replica_group,
-    parse_address,
     read_secret,
-    same_port,
 )
 from diloco.units import visible
 from diloco.waiting import waiting_for
 
 __all__ = [
-    "Attempt",
     "begin_attempt",
     "connect_cluster",
     "connect_peer",
     "connect_rank",
-    "fleet_in_swarm",
-    "fleet_over_tcp",
 ]
 
-_FOLDER = "diloco/folder"  # in the store of torchrun
-_STARTING = "it is starting"
-_CLOCK_OFF_S = 3.0  # smaller clock differences are not reported
 _NEW_WINDOW_S, _RESUMED_WINDOW_S = 3.0, 15.0
 """The time that a peer waits for others before it founds a swarm. It is longer after a resume, because machines that
 restart together need some time, and the one with the newest checkpoint should be among them."""
@@ -96,21 +80,7 @@ def connect_rank(
         continue_without_lost=settings.on_loss == "continue",
         together=settings.on_loss != "continue" or settings.replica_size > 1,
     )
-    return fleet_over_tcp(place, rules, held_step, group)
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """The ranks that one torchrun has started, for the first time or again."""
-
-    shared: Store  # torchrun's, which keeps its keys over restarts
-    store: Store  # without keys of earlier attempts
-    folder: Path  # the run folder
-    restarted: bool  # whether an earlier attempt has trained in that folder
-
-    def keep_folder(self) -> None:
-        """Make later attempts continue in the folder."""
-        self.shared.set(_FOLDER, str(self.folder))
+    return PeerFleet(place, rules, held=Held(held_step), group=group, replicas=settings.replicas)
 
 
 def begin_attempt(role: Role, timeout_s: float, claim: Callable[[], Path]) -> Attempt:
@@ -124,8 +94,8 @@ def begin_attempt(role: Role, timeout_s: float, claim: Callable[[], Path]) -> At
     shared = TCPStore(torchrun.master.host, torchrun.master.port, is_master=False, timeout=timedelta(seconds=timeout_s))
     store = fresh_store(PrefixStore("diloco", shared), torchrun.rank, torchrun.world_size, timeout_s)
     if role.is_first:
-        restarted = shared.check([_FOLDER])
-        folder = shared.get(_FOLDER).decode() if restarted else str(claim())
+        restarted = shared.check([FOLDER])
+        folder = shared.get(FOLDER).decode() if restarted else str(claim())
         store.set("beginning", json.dumps([folder, restarted]))
     folder, restarted = json.loads(store.get("beginning"))
     return Attempt(shared, store, Path(folder), restarted)
@@ -160,41 +130,7 @@ def connect_cluster(
     except BaseException as error:
         cluster.close(str(error))
         raise
-    return ClusterFleet(
-        cluster, group, settings.replicas, held, restarted=attempt.restarted, keep_folder=attempt.keep_folder
-    )
-
-
-def fleet_over_tcp(place: Place, rules: Rules, held_step: int = -1, group: ReplicaGroup | None = None) -> PeerFleet:
-    """Connect to the other replicas over TCP. The arguments are those of `connect` and `PeerFleet`."""
-    connected = connect(place, rules, held_step=held_step)
-    choose_threads(_on_this_machine(connected))
-    kept: list[socket.socket] = []  # where this process listens while it searches, so that it stays reachable
-
-    def again(fleet: PeerFleet, views: LastViews, patience_s: float) -> Connected:
-        if not kept:
-            kept.append(fleet.transport.connections.streams.keep())
-        fleet.transport.close()
-        connected = connect(place, rules, lost=Lost(fleet.connected, kept[0].dup(), views, patience_s))
-        close()
-        return connected
-
-    def close() -> None:
-        while kept:
-            kept.pop().close()
-
-    def details(fleet: PeerFleet) -> dict[str, str]:
-        entries = sorted(fleet.connected.entries.items())
-        return {"control addresses": ", ".join(f"{rank} at {entry.address}" for rank, entry in entries)}
-
-    meeting = Meeting(
-        num_replicas=place.num_replicas,
-        again=None if rules.together else again,
-        close=close,
-        addresses=lambda connected: (str(connected.transport.address),),
-        details=details,
-    )
-    return PeerFleet(meeting, connected, group)
+    return ClusterFleet(cluster, group, settings.replicas, held, attempt)
 
 
 def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> PeerFleet:
@@ -223,79 +159,14 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Pe
         late_s=network.late_s,
         split="stop" if network.on_loss == "stop" else "go-on",
     )
-    margin, batch, length = 2 * run.sync.inner_steps + 1, run.train.batch_size, run.train.sequence_length
-    return fleet_in_swarm(place, rules, held, network.replicas, margin=margin, batch_size=batch, tokens=batch * length)
-
-
-def fleet_in_swarm(
-    place: SwarmPlace, rules: Rules, held: Held, replicas: int, *, margin: int, batch_size: int, tokens: int = 1
-) -> PeerFleet:
-    """Join a swarm over Hivemind's DHT and libp2p, or found it.
-
-    Training starts with ``replicas``; ``held`` is the checkpoint from which this one could resume. For the rest see
-    `Meeting`.
-    """
-    number = held.replica if place.replica is None else place.replica
-    place = replace(place, replica=number, held_swarm=held.swarm, closed=_STARTING)
-    connected = enter_swarm(place, rules, held_step=held.step)
-
-    def again(fleet: PeerFleet, views: LastViews, patience_s: float) -> Connected:
-        nonlocal place
-        transport = fleet.transport
-        known = [address for entry in transport.known_entries() for address in entry.places if "/p2p/" in address]
-        join, listen = (*place.node.join, *known), same_port(place.node.listen, fleet.addresses)
-        node = replace(place.node, join=tuple(dict.fromkeys(join)), listen=listen, insists=False)
-        number, swarm = transport.replica, fleet.connected.swarm
-        transport.close()
-        place = replace(place, replica=number, swarm=swarm, views=views, patience_s=patience_s, node=node)
-        return enter_swarm(place, rules, held_step=transport.step)
-
-    def addresses(connected: Connected) -> tuple[str, ...]:
-        node = cast(PeerStreams, connected.transport.connections.streams).node
-        found = connected.transport.connections.call(node.addresses())
-        return tuple(sorted(found, key=lambda address: address.startswith("/ip4/127.")))
-
-    def details(fleet: PeerFleet) -> dict[str, str]:
-        transport, clock = fleet.transport, {}
-        streams = cast(PeerStreams, transport.connections.streams)
-        if abs(off_s := streams.node.clock_off_s) >= _CLOCK_OFF_S:
-            side = "ahead of" if off_s > 0 else "behind"
-            clock = {"clock": f"{abs(off_s):,.0f} s {side} the clocks of the others, which does no harm"}
-        return {
-            "number": f"{transport.replica}, peer {transport.address}",
-            "swarm": fleet.connected.swarm,
-            "listens at": ", ".join(fleet.addresses) or "no address: it opens all connections itself",
-            "payload links": streams.direct_description,
-            **clock,
-            "lost replicas": f"noticed after at most {transport.rules.silence_s:g} s; the others then continue",
-        }
-
-    meeting = Meeting(
-        num_replicas=replicas,
-        place=place,
-        margin=margin,
-        batch_size=batch_size,
-        batch_tokens=tokens,
-        again=again,
-        addresses=addresses,
-        details=details,
-    )
-    return PeerFleet(meeting, connected, notes=_use_of(held, connected, place))
-
-
-def _use_of(held: Held, connected: Connected, place: SwarmPlace) -> tuple[str, ...]:
-    """Return sentences about the use of the checkpoint from which this replica could resume; none without one."""
-    if held.step < 0:
-        return ()
-    if not connected.joining:
-        alone = "No other peer was found" if place.node.join else "It knows no other peer (no --join)"
-        return (f"{alone}, so it founds a new swarm at step {held.step}. Peers that join adopt its state.",)
-    lost = "the work that it had not shared by then is lost"
-    if connected.swarm != held.swarm and connected.founded_step < held.step:
-        lost = f"the others continued from step {connected.founded_step} and do not have the later steps either"
-    return (
-        f"It adopts the state of the others, which are at step {connected.step}. Its own checkpoint of step "
-        f"{held.step} is not used: {lost}.",
+    return PeerFleet(
+        place,
+        rules,
+        held=held,
+        replicas=network.replicas,
+        margin=2 * run.sync.inner_steps + 1,
+        batch_size=run.train.batch_size,
+        batch_tokens=run.train.batch_size * run.train.sequence_length,
     )
 
 
@@ -336,10 +207,3 @@ def _compare(group: ReplicaGroup, facts: Mapping[str, str]) -> None:
                 f"Position {position} of replica {group.replica} has {difference} at position {group.position}; all "
                 "ranks need the same."
             )
-
-
-def _on_this_machine(connected: Connected) -> int:
-    """Return the number of ranks at the address of this rank, including this one."""
-    rank, entries = connected.transport.rules.rank, connected.entries
-    here = parse_address(entries[rank].address).host
-    return sum(parse_address(entry.address).host == here for entry in entries.values())

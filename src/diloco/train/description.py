@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import platform
-import subprocess
 import sys
 from collections.abc import Collection, Mapping
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
 
+from diloco import __version__
 from diloco.algorithm import (
     AVERAGES,
     CODECS,
@@ -28,20 +26,17 @@ from diloco.algorithm import (
     SyncSettings,
     ValueSchedule,
     data_parallel_bytes,
-    make_codec,
+    hidden_matrices,
     partition,
     plan_exchange,
     trainable_parameters,
 )
-from diloco.checkpoint import open_checkpoint
-from diloco.errors import CheckpointError, FragmentError
 from diloco.model import LanguageModel, base_digest, build_language_model, with_vocabulary
 from diloco.outer import argument_facts, check_kinds, complete, frozen_digests
 from diloco.plugins import is_own
 from diloco.protocol import PROTOCOL_VERSION
 from diloco.train.inner import check_inner_arguments
-from diloco.train.resolve import make_schedule
-from diloco.train.settings import RunSettings
+from diloco.train.settings import RunSettings, make_schedule
 from diloco.transport import InProcessTransport, Link, VirtualNetwork
 from diloco.units import format_bytes, format_ratio
 
@@ -58,11 +53,10 @@ __all__ = [
     "outer_components",
     "outline",
     "replica_bytes",
-    "stored_definition",
     "untrained_digest",
 ]
 
-_PACKAGES = ("diloco", "torch", "numpy", "safetensors", "tokenizers", "xxhash")
+_NO_RULE = ("max_norm", "codec", "momentum")  # the arguments of the average that are not its rule's
 
 
 def outer_components(sync: SyncSettings, outer_steps: int = 1) -> dict[str, Any]:
@@ -71,7 +65,7 @@ def outer_components(sync: SyncSettings, outer_steps: int = 1) -> dict[str, Any]
     The schedules of the outer optimizer span ``outer_steps``, the rounds of one fragment in the whole run.
     """
     codec, mean_codec = sync.arguments_of("codec"), sync.mean_codec
-    average = {name: v for name, v in sync.arguments_of("average").items() if name not in ("max_norm", "codec")}
+    average = {name: v for name, v in sync.arguments_of("average").items() if name not in _NO_RULE}
     outer = dict(sync.arguments_of("outer"))
     rate = 0.7 if sync.outer_learning_rate is None else sync.outer_learning_rate
     learning_rate: ScalarSchedule = rate
@@ -101,7 +95,7 @@ def outer_arguments(settings: RunSettings, model: LanguageModel) -> dict[str, An
     steps = settings.train.steps - settings.train.data_parallel_steps
     return {
         "schedule": make_schedule(settings),
-        "fragments": make_fragments(settings.sync, model),
+        "fragments": make_fragments(settings, model),
         **outer_components(settings.sync, steps // settings.sync.inner_steps),
     }
 
@@ -112,18 +106,12 @@ def check_components(settings: RunSettings) -> None:
     check_inner_arguments(settings.optimizer)
 
 
-def make_fragments(settings: SyncSettings, model: LanguageModel) -> tuple[FragmentLayout, ...]:
+def make_fragments(settings: RunSettings, model: LanguageModel) -> tuple[FragmentLayout, ...]:
     """Partition ``model`` into fragments as resolved ``settings`` say."""
-    number = settings.num_fragments or 1
-    try:
-        return partition(model, num_fragments=number, strategy=settings.fragment_strategy)
-    except FragmentError as error:
-        if settings.fragment_strategy == "balanced":
-            raise
-        raise FragmentError(
-            f"This model has too few layers for sync.num_fragments={number}. Use fewer fragments, or "
-            'sync.fragment_strategy = "balanced", which may split layers.'
-        ) from error
+    sync = settings.sync
+    momenta = hidden_matrices(model, settings.optimizer.arguments.get("adamw", ())) if sync.average_momentum else ()
+    number = sync.num_fragments or 1
+    return partition(model, num_fragments=number, strategy=sync.fragment_strategy, momenta=momenta)
 
 
 def make_links(settings: RunSettings) -> list[Link]:
@@ -148,31 +136,7 @@ def _each(values: tuple[float, ...], count: int) -> tuple[float, ...]:
 
 def outline(settings: RunSettings, vocab_size: int) -> LanguageModel:
     """Build the model on the meta device; ``vocab_size`` counts if neither settings nor the model's source give one."""
-    model = with_vocabulary(settings.model, vocab_size)
-    return build_language_model(model, seed=0, device="meta", definition=stored_definition(settings))
-
-
-def stored_definition(settings: RunSettings) -> Mapping[str, Any] | None:
-    """Return the model's definition from the checkpoint that the run starts from, as the model's source may be gone.
-
-    Return None if there is no such checkpoint or its model has another source.
-    """
-    source, resume, init_from = settings.model.source, settings.checkpoint.resume, settings.train.init_from
-    places = []
-    if resume is not None:
-        places = [Path(resume), *sorted(Path(resume).glob("replica-*"))]  # a machine may have only the latter
-    if init_from is not None and init_from.suffix != ".safetensors":
-        places.append(init_from)
-    for place in places if source is not None else ():
-        try:
-            checkpoint = open_checkpoint(place)
-            definition = checkpoint.fact("definition", dict, {})
-            stored = checkpoint.fact("model", dict).get("source")
-        except CheckpointError:
-            continue  # the code that loads this checkpoint reports the error
-        if definition and stored == source:
-            return definition
-    return None
+    return build_language_model(with_vocabulary(settings.model, vocab_size), seed=0, device="meta")
 
 
 def identity(settings: RunSettings, model: LanguageModel, data: str = "", base: str = "") -> dict[str, str]:
@@ -215,15 +179,15 @@ def diff(mine: Mapping[str, str], theirs: Mapping[str, str], names: Collection[s
     return ""
 
 
-def untrained_digest(settings: RunSettings, model: LanguageModel, definition: Mapping[str, Any] | None) -> str:
+def untrained_digest(settings: RunSettings, model: LanguageModel) -> str:
     """Return a digest of the values that every replica begins with and none trains, or "" if there are none.
 
     They are the stored weights, or what the user's own model freezes.
     """
-    stored = base_digest(settings.model, definition)
+    stored = base_digest(settings.model)
     if stored or all(parameter.requires_grad for parameter in model.parameters()):
         return stored
-    frozen = frozen_digests(build_language_model(settings.model, seed=settings.seed, definition=definition))
+    frozen = frozen_digests(build_language_model(settings.model, seed=settings.seed))
     return xxhash.xxh3_128_hexdigest(json.dumps(frozen).encode())
 
 
@@ -250,10 +214,6 @@ def describe(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
     if settings.algorithm in ("streaming", "diloco"):
         facts["optimizers"] += f"; outer {settings.sync.outer}, learning rate {settings.sync.outer_learning_rate:g}"
         facts |= _describe_rounds(settings, model)
-    elif settings.algorithm == "data-parallel":
-        codec = make_codec(settings.sync.codec or "float32")
-        sent = plan_exchange(codec, trained, settings.network.replicas).mean_bytes
-        facts["traffic"] = f"gradients as {codec.name}: {format_bytes(sent)} per replica and step"
     return facts
 
 
@@ -263,19 +223,20 @@ def _describe_rounds(settings: RunSettings, model: LanguageModel) -> dict[str, s
     codec, mean = components["codec"], MeanEncoding.of(components["mean_codec"])
     whole = settings.sync.whole_contributions
     local_steps = settings.train.steps - start
-    sizes = [fragment.numel for fragment in make_fragments(settings.sync, model)]
+    sizes = [fragment.numel for fragment in make_fragments(settings, model)]
     sent = sum(
         schedule.rounds_of(number, local_steps)
         * plan_exchange(codec, size, replicas, mean=mean, whole=whole).mean_bytes
         for number, size in enumerate(sizes)
     )
-    gradients = data_parallel_bytes(sum(sizes), replicas, 1)
+    gradients = data_parallel_bytes(model.num_trained(), replicas, 1)
     first = f"{start} data-parallel steps, then " if start else ""
+    momentum = ", with Muon's momentum" if settings.sync.average_momentum else ""
     unit = "the model" if len(sizes) == 1 else f"{len(sizes)} fragments"
     ratio = f", {format_ratio(gradients * local_steps / sent)} as much" if sent else ""
     per_step = format_bytes(sent / max(1, local_steps))
     return {
-        "rounds": f"{first}{unit} every {schedule.inner_steps} steps as {codec.name}",
+        "rounds": f"{first}{unit} every {schedule.inner_steps} steps as {codec.name}{momentum}",
         "traffic": f"{per_step} per replica and step (data-parallel: {format_bytes(gradients)}{ratio})",
     }
 
@@ -284,8 +245,8 @@ def replica_bytes(settings: RunSettings, trained: int, frozen: int) -> int:
     """Return the bytes that a replica keeps of its trained and frozen values.
 
     For each trained value they are 16 for itself, its gradient and Adam's two moments, 4 for the global value, 4 for
-    each slot of the outer optimizer, and 4 for the residual of error feedback. The scales of quantised blocks are left
-    out.
+    each slot of the outer optimizer, and 4 for the residual of error feedback. The scales of quantised blocks and
+    averaged momenta are left out.
     """
     model, per_trained = settings.model, 16
     if settings.algorithm in ("streaming", "diloco"):
@@ -298,34 +259,13 @@ def replica_bytes(settings: RunSettings, trained: int, frozen: int) -> int:
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Return versions, processor and git commit as plain values; an unknown value is None."""
+    """Return the versions, command and device of a run as plain values."""
     return {
         "command": sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": {name: _version(name) for name in _PACKAGES},
-        "device": str(device),
-        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor(),
+        "versions": {name: metadata.version(name) for name in ("torch", "numpy", "safetensors")},
+        "diloco": __version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "threads": torch.get_num_threads(),
-        "git_commit": _git("rev-parse", "HEAD"),
-        "git_changed": bool(_git("status", "--porcelain")),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-@functools.cache  # the running code is what was imported, whatever happens to the checkout later
-def _git(*arguments: str) -> str | None:
-    here = Path(__file__).resolve().parent
-    try:
-        # an installed copy may lie inside the checkout of another project
-        subprocess.run(["git", "ls-files", "--error-unmatch", __file__], cwd=here, capture_output=True, check=True)
-        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs lack it
 
 from diloco.data import Assignment
 from diloco.errors import TransportError
 from diloco.events import Event
 from diloco.transport import Cluster, InProcessTransport, ReplicaGroup, Transport, VirtualNetwork
 
-__all__ = ["ClusterFleet", "Fleet"]
+__all__ = ["Attempt", "ClusterFleet", "Fleet"]
+
+
+FOLDER = "diloco/folder"  # in the store of torchrun
 
 
 class Fleet:
@@ -65,10 +71,6 @@ class Fleet:
     def publish(self, event: Event) -> None:
         """Publish an event for the status page."""
 
-    def facts(self) -> dict[str, str]:
-        """Return what identifies this replica, to print at the start, by name."""
-        return {}
-
     def details(self) -> dict[str, str]:
         """Return facts about the connection to the other replicas, by name."""
         return {}
@@ -94,11 +96,8 @@ class Fleet:
         """
         return step if wanted else None
 
-    def tell_finished(self) -> None:
-        """Announce that all steps are done, for replicas that rejoin later."""
-
-    def finish(self) -> None:
-        """Wait until the other replicas have finished too, then disconnect."""
+    def finish(self, *, done: bool) -> None:
+        """Wait until the others have finished too, then disconnect; ``done``: all steps are, as late ones are told."""
 
     def close(self) -> None:
         """Disconnect at once."""
@@ -124,6 +123,20 @@ class Fleet:
             self.hub.load_state_dict(state)
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """The ranks that one torchrun has started, for the first time or again."""
+
+    shared: Store  # torchrun's, which keeps its keys over restarts
+    store: Store  # without keys of earlier attempts
+    folder: Path  # the run folder
+    restarted: bool  # whether an earlier attempt has trained in that folder
+
+    def keep_folder(self) -> None:
+        """Make later attempts continue in the folder."""
+        self.shared.set(FOLDER, str(self.folder))
+
+
 class ClusterFleet(Fleet):
     """One rank of a replica in a run over process groups, whose replicas are fixed and end together.
 
@@ -132,23 +145,15 @@ class ClusterFleet(Fleet):
         group: the ranks of the replica.
         num_replicas: M.
         held: the newest step from which each rank could resume.
-        restarted: whether torchrun has started the ranks again.
-        keep_folder: called on one rank once all have accepted their folders.
+        attempt: what torchrun has started.
     """
 
     def __init__(
-        self,
-        cluster: Cluster,
-        group: ReplicaGroup,
-        num_replicas: int,
-        held: Sequence[int],
-        *,
-        restarted: bool,
-        keep_folder: Callable[[], None],
+        self, cluster: Cluster, group: ReplicaGroup, num_replicas: int, held: Sequence[int], attempt: Attempt
     ) -> None:
         super().__init__(None)
-        self.cluster, self.group, self.restarted = cluster, group, restarted
-        self._num_replicas, self._held, self._keep_folder = num_replicas, held, keep_folder
+        self.cluster, self.group, self.restarted = cluster, group, attempt.restarted
+        self._num_replicas, self._held, self._attempt = num_replicas, held, attempt
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -171,16 +176,12 @@ class ClusterFleet(Fleet):
         roll = self.cluster.roll
         roll.meet("run folder", "", roll.silence_s)
         if roll.rank == 0:
-            self._keep_folder()
+            self._attempt.keep_folder()
 
     def stop_step(self, step: int, *, wanted: bool) -> int | None:
         if wanted:
             self.cluster.roll.ask_to_stop()
         return self.cluster.roll.stop_step(step)
-
-    def details(self) -> dict[str, str]:
-        silence_s = self.cluster.roll.silence_s
-        return {"lost ranks": f"named after at most {silence_s:g} s, or {silence_s / 3:g} s if they end; then all end"}
 
     def held_steps(self) -> dict[int, int]:
         return dict(enumerate(self._held))
@@ -188,14 +189,15 @@ class ClusterFleet(Fleet):
     def explained(self, error: Exception) -> Exception:
         return self.cluster.roll.explained(error)
 
-    def finish(self) -> None:
+    def finish(self, *, done: bool) -> None:
         self.cluster.roll.finish()
 
     def close(self) -> None:
         error = sys.exception()
         self.cluster.close("" if error is None else str(error) or repr(error))
         self.group.close()
-        if self.failure() is None:  # otherwise a rank is missing, and NCCL would wait for it
+        # if a rank is missing, NCCL would wait for it; if there is one replica, its group was that of all ranks
+        if self.failure() is None and dist.is_initialized():
             dist.destroy_process_group()
 
     def state_dict(self) -> dict[str, Any]:

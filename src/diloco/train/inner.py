@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from diloco.algorithm import Muon, ValueSchedule, local_shard, muon, trainable_parameters
+from diloco.algorithm import ValueSchedule, local_shard, muon, trainable_parameters
 from diloco.devices import to_device
 from diloco.errors import ConfigurationError, NonFiniteError, nearest
 from diloco.model import documents_of
-from diloco.plugins import check_arguments, find, is_own, takes
+from diloco.plugins import find, is_own, takes
 from diloco.train.parallel import AUTOCAST, ParallelModel
 from diloco.train.settings import OptimizerSettings
 from diloco.transport import ReplicaGroup
@@ -198,13 +198,10 @@ class InnerLoop:
         self.scaler.load_state_dict(dict(state["scaler"]))
 
 
-UNFIT = {"LBFGS": "evaluates the loss several times a step", "SparseAdam": "takes sparse gradients only"}
-"""Classes of torch.optim that can't work with one forward and one dense backward pass per step, and the reason."""
+UNFIT = ("Optimizer", "LBFGS", "SparseAdam")  # they need several losses a step, or sparse gradients
 
 UNFIT_ON_SHARDS = ("Adafactor", "Rprop")  # optimizers without a step for DTensors
 FUSED_ON_SHARDS = ("Adam", "AdamW", "Muon")  # optimizers with a fused kernel for DTensors
-
-Parameters = Mapping[str, inspect.Parameter]
 
 
 def make_inner_optimizer(
@@ -225,20 +222,20 @@ def make_inner_optimizer(
         ConfigurationError: if the class or an argument is unknown or refused, or can't step a sharded model.
     """
     name, sharded = settings.name, any(hasattr(parameter, "to_local") for parameter in model.parameters())
-    make, accepted = check_inner_arguments(settings)
+    make = _constructor(name)
     if sharded and name in UNFIT_ON_SHARDS:
         raise ConfigurationError(
             f"optimizer.name={name!r} can't step parameters that are sharded over ranks. Use AdamW or SGD, or ranks "
             "that hold all parameters (ddp)."
         )
-    arguments = dict(settings.arguments)
+    accepted, arguments = inspect.signature(make).parameters, dict(settings.arguments)
     may_fuse = "fused" in accepted and not is_own(name) and (name in FUSED_ON_SHARDS or not sharded)
     if may_fuse and not {"fused", "foreach"} & arguments.keys():
         arguments["fused"] = True
     decays = "weight_decay" in accepted and arguments.get("weight_decay", accepted["weight_decay"].default) != 0
     if make is muon:
         arguments = {"compile": compiled, **arguments, "ranks": group}
-    trained = model if "model" in inspect.signature(make).parameters else _groups(model, decays=decays)
+    trained = model if takes(make, "model") else _groups(model, decays=decays)
     try:
         optimizer = _uncompiled(make)(trained, lr=settings.learning_rate, **arguments)
     except ConfigurationError:
@@ -253,45 +250,26 @@ def make_inner_optimizer(
     return optimizer
 
 
-def check_inner_arguments(settings: OptimizerSettings) -> tuple[Callable[..., torch.optim.Optimizer], Parameters]:
-    """Return the optimizer's constructor and the arguments it accepts besides parameters and learning rate.
+def check_inner_arguments(settings: OptimizerSettings) -> None:
+    """Raise `ConfigurationError` if the class is unknown or refuses the arguments, before there is a model."""
+    if not takes(_constructor(settings.name), "model"):  # what takes a model may need more of it than these layers
+        make_inner_optimizer(settings, nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 8), nn.Linear(8, 4)))
 
-    Raises:
-        ConfigurationError: if the class or an argument is unknown, with the nearest known name.
-    """
-    name = settings.name
-    if "lr" in settings.arguments:
-        raise ConfigurationError(
-            "optimizer.arguments.lr can't be set: the schedule sets the learning rate. Set optimizer.learning_rate."
-        )
+
+def _constructor(name: str) -> Callable[..., torch.optim.Optimizer]:
     if is_own(name):
-        make = find("optimizer.name", name, torch.optim.Optimizer)
-        if not takes(make, "lr"):
-            raise ConfigurationError(f"optimizer.name={name} must accept a learning rate as the argument lr.")
-        check_arguments("optimizer.name", name, make, settings.arguments)
-        return make, inspect.signature(make).parameters
-    known: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        key: value
-        for key, value in vars(torch.optim).items()
-        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
-    }
-    known["Muon"] = muon
-    if name in UNFIT:
-        raise ConfigurationError(f"optimizer.name={name!r} {UNFIT[name]}. Use AdamW or SGD.")
-    if name not in known:
-        raise ConfigurationError(
-            f"optimizer.name={name!r} is not an optimizer of torch.optim; {nearest(name, known.keys() - UNFIT.keys())} "
-            "Name your own as module:Class or FILE.py:Class."
-        )
-    accepted = dict(inspect.signature(known[name]).parameters)
+        make: Callable[..., torch.optim.Optimizer] = find("optimizer.name", name, torch.optim.Optimizer)
+        return make
     if name == "Muon":
-        accepted |= inspect.signature(Muon).parameters
-    accepted = {key: accepted[key] for key in accepted.keys() - {"params", "lr", "model", "ranks", "arguments"}}
-    for argument in settings.arguments.keys() - accepted.keys():
+        return muon
+    known = getattr(torch.optim, name, None)
+    if not (inspect.isclass(known) and issubclass(known, torch.optim.Optimizer)) or name in UNFIT:
+        names = [each for each, kind in vars(torch.optim).items() if inspect.isclass(kind) and each not in UNFIT]
         raise ConfigurationError(
-            f"optimizer.arguments.{argument} is not an argument of {name}; {nearest(argument, accepted)}"
+            f"optimizer.name={name!r} is not an optimizer of torch.optim that can be used; {nearest(name, names)} Name "
+            "your own as module:Class or FILE.py:Class."
         )
-    return known[name], accepted
+    return known
 
 
 def _uncompiled(make: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:

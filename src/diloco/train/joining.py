@@ -5,24 +5,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from diloco.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError, EjectedError, RunFinishedError, TransportError
 from diloco.events import Event, Lost, Note, ViewChanged
 from diloco.state_tree import readable_state
 from diloco.train.description import diff
-from diloco.train.peer_fleet import PeerFleet
+from diloco.train.peer_fleet import Held, PeerFleet
 from diloco.train.processes import StopAsked, StopRequest
 from diloco.train.replica import Replica
 from diloco.train.session import Session
 from diloco.train.state import base_home, load_session, replicas_in
 from diloco.waiting import waiting_for
 
-__all__ = ["OVER", "Held", "find_beginning", "follow_views", "held_checkpoint", "held_step"]
+__all__ = ["OVER", "find_beginning", "follow_views", "held_checkpoint", "held_step"]
 
 _GATHER_S = 60.0  # wait this long for a founded view, then search: the others may have found each other without it
 _RETRY_S = 1.0
@@ -70,8 +67,6 @@ def follow_views(session: Session, stop: StopRequest, emit: Callable[[Event], No
     step, fleet = session.totals.steps, session.fleet
     if not isinstance(fleet, PeerFleet) or not fleet.rejoins:
         return
-    if notice := fleet.take_notices():
-        emit(Note(step=step, text=notice, detail=True))
     for news in fleet.take_news():
         now = news.view.members if news.view else ()
         left = set(news.previous.members) - set(now)
@@ -191,12 +186,6 @@ def find_beginning(session: Session, home: Path, emit: Callable[[Event], None]) 
         _check_same_run(session, checkpoint)
     with readable_state(str(checkpoint.path)):
         notes = load_session(session, checkpoint, home)
-    before, now = checkpoint.about.get("threads"), torch.get_num_threads()
-    if before not in (None, now) and not fleet.elastic:  # only these runs repeat their bits
-        notes += (
-            f"The checkpoint was saved with {before} threads, but this process uses {now}. The result may "
-            f"differ in the last bits from an uninterrupted run. Set OMP_NUM_THREADS={before} to get the same bits.",
-        )
     for note in notes:
         emit(Note(step=session.totals.steps, text=note))
     return str(checkpoint.path)
@@ -221,15 +210,6 @@ def _check_same_run(session: Session, checkpoint: Checkpoint) -> None:
 
 
 # What a replica could resume from, before it is known whether it joins others.
-
-
-@dataclass(frozen=True)
-class Held:
-    """Facts about a peer's newest checkpoint that are needed before it is loaded."""
-
-    step: int = -1  # inner steps done; -1: there is no checkpoint
-    replica: int | None = None  # the replica that saved it
-    swarm: str = ""  # the swarm of which the replica was a member then; "" if unknown
 
 
 def held_checkpoint(resume: str | None) -> Held:
@@ -258,12 +238,11 @@ def held_step(home: Path, replica: int, resume: Path) -> int:
 def _newest_checkpoints(home: Path, replica: int, name: str) -> list[Checkpoint]:
     """Return the newest checkpoints (or those called ``name``) from which a replica in its own process can resume.
 
-    One is in the run folder of replica 0, if the replica is new or was saved there, by one process for all replicas.
+    One is in the run folder of replica 0, if the replica was saved there, by one process for all replicas.
     The other is in the replica's own, ``home``, which is inside that of replica 0.
     """
     own, shared = list_checkpoints(home / "checkpoints"), []
     if replica and (there := list_checkpoints(base_home(home, replica) / "checkpoints")):
-        is_new = replica >= there[-1].fact("num_replicas", int)
-        shared = [checkpoint for checkpoint in there if is_new or f"replica-{replica}" in checkpoint.parts]
+        shared = [checkpoint for checkpoint in there if f"replica-{replica}" in checkpoint.parts]
     named = ([each for each in found if name in ("", each.path.name)] for found in (shared, own))
     return [checkpoint for found in named for checkpoint in found[-1:]]

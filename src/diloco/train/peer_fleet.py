@@ -2,42 +2,49 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
+import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from diloco.data import Assignment, Shares, as_message, read_message
+from diloco.devices import choose_threads
 from diloco.errors import RendezvousError, ReplicaLostError, TransportError
 from diloco.events import Event, StateFetched, StepFinished
 from diloco.membership import LastViews, NextView, Ranks, View, enough_without
-from diloco.protocol import WireMessage, decode, encode
+from diloco.protocol import Rules, WireMessage, decode, encode
 from diloco.train.fleet import Fleet
-from diloco.transport import Connected, PeerTransport, ReplicaGroup, SwarmPlace, Transport, join
+from diloco.transport import (
+    Connected,
+    Lost,
+    PeerStreams,
+    Place,
+    ReplicaGroup,
+    SwarmPlace,
+    Transport,
+    connect,
+    enter_swarm,
+    join,
+    parse_address,
+    same_port,
+)
 from diloco.waiting import waiting_for
 
-__all__ = ["Meeting", "PeerFleet"]
+__all__ = ["Held", "PeerFleet"]
 
 _ROUND_MAY_TAKE_S = 4.0  # time for a round in flight to end before a replica of a swarm that is to stop leaves
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Meeting:
-    """How the replicas of a run meet over one kind of network."""
+@dataclass(frozen=True)
+class Held:
+    """Facts about a peer's newest checkpoint that are needed before it is loaded."""
 
-    num_replicas: int  # as planned; in a swarm, with which training starts
-    place: SwarmPlace | None = None  # this replica and its run, whose replicas join and leave; None: they are fixed
-    margin: int = 0  # in a swarm: the number of inner steps within which every member has to wait for a round
-    batch_size: int = 1  # in a swarm: sequences per batch of a replica (B)
-    batch_tokens: int = 1  # in a swarm: tokens per batch
-    # Closes the lost connection of a fleet and finds the others, or founds the view after the given ones with replicas
-    # that also search; it has the given time in seconds. None: a replica that has lost the others ends.
-    again: Callable[[PeerFleet, LastViews, float], Connected] | None = None
-    close: Callable[[], None] = lambda: None  # closes what ``again`` keeps open for another attempt
-    addresses: Callable[[Connected], tuple[str, ...]]  # where others can join; loopback addresses come last
-    details: Callable[[PeerFleet], dict[str, str]]
+    step: int = -1  # inner steps done; -1: there is no checkpoint
+    replica: int | None = None  # the replica that saved it
+    swarm: str = ""  # the swarm of which the replica was a member then; "" if unknown
 
 
 class WelcomeNote(WireMessage):
@@ -49,34 +56,41 @@ class WelcomeNote(WireMessage):
 
 
 class PeerFleet(Fleet):
-    """One rank of a replica and its connection to the other replicas.
+    """One rank of a replica and its connection to the other replicas, which it finds over TCP or in a swarm.
 
     Each rank of a replica holds a shard, and communicates with those that hold the same shard.
 
     Args:
-        meeting: how it met the others, and meets them again.
-        connected: the connection to the other replicas.
+        place: this rank, and where it meets the others.
+        rules: the rules of the run.
+        held: the checkpoint from which it could resume.
         group: the ranks of the replica; None: this rank alone.
-        notes: sentences for the user about the beginning.
+        replicas: the planned number of replicas; in a swarm, with which training starts.
+        margin: in a swarm, the number of inner steps within which every member has to wait for a round.
+        batch_size: in a swarm, sequences per batch of a replica (B).
+        batch_tokens: in a swarm, tokens per batch.
     """
 
     connected: Connected
-    transport: PeerTransport
-    addresses: tuple[str, ...]  # where others can join
+    addresses: tuple[str, ...]  # where others can join; loopback addresses come last
 
     def __init__(
         self,
-        meeting: Meeting,
-        connected: Connected,
-        group: ReplicaGroup | None = None,
+        place: Place | SwarmPlace,
+        rules: Rules,
         *,
-        notes: tuple[str, ...] = (),
+        held: Held = Held(),  # it is immutable
+        group: ReplicaGroup | None = None,
+        replicas: int = 1,
+        margin: int = 0,
+        batch_size: int = 1,
+        batch_tokens: int = 1,
     ) -> None:
         super().__init__(None)
-        self.meeting = meeting
+        self._place, self._rules = place, rules
         self.group = group or ReplicaGroup()
-        self.notes = notes
-        self.elastic, self.rejoins = meeting.place is not None, meeting.again is not None
+        self._replicas, self._margin, self._batch_size, self._batch_tokens = replicas, margin, batch_size, batch_tokens
+        self.elastic, self.rejoins = isinstance(place, SwarmPlace), not rules.together
         self.left_at: tuple[str, ...] = ()  # once it has left a swarm: addresses at which the run goes on without it
         self._changed = threading.Condition()
         self._news: list[NextView] = []
@@ -84,25 +98,65 @@ class PeerFleet(Fleet):
         self._views: LastViews | None = None  # what this replica has been and promised when it last lost its view
         self._identities: dict[int, str] = {}  # rank -> its identity when it was last a member
         self._searching = False  # whether it has lost its view and not found the others again
+        self._listening: socket.socket | None = None  # over TCP, where it stays reachable while it searches
         self.gathering = False  # whether a view founded after a loss still has too few members
-        self._reported_links: Mapping[int, str] = {}
         self.begun = not self.elastic  # whether there have been enough replicas to start training
         self.shares = Shares.of((0,))  # who draws which data, in an elastic run
         self._assignments: tuple[Assignment, ...] = ()
         self._taken: tuple[Assignment, ...] = ()
         self._leaving: threading.Timer | None = None
-        self._connect(connected)
+        if isinstance(place, SwarmPlace):
+            number = held.replica if place.replica is None else place.replica
+            self._place = place = replace(place, replica=number, held_swarm=held.swarm, closed="it is starting")
+            self._connect(enter_swarm(place, rules, held_step=held.step))
+            self.notes = _use_of(held, self.connected, place)
+        else:
+            self._connect(connect(place, rules, held_step=held.step))
+            addresses = {rank: parse_address(entry.address).host for rank, entry in self.connected.entries.items()}
+            choose_threads([*addresses.values()].count(addresses[self.transport.rules.rank]))
 
     def _connect(self, connected: Connected) -> None:
         self.connected = connected
         self.transport = connected.transport
         self.transport.on_change = lambda following: encode(self._follow(following))
         self.joining = connected.joining
-        self.addresses = self.meeting.addresses(connected)
-        if self.meeting.place:
-            self.note(state="joining", name=self.meeting.place.name)
+        self.addresses = (str(connected.transport.address),)
+        if isinstance(self._place, SwarmPlace):
+            connections = connected.transport.connections
+            addresses = connections.call(cast(PeerStreams, connections.streams).node.addresses())
+            self.addresses = tuple(sorted(addresses, key=lambda address: address.startswith("/ip4/127.")))
+            self.note(state="joining", name=self._place.name)
             if not self.joining:
                 self._share(Shares.of(self.local), 1)
+
+    def _find_again(self, views: LastViews, patience_s: float) -> Connected:
+        """Close the lost connection and find the others, or found the view after ``views`` with those that search."""
+        transport, place = self.transport, self._place
+        if isinstance(place, Place):
+            self._listening = self._listening or transport.connections.streams.keep()
+            transport.close()
+            lost = Lost(self.connected, self._listening.dup(), views, patience_s)
+            connected = connect(place, self._rules, lost=lost)
+            self._stop_listening()
+            return connected
+        known = [address for entry in transport.known_entries() for address in entry.places if "/p2p/" in address]
+        listen = same_port(place.node.listen, self.addresses)
+        node = replace(place.node, join=tuple(dict.fromkeys((*place.node.join, *known))), listen=listen, insists=False)
+        transport.close()
+        self._place = replace(
+            place,
+            replica=transport.replica,
+            swarm=self.connected.swarm,
+            views=views,
+            patience_s=patience_s,
+            node=node,
+        )
+        return enter_swarm(self._place, self._rules, held_step=transport.step)
+
+    def _stop_listening(self) -> None:
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -118,7 +172,7 @@ class PeerFleet(Fleet):
 
     @property
     def num_members(self) -> int:
-        return len(self.view.members) if self.elastic else self.meeting.num_replicas
+        return len(self.view.members) if self.elastic else self._replicas
 
     def leads(self) -> bool:
         return bool(self.group.share(self.transport.replica == self.view.members[0]))
@@ -143,7 +197,7 @@ class PeerFleet(Fleet):
         if self.elastic:
             with self._changed:
                 continued = read_message(state["shares"], Shares).following(
-                    self.transport.step, self.local, joined=(), margin=0, batch_size=self.meeting.batch_size
+                    self.transport.step, self.local, joined=(), margin=0, batch_size=self._batch_size
                 )
                 self._share(Shares(continued.chain[-1:]))  # earlier assignments no longer matter
 
@@ -155,13 +209,6 @@ class PeerFleet(Fleet):
             taken, self._news = self._news, []
             return tuple(taken)
 
-    def take_notices(self) -> str:
-        """Return sentences about other changes in this process since the last call; "" if there are none."""
-        links = self.transport.link_descriptions
-        news = {replica: link for replica, link in links.items() if self._reported_links.get(replica) != link}
-        self._reported_links = {**self._reported_links, **news}
-        return " ".join(f"Payloads to replica {replica} go over {link}." for replica, link in sorted(news.items()))
-
     def take_assignments(self) -> tuple[Assignment, ...]:
         with self._changed:
             taken = tuple(each for each in self._assignments if each not in self._taken)
@@ -170,35 +217,38 @@ class PeerFleet(Fleet):
 
     def note(self, **seen: Any) -> None:
         """Publish facts about this replica for the status page."""
-        if self.meeting.place:
-            self.meeting.place.status.seen.update(seen)
+        if isinstance(self._place, SwarmPlace):
+            self._place.status.seen.update(seen)
 
     def publish(self, event: Event) -> None:
-        if self.meeting.place is None:
+        if not isinstance(self._place, SwarmPlace):
             return
-        self.meeting.place.status.add(event)
+        self._place.status.add(event)
         if isinstance(event, StateFetched):
             self.note(state_received_bytes=event.received_bytes, state_expected_bytes=event.expected_bytes)
         elif isinstance(event, StepFinished) and event.trained:
-            self.note(loss=event.loss, tokens_per_s=self.meeting.batch_tokens / max(1e-9, event.step_s))
+            self.note(loss=event.loss, tokens_per_s=self._batch_tokens / max(1e-9, event.step_s))
 
     def names(self) -> dict[str, str]:
-        if self.meeting.place is None:
+        if not isinstance(self._place, SwarmPlace):
             return {}
-        known = {self.transport.replica: self.meeting.place.name}
+        known = {self.transport.replica: self._place.name}
         known |= {entry.rank: entry.name for entry in self.transport.known_entries()}
         often = Counter(known.values())
         unique = {number: name if often[name] == 1 else f"{name}/{number % 10_000}" for number, name in known.items()}
         return {str(number): name for number, name in unique.items() if known[number]}
 
-    def facts(self) -> dict[str, str]:
-        if self.meeting.place is None:
-            return {"replica": f"{self.local[0]}, in its own process"}
-        name = self.names().get(str(self.transport.replica), "it")
-        return {"replica": f"{name}, of {self.num_members} in run {self.meeting.place.admission.run!r}"}
-
     def details(self) -> dict[str, str]:
-        return self.meeting.details(self)
+        if not isinstance(self._place, SwarmPlace):
+            entries = sorted(self.connected.entries.items())
+            return {"control addresses": ", ".join(f"{rank} at {entry.address}" for rank, entry in entries)}
+        return {
+            "replica": f"{self._place.name}, of {self.num_members} in run {self._place.admission.run!r}",
+            "number": f"{self.transport.replica}, peer {self.transport.address}",
+            "swarm": self.connected.swarm,
+            "listens at": ", ".join(self.addresses) or "no address: it opens all connections itself",
+            "payload links": cast(PeerStreams, self.transport.connections.streams).direct_description,
+        }
 
     # The beginning and the end.
 
@@ -211,7 +261,7 @@ class PeerFleet(Fleet):
                 self._changed.wait(0.2)
 
     def _missing(self) -> str:
-        start = self.meeting.num_replicas
+        start = self._replicas
         more = start - self.num_members
         return f"{more} more replica{'s' if more > 1 else ''}, to start with {start} (Ctrl-C leaves),"
 
@@ -235,24 +285,23 @@ class PeerFleet(Fleet):
             transport.ask_to_stop()
         return transport.stop_step()
 
-    def tell_finished(self) -> None:
-        try:
-            self.connected.finish()
-        except Exception:  # errors of the DHT have no common base class
-            logging.getLogger(__name__).debug("announcing that the run has ended failed", exc_info=True)
-
-    def finish(self) -> None:
+    def finish(self, *, done: bool) -> None:
+        if done:
+            try:
+                self.connected.finish()
+            except Exception:  # errors of the DHT have no common base class
+                logging.getLogger(__name__).debug("announcing that the run has ended failed", exc_info=True)
         if not self.elastic:
             self.transport.finish()
         self.close()
 
     def close(self) -> None:
         """Disconnect; leave a swarm explicitly, so that the others do not have to detect the loss of this replica."""
-        self.meeting.close()
+        self._stop_listening()
         if self._leaving is not None:
             self._leaving.cancel()
-        if self.meeting.place:
-            self.left_at = self._others_at(self.meeting.place)
+        if isinstance(self._place, SwarmPlace):
+            self.left_at = self._others_at(self._place)
             self.transport.leave()
         self.transport.close()
         self.group.close()
@@ -301,18 +350,17 @@ class PeerFleet(Fleet):
 
         After a `TransportError`, if none is found in time or the members refuse, the call may be repeated.
         """
-        assert self.meeting.again is not None, "the run ends with the loss"
         lost, state = self.transport, self.state_dict()
         self._identities |= lost.connections.identities
         if self._views is None or (lost.last_view and not self._searching):  # else what it promised earlier still holds
             last = lost.last_view or self._lost_view
             assert last is not None, "only a member can lose the others"
             if self.gathering and self._lost_view is not None:  # no replica trained in a view with too few members
-                last = dataclasses.replace(self._lost_view, id=last.id)
+                last = replace(self._lost_view, id=last.id)
             self._lost_view, self.gathering = last, False
             self._views = LastViews(last, lost.agreed_view, identities=dict(self._identities))
         self._searching = True
-        self._connect(self.meeting.again(self, self._views, patience_s))
+        self._connect(self._find_again(self._views, patience_s))
         self._searching = False
         self.gathering = not self.joining
         self.transport.sent_bytes, self.transport.received_bytes = lost.sent_bytes, lost.received_bytes
@@ -354,11 +402,11 @@ class PeerFleet(Fleet):
                     following.from_step - 1,
                     view.members,
                     joined=following.joined,
-                    margin=self.meeting.margin if self.begun else 0,  # no replica trains before the run begins
-                    batch_size=self.meeting.batch_size,
+                    margin=self._margin if self.begun else 0,  # no replica trains before the run begins
+                    batch_size=self._batch_size,
                 )
                 self._share(shares, len(view.members))
-            self._news.append(dataclasses.replace(following, reason=self.transport.reason))
+            self._news.append(replace(following, reason=self.transport.reason))
             lacks = self.gathering and not self._enough(view)
             self._changed.notify_all()
             gathers = self._lost_view.members if lacks and self._lost_view else ()
@@ -368,6 +416,22 @@ class PeerFleet(Fleet):
         """Divide the data as ``shares`` say; training begins once there are enough members."""
         self.shares, self._assignments = shares, shares.of_member(self.transport.replica)
         if members and self.elastic:
-            self.begun = self.begun or members >= self.meeting.num_replicas
+            self.begun = self.begun or members >= self._replicas
             if not self.joining:
                 self.note(state="training" if self.begun else "waiting for replicas")
+
+
+def _use_of(held: Held, connected: Connected, place: SwarmPlace) -> tuple[str, ...]:
+    """Return a sentence about the use of the checkpoint from which this replica could resume; none without one."""
+    if held.step < 0:
+        return ()
+    if not connected.joining:
+        alone = "No other peer was found" if place.node.join else "It knows no other peer (no --join)"
+        return (f"{alone}, so it founds a new swarm at step {held.step}. Peers that join adopt its state.",)
+    lost = "the work that it had not shared by then is lost"
+    if connected.swarm != held.swarm and connected.founded_step < held.step:
+        lost = f"the others continued from step {connected.founded_step} and do not have the later steps either"
+    return (
+        f"It adopts the state of the others, which are at step {connected.step}. Its own checkpoint of step "
+        f"{held.step} is not used: {lost}.",
+    )

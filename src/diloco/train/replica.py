@@ -118,7 +118,7 @@ class GradientAverager:
         self.transport = transport
         self.codec = codec
         self.group = group
-        self._sent: tuple[Contribution, Pending] | None = None
+        self._sent: tuple[Contribution, Pending]
 
     def begin(self, step: int, weight: float = 1.0) -> None:
         """Send the gradients of inner step ``step`` (counted from 0). A missing gradient counts as zero.
@@ -146,7 +146,6 @@ class GradientAverager:
 
     def begin_again(self) -> None:
         """Send the same gradients in another round, after the last one was void on all replicas."""
-        assert self._sent is not None, "begin comes first"
         contribution, _ = self._sent
         void = contribution.round
         self._send(replace(contribution, round=replace(void, fragment=void.fragment - 1)))
@@ -157,19 +156,15 @@ class GradientAverager:
         Return the error of a round that is void on all replicas, after which `begin_again` may be called, or None.
         """
         while True:
-            assert self._sent is not None, "begin comes first"
             contribution, pending = self._sent
             try:
                 unflatten_(pending.wait().values, self._gradients())
+                del self._sent  # it is as large as the model
                 return None
             except ViewChangedError:
                 self._send(contribution)
             except RoundVoidError as error:
                 return error
-
-    def forget(self) -> None:
-        """Release the contribution and the average, each as large as the model."""
-        self._sent = None
 
     def _send(self, contribution: Contribution) -> None:
         self._sent = contribution, self.transport.average(contribution)
@@ -197,19 +192,14 @@ def average_gradients(
     Returns:
         False if the step must be skipped: the round is void on all replicas, or the other replicas are lost.
     """
-    tried = 1
+    void: list[RoundVoidError] = []
     try:
-        while void := [error for averager in averagers if (error := averager.finish())]:
-            if may_skip:
+        for left in reversed(range(_ATTEMPTS)):
+            void = [error for averager in averagers if (error := averager.finish())]
+            if may_skip or not void:
                 break
-            if tried == _ATTEMPTS:
-                raise RoundVoidError(
-                    f"{void[0]} It was tried {tried} times, and data-parallel training can't continue without it. "
-                    "Nothing was applied. Fix the cause and resume from the last checkpoint with --resume.",
-                    round=void[0].round,
-                    replicas=void[0].replicas,
-                )
-            tried += 1
+            if not left:
+                raise void[0]
             emit(Note(step=0, text=f"{void[0]} The round is tried again."))
             for averager in averagers:
                 averager.begin_again()
@@ -217,9 +207,6 @@ def average_gradients(
         if isinstance(error, RoundVoidError) or not may_lose:
             raise
         return False
-    finally:
-        for averager in averagers:
-            averager.forget()
     # ranks that hold shards have rounds of their own, and skip the step together
     return not (may_skip and any(averager.group.any(bool(void)) for averager in averagers))
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from diloco.algorithm import check_buffers, data_parallel_bytes
-from diloco.checkpoint import CheckpointWriter, Mirror, open_checkpoint, whole, write_whole
+from diloco.checkpoint import CheckpointWriter, Mirror, open_checkpoint, write_whole
 from diloco.cores import usable_cores
 from diloco.data import build_corpus
-from diloco.devices import choose_threads, use_device
+from diloco.devices import choose_threads, release_memory, use_device
 from diloco.errors import ReplicaLostError, TransportError
 from diloco.events import (
     CheckpointSaved,
@@ -38,9 +38,7 @@ from diloco.train.description import (
     describe_environment,
     identity,
     make_transport,
-    outer_components,
     outline,
-    stored_definition,
     untrained_digest,
 )
 from diloco.train.fleet import Fleet
@@ -50,7 +48,7 @@ from diloco.train.replica import seed_process
 from diloco.train.session import Session
 from diloco.train.settings import RunSettings
 from diloco.train.state import save_session
-from diloco.trained import evaluate, generate, mean_evaluation, read_weights
+from diloco.trained import evaluate, generate, read_weights
 from diloco.units import format_count
 
 __all__ = ["run_training"]
@@ -85,15 +83,14 @@ def run_training(
     choose_threads()
     device = use_device(settings.train.device)
     corpus = build_corpus(settings.data, settings.train.sequence_length)
+    release_memory()
     settings = dataclasses.replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
     weightless = outline(settings, corpus.tokenizer.vocab_size)
     check_vocabulary(weightless, corpus.tokenizer.vocab_size)
     if settings.algorithm in ("streaming", "diloco"):
         check_buffers(weightless, {})
     initial = read_weights(settings.train.init_from, settings.model) if settings.train.init_from else None
-    definition = stored_definition(settings)
-    base = untrained_digest(settings, weightless, definition) if meet else ""
-    mine = identity(settings, weightless, corpus.fingerprint, base)
+    mine = identity(settings, weightless, corpus.fingerprint, untrained_digest(settings, weightless) if meet else "")
     fleet: Fleet = meet(mine, folder) if meet else Fleet(make_transport(settings))
     seed_process(settings.seed, fleet.local[0])
     session: Session | None = None
@@ -103,7 +100,7 @@ def run_training(
         fleet.publish(event)
 
     try:
-        session = Session(settings, corpus, fleet, device, emit, initial, definition, mine)
+        session = Session(settings, corpus, fleet, device, emit, initial, mine)
         home = folder.parent if fleet.group.position else folder
         resumed_from = find_beginning(session, home, emit)
         with fleet.group.all_or_none():
@@ -186,13 +183,9 @@ class _Run:
                 evaluation = self._evaluate(final=True)
             if finished and fleet.leads():
                 self._sample()
-            if finished:
-                self._leave_adapter()
         self._count_time()
         summary = self._summary(evaluation, interrupted)
-        if finished:
-            fleet.tell_finished()
-        fleet.finish()
+        fleet.finish(done=finished)
         write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         self.emit(RunFinished(step=self.step, summary=summary))
         return summary
@@ -218,7 +211,7 @@ class _Run:
                 if agreed is not None:
                     last = min(last, agreed)
                     continue
-            self._train_step()
+            self.emit(self.session.step())
             self._count_time()
             self._report_saved(wait=False)
             if due(evaluate_every) and fleet.leads():
@@ -226,12 +219,6 @@ class _Run:
             if due(save_every):
                 self._save()
         return agreed is not None
-
-    def _train_step(self) -> None:
-        before = self.session.epoch
-        self.emit(self.session.step())
-        if (before, self.session.epoch) == (1, 2):
-            self.emit(Note(step=self.step, text="All of the data has been read, and is now read again."))
 
     def _count_time(self) -> None:
         self.session.totals.wall_s = self.wall_before_s + time.perf_counter() - self.started_s
@@ -243,14 +230,8 @@ class _Run:
         peak, device = session.peak_flops_per_s, f"{session.device}, {threads} thread{'' if threads == 1 else 's'}"
         device += "" if threads == cores else f" on {cores} cores"
         device += f", {format_count(peak)} operations/s at most" if peak is not None else ""
-        facts = {"data": data, **describe(settings, model), "device": device, **session.fleet.facts()}
-        codec = outer_components(settings.sync)["codec"]
-        details = {
-            "further data": more,
-            **({"codec kernels": codec.implementation} if codec.parameters() else {}),
-            **session.identity,
-            **session.fleet.details(),
-        }
+        facts = {"data": data, **describe(settings, model), "device": device}
+        details = {"further data": more, **session.identity, **session.fleet.details()}
         self.emit(
             RunStarted(
                 step=self.step,
@@ -273,36 +254,31 @@ class _Run:
         )
 
     def _evaluate(self, *, final: bool) -> Evaluated:
-        """Evaluate the global parameters, or average over independent replicas."""
         settings, corpus, totals = self.settings, self.session.corpus, self.session.totals
-        with self.session.evaluated_models() as models:
-            evaluations = [
-                evaluate(
-                    model,
-                    corpus.tokenizer,
-                    corpus.heldout,
-                    sequence_length=settings.train.sequence_length,
-                    batch_size=settings.train.batch_size * 8,
-                    sequences=settings.evaluation.sequences,
-                    document_masks=settings.data.document_masks,
-                    precision=settings.train.precision,
-                )
-                for model in models
-            ]
-        mean = mean_evaluation(evaluations)
-        if math.isfinite(mean.loss):
+        with self.session.global_model() as model:
+            evaluation = evaluate(
+                model,
+                corpus.tokenizer,
+                corpus.heldout,
+                sequence_length=settings.train.sequence_length,
+                batch_size=settings.train.batch_size * 8,
+                sequences=settings.evaluation.sequences,
+                document_masks=settings.data.document_masks,
+                precision=settings.train.precision,
+            )
+        if math.isfinite(evaluation.loss):
             best = totals.best_heldout_loss
-            totals.best_heldout_loss = min(mean.loss, math.inf if best is None else best)
-        evaluation = Evaluated(
+            totals.best_heldout_loss = min(evaluation.loss, math.inf if best is None else best)
+        event = Evaluated(
             step=self.step,
-            heldout_loss=mean.loss,
-            perplexity=mean.perplexity,
-            bits_per_byte=mean.bits_per_byte,
-            heldout_tokens=mean.tokens,
+            heldout_loss=evaluation.loss,
+            perplexity=evaluation.perplexity,
+            bits_per_byte=evaluation.bits_per_byte,
+            heldout_tokens=evaluation.tokens,
             final=final,
         )
-        self.emit(evaluation)
-        return evaluation
+        self.emit(event)
+        return event
 
     def _sample(self) -> None:
         """Generate a sample for each prompt from a generator that training does not use."""
@@ -311,9 +287,9 @@ class _Run:
         generator = torch.Generator(session.device).manual_seed(self.settings.seed)
         for prompt in self.settings.evaluation.sample_prompts:
             autocast = torch.autocast(session.device.type, cast, enabled=cast is not None)
-            with session.evaluated_models() as models, autocast:
+            with session.global_model() as model, autocast:
                 tokens = generate(
-                    models[0],
+                    model,
                     tokenizer.encode(prompt) or [tokenizer.eos_id],
                     generator,
                     max_new_tokens=SAMPLE_TOKENS,
@@ -349,21 +325,6 @@ class _Run:
         self.emit(
             CheckpointSaved(step=self.step, path=str(path), size_bytes=size_bytes, save_s=save_s, free_bytes=free_bytes)
         )
-
-    def _leave_adapter(self) -> None:
-        """Save a model with adapters in the format of ``peft``, with the tokeniser. Call it on all ranks."""
-        model: Any = self.session.replicas[0].model
-        if getattr(model, "adapters", None) is None:
-            return
-        from diloco.model import ADAPTER_FOLDER, save_adapter
-
-        values = {name: whole(value) for name, value in self.session.global_params().items()}
-
-        def save() -> None:
-            save_adapter(self.home / ADAPTER_FOLDER, model, values)
-            self.session.corpus.tokenizer.save(self.home / ADAPTER_FOLDER)
-
-        self.session.fleet.group.done_by_leader(save)
 
     def _summary(self, evaluation: Evaluated | None, interrupted: str | None) -> dict[str, Any]:
         """Return the summary of the run as JSON. Call it on all ranks of a replica."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from diloco.algorithm import digest_tensors, make_codec, named_parameters
+from diloco.algorithm import digest_tensors, make_codec
 from diloco.checkpoint import Lazy, whole
 from diloco.data import Corpus
 from diloco.devices import flops_utilization, known_peak_flops_per_s
@@ -55,7 +54,6 @@ class Session:
         device: the device to train on.
         on_event: receives the events of the session.
         initial: initial values of the parameters by name; None: new values, or those of the model's source.
-        definition: the model's definition, for `build_language_model`.
         identity: what the run is; see `diloco.train.description`.
     """
 
@@ -67,7 +65,6 @@ class Session:
         device: torch.device,
         on_event: Callable[[Event], None],
         initial: Mapping[str, Tensor] | None = None,
-        definition: Mapping[str, Any] | None = None,
         identity: Mapping[str, str] | None = None,
     ) -> None:
         self.settings = settings
@@ -77,7 +74,6 @@ class Session:
         self.on_event = on_event
         self.identity = identity or {}
         self.totals = Totals()
-        self._definition = definition
         self.replicas = [self._make_replica(number, initial) for number in fleet.local]
         self.pace: DynamicSteps | None = None  # chooses the scheduled steps to train; None: all of them
         if isinstance(fleet, PeerFleet) and settings.network.straggler == "dynamic":
@@ -225,22 +221,15 @@ class Session:
         return ReplicaState(self.replicas[0].inner, self.replicas[0].diloco).global_params()
 
     def global_digest(self) -> str:
-        """Return the digest of the global parameters, or of those of all independent replicas. Call it on all ranks."""
-        if self.settings.algorithm != "none":
-            return digest_tensors(Lazy(self.global_params(), whole))
-        replicas = enumerate(self.replicas)
-        return digest_tensors({f"{m}.{name}": p for m, r in replicas for name, p in named_parameters(r.model).items()})
+        """Return the digest of the global parameters. Call it on all ranks of a replica."""
+        return digest_tensors(Lazy(self.global_params(), whole))
 
     @contextmanager
-    def evaluated_models(self) -> Iterator[list[LanguageModel]]:
-        """Yield the models to evaluate: one with the global parameters, or one per independent replica."""
+    def global_model(self) -> Iterator[LanguageModel]:
+        """Yield the model with the global parameters."""
         first = self.replicas[0]
-        if first.diloco:
-            with first.diloco.global_model():
-                yield [first.model]
-        else:
-            alone = self.settings.algorithm == "none" and not self.averages_gradients
-            yield [replica.model for replica in self.replicas] if alone else [first.model]
+        with nullcontext() if first.diloco is None else first.diloco.global_model():
+            yield first.model
 
     def compute_utilization(self) -> float:
         """Return compute time / (compute time + time stalled by the exchange), as the mean over replicas.
@@ -327,7 +316,7 @@ class Session:
         settings, train, group = self.settings, self.settings.train, self.fleet.group
         strategy: Strategy = train.parallelism if group.size > 1 else "none"
         on_meta = strategy == "fsdp" and settings.model.kind != "module"  # no rank may have room for the whole model
-        build = partial(build_language_model, settings.model, seed=settings.seed, definition=self._definition)
+        build = partial(build_language_model, settings.model, seed=settings.seed)
         model = build(device="meta" if on_meta else "cpu" if strategy == "fsdp" else self.device)
         if on_meta and not model.fits_shards():
             model, on_meta = build(device="cpu"), False

@@ -1,21 +1,15 @@
 """Saving and loading of a session: all replicas of a process in one checkpoint, or one replica sharded over its ranks.
 
-The number of replicas may change between saving and loading:
-
-- A replica that existed before keeps its whole state except for the rounds in flight, which were between other replicas
-  and count as void. The next rounds contain their work, because the global parameters did not change.
-- A new replica starts with the global parameters and outer state, and a fresh inner optimizer.
-- A replica that no longer exists loses only its work since its fragments were last sent.
-- The data continues where it was: no sequence is drawn twice, and the current replicas draw the remaining ones.
-
-If each replica is a process, the run folder of replica 0 contains the run folders of the others.
+A run may move between one process for all replicas and a process for each: the run folder of replica 0 contains those
+of the others. With another number of ranks per replica, the rounds in flight count as void; the next rounds contain
+their work, because the global parameters did not change.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +60,7 @@ class ReplicaState:
         for fragment in self.diloco.fragments if self.diloco else ():
             if fragment.residual is not None:
                 values |= self._laid_out(fragment.layout.named(fragment.residual), "residual/")
+                values |= self._laid_out(fragment.layout.named_momenta(fragment.residual), "residual/of momentum/")
         return values
 
     def global_params(self) -> dict[str, Tensor]:
@@ -75,11 +70,13 @@ class ReplicaState:
         return self._laid_out(self.diloco.named_global_params())
 
     def outer_state(self) -> dict[str, Tensor]:
-        """Return the outer state as ``SLOT/NAME``; empty without an outer loop."""
+        """Return the outer state as ``SLOT/NAME`` and the averaged momenta; empty without an outer loop."""
         values: dict[str, Tensor] = {}
         for fragment in self.diloco.fragments if self.diloco else ():
             for slot, vector in fragment.state.outer.slots.items():
                 values |= self._laid_out(fragment.layout.named(vector), f"{slot}/")
+            momenta = fragment.layout.named_momenta(fragment.global_params)
+            values |= self._laid_out(momenta, "averaged momentum/")
         return values
 
     def common(self) -> dict[str, Any]:
@@ -222,7 +219,6 @@ def _about(session: Session) -> dict[str, Any]:
         "model": settings.model.described(),
         "definition": model.definition(),
         "identity": dict(session.identity),
-        "threads": torch.get_num_threads(),
         "global_params_digest": session.global_digest(),
         "fragments": [
             {"index": f.index, "parameters": list(f.names), "numel": f.numel, "outer_step": f.state.outer.step}
@@ -236,56 +232,45 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
     """Restore the session that `save_session` saved. Call it on all ranks of a replica.
 
     Args:
-        checkpoint: the checkpoint of the session's replicas, or that of replica 0 for a new replica in its own process.
+        checkpoint: the checkpoint of the session's replicas, or that of replica 0, which one process saved for all.
         home: the replica's run folder.
 
     Returns:
-        Sentences about the differences to the saved run: another number of replicas, and rounds that are now void.
+        Sentences about rounds that are now void.
     """
-    run = checkpoint.load("run")
+    run, fleet, mine = checkpoint.load("run"), session.fleet, session.replicas[0].number
     session.totals = replace(session.totals, **run["totals"])
-    if replicas_in(checkpoint)[:1] == session.fleet.local[:1]:  # a checkpoint of all replicas has those of the first
+    if fleet.elastic and mine not in (theirs := replicas_in(checkpoint)):  # each peer resumes only from its own
+        held = f"the state of replica {', '.join(map(str, theirs))}" if theirs else "no replica's state"
+        advice = f"Pass --replica {theirs[0]}, or leave it out." if theirs else "Use a checkpoint of this replica."
+        raise CheckpointError(f"{checkpoint.path} holds {held}, but this is replica {mine}. {advice}")
+    if replicas_in(checkpoint)[:1] == fleet.local[:1]:  # a checkpoint of all replicas has those of the first
         load_process_random(run["random"])
-    saved = _saved_replicas(session, checkpoint, home)
-    if saved.differ and session.settings.algorithm == "none":
-        raise CheckpointError(
-            f"{checkpoint.path} holds {saved.number} independent replicas, which share no state from which another "
-            f"number of replicas ({saved.now}) could resume. Use the same number of replicas."
-        )
-    session.fleet.load_state_dict(_fleet_state(session, saved, run["transport"]))
+    base = base_home(home, mine) if fleet.hub is None else checkpoint.path.parent.parent
+    saved = {replica.number: _checkpoint_of(replica.number, checkpoint, base) for replica in session.replicas}
+    fleet.load_state_dict(_fleet_state(session, run["transport"], saved))
     void: tuple[RoundId, ...] = ()
     for replica in session.replicas:
-        source = saved.source(replica.number)
-        state = saved.of(source).load(f"replica-{source}")
-        void = _load_replica(session, replica, saved, state["common"])
-        if saved.differ:
-            replica.sampler.resume_from(saved.of(0).load("replica-0")["sampler"], saved.number)
-        else:
-            replica.sampler.load_state_dict(state["sampler"])
+        state = saved[replica.number].load(f"replica-{replica.number}")
+        void = _load_replica(session, replica, saved[replica.number], state["common"])
+        replica.sampler.load_state_dict(state["sampler"])
         if replica.diloco is not None:
             replica.diloco.recovery.data_order = replica.sampler.order
             replica.diloco.recovery.begun_after = session.totals.steps - replica.diloco.steps
-            if source != replica.number:  # a new replica keeps only the shared state
-                replica.diloco.begin_from_global()
-                replica.inner.optimizer.state.clear()
-    lost = (f"{round_id} was in flight between other replicas and counts as void." for round_id in void)
-    return (*saved.changes(), *dict.fromkeys(lost))
+    return tuple(f"{round_id} was in flight between other ranks and counts as void." for round_id in void)
 
 
 def _load_replica(
-    session: Session, replica: Replica, saved: _SavedReplicas, common: Mapping[str, Any]
+    session: Session, replica: Replica, checkpoint: Checkpoint, common: Mapping[str, Any]
 ) -> tuple[RoundId, ...]:
-    source = saved.source(replica.number)
-    checkpoint = saved.of(source)
     if common["diloco"] is not None:
         session.begin_diloco(replica)
-    own, shards, name = None, _num_shards(session), f"replica-{source}-own"
-    if source == replica.number and sum(part.startswith(f"{name}-") for part in checkpoint.parts) == shards:
+    own, shards, name = None, _num_shards(session), f"replica-{replica.number}-own"
+    if sum(part.startswith(f"{name}-") for part in checkpoint.parts) == shards:
         own = checkpoint.load(f"{name}-{session.fleet.group.position % shards}")
         replica.random_state.load_state_dict(own["random"])
-    rounds = None if own is None or saved.differ else own["diloco"]
     state = ReplicaState(replica.inner, replica.diloco)
-    return state.load(checkpoint, f"replica-{source}-values", common, rounds)
+    return state.load(checkpoint, f"replica-{replica.number}-values", common, None if own is None else own["diloco"])
 
 
 def _num_shards(session: Session) -> int:
@@ -293,78 +278,30 @@ def _num_shards(session: Session) -> int:
     return session.fleet.group.size if session.settings.train.parallelism == "fsdp" else 1
 
 
-# Which replicas have saved a checkpoint, and which checkpoint a replica resumes from.
+def _checkpoint_of(replica: int, checkpoint: Checkpoint, base: Path) -> Checkpoint:
+    """Return the checkpoint of the same step that has the state of ``replica``; ``base``: run folder of replica 0."""
+    part = f"replica-{replica}"
+    if part in checkpoint.parts:
+        return checkpoint
+    place = (base / part if replica else base) / "checkpoints" / checkpoint.path.name
+    try:
+        return open_checkpoint(place)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"The checkpoint of replica {replica}, {place}, can't be opened: {error} Copy the folders of all replicas "
+            "into that of replica 0."
+        ) from error
 
 
-@dataclass(frozen=True)
-class _SavedReplicas:
-    """The replicas that saved a checkpoint."""
-
-    checkpoint: Checkpoint  # the replica's own, or that of replica 0 for a new replica
-    base: Path | None  # run folder of replica 0, which contains the others; None: in a swarm each has only its own
-    number: int  # number of replicas that saved it
-    now: int  # number of replicas that resume
-
-    @property
-    def differ(self) -> bool:
-        """Whether another number of replicas resumes."""
-        return self.number != self.now
-
-    def source(self, replica: int) -> int:
-        """Return the number of the saved replica from whose state a replica starts: its own, or 0 if it is new."""
-        return replica if self.base is None or replica < self.number else 0
-
-    def of(self, replica: int) -> Checkpoint:
-        part = f"replica-{replica}"
-        if part in self.checkpoint.parts or self.base is None:
-            return self.checkpoint
-        place = (self.base / part if replica else self.base) / "checkpoints" / self.checkpoint.path.name
-        try:
-            return open_checkpoint(place)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"The checkpoint of replica {replica}, {place}, is needed for {self.now} replicas to go on here, but "
-                f"it can't be opened: {error} Copy the folders of all replicas into that of replica 0."
-            ) from error
-
-    def changes(self) -> tuple[str, ...]:
-        if not self.differ:
-            return ()
-        change = f"only the work of the other {self.number - self.now} since they last sent is lost"
-        if (new := self.now - self.number) > 0:
-            change = f"the {new} new ones start with the global parameters and a fresh inner optimizer"
-        return (
-            f"{self.now} replicas continue where {self.number} stopped: {change}. The data continues where it was.",
-        )
-
-
-def _saved_replicas(session: Session, checkpoint: Checkpoint, home: Path) -> _SavedReplicas:
-    now, mine = session.settings.network.replicas, session.replicas[0].number
-    if not session.fleet.elastic:
-        base = base_home(home, mine) if session.fleet.hub is None else checkpoint.path.parent.parent
-        return _SavedReplicas(checkpoint, base, checkpoint.fact("num_replicas", int), now)
-    if mine not in (theirs := replicas_in(checkpoint)):  # in a swarm, each replica resumes only from its own
-        held = f"the state of replica {', '.join(map(str, theirs))}" if theirs else "no replica's state"
-        advice = f"Pass --replica {theirs[0]}, or leave it out." if theirs else "Use a checkpoint of this replica."
-        raise CheckpointError(f"{checkpoint.path} holds {held}, but this is replica {mine}. {advice}")
-    return _SavedReplicas(checkpoint, None, now, now)
-
-
-def _fleet_state(session: Session, saved: _SavedReplicas, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the state for the fleet. New replicas have sent nothing, and their clock starts at that of replica 0."""
-    mine, numbers = session.replicas[0].number, range(min(saved.now, saved.number))
-    together = "network" in state  # saved by one process for all replicas
-    if session.fleet.hub is None:
-        if together:
-            state = {"traffic": state["traffic"][saved.source(mine)], "step": session.totals.steps}
-        return state if saved.source(mine) == mine or not state else {**state, "traffic": [0, 0]}
-    if together and not saved.differ:
+def _fleet_state(session: Session, state: Mapping[str, Any], saved: Mapping[int, Checkpoint]) -> Mapping[str, Any]:
+    """Return the state for the fleet, which one process may have saved for all replicas, or each for its own."""
+    together = "network" in state
+    if together == (session.fleet.hub is not None) or not state:
         return state
-    traffic = state["traffic"] if together else [saved.of(m).load("run")["transport"]["traffic"] for m in numbers]
-    new, network = saved.now - len(numbers), state.get("network")
-    if network is not None:
-        network = {name: [*values[: len(numbers)], *[values[0]] * new] for name, values in network.items()}
-    return {"traffic": [*traffic[: len(numbers)], *[[0, 0]] * new], "network": network, "decided": []}
+    if together:
+        return {"traffic": state["traffic"][session.replicas[0].number], "step": session.totals.steps}
+    traffic = [checkpoint.load("run")["transport"]["traffic"] for checkpoint in saved.values()]
+    return {"traffic": traffic, "network": None, "decided": []}
 
 
 def replicas_in(checkpoint: Checkpoint) -> tuple[int, ...]:

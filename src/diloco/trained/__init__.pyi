@@ -1,5 +1,4 @@
 from .evaluate import evaluate as evaluate
-from .evaluate import mean_evaluation as mean_evaluation
 from .export import export_adapter as export_adapter
 from .export import export_huggingface as export_huggingface
 from .generate import Sampling as Sampling
@@ -10,7 +9,6 @@ from .load import Trained as Trained
 from .load import exported_model as exported_model
 from .load import load_parameters as load_parameters
 from .load import load_trained as load_trained
-from .load import model_settings as model_settings
 from .load import read_weights as read_weights
 from .load import rest_of_state as rest_of_state
 from .load import saved_once as saved_once

@@ -16,7 +16,7 @@ from diloco.errors import DataError
 from diloco.model import ENDS, NOT_COUNTED, LanguageModel, documents_of
 from diloco.units import perplexity
 
-__all__ = ["evaluate", "mean_evaluation"]
+__all__ = ["evaluate"]
 
 Precision = Literal["float32", "bfloat16", "float16"]
 LOGITS_BYTES = 1 << 30  # limit for the float32 logits of one forward pass, unless one sequence needs more
@@ -91,11 +91,3 @@ def evaluate(
     if not count:
         raise DataError("There is no token to predict in the text.")
     return Evaluation(nats / count, nats / math.log(2) / max(1, num_bytes), count, num_bytes)
-
-
-def mean_evaluation(evaluations: list[Evaluation]) -> Evaluation:
-    """Return the mean over models evaluated on the same tokens (independent replicas have no global parameters)."""
-    size, first = len(evaluations), evaluations[0]
-    loss = sum(e.loss for e in evaluations) / size
-    bits_per_byte = sum(e.bits_per_byte for e in evaluations) / size
-    return Evaluation(loss, bits_per_byte, first.tokens, first.num_bytes)

@@ -118,8 +118,7 @@ def load_trained(
         definition=checkpoint.fact("definition", dict, {}),
     )
     load_parameters(model, read_weights(checkpoint.path))
-    alone = checkpoint.about.get("algorithm") == "none"
-    weights = "replica 0 (independent replicas)" if alone else "global parameters"
+    weights = "global parameters"
     if bare:
         weights += f", trained beside {settings.quantization} weights and merged into the original ones"
     tokenizer = load_tokenizer(checkpoint.path.parent.parent)

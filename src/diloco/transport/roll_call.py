@@ -17,6 +17,7 @@ from concurrent import futures
 from functools import partial
 from typing import Any
 
+import torch
 import xxhash
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -94,6 +95,7 @@ class RollCall:
         self._read_s = time.monotonic()  # when the store last answered
         self._failed = ""
         self._told = False  # whether the failure has reached the caller
+        self._trains = threading.get_ident()
         self._lock = threading.Lock()
         self._wake, self._closed = threading.Event(), threading.Event()
         self._watching = in_thread(self._watch, "diloco-roll-call")
@@ -102,26 +104,24 @@ class RollCall:
     @property
     def failure(self) -> ReplicaLostError | None:
         """Why the ranks can't continue, or None."""
-        silent_s = time.monotonic() - self._read_s
-        if not self._failed and silent_s > 2 * self.silence_s and not self._closed.is_set():
-            self._failed = (
-                f"The store of torch.distributed, which rank 0 or torchrun holds, is silent for {silent_s:.0f} s"
-            )
         if not self._failed:
             return None
         return ReplicaLostError(f"{self._failed}. Membership is fixed, so all ranks end; restart them with --resume.")
 
     def check(self) -> None:
-        """Raise the failure, if there is one."""
+        """Raise the failure, if there is one. For the thread that trains."""
+        self._trains = threading.get_ident()
         if (failure := self.failure) is not None:
             self._told = True
             raise failure
 
-    def wait(self, done: Callable[[], bool]) -> None:
+    def wait(self, done: Callable[[], bool], *, for_records: bool = False) -> None:
         """Wait until ``done``; raise `ReplicaLostError` if the ranks can't continue."""
         while not done():
             self.check()
-            time.sleep(_POLL_S)
+            if for_records:
+                self._wake.set()
+            time.sleep(_HURRY_S if for_records else _POLL_S)
 
     def broken(self, why: str) -> ReplicaLostError:
         """Return the error after a collective has failed: wait until it is known who is lost."""
@@ -142,9 +142,10 @@ class RollCall:
 
     def explained(self, error: Exception) -> Exception:
         """Return the error that names the lost rank, for one of any collective; other errors stay as they are."""
-        of_group = isinstance(error, ReplicaLostError) and self._failed not in str(error)
-        lost = of_group or (isinstance(error, RuntimeError) and is_of_the_network(error))
-        return self.broken(str(error).splitlines()[0]) if lost else error
+        for each in (error, error.__cause__):  # as `ReplicaGroup` raises it
+            if isinstance(each, RuntimeError) and is_of_the_network(each):
+                return self.broken(str(each).splitlines()[0])
+        return error
 
     def meet(self, name: str, value: str, timeout_s: float, ranks: Sequence[int] | None = None) -> list[str]:
         """Return the ``value`` of all ranks, or of ``ranks``, in order. Each ``name`` can be used once.
@@ -192,14 +193,14 @@ class RollCall:
             if self._mine["begun"] is None:
                 self._begun = step + 1
                 return None
-        self._wait_for_records(lambda: self._all("begun"))
+        self.wait(lambda: self._all("begun"), for_records=True)
         return max(int(each["begun"]) for each in self._records)
 
     def finish(self) -> None:
         """Wait until all ranks have finished the run."""
         with self._lock:
             self._mine["finished"] = True
-        self._wait_for_records(lambda: self._all("finished") or self._closed.is_set())
+        self.wait(lambda: self._all("finished") or self._closed.is_set(), for_records=True)
 
     def close(self, failed: str = "") -> None:
         """Leave; ``failed`` says why, if not all ranks have finished."""
@@ -211,12 +212,6 @@ class RollCall:
         self._closed.set()
         self._wake.set()
         futures.wait([self._watching], _LEAVING_S)
-
-    def _wait_for_records(self, done: Callable[[], bool]) -> None:
-        while not done():
-            self.check()
-            self._wake.set()
-            time.sleep(_HURRY_S)
 
     def _all(self, name: str) -> bool:
         # 0 steps begun are a number too, although 0 == False
@@ -271,12 +266,35 @@ class RollCall:
             self._failed = self._failed or why
 
     def _guard(self) -> None:
-        """End this process if it does not notice a failure, because its training thread is inside a collective."""
-        while not self._closed.wait(self._beat_s):
-            if self.failure is None:
-                continue
-            if not self._closed.wait(self.silence_s) and not self._told:
+        """End this process after a failure if the thread that trains stays in one call, as in a collective.
+
+        A thread that works without the others, or waits for one that does, such as that which writes a checkpoint, will
+        learn of the failure.
+        """
+        place: tuple[Any, ...] = ()
+        since_s = time.monotonic()
+        while not (self._closed.wait(self._beat_s) or self._told):
+            now_s = time.monotonic()
+            if now_s - self._read_s > 2 * self.silence_s:
+                self._fail(
+                    "The store of torch.distributed, which rank 0 or torchrun holds, is silent for "
+                    f"{now_s - self._read_s:.0f} s"
+                )
+            last, place = place, _place(self._trains)
+            waits = bool(place) and place[0].f_code.co_filename == threading.__file__
+            if self.failure is None or place != last or waits:
+                since_s = now_s
+            elif now_s - since_s > self.silence_s:
                 print(f"diloco: {self.failure} A collective does not end, so this process does.", file=sys.stderr)
                 sys.stderr.flush()
                 os._exit(1)
-            return
+
+
+def _place(thread: int) -> tuple[Any, ...]:
+    """Return where a thread is, or () if it has ended: the frame, the position in it, and the processor time spent."""
+    frame = sys._current_frames().get(thread)  # itself, as another one may get its address
+    if frame is None:
+        return ()
+    # a thread that waits for a GPU spends time, and macOS and Windows don't tell it
+    told = hasattr(time, "pthread_getcpuclockid") and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
+    return frame, frame.f_lasti, time.clock_gettime(time.pthread_getcpuclockid(thread)) if told else 0.0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from diloco.algorithm.checks import check_type
+from diloco.algorithm.codec import native
 from diloco.algorithm.registry import CODECS
 from diloco.errors import CodecError
 
@@ -25,6 +26,8 @@ class Codec(abc.ABC):
     Every public method raises `CodecError`, before anything is written, if a tensor has another shape, type, layout or
     device than documented.
     """
+
+    _kernels: Mapping[str, Callable[..., None]] | None = None
 
     name: str  # by which replicas compare codecs
     implementation: str = "torch"  # for CPU tensors, or "native (C)", with equal bytes; torch on other devices
@@ -124,12 +127,24 @@ class Codec(abc.ABC):
 
     def _accumulate(self, payload: Tensor, out: Tensor, weight: float) -> None:
         """Add the weighted values of a checked ``payload``. This default cuts it into pieces and decodes them."""
-        scratch = None
         for start, stop in pieces(out.numel(), out.device, self.block_size):
-            scratch = torch.empty_like(out[start:stop]) if scratch is None else scratch
-            values = scratch[: stop - start]
+            values = torch.empty_like(out[start:stop])
             self._decode(self._cut(payload, out.numel(), start, stop), values)
             out[start:stop].add_(values.mul_(weight))
+
+    def _load_kernels(self, functions: Mapping[str, tuple[Any, ...]], implementation: str | None) -> None:
+        """Load the compiled functions of this codec; see `native.load`."""
+        self._kernels = native.load(self.name, functions, implementation)
+        self.implementation = "native (C)" if self._kernels else "torch"
+
+    def _kernel(self, name: str, tensor: Tensor) -> Callable[..., None] | None:
+        """Return a compiled function if there is one, and the tensor is on the CPU."""
+        return self._kernels[name] if self._kernels and tensor.device.type == "cpu" else None
+
+    def _ranges(self, numel: int, device: torch.device) -> list[tuple[int, int]]:
+        """Return ranges of whole blocks, as `pieces`, and then the last block if it is shorter."""
+        whole = numel // self.block_size * self.block_size
+        return [*pieces(whole, device, self.block_size), *([(whole, numel)] if whole < numel else [])]
 
     def _cut(self, payload: Tensor, numel: int, start: int, stop: int) -> Tensor:
         """Return the bytes of a checked ``payload`` for the whole blocks from value ``start`` to ``stop``.
@@ -234,12 +249,8 @@ class _Cast(Codec):
 
     def _encode(self, values: Tensor, payload: Tensor) -> None:
         numbers = payload.view(self.wire_type)
-        limit = self.saturation_limit
-        scratch = None
         for start, stop in pieces(values.numel(), values.device):
-            scratch = torch.empty_like(values[start:stop]) if scratch is None else scratch
-            clamped = torch.clamp(values[start:stop], -limit, limit, out=scratch[: stop - start])
-            numbers[start:stop].copy_(clamped)
+            numbers[start:stop].copy_(values[start:stop].clamp(-self.saturation_limit, self.saturation_limit))
 
     def _decode(self, payload: Tensor, out: Tensor) -> None:
         out.copy_(aligned(payload, self.wire_type))

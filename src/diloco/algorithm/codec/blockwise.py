@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from diloco.algorithm.codec import native
-from diloco.algorithm.codec.base import Codec, aligned, pieces
+from diloco.algorithm.codec.base import Codec, aligned
 from diloco.errors import ConfigurationError
 
 _MAX_BLOCK = 65536
@@ -42,8 +42,7 @@ class BlockwiseCodec(Codec):
                 f"{self.name}: block_size must be an even whole number from 2 to {_MAX_BLOCK}, got {block_size!r}."
             )
         self.block_size = block_size
-        self._kernels = native.load(self.name, native.BLOCKWISE, implementation)
-        self.implementation = "native (C)" if self._kernels else "torch"
+        self._load_kernels(native.BLOCKWISE, implementation)
 
     def parameters(self) -> Mapping[str, int]:
         return {"block_size": self.block_size}
@@ -59,23 +58,18 @@ class BlockwiseCodec(Codec):
         return payload.data_ptr(), payload.data_ptr() + self._scale_bytes(numel)
 
     def _encode(self, values: Tensor, payload: Tensor) -> None:
-        if self._kernels and values.device.type == "cpu":
-            scales, codes = self._addresses(payload, values.numel())
-            self._kernels["encode"](values.data_ptr(), values.numel(), self.block_size, scales, codes)
+        if kernel := self._kernel("encode", values):
+            kernel(values.data_ptr(), values.numel(), self.block_size, *self._addresses(payload, values.numel()))
             return
-        scratch = None
         for part, block_scales, block_codes in self._block_ranges(payload, values.numel()):
             rows = values[part].view(len(block_scales), -1)
             if padding := block_codes.shape[1] * self.codes_per_byte - rows.shape[1]:
                 rows = F.pad(rows, (0, padding))
-            if scratch is None:  # the first range is the longest
-                scratch = torch.empty(2, rows.numel(), dtype=torch.int32, device=values.device)
-            self._encode_blocks(rows, block_scales, block_codes, scratch)
+            self._encode_blocks(rows, block_scales, block_codes)
 
     def _decode(self, payload: Tensor, out: Tensor) -> None:
-        if self._kernels and out.device.type == "cpu":
-            addresses = self._addresses(payload, out.numel())
-            self._kernels["decode"](*addresses, out.numel(), self.block_size, out.data_ptr())
+        if kernel := self._kernel("decode", out):
+            kernel(*self._addresses(payload, out.numel()), out.numel(), self.block_size, out.data_ptr())
             return
         for part, scales, codes in self._block_ranges(payload, out.numel()):
             rows = out[part].view(len(scales), -1)
@@ -86,9 +80,8 @@ class BlockwiseCodec(Codec):
                 rows.copy_(whole[:, : rows.shape[1]])
 
     def _accumulate(self, payload: Tensor, out: Tensor, weight: float) -> None:
-        if self._kernels and out.device.type == "cpu":
-            addresses = self._addresses(payload, out.numel())
-            self._kernels["accumulate"](*addresses, out.numel(), self.block_size, weight, out.data_ptr())
+        if kernel := self._kernel("accumulate", out):
+            kernel(*self._addresses(payload, out.numel()), out.numel(), self.block_size, weight, out.data_ptr())
         else:
             super()._accumulate(payload, out, weight)
 
@@ -106,26 +99,34 @@ class BlockwiseCodec(Codec):
         Codes of zeros may fill its last byte.
         """
         scales, codes = self._scales(payload, numel), payload[self._scale_bytes(numel) :]
-        size = self.block_size
-        whole = numel // size * size
-        last = [(whole, numel)] if whole < numel else []
-        for start, stop in (*pieces(whole, payload.device, size), *last):
-            part = scales[start // size : -(-stop // size)]
+        for start, stop in self._ranges(numel, payload.device):
+            part = scales[start // self.block_size : -(-stop // self.block_size)]
             yield slice(start, stop), part, codes[self._codes(start, stop)].view(len(part), -1)
 
     def _scales(self, payload: Tensor, numel: int) -> Tensor:
         """Return the scales, ``(num_blocks,)`` of ``scale_type``: a view of the payload if it is aligned."""
         return aligned(payload[: self._scale_bytes(numel)], self.scale_type)
 
+    def _find_fault(self, payload: Tensor, numel: int) -> str | None:
+        scales = self._scales(payload, numel)
+        good = self._valid(scales)
+        if bool(good.all()):
+            return None
+        block = int(torch.nonzero(~good)[0])
+        return f"has the scale {scales[block].item()} in block {block}"
+
     @abc.abstractmethod
-    def _encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor, scratch: Tensor) -> None:
+    def _valid(self, scales: Tensor) -> Tensor:
+        """Return which scales an encoder writes, ``(num_blocks,)`` bool."""
+
+    @abc.abstractmethod
+    def _encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor) -> None:
         """Write the scales and codes of some blocks.
 
         Args:
             values: ``(blocks, columns)`` float32, left unchanged. Zeros fill the last byte of a short last block.
             scales: ``(blocks,)`` of ``scale_type``.
             codes: ``(blocks, columns / codes_per_byte)`` uint8.
-            scratch: ``(2, at least blocks * columns)`` int32.
         """
 
     @abc.abstractmethod
@@ -158,9 +159,9 @@ class Int8(BlockwiseCodec):
     scale_type = torch.float32
     codes_per_byte = 1
 
-    def _encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor, scratch: Tensor) -> None:
-        work = scratch[0, : values.numel()].view(torch.float32).view(values.shape)
-        largest = torch.abs(values, out=work).amax(dim=1)
+    def _encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor) -> None:
+        work = values.abs()
+        largest = work.amax(dim=1)
         # divide by a tensor: CUDA would multiply by the rounded inverse of a Python number
         levels = torch.full_like(largest, 127.0)
         torch.div(largest, levels, out=scales).clamp_(max=_LARGEST_SCALE)
@@ -173,14 +174,9 @@ class Int8(BlockwiseCodec):
     def _decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor) -> None:
         out.copy_(codes.view(torch.int8)).mul_(scales.unsqueeze(1))
 
-    def _find_fault(self, payload: Tensor, numel: int) -> str | None:
-        scales = self._scales(payload, numel)
+    def _valid(self, scales: Tensor) -> Tensor:
         normal = (scales >= _SMALLEST_NORMAL) & (scales <= _LARGEST_SCALE)  # false for NaN
-        good = normal | (scales.view(torch.int32) == 0)
-        if bool(good.all()):
-            return None
-        block = int(torch.nonzero(~good)[0])
-        return f"has the scale {float(scales[block])} in block {block}"
+        return normal | (scales.view(torch.int32) == 0)
 
 
 _HALF_STEP = 0x00400000  # added before the shift, rounds to the nearest power of two; ties (at 1.5) round up
@@ -221,18 +217,16 @@ class FP4(BlockwiseCodec):
     scale_type = torch.uint8
     codes_per_byte = 2
 
-    def _encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor, scratch: Tensor) -> None:
+    def _encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor) -> None:
         blocks, columns = values.shape
-        work = scratch[0, : values.numel()].view(blocks, columns)
-        code, sign = scratch[1].view(torch.uint8)[: 2 * values.numel()].view(2, blocks, columns).unbind()
         # rounding can't carry into the sign; after the shift the low byte is the rounded exponent, below the sign
-        torch.add(values.view(torch.int32), _HALF_STEP, out=work).bitwise_right_shift_(23)
-        code.copy_(work)
+        work = (values.view(torch.int32) + _HALF_STEP).bitwise_right_shift_(23)
+        code = work.to(torch.uint8)
         exponent = code.amax(dim=1).clamp_(_LEAST_EXPONENT, _GREATEST_EXPONENT)
         scales.copy_(exponent)
         zero = (exponent - 7).unsqueeze(1)
         torch.maximum(code, zero, out=code).sub_(zero).clamp_(max=7)
-        code.bitwise_or_(sign.copy_(work.bitwise_right_shift_(5)).bitwise_and_(8))
+        code.bitwise_or_(work.bitwise_right_shift_(5).to(torch.uint8).bitwise_and_(8))
         low, high = code.view(blocks, 2, columns // 2).unbind(1)
         torch.bitwise_or(low, high.bitwise_left_shift_(4), out=codes)
 
@@ -247,13 +241,8 @@ class FP4(BlockwiseCodec):
         exponent = scales.to(torch.int32).unsqueeze(1) - 7
         out.mul_(_power_of_two(exponent >> 1)).mul_(_power_of_two(exponent - (exponent >> 1)))
 
-    def _find_fault(self, payload: Tensor, numel: int) -> str | None:
-        exponents = self._scales(payload, numel)
-        good = (exponents >= _LEAST_EXPONENT) & (exponents <= _GREATEST_EXPONENT)
-        if bool(good.all()):
-            return None
-        block = int(torch.nonzero(~good)[0])
-        return f"has the exponent {int(exponents[block])} in block {block}"
+    def _valid(self, scales: Tensor) -> Tensor:
+        return (scales >= _LEAST_EXPONENT) & (scales <= _GREATEST_EXPONENT)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

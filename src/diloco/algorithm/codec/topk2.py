@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm.codec import native
-from diloco.algorithm.codec.base import Codec, pieces
+from diloco.algorithm.codec.base import Codec
 
 _TILE = 4096
 _KEPT = 64
@@ -58,16 +58,15 @@ class TopK2(Codec):
     needs_error_feedback = True
 
     def __init__(self, *, implementation: Literal["torch", "native"] | None = None) -> None:
-        self._kernels = native.load(self.name, native.SPARSE, implementation)
-        self.implementation = "native (C)" if self._kernels else "torch"
+        self._load_kernels(native.SPARSE, implementation)
 
     def payload_bytes(self, numel: int) -> int:
         whole, rest = divmod(numel, _TILE)
         return whole * _record_bytes(_TILE) + (_record_bytes(rest) if rest else 0)
 
     def _encode(self, values: Tensor, payload: Tensor) -> None:
-        if self._kernels and values.device.type == "cpu":
-            self._kernels["encode"](values.data_ptr(), values.numel(), payload.data_ptr())
+        if kernel := self._kernel("encode", values):
+            kernel(values.data_ptr(), values.numel(), payload.data_ptr())
             return
         for tiles, records in self._tile_ranges(payload, values.numel()):
             _encode_tiles(values[tiles].view(len(records), -1), records)
@@ -77,8 +76,8 @@ class TopK2(Codec):
         self._accumulate(payload, out, 1.0)
 
     def _accumulate(self, payload: Tensor, out: Tensor, weight: float) -> None:
-        if self._kernels and out.device.type == "cpu":
-            self._kernels["accumulate"](payload.data_ptr(), out.numel(), weight, out.data_ptr())
+        if kernel := self._kernel("accumulate", out):
+            kernel(payload.data_ptr(), out.numel(), weight, out.data_ptr())
             return
         for tiles, records in self._tile_ranges(payload, out.numel()):
             rows = out[tiles].view(len(records), -1)
@@ -102,9 +101,7 @@ class TopK2(Codec):
 
     def _tile_ranges(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield ``(slice of tiles of equal length, their (tiles, bytes) records)``, a shorter last tile separately."""
-        whole = numel // _TILE * _TILE
-        ranges = [*pieces(whole, payload.device, _TILE)] + ([(whole, numel)] if whole < numel else [])
-        for start, stop in ranges:
+        for start, stop in self._ranges(numel, payload.device):
             records = payload[self.payload_bytes(start) : self.payload_bytes(stop)]
             yield slice(start, stop), records.view(-(-(stop - start) // _TILE), -1)
 

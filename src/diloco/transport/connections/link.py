@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from concurrent.futures import Future
 from typing import Annotated
 
@@ -24,9 +24,9 @@ from msgspec import Meta
 from diloco.algorithm import RoundId, Uplink
 from diloco.errors import TransportError
 from diloco.membership import Rank, View
-from diloco.protocol import Refused, WireMessage
-from diloco.transport.address import Address
-from diloco.transport.connections.connection_manager import ConnectionManager, ControlConnection
+from diloco.protocol import ConnectionEnded, ConnectionMade, Event, Header, Received, Refused, WireMessage
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.control_connection import ControlConnection
 from diloco.transport.connections.limits import Backoff
 from diloco.transport.connections.pace import Pace, TcpCounters, UplinkMeter, streams_to_each, sum_of
 from diloco.transport.connections.streams import Stream, pack, read_frame
@@ -41,7 +41,6 @@ from diloco.transport.connections.stripe import (
     part_bytes,
 )
 
-_MOST_STRIPES = 64  # of one link
 _MOST_READY = 4096  # rounds of which a peer has said that it has begun them
 _TAG_BITS = 17  # of a message within its round
 _RETRY_S, _RETRY_PART = 0.2, 4  # pauses before the first stripe is dialled again; at most the patience / 4
@@ -60,8 +59,6 @@ class PeerLink:
         self.rank, self.token = connection.rank, connection.token
         self.dials = connection.opened  # whether this end opens the stripes
         self.single = False  # whether a second stripe would be useless
-        self.places: Sequence[Address] = ()  # where they are opened; none: where the control connection was
-        self.first: Stream | None = None  # a stream for the first one that is already open
         self.description = ""  # what carries the link, for display
         self.stripes: dict[int, Stripe] = {}  # open stripes by number
         self.waiting_bytes = 0  # bytes that no stripe has taken yet
@@ -287,7 +284,7 @@ class PeerLink:
 class LinkAsked(WireMessage, tag="link"):
     token: Annotated[str, Meta(min_length=1, max_length=64)]  # of the control connection
     rank: Rank  # of the sender
-    number: Annotated[int, Meta(ge=0, lt=_MOST_STRIPES)]  # of the stripe
+    number: Annotated[int, Meta(ge=0, lt=64)]  # of the stripe
 
 
 class Linked(WireMessage):
@@ -318,18 +315,27 @@ class PeerLinks:
 
     def is_peer(self, rank: int) -> bool:
         """Return whether a rank of another replica is at the position of this one."""
-        rules = self.rules
-        return rank % rules.ranks_per_replica == rules.position and rules.replica_of(rank) != rules.replica
+        size = self.rules.ranks_per_replica
+        return rank % size == self.rules.position and rank // size != self.rules.replica
 
     def peers(self, view: View) -> list[int]:
         return [rank for rank in self.rules.ranks(view.members) if self.is_peer(rank)]
 
-    def connect(self, rank: int) -> None:
-        """Begin the link to a rank, as a control connection to it has been made."""
-        self.disconnect(rank)
-        self.by_rank[rank] = self.make(rank)
-        if rank in self._wanted:
-            self._start(self.by_rank[rank])
+    def notice(self, event: Event) -> None:
+        """Take note of connections that are made and end, and of rounds that peers have begun."""
+        match event:
+            case Received(sender, Header() as header) if sender in self.by_rank:
+                link, fragment, outer_step = self.by_rank[sender], *header.round
+                link.note_ready(round_tag(header.view, header.id))
+                # it has decided the rounds before; it need not have acknowledged the one just before yet
+                link.stop_sending(round_tag(header.view, RoundId(fragment, outer_step - 2)))
+            case ConnectionMade(rank) if self.is_peer(rank):
+                self.disconnect(rank)
+                self.by_rank[rank] = self.make(rank)
+                if rank in self._wanted:
+                    self._start(self.by_rank[rank])
+            case ConnectionEnded(rank):
+                self.disconnect(rank)
 
     def make(self, rank: int) -> PeerLink:
         connection = self.connections.get(rank)
@@ -337,7 +343,6 @@ class PeerLinks:
         return PeerLink(self.connections.loop, connection, self._meter)
 
     def disconnect(self, rank: int) -> None:
-        """End the link to a rank, as its control connection has ended."""
         if link := self.by_rank.pop(rank, None):
             link.end("the control connection has ended")
 
@@ -353,10 +358,6 @@ class PeerLinks:
                 task.cancel()
             del link.keeping[number:]
 
-    def close(self) -> None:
-        for rank in list(self.by_rank):
-            self.disconnect(rank)
-
     async def open_stripe(self, link: PeerLink) -> Stream:
         """Open a connection for one more stripe."""
         if (connection := self.connections.get(link.rank)) is None:
@@ -367,13 +368,10 @@ class PeerLinks:
             raise OSError(f"another process answers in place of rank {link.rank}")
         return stream
 
-    def begin_stripes(self, link: PeerLink) -> None:
-        if link.dials:
-            self._keep_at_least(link, 1)
-
     def _start(self, link: PeerLink) -> None:
         link.started = True
-        self.begin_stripes(link)
+        if link.dials:
+            self.keep_at_least(link, 1)
         self._watch(link, self.rules.connect_timeout_s)
 
     def _watch(self, link: PeerLink, patience_s: float) -> None:
@@ -386,16 +384,15 @@ class PeerLinks:
             what = "reopened" if uses else "opened"
             self.connections.drop(link.rank, f"no payload connection could be {what} in {patience_s:g} s: {link.why}")
 
-    def _keep_at_least(self, link: PeerLink, number: int) -> None:
-        for index in range(len(link.keeping), number):
-            link.keeping.append(self.connections.begin(self._keep(link, index)))
+    def keep_at_least(self, link: PeerLink, number: int) -> None:
+        link.keeping += [self.connections.begin(self._keep(link, each)) for each in range(len(link.keeping), number)]
 
     async def _keep(self, link: PeerLink, index: int) -> None:
         """Maintain one stripe: dial it, and dial it again when it ends."""
         clock = self.connections.loop
         times = (_RETRY_S, self.rules.silence_s / _RETRY_PART) if index == 0 else (_RETRY_MORE_S, _RETRY_MORE_AT_MOST_S)
         backoff = Backoff(*times, seed=f"{self.connections.rank} {link.rank} {index}")
-        while not link.ended:
+        while link.dials and not link.ended:
             began_s = clock.time()
             await self._dial(link, index)
             if clock.time() - began_s > backoff.upper_s:  # it was open for a while
@@ -447,7 +444,7 @@ class PeerLinks:
             stripe.begin(already)
             link.add(index, stripe)
             if link.dials and not stripe.near and not link.single:
-                self._keep_at_least(link, streams_to_each(len(self._wanted)))
+                self.keep_at_least(link, streams_to_each(len(self._wanted)))
             await asyncio.shield(stripe.ended)  # so that one that is no longer wanted gives its parts back, too
         finally:
             stripe.end()

@@ -36,7 +36,8 @@ class Connected:
 
     def finish(self) -> None:
         """Announce to late joiners and replicas that are not members at present that the run has ended."""
-        self.transport.connections.call(self.directory.announce_end(), _FAREWELL_S)
+        patience_s = self.transport.rules.silence_s + _FAREWELL_S
+        self.transport.connections.call(self.directory.announce_end(), patience_s)
 
     def already_running(self) -> RendezvousError:
         """Return the error for a replica that was to start a run and found it already running."""

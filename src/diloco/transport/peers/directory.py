@@ -12,7 +12,7 @@ import contextlib
 import functools
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -23,17 +23,15 @@ from diloco.protocol import Entries, Entry, Introduce, Refused, Registry, WireMe
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.limits import Backoff, few_at_once
-from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, Stream, pack, read_frame, within
+from diloco.transport.connections.streams import Stream, pack, within
+from diloco.transport.peers.question import NotNowError, question, say
 from diloco.transport.peers.transport import PeerTransport
 
-_ANSWER_S, _LEAST_S = 10.0, 0.1
+_LEAST_S = 0.1
 _OVER_S = 2.0
+_YIELDS = 2 / 3  # for how much of its search a process leaves it to one that can't be asked to found a view
 
 _Name = Annotated[str, Meta(max_length=64)]
-
-
-class NotNowError(OSError):
-    """A reachable process can't answer a question now, for example because it is starting or joining itself."""
 
 
 class Ask(WireMessage):
@@ -140,6 +138,10 @@ class Directory:
     def had_members(self) -> bool:
         return False
 
+    def is_behind_another(self, answers: Mapping[Address, object]) -> bool:
+        """Return whether another process, which can't be asked yet, is to found a view instead of this one."""
+        return False
+
     def over(self) -> str:
         """Return why there is nobody left to join; "" if there may be."""
         views, replica_of = self.election.views, self.transport.rules.replica_of
@@ -159,15 +161,22 @@ class Directory:
         )
 
     async def announce_end(self) -> None:
-        """Tell former members, at the addresses where they listen, that the run has ended."""
+        """Tell former members, where they listen, that the run has ended; one may be frozen just now."""
         rules, members = self.transport.rules, self.transport.view.members
+        clock = asyncio.get_running_loop()
+        until_s, backoff = clock.time() + rules.silence_s, Backoff(*self.pauses_s, seed=self._entry.address)
 
         async def tell(entry: Entry) -> None:
-            with contextlib.suppress(OSError, EOFError, TransportError, ValueError):
-                _, writer = await within(_OVER_S, self.connections.open(self.connections.streams.locate(entry)))
-                writer.write(pack(Over(self.transport.replica)))
-                await within(_OVER_S, writer.drain())
-                writer.close()
+            while True:
+                try:
+                    _, writer = await within(_OVER_S, self.connections.open(self.connections.streams.locate(entry)))
+                    writer.write(pack(Over(self.transport.replica)))
+                    await within(_OVER_S, writer.drain())
+                    return writer.close()
+                except (OSError, EOFError, TransportError, ValueError) as error:
+                    if isinstance(error, ConnectionRefusedError) or clock.time() >= until_s:
+                        return None  # it has ended, or it is gone
+                await asyncio.sleep(backoff.next_s())
 
         absent = [entry for entry in self.transport.known_entries() if rules.replica_of(entry.rank) not in members]
         await asyncio.gather(*map(tell, absent))
@@ -240,7 +249,8 @@ class Directory:
                 if over := self.over():
                     raise RunFinishedError(over)
                 left, had = self.transport.finishers, self.had_members()
-                if view := self.election.founds(self.looking, waited_s, had_members=had, left=left):
+                yields = waited_s < self.patience_s * _YIELDS and self.is_behind_another(answers)
+                if not yields and (view := self.election.founds(self.looking, waited_s, had_members=had, left=left)):
                     return view, None
             if clock.time() >= until_s:
                 raise RendezvousError(self.nobody(why) + self.election.missing(self.looking))
@@ -431,44 +441,3 @@ class Directory:
         if not known and self.connections.streams.named:
             known = {rank: entry.address for rank, entry in entries.items()}
         return identity in map(known.get, ranks) if known else any(rank in entries for rank in ranks)
-
-
-async def question(
-    open_stream: Callable[[Address], Awaitable[Stream]],
-    address: Address,
-    message: WireMessage,
-    expected: Any,
-    most_bytes: int = MAX_MESSAGE_BYTES,
-) -> Any:
-    """Ask a process and return its answer, of at most ``most_bytes``.
-
-    Raises:
-        RendezvousError: it refuses for good; the message gives its reason.
-        NotNowError: it can be reached but does not answer, or can't answer now.
-        OSError, EOFError, TransportError: it can't be reached.
-    """
-    reader, writer = await open_stream(address)
-    try:
-        writer.write(pack(message))
-        answer, _ = await within(_ANSWER_S, read_frame(reader, expected | Refused, most_bytes))
-    except TransportError as error:
-        raise NotNowError(f"{address} answered with what is no answer: {error}") from error
-    except (EOFError, OSError) as error:
-        raise NotNowError(f"{address} does not answer") from error
-    finally:
-        writer.transport.abort()
-    if isinstance(answer, Refused):
-        if answer.for_good:
-            raise RendezvousError(f"{address} refuses: {answer.reason.removesuffix('.')}.")
-        raise NotNowError(f"{address} can't answer yet: {answer.reason}")
-    return answer
-
-
-async def say(answer: WireMessage, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Send an answer, and wait until the asking process ends the connection.
-
-    When one side closes a stream of libp2p, the daemon drops what the other side has not read yet.
-    """
-    writer.write(pack(answer))
-    await writer.drain()
-    await within(_ANSWER_S, reader.read(1))

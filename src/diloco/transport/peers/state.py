@@ -5,8 +5,7 @@ donors for offers, and takes a snapshot that more of them hold than could be fau
 donors finish a round one after the other, they are asked again. It then fetches the bytes from one of these donors, and
 continues at the next one where the last one stopped. What arrives must match the digest and be finite.
 
-A donor keeps a snapshot for its fetchers, and no newer one beside it, until all have fetched it or a time has passed in
-which all of it could have been sent.
+A donor keeps one snapshot until all who fetch it have it, or a time has passed in which it could have been sent.
 
 ::
 
@@ -37,7 +36,7 @@ from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.limits import Backoff, ConnectionLimit
 from diloco.transport.connections.sockets import TcpStreams
 from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, pack, read_frame
-from diloco.transport.peers.state_wire import Offer, TensorBytes, describe, not_finite
+from diloco.transport.state_wire import Offer, TensorBytes, describe, not_finite
 
 T = TypeVar("T")
 
@@ -184,10 +183,8 @@ class StateTransfer:
     async def _offer(self, fragment: int, after: int) -> WireMessage:
         try:
             snapshot = await self._snapshot(fragment)
-        except TransportError as error:
-            return Refused(str(error))
-        except Exception as error:  # of the source
-            return Refused(f"{type(error).__name__}: {error}")
+        except Exception as error:  # maybe of the source
+            return Refused(str(error) if isinstance(error, TransportError) else f"{type(error).__name__}: {error}")
         if snapshot is None:
             return Later("it is still sending an earlier state")
         finished = snapshot.offer.finished_rounds

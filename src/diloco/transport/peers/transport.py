@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,26 +20,23 @@ from diloco.protocol import (
     Effects,
     Entry,
     FactsMessage,
-    Header,
     Join,
-    Machine,
     Meet,
-    MessageError,
     Registry,
     Rules,
     Speed,
     Store,
-    Timer,
     Welcome,
     events,
 )
 from diloco.transport.address import Address
 from diloco.transport.base import Fetching, Pending, SnapshotSource, Transport
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.link import PeerLinks, round_tag
+from diloco.transport.connections.link import PeerLinks
 from diloco.transport.connections.sockets import TcpStreams
 from diloco.transport.connections.streams import within
 from diloco.transport.peers.in_flight import PeerPending, RoundsInFlight
+from diloco.transport.peers.shell import Acts, Shell
 from diloco.transport.peers.state import StateTransfer
 from diloco.waiting import in_thread, waiting_for
 
@@ -54,8 +49,7 @@ class PeerTransport(Transport):
     """The transport between replicas in processes of their own: the machine of a rank, and what its effects need.
 
     Contributions are sent in the background as soon as they are submitted, and `Pending.wait` waits for the rest.
-    Public methods are for the training thread. The machine handles one event at a time, in the control thread and under
-    a lock; other threads read its state under the same lock.
+    Public methods are for the training thread.
 
     Args:
         rules: The rules of the run, and which rank this is.
@@ -71,15 +65,14 @@ class PeerTransport(Transport):
         self.reason = ""  # why the current view replaced the one before
         # called in the control thread with each next view; its result is sent to the ranks that join with that view
         self.on_change: Callable[[NextView], bytes | None] = lambda following: None
-        self._machine = Machine(rules)
-        self._changed = threading.Condition()  # its lock guards the machine; notified after each event
-        self._closed = False
         self._asked_to_stop = False
-        self._timers: dict[Timer, asyncio.TimerHandle] = {}
         self.connections = ConnectionManager(rules, streams, self._on_event)
         self.connections.on_fault = self._end_waiting
         self.links = links(self.connections)
-        self._rounds = RoundsInFlight(self.links, self._post, self._fail)
+        self._shell = Shell(rules, self.connections, self._acts)
+        self._machine, self._changed = self._shell.machine, self._shell.changed
+        self._post, self._call, self._wait_for = self._shell.post, self._shell.call, self._shell.wait_for
+        self._rounds = RoundsInFlight(self.links, self._post, self._shell.fail)
         self.replica = rules.replica
         self.finishers: set[int] = set()  # replicas that have finished the run while this rank was not a member
         self.order = b""  # what joiners are told before they are welcomed, as "order"; "": nothing
@@ -150,7 +143,7 @@ class PeerTransport(Transport):
         return self.average_later(contribution, None, None)
 
     def average_later(
-        self, contribution: Contribution, ready: Future[None] | None, on_commit: Callable[[Average], None] | None
+        self, contribution: Contribution, ready: Future[Any] | None, on_commit: Callable[[Average], None] | None
     ) -> Pending:
         self.check_name(contribution)
         pending = PeerPending(contribution.round, contribution.payload.numel(), contribution.digest, self, on_commit)
@@ -278,14 +271,13 @@ class PeerTransport(Transport):
 
         The other ranks count this replica as lost unless it has left before.
         """
-        if self._closed:
+        if self._shell.left:
             return
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._shell.leave(f"replica {self.replica} has closed its transport")
+        left = TransportError(self._shell.left)
         with contextlib.suppress(TimeoutError, TransportError):  # an internal error has ended the connections
-            self._call(events.Close(self._left), _ENDING_S)
-        self._rounds.close(self._left)  # contributions that have not reached the machine
+            self._call(events.Close(left), _ENDING_S)
+        self._rounds.close(left)  # contributions that have not reached the machine
         self.connections.close()
         self._rounds.wait_for_threads()
 
@@ -319,37 +311,6 @@ class PeerTransport(Transport):
 
     def _others_continue(self) -> bool:
         return self._machine.rounds.others_have_contributed()
-
-    # For any thread.
-
-    def _post(self, event: events.Event) -> None:
-        self.connections.post(self._handle, event)
-
-    def _call(self, event: events.Event, timeout_s: float | None = None) -> None:
-        """Let the machine handle an event, and wait until its effects are carried out.
-
-        Raises:
-            TransportError: The connections are closed, or an internal error has ended them.
-            TimeoutError: It takes longer than ``timeout_s``.
-        """
-
-        async def handle() -> None:
-            self._handle(event)
-            if self.connections.fault:
-                raise TransportError(self.connections.fault)
-
-        self.connections.call(handle(), timeout_s)
-
-    def _wait_for(self, predicate: Callable[[], object], timeout_s: float) -> None:
-        """Wait until ``predicate`` holds, at most ``timeout_s``. It is evaluated after each event."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed or self.connections.fault or predicate(), min(timeout_s, threading.TIMEOUT_MAX)
-            )
-            if self.connections.fault:
-                raise TransportError(self.connections.fault)
-            if self._closed:
-                raise TransportError(f"{self._left}. It stops waiting.")
 
     # For the training thread: what ranks agree on outside their rounds.
 
@@ -408,57 +369,12 @@ class PeerTransport(Transport):
     # In the control thread.
 
     def _on_event(self, event: events.Event) -> None:
-        match event:
-            case events.Received(sender, Store(topic, content)):
-                if receive := self.connections.receivers.get(topic):
-                    receive(sender, content)
-                return
-            case events.Received(sender, Header() as header) if sender in self.links.by_rank:
-                link, fragment, outer_step = self.links.by_rank[sender], *header.round
-                link.note_ready(round_tag(header.view, header.id))
-                # it has decided the rounds before; it need not have acknowledged the one just before yet
-                link.stop_sending(round_tag(header.view, RoundId(fragment, outer_step - 2)))
-            case events.ConnectionMade(rank) if self.links.is_peer(rank):
-                self.links.connect(rank)
-            case events.ConnectionEnded(rank):
-                self.links.disconnect(rank)
-        self._handle(event)
-
-    def _handle(self, event: events.Event) -> None:
-        """Let the machine handle an event, and carry out all its effects, whatever happens to one of them.
-
-        Raises:
-            MessageError: The event is a malformed message. Any other error ends this transport.
-        """
-        if self.connections.fault:
-            if isinstance(event, events.Submitted):
-                self._end_waiting()
+        if isinstance(event, events.Received) and isinstance(event.message, Store):
+            if receive := self.connections.receivers.get(event.message.key):
+                receive(event.sender, event.message.value)
             return
-        try:
-            with self._changed:
-                effects = self._machine.handle(event, time.monotonic())
-                self._changed.notify_all()
-        except Exception as error:
-            if isinstance(event, events.Received) and isinstance(error, MessageError):
-                raise
-            self.connections.fail(error)
-            return
-        errors = []
-        for act, many in self._acts(effects):
-            for each in many:
-                try:
-                    act(*each)
-                except Exception as error:
-                    errors.append(error)
-        if errors:
-            self.connections.fail(errors[0])
-
-    @property
-    def _left(self) -> TransportError:
-        return TransportError(f"replica {self.replica} has closed its transport")
-
-    def _fail(self, error: BaseException | None) -> None:
-        self.connections.post(self.connections.fail, error)
+        self.links.notice(event)
+        self._shell.handle(event)
 
     def _end_waiting(self) -> None:
         """Let all who wait learn of an internal error."""
@@ -468,14 +384,14 @@ class PeerTransport(Transport):
         self._rounds.decide_all(
             lambda each: fault if self.rules.raises(each) else RoundVoidError(f"{each} is void: {fault}")
         )
-        self.links.close()
+        for rank in list(self.links.by_rank):
+            self.links.disconnect(rank)
         self._rounds.fail_exchanges(fault)
 
-    def _acts(self, effects: Effects) -> list[tuple[Callable[..., object], Iterable[tuple[Any, ...]]]]:
+    def _acts(self, effects: Effects) -> Acts:
         return [
             (self.connections.send, effects.messages),
             (self._hang_up, zip(effects.hang_ups)),
-            (self._set_timer, effects.timers.items()),
             (self._rounds.resolve, effects.outcomes),
             (self._adopt, effects.adopted),
             (self._rounds.start, zip(effects.exchanges)),
@@ -489,12 +405,6 @@ class PeerTransport(Transport):
     def _hang_up(self, rank: int) -> None:
         self.links.disconnect(rank)
         self.connections.hang_up(rank)
-
-    def _set_timer(self, timer: Timer, delay_s: float | None) -> None:
-        if handle := self._timers.pop(timer, None):
-            handle.cancel()
-        if delay_s is not None:
-            self._timers[timer] = self.connections.loop.call_later(delay_s, self._fire, timer)
 
     def _adopt(self, following: NextView, reason: str, joined: Sequence[int]) -> None:
         self.view, self.reason = following.view, reason
@@ -518,10 +428,6 @@ class PeerTransport(Transport):
     async def _call_back(self, rank: int, address: Address) -> None:
         with contextlib.suppress(OSError, EOFError, TransportError, TimeoutError):
             await within(self.rules.silence_s, self.connections.connect(rank, address))
-
-    def _fire(self, timer: Timer) -> None:
-        self._timers.pop(timer, None)
-        self._handle(timer)
 
 
 def _named(replicas: Sequence[int]) -> str:

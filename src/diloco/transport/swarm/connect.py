@@ -21,7 +21,8 @@ from diloco.protocol import Entry, MessageError, Refused, Registry, Rules, Store
 from diloco.transport.address import Address
 from diloco.transport.connections.limits import Backoff
 from diloco.transport.peers.connected import Connected, connect_all, join
-from diloco.transport.peers.directory import Directory, Members, say
+from diloco.transport.peers.directory import Directory, Members
+from diloco.transport.peers.question import say
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.swarm.engine import plainly
 from diloco.transport.swarm.governance import Govern, Governed, Order, founder_of, load_order, save_order
@@ -78,6 +79,7 @@ class SwarmDirectory(Directory):
         self._finished = False  # whether this peer has finished all steps of the run
         self._announced_s = -math.inf
         self._records: list[PeerRecord] = []  # of the other peers that train, or trained within the last half hour
+        self._before: set[str] = set()  # peers of a lower number that have searched at the same time
         self._order: Order | None = None  # the founder's last one
         self.connections.receivers["order"] = self._take_order
         self.connections.services[Govern] = self._govern
@@ -225,6 +227,17 @@ class SwarmDirectory(Directory):
 
     def had_members(self) -> bool:
         return any(record.swarm for record in self._records)
+
+    def is_behind_another(self, answers: Mapping[Address, object]) -> bool:
+        """Both may be behind routers, where neither can be asked until, after minutes, a relay carries its streams."""
+        silence_s, mine, before = self.transport.rules.silence_s, self.election.number, self._before
+        self._before = {
+            each.peer_id
+            for each in self._records
+            if (each.peer_id in before if each.swarm else each.number < mine and each.age_s < silence_s)
+        }
+        unheard = any(isinstance(answers.get(PeerAddress(each)), Exception) for each in self._before)
+        return unheard and self.election.views is None
 
     def over(self) -> str:
         ours = [each for each in self._records if each.swarm and self._place.swarm in ("", each.swarm)]

@@ -87,6 +87,7 @@ class PeerRecord(msgspec.Struct, frozen=True, array_like=True):
     addresses: Annotated[tuple[Annotated[str, Meta(max_length=1 << 10)], ...], Meta(max_length=_MAX_ADDRESSES)] = ()
     finished: bool = False  # whether the peer has finished all steps of the run and is leaving
     peer_id: str = ""  # the peer's identity; what it is stored under says it, and not the record itself
+    age_s: float = 0.0  # for how long it has been stored, as the DHT says
 
     def __post_init__(self) -> None:
         if not self.swarm.isprintable():

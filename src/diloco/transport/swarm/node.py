@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from diloco.errors import RendezvousError, TransportError
 from diloco.transport.connections.streams import Stream, within
 from diloco.transport.swarm.engine import Daemon, Handler, load_engine, plainly
@@ -156,11 +158,12 @@ class Node:
         """Return the records of the other peers of a run, whose authors know the run's secret."""
         answer = await self._dht.get(admission.dht_key, latest=True)
         stored = answer.value if answer and isinstance(answer.value, dict) else {}
-        records: list[PeerRecord] = []
+        records, stored_until_s = list[PeerRecord](), load_engine().clock.now_s() + _RECORD_S
         for subkey, entry in itertools.islice(stored.items(), _MOST_RECORDS):
             if isinstance(subkey, bytes) and isinstance(entry.value, bytes):
                 with contextlib.suppress(ValueError):
-                    records.append(PeerRecord.from_bytes(subkey, entry.value, admission))
+                    record = PeerRecord.from_bytes(subkey, entry.value, admission)
+                    records.append(replace(record, age_s=stored_until_s - entry.expiration_time))
         return sorted((each for each in records if each.peer_id != self.peer_id), key=lambda each: each.peer_id)
 
     async def close(self) -> None:

@@ -26,7 +26,8 @@ from diloco.private_files import create_private
 from diloco.protocol import Refused, WireMessage
 from diloco.transport.connections.limits import few_at_once
 from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, UNKNOWN_PEER_BYTES, within
-from diloco.transport.peers.directory import Directory, question, say
+from diloco.transport.peers.directory import Directory
+from diloco.transport.peers.question import question, say
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.secret import new_secret
 from diloco.transport.swarm.governance import Govern, Governed, Order

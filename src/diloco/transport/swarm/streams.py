@@ -234,43 +234,27 @@ class SwarmLinks(PeerLinks):
         link = self.by_rank.get(rank)
         if link is not None and rank < self.connections.rank and not link.dials:
             link.dials = True
+            link.keeping.clear()  # of what has tried before
             if link.started:
-                self.begin_stripes(link)
+                self.keep_at_least(link, 1)
 
     def make(self, rank: int) -> PeerLink:
         link = super().make(rank)
         link.dials = self.connections.rank < rank
         return link
 
-    def begin_stripes(self, link: PeerLink) -> None:
-        if link.dials:
-            link.keeping.append(self.connections.begin(self._choose(link)))
-
     async def open_stripe(self, link: PeerLink) -> Stream:
-        if link.first is not None:
-            first, link.first = link.first, None
-            return first
-        if link.places:
-            return await self._open_directly(link, link.places)
+        streams, connection = self._streams, self.connections.get(link.rank)
+        if connection is not None and not link.single:
+            places = streams.places_of(self.connections.entries.get(link.rank))
+            try:
+                return self.connections.keep(await streams.open_directly(connection.address.host, places))
+            except OSError:
+                if link.uses:  # it could be reached before
+                    raise
+                if streams.port and self.connections.rank < link.rank:
+                    link.dials = False
+                    self.connections.send(link.rank, Store(_TURN, b""))
+                    raise
+                link.single = True
         return await super().open_stripe(link)
-
-    async def _choose(self, link: PeerLink) -> None:
-        streams, entry = self._streams, self.connections.entries.get(link.rank)
-        places = streams.places_of(entry)
-        try:
-            link.first = await self._open_directly(link, places)
-            link.places = places
-        except OSError as error:
-            link.why = str(error)
-            if streams.port and self.connections.rank < link.rank:
-                link.dials = False
-                self.connections.send(link.rank, Store(_TURN, b""))
-                return
-            link.single = True
-        link.keeping.clear()  # of this task, which is about to end
-        super().begin_stripes(link)
-
-    async def _open_directly(self, link: PeerLink, places: Sequence[Address]) -> Stream:
-        if (connection := self.connections.get(link.rank)) is None:
-            raise OSError(f"rank {link.rank} is not connected")
-        return self.connections.keep(await self._streams.open_directly(connection.address.host, places))
