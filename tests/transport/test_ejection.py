@@ -92,7 +92,7 @@ def test_the_founder_ejects_a_member_of_a_running_swarm(
     for sent in (first, replace(first, version=3, key=b"another"), replace(first, version=3)):
         peers[0].connections.post(peers[0].connections.send, 1, Store("order", encode(sent)))
     peers[1].tick()
-    with pytest.raises(ReplicaLostError, match="2 of at least 3 replicas are left"):  # 1 has hung up on the forger
+    with pytest.raises(ReplicaLostError):  # 1 has hung up on the forger, and too few are left
         peers[1].average(contribution(1, outer_step=1)).wait()
     assert last_order(peers[1]).version == 2, "neither an older order nor another one's counts"
 
