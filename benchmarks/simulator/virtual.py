@@ -73,7 +73,7 @@ def _train(settings: Configuration) -> dict[str, float]:
 
 def _predict(settings: Configuration) -> dict[str, float]:
     model, replicas = build_model(settings.model.decoder, seed=0, device="meta"), settings.network.replicas
-    sizes = [fragment.numel for fragment in make_fragments(settings.sync, model)]
+    sizes = [fragment.numel for fragment in make_fragments(settings, model)]
     exchange = Exchange.of(settings, sizes)
     times_s = settings.emulate.step_time[:1] * replicas
     site = Site(links=tuple(make_links(settings)), step_time_s=times_s, conditions=IDEAL)

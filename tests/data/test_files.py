@@ -10,8 +10,6 @@ import json
 import lzma
 import os
 import sys
-import tarfile
-import zipfile
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -35,19 +33,6 @@ READ = ["one", "two"]
 
 def in_zstandard(content: bytes) -> bytes:
     return zstandard.ZstdCompressor().compress(content)
-
-
-def in_archive(content: bytes, kind: str) -> bytes:
-    packed = io.BytesIO()
-    if kind == "zip":
-        with zipfile.ZipFile(packed, "w") as archive:
-            archive.writestr("a.jsonl", content)
-    else:
-        with tarfile.open(fileobj=packed, mode="w") as tar:
-            about = tarfile.TarInfo("a.jsonl")
-            about.size = len(content)
-            tar.addfile(about, io.BytesIO(content))
-    return packed.getvalue()
 
 
 def in_parquet(**columns: Any) -> bytes:
@@ -109,8 +94,7 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
     "UTF-16": ("a.txt", "one".encode("utf-16"), "convert UTF-16 to UTF-8"),
     "UTF-16 of other letters": ("a.txt", "東京".encode("utf-16"), "is not UTF-8: byte 0 is 0xff"),
     "Latin 1": ("a.txt", BOM + "é".encode("latin-1"), "is not UTF-8: byte 3 is 0xe9"),
-    "zip": ("a.zip", b"zip", "Unpack an archive"),
-    "tar": ("a.tar", b"tar", "Unpack an archive"),
+    "zip": ("a.zip", b"PK\3\4\0\0", "Unpack an archive"),
     "cut zstandard": ("a.jsonl.zst", in_zstandard(LINES)[:-3], CUT_OFF),
     "parquet by another name": ("a.txt", b"parquet", "give a table the suffix"),
     "cut gzip": ("a.jsonl.gz", gzip.compress(LINES)[:-9], CUT_OFF),
@@ -125,8 +109,6 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_read_is_named_with_its_cause(tmp_path: Path, kind: str) -> None:
     name, content, words = REFUSED[kind]
-    if content in (b"zip", b"tar"):
-        content = in_archive(LINES, content.decode())
     write(tmp_path / name, in_parquet() if content == b"parquet" else content)
     with pytest.raises(DataError, match=rf"{name}.*({words})"):
         documents_of([tmp_path / name])

@@ -7,10 +7,18 @@ from typing import Any
 
 import pytest
 
-from diloco.algorithm import SyncSettings, at, data_parallel_bytes, make_codec, partition, plan_exchange
+from diloco.algorithm import (
+    SyncSettings,
+    at,
+    data_parallel_bytes,
+    hidden_matrices,
+    make_codec,
+    partition,
+    plan_exchange,
+)
 from diloco.config import build
 from diloco.model import DecoderSettings, Transformer, build_model
-from diloco.train import RunSettings, describe, diff, identity, outer_components, resolve
+from diloco.train import RunSettings, describe, diff, identity, make_fragments, outer_components, resolve
 from diloco.units import format_bytes, format_ratio
 from tests.command_lines import dotted
 
@@ -41,6 +49,17 @@ def test_rounds_and_bytes_are_those_of_the_schedule_and_the_exchange(model: Tran
         f"{format_bytes(sent / 100)} per replica and step (data-parallel: {format_bytes(baseline)}, "
         f"{format_ratio(baseline * 100 / sent)} as much)"
     )
+
+
+def test_averaged_momenta_travel_with_their_matrices(model: Transformer) -> None:
+    plain = {"optimizer__name": "Muon", "sync__codec": "float32"}
+    averaged = {**plain, "sync__arguments": {"average": {"momentum": True}}}
+    one, two = facts_of(model, **plain), facts_of(model, **averaged)
+    assert two["rounds"] == f"{one['rounds']}, with Muon's momentum"
+    assert two["traffic"] != one["traffic"]
+    layouts = make_fragments(resolve(build(RunSettings, dotted(averaged)), num_layers=4), model)
+    matrices = sum(each.numel() for each in hidden_matrices(model).values())
+    assert sum(each.numel for each in layouts) == model.num_trained() + matrices
 
 
 @pytest.mark.parametrize(("steps", "traffic"), [(35, " as much)"), (20, "0 B per replica and step (data-par")])

@@ -25,6 +25,7 @@ from tests.runs import SMALL, train, write_text
 from tests.same import same
 
 DOCUMENTS = 97
+MOMENTA = "--optimizer.name Muon --sync.arguments.average.momentum true"
 LENGTH = 16
 
 
@@ -50,10 +51,11 @@ def held_by(session: Session) -> list[Any]:
     ]
 
 
-def test_everything_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", ["", MOMENTA])
+def test_everything_comes_back(tmp_path: Path, more: str) -> None:
     """The session has rounds in flight, error feedback, and has drawn random numbers."""
     data = write_text(tmp_path)
-    arguments = "--steps 24 --codec fp4 --error-feedback 1"
+    arguments = f"--steps 24 --codec fp4 --error-feedback 1 {more}"
     session = make_session(data, arguments)
     for _ in range(10):
         session.step()

@@ -22,11 +22,6 @@ from diloco.transport import Address, Place, Transport, connect, join
 from tests.processes import PRELOADED, receive, report
 from tests.replicas import quadratic
 
-__all__ = [
-    "LAST", "LIMIT_S", "MERGED_AT", "PAUSE", "SCHEDULE", "SENT_AT", "TARGET", "Outcome", "Scenario", "digests",
-    "make_replica", "replica",
-]  # fmt: skip
-
 PRELOADED.extend(["torch._dynamo", __name__])  # the first optimizer of a process imports the former, which takes 3 s
 
 SCHEDULE = SyncSchedule(inner_steps=4, num_fragments=2, overlap_steps=1)

@@ -24,21 +24,6 @@ from unittest import mock
 from diloco.protocol import decode, encode
 from diloco.transport import Credentials
 
-__all__ = [
-    "PART",
-    "Cut",
-    "Relays",
-    "Unit",
-    "frame",
-    "observed",
-    "part",
-    "plain_stranger_at",
-    "relayed",
-    "said_to",
-    "stranger_at",
-    "unframe",
-]
-
 FRAME = struct.Struct(">4sIQ")
 PART = struct.Struct(">cQIII")  # kind, tag of the message, total, start, size of the body
 LIMIT_S = 30.0

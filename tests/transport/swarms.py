@@ -26,8 +26,6 @@ from diloco.transport import (
 )
 from tests.transport.wires import at_once
 
-__all__ = ["HIVEMIND_LEAVES_CONNECTIONS", "LOOPBACK", "QUICK", "Swarms", "wait_for_members"]
-
 LIMIT_S = 60.0
 """Far longer than anything here takes, even on a busy machine."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,16 +15,6 @@ from diloco.protocol import Rules
 from diloco.transport import Connected, InProcessTransport, Place, Transport, connect, join
 from tests.processes import free_port
 from tests.transport.wires import QUICK, Wires, at_once
-
-MakeEndpoints = Callable[[int], Sequence[Transport]]
-
-
-@pytest.fixture(params=["in process", "tcp"])
-def make_endpoints(request: pytest.FixtureRequest, wires: Wires) -> MakeEndpoints:
-    """Endpoints of each transport; those of a swarm agree with the same code as those over TCP."""
-    if request.param == "in process":
-        return lambda count: list(map(InProcessTransport(count).endpoint, range(count)))
-    return wires.meet
 
 
 def made(transport: Transport, width: int = 2, **arguments: Any) -> DiLoCo:
@@ -67,17 +56,6 @@ def test_other_arguments_are_refused_in_process(different: tuple[dict[str, Any],
         train(first, 2)
     made(hub.endpoint(1))
     train(first, 1)
-
-
-def test_all_replicas_are_refused_in_a_sentence_with_both_values(make_endpoints: MakeEndpoints) -> None:
-    """This holds whichever comes first, and also for the replica with the right arguments."""
-    ways = make_endpoints(3)
-    codecs = ["float32", "float32", "fp4"]
-    found = at_once([lambda m=m: train(made(ways[m], codec=codecs[m]), 4) for m in range(3)])
-    for number, each in enumerate(found):
-        assert isinstance(each, ConfigurationError), (number, each)
-        assert "has codec = float32 and replica 2" in str(each)
-        assert "has codec = fp4 (block_size 256)" in str(each)
 
 
 def test_who_comes_when_the_others_were_refused_is_refused_too(wires: Wires) -> None:

@@ -81,14 +81,6 @@ def test_a_certificate_that_can_not_be_read_is_the_other_ends_fault(odd: Path) -
         asyncio.run(TcpStreams().open(address))
 
 
-def test_nor_is_who_shows_one_admitted(odd: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with answering_probes() as address:
-        stranger = _context(ssl.PROTOCOL_TLS_CLIENT, odd).wrap_socket(plain_stranger_at(address))
-        with closing(stranger), suppress(ConnectionResetError):
-            assert stranger.recv(1) == b""
-    assert not caplog.records
-
-
 def test_payloads_go_to_nobody_else_at_the_address_of_a_rank(wires: Wires) -> None:
     """The key decides who is who, not the address."""
     first, second = wires.meet(2)

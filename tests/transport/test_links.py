@@ -32,16 +32,6 @@ def test_bandwidth_latency_and_vote_add_up() -> None:
     assert emulated.state_dict()["links"][0] == [pytest.approx(3.0), pytest.approx(3.1)]
 
 
-def test_the_slowest_path_ends_the_round() -> None:
-    links = [Link(MEGABYTE_PER_S), Link(MEGABYTE_PER_S / 4)]
-    assert commit_s(VirtualNetwork(links, [1.0] * 2), 1_000_000) == pytest.approx(4.0)
-
-
-def test_payloads_of_one_replica_leave_one_after_the_other() -> None:
-    emulated = network(MEGABYTE_PER_S)
-    assert [commit_s(emulated, 1_000_000) for _ in range(2)] == [pytest.approx(1.0), pytest.approx(2.0)]
-
-
 @given(
     num_replicas=st.integers(1, 5),
     bandwidth=st.floats(1e3, 1e12),

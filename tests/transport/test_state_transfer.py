@@ -18,7 +18,7 @@ from diloco.transport import PeerTransport
 from tests.same import same_values
 from tests.transport.contract import contribution, exchange
 from tests.transport.relays import Cut, Relays, Unit, frame, stranger_at, unframe
-from tests.transport.wires import Wires, at_once
+from tests.transport.wires import Wires
 
 NUMEL = 400_000
 SIZE = 2 * 4 * NUMEL  # bytes of a state
@@ -140,20 +140,6 @@ def test_the_next_donor_goes_on_where_one_stopped_unless_its_bytes_were_wrong(
     relays.hook = break_off
     assert same_values(first.fetch(0, [1, 2]), {**source.held, "fragment": 0})
     assert (first.fetched_bytes > SIZE + lost[0]) == lies
-
-
-def test_bytes_that_are_not_finite_are_the_fault_of_who_sent_them(wires: Wires, relays: Relays) -> None:
-    first, sources = meet(wires, state(), state())
-    liar = wires.transports[1].address.port
-
-    def lie(unit: Unit) -> bytes:
-        if not chunks(unit, liar):
-            return unit.data
-        message, blob = unframe(unit.data)
-        return frame(message, b"\xff" * len(blob))
-
-    relays.hook = lie
-    assert same_values(first.fetch(0, [1, 2]), {**sources[1].held, "fragment": 0})
 
 
 def test_the_majority_of_the_foremost_is_taken(wires: Wires) -> None:
@@ -403,9 +389,3 @@ def test_a_donor_in_the_middle_of_a_change_goes_on_meanwhile(wires: Wires) -> No
     assert averages[0].contributors == (0, 1)
     changed.set()
     assert same_values(fetching.result(30), {**source.held, "fragment": 0})
-
-
-def test_many_fetch_at_once(wires: Wires) -> None:
-    first, (source, _) = meet(wires, state(), state())
-    results = at_once([lambda: first.fetch(0, [1]), lambda: wires.transports[2].fetch(0, [1])])
-    assert all(same_values(each, {**source.held, "fragment": 0}) for each in results)

@@ -37,19 +37,11 @@ def table(**fields: Any) -> bytes:
 
 
 OPENINGS: dict[str, bytes] = {
-    "nothing": b"",
-    "http": b"GET / HTTP/1.1\r\nHost: me\r\n\r\n",
-    "hello with a negative rank": hello(-5),
     "hello in the name of a member": hello(1),
     "hello from another address": hello(9, "QmXoypizjW3WknFiJnKLwHCnL72vedxjQkDDP1mXWo6uco"),
-    "table without an entry": frame({"kind": "ask"}),
     "table in another's name": table(entry=ENTRY | {"address": "somebody"}),
-    "table with an entry of lists": table(entry=[1, 2]),
-    "table with facts that are none": table(entry=ENTRY | {"facts": 5}),
     "table of a member's number": table(entry=ENTRY | {"rank": 0}),
     "link of nobody": frame({"kind": "link", "key": "0/0-1/0", "connection": 0, "rank": 1}),
-    "link with a key of lists": frame({"kind": "link", "key": [], "connection": "x", "rank": 1}),
-    "status with a blob": frame({"kind": "status"}, bytes(100_000)),
 }
 """Openings of a stream from a peer that knows the secret; `ME` is its own identity. Frames that are none: over TCP."""
 FOLLOWING = NextView(View(3, (9,)), View(2, (9,)), 0, {}, "")
@@ -64,10 +56,7 @@ AFTER_HELLO: dict[str, dict[str, Any]] = {
     "a value for the mailbox": {"kind": "store", "key": "x" * 100, "value": b"y"},
     "a meeting": {"kind": "meet", "name": "stop", "value": 1},
     "a wish to join in another's name": {"kind": "join", "entry": ENTRY | {"rank": 1}, "connected": [0, 1]},
-    "a wish to join with lists": {"kind": "join", "entry": [], "connected": {}},
-    "a beat with a view": {"kind": "beat", "view": "x"},
     "being replaced": {"kind": "replaced"},
-    "nothing known": {"kind": "?"},
 }
 """Messages of a connected peer that is not a member."""
 SECRET = new_secret()

@@ -178,22 +178,7 @@ def muon(
     >>> [(group["orthogonalise"], group["lr"], len(group["params"])) for group in optimizer.param_groups]
     [(True, 0.01, 2), (False, 0.001, 2), (False, 0.001, 2)]
     """
-    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    apart = {id(weight) for weight in tables}
-    for shape in {weight.shape for weight in tables}:
-        heads = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.weight.shape == shape]
-        if len(heads) <= sum(weight.shape == shape for weight in tables):
-            apart |= {id(weight) for weight in heads}
-    matrices = {name: p for name, p in trainable_parameters(model).items() if p.dim() == 2}
-    for pattern in adamw:
-        names = fnmatch.filter(matrices, pattern)
-        if not names:
-            raise ConfigurationError(
-                f"The pattern {pattern!r} matches no trainable matrix of this model, whose matrices are "
-                f"{', '.join(list(matrices)[:5])}{', ...' if len(matrices) > 5 else ''}."
-            )
-        apart |= {id(matrices[name]) for name in names}
-    hidden = [p for p in matrices.values() if id(p) not in apart]
+    hidden = list(hidden_matrices(model, adamw).values())
     if not hidden:
         raise ConfigurationError(
             "Muon needs hidden matrices, but this model has none besides its embeddings and head. Use AdamW."
@@ -210,3 +195,23 @@ def muon(
         {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
     ]
     return Muon([group for group in groups if group["params"]], lr, weight_decay=weight_decay, ranks=ranks, **arguments)
+
+
+def hidden_matrices(model: nn.Module, adamw: Sequence[str] = ()) -> dict[str, nn.Parameter]:
+    """Return name -> matrix that `muon` orthogonalises; ``adamw`` are the name patterns of others."""
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    apart = {id(weight) for weight in tables}
+    for shape in {weight.shape for weight in tables}:
+        heads = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.weight.shape == shape]
+        if len(heads) <= sum(weight.shape == shape for weight in tables):
+            apart |= {id(weight) for weight in heads}
+    matrices = {name: p for name, p in trainable_parameters(model).items() if p.dim() == 2}
+    for pattern in adamw:
+        names = fnmatch.filter(matrices, pattern)
+        if not names:
+            raise ConfigurationError(
+                f"The pattern {pattern!r} matches no trainable matrix of this model, whose matrices are "
+                f"{', '.join(list(matrices)[:5])}{', ...' if len(matrices) > 5 else ''}."
+            )
+        apart |= {id(matrices[name]) for name in names}
+    return {name: p for name, p in matrices.items() if id(p) not in apart}

@@ -41,7 +41,6 @@ from diloco.transport.connections.stripe import (
     part_bytes,
 )
 
-_MOST_STRIPES = 64  # of one link
 _MOST_READY = 4096  # rounds of which a peer has said that it has begun them
 _TAG_BITS = 17  # of a message within its round
 _RETRY_S, _RETRY_PART = 0.2, 4  # pauses before the first stripe is dialled again; at most the patience / 4
@@ -285,7 +284,7 @@ class PeerLink:
 class LinkAsked(WireMessage, tag="link"):
     token: Annotated[str, Meta(min_length=1, max_length=64)]  # of the control connection
     rank: Rank  # of the sender
-    number: Annotated[int, Meta(ge=0, lt=_MOST_STRIPES)]  # of the stripe
+    number: Annotated[int, Meta(ge=0, lt=64)]  # of the stripe
 
 
 class Linked(WireMessage):
@@ -316,8 +315,8 @@ class PeerLinks:
 
     def is_peer(self, rank: int) -> bool:
         """Return whether a rank of another replica is at the position of this one."""
-        rules = self.rules
-        return rank % rules.ranks_per_replica == rules.position and rules.replica_of(rank) != rules.replica
+        size = self.rules.ranks_per_replica
+        return rank % size == self.rules.position and rank // size != self.rules.replica
 
     def peers(self, view: View) -> list[int]:
         return [rank for rank in self.rules.ranks(view.members) if self.is_peer(rank)]
@@ -359,10 +358,6 @@ class PeerLinks:
                 task.cancel()
             del link.keeping[number:]
 
-    def close(self) -> None:
-        for rank in list(self.by_rank):
-            self.disconnect(rank)
-
     async def open_stripe(self, link: PeerLink) -> Stream:
         """Open a connection for one more stripe."""
         if (connection := self.connections.get(link.rank)) is None:
@@ -373,14 +368,10 @@ class PeerLinks:
             raise OSError(f"another process answers in place of rank {link.rank}")
         return stream
 
-    def begin_stripes(self, link: PeerLink) -> None:
-        if link.dials:
-            link.keeping.clear()
-            self._keep_at_least(link, 1)
-
     def _start(self, link: PeerLink) -> None:
         link.started = True
-        self.begin_stripes(link)
+        if link.dials:
+            self.keep_at_least(link, 1)
         self._watch(link, self.rules.connect_timeout_s)
 
     def _watch(self, link: PeerLink, patience_s: float) -> None:
@@ -393,7 +384,7 @@ class PeerLinks:
             what = "reopened" if uses else "opened"
             self.connections.drop(link.rank, f"no payload connection could be {what} in {patience_s:g} s: {link.why}")
 
-    def _keep_at_least(self, link: PeerLink, number: int) -> None:
+    def keep_at_least(self, link: PeerLink, number: int) -> None:
         link.keeping += [self.connections.begin(self._keep(link, each)) for each in range(len(link.keeping), number)]
 
     async def _keep(self, link: PeerLink, index: int) -> None:
@@ -453,7 +444,7 @@ class PeerLinks:
             stripe.begin(already)
             link.add(index, stripe)
             if link.dials and not stripe.near and not link.single:
-                self._keep_at_least(link, streams_to_each(len(self._wanted)))
+                self.keep_at_least(link, streams_to_each(len(self._wanted)))
             await asyncio.shield(stripe.ended)  # so that one that is no longer wanted gives its parts back, too
         finally:
             stripe.end()

@@ -5,8 +5,7 @@ donors for offers, and takes a snapshot that more of them hold than could be fau
 donors finish a round one after the other, they are asked again. It then fetches the bytes from one of these donors, and
 continues at the next one where the last one stopped. What arrives must match the digest and be finite.
 
-A donor keeps a snapshot for its fetchers, and no newer one beside it, until all have fetched it or a time has passed in
-which all of it could have been sent.
+A donor keeps one snapshot until all who fetch it have it, or a time has passed in which it could have been sent.
 
 ::
 

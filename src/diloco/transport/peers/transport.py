@@ -384,7 +384,8 @@ class PeerTransport(Transport):
         self._rounds.decide_all(
             lambda each: fault if self.rules.raises(each) else RoundVoidError(f"{each} is void: {fault}")
         )
-        self.links.close()
+        for rank in list(self.links.by_rank):
+            self.links.disconnect(rank)
         self._rounds.fail_exchanges(fault)
 
     def _acts(self, effects: Effects) -> Acts:

@@ -234,8 +234,9 @@ class SwarmLinks(PeerLinks):
         link = self.by_rank.get(rank)
         if link is not None and rank < self.connections.rank and not link.dials:
             link.dials = True
+            link.keeping.clear()  # of what has tried before
             if link.started:
-                self.begin_stripes(link)
+                self.keep_at_least(link, 1)
 
     def make(self, rank: int) -> PeerLink:
         link = super().make(rank)

@@ -26,7 +26,7 @@ from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.secret import TurnedAwayError
 from diloco.units import visible
 
-_GONE_S = 2.0  # a rank that has not asked for this long does not wait any more
+_GONE_S = 5.0  # a rank that has not asked for this long does not wait any more
 _REFUSED_S = 1.0  # a rank whose port has refused connections for this long has ended
 _AGAIN_S = 0.1, 1.0
 _MOST_REASON = 500
