@@ -23,7 +23,6 @@ from diloco.protocol import (
     Excluded,
     Header,
     Propose,
-    Replaced,
     RoundVote,
     WireMessage,
     digest_of,
@@ -90,7 +89,6 @@ def lies_about(liar: int, replicas: int) -> dict[str, list[WireMessage]]:
         "all rounds are committed": [change(liar, commits=commits)],
         "it is far ahead": [change(liar, step=1 << 50)],
         "others went on alone": [LATE, Excluded(1 << 50, "late")],
-        "another process took its place": [Replaced()],
         "it has adopted a view of its own": [change(liar), Adopted(alone)],
     }
 

@@ -54,6 +54,16 @@ def test_whoever_is_ejected_goes_and_nobody_else(seed: int) -> None:
     assert rank(network, ejected).left, "it hears too few to go on"
 
 
+def test_another_process_may_join_with_the_number_of_the_ejected_one() -> None:
+    network = with_order(4, 3, None, Limits(returns=1))
+    tell(rank(network, 0), 3)
+    finish(network)
+    network.end(3)
+    network.happen("returns", 3, 0, 0)
+    finish(network)
+    assert [rank(network, number).view.members for number in range(4)] == [(0, 1, 2, 3)] * 4
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_where_the_network_splits_meanwhile_one_side_at_most_goes_on(seed: int) -> None:
     """Property: also with the ejected one, where the order has not come."""

@@ -35,7 +35,6 @@ from diloco.protocol import (
     Message,
     MessageError,
     Refused,
-    Replaced,
     RoundVote,
     Speed,
     Welcome,
@@ -120,7 +119,7 @@ def test_only_members_have_a_say(member: Rank, sender: int) -> None:
     assert member.hear(sender, Introduce(ENTRY)).introduced == ([ENTRY] if has_a_say else [])
     member.hear(sender, Speed(2.0))
     assert member.machine.speeds == ({1: 2.0} if has_a_say else {})
-    assert member.hear(sender, Replaced()).closed == has_a_say
+    assert member.hear(sender, Excluded(1 << 53, "another process has taken its place")).closed == has_a_say
     assert (member.machine.views.failure is not None) == has_a_say
 
 

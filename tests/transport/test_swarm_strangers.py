@@ -56,7 +56,6 @@ AFTER_HELLO: dict[str, dict[str, Any]] = {
     "a value for the mailbox": {"kind": "store", "key": "x" * 100, "value": b"y"},
     "a meeting": {"kind": "meet", "name": "stop", "value": 1},
     "a wish to join in another's name": {"kind": "join", "entry": ENTRY | {"rank": 1}, "connected": [0, 1]},
-    "being replaced": {"kind": "replaced"},
 }
 """Messages of a connected peer that is not a member."""
 SECRET = new_secret()

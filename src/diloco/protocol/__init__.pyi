@@ -48,7 +48,6 @@ from .wire import Message as Message
 from .wire import MessageError as MessageError
 from .wire import Propose as Propose
 from .wire import Refused as Refused
-from .wire import Replaced as Replaced
 from .wire import RoundVote as RoundVote
 from .wire import Speed as Speed
 from .wire import Store as Store

@@ -34,7 +34,6 @@ from diloco.protocol.wire import (
     MessageError,
     Propose,
     Refused,
-    Replaced,
     RoundVote,
     Speed,
     ViewMessage,
@@ -46,7 +45,7 @@ from diloco.protocol.wire import (
 Answer = tuple[Welcome | Refused, Mapping[int, int]]
 """A message, and rank -> connection at the time when the message was received."""
 
-_FROM_MEMBERS = (Meet, Introduce, Excluded, Replaced, Speed)
+_FROM_MEMBERS = (Meet, Introduce, Excluded, Speed)
 _VIEWS_AHEAD = 1000  # the members of a view can't be as many views ahead as this
 _MAX_HELD = 1000  # messages held per sender: many times what a rank sends in a view before all have adopted it
 _MAX_MEMBER_BYTES, _MAX_STRANGER_BYTES = 1 << 22, 1 << 19  # of one sender's held messages
@@ -260,8 +259,6 @@ class Machine:
             case Excluded():
                 if message.view >= views.view.id:
                     views.receive_parting(sender, message.reason)
-            case Replaced():
-                views.receive_parting(sender, "another process has taken its place")
             case Header() | RoundVote() | Change() | Propose() | Accept() | Adopted() | Leaving():
                 self._process_view_message(sender, message, connection)
 

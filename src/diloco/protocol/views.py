@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from diloco.errors import ReplicaLostError, TransportError
@@ -26,10 +27,8 @@ class Views:
     def __init__(self, rules: Rules, roster: Roster, rounds: Rounds, outbox: Outbox) -> None:
         self.view = View(-1, (rules.replica,))  # the current view; a joiner is not in it yet
         self.change: ViewChange | None = None  # the change to the next view, if it has begun
-        # the last view that this rank accepted in a change, and that others may have adopted; or None
-        self._agreed: View | None = None
-        # what ended the previous view, or stopped this rank; None before the first change
-        self.adopted_last: NextView | None = None
+        self._agreed: View | None = None  # see `agreed_view`
+        self.adopted_last: NextView | None = None  # what ended the previous view; None before the first change
         self.closed_to_joiners = ""  # why no replica can join at present; "" if any can
         self._first: View | None = None  # the view in which this rank began with all others; None: it joined
         self._rules = rules
@@ -393,8 +392,9 @@ class Views:
 
     def _open(self, carried: Sequence[Submitted], void: RoundKeys) -> None:
         self._roster.set_members(self.view)
-        self._said.clear()
-        self._leaving.clear()
+        self._said, self._leaving = {}, set()
+        # another process may take the number of one that has gone
+        self._ejected = replace(self._ejected, replicas=self._ejected.replicas.intersection(self.view.members))
         if self.failure is None:
             self._outbox.effects.view = self.view
         self._rounds.open(self.view, carried, void)

@@ -22,7 +22,7 @@ from diloco.membership import MAX_MEMBERS, Count, Digest, NextView, Rank, Ranks,
 from diloco.protocol.registry import Entry
 from diloco.units import visible
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 """The version of the protocol, raised whenever a replica of the previous version would misread this one's messages."""
 
 _MOST_WORDS = 500
@@ -98,10 +98,6 @@ class GivenUp(WireMessage, tag="given-up"):
     """The sender ends the connection, as it has received nothing for too long."""
 
 
-class Replaced(WireMessage):
-    """Another process has taken the receiver's place."""
-
-
 class FactsMessage(WireMessage, tag="facts"):
     """The arguments of a rank's training loop."""
 
@@ -164,9 +160,9 @@ class Introduce(WireMessage):
 
 
 class Excluded(WireMessage):
-    """The sender's view continues, or has ended, without the receiver."""
+    """The sender's view continues, or has ended, without the receiver, or with another process in its place."""
 
-    view: Count
+    view: Count  # the greatest possible if it is any
     reason: Words
 
 
@@ -272,6 +268,6 @@ ViewMessage = Header | RoundVote | Change | Propose | Accept | Adopted | Leaving
 """Messages about a view."""
 
 Message = (
-    Beat | GivenUp | Replaced | FactsMessage | Join | Welcome | Refused | Store | Meet | Speed | Introduce | Excluded
+    Beat | GivenUp | FactsMessage | Join | Welcome | Refused | Store | Meet | Speed | Introduce | Excluded
 ) | ViewMessage
 """All messages of a control connection."""

@@ -18,19 +18,19 @@ from typing import Annotated, Any, Union
 from msgspec import Meta
 
 from diloco.errors import TransportError
-from diloco.membership import Rank
+from diloco.membership import GREATEST, Rank
 from diloco.protocol import (
     Beat,
     ConnectionEnded,
     ConnectionMade,
     Entry,
     Event,
+    Excluded,
     GivenUp,
     Loss,
     Lost,
     Pulse,
     Refused,
-    Replaced,
     Rules,
     WireMessage,
     silent_ones,
@@ -306,7 +306,7 @@ class ConnectionManager(ControlThread):
     ) -> None:
         reader, writer = stream
         if before := self._connections.get(rank):
-            before.writer.write(pack(Replaced()))
+            before.writer.write(pack(Excluded(GREATEST, "another process has taken its place")))
             self.hang_up(rank)
         number, trusted = next(self._numbers), opened or rank in self._members
         connection = ControlConnection(rank, number, address, writer, token, opened, trusted, self.loop.time(), crossed)
