@@ -17,7 +17,7 @@ SETTINGS = (
     *("--checkpoint.every-steps", "10", "--evaluation.every-steps", "0", "--evaluation.sample-prompts"),
     *("--monitor.console", "quiet"),
 )
-TOLERANCE = 1e-4  # of the loss, as gradients are summed over ranks in another order
+TOLERANCE = 1e-3  # of the loss after 60 steps: sums of gradients differ in the last bits, and each step enlarges that
 KILLED = 2  # the rank
 
 
@@ -84,15 +84,17 @@ def kill_one_of_four(folder: Path) -> dict[str, Any]:
 
 
 def shard_replicas(folder: Path) -> dict[str, Any]:
-    """Compare two replicas of two ranks each (FSDP2, Muon, fp4) with two of one rank."""
-    losses, digests = [], []
-    for size in (1, 2):
-        summaries = Torchrun(folder / f"2x{size}", 2 * size, "--replica-size", str(size)).summaries()
-        losses += [each["heldout_loss"] for each in summaries if each["heldout_loss"] is not None]
-        digests.append(len({each["global_params_digest"] for each in summaries}))
+    """Compare two replicas of two ranks each (FSDP2, Muon, fp4) with two of one rank, and those with another seed."""
+    losses = {}
+    for name, size, seed in (("2 x 1", 1, 0), ("2 x 2", 2, 0), ("2 x 1, another seed", 1, 1)):
+        more = ("--replica-size", str(size), "--seed", str(seed))
+        summaries = Torchrun(folder / f"{size}-{seed}", 2 * size, *more).summaries()
+        losses[name] = next(each["heldout_loss"] for each in summaries if each["heldout_loss"] is not None)
+        if len({each["global_params_digest"] for each in summaries}) > 1:
+            raise SystemExit(f"The replicas of {name} end with different digests.")
+    one, two, _ = losses.values()
     return {
         "run": "FSDP2, Muon and fp4: 2 x 2 ranks beside 2 x 1",
-        "losses": [round(loss, 6) for loss in losses],
-        "within_tolerance": abs(losses[1] / losses[0] - 1) <= TOLERANCE,
-        "digests": digests,
+        "losses": {name: round(loss, 6) for name, loss in losses.items()},
+        "within_tolerance": abs(two / one - 1) <= TOLERANCE,
     }

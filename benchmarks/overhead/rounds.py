@@ -36,14 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=60, help=f"training steps of each kind, {SETS} times")
     parser.add_argument("--codec", default="fp4")
     parser.add_argument("--at", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--part", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=MEASURES, help="only this one")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if given.at:
         with connect_tcp(replica=1, num_replicas=2, rendezvous=given.at) as transport:
             MEASURES[given.part](transport, given)
         return
-    for part in MEASURES:
+    for part in [given.part] if given.part else MEASURES:
         with socket.create_server(("127.0.0.1", 0)) as free:
             address = f"127.0.0.1:{free.getsockname()[1]}"
         command = [sys.executable, "-m", "benchmarks.overhead.rounds", *sys.argv[1:], "--part", part, "--at", address]
@@ -54,9 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for name, (seconds, *_) in rows.items():
                 print(f"| {name} | {1e9 / given.values * seconds:.2f} | {seconds / rows['a copy'][0]:.2f} |")
         else:
-            print("\n| tokens/s of a process | median | least | greatest |\n|---|---|---|---|")
-            for name, rates in rows.items():
-                print(f"| {name} | {' | '.join(f'{rate:,.0f}' for rate in rates)} |")
+            print("\n| one of two processes | median | least | greatest |\n|---|---|---|---|")
+            for name, values in rows.items():
+                print(f"| {name} | {' | '.join(f'{value:,.4g}' for value in values)} |")
         print(f"\nload: {os.getloadavg()[0]:.1f}", flush=True)
 
 
@@ -103,24 +103,30 @@ def timed(act: Callable[[], object]) -> float:
 
 
 def tokens_per_s(transport: Transport, given: argparse.Namespace) -> dict[str, Spread]:
-    """Return the tokens per second of this process with rounds and without."""
+    """Return the tokens per second of this process with rounds and without, and those per second of processor time.
+
+    The latter, of all threads, says what rounds cost on a machine with other work, too.
+    """
     model = build_model(replace(get_preset("tiny").model, vocab_size=257, width=256, ffn_width=704), seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     schedule = SyncSchedule(inner_steps=10, num_fragments=2, overlap_steps=4)
     diloco = DiLoCo(model, optimizer, transport=transport, schedule=schedule, codec=given.codec)
     batch = torch.randint(0, 257, (4, 129), generator=torch.Generator().manual_seed(transport.replica))
-    rates: tuple[list[float], list[float]] = [], []
+    rates: dict[str, list[float]] = {}
     for number in range(2 * SETS):
-        started_s = time.perf_counter()
+        rounds, started_s = number % 2 == 0, (time.perf_counter(), time.process_time())
         for _ in range(given.steps):
             torch.autograd.backward(model.loss(batch[:, :-1], batch[:, 1:])[0])
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if number % 2 == 0:
+            if rounds:
                 diloco.step()
-        rates[number % 2].append(512 * given.steps / (time.perf_counter() - started_s))
+        spent_s = time.perf_counter() - started_s[0], time.process_time() - started_s[1]
+        for unit, seconds in zip(("second", "processor second"), spent_s, strict=True):
+            name = f"tokens per {unit}, {'with rounds' if rounds else 'without'}"
+            rates.setdefault(name, []).append(512 * given.steps / seconds)
     diloco.drain()
-    return {"with rounds": spread(rates[0]), "without": spread(rates[1])}
+    return {name: spread(each) for name, each in sorted(rates.items())}
 
 
 MEASURES: dict[str, Callable[[Transport, argparse.Namespace], dict[str, Spread]]] = {

@@ -221,7 +221,6 @@ class Note(Event):
     """A message for the user that is emitted once."""
 
     text: str
-    detail: bool = False  # whether the console prints it only with --verbose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +244,7 @@ def to_record(event: Event) -> dict[str, Any]:
     """Return the event as a flat dictionary. `json_ready` makes its values fit for JSON.
 
     >>> to_record(Note(step=3, text="hello"))
-    {'schema': 1, 'event': 'Note', 'step': 3, 'text': 'hello', 'detail': False}
+    {'schema': 1, 'event': 'Note', 'step': 3, 'text': 'hello'}
     """
     return {"schema": SCHEMA_VERSION, "event": type(event).__name__, **dataclasses.asdict(event)}
 

@@ -63,11 +63,10 @@ BROKEN: dict[str, tuple[Callable[[], None], int, bytes]] = {
 }
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["presets"], ["plan", "--help"]], ids=" ".join)
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_stream_ends_in_an_exit_code(kind: str, arguments: list[str], tmp_path: Path) -> None:
+def test_a_broken_stream_ends_in_an_exit_code(kind: str, tmp_path: Path) -> None:
     prepare, code, errors = BROKEN[kind]
-    done = run(arguments, prepare, tmp_path)
+    done = run(["presets"], prepare, tmp_path)
     assert (done.returncode, done.stderr) == (code, errors)
 
 

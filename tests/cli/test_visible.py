@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import io
 import logging
-import os
-import pty
 import shutil
-import struct
-import subprocess
 import sys
-import termios
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -205,61 +199,3 @@ def test_a_progress_display_draws_and_shows_the_controls_of_others(monkeypatch: 
     for kind, controls in CONTROLS.items():
         assert controls not in text, kind
     assert not {"\x07", "\x08", "\x9b", "\x7f", "\u202e"} & set(text)
-
-
-BARS = """
-import sys
-import types
-from diloco import cli
-from tqdm import tqdm
-
-def run(arguments):
-    for _ in tqdm(range(2), desc="bar \\x1b]0;owned\\x07", mininterval=0): pass
-    print("\\x1b[2J")
-    if arguments:
-        raise RuntimeError("\\x1b[3J")
-    return 0
-
-sys.modules["diloco.cli.plan"] = types.SimpleNamespace(run_presets=run)
-sys.argv = ["diloco", *sys.argv[1:]]
-sys.exit(cli.main())
-"""
-
-
-def on_terminal(*words: str) -> str:
-    """Return all that a Python process writes to a terminal."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "80"}
-    process = subprocess.Popen([sys.executable, *words], stdout=theirs, stderr=theirs, stdin=theirs, env=environment)
-    os.close(theirs)
-    output = b""
-    while True:
-        try:
-            piece = os.read(ours, 4096)
-        except OSError:  # the terminal is closed at the other end
-            break
-        if not piece:
-            break
-        output += piece
-    process.wait()
-    os.close(ours)
-    return output.decode()
-
-
-def test_progress_bars_of_libraries_and_coloured_help_work_on_a_terminal() -> None:
-    text = on_terminal("-c", BARS, "presets")
-    assert "\r" in text.replace("\r\n", "\n")
-    assert "\x1b]0;" not in text
-    assert "\x1b[2J" not in text
-    assert "\\x1b[2J" in text
-    unexpected = on_terminal("-c", BARS, "presets", "--fail")
-    assert "RuntimeError: \\x1b[3J" in unexpected
-    assert "\x1b[3J" not in unexpected
-    assert "\x1b[1m" in on_terminal("-m", "diloco", "status", "--help")
-
-
-def test_a_wrong_flag_gets_the_same_sentence_on_a_terminal() -> None:
-    """The parser colours its own message there."""
-    said = on_terminal("-m", "diloco", "status", "x", "--jsom")
-    assert said.startswith("diloco: there is no flag --jsom; did you mean --json? See `diloco status --help`.")

@@ -37,7 +37,7 @@ def run_folder(tmp_path: Path) -> Path:
         ("--join /ip4/127.0.0.1/tcp/1/p2p/Qm", "--run, the name of the run, is missing"),
         ("absent", "absent does not exist"),
         ("{folder}/..", "neither metrics.jsonl nor config.toml"),
-        ("{folder} --every soon", "--every soon is not valid; expected a number with us, ms, s, min, h or d"),
+        ("{folder} --every soon", "--every soon is not valid: expected a number with us, ms, s, min, h or d"),
         ("{folder} --host 203.0.113.7", "can't listen at 203.0.113.7"),
         ("{folder} --port {taken}", "Choose another --port"),
         ("{folder} --out {folder}/absent/page.html", "can't be written"),

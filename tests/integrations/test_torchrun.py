@@ -33,20 +33,32 @@ def result(diloco: Any) -> dict[str, Any]:
 
 
 def by_accelerate(given: Any, folder: Path) -> dict[str, Any]:
-    module = example("accelerate_loop")
-    accelerator = accelerate.Accelerator(cpu=True)
-    model = module.make_model(given)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = torch.utils.data.DataLoader(module.share(given), batch_size=given.batch_size, drop_last=True)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    with of_accelerate.AcceleratedDiLoCo(accelerator, model, optimizer, schedule=schedule_of(given)) as diloco:
-        for _, (windows,) in zip(range(12), loader, strict=False):
-            loss = torch.nn.functional.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            diloco.step()
-        return result(diloco)
+    """Train, and train again from the state after step 6, which has a round in flight."""
+    module, runs = example("accelerate_loop"), []
+    for start in (0, 6):
+        torch.manual_seed(0)
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = module.make_model(given)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        loader = torch.utils.data.DataLoader(module.share(given), batch_size=given.batch_size, drop_last=True)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        with of_accelerate.AcceleratedDiLoCo(accelerator, model, optimizer, schedule=schedule_of(given)) as diloco:
+            if start:
+                accelerator.load_state(str(folder / "state"))
+            for step, (windows,) in zip(range(12), loader, strict=False):
+                if step < start:
+                    continue
+                loss = torch.nn.functional.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                diloco.step()
+                if step == 5 and not start:
+                    accelerator.save_state(str(folder / "state"))
+            runs.append(result(diloco))
+        accelerator.free_memory()
+    assert torch.equal(runs[0]["local"], runs[1]["local"])
+    return runs[1]
 
 
 def by_lightning(given: Any, folder: Path) -> dict[str, Any]:

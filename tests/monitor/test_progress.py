@@ -55,11 +55,6 @@ def test_clamped_values_and_skipped_steps_are_told_when_they_begin() -> None:
     assert news(RunProgress(), *skipped) == [False, True, False, False, True]
 
 
-@pytest.mark.parametrize("verbose", [False, True])
-def test_details_are_told_only_on_request(verbose: bool) -> None:
-    assert news(RunProgress(verbose=verbose), events.Note(step=1, text="a", detail=True)) == [verbose]
-
-
 def test_the_speed_counts_training_and_the_time_left_everything() -> None:
     progress = RunProgress()
     progress.take(started(total_steps=7), 0.0)

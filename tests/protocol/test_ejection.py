@@ -11,7 +11,7 @@ from tests.membership.network import Limits, Network, wander
 from tests.protocol.simulated import check_agreement, finish, rank, simulated
 from tests.protocol.simulated_rank import Rank
 
-ORDER = Store("order", b"")
+ORDER, WHY = Store("order", b""), "the founder has ejected it"
 
 
 def tell(node: Rank, ejected: int, by: int | None = None) -> None:
@@ -20,7 +20,7 @@ def tell(node: Rank, ejected: int, by: int | None = None) -> None:
         for member in node.view.members:
             if member != node.rank:
                 node._send(member, ORDER)
-    node.handle(events.Eject(frozenset({ejected}), by, "the founder has ejected it"))
+    node.handle(events.Eject(frozenset({ejected}), by, WHY))
 
 
 def with_order(size: int, ejected: int, liar: int | None, limits: Limits) -> Network:
@@ -52,6 +52,15 @@ def test_whoever_is_ejected_goes_and_nobody_else(seed: int) -> None:
     check_agreement(staying)
     assert staying[0].view.members == tuple(node.rank for node in staying)
     assert rank(network, ejected).left, "it hears too few to go on"
+
+
+def test_who_ends_because_it_is_ejected_is_lost_for_that_reason() -> None:
+    network = with_order(3, 2, None, Limits())
+    tell(rank(network, 0), 2)
+    network.end(2)
+    network.happen("notice", 0, 2, 0)
+    finish(network)
+    assert [rank(network, number).machine.rounds.reason.partition(";")[0] for number in (0, 1)] == [WHY] * 2
 
 
 def test_another_process_may_join_with_the_number_of_the_ejected_one() -> None:

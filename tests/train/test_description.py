@@ -10,16 +10,11 @@ import pytest
 from diloco.algorithm import (
     SyncSettings,
     at,
-    data_parallel_bytes,
     hidden_matrices,
-    make_codec,
-    partition,
-    plan_exchange,
 )
 from diloco.config import build
 from diloco.model import DecoderSettings, Transformer, build_model
 from diloco.train import RunSettings, describe, diff, identity, make_fragments, outer_components, resolve
-from diloco.units import format_bytes, format_ratio
 from tests.command_lines import dotted
 
 MODEL = DecoderSettings(layers=4, width=16, ffn_width=32, heads=2, vocab_size=257)
@@ -36,21 +31,6 @@ def facts_of(model: Transformer, **values: Any) -> dict[str, str]:
     return facts
 
 
-def test_rounds_and_bytes_are_those_of_the_schedule_and_the_exchange(model: Transformer) -> None:
-    facts = facts_of(model, sync__inner_steps=10, train__steps=100, network__replicas=3, sync__codec="int8")
-    assert facts["rounds"] == "3 fragments every 10 steps as int8"
-    codec = make_codec("int8", block_size=256)
-    sizes = [fragment.numel for fragment in partition(model, num_fragments=3)]
-    plans = [plan_exchange(codec, size, 3) for size in sizes]
-    # offsets 0, 3, 6: sends at 10..100, 13..93, 16..96
-    sent = sum(n * plan.mean_bytes for n, plan in zip((10, 9, 9), plans, strict=True))
-    baseline = data_parallel_bytes(sum(sizes), 3, 1)
-    assert facts["traffic"] == (
-        f"{format_bytes(sent / 100)} per replica and step (data-parallel: {format_bytes(baseline)}, "
-        f"{format_ratio(baseline * 100 / sent)} as much)"
-    )
-
-
 def test_averaged_momenta_travel_with_their_matrices(model: Transformer) -> None:
     plain = {"optimizer__name": "Muon", "sync__codec": "float32"}
     averaged = {**plain, "sync__arguments": {"average": {"momentum": True}}}
@@ -60,20 +40,6 @@ def test_averaged_momenta_travel_with_their_matrices(model: Transformer) -> None
     layouts = make_fragments(resolve(build(RunSettings, dotted(averaged)), num_layers=4), model)
     matrices = sum(each.numel() for each in hidden_matrices(model).values())
     assert sum(each.numel for each in layouts) == model.num_trained() + matrices
-
-
-@pytest.mark.parametrize(("steps", "traffic"), [(35, " as much)"), (20, "0 B per replica and step (data-par")])
-def test_a_shared_start_comes_before_the_rounds(model: Transformer, steps: int, traffic: str) -> None:
-    start = {"algorithm": "diloco", "train__data_parallel_steps": 20, "optimizer__warmup_steps": 0}
-    facts = facts_of(model, sync__inner_steps=10, train__steps=steps, **start)
-    assert facts["rounds"].startswith("20 data-parallel steps, then the model every 10 steps as ")
-    assert traffic in facts["traffic"]
-
-
-def test_data_parallel_training_sends_gradients(model: Transformer) -> None:
-    facts = facts_of(model, algorithm="data-parallel", sync__codec="bfloat16")
-    assert facts["traffic"].startswith("gradients as bfloat16: ")
-    assert "rounds" not in facts
 
 
 def test_what_two_runs_do_not_have_in_common_is_named(model: Transformer) -> None:

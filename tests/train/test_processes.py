@@ -70,14 +70,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> int:
     return launch(NetworkSettings(transport="tcp", replicas=4), lambda *_: ["train"], print)
 
 
-def test_processes_that_the_launcher_starts_get_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    STARTED.clear()
-    for chosen in ("", "5"):
-        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
-        assert launched(monkeypatch) == 0
-    assert [process.env["OMP_NUM_THREADS"] for process in STARTED] == ["2"] * 4 + ["5"] * 4
-
-
 def test_a_signal_to_the_launcher_reaches_all_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
     STARTED.clear()
     monkeypatch.setattr(Started, "waits", True)

@@ -220,6 +220,9 @@ def rank_of_two(rank: int, names: Sequence[str], folder: Path) -> dict[str, list
     """Train each case without and with a stop, as one of the two ranks of one of two replicas."""
     begin(rank, 4, folder)
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    refused = pytest.raises(ConfigurationError, match="sharded over 4 ranks, but a replica has 2")
+    with connect_process_group(mesh, silence_s=3.0) as transport, refused:
+        Replica(transport.replica, transport, CASES["diloco"], sharded=True)
     torch.distributed.fsdp.fully_shard = partial(torch.distributed.fsdp.fully_shard, mesh=mesh["shard"])
     digests: dict[str, list[str]] = {}
     for name, parts in itertools.product(names, PARTS):

@@ -16,7 +16,9 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import Positional, arg
 
 from diloco.checkpoint import LOCK_FILE, lock_folder, one_at_a_time, write_whole
 from diloco.cli import DONE, FAILED, INTERRUPTED
@@ -78,9 +80,8 @@ def with_beginning(line: CommandLine) -> CommandLine:
         if line.resume_or_start is not None:
             values |= {"checkpoint.mirror": place}
             known |= {"checkpoint.mirror": place}
-            model = {} if line.file is None or line.file.is_file() else {"model.source": f"hf:{line.file}"}  # finetune
-            asked = dataclasses.replace(line, file=None if model else line.file, values=model | known)
-            known |= chosen_places(asked)
+            model = {"model.source": f"hf:{values['folder']}"} if "folder" in values else {}  # diloco finetune
+            known |= chosen_places(dataclasses.replace(line, values=model | known))
         _fetch(place, folder, known, must=line.resume_or_start is None)
     from diloco.checkpoint import list_checkpoints
 
@@ -157,18 +158,15 @@ SHOWN = {
 }
 """The defaults that follow from the data and the model, as the help shows them."""
 
-HELPS = {
-    "file": "Folder of a transformers model.",
-    "data.paths": "Conversations to train on: .jsonl, .json or .parquet files.",
-}
-
 FEW_STEPS = 50  # with fewer steps a model hardly learns, whatever the data
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneSettings(Configuration):
-    """The settings of a run, and two options from which some of its settings are derived."""
+    """The settings of a run, its model, and two options from which some of its settings are derived."""
 
+    folder: Annotated[Positional[Path | None], arg(metavar="MODEL")] = None
+    """Folder of a transformers model."""
     full: bool = False
     """Train all weights instead of adapters (--lora-rank 0)."""
     epochs: float = 3.0
@@ -178,9 +176,10 @@ class FinetuneSettings(Configuration):
 def run_finetune(arguments: Sequence[str]) -> int:
     """Fine-tune; return 130 if a signal stopped the run and its state was saved."""
     shown = flatten(FinetuneSettings()) | preset_values("finetune") | SHOWN
-    about: Any = {"shown": shown, "common": COMMON, "metavars": {"file": "MODEL"}, "helps": HELPS}
-    line = with_beginning(parse_flags(FinetuneSettings, "finetune", FINETUNE_DESCRIPTION, arguments, **about))
-    values, folder, typed = dict(line.values), line.file, ["finetune", *arguments]
+    line = parse_flags(FinetuneSettings, "finetune", FINETUNE_DESCRIPTION, arguments, shown=shown, common=COMMON)
+    line, typed = with_beginning(line), ["finetune", *arguments]
+    values = dict(line.values)
+    folder = values.pop("folder", None)
     full, epochs, resumes = values.pop("full", False), values.pop("epochs", None), "checkpoint.resume" in values
     for flag, others, both in (
         ("--full", "--lora-rank", full and "model.lora_rank" in values),

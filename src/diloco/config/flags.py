@@ -69,32 +69,31 @@ def parse_flags(
     *,
     shown: Mapping[str, Any],
     common: Collection[str] | None = None,
-    metavars: Mapping[str, str] = {},
-    helps: Mapping[str, str] = {},
 ) -> CommandLine:
-    """Parse a command line that has a flag for every key of ``settings_type``.
+    """Parse a command line that has a flag for every key of ``settings_type``, and a TOML file or its own place.
 
     The result holds only what was typed, since it is one of several layers, and a resumed run changes only that.
 
     Args:
         shown: the values that the help shows as defaults.
         common: the keys that --help shows, in this order; --help-all shows all. None: those whose flag has no section.
-        metavars: key -> the name of its value in the help. The key of the positional argument is ``file``.
-        helps: key -> its help text, if it is not the docstring.
 
     Raises:
         ConfigurationError: as in `parse_options`.
         SystemExit: with code 0, for --help and --help-all.
     """
     trains = command in ("train", "finetune")
-    own = {name: key for name, key in keys_of(CommandLine).items() if trains or name != "resume_or_start"}
     known = keys_of(settings_type)
+    places = [name for name, key in known.items() if key.is_positional]
+    unfit = {*([] if trains else ["resume_or_start"]), *(["file"] if places else [])}
+    own = {name: key for name, key in keys_of(CommandLine).items() if name not in unfit}
     if asked := _help_asked(arguments):
         everything = asked == {"--help-all"}
         usual = common or [name for name, key in known.items() if key.aliases or not key.section]
         options = [key for name, key in own.items() if name not in ("file", "help_all" if everything else "")]
-        keys = [own["file"], *(known[name] for name in (known if everything else usual)), *options]
-        _show_help(keys, command, description, shown, metavars, helps, in_sections=everything)
+        names = [name for name in (known if everything else usual) if name not in places]
+        keys = [*(known[name] for name in places), *([] if places else [own["file"]]), *map(known.get, names), *options]
+        _show_help(filter(None, keys), command, description, shown, in_sections=everything)
     values = _parse(own | known, command, arguments)
     typed = {name: value for name, value in values.items() if name not in own}
     return CommandLine(**{name: value for name, value in values.items() if name in own}, values=typed)
@@ -219,8 +218,6 @@ def _show_help(
     command: str,
     description: str,
     shown: Mapping[str, Any],
-    metavars: Mapping[str, str] = {},
-    helps: Mapping[str, str] = {},
     *,
     in_sections: bool = False,
 ) -> None:
@@ -229,7 +226,7 @@ def _show_help(
     for key in keys:
         inside = in_sections and key.section
         target = sections.setdefault(key.section, {}) if inside else fields
-        text, default = helps.get(key.name, key.help), shown.get(key.name)
+        text, default = key.help, shown.get(key.name)
         silent = default in (None, (), {}, "", MISSING) or "efault:" in text
         silent = silent or (default is False and not key.is_negatable)
         about = arg(
@@ -237,7 +234,7 @@ def _show_help(
             aliases=key.aliases if inside or not key.short else None,
             help=text,
             help_behavior_hint=None if key.default is MISSING else "" if silent else f"(default: {_show(default)})",
-            metavar=None if key.is_switch else metavars.get(key.name, _metavar(key)),
+            metavar=None if key.is_switch else _metavar(key),
         )
         kind: Any = tuple[str, ...] if key.is_list else str
         if key.is_switch:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from diloco.errors import CheckpointError, from_extra
+from diloco.errors import from_extra
 from diloco.integrations.host import (
     StepWatch,
     load_state,
@@ -65,12 +65,15 @@ class AcceleratedDiLoCo(DiLoCo):
         if transport is None:
             transport = self._connected.enter_context(replica_of_each_rank(model))
         super().__init__(bare, inner, transport=transport, **arguments)
-        self._accelerator = accelerator
+        self._accelerator, self._inner = accelerator, inner
         self._watch = StepWatch(inner)
         self._hooks = (
             accelerator.register_save_state_pre_hook(self._save),
             accelerator.register_load_state_pre_hook(self._load),
         )
+        self._own = _OwnState(self)
+        if of_one_job(self):
+            accelerator.register_for_checkpointing(self._own)
 
     def begin(self, trained: float = 1.0) -> None:
         """Run the first half of `step`; do nothing while gradients are accumulated."""
@@ -90,6 +93,8 @@ class AcceleratedDiLoCo(DiLoCo):
         self._watch.close()
         for hook in self._hooks:
             hook.remove()
+        if self._own in self._accelerator._custom_objects:
+            self._accelerator._custom_objects.remove(self._own)
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         super().__exit__(kind, *error)
@@ -97,12 +102,25 @@ class AcceleratedDiLoCo(DiLoCo):
         self.close()
 
     def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
-        save_state(Path(folder), self)
+        save_state(Path(folder), self, inner=self._inner)
 
     def _load(self, models: list[nn.Module], folder: str) -> None:
-        if of_one_job(self):
-            raise CheckpointError(
-                "Each rank is a replica, but load_state gives all of them the model and the optimizer of the first. "
-                "Save those of each rank yourself, as examples/plain_pytorch.py does."
-            )
-        load_state(Path(folder), self, check_model=False)
+        self._own.folder = Path(folder)
+        if not of_one_job(self):
+            load_state(Path(folder), self, check_model=False)
+
+
+class _OwnState:
+    """What a rank that is a replica saves itself, because Accelerate saves the model and the optimizer of the first.
+
+    Accelerate loads objects that it does not know last, and so this after the model and the optimizer.
+    """
+
+    def __init__(self, diloco: AcceleratedDiLoCo) -> None:
+        self._diloco, self.folder = diloco, Path()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        load_state(self.folder, self._diloco, check_model=False, inner=self._diloco._inner)

@@ -96,7 +96,7 @@ class RunProgress:
                 return f"{_change(event)}\n{event.reason}" if self.verbose else _change(event)
             case events.Lost():
                 return f"{event.reason} It is searching for the other replicas."
-            case events.Note() if self.verbose or not event.detail:
+            case events.Note():
                 return event.text
             case events.CheckpointSaved():
                 return f"checkpoint {event.path} ({format_bytes(event.size_bytes)} in {format_duration(event.save_s)})"

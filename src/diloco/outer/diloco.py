@@ -43,6 +43,7 @@ from diloco.outer.arguments import (
     argument_facts,
     check_arguments,
     check_kinds,
+    check_shards,
     complete,
     frozen_facts,
     synchronised,
@@ -426,6 +427,7 @@ class DiLoCo:
             )
 
     def _publish_and_compare(self, transport: Transport) -> None:
+        check_shards(self.model, transport.ranks_per_replica)
         transport.publish(self.recovery.snapshot, self.recovery.version)
         if self._facts:
             transport.agree(self._facts)

@@ -42,8 +42,7 @@ class Views:
         self._ended_early: set[int] = set()  # replicas that ended before this rank was a member
         self._ejected = Eject(frozenset(), None, "")  # the last one
         self._know: set[int] = set()  # the replicas that are known to know of it
-        # replicas that were left out and may be running -> until when nobody else joins: if the members end meanwhile,
-        # those replicas may continue without the joiner
+        # replicas that were left out and may be running -> until when nobody else joins, as they may continue
         self._estranged: dict[int, float] = {}
 
     @property
@@ -139,6 +138,7 @@ class Views:
     def _begin_change(self, why: str) -> ViewChange | None:
         """Return the change to the next view, which begins now unless it has begun."""
         if self.failure is None and self.is_member and self.change is None:
+            why = self._ejected.why if self._ejected.replicas else why  # however this rank notices that they go
             self.change = ViewChange(self.view, why, self._rules, self._roster, self._rounds, self._outbox)
             self.change.extend(apart=self._ejected.replicas)
         return self.change

@@ -37,14 +37,14 @@ from .replica import DynamicSteps as DynamicSteps
 from .replica import GradientAverager as GradientAverager
 from .replica import RandomState as RandomState
 from .replica import average_gradients as average_gradients
-from .resolve import make_schedule as make_schedule
-from .resolve import notes as notes
-from .resolve import resolve as resolve
 from .run import run_training as run_training
 from .session import Session as Session
 from .settings import OptimizerSettings as OptimizerSettings
 from .settings import RunSettings as RunSettings
 from .settings import TrainSettings as TrainSettings
+from .settings import make_schedule as make_schedule
+from .settings import notes as notes
+from .settings import resolve as resolve
 from .state import ReplicaState as ReplicaState
 from .state import load_session as load_session
 from .state import save_session as save_session

@@ -6,21 +6,20 @@ import json
 import os
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch's stubs lack them
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs lack them
 from torch.distributed.device_mesh import init_device_mesh
 
 from diloco.devices import choose_threads
 from diloco.errors import ConfigurationError
 from diloco.protocol import MAX_NAME, Rules
 from diloco.train.description import diff
-from diloco.train.fleet import ClusterFleet
+from diloco.train.fleet import FOLDER, Attempt, ClusterFleet
 from diloco.train.joining import held_checkpoint
 from diloco.train.peer_fleet import Held, PeerFleet
 from diloco.train.processes import Role
@@ -44,14 +43,12 @@ from diloco.units import visible
 from diloco.waiting import waiting_for
 
 __all__ = [
-    "Attempt",
     "begin_attempt",
     "connect_cluster",
     "connect_peer",
     "connect_rank",
 ]
 
-_FOLDER = "diloco/folder"  # in the store of torchrun
 _NEW_WINDOW_S, _RESUMED_WINDOW_S = 3.0, 15.0
 """The time that a peer waits for others before it founds a swarm. It is longer after a resume, because machines that
 restart together need some time, and the one with the newest checkpoint should be among them."""
@@ -86,20 +83,6 @@ def connect_rank(
     return PeerFleet(place, rules, held=Held(held_step), group=group, replicas=settings.replicas)
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """The ranks that one torchrun has started, for the first time or again."""
-
-    shared: Store  # torchrun's, which keeps its keys over restarts
-    store: Store  # without keys of earlier attempts
-    folder: Path  # the run folder
-    restarted: bool  # whether an earlier attempt has trained in that folder
-
-    def keep_folder(self) -> None:
-        """Make later attempts continue in the folder."""
-        self.shared.set(_FOLDER, str(self.folder))
-
-
 def begin_attempt(role: Role, timeout_s: float, claim: Callable[[], Path]) -> Attempt:
     """Meet the other ranks that torchrun has started.
 
@@ -111,8 +94,8 @@ def begin_attempt(role: Role, timeout_s: float, claim: Callable[[], Path]) -> At
     shared = TCPStore(torchrun.master.host, torchrun.master.port, is_master=False, timeout=timedelta(seconds=timeout_s))
     store = fresh_store(PrefixStore("diloco", shared), torchrun.rank, torchrun.world_size, timeout_s)
     if role.is_first:
-        restarted = shared.check([_FOLDER])
-        folder = shared.get(_FOLDER).decode() if restarted else str(claim())
+        restarted = shared.check([FOLDER])
+        folder = shared.get(FOLDER).decode() if restarted else str(claim())
         store.set("beginning", json.dumps([folder, restarted]))
     folder, restarted = json.loads(store.get("beginning"))
     return Attempt(shared, store, Path(folder), restarted)
@@ -147,9 +130,7 @@ def connect_cluster(
     except BaseException as error:
         cluster.close(str(error))
         raise
-    return ClusterFleet(
-        cluster, group, settings.replicas, held, restarted=attempt.restarted, keep_folder=attempt.keep_folder
-    )
+    return ClusterFleet(cluster, group, settings.replicas, held, attempt)
 
 
 def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> PeerFleet:

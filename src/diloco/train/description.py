@@ -27,7 +27,6 @@ from diloco.algorithm import (
     ValueSchedule,
     data_parallel_bytes,
     hidden_matrices,
-    make_codec,
     partition,
     plan_exchange,
     trainable_parameters,
@@ -37,8 +36,7 @@ from diloco.outer import argument_facts, check_kinds, complete, frozen_digests
 from diloco.plugins import is_own
 from diloco.protocol import PROTOCOL_VERSION
 from diloco.train.inner import check_inner_arguments
-from diloco.train.resolve import make_schedule
-from diloco.train.settings import RunSettings
+from diloco.train.settings import RunSettings, make_schedule
 from diloco.transport import InProcessTransport, Link, VirtualNetwork
 from diloco.units import format_bytes, format_ratio
 
@@ -216,10 +214,6 @@ def describe(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
     if settings.algorithm in ("streaming", "diloco"):
         facts["optimizers"] += f"; outer {settings.sync.outer}, learning rate {settings.sync.outer_learning_rate:g}"
         facts |= _describe_rounds(settings, model)
-    elif settings.algorithm == "data-parallel":
-        codec = make_codec(settings.sync.codec or "float32")
-        sent = plan_exchange(codec, trained, settings.network.replicas).mean_bytes
-        facts["traffic"] = f"gradients as {codec.name}: {format_bytes(sent)} per replica and step"
     return facts
 
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs lack it
 
 from diloco.data import Assignment
 from diloco.errors import TransportError
 from diloco.events import Event
 from diloco.transport import Cluster, InProcessTransport, ReplicaGroup, Transport, VirtualNetwork
 
-__all__ = ["ClusterFleet", "Fleet"]
+__all__ = ["Attempt", "ClusterFleet", "Fleet"]
+
+
+FOLDER = "diloco/folder"  # in the store of torchrun
 
 
 class Fleet:
@@ -117,6 +123,20 @@ class Fleet:
             self.hub.load_state_dict(state)
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """The ranks that one torchrun has started, for the first time or again."""
+
+    shared: Store  # torchrun's, which keeps its keys over restarts
+    store: Store  # without keys of earlier attempts
+    folder: Path  # the run folder
+    restarted: bool  # whether an earlier attempt has trained in that folder
+
+    def keep_folder(self) -> None:
+        """Make later attempts continue in the folder."""
+        self.shared.set(FOLDER, str(self.folder))
+
+
 class ClusterFleet(Fleet):
     """One rank of a replica in a run over process groups, whose replicas are fixed and end together.
 
@@ -125,23 +145,15 @@ class ClusterFleet(Fleet):
         group: the ranks of the replica.
         num_replicas: M.
         held: the newest step from which each rank could resume.
-        restarted: whether torchrun has started the ranks again.
-        keep_folder: called on one rank once all have accepted their folders.
+        attempt: what torchrun has started.
     """
 
     def __init__(
-        self,
-        cluster: Cluster,
-        group: ReplicaGroup,
-        num_replicas: int,
-        held: Sequence[int],
-        *,
-        restarted: bool,
-        keep_folder: Callable[[], None],
+        self, cluster: Cluster, group: ReplicaGroup, num_replicas: int, held: Sequence[int], attempt: Attempt
     ) -> None:
         super().__init__(None)
-        self.cluster, self.group, self.restarted = cluster, group, restarted
-        self._num_replicas, self._held, self._keep_folder = num_replicas, held, keep_folder
+        self.cluster, self.group, self.restarted = cluster, group, attempt.restarted
+        self._num_replicas, self._held, self._attempt = num_replicas, held, attempt
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -164,7 +176,7 @@ class ClusterFleet(Fleet):
         roll = self.cluster.roll
         roll.meet("run folder", "", roll.silence_s)
         if roll.rank == 0:
-            self._keep_folder()
+            self._attempt.keep_folder()
 
     def stop_step(self, step: int, *, wanted: bool) -> int | None:
         if wanted:

@@ -157,7 +157,7 @@ class _ReplicatedModel(ParallelModel):
         ]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(watched, derived)  # type: ignore[no-untyped-call]  # torch's
         self._wrapped = DistributedDataParallel(
-            watched, process_group=group.required_process_group(), gradient_as_bucket_view=True
+            watched, process_group=group.process_group, gradient_as_bucket_view=True
         )
 
     def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:

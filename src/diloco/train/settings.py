@@ -1,25 +1,36 @@
-"""The settings of a training run. This module works without torch."""
+"""The settings of a training run, and what follows from those that were left out. This module works without torch."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from tyro.conf import arg
 
-from diloco.algorithm import SyncSettings
+from diloco.algorithm import AVERAGES, CODECS, MERGE_RULES, OUTER_OPTIMIZERS, SyncSchedule, SyncSettings
 from diloco.data import DataSettings
+from diloco.devices import check_device
 from diloco.errors import ConfigurationError
 from diloco.model import ModelSettings
 from diloco.private_files import check_url
 from diloco.transport import EmulateSettings, NetworkSettings
 
-__all__ = ["Algorithm", "CheckpointSettings", "EvaluationSettings", "OptimizerSettings", "RunSettings", "TrainSettings"]
+__all__ = [
+    "Algorithm",
+    "CheckpointSettings",
+    "EvaluationSettings",
+    "OptimizerSettings",
+    "RunSettings",
+    "TrainSettings",
+    "make_schedule",
+    "notes",
+    "resolve",
+]
 
 Algorithm = Literal["streaming", "diloco", "data-parallel"]
 
@@ -146,7 +157,7 @@ class RunSettings:
 
     Raises:
         ConfigurationError: if a value is outside its own range. Combinations of values are checked by
-            `diloco.train.resolve`.
+            `resolve`.
     """
 
     out: Annotated[Path | None, arg(aliases=["-o"])] = None
@@ -173,3 +184,262 @@ class RunSettings:
                 if value is not None and not fits(value):
                     raise ConfigurationError(f"{name} must be {requirement}, got {value}.")
         self.emulate.check(self.network)
+
+
+_GRADIENT_CODECS = ("float32", "float16", "bfloat16")  # the codecs for gradients of data-parallel training
+
+LAYERS_PER_FRAGMENT = 3  # Streaming DiLoCo, Fig. 6: three layers per fragment at every scale
+
+_MANY_ROUNDS, _HIGH_GAIN = 50, 2.0
+"""With fewer rounds, a gain above this is too high: stock Nesterov lost up to 10 % in runs of 6 rounds (yeto, 27B)."""
+
+S = TypeVar("S", bound=RunSettings)
+
+
+def resolve(settings: S, *, num_layers: int | None = None, max_sequence_length: int | None = None) -> S:
+    """Derive every setting that was left out and check that the settings work together. Resolving is idempotent.
+
+    Args:
+        num_layers: the number of transformer layers of the model. If it is None (unknown), the number of fragments has
+            no default and is not checked against it.
+        max_sequence_length: the longest sequence of the model. None: the value of ``settings.model``, or no limit if
+            the model has a source.
+    """
+    train, sync, evaluation, checkpoint = settings.train, settings.sync, settings.evaluation, settings.checkpoint
+    _check_lengths(settings, max_sequence_length)
+    _check_together(settings)
+    check_device("train.device", train.device)
+    _refuse_if(
+        checkpoint.resume is not None and train.init_from is not None,
+        f"checkpoint.resume={checkpoint.resume} can't be combined with train.init_from={train.init_from}. Use one of "
+        "them: --resume continues a run, --init-from starts a new run from saved parameters.",
+    )
+    rule, alpha = _merge(settings)
+    number, overlap = _fragments_and_overlap(settings, num_layers)
+    OUTER_OPTIMIZERS.check(sync.outer)
+    AVERAGES.check(sync.average)
+    if sync.mean_codec != "auto":
+        CODECS.check(sync.mean_codec)
+    if (rate := sync.outer_learning_rate) is None:
+        rate = 0.4 if settings.algorithm == "streaming" else 0.7
+    if (evaluate := evaluation.every_steps) is None:
+        evaluate = max(1, train.steps // 10)
+    if (save := checkpoint.every_steps) is None:
+        save = max(1, train.steps // 4)
+    if settings.algorithm == "data-parallel":  # it consists of such steps only
+        train = replace(train, data_parallel_steps=0)
+    return replace(
+        settings,
+        train=train,
+        sync=replace(
+            sync,
+            codec=_codec(settings),
+            merge=rule,
+            merge_alpha=alpha,
+            num_fragments=number,
+            overlap_steps=overlap,
+            outer_learning_rate=rate,
+        ),
+        evaluation=replace(evaluation, every_steps=evaluate),
+        checkpoint=replace(checkpoint, every_steps=save),
+    )
+
+
+def make_schedule(settings: RunSettings) -> SyncSchedule:
+    """Return the synchronisation schedule of resolved settings."""
+    sync = settings.sync
+    return SyncSchedule(
+        inner_steps=sync.inner_steps, num_fragments=sync.num_fragments or 1, overlap_steps=sync.overlap_steps or 0
+    )
+
+
+def notes(settings: RunSettings) -> tuple[str, ...]:
+    """Return warnings, a sentence each, about resolved settings that are allowed but probably a mistake."""
+    start, schedule, gain = settings.train.data_parallel_steps, make_schedule(settings), settings.sync.lasting_gain
+    steps = settings.train.steps - start
+    if settings.algorithm not in ("streaming", "diloco") or steps <= 0:
+        return ()
+    rounds = max(schedule.rounds_of(fragment, steps) for fragment in range(schedule.num_fragments))
+    if not rounds:
+        return (
+            f"No fragment is ever sent, so the global parameters do not change: the {steps} steps"
+            f"{' after the shared start' if start else ''} are fewer than sync.inner_steps={schedule.inner_steps}.",
+        )
+    # after a shared start, a high gain was best even with 40 rounds (benchmarks/parity)
+    if gain is not None and gain > _HIGH_GAIN and rounds < _MANY_ROUNDS and not start:
+        return (
+            f"The outer optimizer has a gain of {gain:.3g} but too few rounds per fragment ({rounds}) for its momentum "
+            f"to build up. Below about {_MANY_ROUNDS} rounds, a gain of 1 to 2 often gives a lower loss. Try "
+            "--outer-learning-rate 0.7 --outer-momentum 0.6.",
+        )
+    return ()
+
+
+def _codec(settings: RunSettings) -> str:
+    sync, algorithm = settings.sync, settings.algorithm
+    name = sync.codec or ("fp4" if algorithm == "streaming" else "float32")
+    CODECS.check(name)
+    _refuse_if(
+        algorithm == "data-parallel" and name not in _GRADIENT_CODECS,
+        f"sync.codec={name!r} can't carry the gradients of algorithm='data-parallel'. Use --codec float32, or one of "
+        f"{', '.join(_GRADIENT_CODECS)}, or --algorithm streaming or diloco, which send pseudo-gradients.",
+    )
+    _refuse_if(
+        sync.error_feedback > 0 and (name == "float32" or algorithm == "data-parallel"),
+        f"sync.error_feedback={sync.error_feedback:g} can't be used with sync.codec={name!r} and algorithm="
+        f"{algorithm!r}, where there is no loss to feed back. Use a lossy codec such as --codec int8 with --algorithm "
+        "streaming or diloco.",
+    )
+    _refuse_if(
+        name == "topk2" and not sync.error_feedback,
+        "sync.codec='topk2' drops 98 % of the values, which are lost without error feedback. Add --error-feedback "
+        "0.95, for example.",
+    )
+    return name
+
+
+def _merge(settings: RunSettings) -> tuple[str, float | None]:
+    """Return the merge rule, and alpha if the rule has one."""
+    sync, algorithm = settings.sync, settings.algorithm
+    alpha = sync.merge_alpha
+    _refuse_if(
+        alpha is not None and sync.merge not in (None, "alpha"),
+        f"sync.merge_alpha={alpha} can't be used with sync.merge={sync.merge!r}, which has no alpha. Use one of the "
+        "two.",
+    )
+    rule = sync.merge or ("rebase" if algorithm == "streaming" and alpha is None else "alpha")
+    MERGE_RULES.check(rule)
+    _refuse_if(
+        rule == "rebase" and algorithm == "diloco",
+        "sync.merge='rebase' can't be used with algorithm='diloco', which merges in the step in which it sends and so "
+        "has nothing to rebase. Use --algorithm streaming.",
+    )
+    return rule, (alpha or 0.0) if rule == "alpha" else None
+
+
+def _fragments_and_overlap(settings: RunSettings, num_layers: int | None) -> tuple[int, int]:
+    """Return P and tau, after checking P, H and tau against each other and the layers."""
+    sync, algorithm = settings.sync, settings.algorithm
+    streaming, longest_cycle = algorithm == "streaming", max(1, sync.inner_steps)
+    number, overlap = sync.num_fragments or (None if streaming else 1), sync.overlap_steps
+    _refuse_if(
+        algorithm == "diloco" and number != 1,
+        f"{number} fragments can't be used with algorithm='diloco', which sends the whole model at once. Use "
+        "--algorithm streaming.",
+    )
+    if number is None:
+        if num_layers is None:
+            raise ConfigurationError("sync.num_fragments must be set, because the depth of this model is unknown.")
+        # one fragment more for the parameters outside layers; at most H, so that no two share a step
+        number = min(math.ceil(num_layers / LAYERS_PER_FRAGMENT) + 1, longest_cycle)
+    if num_layers is not None and sync.fragment_strategy != "balanced":
+        _refuse_if(
+            number - 1 > num_layers,
+            f"sync.num_fragments={number} is too many for a model of {num_layers} layers. Use 1 to "
+            f"{min(num_layers + 1, longest_cycle)}, or --sync.fragment-strategy balanced, which may split layers.",
+        )
+    if overlap is None:
+        overlap = 1 if streaming and sync.inner_steps > 1 else 0
+    # the constructor checks the values
+    schedule = SyncSchedule(inner_steps=sync.inner_steps, num_fragments=number, overlap_steps=overlap)
+    _refuse_if(
+        schedule.whole_round_late and _merge(settings)[0] == "alpha",
+        f"sync.overlap_steps={overlap}, a whole round late, can't be used with sync.merge='alpha', which drops what "
+        "was trained since the fragment was sent: here everything. Use --sync.merge rebase, or fewer overlap steps.",
+    )
+    return number, overlap
+
+
+_NEEDS: tuple[tuple[str, str, tuple[object, ...], str, tuple[str, ...]], ...] = (
+    ("sync.average", "average", ("mean",), "algorithm", ("streaming", "diloco")),
+    ("sync.arguments.average.codec", "mean_codec", ("auto", "float32"), "algorithm", ("streaming", "diloco")),
+    ("sync.arguments.average.max_norm", "max_norm", (), "algorithm", ("streaming", "diloco")),
+    ("sync.arguments.average.momentum", "average_momentum", (), "algorithm", ("streaming", "diloco")),
+    ("sync.merge_alpha", "merge_alpha", (), "algorithm", ("streaming",)),
+    ("sync.overlap_steps", "overlap_steps", (), "algorithm", ("streaming",)),
+    ("network.straggler", "straggler", ("wait",), "network.transport", ("swarm",)),
+    *((f"network.{each}", each, (), "network.transport", ("swarm",)) for each in ("run", "allow", "announce")),
+    ("network.replica", "replica", (None,), "network.transport", ("tcp", "swarm")),
+    ("network.replica_size", "replica_size", (1,), "network.transport", ("in-process", "tcp", "torch")),
+    *(
+        (f"network.{each}", each, (), "network.transport", ("tcp", "swarm"))
+        for each in ("join", "listen", "secret_file")
+    ),
+    # replicas that join and leave can't average gradients at every step, or divide data that is read while training
+    ("algorithm", "algorithm", ("streaming", "diloco"), "network.transport", ("in-process", "tcp", "torch")),
+    ("data.streaming", "streaming", (), "network.transport", ("in-process", "tcp", "torch")),
+    ("network.on_loss", "on_loss", ("stop",), "network.transport", ("in-process", "tcp", "swarm")),
+)
+"""What can only be used with some algorithms or transports: its key, its field, the values that always work
+(none: all that are false), the setting that it depends on, and the values of that one with which the others work."""
+
+
+def _check_together(settings: RunSettings) -> None:
+    """Refuse what the chosen algorithm or transport does not support."""
+    network, sync = settings.network, settings.sync
+    for key, leaf, usual, other, works in _NEEDS:
+        section = getattr(settings, key.partition(".")[0]) if "." in key else settings
+        value, choice = getattr(section, leaf), attrgetter(other)(settings)
+        _refuse_if(
+            (value not in usual if usual else bool(value)) and choice not in works,
+            f"{key}={value!r} can't be used with {other}={choice!r}. Leave it out, or use "
+            f"--{other.rpartition('.')[2]} {' or '.join(works)}.",
+        )
+    _refuse_if(
+        sync.max_norm is not None and network.replica_size > 1 and settings.train.parallelism == "fsdp",
+        f"sync.arguments.average.max_norm={sync.max_norm} needs whole contributions, but with train.parallelism='fsdp' "
+        f"and network.replica_size={network.replica_size} each rank has only shards. "
+        "Use --transport torch --train.parallelism ddp.",
+    )
+    _refuse_if(
+        network.transport == "tcp" and network.replica_size > 1 and settings.train.parallelism == "ddp",
+        "train.parallelism='ddp' can't be used with network.transport='tcp', over which each rank sends its own shard. "
+        "Use --train.parallelism fsdp, or --transport torch.",
+    )
+    _refuse_if(
+        sync.average_momentum and settings.optimizer.name != "Muon",
+        f"sync.arguments.average.momentum averages Muon's momentum, but optimizer.name={settings.optimizer.name!r}. "
+        "Leave it out, or use --optimizer.name Muon.",
+    )
+    if network.transport == "swarm":
+        _refuse_if(
+            network.run is None,
+            "network.transport='swarm' needs the name of the run. Use --run NAME, the same for all peers of the run.",
+        )
+        _refuse_if(
+            network.min_replicas > network.replicas,
+            f"network.replicas must be at least network.min_replicas={network.min_replicas}, got {network.replicas}. "
+            f"Use --replicas {network.min_replicas} or more.",
+        )
+
+
+def _refuse_if(wrong: bool, message: str) -> None:
+    if wrong:
+        raise ConfigurationError(message)
+
+
+def _check_lengths(settings: RunSettings, longest: int | None) -> None:
+    """Check numbers of steps and tokens against each other, and the ``longest`` sequence if it is known."""
+    train, model, steps = settings.train, settings.model, settings.train.steps
+    if longest is None and model.source is None:
+        longest = model.decoder.max_sequence_length
+    limit = (
+        f"the {longest} tokens of {model.source}" if model.source else f"model.arguments.max_sequence_length={longest}"
+    )
+    _refuse_if(
+        longest is not None and train.sequence_length > longest,
+        f"train.sequence_length={train.sequence_length} exceeds {limit}. Use at most {longest}, or a model that "
+        "supports longer sequences.",
+    )
+    divisor = max(
+        n for n in range(1, min(train.batch_size, train.gradient_accumulation) + 1) if train.batch_size % n == 0
+    )
+    _refuse_if(
+        divisor != train.gradient_accumulation,
+        f"train.gradient_accumulation={train.gradient_accumulation} must divide train.batch_size={train.batch_size}. "
+        f"Use {divisor}, for example.",
+    )
+    for name, least in (("train.data_parallel_steps", 0), ("train.stop_after", 1), ("optimizer.warmup_steps", 0)):
+        value = attrgetter(name)(settings)
+        wrong = value is not None and not least <= value <= steps
+        _refuse_if(wrong, f"{name} must be from {least} to train.steps={steps}, got {value}.")

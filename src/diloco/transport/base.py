@@ -60,6 +60,7 @@ class Transport(abc.ABC):
         sent_bytes, received_bytes: payload bytes that this replica has moved in all rounds so far, including void ones.
         fetched_bytes: bytes of other replicas' state received so far; 0 if the transport does not count them.
         averages_later: whether it has `average_later`.
+        ranks_per_replica: the number of ranks that shard a replica's model; 0: not known.
         shared_by_ranks: whether all ranks of a replica call this transport together, each holding the whole model.
     """
 
@@ -67,6 +68,7 @@ class Transport(abc.ABC):
     view: View
     averages_later: bool = False
     shared_by_ranks: bool = False
+    ranks_per_replica: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
 

@@ -32,7 +32,6 @@ class Cluster:
 
     roll: RollCall
     replica: int
-    position: int
     transport: ProcessGroupTransport | None  # None on a rank for which position 0 communicates
     endpoint: Transport  # what `DiLoCo` uses
 
@@ -88,7 +87,7 @@ def open_cluster(
         if whole and len(columns) > 1:
             endpoint = LeaderTransport(group or ReplicaGroup(groups[rows[replica]], replica=replica), transport)
         assert endpoint is not None, "all ranks communicate"
-        return Cluster(roll, replica, position, transport, endpoint)
+        return Cluster(roll, replica, transport, endpoint)
     except BaseException as error:
         roll.close(str(error))
         raise

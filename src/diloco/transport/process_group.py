@@ -16,7 +16,7 @@ import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,12 +33,13 @@ from diloco.algorithm import (
     plan_round,
     weighted_mean,
 )
-from diloco.errors import ConfigurationError, RoundTimeoutError, RoundVoidError, TransportError
+from diloco.errors import ConfigurationError, ReplicaLostError, RoundTimeoutError, RoundVoidError, TransportError
 from diloco.membership import View
 from diloco.protocol import Average, Entry, Header, Rules, decode, difference, encode, header_of, judge_headers
-from diloco.state_tree import flatten, unflatten
 from diloco.transport.base import Pending, SnapshotSource, Transport
+from diloco.transport.replica_group import ReplicaGroup
 from diloco.transport.roll_call import RollCall
+from diloco.transport.state_wire import Offer, describe
 from diloco.waiting import in_thread
 
 __all__ = ["ProcessGroupTransport", "weighted_bits"]
@@ -48,22 +49,7 @@ _MOST_REASON = 200  # characters of the reason for which a contribution is withd
 _PIECE_VALUES = 1 << 22
 _POLL_S = 0.2
 
-
-@dataclass(eq=False)
-class _Gathering:
-    """Rows of bytes that are being gathered from all ranks of a group."""
-
-    rows: Tensor  # ``(ranks, n)`` uint8
-    work: Any
-
-    def wait(self) -> Tensor:
-        self.work.wait()
-        return self.rows
-
-
-def _gather(data: Tensor, group: dist.ProcessGroup) -> _Gathering:
-    rows = torch.empty((group.size(), data.numel()), dtype=torch.uint8, device=data.device)
-    return _Gathering(rows, dist.all_gather(list(rows.unbind()), data.contiguous(), group=group, async_op=True))
+_Gathering = Callable[[], Tensor]  # waits for what is gathered from all ranks of a group, a row of each
 
 
 def _padded(data: bytes, size: int) -> Tensor:
@@ -118,12 +104,14 @@ class ProcessGroupTransport(Transport):
         *,
         timeout_s: float = 600.0,
     ) -> None:
-        self.replica = peers.rank()
-        self.view = View.of(peers.size())
+        self._peers, self._everyone = ReplicaGroup(peers), ReplicaGroup(everyone)
+        self.replica = self._peers.position
+        self.view = View.of(self._peers.size)
         self.timeout_s = timeout_s
         self.roll = roll
-        self._peers, self._everyone, self._ranks, self._roll_ranks = peers, everyone, ranks, roll_ranks
-        self._rules = Rules(rank=ranks.index(everyone.rank()), ranks_per_replica=len(ranks) // peers.size())
+        self._messages, self._ranks, self._roll_ranks = everyone, ranks, roll_ranks
+        self.ranks_per_replica = len(ranks) // self._peers.size
+        self._rules = Rules(rank=ranks.index(self._everyone.position), ranks_per_replica=self.ranks_per_replica)
         self._source: SnapshotSource | None = None
         self._in_flight: set[Any] = set()
         self._agreements, self._fetched_bytes = itertools.count(), 0
@@ -155,31 +143,30 @@ class ProcessGroupTransport(Transport):
         plan = plan_round(mine, len(self.view.members))
         mine = replace(mine, withdrawn=mine.withdrawn[:_MOST_REASON])
         header = encode(header_of(mine, 0, UNKNOWN_UPLINK, taking_over=False))
-        heads = _gather(_padded(header, _HEAD_BYTES), self._everyone)
+        heads = self._everyone.begin_gather(_padded(header, _HEAD_BYTES))
         extras = [each.contiguous().view(torch.uint8) for each in (mine.buffers, mine.integers) if each is not None]
-        more = _gather(torch.cat(extras), self._peers) if extras else None
+        more = self._peers.begin_gather(torch.cat(extras)) if extras else None
         if plan.pattern == "all-gather":
-            payloads = _gather(mine.payload, self._peers)
+            payloads = self._peers.begin_gather(mine.payload)
         else:
             pieces = [mine.codec.cut(mine.payload, mine.numel, start, stop) for start, stop in plan.shards]
-            rows = mine.payload.new_empty((len(pieces), pieces[self.replica].numel()))
             sizes = [piece.numel() for piece in pieces]
-            work = dist.all_to_all_single(
-                rows.view(-1), torch.cat(pieces), [rows.shape[1]] * len(rows), sizes, self._peers, async_op=True
-            )
-            payloads = _Gathering(rows, work)
+            payloads = self._peers.begin_exchange(torch.cat(pieces), sizes, [sizes[self.replica]] * len(sizes))
         return partial(self._decide, mine, plan, heads, payloads, more)
 
     def _decide(
         self, mine: Contribution, plan: Exchange, heads: _Gathering, payloads: _Gathering, more: _Gathering | None
     ) -> Average:
-        size, position = self._rules.ranks_per_replica, self._rules.position
-        headers = {index: decode(_content(heads.wait()[rank]), Header) for index, rank in enumerate(self._ranks)}
+        """Wait for what the ranks send and decide the round."""
+        size, position = self.ranks_per_replica, self._rules.position
+        rows = heads()
+        headers = {index: decode(_content(rows[rank]), Header) for index, rank in enumerate(self._ranks)}
         for rank, header in headers.items():
             if header.id != mine.round:
                 raise TransportError(f"Rank {rank} is in {header.id}, and this rank in {mine.round}.")
         verdict = judge_headers(headers, mine, self.view.members, self._rules)
-        rows, extras = payloads.wait(), None if more is None else more.wait()
+        received, extras = payloads(), None if more is None else more()
+        rows = received.view(len(self.view.members), received.numel() // len(self.view.members))
         mean, reason, donor = None, verdict.reason, verdict.donor
         if not verdict.void:
             contributions = [
@@ -188,7 +175,7 @@ class ProcessGroupTransport(Transport):
             ]
             mean, reason = self._mean(mine, plan, contributions)
         vote = f"{_digest(mean) if mean is not None and not reason else ''}\n{reason}"
-        ballots = _gather(_padded(vote.encode(), _VOTE_BYTES), self._everyone).wait()
+        ballots = self._everyone.gather(_padded(vote.encode(), _VOTE_BYTES))
         votes = [_content(ballots[rank]).decode(errors="ignore").split("\n", 1) for rank in self._ranks]
         reason = next((reason for _, reason in votes if reason), "")
         if not reason and any(len({digest for digest, _ in votes[here::size]}) > 1 for here in range(size)):
@@ -247,7 +234,7 @@ class ProcessGroupTransport(Transport):
         own = mine.payload.new_zeros(max(sizes))
         if mean is not None:
             own[: sizes[self.replica]] = encode_mean(mean.values, plan.mean)
-        rows = _gather(own, self._peers).wait()  # also if this rank has none, for which the others wait
+        rows = self._peers.gather(own)  # also if this rank has none, for which the others wait
         if mean is None:
             return None, reason
         values = torch.empty(mine.numel, dtype=torch.float32, device=rows.device)
@@ -281,55 +268,47 @@ class ProcessGroupTransport(Transport):
         donor = next((each for each in donors if each in self.view.members and each != self.replica), None)
         if donor is None:
             raise TransportError(f"None of the donors {list(donors)} is another member of {self.view}.")
-        index = donor * self._rules.ranks_per_replica + self._rules.position
+        index = donor * self.ranks_per_replica + self._rules.position
         rank = self._ranks[index]
         self.roll.ask(self._roll_ranks[index], [fragment, expected_bytes])
-        length = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self._receive(length, rank)
-        outline = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-        self._receive(outline, rank)
-        skeleton, shapes, refusal = json.loads(outline.numpy().tobytes())
+        head = _content(self._receive(_padded(b"", _VOTE_BYTES), rank)).decode(errors="ignore")
+        size, _, refusal = head.partition("\n")
         if refusal:
             raise TransportError(f"replica {donor} was asked for fragment {fragment}, but {refusal}.", replicas=[donor])
-        tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype), device="cpu") for name, dtype, shape in shapes}
-        for tensor in tensors.values():
-            self._receive(tensor.view(-1).view(torch.uint8), rank)
-            self._fetched_bytes += tensor.numel() * tensor.element_size()
-        state: Mapping[str, Any] = unflatten(skeleton, tensors)
+        outline = self._receive(torch.empty(int(size), dtype=torch.uint8, device="cpu"), rank)
+        offer: Offer = decode(outline.numpy().tobytes(), Offer)
+        offer.check(expected_bytes)
+        state, values = offer.allocate()
+        for part in values.parts:
+            self._receive(torch.frombuffer(part, dtype=torch.uint8), rank)
+        self._fetched_bytes += values.size_bytes
         return state
 
-    def _receive(self, data: Tensor, rank: int) -> None:
-        received = in_thread(self._everyone.recv([data], rank, 0).wait, "diloco-fetch")
+    def _receive(self, data: Tensor, rank: int) -> Tensor:
+        received = in_thread(self._messages.recv([data], rank, 0).wait, "diloco-fetch")
         self.roll.wait(received.done)
         received.result()
+        return data
 
     def _answer(self, rank: int, question: Any) -> None:
         """Send a fragment's state to a rank that has asked for it."""
-        fragment, expected_bytes = question
-        rank = self._ranks[self._roll_ranks.index(rank)]
-        refusal, skeleton, tensors = "it has published nothing", None, dict[str, Tensor]()
-        if self._source is not None:
-            try:
-                skeleton, tensors = flatten(self._source(fragment))
-            except Exception as error:  # of any kind: the other rank waits for an answer
-                refusal = f"it can't copy its state: {error}"
-            else:
-                num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-                too_large = expected_bytes is not None and num_bytes > expected_bytes
-                refusal = (
-                    f"its state of {num_bytes} bytes is larger than the expected {expected_bytes}" if too_large else ""
-                )
-        shapes = [(name, str(each.dtype).removeprefix("torch."), list(each.shape)) for name, each in tensors.items()]
-        outline = json.dumps([skeleton, shapes, refusal]).encode()
-        sent = [each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in tensors.values()]
-        told = torch.frombuffer(bytearray(outline), dtype=torch.uint8)
-        for data in [torch.tensor([len(outline)], dtype=torch.int64, device="cpu"), told, *([] if refusal else sent)]:
-            self._everyone.send([data], rank, 0).wait()
+        (fragment, expected_bytes), parts, refusal = question, list[Any](), ""
+        try:
+            if self._source is None:
+                raise TransportError("it has published nothing")
+            offer, values = describe(self._source(fragment))
+            offer.check(expected_bytes)
+            parts = [bytearray(encode(offer)), *values.parts]
+        except Exception as error:  # of any kind: the other rank waits for an answer
+            refusal = str(error) if isinstance(error, TransportError) else f"it can't copy its state: {error}"
+        head = f"{len(parts[0]) if parts else 0}\n{refusal}".encode()
+        for data in [_padded(head, _VOTE_BYTES), *(torch.frombuffer(part, dtype=torch.uint8) for part in parts)]:
+            self._messages.send([data], self._ranks[self._roll_ranks.index(rank)], 0).wait()
 
     # Members.
 
     def agree(self, facts: Mapping[str, str]) -> None:
-        name, size = f"arguments ({next(self._agreements)})", self._rules.ranks_per_replica
+        name, size = f"arguments ({next(self._agreements)})", self.ranks_per_replica
         texts = self.roll.meet(name, json.dumps(dict(facts)), self.timeout_s, self._roll_ranks)
         entries = [Entry(rank, "", json.loads(text)) for rank, text in enumerate(texts)]
         for entry in entries[size:]:
@@ -368,7 +347,7 @@ class _Round:
             else:
                 assert outcome is not None, "the average of a round is taken once"
                 average = outcome()
-        except RuntimeError as error:
+        except (RuntimeError, ReplicaLostError) as error:
             raise transport.roll.explained(error) from error
         finally:
             transport.forget(self._round)

@@ -200,23 +200,11 @@ class ReplicaGroup:
         failed = [f"position {s}: {text}" if self.size > 1 else text for s, text in enumerate(texts) if text]
         return "; ".join(failed)
 
-    def required_process_group(self) -> dist.ProcessGroup:
-        """Return the process group.
-
-        Raises:
-            ConfigurationError: if this group is a lone rank without a process group.
-        """
-        if self.process_group is None:
-            raise ConfigurationError(
-                "A process group is needed, but this replica is a lone rank without one. Open a group with "
-                "open_replica_group, which also works for one rank."
-            )
-        return self.process_group
-
     def mesh(self, device: torch.device) -> DeviceMesh:
         """Return a one-dimensional device mesh of all ranks, for tensors on ``device``."""
+        assert self.process_group is not None, "a lone rank shards nothing"
         if device.type not in self._meshes:
-            self._meshes[device.type] = DeviceMesh.from_group(self.required_process_group(), device.type)
+            self._meshes[device.type] = DeviceMesh.from_group(self.process_group, device.type)
         return self._meshes[device.type]
 
     @contextmanager
@@ -258,14 +246,8 @@ def open_replica_group(
             communication before it counts as lost.
 
     Raises:
-        ConfigurationError: if torch.distributed already has a default process group.
         RendezvousError: if not all ranks arrive in time.
     """
-    if dist.is_initialized():
-        raise ConfigurationError(
-            f"torch.distributed already has a default process group of {dist.get_world_size()} ranks. Wrap that group "
-            "in ReplicaGroup, or use a process without one."
-        )
     on_cuda = device.type == "cuda"
     try:
         dist.init_process_group(

@@ -115,11 +115,13 @@ class RollCall:
             self._told = True
             raise failure
 
-    def wait(self, done: Callable[[], bool]) -> None:
+    def wait(self, done: Callable[[], bool], *, for_records: bool = False) -> None:
         """Wait until ``done``; raise `ReplicaLostError` if the ranks can't continue."""
         while not done():
             self.check()
-            time.sleep(_POLL_S)
+            if for_records:
+                self._wake.set()
+            time.sleep(_HURRY_S if for_records else _POLL_S)
 
     def broken(self, why: str) -> ReplicaLostError:
         """Return the error after a collective has failed: wait until it is known who is lost."""
@@ -140,9 +142,10 @@ class RollCall:
 
     def explained(self, error: Exception) -> Exception:
         """Return the error that names the lost rank, for one of any collective; other errors stay as they are."""
-        of_group = isinstance(error, ReplicaLostError) and self._failed not in str(error)
-        lost = of_group or (isinstance(error, RuntimeError) and is_of_the_network(error))
-        return self.broken(str(error).splitlines()[0]) if lost else error
+        for each in (error, error.__cause__):  # as `ReplicaGroup` raises it
+            if isinstance(each, RuntimeError) and is_of_the_network(each):
+                return self.broken(str(each).splitlines()[0])
+        return error
 
     def meet(self, name: str, value: str, timeout_s: float, ranks: Sequence[int] | None = None) -> list[str]:
         """Return the ``value`` of all ranks, or of ``ranks``, in order. Each ``name`` can be used once.
@@ -190,14 +193,14 @@ class RollCall:
             if self._mine["begun"] is None:
                 self._begun = step + 1
                 return None
-        self._wait_for_records(lambda: self._all("begun"))
+        self.wait(lambda: self._all("begun"), for_records=True)
         return max(int(each["begun"]) for each in self._records)
 
     def finish(self) -> None:
         """Wait until all ranks have finished the run."""
         with self._lock:
             self._mine["finished"] = True
-        self._wait_for_records(lambda: self._all("finished") or self._closed.is_set())
+        self.wait(lambda: self._all("finished") or self._closed.is_set(), for_records=True)
 
     def close(self, failed: str = "") -> None:
         """Leave; ``failed`` says why, if not all ranks have finished."""
@@ -209,12 +212,6 @@ class RollCall:
         self._closed.set()
         self._wake.set()
         futures.wait([self._watching], _LEAVING_S)
-
-    def _wait_for_records(self, done: Callable[[], bool]) -> None:
-        while not done():
-            self.check()
-            self._wake.set()
-            time.sleep(_HURRY_S)
 
     def _all(self, name: str) -> bool:
         # 0 steps begun are a number too, although 0 == False

@@ -36,7 +36,7 @@ from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.limits import Backoff, ConnectionLimit
 from diloco.transport.connections.sockets import TcpStreams
 from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, pack, read_frame
-from diloco.transport.peers.state_wire import Offer, TensorBytes, describe, not_finite
+from diloco.transport.state_wire import Offer, TensorBytes, describe, not_finite
 
 T = TypeVar("T")
 
