@@ -69,11 +69,13 @@ GROUPS = {
         seeds=(0,),
     ),
     "rates": each(
-        *(way | {"learning_rate": 1.13e-2} for way in (DATA_PARALLEL, {}, AVERAGED)),
-        DATA_PARALLEL | {"learning_rate": 1.6e-2},
+        *(way | {"learning_rate": rate} for rate in (1.13e-2, 1.6e-2, 5.6e-3) for way in (DATA_PARALLEL, {}, AVERAGED)),
         seeds=(0,),
     ),
-    "moments": each(AVERAGED | {"average_adamw": True}, seeds=(1, 2)),
-    "iterations": each(*(way | {"newton_schulz_steps": 3} for way in (DATA_PARALLEL, AVERAGED)), seeds=(0,)),
-    "no overlap": each({"overlap_steps": 0, "average": "float32"}, {"overlap_steps": 0}, seeds=(1, 2)),
+    "moments": each(AVERAGED | {"average_adamw": True}),
+    "no overlap": each({"overlap_steps": 0, "average": "float32"}, {"overlap_steps": 0}),
+    "iterations": each(
+        *(way | {"newton_schulz_steps": steps} for steps in (3, 2, 4) for way in (DATA_PARALLEL, {}, AVERAGED)),
+        seeds=(0,),
+    ),
 }

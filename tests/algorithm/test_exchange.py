@@ -99,15 +99,6 @@ def test_no_other_cut_between_blocks_has_a_shorter_longest_stretch(
     assert max(stop - start for start, stop in plan_exchange(Blocks(block_size), numel, num_replicas).shards) == least
 
 
-@pytest.mark.parametrize(
-    ("codec", "num_replicas"), [("float32", 2), ("float16", 3), ("bfloat16", 3), ("int8", 4), ("fp4", 8)]
-)
-def test_up_to_so_many_replicas_an_all_gather_is_cheaper_or_a_tie(codec: str, num_replicas: int) -> None:
-    """At 256 * 8 * 9 * 5 values every range is whole blocks; on a tie all-gather is chosen, which needs one trip."""
-    plans = [plan_exchange(make_codec(codec), 256 * 8 * 9 * 5, num_replicas + more).pattern for more in (0, 1)]
-    assert plans == ["all-gather", "reduce-scatter"]
-
-
 @given(numel=st.integers(2, 10**10), num_replicas=st.integers(1, 100), steps=st.integers(0, 1000))
 def test_data_parallel_is_the_plan_for_float32_gradients(numel: int, num_replicas: int, steps: int) -> None:
     """Property: the ring's bytes on average, and no more for the longest range than its rounding.

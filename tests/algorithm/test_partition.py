@@ -114,14 +114,6 @@ def test_the_host_waits_for_copies_on_the_stream_of_the_gpu_that_they_come_from(
     assert set(cuda.log) == {("waits", torch.device("cuda", index)) for index in indices}
 
 
-def test_copies_between_gpus_or_on_the_host_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Cuda().install(monkeypatch)
-    flatten([torch.ones(2)], torch.empty(2))
-    flatten([on_gpu(torch.ones(2), 1)], on_gpu(torch.empty(2), 1))
-    flatten([torch.ones(2)], on_gpu(torch.empty(2), 1))
-    assert cuda.log == []
-
-
 def layers(prefix: str, count: int, **parts: int) -> dict[str, int]:
     names = {part.replace("__", "."): size for part, size in parts.items()}
     return {f"{prefix}.{n}.{part}": size for n in range(count) for part, size in names.items()}

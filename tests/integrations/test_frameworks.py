@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,21 +220,6 @@ def test_a_trainer_evaluates_and_saves_the_global_parameters_and_resuming_is_exa
         assert torch.equal(again.local[name], watched.local[name]), name
         assert torch.equal(resumed.model.state_dict()[name], values), name
         assert not torch.equal(again.local[name], values), name
-
-
-def test_the_best_model_of_a_trainer_is_of_global_parameters(tmp_path: Path) -> None:
-    """The model keeps the parameters that were evaluated as the best and saved."""
-    given = options_of("hf_trainer", tmp_path, "--inner-steps 4 --overlap-steps 1")
-    every = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "some_loss"}
-    made = trainer(given, more={"max_steps": 10} | every | best)
-    made.train()
-    history = {entry["step"]: entry["eval_some_loss"] for entry in made.state.log_history if "eval_some_loss" in entry}
-    assert made.evaluate()["eval_some_loss"] == pytest.approx(min(history.values()))
-    place = json.loads((tmp_path / "checkpoint-10" / "trainer_state.json").read_text())["best_model_checkpoint"]
-    loaded = transformers.LlamaForCausalLM.from_pretrained(place)
-    for name, values in made.model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], values), name
 
 
 class Loop:

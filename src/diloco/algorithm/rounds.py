@@ -105,10 +105,10 @@ class RoundId:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Contribution:
-    """The contribution of one replica to one round."""
+    """The contribution of replica m to one round."""
 
     round: RoundId
-    replica: int  # m
+    replica: int
     codec: Codec  # the codec of ``payload``
     numel: int  # the number of values that the payload encodes
     payload: Tensor  # ``(codec.payload_bytes(numel),)`` uint8
@@ -346,9 +346,8 @@ def combined(
     tensors: Sequence[int],
 ) -> Tensor:
     """Return the average by ``rule``. ``decoded`` are the replicas and their values, ascending, which it overwrites."""
-    return rule.combine(
-        ((weights[replica], values.mul_(factors.get(replica, 1.0))) for replica, values in decoded), tensors
-    )
+    pairs = ((weights[replica], values.mul_(factors.get(replica, 1.0))) for replica, values in decoded)
+    return rule.combine(pairs, tensors)
 
 
 def scale_factors(max_norm: float, norms: Mapping[int, float]) -> dict[int, float]:
@@ -408,15 +407,8 @@ def check_mean(values: Tensor, addends: Mapping[int, tuple[Codec, Tensor, float]
 
 def plan_round(contribution: Contribution, num_replicas: int, uplinks: Sequence[Uplink] = ()) -> Exchange:
     """Return `plan_exchange` for a round of ``num_replicas`` contributions like this one."""
-    return plan_exchange(
-        contribution.codec,
-        contribution.numel,
-        num_replicas,
-        contribution.extra_bytes,
-        mean=contribution.mean,
-        whole=contribution.whole,
-        uplinks=uplinks,
-    )
+    codec, numel, extra, how = contribution.codec, contribution.numel, contribution.extra_bytes, contribution.mean
+    return plan_exchange(codec, numel, num_replicas, extra, mean=how, whole=contribution.whole, uplinks=uplinks)
 
 
 def contribution_weight(base_weight: float, trained: float, scheduled: int) -> float:

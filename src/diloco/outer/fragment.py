@@ -72,7 +72,8 @@ class InFlight:
     contribution: Contribution  # submitted again after a resume, it gives the same average
     pending: Pending  # the average in flight
     sent: Tensor | None  # ``(numel,)`` float32, the local parameters when sent, if the merge rule needs them
-    ready: Future[None] | None = None  # done once a thread has filled the payload; None if none has to
+    # of a thread that fills the payload, and returns the new residual and the largest magnitude; None if none has to
+    ready: Future[tuple[Tensor | None, float]] | None = None
 
 
 class Fragment:
@@ -123,7 +124,6 @@ class Fragment:
         if self._decay:
             self.residual = torch.zeros(layout.numel, dtype=torch.float32, device=self.device)
         self._room: Future[Tensor] | None = None  # memory for the next copy of the local parameters
-        self._largest = 0.0  # magnitude of the last pseudo-gradient that a thread encoded
         self.candidate: Tensor | None = None  # e if the round in flight takes it
         self.trained = 0.0  # inner steps since the last contribution
         self.submitted = 0.0  # inner steps in a contribution and in no mean yet
@@ -196,7 +196,8 @@ class Fragment:
         if later and self._may_fill(transport):
             room = self._empty() if self._room is None else self._room.result()
             copying: set[torch.device] = set()
-            ready, local, self._room = Future[None](), flatten(self._tensors(), room, copying), None
+            ready = Future[tuple[Tensor | None, float]]()
+            local, self._room = flatten(self._tensors(), room, copying), None
             copies = [torch.cuda.current_stream(device).record_event() for device in copying]
             payload = torch.empty(codec.payload_bytes(self.numel), dtype=torch.uint8, device="cpu")
             sent: Tensor | None = local
@@ -254,26 +255,26 @@ class Fragment:
         if ready is None or not (wait or ready.done()):
             return False
         try:
-            ready.result()
+            self.candidate, largest = ready.result()
         except BaseException:
             self.flight = self.candidate = None
             raise
-        return self._largest > self._template.codec.saturation_limit
+        return largest > self._template.codec.saturation_limit
 
-    def _fill(self, ready: Future[None], payload: Tensor, local: Tensor, copies: Sequence[torch.cuda.Event]) -> None:
+    def _fill(self, ready: Future[Any], payload: Tensor, local: Tensor, copies: Sequence[torch.cuda.Event]) -> None:
         """Compute the payload in a thread, once ``local`` has been copied from the GPUs."""
         try:
             for copied in copies:
                 copied.synchronize()
-            delta, self._largest = self._difference(local, self._empty() if self._merge.keeps_sent else local)
-            if not math.isfinite(self._largest):
+            delta, largest = self._difference(local, self._empty() if self._merge.keeps_sent else local)
+            if not math.isfinite(largest):
                 raise self._not_finite(delta)
-            encoded, self.candidate = self._encoded(delta)
+            encoded, candidate = self._encoded(delta)
             payload.copy_(encoded)
         except BaseException as error:
             ready.set_exception(error)
         else:
-            ready.set_result(None)
+            ready.set_result((candidate, largest))
 
     def _encoded(self, delta: Tensor) -> tuple[Tensor, Tensor | None]:
         codec = self._template.codec

@@ -68,7 +68,7 @@ class GlobalState:
         self.users = 0  # replicas of this process that use it
         self._optimizer = optimizer
         self._lock = threading.Lock()
-        self.reader: Future[None] | None = None  # of a thread that still reads the values
+        self.reader: Future[Any] | None = None  # of a thread that still reads the values
         self._prepared: Future[_Prepared] | None = None  # the next outer step
         self._moved: Future[tuple[Tensor, Tensor]] | None = None  # the next mean, on the host and on the GPU
         self._digest: Future[str] | None = None  # of a large state, which a thread computes while the replica trains

@@ -85,7 +85,7 @@ class Transport(abc.ABC):
         """
 
     def average_later(
-        self, contribution: Contribution, ready: Future[None] | None, on_commit: Callable[[Average], None]
+        self, contribution: Contribution, ready: Future[Any] | None, on_commit: Callable[[Average], None]
     ) -> Pending:
         """Submit a contribution whose payload a thread still fills, and return at once.
 

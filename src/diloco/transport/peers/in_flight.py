@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -109,7 +109,7 @@ class RoundsInFlight:
                 raise TransportError(f"{self._closed}. Its contribution to {round_id} was not accepted.")
             self.last[round_id.fragment] = pending
 
-    def submit(self, submitted: events.Submitted, ready: Future[None] | None) -> None:
+    def submit(self, submitted: events.Submitted, ready: Future[Any] | None) -> None:
         """Give a contribution to the machine once its payload is filled; if ``ready`` fails, the caller knows."""
         contribution, copied = submitted.contribution, None
         if ready is None and contribution.payload.is_cuda:
@@ -119,7 +119,7 @@ class RoundsInFlight:
             self._post(submitted)
             return
 
-        def filled(ready: Future[None]) -> None:
+        def filled(ready: Future[Any]) -> None:
             self._running.discard(ready)
             if ready.exception() is None:
                 self._post(submitted)

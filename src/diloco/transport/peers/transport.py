@@ -143,7 +143,7 @@ class PeerTransport(Transport):
         return self.average_later(contribution, None, None)
 
     def average_later(
-        self, contribution: Contribution, ready: Future[None] | None, on_commit: Callable[[Average], None] | None
+        self, contribution: Contribution, ready: Future[Any] | None, on_commit: Callable[[Average], None] | None
     ) -> Pending:
         self.check_name(contribution)
         pending = PeerPending(contribution.round, contribution.payload.numel(), contribution.digest, self, on_commit)
