@@ -18,7 +18,7 @@ import torch.distributed as dist
 from diloco import connect_process_group
 from diloco.algorithm import Float32, weighted_mean
 from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError, RoundVoidError, TransportError
-from diloco.transport import RollCall, Transport, fresh_store, weighted_bits
+from diloco.transport import ReplicaGroup, RollCall, Transport, fresh_store, weighted_bits
 from diloco.waiting import in_thread
 from tests.outer.test_golden_digests import CASES, PARTS, Replica
 from tests.processes import Processes, receive, report
@@ -104,6 +104,22 @@ def test_a_rank_that_fails_says_why_and_all_end(groups: Groups) -> None:
             each.wait()
     with pytest.raises(ReplicaLostError, match="rank 1 has ended: the disk is full"):
         first.average(contribution(0, outer_step=1))
+
+
+def test_after_a_collective_has_failed_a_rank_begins_no_other(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one would meet what the others still send of the failed one, at which gloo ends the process."""
+    first, _ = groups.meet(2, silence_s=0.3)
+    begun: list[torch.Tensor] = []
+
+    def gather(group: ReplicaGroup, value: torch.Tensor) -> None:
+        begun.append(value)
+        raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+
+    monkeypatch.setattr(ReplicaGroup, "begin_gather", gather)
+    for pending in [first.average(contribution(0, outer_step=step)) for step in range(2)]:
+        with pytest.raises(ReplicaLostError, match="Connection closed by peer"):
+            pending.wait()
+    assert len(begun) == 1
 
 
 def test_a_rank_that_waits_for_no_round_learns_of_a_loss_before_its_next_step(groups: Groups) -> None:

@@ -33,7 +33,14 @@ from diloco.algorithm import (
     plan_round,
     weighted_mean,
 )
-from diloco.errors import ConfigurationError, ReplicaLostError, RoundTimeoutError, RoundVoidError, TransportError
+from diloco.errors import (
+    ConfigurationError,
+    DivergedError,
+    ReplicaLostError,
+    RoundTimeoutError,
+    RoundVoidError,
+    TransportError,
+)
 from diloco.membership import View
 from diloco.protocol import Average, Entry, Header, Rules, decode, difference, encode, header_of, judge_headers
 from diloco.transport.base import Pending, SnapshotSource, Transport
@@ -116,6 +123,8 @@ class ProcessGroupTransport(Transport):
         self._in_flight: set[Any] = set()
         self._agreements, self._fetched_bytes = itertools.count(), 0
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # why a collective has failed: gloo ends a process in which another one meets what is left of it
+        self._broken: Exception | None = None
         roll.on_ask = self._answer
         in_thread(self._work, "diloco-process-group")
 
@@ -135,7 +144,7 @@ class ProcessGroupTransport(Transport):
         if contribution.payload.is_cuda:
             return _Round(self, round_id, self._begin(contribution))
         outcome: Future[Average] = Future()
-        self._jobs.put(partial(_resolve, outcome, lambda: self._begin(contribution)()))
+        self._jobs.put(partial(self._run, outcome, contribution))
         return _Round(self, round_id, outcome)
 
     def _begin(self, mine: Contribution) -> Callable[[], Average]:
@@ -250,6 +259,16 @@ class ProcessGroupTransport(Transport):
         """Forget a round whose outcome has been taken."""
         self._in_flight.discard(round_id)
 
+    def _run(self, outcome: Future[Average], contribution: Contribution) -> None:
+        try:
+            if self._broken is not None:
+                raise self._broken
+            outcome.set_result(self._begin(contribution)())
+        except Exception as error:
+            if not isinstance(error, RoundVoidError | DivergedError):
+                self._broken = error
+            outcome.set_exception(error.with_traceback(None))  # which would keep the round's tensors
+
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
@@ -319,13 +338,6 @@ class ProcessGroupTransport(Transport):
         """End the threads; the other ranks end too, unless all have finished."""
         self.roll.close(failed)
         self._jobs.put(None)
-
-
-def _resolve(outcome: Future[Average], decide: Callable[[], Average]) -> None:
-    try:
-        outcome.set_result(decide())
-    except Exception as error:
-        outcome.set_exception(error.with_traceback(None))  # which would keep the round's tensors
 
 
 class _Round:
