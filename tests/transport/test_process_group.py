@@ -82,6 +82,16 @@ def test_a_round_is_void_for_all_if_the_means_of_two_ranks_differ(groups: Groups
             pending.wait()
 
 
+def test_bytes_count_when_an_average_is_taken_as_a_round_in_flight_is_sent_again_after_a_stop(groups: Groups) -> None:
+    first, second = groups.meet(2)
+    rounds = [[each.average(contribution(each.replica, outer_step=k)) for each in (first, second)] for k in range(2)]
+    for _, pending in rounds:
+        pending.wait()  # when the second round is decided, the first one is on both
+    assert first.sent_bytes == 0
+    sent = [pending.wait().sent_bytes for pending, _ in rounds]
+    assert first.sent_bytes == second.sent_bytes == sum(sent)
+
+
 class Failing(Float32):
     def accumulate(self, payload: torch.Tensor, values: torch.Tensor, weight: float) -> None:
         raise ValueError("this rank can't add")
