@@ -287,6 +287,20 @@ def test_an_upload_that_fails_is_told_and_the_next_one_is_whole(
     assert mark_of(tmp_path / "new") == 2
 
 
+def test_the_settings_that_were_checked_are_those_that_are_written(place: str, tmp_path: Path) -> None:
+    """Whoever can write there may exchange them while the checkpoint is fetched."""
+    mirrored(place, home(tmp_path / "run"), 1)
+
+    def check(settings: Path) -> None:
+        assert settings.read_text() == "run, config.toml"
+        store, root = fsspec.core.url_to_fs(place)
+        (there,) = store.glob(f"{root}/checkpoints/*/home/config.toml")
+        store.pipe_file(there, b"data = 'mine'   ")
+
+    fetch_run(place, tmp_path / "new", check=check)
+    assert (tmp_path / "new" / "config.toml").read_text() == "run, config.toml"
+
+
 def test_files_that_can_not_be_opened_are_told_and_do_not_end_training(place: str, tmp_path: Path) -> None:
     run = home(tmp_path / "run")
     mirror = Mirror(place, run, 2)

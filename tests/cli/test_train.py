@@ -322,6 +322,12 @@ def test_a_bucket_chooses_no_file_and_no_sink(
     shutil.move("runs", "before")
     needs = f"need --data {files}/text.jsonl --sinks lineage, and a bucket can't choose that here. Nothing was fetched."
     assert needs in refused(["train", "--resume", url], capsys)
+    (there,) = Path("bucket/mine").glob("checkpoints/*/home/config.toml")
+    stored = there.read_text()
+    there.write_text(stored.replace("join = []", 'join = ["evil:1"]'))
+    needs = "need --join evil:1, and a bucket can't choose that here"
+    assert needs in refused(["train", "--resume", url, "--data", f"{files}/text.jsonl", "--sinks", "lineage"], capsys)
+    there.write_text(stored)
     assert not Path("runs/mine").exists()
     other = [word.replace("text.jsonl", "run.toml") for word in line]
     assert "cannot change data.paths" in refused(other, capsys)

@@ -63,6 +63,13 @@ def test_who_ends_because_it_is_ejected_is_lost_for_that_reason() -> None:
     assert [rank(network, number).machine.rounds.reason.partition(";")[0] for number in (0, 1)] == [WHY] * 2
 
 
+def test_who_repeats_the_order_does_not_delay_its_end() -> None:
+    """A liar that keeps the order to itself has another one repeat it; the silence counts from the first."""
+    node = rank(with_order(5, 4, None, Limits()), 0)
+    timers = [node.machine.handle(events.Eject(frozenset({4}), by, WHY), 0.0).timers for by in (1, 1, None)]
+    assert [len(each) for each in timers] == [1, 0, 0]
+
+
 def test_another_process_may_join_with_the_number_of_the_ejected_one() -> None:
     network = with_order(4, 3, None, Limits(returns=1))
     tell(rank(network, 0), 3)

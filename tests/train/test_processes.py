@@ -63,11 +63,18 @@ class Started:
 STARTED: list[Started] = []
 
 
-def launched(monkeypatch: pytest.MonkeyPatch) -> int:
+def launched(monkeypatch: pytest.MonkeyPatch, listen: str | None = None) -> int:
     """Run a launcher of four replicas and return its exit code."""
     monkeypatch.setattr("diloco.cores.usable_cores", lambda: 8)
     monkeypatch.setattr(subprocess, "Popen", Started)
-    return launch(NetworkSettings(transport="tcp", replicas=4), lambda *_: ["train"], print)
+    settings = NetworkSettings(transport="tcp", replicas=4, listen=listen)
+    return launch(settings, lambda replica, address: ["train", str(address)], print)
+
+
+def test_replicas_meet_at_the_host_that_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    STARTED.clear()
+    assert launched(monkeypatch, "[::1]:0") == 0
+    assert all(process.arguments[1].startswith("[::1]:") for process in STARTED)
 
 
 def test_a_signal_to_the_launcher_reaches_all_that_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,21 @@ from msgspec.structs import replace
 from diloco.cli import main
 from diloco.errors import ConfigurationError, EjectedError, RendezvousError, ReplicaLostError
 from diloco.private_files import create_private
-from diloco.protocol import Store, decode, encode
-from diloco.transport import Admission, Order, PeerTransport, join, load_identity, new_secret, read_secret
+from diloco.protocol import MessageError, Store, decode, encode
+from diloco.transport import (
+    Address,
+    Admission,
+    NodePlace,
+    Order,
+    PeerStreams,
+    PeerTransport,
+    join,
+    load_identity,
+    new_secret,
+    read_secret,
+)
 from tests.transport.contract import contribution, exchange
+from tests.transport.relays import frame
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, Swarms, wait_for_members
 
 pytestmark = HIVEMIND_LEAVES_CONNECTIONS
@@ -92,9 +105,52 @@ def test_the_founder_ejects_a_member_of_a_running_swarm(
     for sent in (first, replace(first, version=3, key=b"another"), replace(first, version=3)):
         peers[0].connections.post(peers[0].connections.send, 1, Store("order", encode(sent)))
     peers[1].tick()
-    with pytest.raises(ReplicaLostError):  # 1 has hung up on the forger, and too few are left
+    with pytest.raises(ReplicaLostError):  # 1 has hung up on the forger, and two are too few
         peers[1].average(contribution(1, outer_step=1)).wait()
     assert last_order(peers[1]).version == 2, "neither an older order nor another one's counts"
+
+
+async def answers(swarms: Swarms, member: PeerTransport, number: int, admission: Admission, *sent: Any) -> list[bytes]:
+    """Open a stream for each message, then send one after the other, and return the answers."""
+    at = NodePlace(join=swarms.addresses_of(member), listen=(), map_ports=False)
+    streams = PeerStreams(load_identity(swarms.key(number)), at, admission)
+    await streams.listen(lambda *_: asyncio.sleep(0))
+    there = Address(load_identity(swarms.key(member.replica)).peer_id, 0)
+    try:
+        opened, read = [await streams.open(there) for _ in sent], []
+        for message, (reader, writer) in zip(sent, opened, strict=True):
+            writer.write(frame(message))
+            read.append(await asyncio.wait_for(reader.read(1 << 14), LIMIT_S))
+        return read
+    finally:
+        await streams.close()
+
+
+def test_who_was_admitted_before_it_was_ejected_gets_no_further(swarms: Swarms) -> None:
+    """Otherwise a peer that keeps silent connections to the members joins again, and is told the new secret."""
+    old, (founder, liar) = Admission("silent", new_secret()), [load_identity(swarms.key(number)) for number in (0, 3)]
+    member = swarms.peer(0, run=old.run, secret=old.secret).transport
+    order = Order.sign(founder, old, liar.peer_id, new_secret(), None)
+    sent = {"kind": "govern", "order": order}, {"kind": "hello", "rank": 3, "address": liar.peer_id}, {"kind": "govern"}
+    governed, *late = asyncio.run(answers(swarms, member, 3, old, *sent))
+    assert b"governed" in governed
+    assert late == [b"", b""]
+    assert last_order(member) == order
+    assert 3 not in member.connections.connected
+
+
+def test_an_order_that_another_one_has_overtaken_is_refused(swarms: Swarms) -> None:
+    """Two commands at once sign two orders of one version, of which one counts. The other must not seem to."""
+    old, founder = Admission("overtaken", new_secret()), load_identity(swarms.key(0))
+    member = swarms.peer(0, run=old.run, secret=old.secret).transport
+    orders = [Order.sign(founder, old, "QmLiar", new_secret(), None) for _ in range(2)]
+    orders.sort(key=lambda order: order.dht_key)
+    sent = [{"kind": "govern", "order": order} for order in reversed(orders)]
+    first, second, again = asyncio.run(answers(swarms, member, 3, old, *sent, sent[0]))
+    assert b"governed" in first
+    assert b"refused" in second
+    assert b"governed" in again
+    assert last_order(member) == orders[1]
 
 
 @pytest.fixture(scope="module")
@@ -114,13 +170,14 @@ FORGERIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("words", FORGERIES)
 def test_an_order_that_was_changed_is_none(order: Order, words: str) -> None:
-    assert not order.problem(order.founder, "QmHonest")
-    assert words in replace(order, **FORGERIES[words]).problem(order.founder, "QmHonest")
+    assert not order.problem("run", order.founder, "QmHonest")
+    assert words in replace(order, **FORGERIES[words]).problem("run", order.founder, "QmHonest")
 
 
 def test_only_the_founder_orders_and_only_who_stays_is_told_the_secret(order: Order, keys: Path) -> None:
-    assert "and the founder is QmOther" in order.problem("QmOther", "QmHonest")
-    assert not order.public.problem(order.founder, "QmLiar")
+    assert "and the founder is QmOther" in order.problem("run", "QmOther", "QmHonest")
+    assert "it is for run run" in order.problem("another", order.founder, "QmHonest")
+    assert not order.public.problem("run", order.founder, "QmLiar")
     assert order.public.secret == ""
     founder, newer = load_identity(keys / "0.key"), Admission("run", "passphrase:one of a long time ago")
     admission = order.applied(newer)
@@ -128,3 +185,21 @@ def test_only_the_founder_orders_and_only_who_stays_is_told_the_secret(order: Or
         Order.sign(founder, admission, founder.peer_id, new_secret(), order)
     assert not admission.admits("QmLiar")
     assert admission.secret == newer.secret, "a secret that the order does not replace is newer"
+
+
+def test_of_two_orders_of_one_version_all_use_the_secret_of_the_later_one(order: Order, keys: Path) -> None:
+    old = Admission("run", new_secret())
+    orders = [Order.sign(load_identity(keys / "0.key"), old, "QmLiar", new_secret(), None) for _ in range(2)]
+    assert orders[1].applied(orders[0].applied(old), orders[0]).secret == orders[1].secret
+
+
+def test_an_order_names_identities_alone_and_no_more_than_others_read(order: Order, keys: Path) -> None:
+    founder, admission = load_identity(keys / "0.key"), Admission("run", new_secret())
+    for peer in ("\x1b[2J", "", "QmLiar\n", "Qm" * 99):
+        with pytest.raises(ConfigurationError, match="is no identity of a peer"):
+            Order.sign(founder, admission, peer, new_secret(), None)
+        with pytest.raises(MessageError):
+            decode(encode(replace(order, ejected=(peer,))), Order)
+    often = replace(order, replaced=order.replaced * 64)
+    with pytest.raises(ConfigurationError, match="changed its secret 64 times"):
+        Order.sign(founder, admission, "QmLiar", new_secret(), often)

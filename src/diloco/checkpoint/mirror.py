@@ -302,13 +302,15 @@ def fetch_run(
         own = f"replica-{replica}"
         if replica is not None:
             chosen = {own: chosen[own]} if own in chosen else {"": chosen[""]}
-        for upload, _ in chosen.values():
+        checked: dict[str, bytes] = {}  # what is there may change meanwhile
+        for home, (upload, _) in chosen.items():
             if (settings := f"{_HOME}{_CONFIG}") in upload.sizes:
+                checked[home] = place.store.cat_file(f"{upload.folder}/{settings}")
                 with tempfile.TemporaryDirectory(prefix="diloco-") as beside:
-                    place.store.get_file(f"{upload.folder}/{settings}", f"{beside}/{_CONFIG}")
+                    Path(beside, _CONFIG).write_bytes(checked[home])
                     check(Path(beside, _CONFIG))
         for home, (upload, manifest) in chosen.items():
-            _fetch(place, upload, manifest, folder / home)
+            _fetch(place, upload, manifest, folder / home, checked.get(home, b""))
     return True
 
 
@@ -338,7 +340,7 @@ def _newest(place: _Place, uploads: Mapping[str, list[_Upload]]) -> dict[str, tu
     )
 
 
-def _fetch(place: _Place, upload: _Upload, manifest: Manifest, home: Path) -> None:
+def _fetch(place: _Place, upload: _Upload, manifest: Manifest, home: Path, settings: bytes) -> None:
     folder, target = home / "checkpoints", home / "checkpoints" / upload.name
     before = list_checkpoints(folder)
     newer = before[-1].path.name if before and before[-1].serial > manifest.serial else ""  # and not uploaded
@@ -359,5 +361,6 @@ def _fetch(place: _Place, upload: _Upload, manifest: Manifest, home: Path) -> No
     for file in upload.sizes:
         name = file.removeprefix(_HOME)
         if file != name and _COPIED.fullmatch(name) and not (name == "metrics.jsonl" and (home / name).exists()):
-            replace_file(home / name, [place.store.cat_file(f"{upload.folder}/{file}")])
+            content = settings if name == _CONFIG else place.store.cat_file(f"{upload.folder}/{file}")
+            replace_file(home / name, [content])
     replace_file(folder / LATEST, [f"{upload.name}\n".encode()])

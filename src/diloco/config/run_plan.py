@@ -156,7 +156,8 @@ def chosen_places(line: CommandLine) -> Values:
 def check_fetched(url: str, path: Path, typed: Mapping[str, Any]) -> None:
     """Refuse the settings of a run at ``url``, in the file ``path``, if they choose a place that is not ``typed``."""
     saved, usual = read_record(path), flatten(Configuration())
-    chosen = {name: value for name, value in flatten(saved).items() if name in _PLACES and value != usual[name]}
+    places = {*_PLACES, *_PROCESS_KEYS}  # no run writes the latter
+    chosen = {name: value for name, value in flatten(saved).items() if name in places and value != usual[name]}
     if saved.data.bpe_vocab_size is not None:
         chosen.pop("data.tokenizer")
     if saved.data.chat_template is None:

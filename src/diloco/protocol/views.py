@@ -193,10 +193,12 @@ class Views:
 
         If one ended its connections to them earlier, they could agree on the next view with those that don't know.
         """
+        knows = set() if event.by is None else {self._rules.replica_of(event.by)}
         if event.replicas != self._ejected.replicas:
-            self._ejected, self._know = event, set()
-        if event.by is not None:
-            self._know.add(self._rules.replica_of(event.by))
+            self._ejected, self._know = event, knows
+        elif knows <= self._know:
+            return  # who repeats it would set the timer again and again
+        self._know |= knows
         self._go_on_without_ejected(at_once=self.change is not None)
 
     def _go_on_without_ejected(self, *, at_once: bool = False) -> None:

@@ -155,7 +155,7 @@ def launch(
         lock: the lock of the run's folder, which replica 0 shares; see `diloco.checkpoint.lock`.
     """
     host = settings.listen_at[0] or "127.0.0.1"
-    with socket.create_server((host, 0)) as free:
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
         address = Address(host, free.getsockname()[1])
     numbers = range(settings.replicas)
     running: list[subprocess.Popen[bytes]] = []

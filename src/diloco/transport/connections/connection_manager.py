@@ -258,6 +258,8 @@ class ConnectionManager(ControlThread):
                 if not await self.streams.admit(reader, writer):
                     return
                 message, _ = await read_frame(reader, Union[(Hello, *self.services)])  # of a list of types
+            if not self.streams.admits(self.streams.identity(writer)):  # not any more
+                return
             if isinstance(message, Hello):
                 await self._greet(message, reader, writer)
             else:
@@ -305,6 +307,8 @@ class ConnectionManager(ControlThread):
         self, rank: int, address: Address, stream: Stream, token: str, *, opened: bool, crossed: str = ""
     ) -> None:
         reader, writer = stream
+        if not self.streams.admits(self.streams.identity(writer)):  # not any more, since the handshake began
+            raise TransportError(f"{address} may not take part")
         if before := self._connections.get(rank):
             before.writer.write(pack(Excluded(GREATEST, "another process has taken its place")))
             self.hang_up(rank)

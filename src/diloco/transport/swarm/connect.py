@@ -163,7 +163,7 @@ class SwarmDirectory(Directory):
         if order.founder != founder:  # the sender knows the swarm under another name
             return
         if self._is_new(order):
-            if why := order.problem(founder, self._node.peer_id):
+            if why := order.problem(self._place.admission.run, founder, self._node.peer_id):
                 raise MessageError(f"it passed on an order, but {why}")
             self._follow(order)
         if order == self._order:
@@ -179,8 +179,8 @@ class SwarmDirectory(Directory):
         if me in order.ejected:
             self.transport.end(order.error(me))
             return
+        self._streams.admit_by(order.applied(self._streams.admission, self._order))
         self.keep(order)
-        self._streams.admit_by(order.applied(self._streams.admission))
         for rank in connections.connected:
             is_ejected = connections.identity(rank) in order.ejected
             if rank in members:
@@ -215,8 +215,10 @@ class SwarmDirectory(Directory):
             return ""
         if self._node.peer_id in order.ejected:
             return "it is to be ejected itself. Ask another peer"
-        if why := order.problem(founder, self._node.peer_id):
+        if why := order.problem(self._place.admission.run, founder, self._node.peer_id):
             return f"it can't follow the order: {why}"
+        if order != self._order and not self._is_new(order):
+            return "it follows a newer order, which was given at the same time. Give this one again"
         ejected = self._ejected_members(order)
         if ejected and not enough_without(view, ejected, self.transport.rules.policy):
             return (

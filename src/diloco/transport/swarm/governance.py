@@ -8,6 +8,7 @@ connects later needs the new secret, which no ejected peer is told.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -20,13 +21,16 @@ from diloco.membership import Count, Ranks
 from diloco.private_files import read_private, replace_private
 from diloco.protocol import WireMessage, decode, encode
 from diloco.transport.swarm.identity import Admission, Identity, identity_of
+from diloco.units import visible
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.padding import PSS
     from cryptography.hazmat.primitives.hashes import SHA256
 
 _MOST = 64  # so that an order fits into a message to a peer that has just connected
-_Texts = Annotated[tuple[Annotated[str, Meta(max_length=100)], ...], Meta(max_length=_MOST)]
+_PEER = r"^[1-9A-HJ-NP-Za-km-z]{1,100}\Z"  # base 58, as identities are: it is shown to users
+_Peers = Annotated[tuple[Annotated[str, Meta(pattern=_PEER)], ...], Meta(max_length=_MOST)]
+_Keys = Annotated[tuple[Annotated[str, Meta(max_length=100)], ...], Meta(max_length=_MOST)]
 
 
 class Order(WireMessage):
@@ -34,8 +38,8 @@ class Order(WireMessage):
 
     run: Annotated[str, Meta(max_length=200)]
     version: Count  # greater than that of every earlier order
-    ejected: _Texts  # identities of peers
-    replaced: _Texts  # `Admission.dht_key` of each secret that no longer counts
+    ejected: _Peers  # identities of peers
+    replaced: _Keys  # `Admission.dht_key` of each secret that no longer counts
     dht_key: Annotated[str, Meta(max_length=100)]  # of the new one
     key: Annotated[bytes, Meta(max_length=1 << 10)]  # the founder's public key, as DER
     signature: Annotated[bytes, Meta(max_length=1 << 10)] = b""
@@ -47,15 +51,19 @@ class Order(WireMessage):
         """Return the order, after ``before``, to eject ``peer`` and to use ``secret`` instead of that of ``admission``.
 
         Raises:
-            ConfigurationError: ``peer`` is the founder itself, or too many have been ejected.
+            ConfigurationError: ``peer`` is the founder itself or no identity, or there were too many orders.
         """
         from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
         ejected, replaced = (before.ejected, before.replaced) if before else ((), ())
         if peer == identity.peer_id:
             raise ConfigurationError(f"{peer} is the founder, whose key signs the order. It can't eject itself.")
-        if len(ejected) == _MOST:
-            raise ConfigurationError(f"{_MOST} peers were ejected from the run, the most. Begin another run.")
+        if not re.fullmatch(_PEER, peer):
+            raise ConfigurationError(
+                f"--eject {visible(peer, 80)} is no identity of a peer, which `diloco status` shows."
+            )
+        if len(replaced) == _MOST:
+            raise ConfigurationError(f"the run has changed its secret {_MOST} times, the most. Begin another run.")
         order = cls(
             admission.run,
             1 + (before.version if before else 0),
@@ -76,8 +84,8 @@ class Order(WireMessage):
         fields = (self.run, self.version, self.ejected, self.replaced, self.dht_key)
         return b"diloco order " + msgspec.msgpack.encode(fields)
 
-    def problem(self, founder: str, me: str) -> str:
-        """Return why the peer ``me`` of a swarm that ``founder`` has founded can't follow the order; "" if it can."""
+    def problem(self, run: str, founder: str, me: str) -> str:
+        """Return why the peer ``me`` of a run whose swarm ``founder`` has founded can't follow the order; or ""."""
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
         from cryptography.hazmat.primitives.serialization import load_der_public_key
@@ -89,6 +97,8 @@ class Order(WireMessage):
             whole = bool(self.secret) and Admission(self.run, self.secret).dht_key == self.dht_key
         except (InvalidSignature, ConfigurationError):
             return "it was changed after it had been signed"
+        if self.run != run:  # the founder may have founded other runs with the same key
+            return f"it is for run {visible(self.run, 80)}"
         return "" if whole or me in self.ejected else "its secret is not the signed one"
 
     @property
@@ -96,9 +106,14 @@ class Order(WireMessage):
         """The order without the secret, for those who are ejected."""
         return replace(self, secret="")
 
-    def applied(self, admission: Admission) -> Admission:
-        """Return the rules by which peers are admitted from now on. A secret that the order does not replace stays."""
-        secret = self.secret if admission.dht_key in self.replaced else admission.secret
+    def applied(self, admission: Admission, before: Order | None = None) -> Admission:
+        """Return the rules by which peers are admitted from now on.
+
+        A secret stays that the order does not replace. That of ``before`` does not, which may have been signed at the
+        same time.
+        """
+        old = admission.dht_key in self.replaced or (before is not None and admission.secret == before.secret)
+        secret = self.secret if old else admission.secret
         return Admission(admission.run, secret, admission.allowed, frozenset(self.ejected))
 
     def error(self, peer: str) -> EjectedError:

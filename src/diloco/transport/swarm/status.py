@@ -209,25 +209,31 @@ class StatusClient:
 
         Raises:
             RendezvousError: the member that was asked refuses; the file is removed.
-            TransportError: no peer of ``--join`` answers that is a member.
+            TransportError: no peer of ``--join`` answers that is a member, or one has ended before it answered, which
+                may have followed the order; then the file stays.
             FileExistsError, OSError: the file can't be written. Nothing was sent.
         """
-        last = await self._govern(Govern())
+        member, last = await self._last_order()
         secret = new_secret()
-        order = Order.sign(founder, self._admission, peer, secret, last.order)
+        order = Order.sign(founder, self._admission, peer, secret, last)
         create_private(file, f"{secret}\n".encode())
-        try:
-            return (await self._govern(Govern(order))).remaining
+        try:  # no other member is asked, as this one may have followed it
+            answer = await question(self._streams.open, member, Govern(order), Governed)
         except RendezvousError:
             file.unlink()
             raise
+        except (OSError, EOFError, TransportError) as error:
+            words = f"It may follow the order: keep {file}, and give the order again with another file"
+            raise TransportError(f"{error or type(error).__name__}. {words}.") from error
+        return answer.remaining  # type: ignore[no-any-return]  # of what was asked for
 
-    async def _govern(self, asked: Govern) -> Governed:
+    async def _last_order(self) -> tuple[PeerAddress, Order | None]:
+        """Return a member that answers, and the founder's last order that it knows."""
         why: list[str] = []
         for address in self._streams.place.join:
             try:
                 place = PeerAddress(address.rpartition("/p2p/")[2])
-                return await question(self._streams.open, place, asked, Governed)  # type: ignore[no-any-return]  # what was asked for
+                return place, (await question(self._streams.open, place, Govern(), Governed)).order
             except RendezvousError:
                 raise
             except (OSError, EOFError, TransportError) as error:
