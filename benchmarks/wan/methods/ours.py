@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.wan.connector import Connector
@@ -12,8 +11,6 @@ from benchmarks.wan.methods import base
 from benchmarks.wan.plan import Job
 from benchmarks.wan.work import digest
 from diloco import DiLoCo, SyncSchedule
-from diloco.algorithm import Contribution
-from diloco.transport import Pending
 
 __all__ = ["Program"]
 
@@ -32,7 +29,6 @@ class Program(base.Program):
         )
         self._connector = Connector(job, replica)
         self._blocked_s = 0.0
-        self._sent: deque[Any] = deque()  # rounds in flight, oldest first
         # the first round of the first fragment ends here, and that of the second has not begun
         self.warmup_steps = self.work.inner_steps + self.schedule.overlap_steps
 
@@ -41,7 +37,6 @@ class Program(base.Program):
 
     def connect(self, known: Sequence[Mapping[str, Any]]) -> None:
         self.transport = self._connector.connect(known)
-        self.transport.average = self._recording(self.transport.average)  # type: ignore[method-assign, assignment]
         self.diloco = DiLoCo(
             self.model,
             self.loop.optimizer,
@@ -62,9 +57,8 @@ class Program(base.Program):
         if self.diloco.rounds_committed + self.diloco.rounds_void > len(self.waits_s):
             self.waits_s.append(self._blocked_s)
             self._blocked_s = 0.0
-            sent = self._sent.popleft()
-            if sent.decided_s is not None:
-                self.transfers_s.append(sent.decided_s - sent.sent_s)
+            if self.transport.last_transfer is not None:
+                self.transfers_s.append(self.transport.last_transfer[1])
 
     @property
     def in_flight(self) -> bool:  # type: ignore[override] # depends on the rounds in flight
@@ -75,13 +69,3 @@ class Program(base.Program):
 
     def close(self) -> None:
         self._connector.close()
-
-    def _recording(self, average: Callable[[Contribution], Pending]) -> Callable[[Contribution], Pending]:
-        """Return ``average`` wrapped so that it also records the pending round for its times."""
-
-        def recorded(contribution: Contribution) -> Pending:
-            pending = average(contribution)
-            self._sent.append(pending)
-            return pending
-
-        return recorded
