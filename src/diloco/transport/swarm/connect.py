@@ -185,7 +185,7 @@ class SwarmDirectory(Directory):
             is_ejected = connections.identity(rank) in order.ejected
             if rank in members:
                 connections.send(rank, Store("order", encode(order.public if is_ejected else order)))
-            elif is_ejected or rank not in joining:
+            elif is_ejected or (members and rank not in joining):  # a joiner is told by the members
                 connections.drop(rank, "it may not know the new secret")
         connections.begin(self.announce())  # where those look who have the new secret
         words = "the founder has ejected %s. Peers that join from now on need the new secret."
