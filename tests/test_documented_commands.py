@@ -46,7 +46,8 @@ FOREIGN = """build-arg constraint create-home directory extra-index-url from gro
 porcelain error-unmatch no-install-recommends no-build-isolation nnodes nproc-per-node rdzv-backend rdzv-endpoint
 rdzv-id standalone max-restarts master-addr master-port job-name nodes ntasks-per-node gpus-per-node gpus-per-task time
 cpus-per-task requeue open-mode signal output kill-on-bad-exit logdir include-online tasks outfile outtype
-node-rank env infra no-cache-dir strict force key-file socket pid-file log-file seed-file batch bind parsable"""
+node-rank env infra no-cache-dir strict force key-file socket pid-file log-file seed-file batch bind parsable
+partition exclusive wrap kill"""
 COMMAND = re.compile(
     r"(?:[\w-]*\$ )?(?:torchrun .* -m )?(?:\w+=\S+ )*(?:(?:docker run|kubectl exec) .* diloco )?diloco ([a-z].*)"
 )

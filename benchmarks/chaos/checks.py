@@ -19,8 +19,6 @@ Record = Mapping[str, Any]
 Round = tuple[int, int]
 
 # Parts of the notes and reasons that the package records.
-LOOKS_FOR_OTHERS = "It is searching for the other replicas"
-GONE_ON = "the others continued without replica"
 IS_BACK = "has rejoined"
 TAKING_OVER = "is still fetching the state"
 DIFFERS = "global parameters or outer state of replica"
@@ -171,7 +169,7 @@ def _continued_after_void(log: Log) -> list[tuple[Round, str]]:
         event = record["event"]
         if event == "RoundVoid" and not rejoining and TAKING_OVER not in record["reason"]:
             waiting[_round(record)] = (record["reason"], set())
-        elif event == "Note" and LOOKS_FOR_OTHERS in record["text"]:
+        elif event == "Lost":
             rejoining = True
             waiting.clear()
         elif event == "Note" and IS_BACK in record["text"]:
@@ -212,7 +210,7 @@ def evicted(logs: Sequence[Log], back_s: float, noticed_s: float) -> list[tuple[
         explained[log.replica].append((last_s, last_s + back_s))
     reports: list[tuple[float, int, str]] = []
     for log in logs:
-        for record in log.of("ViewChanged", "Note"):
+        for record in log.of("ViewChanged", "Lost"):
             if _within(record["time_s"], busy[log.name]):
                 continue
             reports.extend(
@@ -232,8 +230,7 @@ def _evictions(log: Log, record: Record) -> list[tuple[int, str]]:
     """Return the replicas that, according to a record, are out of the view, each with the reason."""
     if record["event"] == "ViewChanged":
         return [(replica, record["reason"]) for replica in record["left"] if replica != record["replica"]]
-    alone = LOOKS_FOR_OTHERS in record["text"] or GONE_ON in record["text"]
-    return [(log.replica, record["text"])] if alone and log.replica is not None else []
+    return [(log.replica, record["reason"])] if log.replica is not None else []
 
 
 def _within(time_s: float, spans: Iterable[tuple[float, float]]) -> bool:

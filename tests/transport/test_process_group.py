@@ -18,7 +18,7 @@ import torch.distributed as dist
 from diloco import connect_process_group
 from diloco.algorithm import Float32, weighted_mean
 from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError, RoundVoidError, TransportError
-from diloco.transport import RollCall, Transport, fresh_store, weighted_bits
+from diloco.transport import ReplicaGroup, RollCall, Transport, fresh_store, weighted_bits
 from diloco.waiting import in_thread
 from tests.outer.test_golden_digests import CASES, PARTS, Replica
 from tests.processes import Processes, receive, report
@@ -82,6 +82,16 @@ def test_a_round_is_void_for_all_if_the_means_of_two_ranks_differ(groups: Groups
             pending.wait()
 
 
+def test_bytes_count_when_an_average_is_taken_as_a_round_in_flight_is_sent_again_after_a_stop(groups: Groups) -> None:
+    first, second = groups.meet(2)
+    rounds = [[each.average(contribution(each.replica, outer_step=k)) for each in (first, second)] for k in range(2)]
+    for _, pending in rounds:
+        pending.wait()  # when the second round is decided, the first one is on both
+    assert first.sent_bytes == 0
+    sent = [pending.wait().sent_bytes for pending, _ in rounds]
+    assert first.sent_bytes == second.sent_bytes == sum(sent)
+
+
 class Failing(Float32):
     def accumulate(self, payload: torch.Tensor, values: torch.Tensor, weight: float) -> None:
         raise ValueError("this rank can't add")
@@ -104,6 +114,22 @@ def test_a_rank_that_fails_says_why_and_all_end(groups: Groups) -> None:
             each.wait()
     with pytest.raises(ReplicaLostError, match="rank 1 has ended: the disk is full"):
         first.average(contribution(0, outer_step=1))
+
+
+def test_after_a_collective_has_failed_a_rank_begins_no_other(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one would meet what the others still send of the failed one, at which gloo ends the process."""
+    first, _ = groups.meet(2, silence_s=0.3)
+    begun: list[torch.Tensor] = []
+
+    def gather(group: ReplicaGroup, value: torch.Tensor) -> None:
+        begun.append(value)
+        raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+
+    monkeypatch.setattr(ReplicaGroup, "begin_gather", gather)
+    for pending in [first.average(contribution(0, outer_step=step)) for step in range(2)]:
+        with pytest.raises(ReplicaLostError, match="Connection closed by peer"):
+            pending.wait()
+    assert len(begun) == 1
 
 
 def test_a_rank_that_waits_for_no_round_learns_of_a_loss_before_its_next_step(groups: Groups) -> None:

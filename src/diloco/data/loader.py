@@ -370,7 +370,7 @@ class DocumentStream(Batches):
     def _draw(self) -> Batch:
         before, _ = self._state()
         try:
-            rows = torch.tensor([self._row() for _ in range(self._batch_size)], dtype=torch.int64)
+            rows = torch.tensor([self._row() for _ in range(self._batch_size)], dtype=torch.int64, device="cpu")
         except BaseException:
             self._restore(before)
             raise

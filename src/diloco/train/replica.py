@@ -131,6 +131,8 @@ class GradientAverager:
         flatten(self._gradients(), values)
         # checked before encoding, as a saturating codec would hide it; the ranks of a replica withdraw together
         finite = self.group.all(math.isfinite(largest_magnitude(values)))
+        for parameter in self.parameters:
+            parameter.grad = None  # until `finish`, the payload has them
         self._send(
             Contribution(
                 round=RoundId(-1, step),

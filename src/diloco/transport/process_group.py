@@ -33,7 +33,14 @@ from diloco.algorithm import (
     plan_round,
     weighted_mean,
 )
-from diloco.errors import ConfigurationError, ReplicaLostError, RoundTimeoutError, RoundVoidError, TransportError
+from diloco.errors import (
+    ConfigurationError,
+    DivergedError,
+    ReplicaLostError,
+    RoundTimeoutError,
+    RoundVoidError,
+    TransportError,
+)
 from diloco.membership import View
 from diloco.protocol import Average, Entry, Header, Rules, decode, difference, encode, header_of, judge_headers
 from diloco.transport.base import Pending, SnapshotSource, Transport
@@ -116,6 +123,8 @@ class ProcessGroupTransport(Transport):
         self._in_flight: set[Any] = set()
         self._agreements, self._fetched_bytes = itertools.count(), 0
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # why a collective has failed: gloo ends a process in which another one meets what is left of it
+        self._broken: Exception | None = None
         roll.on_ask = self._answer
         in_thread(self._work, "diloco-process-group")
 
@@ -132,15 +141,15 @@ class ProcessGroupTransport(Transport):
             )
         self.roll.check()
         self._in_flight.add(round_id)
+        plan = plan_round(contribution, len(self.view.members))
         if contribution.payload.is_cuda:
-            return _Round(self, round_id, self._begin(contribution))
+            return _Round(self, round_id, plan, self._begin(contribution, plan))
         outcome: Future[Average] = Future()
-        self._jobs.put(partial(_resolve, outcome, lambda: self._begin(contribution)()))
-        return _Round(self, round_id, outcome)
+        self._jobs.put(partial(self._run, outcome, contribution, plan))
+        return _Round(self, round_id, plan, outcome)
 
-    def _begin(self, mine: Contribution) -> Callable[[], Average]:
+    def _begin(self, mine: Contribution, plan: Exchange) -> Callable[[], Average]:
         """Queue the collectives of a round, and return the function that waits for them and decides the round."""
-        plan = plan_round(mine, len(self.view.members))
         mine = replace(mine, withdrawn=mine.withdrawn[:_MOST_REASON])
         header = encode(header_of(mine, 0, UNKNOWN_UPLINK, taking_over=False))
         heads = self._everyone.begin_gather(_padded(header, _HEAD_BYTES))
@@ -181,8 +190,6 @@ class ProcessGroupTransport(Transport):
         if not reason and any(len({digest for digest, _ in votes[here::size]}) > 1 for here in range(size)):
             reason = "the ranks have computed different means"
         here = self.view.members.index(self.replica)
-        self.sent_bytes += plan.sent[here]
-        self.received_bytes += plan.received[here]
         if self.replica in verdict.diverged:
             raise verdict.divergence(mine.round, headers[donor * size + position].digest)
         if mean is None or reason:
@@ -246,9 +253,22 @@ class ProcessGroupTransport(Transport):
         """Raise `ReplicaLostError` if the ranks can't continue, as the next round may be many steps away."""
         self.roll.check()
 
-    def forget(self, round_id: Any) -> None:
-        """Forget a round whose outcome has been taken."""
+    def take(self, round_id: Any, plan: Exchange) -> None:
+        """Count the bytes of a round whose outcome is taken: one that is still in flight at a stop is sent again."""
         self._in_flight.discard(round_id)
+        here = self.view.members.index(self.replica)
+        self.sent_bytes += plan.sent[here]
+        self.received_bytes += plan.received[here]
+
+    def _run(self, outcome: Future[Average], contribution: Contribution, plan: Exchange) -> None:
+        try:
+            if self._broken is not None:
+                raise self._broken
+            outcome.set_result(self._begin(contribution, plan)())
+        except Exception as error:
+            if not isinstance(error, RoundVoidError | DivergedError):
+                self._broken = error
+            outcome.set_exception(error.with_traceback(None))  # which would keep the round's tensors
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -321,20 +341,17 @@ class ProcessGroupTransport(Transport):
         self._jobs.put(None)
 
 
-def _resolve(outcome: Future[Average], decide: Callable[[], Average]) -> None:
-    try:
-        outcome.set_result(decide())
-    except Exception as error:
-        outcome.set_exception(error.with_traceback(None))  # which would keep the round's tensors
-
-
 class _Round:
     """A round in flight: its average, or on CUDA the function that decides it."""
 
     def __init__(
-        self, transport: ProcessGroupTransport, round_id: Any, outcome: Future[Average] | Callable[[], Average]
+        self,
+        transport: ProcessGroupTransport,
+        round_id: Any,
+        plan: Exchange,
+        outcome: Future[Average] | Callable[[], Average],
     ) -> None:
-        self._transport, self._round = transport, round_id
+        self._transport, self._round, self._plan = transport, round_id, plan
         self._outcome: Future[Average] | Callable[[], Average] | None = outcome
 
     def wait(self, timeout_s: float | None = None) -> Average:
@@ -350,7 +367,7 @@ class _Round:
         except (RuntimeError, ReplicaLostError) as error:
             raise transport.roll.explained(error) from error
         finally:
-            transport.forget(self._round)
+            transport.take(self._round, self._plan)
             del outcome  # an error in it refers to this frame, which keeps the caller's round alive
         return replace(average, wait_s=time.monotonic() - started_s)
 
