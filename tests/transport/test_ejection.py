@@ -126,17 +126,23 @@ async def answers(swarms: Swarms, member: PeerTransport, number: int, admission:
         await streams.close()
 
 
-def test_who_was_admitted_before_it_was_ejected_gets_no_further(swarms: Swarms) -> None:
-    """Otherwise a peer that keeps silent connections to the members joins again, and is told the new secret."""
-    old, (founder, liar) = Admission("silent", new_secret()), [load_identity(swarms.key(number)) for number in (0, 3)]
+@pytest.mark.parametrize("number", [3, 2])
+def test_who_was_admitted_with_the_old_secret_gets_no_further(swarms: Swarms, number: int) -> None:
+    """Otherwise a peer that keeps connections to the members, maybe under another name, is told the new secret."""
+    old, (founder, liar) = (
+        Admission(f"silent {number}", new_secret()),
+        [load_identity(swarms.key(number)) for number in (0, 3)],
+    )
     member = swarms.peer(0, run=old.run, secret=old.secret).transport
     order = Order.sign(founder, old, liar.peer_id, new_secret(), None)
-    sent = {"kind": "govern", "order": order}, {"kind": "hello", "rank": 3, "address": liar.peer_id}, {"kind": "govern"}
-    governed, *late = asyncio.run(answers(swarms, member, 3, old, *sent))
+    hello = {"kind": "hello", "rank": number, "address": load_identity(swarms.key(number)).peer_id}
+    sent = hello, {"kind": "govern", "order": order}, hello, {"kind": "govern"}
+    greeting, governed, *late = asyncio.run(answers(swarms, member, number, old, *sent))
+    assert b"greeting" in greeting
     assert b"governed" in governed
     assert late == [b"", b""]
     assert last_order(member) == order
-    assert 3 not in member.connections.connected
+    assert number not in member.connections.connected
 
 
 def test_an_order_that_another_one_has_overtaken_is_refused(swarms: Swarms) -> None:
@@ -145,11 +151,13 @@ def test_an_order_that_another_one_has_overtaken_is_refused(swarms: Swarms) -> N
     member = swarms.peer(0, run=old.run, secret=old.secret).transport
     orders = [Order.sign(founder, old, "QmLiar", new_secret(), None) for _ in range(2)]
     orders.sort(key=lambda order: order.dht_key)
-    sent = [{"kind": "govern", "order": order} for order in reversed(orders)]
-    first, second, again = asyncio.run(answers(swarms, member, 3, old, *sent, sent[0]))
+    overtaken, counts = [{"kind": "govern", "order": order} for order in orders]
+    (first,) = asyncio.run(answers(swarms, member, 3, old, counts))
+    new = Admission(old.run, orders[1].secret)
+    again, other = asyncio.run(answers(swarms, member, 3, new, counts, overtaken))
     assert b"governed" in first
-    assert b"refused" in second
     assert b"governed" in again
+    assert b"refused" in other
     assert last_order(member) == orders[1]
 
 

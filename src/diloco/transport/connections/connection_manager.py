@@ -258,7 +258,7 @@ class ConnectionManager(ControlThread):
                 if not await self.streams.admit(reader, writer):
                     return
                 message, _ = await read_frame(reader, Union[(Hello, *self.services)])  # of a list of types
-            if not self.streams.admits(self.streams.identity(writer)):  # not any more
+            if not self.streams.is_current(writer):
                 return
             if isinstance(message, Hello):
                 await self._greet(message, reader, writer)
@@ -307,8 +307,8 @@ class ConnectionManager(ControlThread):
         self, rank: int, address: Address, stream: Stream, token: str, *, opened: bool, crossed: str = ""
     ) -> None:
         reader, writer = stream
-        if not self.streams.admits(self.streams.identity(writer)):  # not any more, since the handshake began
-            raise TransportError(f"{address} may not take part")
+        if not self.streams.is_current(writer):
+            raise TransportError(f"the secret has changed since {address} was admitted")
         if before := self._connections.get(rank):
             before.writer.write(pack(Excluded(GREATEST, "another process has taken its place")))
             self.hang_up(rank)

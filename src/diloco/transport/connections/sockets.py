@@ -163,7 +163,8 @@ class TcpStreams:
         self.credentials = credentials or Credentials("tcp", secret)
         self._servers: list[asyncio.Server] = []
         self._kept = kept
-        self._identities: WeakKeyDictionary[asyncio.StreamWriter, str] = WeakKeyDictionary()
+        # of the other end, and the credentials with which it was admitted
+        self._identities: WeakKeyDictionary[asyncio.StreamWriter, tuple[str, Credentials]] = WeakKeyDictionary()
 
     @property
     def me(self) -> str:
@@ -239,8 +240,9 @@ class TcpStreams:
 
     async def _introduce(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Take part in the handshake as the side that opened the connection, and wait until the other one admits it."""
-        key = await self.credentials.secure(reader, writer, listening=False)
-        self._identities[writer] = self.identity_of(key)
+        mine = self.credentials
+        key = await mine.secure(reader, writer, listening=False)
+        self._identities[writer] = self.identity_of(key), mine
         try:
             await reader.readexactly(len(_ADMITTED))
         except BaseException:
@@ -252,8 +254,9 @@ class TcpStreams:
 
         Nothing may be awaited between its arrival and this call. Errors are those of `Credentials.secure`.
         """
-        key = await self.credentials.secure(reader, writer, listening=True)
-        self._identities[writer] = identity = self.identity_of(key)
+        mine = self.credentials
+        key = await mine.secure(reader, writer, listening=True)
+        self._identities[writer] = (identity := self.identity_of(key)), mine
         if not self.admits(identity):
             return False
         writer.write(_ADMITTED)
@@ -268,7 +271,11 @@ class TcpStreams:
 
     def identity(self, writer: asyncio.StreamWriter) -> str:
         """Return the identity that the other end has proved; "" before that."""
-        return self._identities.get(writer, "")
+        return self._identities[writer][0] if writer in self._identities else ""
+
+    def is_current(self, writer: asyncio.StreamWriter) -> bool:
+        """Return whether the other end was admitted with the credentials of now."""
+        return writer in self._identities and self._identities[writer][1] is self.credentials
 
     def process(self, writer: asyncio.StreamWriter) -> bytes:
         """Return what tells apart two processes with the same key: the certificate, of which each makes its own."""

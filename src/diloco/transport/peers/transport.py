@@ -226,6 +226,11 @@ class PeerTransport(Transport):
         """The reason for which replicas can't join at present; "" if they can."""
         return self._machine.views.closed_to_joiners
 
+    @property
+    def joining(self) -> frozenset[int]:
+        """The replicas that become members by the change of the view that is in progress."""
+        return self._machine.views.joining
+
     def close_to_joiners(self, reason: str) -> None:
         """Refuse joiners for ``reason``; "" admits them again."""
         self._machine.views.closed_to_joiners = reason

@@ -171,7 +171,7 @@ class SwarmDirectory(Directory):
 
     def _follow(self, order: Order) -> None:
         """Follow a new order, and pass it on."""
-        me, connections, members = self._node.peer_id, self.connections, self.members
+        me, connections, members, joining = self._node.peer_id, self.connections, self.members, self.transport.joining
         try:
             save_order(self._place.identity, order)
         except OSError as error:
@@ -185,8 +185,8 @@ class SwarmDirectory(Directory):
             is_ejected = connections.identity(rank) in order.ejected
             if rank in members:
                 connections.send(rank, Store("order", encode(order.public if is_ejected else order)))
-            elif is_ejected:
-                connections.drop(rank, "it was ejected")
+            elif is_ejected or (members and rank not in joining):  # a joiner is told by the members
+                connections.drop(rank, "it may not know the new secret")
         connections.begin(self.announce())  # where those look who have the new secret
         words = "the founder has ejected %s. Peers that join from now on need the new secret."
         logging.getLogger(__name__).warning(words, ", ".join(order.ejected))
