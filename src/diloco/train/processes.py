@@ -8,6 +8,7 @@ counts as the same request.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import socket
@@ -148,7 +149,8 @@ def launch(
     """Start a process for every replica, wait for all, and return one exit code; they get the signals of this one.
 
     That is 2 after a usage error, 130 if stopped by request, 0 if finished, else 1. If the others continue without a
-    lost replica, one that finished is enough for 0.
+    lost replica, one that finished is enough for 0; otherwise those that have not noticed the loss of one after two
+    silences, as they still wait for it to come, are asked to stop.
 
     Args:
         command: returns the arguments of a replica's process, given the address where they meet.
@@ -159,8 +161,11 @@ def launch(
         address = Address(host, free.getsockname()[1])
     numbers = range(settings.replicas)
     running: list[subprocess.Popen[bytes]] = []
+    asked: list[int] = []  # the signals of this process
+    failed_s = math.inf
 
     def forward(number: int, frame: object) -> None:
+        asked.append(number)
         for process in running:
             if process.poll() is None and sys.platform != "win32":  # the Windows console signals all of its processes
                 process.send_signal(number)
@@ -168,25 +173,30 @@ def launch(
     before = {number: signal.signal(number, forward) for number in SIGNALS}
     try:
         for m in numbers:
-            shared = lock if m == 0 else None
-            running.append(start_process(command(m, address), len(numbers), shared, {LAUNCHED: "1"}))
+            if not asked:
+                shared = lock if m == 0 else None
+                running.append(start_process(command(m, address), len(numbers), shared, {LAUNCHED: "1"}))
         while None in (codes := [process.poll() for process in running]):
-            if 2 in codes:  # the run can't start without it
+            if any(code not in (None, 0, 130) for code in codes):
+                failed_s = min(failed_s, time.monotonic())
+            late = settings.on_loss == "stop" and time.monotonic() - failed_s > 2 * settings.silence
+            if 2 in codes or late:  # the run can't start without it
                 forward(signal.SIGTERM, None)
             time.sleep(0.05)
+        codes = [130 if asked and code in (-each for each in SIGNALS) else code for code in codes]  # before its handlers
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         for process in running:
             process.kill()
             process.wait()
-    for m in numbers:
-        if codes[m] not in (0, 130):
-            say(f"replica {m} ended with exit code {codes[m]}.")
+    for m, code in enumerate(codes):
+        if code not in (0, 130):
+            say(f"replica {m} ended with exit code {code}.")
     if 2 in codes:
         return 2
     if {*codes} <= {0, 130}:
-        return 130 if 130 in codes else 0
+        return 130 if 130 in codes or len(codes) < len(numbers) else 0
     return 0 if settings.on_loss == "continue" and 0 in codes else 1
 
 
