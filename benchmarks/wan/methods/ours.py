@@ -11,6 +11,7 @@ from benchmarks.wan.methods import base
 from benchmarks.wan.plan import Job
 from benchmarks.wan.work import digest
 from diloco import DiLoCo, SyncSchedule
+from diloco.transport import PeerTransport
 
 __all__ = ["Program"]
 
@@ -57,7 +58,7 @@ class Program(base.Program):
         if self.diloco.rounds_committed + self.diloco.rounds_void > len(self.waits_s):
             self.waits_s.append(self._blocked_s)
             self._blocked_s = 0.0
-            if self.transport.last_transfer is not None:
+            if isinstance(self.transport, PeerTransport) and self.transport.last_transfer is not None:
                 self.transfers_s.append(self.transport.last_transfer[1])
 
     @property
