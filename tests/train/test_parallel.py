@@ -163,16 +163,19 @@ def rank_averages_gradients(setup: Setup, group: ReplicaGroup) -> dict[str, Any]
     averager = GradientAverager(rank.model, InProcessTransport(1).endpoint(0), make_codec("float32"), group)
     batch = torch.arange(52).view(4, 13) % 17
     rank.inner.accumulate_gradients(batch[:, :-1], batch[:, 1:])
-    held = {name: local_shard(p.grad) for name, p in rank.model.named_parameters() if p.grad is not None}
-    before = {name: gradient.clone() for name, gradient in held.items()}
+
+    def gradients() -> dict[str, torch.Tensor]:
+        return {name: local_shard(p.grad) for name, p in rank.model.named_parameters() if p.grad is not None}
+
+    before = {name: gradient.clone() for name, gradient in gradients().items()}
     averager.begin(0)
     applied = [averager.finish() is None]
-    changed = unequal(held, before)
+    changed = unequal(gradients(), before)
     if group.position == 1:
-        held["model.norm.weight"][-1] = float("nan")
+        gradients()["model.norm.weight"][-1] = float("nan")
     averager.begin(1)
     applied.append(averager.finish() is None)
-    return {"parameters": len(held), "changed": changed, "applied": applied}
+    return {"parameters": len(before), "changed": changed, "applied": applied}
 
 
 def test_ranks_average_gradients_together_or_not_at_all(ranks: tuple[str, list[dict[str, Any]]]) -> None:
