@@ -23,7 +23,7 @@ from diloco.protocol import Entries, Entry, Introduce, Refused, Registry, WireMe
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.limits import Backoff, few_at_once
-from diloco.transport.connections.streams import Stream, pack, within
+from diloco.transport.connections.streams import Stream, within
 from diloco.transport.peers.question import NotNowError, question, say
 from diloco.transport.peers.transport import PeerTransport
 
@@ -166,13 +166,12 @@ class Directory:
         clock = asyncio.get_running_loop()
         until_s, backoff = clock.time() + rules.silence_s, Backoff(*self.pauses_s, seed=self._entry.address)
 
-        async def tell(entry: Entry) -> None:
+        async def tell(entry: Entry) -> Any:
             while True:
                 try:
-                    _, writer = await within(_OVER_S, self.connections.open(self.connections.streams.locate(entry)))
-                    writer.write(pack(Over(self.transport.replica)))
-                    await within(_OVER_S, writer.drain())
-                    return writer.close()
+                    place, message = self.connections.streams.locate(entry), Over(self.transport.replica)
+                    # it answers, since one that has just thawed may close the connection unread, and search
+                    return await within(_OVER_S, question(self.connections.open, place, message, Over))
                 except (OSError, EOFError, TransportError, ValueError) as error:
                     if isinstance(error, ConnectionRefusedError) or clock.time() >= until_s:
                         return None  # it has ended, or it is gone
@@ -430,6 +429,7 @@ class Directory:
     async def _note_end(self, asked: Over, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.is_from(asked.replica, self.connections.streams.identity(writer)):
             self.transport.finishers.add(asked.replica)
+            await say(Over(self.transport.replica), reader, writer)
 
     def is_from(self, replica: int, identity: str) -> bool:
         """Return whether a process with this identity may speak for a replica: the member, if there was one.
