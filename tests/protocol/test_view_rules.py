@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import permutations, product
 from typing import Any
@@ -310,6 +310,15 @@ def two_proposals() -> Scene:
     return scene
 
 
+def lie(network: Network, liar: Report, reports: Sequence[Report], following: NextView) -> None:
+    """Member 0 reports, proposes and accepts ``following``, of which it says that it follows from ``reports``."""
+    digests = {each.rank: digest_of(each.content) for each in reports}
+    for receiver in (1, 2, 3, 4):
+        for message in (Change(liar, ""), Propose(0, following, digests), Accept(0, 0, digest_of(following))):
+            network.send(0, receiver, encode(message))
+    network.liar = 0
+
+
 def false_commit() -> Scene:
     """The proposer lies: it proposes to all that a round is committed for which only some have voted."""
     scene = Scene()
@@ -324,11 +333,7 @@ def false_commit() -> Scene:
     following = next_view(view, reports, view.members, Policy())
     assert following is not None
     following = replace(following, commits={votes[0].round: (votes[0].vote.digest,)}, void=frozenset())
-    digests = {each.rank: digest_of(each.content) for each in reports}
-    for receiver in (1, 2, 3, 4):
-        for message in (Change(liar, ""), Propose(0, following, digests), Accept(0, 0, digest_of(following))):
-            network.send(0, receiver, encode(message))
-    network.liar = 0
+    lie(network, liar, reports, following)
     return scene
 
 
@@ -343,11 +348,7 @@ def one_leaves_out(*, says_late: bool) -> Scene:
     accusing = [replace(each, **{"behind" if says_late else "apart": frozenset({1})}) for each in reports]
     following = next_view(view, accusing, (0, 2, 3, 4), Policy())
     assert following is not None
-    digests = {each.rank: digest_of(each.content) for each in reports}
-    for receiver in (1, 2, 3, 4):
-        for message in (Change(liar, ""), Propose(0, following, digests), Accept(0, 0, digest_of(following))):
-            network.send(0, receiver, encode(message))
-    network.liar = 0
+    lie(network, liar, reports, following)
     return scene
 
 
