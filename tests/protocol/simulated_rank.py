@@ -36,8 +36,6 @@ from diloco.protocol import (
 )
 from tests.membership.network import Network
 
-__all__ = ["LATE_S", "TIMEOUT_S", "Rank", "weight_of"]
-
 P = ParamSpec("P")
 
 CODEC = make_codec("float32")

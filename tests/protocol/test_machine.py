@@ -146,13 +146,6 @@ def test_who_is_no_member_may_ask_to_be_one_in_its_own_name(member: Rank) -> Non
         )
 
 
-@pytest.mark.parametrize("entry", [Entry(4, "host:5"), Entry(5, "elsewhere:5")])
-def test_nobody_joins_in_the_name_of_another_one(member: Rank, entry: Entry) -> None:
-    with pytest.raises(ValueError, match="names another rank or address"):
-        member.hear(5, Join(entry))
-    assert_nothing(member.hear(5, Beat()))
-
-
 # Bounds on what is kept of others' messages.
 
 
@@ -276,10 +269,14 @@ def test_facts_of_as_many_members_as_could_lie_refuse_nobody_where_survivors_con
     assert bool(machine.agreement.refusal()) == (dissenters > 1 or not survive), "also once the dissenter has ended"
 
 
-@pytest.mark.parametrize("message", [Meet("stop", 1 << 53), Join(ENTRY)])
-def test_what_no_member_can_mean_is_the_senders_fault(member: Rank, message: Any) -> None:
-    with pytest.raises(MessageError, match=r"past step|another rank"):
-        member.hear(2, message)
+@pytest.mark.parametrize(
+    ("sender", "message"),
+    [(2, Meet("stop", 1 << 53)), (2, Join(ENTRY)), (5, Join(Entry(4, "host:5"))), (5, Join(Entry(5, "elsewhere:5")))],
+)
+def test_what_nobody_can_mean_is_the_senders_fault(member: Rank, sender: int, message: Any) -> None:
+    with pytest.raises(MessageError, match=r"past step|another rank or address"):
+        member.hear(sender, message)
+    assert_nothing(member.hear(sender, Beat()))
 
 
 @pytest.mark.parametrize(
