@@ -40,7 +40,7 @@ from diloco.algorithm import (
 from diloco.cores import usable_cores
 from diloco.errors import CodecError, TransportError
 from diloco.protocol import GiveVerdict, StartExchange
-from diloco.transport.connections.link import PeerLink, round_tag
+from diloco.transport.connections.peer import Peer, round_tag
 
 _LEAST_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 18
 """A payload is cut into at least this many pieces, so that summing starts early, unless they would be smaller than this
@@ -75,7 +75,7 @@ class RoundMessages:
     round_id: RoundId
     loop: asyncio.AbstractEventLoop  # links are used in its thread
     piece_bytes: int  # approximate upper limit on the size of a piece
-    links: Mapping[int, PeerLink] = field(default_factory=dict)  # by replica
+    links: Mapping[int, Peer] = field(default_factory=dict)  # by replica
     _sends: list[Future[None]] = field(default_factory=list)
     # member, piece and half -> receive buffer, and a future that is resolved when the piece has arrived
     _incoming: dict[tuple[int, int, bool], tuple[Tensor, Future[None]]] = field(default_factory=dict)
@@ -92,17 +92,17 @@ class RoundMessages:
 
     def send(self, members: Iterable[int], payload: Tensor, piece: int, *, second: bool = False) -> None:
         """Start sending a contiguous CPU tensor, which must not change until `finish`, to each of ``members``."""
-        self._sends += self._begin(PeerLink.send, members, payload, piece, second)
+        self._sends += self._begin(Peer.send, members, payload, piece, second)
 
     def receive(self, member: int, buffer: Tensor, piece: int, *, second: bool = False) -> Future[None]:
         """Start receiving a piece from ``member`` into ``buffer``; see `take`. Otherwise as `send`."""
-        (received,) = self._begin(PeerLink.receive, (member,), buffer, piece, second)
+        (received,) = self._begin(Peer.receive, (member,), buffer, piece, second)
         self._incoming[member, piece, second] = buffer, received
         return received
 
     def _begin(
         self,
-        act: Callable[[PeerLink, int, memoryview, Future[None]], None],
+        act: Callable[[Peer, int, memoryview, Future[None]], None],
         members: Iterable[int],
         values: Tensor,
         piece: int,
@@ -188,7 +188,7 @@ class PayloadExchange:
         self._awaited: list[tuple[int, int, int, int]] = []  # member, piece and range of values
         self.values = torch.zeros(0, dtype=torch.float32, device="cpu")
 
-    def begin(self, links: Mapping[int, PeerLink]) -> None:
+    def begin(self, links: Mapping[int, Peer]) -> None:
         """Start receiving, and send this rank's payload. `run` reports a failure.
 
         Runs in the thread of the links, which saves one thread switch for each message.
