@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from diloco.algorithm import Contribution, RoundId
+from diloco.devices import side_stream
 from diloco.errors import RoundTimeoutError, RoundVoidError, TransportError
 from diloco.membership import View
 from diloco.protocol import Average, GiveVerdict, Rounds, StartExchange, Submitted
@@ -207,16 +207,10 @@ class RoundsInFlight:
             self._fail(error)
 
 
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream for copies from a device, in the order in which they are started."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's stub
-
-
 def _host_copy(contribution: Contribution) -> tuple[Contribution, Future[None]]:
     """Return the contribution with its payload in pinned host memory, which is filled once the future is done."""
     payload = contribution.payload
-    stream = _stream(payload.device)
+    stream = side_stream(payload.device)
     host = torch.empty(payload.shape, dtype=payload.dtype, device="cpu", pin_memory=True)
     stream.wait_stream(torch.cuda.current_stream(payload.device))
     with torch.cuda.stream(stream):
@@ -224,4 +218,5 @@ def _host_copy(contribution: Contribution) -> tuple[Contribution, Future[None]]:
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's stub
         copied.record(stream)
     payload.record_stream(stream)  # its memory is not reused before the copy is done
-    return replace(contribution, payload=host), in_thread(copied.synchronize, "diloco-copy")
+    copy = replace(contribution, payload=host, device=payload.device)
+    return copy, in_thread(copied.synchronize, "diloco-copy")
