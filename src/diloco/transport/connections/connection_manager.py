@@ -307,9 +307,9 @@ class ConnectionManager(ControlThread):
             before.writer.write(pack(Excluded(GREATEST, "another process has taken its place")))
             self.hang_up(rank)
         number, trusted = next(self._numbers), opened or rank in self._members
-        self.peers[rank] = peer = Peer(
-            rank, number, address, writer, token, opened=opened, trusted=trusted, crossed=crossed, meter=self.meter
-        )
+        dials = self.rank < rank if self.streams.named else opened
+        peer = Peer(rank, number, address, writer, token, opened, trusted, dials, crossed, self.meter)
+        self.peers[rank] = peer
         self.on_peer(peer)
         self.handle(self.machine.connect, rank, number, str(address))
         peer.task = self.begin(self._listen_to(peer, reader))

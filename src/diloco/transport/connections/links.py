@@ -68,17 +68,14 @@ class PeerLinks:
         self._wanted = frozenset(ranks)
         number = streams_to_each(len(ranks))
         for rank, peer in self.connections.peers.items():
-            self._open(peer)
+            self.begin(peer)
             if rank in self._wanted:
                 for task in peer.keeping[number:]:
                     task.cancel()
                 del peer.keeping[number:]
 
     def begin(self, peer: Peer) -> None:
-        """A peer has connected."""
-        self._open(peer)
-
-    def _open(self, peer: Peer) -> None:
+        """Open the first stripe to a peer, if it is wanted now."""
         was_wanted, peer.wanted = peer.wanted, peer.rank in self._wanted
         if peer.wanted and not was_wanted:
             peer.bare_s = self.connections.loop.time()

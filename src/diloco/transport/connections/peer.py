@@ -15,6 +15,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 from diloco.algorithm import RoundId
 from diloco.errors import TransportError
@@ -57,54 +58,39 @@ def round_tag(view_id: int, round_id: RoundId) -> int:
     return view_id % (1 << 24) << 23 | (round_id.fragment + 1) % (1 << 16) << 7 | round_id.outer_step % (1 << 7)
 
 
+@dataclass(eq=False)
 class Peer:
-    """Everything runs in the loop's thread.
+    """Everything runs in the loop's thread."""
 
-    Args:
-        rank: Of the other process.
-        number: Unique in this process; tells apart successive processes of one rank.
-        address: Where the other process listens.
-        token: The name of the hello that opened the control stream, which both ends know and nobody else.
-        opened: Whether this process opened it.
-        trusted: Whether the other process is a member, or this process opened the stream.
-        crossed: The name of the other end's hello that crossed the one that opened the stream, if any.
-        meter: Of the uplink of this process.
-    """
+    rank: int  # of the other process
+    number: int  # unique in this process; tells apart successive processes of one rank
+    address: Address  # where the other process listens
+    writer: asyncio.StreamWriter  # of the control stream
+    token: str  # the name of the hello that opened the control stream, which both ends know and nobody else
+    opened: bool  # whether this process opened it
+    trusted: bool  # whether the other process is a member, or this process opened the control stream
+    dials: bool  # whether this end opens the stripes
+    crossed: str  # name of the other end's hello that crossed the one that opened the control stream, or ""
+    meter: UplinkMeter  # of the uplink of this process
+    num_messages: int = 0  # number of control messages received, heartbeats included
+    task: asyncio.Task[None] | None = None  # runs `listen`
+    single: bool = False  # whether a second stripe would be useless
+    description: str = ""  # what carries the stripes, for display
+    stripes: dict[int, Stripe] = field(default_factory=dict)  # open stripes by number
+    wanted: bool = False  # whether there are to be stripes
+    bare_s: float = 0.0  # since when there has been no stripe, if one is wanted and there is none
+    uses: int = 0  # number of stripes made so far
+    why: str = "the other side did not connect"  # why a stripe last ended or could not be made
+    keeping: list[asyncio.Task[None]] = field(default_factory=list)  # one for each stripe that this end opens
+    waiting_bytes: int = 0  # bytes that no stripe has taken yet
+    sent_bytes: int = 0  # of parts, compressed where they are
+    received_bytes: int = 0
+    pace: Pace = field(default_factory=Pace)
 
-    def __init__(
-        self,
-        rank: int,
-        number: int,
-        address: Address,
-        writer: asyncio.StreamWriter,
-        token: str,
-        *,
-        opened: bool,
-        trusted: bool,
-        crossed: str,
-        meter: UplinkMeter,
-    ) -> None:
-        self.rank, self.number, self.address, self.writer, self.token = rank, number, address, writer, token
-        self.opened, self.trusted, self.crossed = opened, trusted, crossed
+    def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.heard_s = self._loop.time()  # when a control message was last received
-        self.num_messages = 0  # number of control messages received, heartbeats included
-        self.task: asyncio.Task[None] | None = None  # runs `listen`
         self._paces = {trusted: TokenBucket(*pace) for trusted, pace in _PACES.items()}
-
-        self.dials = opened  # whether this end opens the stripes
-        self.single = False  # whether a second stripe would be useless
-        self.description = ""  # what carries the stripes, for display
-        self.stripes: dict[int, Stripe] = {}  # open stripes by number
-        self.waiting_bytes = 0  # bytes that no stripe has taken yet
-        self.pace = Pace()
-        self.uses = 0  # number of stripes made so far
-        self.sent_bytes = self.received_bytes = 0  # of parts, compressed where they are
-        self.why = "the other side did not connect"  # why a stripe last ended or could not be made
-        self.keeping: list[asyncio.Task[None]] = []  # one for each stripe that this end opens
-        self.wanted = False  # whether there are to be stripes
-        self.bare_s = 0.0  # since when there has been no stripe, if one is wanted and there is none
-        self._meter = meter
         self._began_s = 0.0  # when the current transfer began
         self._transfer_bytes = self._missing_bytes = 0  # acknowledged of it, as sent, and not acknowledged, as data
         self._counted = TcpCounters()  # by TCP until then
@@ -342,7 +328,7 @@ class Peer:
         else:
             return None
         self.waiting_bytes -= len(part.data)
-        self._meter.written_bytes += len(part.body)
+        self.meter.written_bytes += len(part.body)
         self.sent_bytes += len(part.body)
         return part
 
@@ -377,7 +363,7 @@ class Peer:
         return self.sent_bytes, self.received_bytes, self.counters().round_trip_s
 
     def _note_sending(self) -> None:
-        self._meter.note(self, bool(self._unsent or self._to_resend), self._loop.time())
+        self.meter.note(self, bool(self._unsent or self._to_resend), self._loop.time())
 
     # Receiving.
 

@@ -31,16 +31,11 @@ Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class RefusedError(TransportError):
-    """The other side of a connection refuses what it is asked for.
+    """The other side of a connection refuses what it is asked for."""
 
-    Args:
-        reason: Why.
-        for_good: Whether it need not be asked again.
-    """
-
-    def __init__(self, reason: str, for_good: bool) -> None:
-        super().__init__(reason)
-        self.reason, self.for_good = reason, for_good
+    def __init__(self, answer: Refused) -> None:
+        super().__init__(answer.reason)
+        self.for_good = answer.for_good
 
 
 async def within(seconds: float | None, awaited: Awaitable[T]) -> T:
@@ -109,7 +104,7 @@ async def ask(stream: Stream, message: object, expected: Any, most_bytes: int = 
         writer.write(pack(message))
         answer, _ = await read_frame(reader, expected | Refused, most_bytes)
         if isinstance(answer, Refused):
-            raise RefusedError(answer.reason, answer.for_good)
+            raise RefusedError(answer)
     except BaseException:
         writer.close()
         raise

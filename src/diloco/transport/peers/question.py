@@ -37,7 +37,7 @@ async def question(
         return await within(_ANSWER_S, ask(stream, message, expected, most_bytes))
     except RefusedError as error:
         if error.for_good:
-            raise RendezvousError(f"{address} refuses: {error.reason.removesuffix('.')}.") from error
+            raise RendezvousError(f"{address} refuses: {str(error).removesuffix('.')}.") from error
         raise NotNowError(f"{address} can't answer yet: {error}") from error
     except TransportError as error:
         raise NotNowError(f"{address} answered with what is no answer: {error}") from error

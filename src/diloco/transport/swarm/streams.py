@@ -239,10 +239,6 @@ class SwarmLinks(PeerLinks):
             if peer.wanted:
                 self.keep_at_least(peer, 1)
 
-    def begin(self, peer: Peer) -> None:
-        peer.dials = self.connections.rank < peer.rank
-        super().begin(peer)
-
     async def open_stripe(self, peer: Peer) -> Stream:
         streams = self._streams
         if not peer.single:
