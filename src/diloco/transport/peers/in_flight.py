@@ -164,10 +164,11 @@ class RoundsInFlight:
 
     def start(self, started: StartExchange) -> None:
         key = started.view.id, started.contribution.round
-        exchange = PayloadExchange(started, self._connections.loop, self._rules.piece_bytes)
+        ranks, connected = self._links.peers(started.view), self._connections.peers
+        peers = {self._rules.replica_of(rank): connected[rank] for rank in ranks if rank in connected}
+        exchange = PayloadExchange(started, peers, self._connections.loop, self._rules.piece_bytes)
         self._exchanges[key] = exchange
-        peers, connected = self._links.peers(started.view), self._connections.peers
-        exchange.begin({self._rules.replica_of(rank): connected[rank] for rank in peers if rank in connected})
+        exchange.begin()
         running = in_thread(lambda: self._exchange(key), f"diloco-{key[1].fragment}")
         self._running.add(running)
         running.add_done_callback(self._ended)
