@@ -41,7 +41,7 @@ from diloco.algorithm import (
 from diloco.cores import usable_cores
 from diloco.devices import beside_training, to_device, to_host
 from diloco.errors import CodecError, TransportError
-from diloco.protocol import Computed, Event, ExchangeEnded, GiveVerdict, StartExchange
+from diloco.protocol import GiveVerdict, StartExchange
 from diloco.transport.connections.link import PeerLink, round_tag
 
 _LEAST_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 18
@@ -179,7 +179,6 @@ class PayloadExchange:
         self.me = self.members.index(started.contribution.replica)
         self.verdict: Future[GiveVerdict] = Future()  # which contributions to sum
         self._begun: Future[None] = Future()  # resolved once the payloads are being sent
-        self._view_id = started.view.id
         self._messages = RoundMessages(started.view.id, started.contribution.round, loop, piece_bytes)
         everything = ((0, self.contribution.numel),) * len(self.members)
         # the slice of values that each member sums
@@ -221,27 +220,29 @@ class PayloadExchange:
         else:
             self._begun.set_result(None)
 
-    def run(self) -> Iterator[Event]:
-        """Sum the payloads and yield the resulting events. Blocks until the exchange has ended."""
-        round_id = self.contribution.round
+    def run(self, on_mean: Callable[[Mean, str], None]) -> dict[str, Any]:
+        """Sum the payloads, until the exchange has ended. Return what `Rounds.end_exchange` takes.
+
+        Args:
+            on_mean: called with the mean and its digest.
+        """
         try:
             self._begun.result()
             given = self.verdict.result()
             if not given.verdict.void:
                 mean = self.reduce(given.weights, given.verdict.contributors)
-                yield Computed(self._view_id, round_id, mean, mean.digest())
+                on_mean(mean, mean.digest())
                 self._messages.finish()
-            yield ExchangeEnded(self._view_id, round_id)
+            return {}
         except CancelledError:
-            yield ExchangeEnded(self._view_id, round_id)
+            return {}
         except TransportError as error:
             links = self._messages.links.values()
             peer_lost = len(links) + 1 < len(self.members) or any(link.ended for link in links)
-            yield ExchangeEnded(self._view_id, round_id, str(error), peer_lost=peer_lost)
+            return {"failure": str(error), "peer_lost": peer_lost}
         except Exception as error:  # of any kind: the other ranks must not wait for this rank's vote
             words = (str(error) or type(error).__name__).splitlines()[0]
-            spoiler = error.replica if isinstance(error, CodecError) else None
-            yield ExchangeEnded(self._view_id, round_id, words, spoiler=spoiler)
+            return {"failure": words, "spoiler": error.replica if isinstance(error, CodecError) else None}
 
     def cancel(self) -> None:
         """Stop, as the round is void or has ended. Runs in the thread of the links."""
