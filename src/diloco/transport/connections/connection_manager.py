@@ -13,6 +13,7 @@ import itertools
 import secrets
 import sys
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
+from functools import partial
 from typing import Annotated, Any, Union
 
 from msgspec import Meta
@@ -21,14 +22,11 @@ from diloco.errors import TransportError
 from diloco.membership import GREATEST, Rank
 from diloco.protocol import (
     Beat,
-    ConnectionEnded,
-    ConnectionMade,
     Entry,
-    Event,
     Excluded,
     GivenUp,
     Loss,
-    Lost,
+    Machine,
     Pulse,
     Refused,
     Rules,
@@ -82,15 +80,16 @@ class ConnectionManager(ControlThread):
 
     Args:
         rules: The rules of the run, and which rank this is.
-        on_event: Called in the control thread when a connection is made or ends, when a message arrives, and once for
-            each rank that is lost. If it raises `MessageError`, the connection of that message ends.
     """
 
-    def __init__(
-        self, rules: Rules, streams: TcpStreams, on_event: Callable[[Event], object] = lambda event: None
-    ) -> None:
+    def __init__(self, rules: Rules, streams: TcpStreams) -> None:
         super().__init__(rules.rank)
         self.rules = rules
+        self.machine = Machine(rules)
+        # called in the control thread with a method of the machine and its arguments when a connection is made or ends,
+        # when a message arrives, and once for each rank that is lost. If it raises `MessageError`, the connection of
+        # that message ends
+        self.handle: Callable[..., object] = lambda act, *arguments: None
         self.streams = streams
         self.address = Address("", 0)  # where this process listens
         self.services: dict[type[WireMessage], Service] = {}  # type of the first message -> service
@@ -99,7 +98,6 @@ class ConnectionManager(ControlThread):
         self.arrived = asyncio.Event()  # set when a connection is made and when its first message arrives
         self.most_ranks = sys.maxsize  # only lower ranks may connect
         self.entries: Mapping[int, Entry] = {}  # known ranks; a peer with another proven identity can't claim them
-        self._on_event = on_event
         self._connections: dict[int, ControlConnection] = {}
         # rank -> name of the hello to it that is not answered yet; set when it is. When the hellos of two ranks cross,
         # the higher rank answers the lower rank's hello at once and includes the name of its own. The lower rank holds
@@ -231,10 +229,10 @@ class ConnectionManager(ControlThread):
         for connection in silent:
             connection.writer.write(pack(GivenUp()))  # in case the other process only stalled
             self.hang_up(connection.rank)
-            self._on_event(ConnectionEnded(connection.rank))
+            self.handle(self.machine.disconnect, connection.rank)
         for connection in silent:
             text = f"nothing was received from {connection.address} for {self.rules.silence_s:g} s"
-            self._on_event(Lost(connection.rank, Loss("silent", text)))
+            self.handle(self.machine.lose, connection.rank, Loss("silent", text))
 
     async def listen_at(self, *where: Any) -> Address:
         """Accept connections as `listen` does, from within the control thread."""
@@ -298,10 +296,9 @@ class ConnectionManager(ControlThread):
         if self._connections.get(connection.rank) is connection:
             connection.writer.transport.abort()  # discards what the peer has not read
             self.hang_up(connection.rank)
-            self._on_event(ConnectionEnded(connection.rank))
-            self._on_event(
-                Lost(connection.rank, Loss("cut", f"the connection to {connection.address} was ended: {why}"))
-            )
+            self.handle(self.machine.disconnect, connection.rank)
+            loss = Loss("cut", f"the connection to {connection.address} was ended: {why}")
+            self.handle(self.machine.lose, connection.rank, loss)
 
     def _register(
         self, rank: int, address: Address, stream: Stream, token: str, *, opened: bool, crossed: str = ""
@@ -315,25 +312,25 @@ class ConnectionManager(ControlThread):
         number, trusted = next(self._numbers), opened or rank in self._members
         connection = ControlConnection(rank, number, address, writer, token, opened, trusted, self.loop.time(), crossed)
         self._connections[rank] = connection
-        self._on_event(ConnectionMade(rank, number, str(address)))
+        self.handle(self.machine.connect, rank, number, str(address))
         connection.task = self.begin(self._listen_to(connection, reader))
         self.arrived.set()
 
     async def _listen_to(self, connection: ControlConnection, reader: asyncio.StreamReader) -> None:
-        ended = await connection.listen(reader, self.arrived, self._on_event)
+        ended = await connection.listen(reader, self.arrived, partial(self.handle, self.machine.receive))
         if self._connections.get(connection.rank) is not connection:
             return
         del self._connections[connection.rank]  # not `hang_up`, which would cancel the current task
         self._unknown_peers.leave(connection.rank)
         connection.writer.close()
-        self._on_event(ConnectionEnded(connection.rank))
+        self.handle(self.machine.disconnect, connection.rank)
         was_suspended, longest_s = self.pulse.was_suspended(self.loop.time()), min(2.0, self.rules.silence_s)
         if connection.trusted:
             loss = await connection.why_lost(ended, self.open, longest_s, was_suspended=was_suspended)
         else:  # nobody is dialled on a stranger's word
             loss = Loss("cut", f"the connection to {connection.address} ended ({ended})")
         if connection.rank not in self._connections:  # else a new process of that rank has connected, and was reported
-            self._on_event(Lost(connection.rank, loss))
+            self.handle(self.machine.lose, connection.rank, loss)
 
     async def _beat(self) -> None:
         beat = pack(Beat())

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from diloco.errors import TransportError
-from diloco.protocol import GivenUp, Loss, Message, MessageError, Received, decode
+from diloco.protocol import GivenUp, Loss, Message, MessageError, decode
 from diloco.transport.address import Address
 from diloco.transport.connections.limits import Backoff, TokenBucket
 from diloco.transport.connections.streams import (
@@ -46,7 +46,7 @@ class ControlConnection:
         self._paces = {trusted: TokenBucket(*pace) for trusted, pace in _PACES.items()}
 
     async def listen(
-        self, reader: asyncio.StreamReader, began: asyncio.Event, deliver: Callable[[Received], object]
+        self, reader: asyncio.StreamReader, began: asyncio.Event, deliver: Callable[[int, Message], object]
     ) -> str:
         """Deliver messages until the connection ends, at no more than the rate that `_PACES` allows.
 
@@ -60,7 +60,7 @@ class ControlConnection:
                     began.set()
                 if isinstance(message, GivenUp):
                     return ""
-                deliver(Received(self.rank, message))
+                deliver(self.rank, message)
             except MessageError as error:
                 return f"it sent an invalid message: {error}"
             except (OSError, EOFError, TransportError) as error:

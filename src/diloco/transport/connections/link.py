@@ -15,16 +15,16 @@ import asyncio
 import contextlib
 import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta
 
 from diloco.algorithm import RoundId, Uplink
 from diloco.errors import TransportError
 from diloco.membership import Rank, View
-from diloco.protocol import ConnectionEnded, ConnectionMade, Event, Header, Received, Refused, WireMessage
+from diloco.protocol import Header, Refused, WireMessage
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.control_connection import ControlConnection
 from diloco.transport.connections.limits import Backoff
@@ -321,21 +321,21 @@ class PeerLinks:
     def peers(self, view: View) -> list[int]:
         return [rank for rank in self.rules.ranks(view.members) if self.is_peer(rank)]
 
-    def notice(self, event: Event) -> None:
+    def notice(self, act: Callable[..., None], rank: int, *arguments: Any) -> None:
         """Take note of connections that are made and end, and of rounds that peers have begun."""
-        match event:
-            case Received(sender, Header() as header) if sender in self.by_rank:
-                link, fragment, outer_step = self.by_rank[sender], *header.round
-                link.note_ready(round_tag(header.view, header.id))
-                # it has decided the rounds before; it need not have acknowledged the one just before yet
-                link.stop_sending(round_tag(header.view, RoundId(fragment, outer_step - 2)))
-            case ConnectionMade(rank) if self.is_peer(rank):
-                self.disconnect(rank)
-                self.by_rank[rank] = self.make(rank)
-                if rank in self._wanted:
-                    self._start(self.by_rank[rank])
-            case ConnectionEnded(rank):
-                self.disconnect(rank)
+        machine, link = self.connections.machine, self.by_rank.get(rank)
+        if act == machine.receive and link is not None and isinstance(header := arguments[0], Header):
+            fragment, outer_step = header.round
+            link.note_ready(round_tag(header.view, header.id))
+            # it has decided the rounds before; it need not have acknowledged the one just before yet
+            link.stop_sending(round_tag(header.view, RoundId(fragment, outer_step - 2)))
+        elif act == machine.connect and self.is_peer(rank):
+            self.disconnect(rank)
+            self.by_rank[rank] = self.make(rank)
+            if rank in self._wanted:
+                self._start(self.by_rank[rank])
+        elif act == machine.disconnect:
+            self.disconnect(rank)
 
     def make(self, rank: int) -> PeerLink:
         connection = self.connections.get(rank)

@@ -2,7 +2,8 @@
 
 Payloads travel in pieces that are cut at block boundaries, so that each can be decoded and added on its own. Every
 value is summed in ascending order of replicas, regardless of the order of arrival. In a reduce-scatter, each owner then
-encodes the mean of its slice, and all replicas decode it alike.
+encodes the mean of its slice, and all replicas decode it alike. If the global parameters are on a GPU that has memory
+for it, all of this is computed there, beside the training; payloads and the mean are in host memory.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from diloco.algorithm import (
     vector_norm,
 )
 from diloco.cores import usable_cores
+from diloco.devices import beside_training, to_device, to_host
 from diloco.errors import CodecError, TransportError
-from diloco.protocol import Computed, Event, ExchangeEnded, GiveVerdict, StartExchange
+from diloco.protocol import GiveVerdict, StartExchange
 from diloco.transport.connections.link import PeerLink, round_tag
 
 _LEAST_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 18
@@ -52,6 +54,8 @@ _Addends = Mapping[int, tuple[Codec, Tensor, float]]
 """Replica -> codec, payload and weight, in ascending order of replicas."""
 
 _THREADS = min(8, usable_cores())  # more would wait for the memory
+
+_VALUE_BYTES = 32  # of a GPU, for each value that is summed at a time: the sum, an addend, and scratch memory
 
 
 @functools.cache
@@ -175,7 +179,6 @@ class PayloadExchange:
         self.me = self.members.index(started.contribution.replica)
         self.verdict: Future[GiveVerdict] = Future()  # which contributions to sum
         self._begun: Future[None] = Future()  # resolved once the payloads are being sent
-        self._view_id = started.view.id
         self._messages = RoundMessages(started.view.id, started.contribution.round, loop, piece_bytes)
         everything = ((0, self.contribution.numel),) * len(self.members)
         # the slice of values that each member sums
@@ -188,6 +191,7 @@ class PayloadExchange:
         self._unsent: deque[tuple[int, tuple[int, int]]] = deque()
         self._awaited: list[tuple[int, int, int, int]] = []  # member, piece and range of values
         self.values = torch.zeros(0, dtype=torch.float32, device="cpu")
+        self._device = self.values.device  # where contributions are decoded and summed
 
     def begin(self, links: Mapping[int, PeerLink]) -> None:
         """Start receiving, and send this rank's payload. `run` reports a failure.
@@ -216,27 +220,29 @@ class PayloadExchange:
         else:
             self._begun.set_result(None)
 
-    def run(self) -> Iterator[Event]:
-        """Sum the payloads and yield the resulting events. Blocks until the exchange has ended."""
-        round_id = self.contribution.round
+    def run(self, on_mean: Callable[[Mean, str], None]) -> dict[str, Any]:
+        """Sum the payloads, until the exchange has ended. Return what `Rounds.end_exchange` takes.
+
+        Args:
+            on_mean: called with the mean and its digest.
+        """
         try:
             self._begun.result()
             given = self.verdict.result()
             if not given.verdict.void:
                 mean = self.reduce(given.weights, given.verdict.contributors)
-                yield Computed(self._view_id, round_id, mean, mean.digest())
+                on_mean(mean, mean.digest())
                 self._messages.finish()
-            yield ExchangeEnded(self._view_id, round_id)
+            return {}
         except CancelledError:
-            yield ExchangeEnded(self._view_id, round_id)
+            return {}
         except TransportError as error:
             links = self._messages.links.values()
             peer_lost = len(links) + 1 < len(self.members) or any(link.ended for link in links)
-            yield ExchangeEnded(self._view_id, round_id, str(error), peer_lost=peer_lost)
+            return {"failure": str(error), "peer_lost": peer_lost}
         except Exception as error:  # of any kind: the other ranks must not wait for this rank's vote
             words = (str(error) or type(error).__name__).splitlines()[0]
-            spoiler = error.replica if isinstance(error, CodecError) else None
-            yield ExchangeEnded(self._view_id, round_id, words, spoiler=spoiler)
+            return {"failure": words, "spoiler": error.replica if isinstance(error, CodecError) else None}
 
     def cancel(self) -> None:
         """Stop, as the round is void or has ended. Runs in the thread of the links."""
@@ -264,8 +270,10 @@ class PayloadExchange:
     def reduce(self, weights: Mapping[int, float], contributors: Sequence[int]) -> Mean:
         """Return the mean over ``contributors``, weighted by ``weights``."""
         total = sum(weights[member] for member in contributors)
-        factors, moments = self._reduce_mine(weights, contributors, total)
-        self._receive_means()
+        self._device = self._roomy_device()
+        with beside_training(self._device):
+            factors, moments = self._reduce_mine(weights, contributors, total)
+            self._receive_means()
         buffers, integers = self._reduce_extras(weights, contributors) if len(self._extras) else (None, None)
         return Mean(
             values=self.values,
@@ -277,6 +285,24 @@ class PayloadExchange:
             spread=spread(*moments, total),
         )
 
+    def _roomy_device(self) -> torch.device:
+        """Return the device of the global parameters if it has room for twice what is summed at a time, else the CPU.
+
+        Only memory that nothing has reserved counts: what is free for the moment, the training needs in its next step.
+        """
+        contribution, device = self.contribution, self.contribution.device
+        if device.type != "cuda":
+            return device
+        most = contribution.numel
+        if not contribution.whole:
+            cuts = (self._messages.pieces(0, most, codec) for codec in (contribution.codec, self.plan.mean))
+            most = max((stop - start for start, stop in itertools.chain.from_iterable(cuts)), default=0)
+        return device if torch.cuda.mem_get_info(device)[0] >= 2 * _VALUE_BYTES * most else self.values.device
+
+    def _room(self, here: Tensor) -> Tensor:
+        """Return memory for ``here`` where it is computed, which is its own on the CPU."""
+        return here if here.device == self._device else torch.empty_like(here, device=self._device)
+
     def _reduce_mine(
         self, weights: Mapping[int, float], contributors: Sequence[int], total: float
     ) -> tuple[dict[int, float], tuple[float, float]]:
@@ -285,7 +311,7 @@ class PayloadExchange:
         factors = self._scale_factors(contributors)
         if rule is not None:
             decoded = ((member, self._decoded(member)) for member in contributors)
-            self.values[:] = combined(rule, decoded, weights, factors, self.contribution.tensors)
+            self.values.copy_(to_host(combined(rule, decoded, weights, factors, self.contribution.tensors)))
         at_hand = self.contribution.telemetry and self.plan.pattern == "all-gather"
         watched = sampled_ranges(self.contribution.numel, codec.block_size) if at_hand else []
         squares = of_sum = 0.0
@@ -304,7 +330,8 @@ class PayloadExchange:
                 terms = spread_terms(codec, payloads, b - a, within)
                 squares, of_sum = squares + terms[0], of_sum + terms[1]
 
-        act = _threads().submit if codec.implementation != "torch" else _at_once  # torch has threads of its own
+        native = self._device.type == "cpu" and codec.implementation != "torch"
+        act = _threads().submit if native else _at_once  # torch has threads of its own, and a GPU needs one
         for piece, (a, b) in enumerate(self._messages.pieces(*self._summed[self.me], codec)):
             finish(2 * _THREADS if self._messages.arrived(piece) else 0)
             payloads = {member: self._piece(member, piece, a, b) for member in self.members}
@@ -315,11 +342,15 @@ class PayloadExchange:
 
     def _sum(self, start: int, stop: int, addends: _Addends, total: float) -> None:
         """Set a piece of the values to the mean, unless a rule has made it, and validate what nothing else does."""
+        if self.contribution.average_rule is not None:
+            return
+        parts = {m: (codec, to_device(part, self._device), weight) for m, (codec, part, weight) in addends.items()}
         if not self.contribution.whole:
-            for member, (codec, payload, _) in addends.items():
+            for member, (codec, payload, _) in parts.items():
                 _validate(codec, payload, stop - start, f"the contribution of replica {member}", member)
-        if self.contribution.average_rule is None:
-            mean_into_(self.values[start:stop], addends.values(), total)
+        here = self.values[start:stop]
+        mean_into_(there := self._room(here), parts.values(), total)
+        here.copy_(to_host(there))
 
     def _begin_means(self) -> None:
         """Await the means of the others' slices. Each owner encodes the mean of its slice, and all decode it alike."""
@@ -337,20 +368,25 @@ class PayloadExchange:
 
         So the others receive means while this rank still waits for the last contributions.
         """
+        codec = self.plan.mean
         while self._unsent and self._unsent[0][1][1] <= stop:
             piece, (start, end) = self._unsent.popleft()
-            payload = encode_mean(self.values[start:end], self.plan.mean)
+            here = self.values[start:end]
+            there = here if codec.exact else to_device(here, self._device)
+            payload = to_host(encode_mean(there, codec))
+            here.copy_(to_host(there))
             self._messages.send(self._messages.links, payload, piece, second=True)
 
     def _receive_means(self) -> None:
         """Receive the means of the others' slices; raise `CodecError` for one that is malformed or too large."""
         codec = self.plan.mean
         for member, piece, start, stop in self._awaited:
-            payload, values = self._messages.take(member, piece, second=True), self.values[start:stop]
+            payload, here = self._messages.take(member, piece, second=True), self.values[start:stop]
             if not codec.exact:  # else it was received in place
-                _validate(codec, payload, len(values), f"the mean of replica {member}", member)
-                codec.decode(payload, len(values), out=values)
-            if not largest_magnitude(values) <= LARGEST_MEAN:
+                payload = to_device(payload, self._device)
+                _validate(codec, payload, len(here), f"the mean of replica {member}", member)
+                here.copy_(to_host(codec.decode(payload, len(here), out=self._room(here))))
+            if not largest_magnitude(here) <= LARGEST_MEAN:
                 words = f"replica {member} sent a part of the mean that is not finite or too large"
                 raise CodecError(words, replica=member)
 
@@ -362,9 +398,9 @@ class PayloadExchange:
 
     def _decoded(self, member: int) -> Tensor:
         """Wait for a whole contribution, validate it, and return its values."""
-        codec, values = self.contribution.codec, torch.empty_like(self.values)
+        codec, values = self.contribution.codec, torch.empty_like(self.values, device=self._device)
         for piece, (a, b) in enumerate(self._messages.pieces(*self._summed[self.me], codec)):
-            payload = self._piece(member, piece, a, b)
+            payload = to_device(self._piece(member, piece, a, b), self._device)
             _validate(codec, payload, b - a, f"the contribution of replica {member}", member)
             codec.decode(payload, b - a, out=values[a:b])
         return values
