@@ -63,12 +63,7 @@ def settings_of(data: Path, arguments: str = "", file: Path | None = None) -> Co
 
 
 def train(
-    data: Path,
-    out: Path,
-    arguments: str = "",
-    *,
-    sink: Listener | None = None,
-    file: Path | None = None,
+    data: Path, out: Path, arguments: str = "", *, sink: Listener | None = None, file: Path | None = None
 ) -> dict[str, Any]:
     """Train as `diloco train` does, without console output, and return the summary."""
     settings = settings_of(data, arguments, file)

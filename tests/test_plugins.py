@@ -269,10 +269,7 @@ def no_rate(params): return torch.optim.SGD(params)
             "codec Halves: validate of the payload of 257 values .* raised CodecError: the halves .* contains NaN",
         ),
         ({"sync__codec": "not_there_at_all:Codec"}, "can't be imported: ModuleNotFoundError"),
-        (
-            {"sync__codec": "fp4", "sync__arguments__codec": {"x": 1}},
-            r"has no parameter 'x'",
-        ),
+        ({"sync__codec": "fp4", "sync__arguments__codec": {"x": 1}}, r"has no parameter 'x'"),
         (
             {"sync__codec": "largest.py:Largest", "algorithm": "data-parallel"},
             "can't carry the gradients of algorithm='data-parallel'",
@@ -282,10 +279,7 @@ def no_rate(params): return torch.optim.SGD(params)
         ({"sync__merge": "wrong.py:Centres"}, "it claims to be elementwise but merges parts differently"),
         ({"sync__merge": "share.py:Share", "sync__merge_alpha": 0.5}, "which has no alpha"),
         ({"optimizer__name": "wrong.py:no_rate"}, "unexpected keyword argument 'lr'"),
-        (
-            {"optimizer__name": "lion.py:Lion", "optimizer__arguments": {"beta": 1}},
-            "unexpected keyword",
-        ),
+        ({"optimizer__name": "lion.py:Lion", "optimizer__arguments": {"beta": 1}}, "unexpected keyword"),
         ({"optimizer__name": "lion.py:Lino"}, "did you mean 'Lion'"),
     ],
 )

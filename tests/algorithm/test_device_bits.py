@@ -133,11 +133,7 @@ def test_encoded_means(codec: str) -> None:
         encode_mean(mean, (ACCURATE | COARSE)[codec]())
 
 
-OUTER = [
-    Sgd(learning_rate=0.7),
-    Nesterov(),
-    Nesterov(learning_rate=ValueSchedule(peak=1)),
-]
+OUTER = [Sgd(learning_rate=0.7), Nesterov(), Nesterov(learning_rate=ValueSchedule(peak=1))]
 
 
 @pytest.mark.parametrize("outer", OUTER, ids=repr)

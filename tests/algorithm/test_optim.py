@@ -8,22 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.algorithm import (
-    Nesterov,
-    OuterOptimizer,
-    OuterState,
-    Sgd,
-    ValueSchedule,
-    digest_state,
-    digest_tensors,
-)
+from diloco.algorithm import Nesterov, OuterOptimizer, OuterState, Sgd, ValueSchedule, digest_state, digest_tensors
 from diloco.testing import check_outer_optimizer
 from tests.algorithm.codecs import PIECE
 
-OPTIMIZERS = {
-    "sgd": Sgd(learning_rate=0.5),
-    "nesterov": Nesterov(learning_rate=0.4, momentum=0.9),
-}
+OPTIMIZERS = {"sgd": Sgd(learning_rate=0.5), "nesterov": Nesterov(learning_rate=0.4, momentum=0.9)}
 
 
 def torch_twin(name: str, values: Tensor) -> torch.optim.Optimizer:

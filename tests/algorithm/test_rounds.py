@@ -13,12 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco import (
-    ConfigurationError,
-    ContractError,
-    DiLoCo,
-    SendersMean,
-)
+from diloco import ConfigurationError, ContractError, DiLoCo, SendersMean
 from diloco.algorithm import (
     CODECS,
     LARGEST_MEAN,

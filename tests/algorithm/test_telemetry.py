@@ -9,13 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.algorithm import (
-    Contribution,
-    Nesterov,
-    OuterOptimizer,
-    measured_outer_step,
-    weighted_mean,
-)
+from diloco.algorithm import Contribution, Nesterov, OuterOptimizer, measured_outer_step, weighted_mean
 from diloco.events import RoundCommitted
 from tests.algorithm.contributions import contribution
 from tests.replicas import quadratic, streaming

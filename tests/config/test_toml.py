@@ -12,16 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.config import (
-    Configuration,
-    build,
-    compose,
-    keys_of,
-    parse_arguments,
-    plan_run,
-    to_toml,
-    typed_values,
-)
+from diloco.config import Configuration, build, compose, keys_of, parse_arguments, plan_run, to_toml, typed_values
 from diloco.errors import ConfigurationError
 from diloco.model import preset_names
 from diloco.units import Duration, Rate
@@ -48,10 +39,7 @@ WRONG_FILES = [
     ('algorithm = "stream"', ["algorithm", "expected one of streaming, diloco, data-parallel"]),
     ("train = 5", ["train = 5", "train is a section, written [train]"]),
     ("[optimizer]\narguments = 3", ["optimizer.arguments = 3", "Expected object, got int"]),
-    (
-        "[optimizer.arguments]\nwhen = 2020-01-01",
-        ["optimizer.arguments", "a number, a string, a list or a table"],
-    ),
+    ("[optimizer.arguments]\nwhen = 2020-01-01", ["optimizer.arguments", "a number, a string, a list or a table"]),
     ('[train]\ninit_from = "a\\u0000b"', ["train.init_from", "without null characters"]),
     ("[train\nx", ["run.toml", "not valid TOML", "line 1"]),
     ("steps = " + "[" * 3000, ["run.toml", "not valid TOML"]),

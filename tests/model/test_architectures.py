@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.errors import CheckpointError
-from diloco.model import (
-    DecoderSettings,
-    Transformer,
-    build_model,
-    native_weights,
-)
+from diloco.model import DecoderSettings, Transformer, build_model, native_weights
 from tests.lazy import Lazy
 
 transformers = Lazy("transformers")

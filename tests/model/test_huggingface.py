@@ -12,11 +12,7 @@ from torch import Tensor
 
 from diloco.algorithm import partition
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.model import (
-    HuggingFaceModel,
-    ModelSettings,
-    build_language_model,
-)
+from diloco.model import HuggingFaceModel, ModelSettings, build_language_model
 from diloco.train import prepare_blocks
 from tests.huggingface import ARCHITECTURES, GROUPED, config_of, write_config
 

@@ -45,11 +45,7 @@ def schedules(draw: st.DrawFn) -> SyncSchedule:
     )
 
 
-links = st.builds(
-    Link,
-    bandwidth_bits_per_s=st.floats(1e3, 1e7),
-    latency_s=st.sampled_from([0.0, 0.03, 0.5]),
-)
+links = st.builds(Link, bandwidth_bits_per_s=st.floats(1e3, 1e7), latency_s=st.sampled_from([0.0, 0.03, 0.5]))
 sizes = st.lists(st.integers(1, 3000), min_size=4, max_size=4)
 one_link = st.tuples(st.floats(1e3, 1e7), st.floats(0, 1))
 

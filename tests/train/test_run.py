@@ -14,16 +14,7 @@ import torch
 from diloco.algorithm import RoundId
 from diloco.checkpoint import open_checkpoint
 from diloco.errors import CheckpointError, NonFiniteError
-from diloco.events import (
-    Evaluated,
-    Event,
-    Interrupted,
-    Note,
-    RoundVoid,
-    RunFinished,
-    RunStarted,
-    StepFinished,
-)
+from diloco.events import Evaluated, Event, Interrupted, Note, RoundVoid, RunFinished, RunStarted, StepFinished
 from diloco.trained import load_trained
 from diloco.transport import InProcessTransport
 from tests.faults import Fault, FaultyTransport
