@@ -1,7 +1,5 @@
 """Runs small enough for tests: a two-layer model on generated text."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Folders from elsewhere: what a run, a checkpoint, a model or a tokenizer says chooses no code that runs here."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import io

@@ -3,8 +3,6 @@
 From another package it imports only public names, those in that package's ``__init__.pyi``; so do tests and benchmarks.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """User code: the examples of its documentation page in a loop and by the command, and invalid code that is refused."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

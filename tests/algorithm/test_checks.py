@@ -1,7 +1,5 @@
 """Components by name, and values that can't work: refused when an object is constructed, not when it is used."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

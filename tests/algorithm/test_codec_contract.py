@@ -1,7 +1,5 @@
 """The contract tests of codecs: the package's codecs pass, and each broken contract is reported."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

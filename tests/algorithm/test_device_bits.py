@@ -1,7 +1,5 @@
 """What replicas must agree on to the bit uses only operations that CPUs and GPUs round alike."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Outer optimizers against those of torch.optim, and the digest of what they agree on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The verdict on a round, its mean by any rule, clipped or not, and the weights of contributions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The measurements of a round: norms, cosines, gain and spread."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

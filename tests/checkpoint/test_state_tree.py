@@ -1,7 +1,5 @@
 """Nested state survives JSON and safetensors exactly; values that would not survive are refused with their path."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from tempfile import TemporaryDirectory

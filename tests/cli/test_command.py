@@ -1,7 +1,5 @@
 """The command line: help, error messages, exit codes, and modules that it must not import."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The command ``diloco plan``."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """``diloco sweep``: a row belongs to the settings and files that it was run with, and a study is continued."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

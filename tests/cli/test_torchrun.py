@@ -3,8 +3,6 @@
 The ranks are started as torchrun starts them, but forked, which takes no seconds to import torch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The command `diloco train`: the files of a run, resuming, and run folders."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tomllib

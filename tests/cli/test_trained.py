@@ -1,7 +1,5 @@
 """The commands that read a trained model: `diloco evaluate`, `generate`, `export` and `status`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

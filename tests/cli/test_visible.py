@@ -1,7 +1,5 @@
 """Nothing that a command prints is obeyed by a terminal, whoever wrote it; a display's own sequences still work."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import logging

@@ -1,7 +1,5 @@
 """The commands that a run prints for others and for later read back as the settings of the run."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Conversion to TOML and back: valid files, the record of a run, and errors for invalid files."""
 
-from __future__ import annotations
-
 import dataclasses
 import tomllib
 from collections.abc import Mapping

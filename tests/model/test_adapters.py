@@ -1,7 +1,5 @@
 """LoRA with peft: what is trained, what peft reads, and masked documents with adapters."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import sys

@@ -1,7 +1,5 @@
 """The native decoder and the stock models of transformers that equal it: logits and weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

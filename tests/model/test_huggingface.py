@@ -1,7 +1,5 @@
 """Models of ``transformers`` behind the training interface: the same numbers, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The loss computed in chunks with the output projection: values, gradients, memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The consoles: plain lines, and a display that is redrawn with lines for notable events above it."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """`DiLoCo` in a training loop: agreement, resuming with rounds in flight, buffers, and user errors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A fragment: its merges, the global state that replicas of a process share, its digest, and work in no mean yet."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The simulator compared with the in-process transport on its virtual clock, and properties of all simulations."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

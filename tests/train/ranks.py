@@ -1,7 +1,5 @@
 """Replicas of several ranks, each in its own process, and the same training on one rank for comparison."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The facts printed before a run agree with the components of the run."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

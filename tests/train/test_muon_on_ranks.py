@@ -1,7 +1,5 @@
 """Muon whose matrices are orthogonalised by several ranks: sharded by FSDP2, or copied by DDP."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs of a user's own model: plain, or one that freezes, wraps or hides what it holds, or can't be synchronised."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The ranks of a replica together compute the same as one rank, and see every change of weights (invariant 10)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

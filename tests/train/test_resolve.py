@@ -1,7 +1,5 @@
 """Resolution of settings: defaults by algorithm, combinations that are refused, and notes on probable mistakes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

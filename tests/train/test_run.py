@@ -1,7 +1,5 @@
 """Whole runs: their files, resuming with the same bits, signals, comparisons by one flag."""
 
-from __future__ import annotations
-
 import json
 import signal
 from dataclasses import dataclass
