@@ -2,7 +2,6 @@
 
 import json
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +122,6 @@ def test_data_that_are_elsewhere_are_not_needed(tmp_path: Path, capsys: pytest.C
     data = f"--preset tiny --data {tmp_path / 'elsewhere.jsonl'} {LINK}"
     assert read(data, capsys)["model"]["vocabulary"] == 257
     assert read(f"{data} --model.arguments.vocab-size 999", capsys)["model"]["vocabulary"] == 999
-
-
-def test_print_config_prints_the_settings_that_would_be_priced(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--preset", "1b", "--inner-steps", "70", "--print-config", *LINK.split()]) == 0
-    assert tomllib.loads(capsys.readouterr().out)["sync"]["inner_steps"] == 70
 
 
 @pytest.mark.parametrize(

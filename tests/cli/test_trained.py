@@ -32,10 +32,6 @@ def test_evaluate_on_other_text_uses_all_of_it(files: Path, tmp_path: Path, caps
     assert json.loads(capsys.readouterr().out)["tokens"] == 16 * 10
 
 
-def test_a_step_without_a_checkpoint_is_told(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "Its steps are: 6" in refused(["generate", str(files / "run"), "--checkpoint", "5"], capsys, code=1)
-
-
 def test_generate_tells_scripts_what_ended_the_text(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(files / "run"), "--tokens", "30", "--prompt", "é doc", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
