@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,7 @@ from diloco.devices import side_stream
 from diloco.errors import RoundTimeoutError, RoundVoidError, TransportError
 from diloco.membership import View
 from diloco.protocol import Average, GiveVerdict, Rounds, StartExchange, Submitted
-from diloco.transport.connections.link import PeerLinks
+from diloco.transport.connections.links import PeerLinks
 from diloco.transport.peers.exchange import PayloadExchange
 from diloco.waiting import in_thread
 
@@ -164,11 +164,11 @@ class RoundsInFlight:
 
     def start(self, started: StartExchange) -> None:
         key = started.view.id, started.contribution.round
-        exchange = PayloadExchange(started, self._connections.loop, self._rules.piece_bytes)
+        ranks, connected = self._links.peers(started.view), self._connections.peers
+        peers = {self._rules.replica_of(rank): connected[rank] for rank in ranks if rank in connected}
+        exchange = PayloadExchange(started, peers, self._connections.loop, self._rules.piece_bytes)
         self._exchanges[key] = exchange
-        peers: Sequence[int] = self._links.peers(started.view)
-        here = {self._rules.replica_of(rank): self._links.by_rank.get(rank) for rank in peers}
-        exchange.begin({replica: link for replica, link in here.items() if link is not None})
+        exchange.begin()
         running = in_thread(lambda: self._exchange(key), f"diloco-{key[1].fragment}")
         self._running.add(running)
         running.add_done_callback(self._ended)

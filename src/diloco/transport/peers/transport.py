@@ -32,7 +32,7 @@ from diloco.protocol import (
 from diloco.transport.address import Address
 from diloco.transport.base import Fetching, Pending, SnapshotSource, Transport
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.link import PeerLinks
+from diloco.transport.connections.links import PeerLinks
 from diloco.transport.connections.sockets import TcpStreams
 from diloco.transport.connections.streams import within
 from diloco.transport.peers.in_flight import PeerPending, RoundsInFlight
@@ -67,9 +67,10 @@ class PeerTransport(Transport):
         self.on_change: Callable[[NextView], bytes | None] = lambda following: None
         self._asked_to_stop = False
         self.connections = ConnectionManager(rules, streams)
-        self.connections.handle, self.connections.on_fault = self._handle, self._end_waiting
+        self.connections.on_fault = self._end_waiting
         self.links = links(self.connections)
         self._shell = Shell(self.connections, self._acts)
+        self.connections.handle = self._shell.handle
         self._machine, self._changed = self._shell.machine, self._shell.changed
         self._post, self._call, self._wait_for = self._shell.post, self._shell.call, self._shell.wait_for
         self._rounds = RoundsInFlight(self.links, self._machine.rounds, self._post, self._shell.fail)
@@ -127,12 +128,12 @@ class PeerTransport(Transport):
 
     @property
     def link_descriptions(self) -> Mapping[int, str]:
-        links, size = self.links.by_rank, self.rules.ranks_per_replica
-        return {rank // size: link.description for rank, link in list(links.items()) if link.stripes}
+        size = self.rules.ranks_per_replica
+        return {rank // size: peer.description for rank, peer in self.links.by_rank.items() if peer.stripes}
 
     def traffic_by_peer(self) -> Mapping[str, tuple[int, int, float]]:
         size = self.rules.ranks_per_replica
-        return {str(rank // size): link.traffic() for rank, link in list(self.links.by_rank.items())}
+        return {str(rank // size): peer.traffic() for rank, peer in self.links.by_rank.items()}
 
     def known_entries(self) -> tuple[Entry, ...]:
         return tuple(entry for rank, entry in self.registry.entries.items() if rank != self.rules.rank)
@@ -373,14 +374,6 @@ class PeerTransport(Transport):
 
     # In the control thread.
 
-    def _handle(self, act: Callable[..., None], *arguments: Any) -> None:
-        if act == self._machine.receive and isinstance(arguments[1], Store):
-            if receive := self.connections.receivers.get(arguments[1].key):
-                receive(arguments[0], arguments[1].value)
-            return
-        self.links.notice(act, *arguments)
-        self._shell.handle(act, *arguments)
-
     def _end_waiting(self) -> None:
         """Let all who wait learn of an internal error."""
         fault = TransportError(self.connections.fault)
@@ -389,14 +382,14 @@ class PeerTransport(Transport):
         self._rounds.decide_all(
             lambda each: fault if self.rules.raises(each) else RoundVoidError(f"{each} is void: {fault}")
         )
-        for rank in list(self.links.by_rank):
-            self.links.disconnect(rank)
+        for peer in self.connections.peers.values():
+            peer.end(self.connections.fault)
         self._rounds.fail_exchanges(fault)
 
     def _acts(self, effects: Effects) -> Acts:
         return [
             (self.connections.send, effects.messages),
-            (self._hang_up, zip(effects.hang_ups)),
+            (self.connections.hang_up, zip(effects.hang_ups)),
             (self._rounds.resolve, effects.outcomes),
             (self._adopt, effects.adopted),
             (self._rounds.start, zip(effects.exchanges)),
@@ -406,10 +399,6 @@ class PeerTransport(Transport):
             (self._register, zip(effects.registered)),
             (self._introduce, zip(effects.introduced)),
         ]
-
-    def _hang_up(self, rank: int) -> None:
-        self.links.disconnect(rank)
-        self.connections.hang_up(rank)
 
     def _adopt(self, following: NextView, reason: str, joined: Sequence[int]) -> None:
         self.view, self.reason = following.view, reason
