@@ -1,7 +1,5 @@
 """The runs of real processes that `benchmarks.wan` measured, and what `diloco plan` predicts for them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -41,7 +39,6 @@ def compare() -> Iterator[dict[str, Any]]:
         cost, measured_s = _predict(row, bare_s), step_s(row)
         times_s = zip(*(replica["transfers_s"] for replica in row["replicas"]), strict=True)
         yield {
-            "kind": "run",
             "link": row["link"],
             "method": row["method"],
             "measured": {"step_s": measured_s, "compute_utilization": bare_s / measured_s},

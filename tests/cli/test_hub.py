@@ -1,7 +1,5 @@
 """`diloco export --push` against a stub of the hub's HTTP interface, since no hub can be reached in a test."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil
@@ -141,18 +139,6 @@ def test_a_line_of_the_card_is_one_line_whatever_a_log_from_elsewhere_says(
         assert main(["export", str(run), "--out", out, "--push", "me/model", "--dry-run"]) == code
         said = capsys.readouterr()
         assert words in said.out + said.err
-
-
-def test_a_dry_run_prints_and_asks_nobody(
-    files: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["export", str(files / "run"), "--out", str(tmp_path / "out"), "--push", "me/model", "--dry-run"]
-    assert main(words) == 0
-    said = capsys.readouterr().out
-    assert "| replicas (M) | 2 |" in said
-    assert "would push" in said
-    assert "model.safetensors" in said
-    assert hub.requests == []
 
 
 def test_a_public_repository_gets_nothing_that_was_to_be_private(
