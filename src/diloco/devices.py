@@ -21,6 +21,7 @@ __all__ = [
     "choose_device",
     "choose_threads",
     "flops_utilization",
+    "gpu_of_process",
     "known_peak_flops_per_s",
     "release_memory",
     "side_stream",
@@ -88,6 +89,24 @@ def choose_device(name: str) -> torch.device:
             "auto instead."
         )
     return device
+
+
+def gpu_of_process(index: int, *, shared: bool) -> str:
+    """Return the GPU, ``cuda:N``, of the process with this index on its machine: in turn if GPUs are ``shared``.
+
+    Raises:
+        ConfigurationError: if there is none left that is not shared, as NCCL refuses a second process on the same GPU.
+    """
+    import torch
+
+    count = torch.cuda.device_count()
+    if index >= count and not shared:
+        raise ConfigurationError(
+            f"Process {index + 1} on this machine needs a GPU of its own for NCCL, but torch sees {count}. Start "
+            f"{count} with torchrun --nproc-per-node {count}, use --transport tcp without --replica-size, which lets "
+            "replicas share a GPU, or --device cpu."
+        )
+    return f"cuda:{index % count}"
 
 
 def use_device(name: str) -> torch.device:
