@@ -254,13 +254,7 @@ class Rounds:
             self._cast(each, Vote(True, each.sealed_digest(digest)))
 
     def end_exchange(
-        self,
-        view_id: int,
-        round_id: RoundId,
-        failure: str = "",
-        *,
-        peer_lost: bool = False,
-        spoiler: int | None = None,
+        self, view_id: int, round_id: RoundId, failure: str = "", *, peer_lost: bool = False, spoiler: int | None = None
     ) -> None:
         """Record the end of the exchange of a round's payloads.
 
@@ -436,12 +430,7 @@ class Rounds:
             self._set_timer("look", each, None)
 
     def _fail(self, why: str, behind: frozenset[int] = frozenset(), *, anyway: bool = False) -> None:
-        """Have the view end without some replicas, or because a round is disputed.
-
-        Args:
-            behind: replicas that keep a round waiting, or spoil rounds.
-            anyway: whether the view ends even if the others can't continue.
-        """
+        """Have the view end without those ``behind``, or as a round is disputed; ``anyway``: whoever is left."""
         assert self.view is not None
         self._outbox.queue.append(partial(self.on_failure, self.view.id, why, behind, anyway=anyway))
 
