@@ -121,10 +121,7 @@ def test_one_replica_uses_the_global_state_of_another() -> None:
 
 
 def test_averaged_momenta_keep_what_a_replica_has_learnt_since_the_send() -> None:
-    layouts = [
-        replace(each, momenta=("second",) * (each.index == 1))
-        for each in partition(Vectors(), num_fragments=3, strategy="patterns", patterns=Vectors.PATTERNS)
-    ]
+    layouts = [replace(each, momenta=("second",) * (each.index == 1)) for each in partition(Vectors(), num_fragments=3, strategy="patterns", patterns=Vectors.PATTERNS)]
     schedule = SyncSchedule(inner_steps=3, num_fragments=3, overlap_steps=1, offsets=(0, 0, 0))
     swarm = Swarm(2, schedule, make_inner=muon, merge=RebaseMerge(), fragments=layouts)
 
@@ -152,9 +149,7 @@ def test_averaged_momenta_keep_what_a_replica_has_learnt_since_the_send() -> Non
     for mine, theirs in zip(joiner.replicas[0].fragments, swarm.replicas[0].fragments, strict=True):
         mine.state.load(theirs.state.snapshot(), 1)
     joiner.replicas[0].begin_from_global()
-    assert torch.allclose(
-        joiner.inner[0].state[joiner.models[0].get_parameter("second")]["momentum_buffer"], mean, atol=1e-6
-    )
+    assert torch.allclose(joiner.inner[0].state[joiner.models[0].get_parameter("second")]["momentum_buffer"], mean, atol=1e-6)
     with pytest.raises(ConfigurationError, match="momentum of second is to be averaged, but no inner optimizer"):
         Swarm(1, schedule, fragments=layouts)
 

@@ -81,11 +81,7 @@ CASES = {
         digest_of_shards="9409e2307f815f55",
     ),
     "muon, averaged momenta": Case(
-        "2a964e4f4c9068f7",
-        shapes=MATRICES,
-        inner=lambda model: muon(model, lr=0.01),
-        arguments={"codec": "fp4"},
-        momenta=True,
+        "2a964e4f4c9068f7", shapes=MATRICES, inner=lambda model: muon(model, lr=0.01), arguments={"codec": "fp4"}, momenta=True
     ),
     "muon": Case("b0c7ff1fe2780eee", shapes=MATRICES, inner=lambda model: muon(model, lr=0.01)),
 }

@@ -59,8 +59,8 @@ class FragmentLayout:
         >>> FragmentLayout(0, ("a", "b"), ((2,), (1, 2))).named(torch.arange(4))
         {'a': tensor([0, 1]), 'b': tensor([[2, 3]])}
         """
-        pieces = torch.split(values[self.of_parameters], list(self.sizes[: len(self.names)]))
-        return {name: piece.view(shape) for name, shape, piece in zip(self.names, self.shapes, pieces, strict=True)}
+        named = zip(self.names, self.shapes, values[self.of_parameters].split(self.sizes[: len(self.names)]), strict=True)
+        return {name: piece.view(shape) for name, shape, piece in named}
 
     def named_momenta(self, values: Tensor) -> dict[str, Tensor]:
         """Return name -> view of its momentum's part of the flat vector ``values``, ``(numel,)``.
@@ -68,8 +68,7 @@ class FragmentLayout:
         >>> FragmentLayout(0, ("a", "b"), ((2,), (1, 2)), momenta=("b",)).named_momenta(torch.arange(6))
         {'b': tensor([[4, 5]])}
         """
-        pieces = torch.split(values, list(self.sizes))[len(self.names) :]
-        shapes = dict(zip(self.names, self.shapes, strict=True))
+        shapes, pieces = dict(zip(self.names, self.shapes, strict=True)), values.split(self.sizes)[len(self.names) :]
         return {name: piece.view(shapes[name]) for name, piece in zip(self.momenta, pieces, strict=True)}
 
 

@@ -7,7 +7,7 @@ Streaming DiLoCo, Algorithm 2, for one fragment p::
     local_p  <- merge(local_p, global_p)               line 12  merge
 
 If the layout names momenta, the values of a fragment are its parameters and these momenta of the inner optimizer. The
-global value of a momentum is the mean of the replicas' at the last send; what each has learnt since stays its own.
+global value of a momentum is the mean of the replicas' at the last merge, and what each has learnt since the send stays.
 
 Permanent memory: 4 bytes per parameter for the global parameters and 4 for Nesterov's momentum, and 4 for the residual
 of error feedback. A fragment in flight also keeps its payload and, with the rebase rule, 4 bytes per value. If the
