@@ -6,8 +6,6 @@ made once a round so that it finds the same caches. The round has been decided b
 seconds with rounds and without, in turn.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import socket
