@@ -4,9 +4,9 @@ Messages are cut into parts, and each free stripe takes the next part. A stripe 
 parts that it carries; the parts of one that breaks are sent again over others, or over the next one. Every part is
 acknowledged, and the sender keeps a message until all its parts are.
 
-A message belongs to a round of a view, as its tag says. It stays with its sender until the receiver is known to have
-begun that round (by the header of its contribution), and has room for it. What arrives for any other round is
-acknowledged and dropped, so a round is cancelled by its tag alone.
+A message belongs to a round of a view, as its tag says. It is sent once all members are known to have begun that round,
+by the headers of their contributions. A member that still lacks a header keeps what arrives. What arrives for any other
+round is acknowledged and dropped, so a round is cancelled by its tag alone.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from diloco.transport.connections.pace import Pace, TcpCounters, UplinkMeter, st
 from diloco.transport.connections.streams import Stream, pack, read_frame
 from diloco.transport.connections.stripe import (
     LEAST_PART_BYTES,
+    Early,
     Head,
     Incoming,
     Outgoing,
@@ -41,9 +42,9 @@ from diloco.transport.connections.stripe import (
     part_bytes,
 )
 
-_MOST_READY = 4096  # rounds of which a peer has said that it has begun them
 _TAG_BITS = 17  # of a message within its round
 _RETRY_S, _RETRY_PART = 0.2, 4  # pauses before the first stripe is dialled again; at most the patience / 4
+_LOOK_S = 0.01  # between two looks whether a stripe has become free
 _RETRY_MORE_S, _RETRY_MORE_AT_MOST_S = 1.0, 30.0  # the same for each other one
 
 
@@ -73,13 +74,13 @@ class PeerLink:
         self._began_s = 0.0  # when the current transfer began
         self._transfer_bytes = self._missing_bytes = 0  # acknowledged of it, as sent, and not acknowledged, as data
         self._counted = TcpCounters()  # by TCP until then
-        self._ready: dict[int, None] = {}  # rounds that the peer has begun, the oldest first
-        self._held: dict[int, list[Outgoing]] = {}  # round -> messages that wait until the peer begins it
         self._unsent: deque[Outgoing] = deque()  # messages that are not completely cut into parts
         self._to_resend: deque[Part] = deque()  # unacknowledged parts of stripes that broke
         self._in_flight: set[Outgoing] = set()
         self._incoming: dict[int, Incoming] = {}  # by tag, the messages that this rank waits for
+        self._early: dict[int, Early] = {}  # by round, of those whose messages are not known yet
         self._wake_scheduled = False  # whether `wake` is about to run
+        self._look_scheduled = False  # whether it runs in a moment
         self._error: TransportError | None = None
 
     @property
@@ -91,11 +92,11 @@ class PeerLink:
         if self._error is not None:
             return
         self._error = error = TransportError(f"a payload connection ended: {why}")
-        for message in (*self._in_flight, *(each for held in self._held.values() for each in held)):
+        for message in self._in_flight:
             message.sent.set_exception(error)
         for incoming in self._incoming.values():
             incoming.received.set_exception(error)
-        for messages in (self._incoming, self._held, self._in_flight, self._unsent, self._to_resend):
+        for messages in (self._incoming, self._early, self._in_flight, self._unsent, self._to_resend):
             messages.clear()
         self._note_sending()
         for stripe in list(self.stripes.values()):
@@ -122,25 +123,25 @@ class PeerLink:
 
     # Rounds.
 
-    def note_ready(self, round_tag: int) -> None:
-        """Send what belongs to a round, as the peer has begun it."""
-        self._ready[round_tag] = None
-        if len(self._ready) > _MOST_READY:
-            del self._ready[next(iter(self._ready))]
-        for message in self._held.pop(round_tag, ()):
-            self._start(message)
+    def open_round(self, round_tag: int, most_bytes: int) -> None:
+        """Keep up to so many bytes of a round until `take_early`: the peer may know the plan before this rank."""
+        self._early[round_tag] = Early(most_bytes)
+
+    def take_early(self, round_tag: int) -> None:
+        """Store what has arrived for a round in the messages that `receive` awaits from now on."""
+        if early := self._early.pop(round_tag, None):
+            for head, data in early.parts.values():
+                self._store(head, data)
 
     def close_round(self, round_tag: int) -> None:
         """Send and await nothing more of a round, which has ended here. Who waits for a message is released."""
-        self._ready.pop(round_tag, None)
+        self._early.pop(round_tag, None)
         for tag in [tag for tag in self._incoming if tag >> _TAG_BITS == round_tag]:
             self._incoming.pop(tag).received.cancel()
         self.stop_sending(round_tag)
 
     def stop_sending(self, round_tag: int) -> None:
         """Count what belongs to a round as sent, as it is not wanted any more, even if it is never acknowledged."""
-        for message in self._held.pop(round_tag, ()):
-            message.sent.set_result(None)
         cancelled = {message for message in self._in_flight if message.tag >> _TAG_BITS == round_tag}
         if not cancelled:
             return
@@ -167,13 +168,7 @@ class PeerLink:
         if self._error is not None:
             sent.set_exception(self._error)
             return
-        message, of_round = Outgoing(tag, data, sent, missing=len(data)), tag >> _TAG_BITS
-        if of_round in self._ready:
-            self._start(message)
-        else:
-            self._held.setdefault(of_round, []).append(message)
-
-    def _start(self, message: Outgoing) -> None:
+        message = Outgoing(tag, data, sent, missing=len(data))
         if not self._in_flight:
             self._began_s, self._counted = self._loop.time(), self._counters()
             self._transfer_bytes = self._missing_bytes = 0
@@ -196,7 +191,14 @@ class PeerLink:
         free = list(self.stripes.values())
         while free and (self._unsent or self._to_resend):
             free = [each for each in free if each.write_next()]
+        if (self._unsent or self._to_resend) and not self._look_scheduled:
+            self._look_scheduled = True
+            self._loop.call_later(_LOOK_S, self._look)
         self._note_sending()
+
+    def _look(self) -> None:
+        self._look_scheduled = False
+        self.wake()
 
     def take(self, *, compressed: bool = False) -> Part | None:
         """Return the next part for a free stripe, or None."""
@@ -264,8 +266,14 @@ class PeerLink:
             self._incoming[tag] = Incoming(buffer, received, len(buffer))
 
     def arrived(self, head: Head, data: memoryview) -> None:
-        """Store a part that is awaited and has not arrived before."""
+        """Store a part that is awaited and has not arrived before, or keep it if its round has no plan yet."""
         self.received_bytes += len(data)
+        if early := self._early.get(head.tag >> _TAG_BITS):
+            early.keep(head, data)
+        else:
+            self._store(head, data)
+
+    def _store(self, head: Head, data: memoryview) -> None:
         message = self._incoming.get(head.tag)
         if message is None or head.start in message.parts:
             return
@@ -322,11 +330,10 @@ class PeerLinks:
         return [rank for rank in self.rules.ranks(view.members) if self.is_peer(rank)]
 
     def notice(self, event: Event) -> None:
-        """Take note of connections that are made and end, and of rounds that peers have begun."""
+        """Take note of connections that are made and end, and of rounds that peers have decided."""
         match event:
             case Received(sender, Header() as header) if sender in self.by_rank:
                 link, fragment, outer_step = self.by_rank[sender], *header.round
-                link.note_ready(round_tag(header.view, header.id))
                 # it has decided the rounds before; it need not have acknowledged the one just before yet
                 link.stop_sending(round_tag(header.view, RoundId(fragment, outer_step - 2)))
             case ConnectionMade(rank) if self.is_peer(rank):

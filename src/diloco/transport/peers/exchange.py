@@ -132,6 +132,15 @@ class RoundMessages:
                 raise TransportError("a payload connection ended: the transport was closed") from error
         return list(works.values())
 
+    def open(self, early_bytes: int) -> None:
+        """Keep up to so many bytes of each member's that arrive before `take_early`. In the loop's thread."""
+        for link in self.links.values():
+            link.open_round(round_tag(self.view_id, self.round_id), early_bytes)
+
+    def take_early(self) -> None:
+        for link in self.links.values():
+            link.take_early(round_tag(self.view_id, self.round_id))
+
     def close(self) -> None:
         """Send and await nothing more, in the loop's thread; who waits is released."""
         for link in self.links.values():
@@ -170,16 +179,13 @@ class PayloadExchange:
     """The payloads of one round between this rank and its peers."""
 
     def __init__(self, started: StartExchange, loop: asyncio.AbstractEventLoop, piece_bytes: int) -> None:
-        self.contribution, self.plan = started.contribution, started.plan
+        self.contribution = started.contribution
         self.members = started.view.members
         self.me = self.members.index(started.contribution.replica)
-        self.verdict: Future[GiveVerdict] = Future()  # which contributions to sum
-        self._begun: Future[None] = Future()  # resolved once the payloads are being sent
+        # which contributions to sum, and the plan by which payloads are being sent
+        self.verdict: Future[GiveVerdict] = Future()
         self._view_id = started.view.id
         self._messages = RoundMessages(started.view.id, started.contribution.round, loop, piece_bytes)
-        everything = ((0, self.contribution.numel),) * len(self.members)
-        # the slice of values that each member sums
-        self._summed = everything if self.plan.pattern == "all-gather" else self.plan.shards
         extras = [each for each in (self.contribution.buffers, self.contribution.integers) if each is not None]
         parts = [each.detach().cpu().contiguous().view(torch.uint8) for each in extras]
         # model buffers as bytes: floating ones, then integer ones
@@ -190,16 +196,24 @@ class PayloadExchange:
         self.values = torch.zeros(0, dtype=torch.float32, device="cpu")
 
     def begin(self, links: Mapping[int, PeerLink]) -> None:
-        """Start receiving, and send this rank's payload. `run` reports a failure.
+        """Keep what arrives early over these links. `run` reports a failure. Runs in their thread, as `give` does."""
+        self._messages.links = links
+        self._messages.open(self.contribution.payload.numel() + len(self._extras))
+        if missing := {*self.members} - {*links, self.contribution.replica}:
+            words = f"replica {min(missing)} is not connected"
+            self.verdict.set_exception(TransportError(words, replicas=[min(missing)]))
 
-        Runs in the thread of the links, which saves one thread switch for each message.
-        """
-        codec = self.contribution.codec
+    def give(self, given: GiveVerdict) -> None:
+        """Take the verdict: start receiving, and send this rank's payload, or send nothing, as the round is void."""
+        if given.verdict.void:
+            self.cancel()
+            return
+        assert given.plan is not None
+        codec, messages, self.plan = self.contribution.codec, self._messages, given.plan
+        everything = ((0, self.contribution.numel),) * len(self.members)
+        # the slice of values that each member sums
+        self._summed = everything if self.plan.pattern == "all-gather" else self.plan.shards
         try:
-            for member in self.members:
-                if member != self.contribution.replica and member not in links:
-                    raise TransportError(f"replica {member} is not connected", replicas=[member])
-            messages, self._messages.links = self._messages, links
             self.values = torch.empty(self.contribution.numel, dtype=torch.float32, device="cpu")
             pieces = enumerate(messages.pieces(*self._summed[self.me], codec))
             sizes = {piece: codec.payload_bytes(b - a) for piece, (a, b) in pieces}
@@ -210,22 +224,21 @@ class PayloadExchange:
                     messages.receive(member, torch.empty(num_bytes, dtype=torch.uint8, device="cpu"), piece)
             if self.plan.pattern == "reduce-scatter":
                 self._begin_means()
+            messages.take_early()
             self._send()
         except Exception as error:
-            self._begun.set_exception(error)
+            self.verdict.set_exception(error)
         else:
-            self._begun.set_result(None)
+            self.verdict.set_result(given)
 
     def run(self) -> Iterator[Event]:
         """Sum the payloads and yield the resulting events. Blocks until the exchange has ended."""
         round_id = self.contribution.round
         try:
-            self._begun.result()
             given = self.verdict.result()
-            if not given.verdict.void:
-                mean = self.reduce(given.weights, given.verdict.contributors)
-                yield Computed(self._view_id, round_id, mean, mean.digest())
-                self._messages.finish()
+            mean = self.reduce(given.weights, given.verdict.contributors)
+            yield Computed(self._view_id, round_id, mean, mean.digest())
+            self._messages.finish()
             yield ExchangeEnded(self._view_id, round_id)
         except CancelledError:
             yield ExchangeEnded(self._view_id, round_id)
