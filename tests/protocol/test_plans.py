@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import torch
 
 from diloco.algorithm import Contribution, Exchange, MeanEncoding, RoundId, Uplink, make_codec
 from diloco.membership import View
-from diloco.protocol import Machine, events
+from diloco.protocol import Machine, Submitted
 from tests.protocol.simulated import rules_of
 
 CODEC = make_codec("fp4")
@@ -25,15 +27,15 @@ class Ranks:
         self.machines = [Machine(replace(rules_of(), rank=rank)) for rank in RANKS]
         self.plans: list[Exchange | None] = []
         for rank, other in permutations(RANKS, 2):
-            self.handle(rank, events.ConnectionMade(other, 1, "simulated"))
+            self.handle(rank, self.machines[rank].connect, other, 1, "simulated")
         for rank in RANKS:
-            self.handle(rank, events.Begin(View.of(3), member=True))
+            self.handle(rank, self.machines[rank].begin, View.of(3), member=True)
 
-    def handle(self, rank: int, event: events.Event) -> None:
-        effects = self.machines[rank].handle(event, 0.0)
+    def handle(self, rank: int, act: Callable[..., None], *arguments: Any, **more: Any) -> None:
+        effects = self.machines[rank].handle(0.0, act, *arguments, **more)
         self.plans += [given.plan for given in effects.verdicts]
         for receiver, message in effects.messages:
-            self.handle(receiver, events.Received(rank, message))
+            self.handle(receiver, self.machines[receiver].receive, rank, message)
 
     def contribute(self, rank: int, uplink: Uplink) -> None:
         given = Contribution(
@@ -44,7 +46,7 @@ class Ranks:
             payload=CODEC.encode(VALUES),
             mean=MeanEncoding.of("auto"),
         )
-        self.handle(rank, events.Submitted(given, 1, 0.0, uplink=uplink))
+        self.handle(rank, self.machines[rank].rounds.submit, Submitted(given, 1, 0.0, uplink=uplink))
 
 
 def plan_of(*uplinks: Uplink) -> Exchange:
