@@ -4,9 +4,9 @@ Payload messages are cut into parts, and each free stripe takes the next part. A
 the parts that it carries; the parts of one that breaks are sent again over others, or over the next one. Every part is
 acknowledged, and the sender keeps a message until all its parts are.
 
-A payload message belongs to a round of a view, as its tag says. It is sent once the headers of all members say that they
-have begun that round. A member that still lacks one keeps what arrives. What arrives for any other round is acknowledged
-and dropped, so a round is cancelled by its tag alone.
+A payload message belongs to a round of a view, as its tag says. It is sent once the headers of all members say that
+they have begun that round. A member that still lacks one keeps what arrives. What arrives for any other round is
+acknowledged and dropped, so a round is cancelled by its tag alone.
 """
 
 from __future__ import annotations
