@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +28,7 @@ from diloco.protocol import (
     encode,
 )
 from tests.membership.network import NUMBERS, Network, explore
-from tests.protocol.simulated import begin, finish, rank, settle, simulated
+from tests.protocol.simulated import begin, finish, instead, rank, settle, simulated
 from tests.protocol.simulated_rank import TIMEOUT_S, Rank
 
 pytestmark = pytest.mark.no_cover  # directed tests reach the same lines, and tracing takes longer than the networks
@@ -196,13 +195,6 @@ def test_no_state_is_the_majoritys_where_no_two_of_three_hold_it() -> None:
 def withholds_votes(of: Sequence[int]) -> Callable[[int, Any], list[Any]]:
     """Send no votes to the ranks ``of``."""
     return lambda receiver, message: [] if receiver in of and isinstance(message, RoundVote) else [message]
-
-
-def instead(kind: type[WireMessage], to: Sequence[int] = range(9), **fields: Any) -> Callable[[int, Any], list[Any]]:
-    """Change these fields in each message of a type to the ranks ``to``."""
-    return lambda receiver, message: [
-        msgspec.structs.replace(message, **fields) if isinstance(message, kind) and receiver in to else message
-    ]
 
 
 @pytest.mark.parametrize(("replicas", "liar"), [(2, 1), (3, 0), (5, 4)])

@@ -7,17 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-import torch
-
 from diloco.algorithm import Contribution, Exchange, Mean, RoundId, Uplink, Verdict, bounded_weights, judge
-from diloco.errors import CodecError, DivergedError, RoundVoidError, TransportError
+from diloco.errors import DivergedError, RoundVoidError, TransportError
 from diloco.membership import View, Vote, byzantine_quorum
 from diloco.protocol.effects import Average, Submitted
 from diloco.protocol.rules import Rules
 from diloco.protocol.suspicion import Lateness
 from diloco.protocol.wire import Header, RoundVote
-
-_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(eq=False)
@@ -44,9 +40,8 @@ class Round:
     reason: str = ""  # why the round is void
     exchanging: bool = False  # whether the payload exchange is running
     concluded: bool = False  # whether the outcome was reported
-    lateness: Lateness = field(default_factory=Lateness)  # of replicas that have not contributed
-    # of replicas whose votes are missing since this rank voted for the round at ``voted_s``
-    vote_lateness: Lateness = field(default_factory=Lateness)
+    # of replicas that have not contributed; once this rank has voted for the round, at ``voted_s``, that have not voted
+    lateness: Lateness = field(default_factory=Lateness)
     voted_s: float = math.inf
 
     @property
@@ -82,8 +77,7 @@ class Round:
 
     def judge(self) -> Verdict:
         """Decide whose contributions are summed, as all headers have been received, and whose state they apply to."""
-        assert self.begun is not None
-        self.verdict = verdict = judge_headers(self.headers, self.begun.contribution, self.view.members, self.rules)
+        self.verdict = verdict = judge_headers(self.headers, self.view.members, self.rules)
         if self.taking_over:
             holder = next((each for each in self.view.members if not self.header_of(each).taking_over), None)
             if holder is not None and self.header_of(holder).digest != self.headers[self.rules.rank].digest:
@@ -102,7 +96,8 @@ class Round:
 
     def late(self) -> frozenset[int]:
         """Look which other replicas have kept the round waiting for too long."""
-        return self.lateness.look({*self.missing} - {self.rules.replica})
+        awaited = self.missing if math.isinf(self.voted_s) else self.without_vote
+        return self.lateness.look({*awaited} - {self.rules.replica})
 
     def sealed_digest(self, digest: str) -> str:
         """Return a digest of an average's digest and what the next round's plan takes from the headers: the uplinks.
@@ -191,12 +186,6 @@ class KnownUplinks:
 
 def header_of(contribution: Contribution, view_id: int, uplink: Uplink, *, taking_over: bool) -> Header:
     """Return the header of a contribution. The sender checks the payload, and withdraws an invalid one."""
-    withdrawn = contribution.withdrawn
-    if not withdrawn:
-        try:
-            contribution.codec.validate(contribution.payload, contribution.numel)
-        except CodecError as error:
-            withdrawn = str(error)
     buffers, integers = contribution.buffers, contribution.integers
     return Header(
         view_id,
@@ -207,7 +196,7 @@ def header_of(contribution: Contribution, view_id: int, uplink: Uplink, *, takin
         contribution.digest,
         None if buffers is None else buffers.numel(),
         None if integers is None else integers.numel(),
-        withdrawn,
+        contribution.checked().withdrawn,
         taking_over,
         uplink.bits_per_s,
         uplink.full,
@@ -215,7 +204,7 @@ def header_of(contribution: Contribution, view_id: int, uplink: Uplink, *, takin
     )
 
 
-def judge_headers(headers: Mapping[int, Header], sample: Contribution, members: Sequence[int], rules: Rules) -> Verdict:
+def judge_headers(headers: Mapping[int, Header], members: Sequence[int], rules: Rules) -> Verdict:
     """Return the verdict on a round, which is the same on every rank.
 
     The ranks at position s of their replicas, which hold the same shard, are judged together. A replica is in the mean
@@ -223,7 +212,6 @@ def judge_headers(headers: Mapping[int, Header], sample: Contribution, members: 
 
     Args:
         headers: rank -> header, for every rank of every member.
-        sample: a contribution with the codec of the round.
         members: the members of the view.
         rules: the rules of the run.
     """
@@ -237,11 +225,10 @@ def judge_headers(headers: Mapping[int, Header], sample: Contribution, members: 
     needed = max(1, len(there) if rules.min_contributors is None else rules.min_contributors)
     verdicts = [
         judge(
-            {member: _bare(headers[member * size + position], member, sample) for member in there},
+            {member: headers[member * size + position] for member in there},
             members=members,
             min_contributors=needed,
             absent=absent,
-            contents=False,
             holders=byzantine_quorum(len(there)),
         )
         for position in range(size)
@@ -258,22 +245,6 @@ def judge_headers(headers: Mapping[int, Header], sample: Contribution, members: 
         words = worst.reason or "too few replicas have usable contributions at every position"
         return Verdict((), words, refused=refused)
     return Verdict(tuple(sorted(common)), worst.reason, donor=verdicts[0].donor, refused=refused)
-
-
-def _bare(header: Header, member: int, sample: Contribution) -> Contribution:
-    return Contribution(
-        round=header.id,
-        replica=member,
-        codec=sample.codec,
-        numel=header.numel,
-        payload=_EMPTY,
-        weight=header.weight,
-        base_weight=header.base_weight,
-        digest=header.digest,
-        buffers=None if header.buffers is None else _EMPTY.new_empty(header.buffers, device="meta"),
-        integers=None if header.integers is None else _EMPTY.new_empty(header.integers, device="meta"),
-        withdrawn=header.withdrawn,
-    )
 
 
 # Votes.

@@ -254,13 +254,7 @@ class Rounds:
             self._cast(each, Vote(True, each.sealed_digest(digest)))
 
     def end_exchange(
-        self,
-        view_id: int,
-        round_id: RoundId,
-        failure: str = "",
-        *,
-        peer_lost: bool = False,
-        spoiler: int | None = None,
+        self, view_id: int, round_id: RoundId, failure: str = "", *, peer_lost: bool = False, spoiler: int | None = None
     ) -> None:
         """Record the end of the exchange of a round's payloads.
 
@@ -291,7 +285,8 @@ class Rounds:
         limit_s = self._rules.round_timeout_s
         if self._rules.rank in each.votes:
             assert self.view is not None
-            late = self._await_votes(each)
+            self._set_timer("expire", each, limit_s / Lateness.LOOKS)
+            late = each.late()
             # if the others can't continue without them, the view change shows whether they have committed the round
             each.disputed = each.disputed or not enough_without(self.view, late, self._rules.policy)
             if late:
@@ -306,18 +301,13 @@ class Rounds:
     def look(self, timer: Timer) -> None:
         """Look which replicas keep a round waiting, and exclude those that have done so for too long."""
         each, late_s = self._find(timer.view_id, timer.round), self._rules.late_s
-        if each is None or late_s is None or each.committed is not None or self.frozen:
+        if each is None or late_s is None or each.committed is not None or self.frozen or math.isfinite(each.voted_s):
             return
         self._set_timer("look", each, late_s / Lateness.LOOKS)
         if late := each.late():
             are = "are" if len(late) > 1 else "is"
             why = f"{names_of(late)} {are} late: no contribution to {each.id} arrived within {late_s:g} s"
             self._fail(why, behind=late)
-
-    def _await_votes(self, each: Round) -> frozenset[int]:
-        """Look for missing votes on a round, and set the timer for the next look. Return the replicas that are late."""
-        self._set_timer("expire", each, self._rules.round_timeout_s / Lateness.LOOKS)
-        return each.vote_lateness.look(each.without_vote)
 
     # From headers to an outcome.
 
@@ -362,8 +352,9 @@ class Rounds:
             return
         self._count(each, self._rules.rank, message)
         if each.committed is None:
-            each.voted_s = self._outbox.now_s
-            self._await_votes(each)
+            each.voted_s, each.lateness = self._outbox.now_s, Lateness()
+            each.late()
+            self._set_timer("expire", each, self._rules.round_timeout_s / Lateness.LOOKS)
 
     def _count(self, each: Round, sender: int, message: RoundVote) -> None:
         """Count a vote. The vote that decides the round ends it, and one that leaves it in doubt ends the view."""
@@ -439,12 +430,7 @@ class Rounds:
             self._set_timer("look", each, None)
 
     def _fail(self, why: str, behind: frozenset[int] = frozenset(), *, anyway: bool = False) -> None:
-        """Have the view end without some replicas, or because a round is disputed.
-
-        Args:
-            behind: replicas that keep a round waiting, or spoil rounds.
-            anyway: whether the view ends even if the others can't continue.
-        """
+        """Have the view end without those ``behind``, or as a round is disputed; ``anyway``: whoever is left."""
         assert self.view is not None
         self._outbox.queue.append(partial(self.on_failure, self.view.id, why, behind, anyway=anyway))
 

@@ -191,6 +191,11 @@ class Header(WireMessage):
         return RoundId(*self.round)
 
     @property
+    def layout(self) -> tuple[int | None, ...]:
+        """See `Contribution`."""
+        return self.numel, self.buffers, self.integers
+
+    @property
     def uplink(self) -> Uplink:
         """What the sender knows of its uplink."""
         return Uplink(self.uplink_bits_per_s, self.uplink_full, self.uplink_window_s)

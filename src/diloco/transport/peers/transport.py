@@ -242,7 +242,8 @@ class PeerTransport(Transport):
 
     def speeds(self) -> Mapping[int, float]:
         """Return the inner steps per second that other members have reported, by replica."""
-        return self._machine.speeds
+        said = self._machine.said.values(Speed)
+        return {self.rules.replica_of(rank): speed for rank, speed in said.items()}
 
     def finish(self) -> None:
         """Wait for the others after this rank's last step, or leave if they take more steps."""
@@ -323,15 +324,15 @@ class PeerTransport(Transport):
     def agree(self, facts: Mapping[str, str]) -> None:
         entry = Entry(self.rules.rank, str(self.connections.address), dict(facts))
         timeout_s = self.rules.round_timeout_s
-        agreement, present = self._machine.agreement, self._machine.present
+        said, present = self._machine.said, self._machine.present
 
         def unready() -> list[int]:
-            return sorted({self.rules.replica_of(rank) for rank in agreement.awaited(present())})
+            return sorted({self.rules.replica_of(rank) for rank in said.awaited(Entry, present())})
 
         self._post(self._machine.announce, FactsMessage(entry))
         with waiting_for(lambda: f"{len(unready())} of the replicas to create DiLoCo", timeout_s), self._changed:
-            self._wait_for(lambda: agreement.mine == entry and (agreement.refusal() or not unready()), timeout_s)
-            why, missing = agreement.refusal(), unready()
+            self._wait_for(lambda: said.mine == entry and (said.refusal() or not unready()), timeout_s)
+            why, missing = said.refusal(), unready()
         if why:
             raise ConfigurationError(f"{why}. All replicas must pass the same arguments to DiLoCo.")
         if missing:
@@ -353,8 +354,8 @@ class PeerTransport(Transport):
         """
         machine = self._machine
         if self._asked_to_stop:
-            self._wait_for(lambda: machine.barriers.stopping, self.rules.silence_s)
-        if not machine.barriers.stopping:
+            self._wait_for(lambda: machine.said.stopping, self.rules.silence_s)
+        if not machine.said.stopping:
             return None
         if not machine.stop_is_agreed():
             with contextlib.suppress(TimeoutError), self._changed:
@@ -368,9 +369,9 @@ class PeerTransport(Transport):
 
     def _met(self, name: str, *, unless: Callable[[], bool] = lambda: False) -> dict[int, int]:
         """Wait until all connected ranks have reached a barrier, or ``unless`` holds. Return the values by rank."""
-        barriers, present = self._machine.barriers, self._machine.present
-        self._wait_for(lambda: unless() or not barriers.awaited(name, present()), self.rules.guard_s)
-        return barriers.values(name)
+        said, present = self._machine.said, self._machine.present
+        self._wait_for(lambda: unless() or not said.awaited(name, present()), self.rules.guard_s)
+        return said.values(name)
 
     # In the control thread.
 
