@@ -94,10 +94,7 @@ class Transformer(LanguageModel):
                 std *= residual_scale
             yield name, value.normal_(0, std, generator=generator)
 
-    def fits_shards(self) -> bool:
-        return True
-
-    def fill(self, device: torch.device, *, seed: int) -> None:
+    def fill(self, device: torch.device, *, seed: int, group: ReplicaGroup) -> None:
         self.to_empty(device=device)
         self.initialise(torch.Generator("cpu").manual_seed(seed))
 
