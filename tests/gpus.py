@@ -44,7 +44,7 @@ def on_gpu(values: Tensor, index: int) -> Tensor:
 
 @dataclass
 class Cuda:
-    """Replaces the streams of `torch.cuda`. ``log`` has what was done, and the device of its stream."""
+    """Replaces the streams of `torch.cuda`, whose GPUs are full. ``log``: what was done, the device of its stream."""
 
     log: list[tuple[str, torch.device]] = field(default_factory=list)
 
@@ -53,6 +53,7 @@ class Cuda:
         patch.setattr(torch.cuda, "Stream", lambda device=None: _Stream(self.log, _place(device)))
         patch.setattr(torch.cuda, "stream", lambda stream: nullcontext(self.log.append(("copies in", stream.device))))
         patch.setattr(torch.cuda, "Event", lambda: self)
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 80 << 30))
         return self
 
     def record(self, stream: _Stream) -> None:

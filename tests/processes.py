@@ -55,14 +55,14 @@ _parent: Connection | None = None
 
 def report(value: Any) -> None:
     """In a child, send ``value`` to the test, which receives it with `Processes.next_report`."""
-    assert _parent is not None, "only a function that Processes started can report"
+    assert _parent is not None
     # pickled here, because multiprocessing would send tensors as shared memory, which ends with the process
     _parent.send_bytes(pickle.dumps(("report", value)))
 
 
 def receive(timeout_s: float = 60.0) -> Any:
     """In a child, wait for the value that the test sends with `Processes.send`, and return it."""
-    assert _parent is not None, "only a function that Processes started can receive values"
+    assert _parent is not None
     assert _parent.poll(timeout_s), f"the test sent nothing within {timeout_s:g} s"
     return pickle.loads(_parent.recv_bytes())
 
@@ -138,16 +138,7 @@ class Processes:
             member.connection.close()
 
     def start(self, count: int, function: Callable[..., Any], *arguments: Any) -> range:
-        """Run ``function(rank, *arguments)`` in ``count`` more processes.
-
-        Args:
-            count: the number of processes.
-            function: a function that can be pickled by name.
-            arguments: arguments that can be pickled; each process gets a copy.
-
-        Returns:
-            The ranks of the new processes, which follow those of earlier calls.
-        """
+        """Run ``function(rank, *arguments)`` in ``count`` more processes, and return their ranks."""
         job = pickle.dumps((function, arguments))
         ranks = range(len(self.members), len(self.members) + count)
         for rank in ranks:
@@ -163,11 +154,7 @@ class Processes:
         self.members[rank].connection.send_bytes(pickle.dumps(value))
 
     def next_report(self, rank: int, timeout_s: float = 60.0) -> Any:
-        """Wait for the next `report` of process ``rank``, and return its value.
-
-        Raises:
-            AssertionError: if the process fails (with its traceback), ends or reports nothing within the time-out.
-        """
+        """Wait for the next `report` of process ``rank``, and return its value."""
         member = self.members[rank]
         self._await(lambda: bool(member.reports) or member.over, timeout_s, f"rank {rank} has not reported")
         if not member.reports:
@@ -175,16 +162,7 @@ class Processes:
         return member.reports.popleft()
 
     def results(self, timeout_s: float = 60.0, ranks: Iterable[int] | None = None) -> dict[int, Any]:
-        """Wait for the results of the functions, and return rank -> result. The processes may still be exiting.
-
-        Args:
-            timeout_s: the time-out for all of them together.
-            ranks: the ranks to wait for; by default, all that the test has not killed.
-
-        Raises:
-            AssertionError: as soon as one fails (with its traceback) or ends without a result; at the time-out, with
-                the ranks that have no result.
-        """
+        """Wait for the results of ``ranks``, or of all that were not killed; raise as soon as one fails."""
         alive = [rank for rank, member in enumerate(self.members) if not member.killed]
         wanted = alive if ranks is None else list(ranks)
 

@@ -1,28 +1,22 @@
-"""``python -m benchmarks.cores``: one process or several on the cores of one machine, alone and next to a busy process.
+"""``python -m benchmarks.cores``: waiting policies of OpenMP, alone and next to a busy process.
 
-``waiting``: the quick start's inner step with different waiting policies of OpenMP, one process each. The processes
+The quick start's inner step with different waiting policies of OpenMP, one process each. The processes
 take turns of a few steps in a rotating order, so that other load on the machine affects all of them equally. Each
 policy is compared with libgomp's default turn by turn.
-
-``replicas``: ``diloco train`` with four replicas, in turns with its own settings and with the defaults that every
-process would have otherwise (one thread per core, libgomp's waiting policy).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 LIBGOMP_DEFAULT = {"GOMP_SPINCOUNT": "300000"}
 """The default of libgomp."""
@@ -35,24 +29,17 @@ POLICIES: dict[str, Mapping[str, str]] = {
     "one thread": {"OMP_NUM_THREADS": "1"},
 }
 LOADS = ("nothing else runs", "next to one busy process")
-TRAIN = (
-    "train --transport tcp --replicas 4 --evaluation.every-steps 0 --evaluation.sequences 4 "
-    "--evaluation.sample-prompts --checkpoint.every-steps 0 --monitor.console quiet"
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cores", description=__doc__)
-    parser.add_argument("part", choices=("waiting", "replicas", "worker"))
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=24, help="number of turns of each")
-    parser.add_argument("--steps", type=int, default=20, help="replicas: steps per run")
     given = parser.parse_args(arguments)
-    if given.part == "worker":
+    if given.worker:
         work()
-    elif given.part == "waiting":
-        print_waiting(given.rounds)
     else:
-        print_replicas(given.rounds, given.steps)
+        print_waiting(given.rounds)
 
 
 def print_waiting(rounds: int) -> None:
@@ -78,26 +65,6 @@ def print_waiting(rounds: int) -> None:
             faster = statistics.median(a / b for a, b in zip(own, mine, strict=True))
             cells.append(f"{1e3 * statistics.median(mine):.1f} | {faster:.2f}")
         print(f"| {name} | {' | '.join(cells)} |")
-
-
-def print_replicas(rounds: int, steps: int) -> None:
-    cores = len(os.sched_getaffinity(0))
-    before = {"OMP_NUM_THREADS": str(cores), **LIBGOMP_DEFAULT}
-    print(f"`diloco train --transport tcp --replicas 4 --steps {steps}`, tokens/s, {cores} cores:\n")
-    print("| | default settings | `diloco train` | times as fast |\n|---|---|---|---|")
-    with busy_process() as load:
-        for loaded, name in zip((False, True), LOADS, strict=True):
-            load(loaded)
-            for _ in range(rounds):
-                default, shared = tokens_per_s(before, steps), tokens_per_s({}, steps)
-                print(f"| {name} | {default:,.0f} | {shared:,.0f} | {shared / default:.1f} |", flush=True)
-
-
-def tokens_per_s(changes: Mapping[str, str], steps: int) -> float:
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "diloco", *TRAIN.split(), "--steps", str(steps), "--out", f"{folder}/run"]
-        subprocess.run(command, env={**clean_environment(), **changes}, check=True)
-        return float(json.loads(Path(folder, "run", "summary.json").read_text())["tokens_per_s"])
 
 
 def clean_environment() -> dict[str, str]:
@@ -128,7 +95,7 @@ class Switch:
 
 
 def start_worker(changes: Mapping[str, str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "benchmarks.cores", "worker"]
+    command = [sys.executable, "-m", "benchmarks.cores", "--worker"]
     pipe = subprocess.PIPE
     worker = subprocess.Popen(command, env={**clean_environment(), **changes}, stdin=pipe, stdout=pipe, text=True)
     take_turn(worker, 2)

@@ -8,6 +8,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ from diloco.train import (
 )
 from diloco.transport import Pending, open_replica_group
 from diloco.units import format_bytes
+from diloco.waiting import in_thread
 
 __all__ = ["CHECKS", "run_checks"]
 
@@ -387,35 +389,56 @@ def muon_compiled(sizes: Sizes, device: torch.device) -> str:
             [p.detach() - q for p, q in zip(model.parameters(), _model(sizes, device).parameters(), strict=True)]
         )
     torch._dynamo.reset()
-    return _below(_largest_error(*moved), 3e-2)
+    return _below(_largest_error(*moved), 6e-2)  # two orders of rounding in bfloat16: 2e-2 on a CPU
 
 
 def beside_training(sizes: Sizes, device: torch.device) -> str:
-    """Compare rounds over TCP, with global parameters on the GPU and on the host, with those of the CPU."""
-    places = {"the CPU": (torch.device("cpu"), None), "the GPU": (device, None), "the host": (device, "cpu")}
-    digests = {}
-    for name, (place, home) in places.items():
-        model = torch.nn.ParameterList([torch.nn.Parameter(_drawn(1 << 20, seed).to(place)) for seed in range(2)])
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            address = f"127.0.0.1:{free.getsockname()[1]}"
-        with connect_tcp(replica=0, num_replicas=1, rendezvous=address) as transport:
-            diloco = DiLoCo(
-                model,
-                torch.optim.SGD(model.parameters()),
-                transport=transport,
-                schedule=SyncSchedule(inner_steps=4, num_fragments=1, overlap_steps=2),
-                codec="fp4",
-                global_device=home,
-            )
-            for _ in range(14):
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter.mul_(0.75).sub_(0.125)  # elementwise, so that all places have the same bits
-                diloco.step()
-            diloco.drain()
-        digests[name] = diloco.digest(), digest_tensors({str(n): p for n, p in enumerate(model.parameters())})
-    assert len(set(digests.values())) == 1, f"the digests differ: {digests}"
-    return f"three rounds with global parameters on {', '.join(places)}: the same digests"
+    """Compare rounds of two replicas over TCP, with global parameters on the GPU and on the host, with the CPU's."""
+    places = {"the CPU": (CPU, None), "the GPU": (device, None), "the host": (device, "cpu")}
+    for codec, mean in (("fp4", "float32"), ("float32", "fp4")):  # an all-gather, and a reduce-scatter
+        digests = {}
+        for name, (place, home) in places.items():
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                address = f"127.0.0.1:{free.getsockname()[1]}"
+            train = partial(_train_over_tcp, address, place, home, codec, mean)
+            first, second = [in_thread(partial(train, replica), "replica") for replica in range(2)]
+            digests[name], summed_on = zip(first.result(60.0), second.result(60.0), strict=True)
+            assert {*summed_on} == {str(place if home is None else home)}, f"{name}: summed on {summed_on}"
+        assert len(set(digests.values())) == 1, f"the digests of {codec} with means in {mean} differ: {digests}"
+    return f"three rounds with global parameters on {', '.join(places)}, summed there: the same digests"
+
+
+def _train_over_tcp(
+    address: str, place: torch.device, home: str | None, codec_name: str, mean: str, replica: int
+) -> tuple[tuple[str, str], str]:
+    """Return the digests of the global and the local parameters of a replica, and the devices on which it sums."""
+    model = torch.nn.ParameterList([torch.nn.Parameter(_drawn(1 << 20, seed).to(place)) for seed in range(2)])
+    codec, devices = make_codec(codec_name), set[str]()
+    accumulate = codec.accumulate
+
+    def watched(payload: Tensor, out: Tensor, weight: float = 1.0) -> None:
+        devices.add(str(out.device))
+        accumulate(payload, out, weight)
+
+    codec.accumulate = watched  # type: ignore[method-assign]  # to see where it sums
+    with connect_tcp(replica=replica, num_replicas=2, rendezvous=address) as transport:
+        diloco = DiLoCo(
+            model,
+            torch.optim.SGD(model.parameters()),
+            transport=transport,
+            schedule=SyncSchedule(inner_steps=4, num_fragments=1, overlap_steps=2),
+            codec=codec,
+            mean_codec=mean,
+            global_device=home,
+        )
+        for _ in range(14):
+            with torch.no_grad():
+                for parameter in model.parameters():  # elementwise, so that all places have the same bits
+                    parameter.mul_(0.75).sub_(0.125 * (1 + replica))
+            diloco.step()
+        diloco.drain()
+    local = digest_tensors({str(number): values for number, values in enumerate(model.parameters())})
+    return (diloco.digest(), local), ", ".join(sorted(devices))
 
 
 def sharded(sizes: Sizes, device: torch.device) -> str:

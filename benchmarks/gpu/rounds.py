@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from diloco.algorithm import (
     make_codec,
     weighted_mean,
 )
+from diloco.devices import to_device, to_host
 from diloco.model import build_model
 
 __all__ = ["measure_rounds"]
@@ -29,10 +31,11 @@ __all__ = ["measure_rounds"]
 def measure_rounds(job: Job, sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
     """Return a row for each place of the global parameters: seconds per part, and their share of H inner steps.
 
-    The replica decodes the whole payloads of all contributors. Time on the network is not included.
+    The replica decodes the whole payloads of all contributors, which come from host memory, as their mean goes there.
+    Time on the network is not included.
     """
     compiled = sizes.backend is not None
-    session = make_session(job, device, sizes.precision, train={"compile": compiled})
+    session = make_session(job, device, sizes.precision, compile=compiled)
     step_s = time_session(session, warmup_steps=sizes.warmup_steps, steps=sizes.steps).step_s
     del session
     free()
@@ -66,18 +69,22 @@ def _parts(job: Job, sizes: Sizes, device: torch.device, home: torch.device) -> 
             parameter.mul_(1.001)
     codec = make_codec("fp4")
     delta, _, _ = fragment.pseudo_gradient()
-    payload = codec.encode(delta)
-    numel = delta.numel()
+    payload, numel = to_host(codec.encode(delta)), delta.numel()
     contributions = [
         Contribution(round=RoundId(0, 0), replica=m, codec=codec, numel=numel, payload=payload)
         for m in range(sizes.contributors)
     ]
-    mean = weighted_mean(contributions).values.to(home)
+
+    def average() -> torch.Tensor:
+        given = [replace(each, payload=to_device(each.payload, home)) for each in contributions]
+        return to_host(weighted_mean(given).values)
+
+    mean = average().to(home)
     return {
         "pseudo-gradient": _time(fragment.pseudo_gradient, device),
         "fp4 encode": _time(lambda: codec.encode(delta), device),
         "digest, in its thread": _time(lambda: digest_state(state.values, state.outer), device),
-        f"fp4 decode and mean of {sizes.contributors}": _time(lambda: weighted_mean(contributions), device),
+        f"fp4 decode and mean of {sizes.contributors}, in its thread": _time(average, device),
         "outer step": _time(lambda: outer.update(mean, state.outer, state.values), device),
         "merge": _time(lambda: fragment.reset_local(AlphaMerge()), device),
     }

@@ -5,16 +5,15 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from benchmarks.gpu.sizes import Job
 from diloco.algorithm import SyncSettings
-from diloco.data import ByteTokenizer, Corpus, PackedTokens
+from diloco.data import ByteTokenizer, Corpus, DataSettings, PackedTokens
 from diloco.model import ModelSettings
 from diloco.train import Fleet, OptimizerSettings, RunSettings, Session, TrainSettings, make_transport, resolve
 from diloco.transport import NetworkSettings
@@ -30,21 +29,13 @@ ADAMW = OptimizerSettings(warmup_steps=0)
 
 @dataclass(frozen=True)
 class Measured:
-    """Timed steps.
+    """Timed steps."""
 
-    Attributes:
-        step_s: the median time of a step.
-        fastest_s: the shortest time of a step.
-        slowest_s: the longest time of a step.
-        peak_bytes: the peak of the device's memory; None on the CPU.
-        loss: the loss of the last step.
-    """
-
-    step_s: float
+    step_s: float  # the median
     fastest_s: float
     slowest_s: float
-    peak_bytes: int | None
-    loss: float
+    peak_bytes: int | None  # of the device's memory; None on the CPU
+    loss: float  # of the last step
 
     @classmethod
     def of(cls, taken_s: list[float], device: torch.device, loss: float) -> Measured:
@@ -66,30 +57,24 @@ def make_session(
     device: torch.device,
     precision: str,
     replicas: int = 1,
-    train: Mapping[str, Any] | None = None,
+    *,
     inner: OptimizerSettings = ADAMW,
+    packing: Literal["joined", "masked"] = "joined",
+    **train: Any,
 ) -> Session:
-    """Return a session of replicas of ``job``'s model that never exchange anything.
-
-    Args:
-        job: the model and its batch.
-        device: the device to train on.
-        precision: ``train.precision``.
-        replicas: the number of replicas.
-        train: further ``train`` settings.
-        inner: the inner optimizer.
-    """
+    """Return a session of replicas of ``job``'s model that never exchange anything; ``train``: further settings."""
     settings = RunSettings(
         train=TrainSettings(
             steps=NO_ROUNDS,
             batch_size=job.batch_size,
             sequence_length=job.sequence_length,
             precision=precision,  # type: ignore[arg-type]  # a valid name
-            **(train or {}),
+            **train,
         ),
         optimizer=inner,
         sync=SyncSettings(inner_steps=NO_ROUNDS),
         network=NetworkSettings(replicas=replicas),
+        data=DataSettings(packing=packing),
         model=ModelSettings(arguments=job.model.arguments()),
     )
     settings = resolve(settings, num_layers=job.model.layers)

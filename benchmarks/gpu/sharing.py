@@ -19,8 +19,7 @@ def measure_sharing(job: Job, sizes: Sizes, device: torch.device) -> list[dict[s
     """Return rows with the tokens per second of all replicas together. The replicas exchange nothing."""
     rows = []
     for compiled in (False, True) if sizes.backend is not None else (False,):
-        train = {"compile": compiled}
-        session = make_session(job, device, sizes.precision, sizes.replicas, train)
+        session = make_session(job, device, sizes.precision, sizes.replicas, compile=compiled)
         measured = time_session(session, warmup_steps=sizes.warmup_steps, steps=sizes.steps)
         del session
         free()
@@ -28,27 +27,25 @@ def measure_sharing(job: Job, sizes: Sizes, device: torch.device) -> list[dict[s
         suffix = ", compiled" if compiled else ""
         rows.append({"name": f"one process{suffix}", "tokens_per_s": tokens / measured.step_s})
         rows.append(
-            {"name": f"{sizes.replicas} processes{suffix}", "tokens_per_s": _processes(job, sizes, device, train)}
+            {"name": f"{sizes.replicas} processes{suffix}", "tokens_per_s": _processes(job, sizes, device, compiled)}
         )
         print(f"  {rows[-2:]}", flush=True)
     return rows
 
 
-def _processes(job: Job, sizes: Sizes, device: torch.device, train: dict[str, Any]) -> float:
+def _processes(job: Job, sizes: Sizes, device: torch.device, compiled: bool) -> float:
     """Return the tokens per second of all processes, by the slowest one's time after a common start."""
     context = torch.multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(sizes.replicas), context.SimpleQueue()
-    arguments = (job, sizes, str(device), train, barrier, results)
+    arguments = (job, sizes, str(device), compiled, barrier, results)
     spawn(_one, arguments, nprocs=sizes.replicas)  # type: ignore[no-untyped-call]  # torch's
     slowest_s: float = max(results.get() for _ in range(sizes.replicas))
     return sizes.replicas * sizes.steps * job.batch_size * job.sequence_length / slowest_s
 
 
-def _one(
-    number: int, job: Job, sizes: Sizes, device_name: str, train: dict[str, Any], barrier: Any, results: Any
-) -> None:
+def _one(number: int, job: Job, sizes: Sizes, device_name: str, compiled: bool, barrier: Any, results: Any) -> None:
     device = torch.device(device_name)
-    session = make_session(job, device, sizes.precision, 1, train)
+    session = make_session(job, device, sizes.precision, compile=compiled)
     for _ in range(sizes.warmup_steps):
         session.step()
     settle(device)

@@ -12,50 +12,29 @@ __all__ = ["FULL", "TINY", "Job", "Sizes"]
 
 @dataclass(frozen=True)
 class Job:
-    """A model and its batch.
-
-    Attributes:
-        model: the sizes of the model.
-        batch_size: sequences per replica and step.
-        sequence_length: tokens per sequence.
-        goal: the fraction of the device's peak to reach; None if there is no goal.
-    """
+    """A model and its batch."""
 
     model: DecoderSettings
-    batch_size: int
+    batch_size: int  # sequences per replica and step
     sequence_length: int
-    goal: float | None = None
+    goal: float | None = None  # the fraction of the device's peak to reach
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of one benchmark run.
+    """The sizes of one benchmark run."""
 
-    Attributes:
-        jobs: jobs by name; each is a part of the benchmark.
-        small: the job of the replicas that share a device.
-        replicas: the number of replicas that share a device.
-        warmup_steps: steps before timing starts.
-        steps: timed steps.
-        contributors: payloads in a round.
-        inner_steps: H, over which the cost of a round is spread.
-        check_tokens: the length of the sequences in checks.
-        check_values: the number of values that codecs are checked with.
-        precision: the precision of training.
-        backend: the backend of torch.compile in checks; None if nothing is to be compiled in the whole benchmark.
-    """
-
-    jobs: Mapping[str, Job]
-    small: Job
-    replicas: int
-    warmup_steps: int
-    steps: int
-    contributors: int
-    inner_steps: int
-    check_tokens: int
-    check_values: int
+    jobs: Mapping[str, Job]  # each is a part of the benchmark
+    small: Job  # of the replicas that share a device
+    replicas: int  # that share a device
+    warmup_steps: int  # before timing starts
+    steps: int  # timed
+    contributors: int  # payloads in a round
+    inner_steps: int  # H, over which the cost of a round is spread
+    check_tokens: int  # the length of the sequences in checks
+    check_values: int  # with which codecs are checked
     precision: str = "bfloat16"
-    backend: str | None = "inductor"
+    backend: str | None = "inductor"  # of torch.compile in checks; None: nothing is compiled in the whole benchmark
 
 
 def _preset(name: str, batch_size: int, goal: float | None = None) -> Job:

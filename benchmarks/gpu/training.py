@@ -13,7 +13,6 @@ from benchmarks.gpu.sessions import ADAMW, Measured, free, make_session, time_se
 from benchmarks.gpu.sizes import Job, Sizes
 from diloco.devices import flops_utilization, known_peak_flops_per_s
 from diloco.model import build_model
-from diloco.train import OptimizerSettings
 
 __all__ = ["measure_training"]
 
@@ -21,13 +20,13 @@ COMPILED: dict[str, Any] = {"compile": True}
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "diloco": {},
-    "diloco, loss of all logits at once": {"loss_chunk_tokens": 0},
     "diloco, compiled": COMPILED,
     "diloco, compiled, selective checkpointing": COMPILED | {"activation_checkpointing": "selective"},
     "diloco, compiled, full checkpointing": COMPILED | {"activation_checkpointing": "full"},
-    "diloco, compiled, documents apart": COMPILED | {"document_masks": True},
+    "diloco, compiled, documents apart": COMPILED | {"packing": "masked"},
+    "diloco, compiled, Muon inside": COMPILED | {"inner": replace(ADAMW, name="Muon")},
 }
-"""Name -> settings of ``[train]`` that differ from the defaults."""
+"""Name -> what differs from the defaults of `make_session`. A tiny run compiles none of them."""
 
 RIVALS = {"transformers Trainer": False, "transformers Trainer, compiled": True}
 
@@ -46,12 +45,9 @@ def measure_training(
     """
     ways: dict[str, Callable[[], Measured]] = {}
     for name, changes in VARIANTS.items():
-        if sizes.backend is not None or not changes.get("compile"):
-            ways[name] = lambda changes=changes: _ours(job, sizes, device, changes)  # type: ignore[misc]  # bound in this iteration
-    with_muon, compiles = replace(ADAMW, name="Muon"), sizes.backend is not None
-    ways["diloco, compiled, Muon inside" if compiles else "diloco, Muon inside"] = lambda: _ours(
-        job, sizes, device, COMPILED if compiles else {}, with_muon
-    )
+        if sizes.backend is None:
+            changes = {**changes, "compile": False}
+        ways[name] = lambda changes=changes: _ours(job, sizes, device, changes)  # type: ignore[misc]  # bound in this iteration
     for name, compiled in RIVALS.items():
         if sizes.backend is not None or not compiled:
             ways[name] = lambda compiled=compiled: time_rival(  # type: ignore[misc]  # bound in this iteration
@@ -84,8 +80,6 @@ def measure_training(
     return rows
 
 
-def _ours(
-    job: Job, sizes: Sizes, device: torch.device, changes: Mapping[str, Any], inner: OptimizerSettings = ADAMW
-) -> Measured:
-    session = make_session(job, device, sizes.precision, train=changes, inner=inner)
+def _ours(job: Job, sizes: Sizes, device: torch.device, changes: Mapping[str, Any]) -> Measured:
+    session = make_session(job, device, sizes.precision, **changes)
     return time_session(session, warmup_steps=sizes.warmup_steps, steps=sizes.steps)

@@ -5,7 +5,6 @@ that other work on the machine affects both. Medians are compared. The call itse
 Memory: the storages of all live tensors before and after, with all fragments in flight and at rest.
 Prometheus (``--prometheus``, which measures nothing else): the time of an event in the training thread, and the
 processor time of a scrape, of a run of several replicas with all the rounds that are kept.
-Muon (``--muon``, which measures nothing else): its step, AdamW's step and the gradients of one layer, over widths.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ import socket
 import statistics
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from diloco import DiLoCo, Nesterov, RebaseMerge, SyncSchedule, events, make_codec, muon, partition
-from diloco.algorithm import largest_magnitude, measured_outer_step, sampled_ranges, spread_terms
+from diloco import DiLoCo, Nesterov, RebaseMerge, SyncSchedule, events, make_codec, partition
+from diloco.algorithm import measured_outer_step, sampled_ranges, spread_terms
 from diloco.model import Transformer, build_model, get_preset
 from diloco.watch import PrometheusSink
 
@@ -35,20 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--steps", type=int, default=200, help="steps of each loop")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--muon", action="store_true", help="measure only the steps of Muon, over widths")
     parser.add_argument("--prometheus", action="store_true", help="measure only what metrics and scrapes cost")
     given = parser.parse_args(arguments)
     if given.prometheus:
         print_metrics()
         return
-    if given.muon:
-        print_muon()
-        return
     model = make(given.preset, given.device)
     batch = torch.randint(0, 257, (4, 129), generator=torch.Generator().manual_seed(0)).to(given.device)
     print(f"{given.preset}, {model.num_parameters():,} parameters, {given.device}, {torch.get_num_threads()} threads\n")
     print_telemetry(model, print_overhead(model, batch, given.steps))
-    print_finite(given.device)
     print_memory(given.preset, given.device, batch)
 
 
@@ -124,34 +118,6 @@ def print_overhead(model: Transformer, batch: torch.Tensor, steps: int) -> float
     return bare
 
 
-def print_muon(widths: Sequence[int] = (128, 256, 512, 1024, 2048), tokens: int = 512, times: int = 7) -> None:
-    """Print the processor time of optimizer steps and of gradients, for a model of one layer."""
-    print(f"| width | gradients of {tokens:,} tokens | AdamW | Muon | a step with Muon, at {tokens:,} / 8,192 tokens |")
-    print("|---|---|---|---|---|")
-    batch = torch.randint(0, 257, (4, tokens // 4 + 1), generator=torch.Generator().manual_seed(0))
-    for width in widths:
-        settings = replace(get_preset("tiny").model, vocab_size=257, layers=1, width=width, ffn_width=width * 11 // 4)
-        model = build_model(settings, seed=0)
-        optimizers = (torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), muon(model, lr=1e-4, fused=True))
-        spent: tuple[list[float], ...] = ([], [], [])
-        for _ in range(times):
-            marks = [time.process_time()]
-            torch.autograd.backward(model.loss(batch[:, :-1], batch[:, 1:])[0])
-            marks.append(time.process_time())
-            for optimizer in optimizers:
-                optimizer.step()
-                marks.append(time.process_time())
-            model.zero_grad(set_to_none=True)
-            for row, (one, other) in zip(spent, pairwise(marks), strict=True):
-                row.append(1e3 * (other - one))
-        gradients, adamw, orthogonal = (statistics.median(row[1:]) for row in spent)
-        ratios = ((gradients * n / tokens + orthogonal) / (gradients * n / tokens + adamw) for n in (tokens, 8192))
-        times_as_long = " / ".join(f"{ratio:.2f}" for ratio in ratios)
-        print(
-            f"| {width} | {gradients:.1f} ms | {adamw:.1f} ms | {orthogonal:.1f} ms | {times_as_long} times as long |"
-        )
-
-
 def print_telemetry(model: Transformer, bare_s: float, rounds: int = 200) -> None:
     """Print the cost of telemetry for one round of each fragment, also as a fraction of the steps between rounds."""
     fragments = partition(model, num_fragments=3)
@@ -181,24 +147,6 @@ def print_telemetry(model: Transformer, bare_s: float, rounds: int = 200) -> Non
     print(f"| spread of 4 contributions | {1e3 * spread_s:.3f} ms |")
     shares = (f"{100 * more_s / (steps * bare_s):.3f} % of {steps}" for steps in (10, 30, 100))
     print(f"| total | {', '.join(shares)} bare steps |\n")
-
-
-def print_finite(device: str, numel: int = 25_000_000) -> None:
-    """Print how long it takes to check that all values of a tensor are finite."""
-    values = torch.randn(numel, device=device)
-    looks: dict[str, Callable[[], bool]] = {
-        "torch.isfinite(values).all()": lambda: bool(torch.isfinite(values).all()),
-        "largest_magnitude(values)": lambda: math.isfinite(largest_magnitude(values)),
-    }
-    print(f"| are {numel:,} values finite? | median |\n|---|---|")
-    for name, look in looks.items():
-        times_s = []
-        for _ in range(15):
-            started_s = time.perf_counter()
-            assert look()
-            times_s.append(time.perf_counter() - started_s)
-        print(f"| `{name}` | {1e3 * statistics.median(times_s):.1f} ms |")
-    print()
 
 
 def print_memory(preset: str, device: str, batch: torch.Tensor) -> None:

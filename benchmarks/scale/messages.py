@@ -10,11 +10,12 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 from benchmarks.markdown import table
 from diloco.membership import View
-from diloco.protocol import Effects, Event, Leave, Machine, Rules
+from diloco.protocol import Effects, Machine, Rules
 from tests.membership.network import Limits, Network
 from tests.protocol.simulated_rank import Rank
 
@@ -119,7 +120,7 @@ def _round(network: Counted) -> None:
 
 
 def _leave(network: Counted) -> None:
-    network.rank(1).handle(Leave())
+    network.rank(1).handle(network.rank(1).machine.leave)
     network.alive.discard(1)
     _check_without_one(network)
 
@@ -164,9 +165,9 @@ def _no_training() -> Iterator[None]:
 def _timed(network: Counted) -> Iterator[None]:
     handle = Machine.handle
 
-    def timed(machine: Machine, event: Event, now_s: float) -> Effects:
+    def timed(machine: Machine, *call: Any, **more: Any) -> Effects:
         begun_s = time.process_time()
-        wanted = handle(machine, event, now_s)
+        wanted = handle(machine, *call, **more)
         network.cpu_s += time.process_time() - begun_s
         return wanted
 

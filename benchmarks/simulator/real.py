@@ -41,7 +41,6 @@ def compare() -> Iterator[dict[str, Any]]:
         cost, measured_s = _predict(row, bare_s), step_s(row)
         times_s = zip(*(replica["transfers_s"] for replica in row["replicas"]), strict=True)
         yield {
-            "kind": "run",
             "link": row["link"],
             "method": row["method"],
             "measured": {"step_s": measured_s, "compute_utilization": bare_s / measured_s},

@@ -1,12 +1,13 @@
-"""Devices: choosing one by name, copying tensors to it, its peak throughput, and the number of torch's threads."""
+"""Devices: choosing one by name, copies to and from it, its peak throughput, and the number of torch's threads."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import re
-from contextlib import suppress
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any
 
 from diloco.cores import share, threads_are_chosen
 from diloco.errors import ConfigurationError
@@ -15,13 +16,17 @@ if TYPE_CHECKING:  # `check_device` is part of the configuration, which must not
     import torch
 
 __all__ = [
+    "beside_training",
     "check_device",
     "choose_device",
     "choose_threads",
     "flops_utilization",
+    "gpu_of_process",
     "known_peak_flops_per_s",
     "release_memory",
+    "side_stream",
     "to_device",
+    "to_host",
     "use_device",
 ]
 
@@ -86,6 +91,24 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def gpu_of_process(index: int, *, shared: bool) -> str:
+    """Return the GPU, ``cuda:N``, of the process with this index on its machine: in turn if GPUs are ``shared``.
+
+    Raises:
+        ConfigurationError: if there is none left that is not shared, as NCCL refuses a second process on the same GPU.
+    """
+    import torch
+
+    count = torch.cuda.device_count()
+    if index >= count and not shared:
+        raise ConfigurationError(
+            f"Process {index + 1} on this machine needs a GPU of its own for NCCL, but torch sees {count}. Start "
+            f"{count} with torchrun --nproc-per-node {count}, use --transport tcp without --replica-size, which lets "
+            "replicas share a GPU, or --device cpu."
+        )
+    return f"cuda:{index % count}"
+
+
 def use_device(name: str) -> torch.device:
     """Return the device called ``name`` as `choose_device` does, and make it the current one of torch if it is a GPU.
 
@@ -126,6 +149,36 @@ def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda" or values.is_cuda:
         return values.to(device)
     return values.contiguous().pin_memory().to(device, non_blocking=True)
+
+
+def to_host(values: torch.Tensor) -> torch.Tensor:
+    """Return ``values`` in host memory, which is pinned if they are on a GPU. The host waits for the current stream."""
+    import torch
+
+    if not values.is_cuda:
+        return values
+    host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    torch.cuda.current_stream(values.device).synchronize()
+    return host
+
+
+@functools.cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of a GPU for what threads do beside the training.
+
+    It is one for all of them, because torch keeps the memory that was freed on a stream for that stream.
+    """
+    import torch
+
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's stub
+
+
+def beside_training(device: torch.device) -> AbstractContextManager[Any]:
+    """Use `side_stream` inside a ``with`` block, in the current thread; on a CPU there is nothing to do."""
+    import torch
+
+    return torch.cuda.stream(side_stream(device)) if device.type == "cuda" else nullcontext()
 
 
 def known_peak_flops_per_s(device_name: str, precision: str, matmul_precision: str = "highest") -> float | None:

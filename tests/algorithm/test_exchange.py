@@ -213,14 +213,6 @@ def plan(*uplinks: Uplink) -> Exchange:
     return plan_exchange(INT8, 64 * BLOCK, 3, mean=MeanEncoding(INT8), uplinks=uplinks)
 
 
-def test_a_slow_uplink_sends_its_contribution_alone_and_no_mean() -> None:
-    unequal = plan(FAST, SLOW, FAST)
-    assert [stop - start for start, stop in unequal.shards] == [32 * BLOCK, 0, 32 * BLOCK]
-    assert unequal.sent[1] == 2 * INT8.payload_bytes(32 * BLOCK)
-    assert unequal.received[1] == 2 * INT8.payload_bytes(32 * BLOCK)
-    assert unequal.sent[1] < 0.8 * plan(FAST, FAST, FAST).sent[1]
-
-
 @pytest.mark.parametrize(
     "uplinks",
     [

@@ -143,18 +143,6 @@ def test_a_line_of_the_card_is_one_line_whatever_a_log_from_elsewhere_says(
         assert words in said.out + said.err
 
 
-def test_a_dry_run_prints_and_asks_nobody(
-    files: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["export", str(files / "run"), "--out", str(tmp_path / "out"), "--push", "me/model", "--dry-run"]
-    assert main(words) == 0
-    said = capsys.readouterr().out
-    assert "| replicas (M) | 2 |" in said
-    assert "would push" in said
-    assert "model.safetensors" in said
-    assert hub.requests == []
-
-
 def test_a_public_repository_gets_nothing_that_was_to_be_private(
     files: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -17,15 +16,6 @@ from tests.cli.runs import read_json, refused, train
 from tests.commands import Command
 from tests.processes import Processes
 from tests.runs import of_torchrun
-
-
-def test_a_run_leaves_a_summary_and_a_record_of_its_settings(files: Path) -> None:
-    summary = read_json(files / "run" / "summary.json")
-    assert (summary["steps"], summary["interrupted"]) == (6, None)
-    record = tomllib.loads((files / "run" / "config.toml").read_text())
-    assert record["data"]["paths"] == [str(files / "text.jsonl")]
-    assert "stop_after" not in record["train"]
-    assert "out" not in record
 
 
 def test_a_checkpoint_can_go_on_in_another_folder(files: Path, tmp_path: Path) -> None:
@@ -155,18 +145,6 @@ def test_a_folder_that_can_not_be_made_is_a_sentence(
     (tmp_path / "runs").touch()
     monkeypatch.chdir(tmp_path)
     assert "can't be created: File exists. Choose another place as --out" in refused(train(files), capsys)
-
-
-def test_an_interrupted_run_ends_with_130_and_says_how_to_go_on(
-    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def stopped(settings: object, **arguments: object) -> Mapping[str, object]:
-        return {"interrupted": "SIGTERM", "rounds_void": 0, "rounds_committed": 0}
-
-    monkeypatch.setattr("diloco.train.run_training", stopped)
-    folder = tmp_path / "my run"
-    assert main(train(files, "--out", str(folder))) == 130
-    assert capsys.readouterr().err.endswith(f"To resume: diloco train --resume '{folder}'\n")
 
 
 @pytest.mark.parametrize(

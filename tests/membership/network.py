@@ -15,8 +15,6 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-__all__ = ["LIMITS", "NUMBERS", "Limits", "Network", "explore", "wander"]
-
 
 @dataclass(frozen=True)
 class Limits:

@@ -203,15 +203,6 @@ def test_the_live_display_half_way() -> None:
         assert kept.count(words) == 1
 
 
-def test_the_summary_and_the_sample_follow_the_last_picture() -> None:
-    stream, clock, sink = terminal()
-    tell(sink, clock)
-    end = stream.getvalue()[stream.getvalue().rindex("tokens/s") :]
-    assert end.index("(final)") < end.index("\nsample") < end.index("\nfinished\n")
-    assert "  def [bold]f[/bold](x):\n" in end
-    assert "return \\x1b[31mx\\r" in end
-
-
 @pytest.mark.parametrize("loss", [math.nan, math.inf, 1e9])
 def test_a_run_gone_wrong_is_still_shown(loss: float) -> None:
     stream, _, live = terminal(100, refresh_s=0.0)

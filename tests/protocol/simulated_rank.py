@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, ParamSpec
 
 import torch
 
@@ -26,16 +27,16 @@ from diloco.protocol import (
     Message,
     MessageError,
     Rules,
+    Submitted,
     Timer,
     Welcome,
     WireMessage,
     decode,
     encode,
-    events,
 )
 from tests.membership.network import Network
 
-__all__ = ["LATE_S", "TIMEOUT_S", "Rank", "weight_of"]
+P = ParamSpec("P")
 
 CODEC = make_codec("float32")
 NUMEL = 12  # enough to be divided among a few replicas
@@ -84,7 +85,7 @@ class Rank:
         self.finds_unusable: int | None = None  # the replica whose values spoil every mean, as this rank finds
         self.gradients, self._garbage = gradients, garbage
         self._known: dict[int, int] = {}  # connections that the machine knows
-        self._todo: deque[events.Event] = deque()
+        self._todo: deque[Callable[[], object]] = deque()
         self._given: dict[int, Contribution] = {}
         self._exchanges: dict[tuple[int, RoundId], GiveVerdict | None] = {}
         self.machine = Machine(self.rules)
@@ -96,11 +97,11 @@ class Rank:
             self._joins = Entry(rank, f"simulated:{rank}")
             reached = sorted({other // size for other in network.ranks if network.connection(rank, other) is not None})
             view = View(-1, tuple(reached) or (self.replica,))
-            self._todo.append(events.Announce(Join(self._joins)))
+            self._todo.append(partial(self.handle, self.machine.announce, Join(self._joins)))
         if ready:
-            self.handle(events.Begin(view, member=not joining))
+            self.handle(self.machine.begin, view, member=not joining)
         else:
-            self._todo.append(events.Begin(view, member=not joining))
+            self._todo.append(partial(self.handle, self.machine.begin, view, member=not joining))
 
     @property
     def step(self) -> int:
@@ -148,7 +149,7 @@ class Rank:
 
     def act(self) -> bool:
         if self._todo:
-            self.handle(self._todo.popleft())
+            self._todo.popleft()()
         elif self._joins is not None:
             return self._join(self._joins)
         elif ready := next((key for key, verdict in self._exchanges.items() if verdict is not None), None):
@@ -164,14 +165,14 @@ class Rank:
     def receive(self, sender: int, message: bytes) -> None:
         """Receive a message. One that is none, or that conforms to no protocol, ends its connection."""
         try:
-            self.handle(events.Received(sender, decode(message, Message)))
+            self.hear(sender, decode(message, Message))
         except MessageError:
             if self.network.connection(self.rank, sender) is not None:
                 self.network.hang_up(self.rank, sender)
                 self.lose(sender, gone=False)
 
     def lose(self, rank: int, *, gone: bool) -> None:
-        self.handle(events.Lost(rank, Loss("gone" if gone else "silent", "simulated")))
+        self.handle(self.machine.lose, rank, Loss("gone" if gone else "silent", "simulated"))
 
     def may(self, what: str) -> bool:
         if what == "timers":
@@ -186,13 +187,13 @@ class Rank:
             delay_s, timer = self.timers.pop(number % len(self.timers))
             if timer.kind == "settle":  # its handler checks the clock for progress
                 self.now_s += delay_s
-            self.handle(timer)
+            self.handle(self.machine.fire, timer)
         elif what == "breaks":
             view_id, round_id = list(self._exchanges)[number % len(self._exchanges)]
             del self._exchanges[view_id, round_id]
-            self.handle(events.ExchangeEnded(view_id, round_id, "a payload connection broke"))
+            self.handle(self.machine.rounds.end_exchange, view_id, round_id, "a payload connection broke")
         elif what == "leaves":
-            self.handle(events.Leave())
+            self.handle(self.machine.leave)
         else:
             others = [rank for rank in self.network.ranks if rank != self.rank]
             self.receive(others[number % len(others)], self._garbage[number // 8 % len(self._garbage)])
@@ -203,18 +204,20 @@ class Rank:
 
     # The machine.
 
-    def handle(self, event: events.Event) -> Effects:
-        """Pass an event to the machine, after all changes of connections, and carry out its effects."""
+    def hear(self, sender: int, message: Message) -> Effects:
+        return self.handle(self.machine.receive, sender, message)
+
+    def handle(self, act: Callable[P, None], *arguments: P.args, **more: P.kwargs) -> Effects:
+        """Call the machine, after all changes of connections, and carry out the effects."""
         for other in self.network.ranks:
             connection = self.network.connection(self.rank, other) if other != self.rank else None
             if connection is None and self._known.pop(other, None) is not None:
-                self._do(self.machine.handle(events.ConnectionEnded(other), self.now_s))
+                self._do(self.machine.handle(self.now_s, self.machine.disconnect, other))
             elif connection is not None and self._known.get(other) != connection:
                 self._known[other] = connection
-                self._do(
-                    self.machine.handle(events.ConnectionMade(other, connection, f"simulated:{other}"), self.now_s)
-                )
-        effects = self.machine.handle(event, self.now_s)
+                made = self.machine.handle(self.now_s, self.machine.connect, other, connection, f"simulated:{other}")
+                self._do(made)
+        effects = self.machine.handle(self.now_s, act, *arguments, **more)
         self.machine.validate()
         self._do(effects)
         if self.failure is not None:  # the process ends, and its connections with it
@@ -264,15 +267,15 @@ class Rank:
         verdict: Verdict = given.verdict
         if self.finds_unusable in verdict.contributors:
             words = f"the mean is not finite; replica {self.finds_unusable} contributed most to it"
-            self.handle(events.ExchangeEnded(view_id, round_id, words, spoiler=self.finds_unusable))
+            self.handle(self.machine.rounds.end_exchange, view_id, round_id, words, spoiler=self.finds_unusable)
             return
         if not verdict.void:
             weight = sum(given.weights[member] for member in verdict.contributors)
             mean = Mean(values=torch.ones(NUMEL), contributors=verdict.contributors, weight=weight)
             # the weight identifies the contributors
             digest = f"mean of {round_id} in view {view_id}, of weight {weight!r}"
-            self.handle(events.Computed(view_id, round_id, mean, digest))
-        self.handle(events.ExchangeEnded(view_id, round_id))
+            self.handle(self.machine.rounds.compute, view_id, round_id, mean, digest)
+        self.handle(self.machine.rounds.end_exchange, view_id, round_id)
 
     # The training of the rank.
 
@@ -287,13 +290,13 @@ class Rank:
         if isinstance(message, Welcome):
             assert message.note.startswith(b"from "), "the member that sends the welcome adds a note"
             self._joins = None
-            self.handle(events.Enter(message.following, connections))
+            self.handle(self.machine.enter, message.following, connections)
             self.first_step = self.step + 1
         elif message.for_good or self._asked == 20:
             self._leave(f"refused: {message.reason}")
         else:
             self._asked += 1
-            self.handle(events.Announce(Join(entry)))
+            self.handle(self.machine.announce, Join(entry))
         return True
 
     def _may_step(self) -> bool:
@@ -326,7 +329,8 @@ class Rank:
         taken = max((each for each in self.averages if each <= step - 3), default=None)  # rounds take up to three steps
         after = None if taken is None else self._given[taken].round
         uplink = Uplink(10 ** ((self.rank + step) % 3), full=True)
-        self._todo.append(events.Submitted(given, step, self.now_s, uplink=uplink, after=after))
+        submitted = Submitted(given, step, self.now_s, uplink=uplink, after=after)
+        self._todo.append(partial(self.handle, self.machine.rounds.submit, submitted))
 
     def _step_of(self, round_id: RoundId) -> int:
         return next(step for step, given in self._given.items() if given.round == round_id)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from diloco.protocol import Message, Store, decode, events
+from diloco.protocol import Message, Store, decode
 from tests.membership.network import Limits, Network, wander
 from tests.protocol.simulated import check_agreement, finish, rank, simulated
 from tests.protocol.simulated_rank import Rank
@@ -20,7 +20,7 @@ def tell(node: Rank, ejected: int, by: int | None = None) -> None:
         for member in node.view.members:
             if member != node.rank:
                 node._send(member, ORDER)
-    node.handle(events.Eject(frozenset({ejected}), by, WHY))
+    node.handle(node.machine.views.eject, frozenset({ejected}), by, WHY)
 
 
 def with_order(size: int, ejected: int, liar: int | None, limits: Limits) -> Network:
@@ -66,7 +66,7 @@ def test_who_ends_because_it_is_ejected_is_lost_for_that_reason() -> None:
 def test_who_repeats_the_order_does_not_delay_its_end() -> None:
     """A liar that keeps the order to itself has another one repeat it; the silence counts from the first."""
     node = rank(with_order(5, 4, None, Limits()), 0)
-    timers = [node.machine.handle(events.Eject(frozenset({4}), by, WHY), 0.0).timers for by in (1, 1, None)]
+    timers = [node.machine.handle(0.0, node.machine.views.eject, frozenset({4}), by, WHY).timers for by in (1, 1, None)]
     assert [len(each) for each in timers] == [1, 0, 0]
 
 

@@ -38,12 +38,9 @@ def calls(phase: str, members: int) -> float:
     """Return the mean number of function calls in a member's machine during a view change or a round."""
     profile, handle = cProfile.Profile(), Machine.handle
 
-    def profiled(*arguments: Any) -> Any:
-        profile.enable()
-        try:
-            return handle(*arguments)
-        finally:
-            profile.disable()
+    def profiled(*arguments: Any, **more: Any) -> Any:
+        with profile:
+            return handle(*arguments, **more)
 
     with mock.patch.object(Machine, "handle", profiled):
         counted(phase, members)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import torch
 
 from diloco.algorithm import Contribution, Exchange, Mean, MeanEncoding, RoundId, Uplink, make_codec
 from diloco.membership import View
-from diloco.protocol import Machine, events
+from diloco.protocol import Machine, Submitted
 from tests.protocol.simulated import rules_of
 
 CODEC = make_codec("fp4")
@@ -27,16 +28,16 @@ class Ranks:
         self.machines = [Machine(replace(rules_of(), rank=rank)) for rank in RANKS]
         self.plans: dict[RoundId, list[Exchange]] = defaultdict(list)
         for rank, other in permutations(RANKS, 2):
-            self.handle(rank, events.ConnectionMade(other, 1, "simulated"))
+            self.handle(rank, self.machines[rank].connect, other, 1, "simulated")
         for rank in RANKS:
-            self.handle(rank, events.Begin(View.of(3), member=True))
+            self.handle(rank, self.machines[rank].begin, View.of(3), member=True)
 
-    def handle(self, rank: int, event: events.Event) -> None:
-        effects = self.machines[rank].handle(event, 0.0)
+    def handle(self, rank: int, act: Callable[..., None], *arguments: Any, **more: Any) -> None:
+        effects = self.machines[rank].handle(0.0, act, *arguments, **more)
         for started in effects.exchanges:
             self.plans[started.contribution.round].append(started.plan)
         for receiver, message in effects.messages:
-            self.handle(receiver, events.Received(rank, message))
+            self.handle(receiver, self.machines[receiver].receive, rank, message)
 
     def contribute(
         self, round_id: RoundId, after: RoundId | None, *, withdrawn: str = "", ranks: Iterable[int] = RANKS
@@ -51,14 +52,15 @@ class Ranks:
                 withdrawn=withdrawn,
                 mean=MeanEncoding.of("auto"),
             )
-            self.handle(rank, events.Submitted(given, 1, 0.0, uplink=UPLINKS[rank], after=after))
+            submitted = Submitted(given, 1, 0.0, uplink=UPLINKS[rank], after=after)
+            self.handle(rank, self.machines[rank].rounds.submit, submitted)
 
     def commit(self, round_id: RoundId, *, still_sending: Iterable[int] = ()) -> None:
         mean = Mean(values=VALUES, contributors=(0, 1, 2), weight=3.0)
         for rank in RANKS:
-            self.handle(rank, events.Computed(0, round_id, mean, "mean"))
+            self.handle(rank, self.machines[rank].rounds.compute, 0, round_id, mean, "mean")
         for rank in {*RANKS}.difference(still_sending):
-            self.handle(rank, events.ExchangeEnded(0, round_id))
+            self.handle(rank, self.machines[rank].rounds.end_exchange, 0, round_id)
 
 
 def test_ranks_plan_alike_though_one_still_sends_what_others_have() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.membership import BootstrapElection, LastViews, Policy, View
-from diloco.protocol import Beat, events
+from diloco.protocol import Beat
 from tests.membership.network import LIMITS, NUMBERS, Limits, Network, explore, wander
 from tests.protocol.simulated import check_agreement, finish, rank, rules_of, simulated
 from tests.protocol.simulated_rank import LATE_S, Rank
@@ -52,7 +52,7 @@ def test_of_a_bad_pair_the_one_goes_whose_link_comes_and_goes(
             hearing.now_s = now_s
             for sender in set(range(replicas)) - {hearing.machine.rules.rank}:
                 if (flapping in (sender, hearing.machine.rules.rank)) == (now_s == 4.5):
-                    hearing.handle(events.Received(sender, Beat()))
+                    hearing.hear(sender, Beat())
     for number in range(replicas):  # a rank that has received nothing from all the others blames none of them
         found = rank(network, number).machine.roster.unsteady(View.of(replicas), 4.5)
         assert found == ({flapping} if number != flapping else set())

@@ -7,7 +7,7 @@ import pytest
 from diloco.algorithm import RoundId
 from diloco.errors import ViewChangedError
 from diloco.membership import Policy, View
-from diloco.protocol import Change, Header, Leaving, RoundVote, events
+from diloco.protocol import Change, Header, Leaving, RoundVote
 from tests.membership.network import Limits, explore
 from tests.protocol.simulated import begin, check_agreement, rank, settle, simulated
 from tests.protocol.simulated_rank import LATE_S, TIMEOUT_S, Rank
@@ -147,7 +147,7 @@ def test_who_leaves_says_so_and_the_others_go_on_with_its_name_and_step() -> Non
 def test_words_of_a_member_count_also_when_its_connection_has_ended_since() -> None:
     network = simulated(3)
     network.hang_up(0, 2)
-    rank(network, 0).handle(events.Received(2, Leaving(0, 3)))
+    rank(network, 0).hear(2, Leaving(0, 3))
     assert rank(network, 0).sent_of(Change)[-1].report.left == {2}
 
 
@@ -193,7 +193,8 @@ def test_an_exchange_that_waits_for_a_verdict_ends_with_its_view() -> None:
 def test_an_exchange_that_fails_makes_its_round_void_unless_the_view_ends_anyway(peer_lost: bool) -> None:
     network = simulated(2)
     begin(network, 0, 1)
-    rank(network, 0).handle(events.ExchangeEnded(0, ROUND, "the payload was refused", peer_lost=peer_lost))
+    first = rank(network, 0)
+    first.handle(first.machine.rounds.end_exchange, 0, ROUND, "the payload was refused", peer_lost=peer_lost)
     assert bool(rank(network, 0).sent_of(RoundVote)) == (not peer_lost)
 
 
@@ -209,7 +210,7 @@ def test_a_view_changes_where_one_is_a_round_ahead(replicas: int, monkeypatch: p
             continue
         network.happen(*deliveries[0], 0)
     for each in (*behind, ahead):
-        each.handle(events.RoundsFailed(0, "why", frozenset(), anyway=True))
+        each.handle(each.machine.views.handle_failure, 0, "why", frozenset(), anyway=True)
     explore(network, [])
     check_agreement([*behind, ahead], whole=True)
     assert {each.view for each in (*behind, ahead)} == {View(1, tuple(range(replicas)))}

@@ -30,7 +30,6 @@ from diloco.protocol import (
     Welcome,
     decode,
     encode,
-    events,
 )
 from tests.membership.network import LIMITS, NUMBERS, Limits, explore
 from tests.protocol.simulated import assert_nothing, begin, check_agreement, rank, simulate, simulated
@@ -86,7 +85,7 @@ def test_who_is_no_member_of_a_view_has_no_say_in_it(message: Any, view_id: int)
     begin(network, 0, 1)
     if isinstance(message, Propose | Accept | Adopted):  # they count only while there is something to adopt
         rank(network, 0).lose(2, gone=False)
-    assert_nothing(rank(network, 0).handle(events.Received(3, in_view(message, view_id))))
+    assert_nothing(rank(network, 0).hear(3, in_view(message, view_id)))
     network.happen("ends", 2, 0, 0)
     explore(network, [])
     for number in (0, 1):
@@ -100,7 +99,7 @@ def test_a_process_in_a_members_place_has_no_say_before_it_is_one() -> None:
     begin(network, 0, 1)
     network.happen("ends", 2, 0, 0)
     network.happen("returns", 2, 0, 0)  # before the others have noticed that it had ended
-    assert_nothing(rank(network, 0).handle(events.Received(2, VOTE)))
+    assert_nothing(rank(network, 0).hear(2, VOTE))
     explore(network, [])
     assert [rank(network, number).view.members for number in range(3)] == [(0, 1, 2)] * 3
 
@@ -172,13 +171,11 @@ def test_bytes_that_are_changed_anywhere_raise_nothing_else_and_take_no_memory(d
     assert peak_bytes < 100_000
 
 
-def malformed() -> st.SearchStrategy[bytes]:
-    """Bytes of messages about a view with a change that makes them none."""
-    return st.sampled_from([encode(each) if not isinstance(each, bytes) else each for each in OUT_OF_RANGE])
+MALFORMED = st.sampled_from([each if isinstance(each, bytes) else encode(each) for each in OUT_OF_RANGE])
 
 
 @settings(max_examples=100, deadline=None)
-@given(NUMBERS, st.integers(2, 4), LIMITS, st.lists(malformed(), min_size=1, max_size=3), st.integers(1, 2))
+@given(NUMBERS, st.integers(2, 4), LIMITS, st.lists(MALFORMED, min_size=1, max_size=3), st.integers(1, 2))
 def test_what_is_no_message_costs_its_sender_the_view_and_nothing_else(
     numbers: list[int], replicas: int, limits: Limits, garbage: list[bytes], size: int
 ) -> None:
@@ -199,7 +196,7 @@ def test_who_is_still_in_a_view_that_has_ended_elsewhere_is_told_how() -> None:
     assert asking.changes == []
     (following,) = through.changes
     assert following.view.members == (0, 1)
-    answers = through.machine.handle(events.Received(asking.rank, asking.sent_of(Change)[-1]), 0.0)
+    answers = through.hear(asking.rank, asking.sent_of(Change)[-1])
     assert answers.messages == [(asking.rank, Adopted(following))]
-    done = asking.machine.handle(events.Received(through.rank, answers.messages[0][1]), 0.0)
+    done = asking.hear(through.rank, answers.messages[0][1])
     assert [adopted.view for adopted, _, _ in done.adopted] == [following.view]

@@ -89,13 +89,3 @@ def test_a_step_that_is_left_out_only_advances_the_schedule(data: Path) -> None:
     assert {weight for _, outer_step, weight in sent if outer_step} == {0.25}
     assert len([event for event in events if isinstance(event, RoundCommitted)]) == len(sent) - 1
     assert session.totals.sequences == 2 * sum(trained)
-
-
-def test_whose_share_is_all_has_the_same_bits_as_without(data: Path) -> None:
-    plain, paced = session_of(data), session_of(data)
-    paced.pace = AtShare(4)
-    for _ in range(12):
-        plain.step()
-        paced.step()
-    assert plain.global_digest() == paced.global_digest()
-    assert plain.totals.sequences == paced.totals.sequences

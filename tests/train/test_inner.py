@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from diloco.algorithm import SyncSchedule, ValueSchedule
 from diloco.errors import ConfigurationError, NonFiniteError
@@ -294,26 +294,6 @@ def test_an_infinite_gradient_skips_the_step_and_lowers_the_scale(
     assert torch.equal(state_of(loop), before)
     assert all(p.grad is None for p in loop.model.parameters())
     assert not any(math.isnan(loss) for loss in train(loop, 2, start=3))
-
-
-def test_the_scale_goes_as_torchs_own_would() -> None:
-    """Reference: GradScaler used as documented. It grows after three good steps; a bad step restarts the count."""
-    bad = {2, 7, 8}
-    mine, theirs = make_loop("float16"), torch.amp.GradScaler("cpu", growth_interval=3)
-    mine.scaler = torch.amp.GradScaler("cpu", growth_interval=3)
-    parameter = nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=0.0)
-    for step in range(14):
-        mine.accumulate_gradients(*batch(step))
-        torch.autograd.backward(theirs.scale(parameter.sum() * (math.inf if step in bad else 1.0)))
-        if step in bad:
-            spoil(mine, math.inf)
-        mine.unscale()
-        assert mine.apply(step).skipped is (step in bad)
-        theirs.step(optimizer)
-        theirs.update()
-        optimizer.zero_grad()
-        assert mine.scaler.state_dict() == theirs.state_dict(), step
 
 
 def test_a_mean_that_is_finite_is_applied_though_this_replicas_gradients_were_not() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from diloco.data import ByteTokenizer
-from diloco.devices import choose_device, use_device
+from diloco.devices import choose_device, gpu_of_process, use_device
 from diloco.errors import ConfigurationError
 from diloco.model import DecoderSettings, build_model, document_numbers
 from diloco.trained import evaluate
@@ -31,6 +31,14 @@ def test_one_that_is_absent_is_refused(device: str, count: int, monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     with pytest.raises(ConfigurationError, match=f"'{device}' is not available: torch sees {count} CUDA devices"):
         choose_device(device)
+
+
+def test_processes_share_gpus_over_tcp_and_nccl_refuses_a_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [gpu_of_process(index, shared=True) for index in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert gpu_of_process(1, shared=False) == "cuda:1"
+    with pytest.raises(ConfigurationError, match=r"Process 3 .* torch sees 2. Start 2 with torchrun"):
+        gpu_of_process(2, shared=False)
 
 
 @pytest.mark.parametrize(("device", "current"), [("cpu", []), ("cuda", []), ("cuda:0", [0]), ("cuda:7", [7])])

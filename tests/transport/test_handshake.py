@@ -84,13 +84,11 @@ def test_a_certificate_that_can_not_be_read_is_the_other_ends_fault(odd: Path) -
 def test_payloads_go_to_nobody_else_at_the_address_of_a_rank(wires: Wires) -> None:
     """The key decides who is who, not the address."""
     first, second = wires.meet(2)
-    opener, other = (first, second) if first.links.by_rank[1].dials else (second, first)
-    (link,) = opener.links.by_rank.values()
-    assert opener.connections.call(opener.links.open_stripe(link))
-    connection = opener.connections.get(other.rules.rank)
-    assert connection is not None
-    with answering_probes() as connection.address, pytest.raises(OSError, match="another process answers in place of"):
-        opener.connections.call(opener.links.open_stripe(link))
+    opener, other = (first, second) if first.connections.peers[1].dials else (second, first)
+    peer = opener.connections.peers[other.rules.rank]
+    assert opener.connections.call(opener.links.open_stripe(peer))
+    with answering_probes() as peer.address, pytest.raises(OSError, match="another process answers in place of"):
+        opener.connections.call(opener.links.open_stripe(peer))
 
 
 def test_no_clock_is_too_early_or_too_late_for_a_certificate() -> None:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from diloco.algorithm import UNKNOWN_UPLINK
+from diloco.algorithm import UNKNOWN_UPLINK, Contribution
 from diloco.errors import ReplicaLostError, RoundVoidError, TransportError
 from diloco.protocol import header_of
-from diloco.transport import PeerTransport, Transport
+from diloco.transport import PeerTransport, Pending, Transport
 from diloco.waiting import in_thread
 from tests.transport.contract import MakeEndpoints, TransportContract, contribution, exchange
 from tests.transport.wires import Wires, at_once
@@ -30,6 +31,27 @@ class TestTcpContract(TransportContract):
             return wires.meet(num_replicas)
 
         return make
+
+
+def test_a_sum_in_other_memory_than_the_mean_has_the_same_bits(wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: a device with an index has memory of its own."""
+
+    def make_endpoints(num_replicas: int) -> Sequence[Transport]:
+        transports = wires.meet(num_replicas)
+        for each in transports:
+            elsewhere = partial(_averaged_elsewhere, each.average)
+            monkeypatch.setattr(each, "average", elsewhere)
+        return transports
+
+    contract = TransportContract()
+    contract.test_every_replica_gets_the_same_weighted_mean(make_endpoints, 3)
+    contract.test_clipping_gives_every_replica_the_bits_of_the_pure_function(make_endpoints)
+    contract.test_encoded_means_are_the_bits_of_the_pure_function_round_after_round(make_endpoints)
+    contract.test_the_mean_over_senders_has_the_bits_of_the_pure_function(make_endpoints)
+
+
+def _averaged_elsewhere(average: Callable[[Contribution], Pending], given: Contribution) -> Pending:
+    return average(replace(given, device=torch.device("cpu", 0)))
 
 
 def say(transport: PeerTransport, to: int, contribution: Any, **fields: Any) -> None:

@@ -115,7 +115,7 @@ def test_what_a_connection_that_is_no_longer_wanted_had_not_delivered_is_sent_ag
     grown.set()
     expected = weighted_mean([contribution(0), contribution(1)]).values
     assert all(torch.equal(each.wait().values, expected) for each in pending)
-    assert [len(link.stripes) for each in transports for link in each.links.by_rank.values()] == [1, 1]
+    assert [len(link.stripes) for each in transports for link in each.connections.peers.values()] == [1, 1]
 
 
 def test_a_void_round_costs_no_more_than_was_sent_of_it_and_an_early_payload_waits_at_its_sender(
@@ -144,7 +144,7 @@ def test_what_nobody_acknowledges_is_freed_two_rounds_later_and_lifts_the_pace(w
     relays.hook = lambda unit: b"" if unit.kind == "link" and unit.number and unit.data[:1] == b"A" else unit.data
     numbers = np.ones(NUMEL, dtype=np.float32)
     freed, payload = weakref.ref(numbers), torch.from_numpy(numbers).view(torch.uint8)
-    (link,) = transports[0].links.by_rank.values()
+    (link,) = transports[0].connections.peers.values()
     link.pace.bits_per_s = 1e6
     pending = transports[0].average(replace(contribution(0), payload=payload)), transports[1].average(contribution(1))
     del numbers, payload

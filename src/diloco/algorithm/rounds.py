@@ -124,6 +124,7 @@ class Contribution:
     telemetry: bool = False  # whether to measure the spread of the round's contributions where they are available
     mean: MeanEncoding = PLAIN_MEAN  # the encoding of means in a reduce-scatter; the same on all replicas
     transfer_steps: float = math.inf  # see `SyncSchedule`; infinite: the uplinks change no means
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable; where a payload in host memory is averaged
 
     @property
     def whole(self) -> bool:

@@ -307,10 +307,13 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool, again: bool) -> int:
     """Train as one of several ranks; ``quiet``: only rank 0 shows its progress; ``again``: as in `_claimed`."""
     import torch
 
-    from diloco.devices import choose_device
+    from diloco.devices import choose_device, gpu_of_process
     from diloco.train import begin_attempt, connect_cluster, connect_rank, held_step
 
     settings, attempt = plan.configuration, None
+    if settings.train.device in ("auto", "cuda") and torch.cuda.is_available():
+        device = gpu_of_process(role.index, shared=role.torchrun is None)
+        settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, device=device))
     if settings.network.transport == "torch":
         base = settings.out or plan.source
         attempt = begin_attempt(role, settings.network.start_timeout_s, lambda: base or _claim_numbered(plan))
@@ -320,9 +323,6 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool, again: bool) -> int:
     folder = _folder_of_rank(plan, role, attempt.folder if attempt else None)
     if quiet and not role.is_first:
         settings = dataclasses.replace(settings, monitor=dataclasses.replace(settings.monitor, console="quiet"))
-    if settings.train.device in ("auto", "cuda") and torch.cuda.is_available():  # its processes take turns
-        device = f"cuda:{role.index % torch.cuda.device_count()}"
-        settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, device=device))
 
     def meet(facts: Mapping[str, str], own: Path) -> Fleet:
         resume, home = settings.checkpoint.resume, own.parent if role.position else own

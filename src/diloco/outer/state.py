@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from diloco.algorithm import (
     measured_outer_step,
     named_parameters,
 )
-from diloco.devices import to_device
+from diloco.devices import beside_training, to_device
 from diloco.errors import FragmentError
 from diloco.protocol import Average
 from diloco.waiting import in_thread
@@ -149,10 +149,9 @@ class GlobalState:
         values[start:].sub_(mean[start:])
 
     def _move(self, mean: Tensor) -> tuple[Tensor, Tensor]:
-        stream = torch.cuda.Stream(self.values.device)  # type: ignore[no-untyped-call]  # of torch
-        with torch.cuda.stream(stream):
+        with beside_training(self.values.device):
             moved = to_device(mean, self.values.device)
-        stream.synchronize()
+            torch.cuda.current_stream(moved.device).synchronize()
         return mean, moved
 
     def _mean(self, mean: Tensor) -> Tensor:
@@ -234,10 +233,9 @@ class GlobalState:
             self._digest = in_thread(lambda: self._hashed(queued), "digest", daemon=False)
 
     def _hashed(self, queued: torch.cuda.Event | None) -> str:
-        stream = torch.cuda.Stream(self.values.device) if queued else None  # type: ignore[no-untyped-call]  # of torch
-        with torch.cuda.stream(stream) if stream else nullcontext():
-            if stream and queued:
-                stream.wait_event(queued)
+        with beside_training(self.values.device):
+            if queued:
+                torch.cuda.current_stream(self.values.device).wait_event(queued)
             return digest_state(self.values, self.outer)
 
 

@@ -1,22 +1,24 @@
-"""The state machine of one rank: events and a time go in, effects come out.
+"""The state machine of one rank: calls and a time go in, effects come out.
 
-It owns no thread, clock, socket, future or callback. Its owner passes it one event at a time and carries out the
-returned effects. What an event causes in another part of the machine is handled before `handle` returns.
+It owns no thread, clock, socket or future. Its owner makes one call at a time and carries out the returned effects.
+A connection has a number of its own, since a process that takes a rank's place uses another connection.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ParamSpec
 
 import msgspec
 
-from diloco.membership import byzantine_quorum
-from diloco.protocol import events
-from diloco.protocol.events import Effects, Event, Outbox
+from diloco.errors import TransportError
+from diloco.membership import NextView, Report, View, byzantine_quorum
+from diloco.protocol.effects import Effects, Outbox, Timer
 from diloco.protocol.members import Agreement, Barriers, Roster
 from diloco.protocol.rounds import Rounds
 from diloco.protocol.rules import Rules
+from diloco.protocol.suspicion import Loss
 from diloco.protocol.views import Views
 from diloco.protocol.wire import (
     Accept,
@@ -41,6 +43,8 @@ from diloco.protocol.wire import (
     decode,
     encode,
 )
+
+P = ParamSpec("P")
 
 Answer = tuple[Welcome | Refused, Mapping[int, int]]
 """A message, and rank -> connection at the time when the message was received."""
@@ -74,37 +78,37 @@ class Machine:
         self.speeds: Mapping[int, float] = {}
         self._outbox = Outbox()
         self.rounds = Rounds(rules, self._outbox)
-        self.views = Views(rules, self.roster, self.rounds, self._outbox)
+        self.views = Views(rules, self.roster, self.rounds, self._outbox, self._on_view)
         self.answers: dict[int, Answer] = {}  # the last answer of each asked rank to this rank's request to join
         self._asked: frozenset[int] = frozenset()  # the ranks that this rank has asked
         self._began = False
         self._held: list[_Held] = []  # in the order of their arrival
 
-    def handle(self, event: Event, now_s: float) -> Effects:
-        """Handle ``event``, and return the effects to carry out.
+    def handle(self, now_s: float, act: Callable[P, None], *arguments: P.args, **more: P.kwargs) -> Effects:
+        """Make a call, and return the effects to carry out.
 
         Args:
-            event: what happened.
             now_s: the current time of a monotonic clock.
+            act: a method of this machine, of its rounds or of its views.
 
         Raises:
-            MessageError: the event is a message that does not conform to this protocol. The state has not changed.
+            MessageError: a message does not conform to this protocol. The state has not changed.
         """
         outbox = self._outbox
         outbox.now_s = now_s
-        outbox.queue.append(event)
+        act(*arguments, **more)
         while outbox.queue:
-            self._handle(outbox.queue.popleft())
+            outbox.queue.popleft()()
         if self.views.failure is not None and self._stops_together:
             self._stop()
         effects, outbox.effects = outbox.effects, Effects()
         return effects
 
     def validate(self) -> None:
-        """Assert what holds between two events, for tests."""
+        """Assert what holds between two calls, for tests."""
         self.views.validate()
         self.rounds.validate()
-        assert not self._outbox.queue, "an event was not handled"
+        assert not self._outbox.queue, "something was not done"
 
     def take_answer(self) -> Answer | None:
         """Return the answer to this rank's request to join: a welcome if there is one, else the last answer."""
@@ -123,65 +127,53 @@ class Machine:
             return bool(asked)
         return len(asked) >= byzantine_quorum(len(self.views.view.members))
 
-    def _handle(self, event: Event) -> None:
-        views, rounds = self.views, self.rounds
-        match event:
-            case events.Received(sender, message):
-                self._receive(sender, message)
-            case events.ConnectionMade(rank, connection, address):
-                self.roster.connect(rank, connection, address, self._outbox.now_s)
-            case events.ConnectionEnded(rank):
-                self.roster.disconnect(rank)
-                self.roster.in_doubt.add(rank)
-                self.agreement.forget(rank)
-            case events.Lost(rank, loss):
-                self.roster.in_doubt.discard(rank)
-                views.lose(rank, loss)
-            case events.Submitted():
-                rounds.submit(event)
-            case events.Computed():
-                rounds.compute(event)
-            case events.ExchangeEnded():
-                rounds.end_exchange(event)
-            case events.RoundsFailed():
-                views.handle_failed(event)
-            case events.Timer("settle", view_id):
-                views.settle(view_id)
-            case events.Timer("expire"):
-                rounds.expire(event)
-            case events.Timer():
-                rounds.look(event)
-            case events.Begin(view, member, closed):
-                self._began = True
-                views.closed_to_joiners = closed
-                views.begin(view, member=member)
-            case events.ViewBegan():
-                self.agreement.begin_view(views.view.members)
-                self.speeds = {one: speed for one, speed in self.speeds.items() if one in views.view.members}
-                self._release_held()
-                views.on_view_began(event)
-            case events.Enter(following, connections):
-                self._asked = frozenset()
-                views.enter(following, connections)
-            case events.Eject():
-                views.eject(event)
-            case events.Leave():
-                views.leave(rounds.step)
-            case events.Close(failure):
-                views.close(failure)
-                if self._stops_together and self.rules.continue_without_lost:
-                    views.hang_up_on_others()  # the other replicas continue: only the ranks of this replica are to stop
-            case events.Announce(message):
-                self._announce(message)
+    # From the network.
 
-    @property
-    def _stops_together(self) -> bool:
-        """Whether all ranks stop at the same step when one has to."""
-        return self.rules.together and not self.rules.raise_on_loss
+    def connect(self, rank: int, connection: int, address: str) -> None:
+        """A control connection is open; it replaces an earlier one to the same rank."""
+        self.roster.connect(rank, connection, address, self._outbox.now_s)
 
-    # Announcements of this rank.
+    def disconnect(self, rank: int) -> None:
+        """A control connection has ended; the reason is still unknown."""
+        self.roster.disconnect(rank)
+        self.roster.in_doubt.add(rank)
+        self.agreement.forget(rank)
 
-    def _announce(self, message: Meet | FactsMessage | Speed | Join) -> None:
+    def lose(self, rank: int, loss: Loss) -> None:
+        """The reason is known for which the connection to a rank has ended or was dropped."""
+        self.roster.in_doubt.discard(rank)
+        self.views.lose(rank, loss)
+
+    def fire(self, timer: Timer) -> None:
+        """A timer has run out."""
+        if timer.kind == "settle":
+            self.views.settle(timer.view_id)
+        elif timer.kind == "expire":
+            self.rounds.expire(timer)
+        else:
+            self.rounds.look(timer)
+
+    # From this rank's owner.
+
+    def begin(self, view: View, *, member: bool, closed: str = "") -> None:
+        """Start, as the control connections are open.
+
+        Args:
+            view: the first view.
+            member: whether this rank is a member of it; otherwise it observes until it enters one.
+            closed: why no replica can join for now; "" if all can.
+        """
+        self._began = True
+        self.views.closed_to_joiners = closed
+        self.views.begin(view, member=member)
+
+    def enter(self, following: NextView, connections: Mapping[int, int]) -> None:
+        """Become a member of the view that a welcome names; ``connections`` are those of `Answer`."""
+        self._asked = frozenset()
+        self.views.enter(following, connections)
+
+    def announce(self, message: Meet | FactsMessage | Speed | Join) -> None:
+        """Send a message in this rank's name to whom it concerns."""
         match message:
             case Join():
                 connected = tuple(sorted(self.roster.connections))
@@ -196,6 +188,36 @@ class Machine:
                 self._join_barrier(name, value)
             case Speed() if self._began:
                 self._outbox.send(self.views.others(), message)
+
+    def leave(self) -> None:
+        """Leave for good; the others continue."""
+        self.views.leave(self.rounds.step)
+
+    def close(self, failure: TransportError) -> None:
+        """Take no part any more; rounds in flight end with ``failure``."""
+        self.views.close(failure)
+        if self._stops_together and self.rules.continue_without_lost:
+            self.views.hang_up_on_others()  # the other replicas continue: only the ranks of this replica are to stop
+
+    # What follows.
+
+    def _on_view(self, following: NextView | None, mine: Report | None) -> None:
+        """A view has begun.
+
+        Args:
+            following: None: the view is the first one.
+            mine: this rank's final report on the previous view; None: it was no member of that.
+        """
+        views = self.views
+        self.agreement.begin_view(views.view.members)
+        self.speeds = {one: speed for one, speed in self.speeds.items() if one in views.view.members}
+        self._release_held()
+        views.on_view(following, mine)
+
+    @property
+    def _stops_together(self) -> bool:
+        """Whether all ranks stop at the same step when one has to."""
+        return self.rules.together and not self.rules.raise_on_loss
 
     def _join_barrier(self, name: str, value: int) -> None:
         self.barriers.record(self.rules.rank, name, value)
@@ -214,7 +236,12 @@ class Machine:
 
     # Received messages.
 
-    def _receive(self, sender: int, message: Message) -> None:
+    def receive(self, sender: int, message: Message) -> None:
+        """A control message has arrived, which may be a mere heartbeat.
+
+        Raises:
+            MessageError: see `handle`.
+        """
         self.roster.note_message(sender, self._outbox.now_s)
         if isinstance(message, _FROM_MEMBERS) and not self._is_member(sender):
             return

@@ -12,7 +12,7 @@ import torch
 from diloco.algorithm import Contribution, Exchange, Mean, RoundId, Uplink, Verdict, bounded_weights, judge
 from diloco.errors import CodecError, DivergedError, RoundVoidError, TransportError
 from diloco.membership import View, Vote, byzantine_quorum
-from diloco.protocol.events import Average, Submitted
+from diloco.protocol.effects import Average, Submitted
 from diloco.protocol.rules import Rules
 from diloco.protocol.suspicion import Lateness
 from diloco.protocol.wire import Header, RoundVote
@@ -128,7 +128,7 @@ class Round:
         return replace(begun, paused_s=begun.paused_s + now_s - frozen_s)
 
     def validate(self) -> None:
-        """Assert what holds between two events, for tests."""
+        """Assert what holds between two calls, for tests."""
         mine = self.votes.get(self.rules.rank)
         assert not self.committed or (mine is not None and mine.ok), "committed without this rank's vote"
         assert self.committed is not None or not self.concluded, "an undecided round has an outcome"

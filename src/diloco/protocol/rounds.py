@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
-from diloco.algorithm import RoundId, Verdict, plan_round
+from diloco.algorithm import Mean, RoundId, Verdict, plan_round
 from diloco.errors import RoundVoidError, TransportError, ViewChangedError
 from diloco.membership import Report, RoundKey, RoundKeys, View, Vote, Votes, enough_without, names_of
-from diloco.protocol.events import (
-    Computed,
-    ExchangeEnded,
-    GiveVerdict,
-    Outbox,
-    RoundsFailed,
-    StartExchange,
-    Submitted,
-    Timer,
-)
+from diloco.protocol.effects import GiveVerdict, Outbox, StartExchange, Submitted, Timer
 from diloco.protocol.round import KnownUplinks, Round, header_of, tally
 from diloco.protocol.rules import Rules
 from diloco.protocol.suspicion import MOST_SPOILT, Lateness, Spoilers
@@ -48,6 +40,7 @@ class Rounds:
         self.from_step = 0  # contributions sent before this inner step are too old for the current view
         self.joined = False  # whether this rank joined a run in progress, so that it has to adopt the run's state
         self.spoilers = Spoilers()
+        self.on_failure: Callable[..., None]  # see `Views.handle_failure`
         self.frozen = False  # whether voting and deciding have stopped, because the view is ending
         self._rules = rules
         self._outbox = outbox
@@ -254,20 +247,34 @@ class Rounds:
 
     # Payloads and timers.
 
-    def compute(self, event: Computed) -> None:
-        """Vote for a round of which this rank holds the mean."""
-        if each := self._find(event.view_id, event.round):
-            each.mean = event.mean
-            self._cast(each, Vote(True, each.sealed_digest(event.digest)))
+    def compute(self, view_id: int, round_id: RoundId, mean: Mean, digest: str) -> None:
+        """Vote for a round of which this rank holds the mean; ``digest`` covers everything that it would change."""
+        if each := self._find(view_id, round_id):
+            each.mean = mean
+            self._cast(each, Vote(True, each.sealed_digest(digest)))
 
-    def end_exchange(self, event: ExchangeEnded) -> None:
-        """Record the end of a round's exchange."""
-        if (each := self._find(event.view_id, event.round)) is None:
+    def end_exchange(
+        self,
+        view_id: int,
+        round_id: RoundId,
+        failure: str = "",
+        *,
+        peer_lost: bool = False,
+        spoiler: int | None = None,
+    ) -> None:
+        """Record the end of the exchange of a round's payloads.
+
+        Args:
+            failure: why there is no mean; "" if there is one, or if the round is void.
+            peer_lost: whether it failed with a connection, whose loss ends the view.
+            spoiler: the replica whose values this rank has found to be at fault, or None.
+        """
+        if (each := self._find(view_id, round_id)) is None:
             return
-        if event.failure and not event.peer_lost and each.committed is None:
-            self._cast(each, Vote(False, reason=event.failure))
-        if event.spoiler is not None:
-            self._note_spoilers({event.spoiler}, event.failure)
+        if failure and not peer_lost and each.committed is None:
+            self._cast(each, Vote(False, reason=failure))
+        if spoiler is not None:
+            self._note_spoilers({spoiler}, failure)
         each.exchanging = False
         each.free()
 
@@ -432,14 +439,20 @@ class Rounds:
             self._set_timer("look", each, None)
 
     def _fail(self, why: str, behind: frozenset[int] = frozenset(), *, anyway: bool = False) -> None:
+        """Have the view end without some replicas, or because a round is disputed.
+
+        Args:
+            behind: replicas that keep a round waiting, or spoil rounds.
+            anyway: whether the view ends even if the others can't continue.
+        """
         assert self.view is not None
-        self._outbox.queue.append(RoundsFailed(self.view.id, why, behind, anyway))
+        self._outbox.queue.append(partial(self.on_failure, self.view.id, why, behind, anyway=anyway))
 
     def _broadcast(self, message: WireMessage) -> None:
         self._outbox.send((rank for rank in self._ranks if rank != self._rules.rank), message)
 
     def validate(self) -> None:
-        """Assert what holds between two events, for tests."""
+        """Assert what holds between two calls, for tests."""
         assert self.view is not None or not self._rounds, "rounds without a view"
         assert not self._void & self._commits.keys(), "a round is committed and void"
         if self.failure is not None:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from diloco.membership import Accepted, NextView, Report, RoundKey, View, decide, next_view, staying_members
-from diloco.protocol.events import Outbox, Timer
+from diloco.protocol.effects import Outbox, Timer
 from diloco.protocol.members import Reports, Roster
 from diloco.protocol.rounds import Rounds
 from diloco.protocol.rules import Rules

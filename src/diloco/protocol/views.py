@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from diloco.errors import ReplicaLostError, TransportError
-from diloco.membership import NextView, RoundKey, RoundKeys, View, byzantine_quorum, enough_without, names_of
-from diloco.protocol.events import Eject, Outbox, RoundsFailed, Submitted, Timer, ViewBegan
+from diloco.membership import NextView, Report, RoundKey, RoundKeys, View, byzantine_quorum, enough_without, names_of
+from diloco.protocol.effects import Outbox, Submitted, Timer
 from diloco.protocol.members import Roster
 from diloco.protocol.rounds import Rounds
 from diloco.protocol.rules import Rules
@@ -22,9 +22,20 @@ _GUARD = 3.0  # times `silence_s`: no replica joins for so long after a member w
 
 
 class Views:
-    """The current view, and the change to the next one."""
+    """The current view, and the change to the next one.
 
-    def __init__(self, rules: Rules, roster: Roster, rounds: Rounds, outbox: Outbox) -> None:
+    Args:
+        begun: called once a view has begun, with the arguments of `on_view`.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        roster: Roster,
+        rounds: Rounds,
+        outbox: Outbox,
+        begun: Callable[[NextView | None, Report | None], None],
+    ) -> None:
         self.view = View(-1, (rules.replica,))  # the current view; a joiner is not in it yet
         self.change: ViewChange | None = None  # the change to the next view, if it has begun
         self._agreed: View | None = None  # see `agreed_view`
@@ -35,12 +46,14 @@ class Views:
         self._roster = roster
         self._rounds = rounds
         self._outbox = outbox
+        self._begun = begun
+        rounds.on_failure = self.handle_failure
         self._leaving: set[int] = set()  # ranks that have announced that they leave this view
         # replica -> what it says has followed this view, see `_has_support`
         self._said: dict[int, NextView | None] = {}
         self._asked: dict[int, set[int]] = {}  # replica -> its ranks that have asked to join
         self._ended_early: set[int] = set()  # replicas that ended before this rank was a member
-        self._ejected = Eject(frozenset(), None, "")  # the last one
+        self._ejected, self._why_ejected = frozenset[int](), ""  # replicas that are to be members no more
         self._know: set[int] = set()  # the replicas that are known to know of it
         # replicas that were left out and may be running -> until when nobody else joins, as they may continue
         self._estranged: dict[int, float] = {}
@@ -83,7 +96,7 @@ class Views:
         if member:
             self._first = view
             self._open((), frozenset())
-        self._outbox.queue.append(ViewBegan())
+        self._outbox.queue.append(partial(self._begun, None, None))
 
     def enter(self, following: NextView, connections: Mapping[int, int]) -> None:
         """Become a member of a view that the others agreed on. Ranks that were lost earlier are lost in this view.
@@ -98,7 +111,7 @@ class Views:
         self._rounds.from_step, self._rounds.step = following.from_step, following.from_step - 1
         self._roster.members.update(connections)
         self._open((), following.void)
-        self._outbox.queue.append(ViewBegan(following))
+        self._outbox.queue.append(partial(self._begun, following, None))
 
     def leave(self, step: int) -> None:
         """Leave for good after inner step ``step``, with all ranks of this replica; rounds in flight end here."""
@@ -138,9 +151,9 @@ class Views:
     def _begin_change(self, why: str) -> ViewChange | None:
         """Return the change to the next view, which begins now unless it has begun."""
         if self.failure is None and self.is_member and self.change is None:
-            why = self._ejected.why if self._ejected.replicas else why  # however this rank notices that they go
+            why = self._why_ejected if self._ejected else why  # however this rank notices that they go
             self.change = ViewChange(self.view, why, self._rules, self._roster, self._rounds, self._outbox)
-            self.change.extend(apart=self._ejected.replicas)
+            self.change.extend(apart=self._ejected)
         return self.change
 
     def _end_change(self) -> None:
@@ -174,11 +187,10 @@ class Views:
         """Return the members that are not connected, but for those of which it is not known yet whether they ended."""
         return self._roster.unreached(self.view) - {self._rules.replica_of(rank) for rank in self._roster.in_doubt}
 
-    def handle_failed(self, failed: RoundsFailed) -> None:
-        """End the view, as rounds could not take place in it."""
-        enough = failed.anyway or enough_without(self.view, failed.behind, self._rules.policy)
-        if failed.view_id == self.view.id and enough:
-            self.end(failed.reason, behind=failed.behind)
+    def handle_failure(self, view_id: int, why: str, behind: frozenset[int], *, anyway: bool) -> None:
+        """End the view, as rounds could not take place in it; see `Rounds`."""
+        if view_id == self.view.id and (anyway or enough_without(self.view, behind, self._rules.policy)):
+            self.end(why, behind=behind)
 
     def settle(self, view_id: int) -> None:
         """Do what is due in a view change after some time."""
@@ -188,23 +200,26 @@ class Views:
         elif view_id == self.view.id:
             self._go_on_without_ejected(at_once=True)
 
-    def eject(self, event: Eject) -> None:
+    def eject(self, replicas: frozenset[int], by: int | None, why: str) -> None:
         """Accept no view with these replicas any more, and end this one once all others do so, or after a silence.
 
         If one ended its connections to them earlier, they could agree on the next view with those that don't know.
+
+        Args:
+            by: the rank that has told this one, which has told the others; None: it heard of it otherwise.
         """
-        knows = set() if event.by is None else {self._rules.replica_of(event.by)}
-        if event.replicas != self._ejected.replicas:
-            self._ejected, self._know = event, knows
+        knows = set() if by is None else {self._rules.replica_of(by)}
+        if replicas != self._ejected:
+            self._ejected, self._why_ejected, self._know = replicas, why, knows
         elif knows <= self._know:
             return  # who repeats it would set the timer again and again
         self._know |= knows
         self._go_on_without_ejected(at_once=self.change is not None)
 
     def _go_on_without_ejected(self, *, at_once: bool = False) -> None:
-        if going := self._ejected.replicas.intersection(self.view.members):
+        if going := self._ejected.intersection(self.view.members):
             if at_once or self._know.issuperset({*self.view.members} - going - {self._rules.replica}):
-                self.end(self._ejected.why, apart=going)
+                self.end(self._why_ejected, apart=going)
             else:
                 self._outbox.effects.timers[Timer("settle", self.view.id)] = self._rules.silence_s
 
@@ -390,20 +405,20 @@ class Views:
         if following.joined:
             rounds.from_step = following.from_step
         self._open(carried, following.void)
-        self._outbox.queue.append(ViewBegan(following, change.mine))
+        self._outbox.queue.append(partial(self._begun, following, change.mine))
 
     def _open(self, carried: Sequence[Submitted], void: RoundKeys) -> None:
         self._roster.set_members(self.view)
         self._said, self._leaving = {}, set()
         # another process may take the number of one that has gone
-        self._ejected = replace(self._ejected, replicas=self._ejected.replicas.intersection(self.view.members))
+        self._ejected = self._ejected.intersection(self.view.members)
         if self.failure is None:
             self._outbox.effects.view = self.view
         self._rounds.open(self.view, carried, void)
 
-    def on_view_began(self, began: ViewBegan) -> None:
+    def on_view(self, following: NextView | None, mine: Report | None) -> None:
         """Handle members that can't be reached and replicas that ask to join, as a view has begun."""
-        mine, following, me = began.mine, began.following, self._rules.replica
+        me = self._rules.replica
         members = frozenset(self.view.members)
         unheard, gone, left = self._unheard(), frozenset[int](), frozenset[int]()
         if mine is None:  # what it knows of members that ended before it was one
@@ -442,7 +457,7 @@ class Views:
             self._outbox.effects.hang_ups.append(rank)
 
     def validate(self) -> None:
-        """Assert what holds between two events, for tests."""
+        """Assert what holds between two calls, for tests."""
         me, change = self._rules.replica, self.change
         assert not self.is_member or me in self.view.members, "a member of a view that it is not in"
         assert change is None or change.view == self.view, "a change of another view"

@@ -7,7 +7,6 @@ from .description import describe as describe
 from .description import diff as diff
 from .description import identity as identity
 from .description import make_fragments as make_fragments
-from .description import make_links as make_links
 from .description import make_transport as make_transport
 from .description import outer_components as outer_components
 from .description import outline as outline

@@ -21,27 +21,29 @@ from diloco.errors import TransportError
 from diloco.membership import GREATEST, Rank
 from diloco.protocol import (
     Beat,
-    ConnectionEnded,
-    ConnectionMade,
     Entry,
-    Event,
     Excluded,
     GivenUp,
     Loss,
-    Lost,
+    Machine,
+    Message,
     Pulse,
     Refused,
     Rules,
+    Store,
     WireMessage,
     silent_ones,
 )
 from diloco.transport.address import Address
-from diloco.transport.connections.control_connection import ControlConnection
 from diloco.transport.connections.control_thread import ControlThread
 from diloco.transport.connections.limits import ArrivalLimit, ConnectionLimit
+from diloco.transport.connections.pace import UplinkMeter, sum_of
+from diloco.transport.connections.peer import FLUSH_S, Peer
 from diloco.transport.connections.sockets import TcpStreams, raw_transport
 from diloco.transport.connections.streams import (
+    RefusedError,
     Stream,
+    ask,
     pack,
     read_frame,
     within,
@@ -74,7 +76,6 @@ ARRIVALS_PER_S, MOST_ARRIVALS = 64.0, 1024
 _MOST_UNKNOWN_PEERS, _MOST_UNKNOWN_PEERS_OF_ONE = 256, 4
 """Limits on control connections of ranks that are not members, on networks that prove identities."""
 MOST_UNSENT_BYTES, MOST_UNSENT_TO_UNKNOWN_PEER_BYTES = 4 << 20, 1 << 18  # per rank; one that reads too little is lost
-_FLUSH_S = 1.0
 
 
 class ConnectionManager(ControlThread):
@@ -82,15 +83,16 @@ class ConnectionManager(ControlThread):
 
     Args:
         rules: The rules of the run, and which rank this is.
-        on_event: Called in the control thread when a connection is made or ends, when a message arrives, and once for
-            each rank that is lost. If it raises `MessageError`, the connection of that message ends.
     """
 
-    def __init__(
-        self, rules: Rules, streams: TcpStreams, on_event: Callable[[Event], object] = lambda event: None
-    ) -> None:
+    def __init__(self, rules: Rules, streams: TcpStreams) -> None:
         super().__init__(rules.rank)
         self.rules = rules
+        self.machine = Machine(rules)
+        # called in the control thread with a method of the machine and its arguments when a connection is made or ends,
+        # when a message arrives, and once for each rank that is lost. If it raises `MessageError`, the connection of
+        # that message ends
+        self.handle: Callable[..., object] = lambda act, *arguments: None
         self.streams = streams
         self.address = Address("", 0)  # where this process listens
         self.services: dict[type[WireMessage], Service] = {}  # type of the first message -> service
@@ -99,8 +101,9 @@ class ConnectionManager(ControlThread):
         self.arrived = asyncio.Event()  # set when a connection is made and when its first message arrives
         self.most_ranks = sys.maxsize  # only lower ranks may connect
         self.entries: Mapping[int, Entry] = {}  # known ranks; a peer with another proven identity can't claim them
-        self._on_event = on_event
-        self._connections: dict[int, ControlConnection] = {}
+        self.peers: dict[int, Peer] = {}
+        self.meter = UplinkMeter(lambda: sum_of(each.counters() for each in list(self.peers.values())))
+        self.on_peer: Callable[[Peer], object] = lambda peer: None  # called when one has connected
         # rank -> name of the hello to it that is not answered yet; set when it is. When the hellos of two ranks cross,
         # the higher rank answers the lower rank's hello at once and includes the name of its own. The lower rank holds
         # back its answer until then, and no longer sends it
@@ -124,34 +127,31 @@ class ConnectionManager(ControlThread):
 
     @property
     def connected(self) -> frozenset[int]:
-        return frozenset(self._connections)
-
-    def get(self, rank: int) -> ControlConnection | None:
-        return self._connections.get(rank)
+        return frozenset(self.peers)
 
     def identity(self, rank: int) -> str:
         """Return the identity that the process connected as ``rank`` has proved; "" if there is none."""
-        return self.streams.identity(self._connections[rank].writer) if rank in self._connections else ""
+        return self.streams.identity(self.peers[rank].writer) if rank in self.peers else ""
 
     def send(self, rank: int, message: WireMessage) -> None:
         """Send a message. Without an open connection it is dropped; a receiver that reads too little is lost."""
-        if (connection := self._connections.get(rank)) is None:
+        if (peer := self.peers.get(rank)) is None:
             return
-        connection.writer.write(pack(message))
-        most_bytes = MOST_UNSENT_BYTES if connection.trusted else MOST_UNSENT_TO_UNKNOWN_PEER_BYTES
-        if connection.writer.transport.get_write_buffer_size() > most_bytes:
-            self.loop.call_soon(self._drop, connection, f"{connection.address} does not read its messages")
+        peer.writer.write(pack(message))
+        most_bytes = MOST_UNSENT_BYTES if peer.trusted else MOST_UNSENT_TO_UNKNOWN_PEER_BYTES
+        if peer.writer.transport.get_write_buffer_size() > most_bytes:
+            self.loop.call_soon(self._drop, peer, f"{peer.address} does not read its messages")
 
     def trust(self, ranks: Iterable[int]) -> None:
         """Make ``ranks`` the members, which may send large messages and are exempt from the limits on other peers."""
         before, self._members = self._members, frozenset(ranks)
-        there = self._connections.items()
+        there = self.peers.items()
         new = {rank: self.streams.identity(each.writer) for rank, each in there if rank in self._members - before}
         self.identities = {rank: each for rank, each in (self.identities | new).items() if rank in self._members}
         for rank in self._members:
             self._unknown_peers.leave(rank)
-        for rank, connection in self._connections.items():
-            connection.trusted = connection.opened or rank in self._members
+        for rank, peer in self.peers.items():
+            peer.trusted = peer.opened or rank in self._members
 
     async def open(self, address: Address) -> Stream:
         """Open a connection as `TcpStreams.open` does. `close` aborts it, even if it still has data to send."""
@@ -166,7 +166,7 @@ class ConnectionManager(ControlThread):
         if rank == self.rank:
             mine = self.streams.identity(writer) == self.streams.me
             return "" if mine else f"rank {rank} is the process that was asked, at {self.address}"
-        other, streams = self._connections.get(rank), self.streams
+        other, streams = self.peers.get(rank), self.streams
         if other is None or streams.process(other.writer) == streams.process(writer):
             return ""
         is_copy = streams.identity(other.writer) == streams.identity(writer)
@@ -183,16 +183,13 @@ class ConnectionManager(ControlThread):
             TransportError: Another process answers there, or it refuses.
         """
         reader, writer = await self.open(address)
-        if rank in self._connections:  # it has connected in the meantime
+        if rank in self.peers:  # it has connected in the meantime
             writer.close()
             return
         mine = self._hellos[rank] = secrets.token_hex(8), asyncio.Event()
         try:
             self.streams.tune(writer)
-            writer.write(pack(Hello(self.rank, str(self.address), mine[0])))
-            answer, _ = await read_frame(reader, Greeting | Refused)
-            if isinstance(answer, Refused):
-                raise TransportError(f"{address} refuses: {answer.reason}")
+            answer = await ask((reader, writer), Hello(self.rank, str(self.address), mine[0]), Greeting)
             if answer.rank != rank:
                 raise TransportError(
                     f"{address} should be rank {rank}, but answered as rank {answer.rank}. Another diloco run may be "
@@ -201,7 +198,9 @@ class ConnectionManager(ControlThread):
             self._register(rank, address, (reader, writer), mine[0], opened=True, crossed=answer.crossed)
         except BaseException as error:
             writer.close()
-            if not isinstance(error, EOFError) or rank not in self._connections:
+            if isinstance(error, RefusedError):
+                raise TransportError(f"{address} refuses: {error}") from error
+            if not isinstance(error, EOFError) or rank not in self.peers:
                 raise
             return  # the connection that it opened stays instead
         finally:
@@ -213,28 +212,24 @@ class ConnectionManager(ControlThread):
     def hang_up(self, rank: int) -> None:
         """End the connection to ``rank`` without reporting a loss."""
         self._unknown_peers.leave(rank)
-        if connection := self._connections.pop(rank, None):
-            if connection.task is not None:
-                connection.task.cancel()
-            connection.writer.close()
-            # TLS would wait half a minute for the other end to close it, too
-            self.loop.call_later(_FLUSH_S, raw_transport(connection.writer).abort)
+        if peer := self.peers.pop(rank, None):
+            peer.hang_up()
 
     def drop(self, rank: int, why: str) -> None:
         """End the connection to ``rank``, if there is one, and report its loss."""
-        if connection := self._connections.get(rank):
-            self._drop(connection, why)
+        if peer := self.peers.get(rank):
+            self._drop(peer, why)
 
     def drop_silent(self, ranks: Collection[int]) -> None:
         """Drop ranks that have been silent for too long. All connections end before the first loss is reported."""
-        silent = [self._connections[rank] for rank in ranks]
-        for connection in silent:
-            connection.writer.write(pack(GivenUp()))  # in case the other process only stalled
-            self.hang_up(connection.rank)
-            self._on_event(ConnectionEnded(connection.rank))
-        for connection in silent:
-            text = f"nothing was received from {connection.address} for {self.rules.silence_s:g} s"
-            self._on_event(Lost(connection.rank, Loss("silent", text)))
+        silent = [self.peers[rank] for rank in ranks]
+        for peer in silent:
+            peer.writer.write(pack(GivenUp()))  # in case the other process only stalled
+            self.hang_up(peer.rank)
+            self.handle(self.machine.disconnect, peer.rank)
+        for peer in silent:
+            text = f"nothing was received from {peer.address} for {self.rules.silence_s:g} s"
+            self.handle(self.machine.lose, peer.rank, Loss("silent", text))
 
     async def listen_at(self, *where: Any) -> Address:
         """Accept connections as `listen` does, from within the control thread."""
@@ -267,7 +262,7 @@ class ConnectionManager(ControlThread):
         except (OSError, EOFError, TransportError, ValueError, asyncio.CancelledError):
             pass  # an unknown peer, one that left, or the end of this process; asyncio would print a traceback
         finally:
-            if not any(connection.writer is writer for connection in self._connections.values()):
+            if not any(peer.writer is writer for peer in self.peers.values()):
                 await _part(writer)
             self._open_limit.leave(writer)
 
@@ -282,26 +277,25 @@ class ConnectionManager(ControlThread):
         crossed, answered = self._hellos.get(rank, ("", None))
         if answered is not None and self.rank < rank:
             await answered.wait()
-        if (before := self._connections.get(rank)) is not None and before.crossed == hello.hello:
+        if (before := self.peers.get(rank)) is not None and before.crossed == hello.hello:
             return  # it said so before it answered this process's own hello, and the connection is registered
         if reason := await self.claimed(rank, writer):
             writer.write(pack(Refused(reason)))
             return
         unknown = self.streams.named and rank not in self._members
         if unknown and (out := self._unknown_peers.enter(rank, (identity,))) is not None:
-            self._drop(self._connections[out], "too many connected peers are not members")
+            self._drop(self.peers[out], "too many connected peers are not members")
         self.streams.tune(writer)
         writer.write(pack(Greeting(self.rank, crossed)))
         self._register(rank, address, (reader, writer), hello.hello, opened=False)
 
-    def _drop(self, connection: ControlConnection, why: str) -> None:
-        if self._connections.get(connection.rank) is connection:
-            connection.writer.transport.abort()  # discards what the peer has not read
-            self.hang_up(connection.rank)
-            self._on_event(ConnectionEnded(connection.rank))
-            self._on_event(
-                Lost(connection.rank, Loss("cut", f"the connection to {connection.address} was ended: {why}"))
-            )
+    def _drop(self, peer: Peer, why: str) -> None:
+        if self.peers.get(peer.rank) is peer:
+            peer.writer.transport.abort()  # discards what the peer has not read
+            self.hang_up(peer.rank)
+            self.handle(self.machine.disconnect, peer.rank)
+            loss = Loss("cut", f"the connection to {peer.address} was ended: {why}")
+            self.handle(self.machine.lose, peer.rank, loss)
 
     def _register(
         self, rank: int, address: Address, stream: Stream, token: str, *, opened: bool, crossed: str = ""
@@ -309,31 +303,37 @@ class ConnectionManager(ControlThread):
         reader, writer = stream
         if not self.streams.is_current(writer):
             raise TransportError(f"the secret has changed since {address} was admitted")
-        if before := self._connections.get(rank):
+        if before := self.peers.get(rank):
             before.writer.write(pack(Excluded(GREATEST, "another process has taken its place")))
             self.hang_up(rank)
         number, trusted = next(self._numbers), opened or rank in self._members
-        connection = ControlConnection(rank, number, address, writer, token, opened, trusted, self.loop.time(), crossed)
-        self._connections[rank] = connection
-        self._on_event(ConnectionMade(rank, number, str(address)))
-        connection.task = self.begin(self._listen_to(connection, reader))
+        dials = self.rank < rank if self.streams.named else opened
+        peer = Peer(rank, number, address, writer, token, opened, trusted, dials, crossed, self.meter)
+        self.peers[rank] = peer
+        self.on_peer(peer)
+        self.handle(self.machine.connect, rank, number, str(address))
+        peer.task = self.begin(self._listen_to(peer, reader))
         self.arrived.set()
 
-    async def _listen_to(self, connection: ControlConnection, reader: asyncio.StreamReader) -> None:
-        ended = await connection.listen(reader, self.arrived, self._on_event)
-        if self._connections.get(connection.rank) is not connection:
+    def _deliver(self, rank: int, message: Message) -> None:
+        if not isinstance(message, Store):
+            self.handle(self.machine.receive, rank, message)
+        elif receive := self.receivers.get(message.key):
+            receive(rank, message.value)
+
+    async def _listen_to(self, peer: Peer, reader: asyncio.StreamReader) -> None:
+        ended = await peer.listen(reader, self.arrived, self._deliver)
+        if self.peers.get(peer.rank) is not peer:
             return
-        del self._connections[connection.rank]  # not `hang_up`, which would cancel the current task
-        self._unknown_peers.leave(connection.rank)
-        connection.writer.close()
-        self._on_event(ConnectionEnded(connection.rank))
+        self.hang_up(peer.rank)
+        self.handle(self.machine.disconnect, peer.rank)
         was_suspended, longest_s = self.pulse.was_suspended(self.loop.time()), min(2.0, self.rules.silence_s)
-        if connection.trusted:
-            loss = await connection.why_lost(ended, self.open, longest_s, was_suspended=was_suspended)
+        if peer.trusted:
+            loss = await peer.why_lost(ended, self.open, longest_s, was_suspended=was_suspended)
         else:  # nobody is dialled on a stranger's word
-            loss = Loss("cut", f"the connection to {connection.address} ended ({ended})")
-        if connection.rank not in self._connections:  # else a new process of that rank has connected, and was reported
-            self._on_event(Lost(connection.rank, loss))
+            loss = Loss("cut", f"the connection to {peer.address} ended ({ended})")
+        if peer.rank not in self.peers:  # else a new process of that rank has connected, and was reported
+            self.handle(self.machine.lose, peer.rank, loss)
 
     async def _beat(self) -> None:
         beat = pack(Beat())
@@ -342,12 +342,17 @@ class ConnectionManager(ControlThread):
             await asyncio.sleep(self.rules.heartbeat_s)
             now_s = self.loop.time()
             if self.pulse.beat(now_s):  # this process itself stalled
-                for connection in self._connections.values():
-                    connection.heard_s = now_s
-            quiet_s = {rank: now_s - each.heard_s for rank, each in self._connections.items()}
+                for peer in self.peers.values():
+                    peer.heard_s = peer.bare_s = now_s
+            quiet_s = {rank: now_s - each.heard_s for rank, each in self.peers.items()}
             self.drop_silent(silent_ones(quiet_s, self.rules, self._members))
-            for connection in self._connections.values():
-                connection.writer.write(beat)
+            for peer in list(self.peers.values()):
+                patience_s = self.rules.silence_s if peer.uses else self.rules.connect_timeout_s
+                if peer.wanted and not peer.stripes and now_s - peer.bare_s > patience_s:
+                    what = f"{'reopened' if peer.uses else 'opened'} in {patience_s:g} s: {peer.why}"
+                    self._drop(peer, f"no payload connection could be {what}")
+                else:
+                    peer.writer.write(beat)
 
     async def end_connections(self) -> None:
         if self._watch is not None:
@@ -355,7 +360,7 @@ class ConnectionManager(ControlThread):
         await self.streams.refuse()
         for _ in range(4):  # iterations of the loop in which new connections get the tasks that close them
             await asyncio.sleep(0)
-        await self._hang_up_all(_FLUSH_S)
+        await self._hang_up_all(FLUSH_S)
         await self.streams.close()
 
     async def release(self) -> None:
@@ -363,14 +368,14 @@ class ConnectionManager(ControlThread):
 
     async def _hang_up_all(self, flush_s: float) -> None:
         """End all connections. Data that the other side has not received within ``flush_s`` is discarded."""
-        flushed = [asyncio.create_task(connection.writer.wait_closed()) for connection in self._connections.values()]
+        flushed = [asyncio.create_task(peer.writer.wait_closed()) for peer in self.peers.values()]
         for rank in self.connected:
             self.hang_up(rank)
         if flushed:
             await asyncio.wait(flushed, timeout=flush_s)
         self.abort_connections()
         if flushed:
-            await asyncio.wait(flushed, timeout=_FLUSH_S)
+            await asyncio.wait(flushed, timeout=FLUSH_S)
         await asyncio.sleep(0)
 
 
@@ -383,5 +388,5 @@ async def _part(writer: asyncio.StreamWriter) -> None:
     if raw is not writer.transport or not raw.is_closing():  # it was not aborted in the handshake
         writer.close()
         with contextlib.suppress(OSError, asyncio.CancelledError):  # at the end of its task
-            await within(_FLUSH_S, writer.wait_closed())
+            await within(FLUSH_S, writer.wait_closed())
     raw.abort()

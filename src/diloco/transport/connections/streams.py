@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from diloco.errors import TransportError
-from diloco.protocol import MessageError, decode, encode
+from diloco.protocol import MessageError, Refused, decode, encode
 
 T = TypeVar("T")
 
@@ -28,6 +28,14 @@ Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]  # the two directions
 
 Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Takes over a connection that another process opened, and closes it."""
+
+
+class RefusedError(TransportError):
+    """The other side of a connection refuses what it is asked for."""
+
+    def __init__(self, answer: Refused) -> None:
+        super().__init__(answer.reason)
+        self.for_good = answer.for_good
 
 
 async def within(seconds: float | None, awaited: Awaitable[T]) -> T:
@@ -83,6 +91,24 @@ async def read_frame(
         return decode(data, expected), blob
     except MessageError as error:
         raise TransportError(f"an unreadable message arrived ({error}). The connection was closed.") from error
+
+
+async def ask(stream: Stream, message: object, expected: Any, most_bytes: int = UNKNOWN_PEER_BYTES) -> Any:
+    """Send the first message over a connection, and return the answer. After an error the connection is closed.
+
+    Raises:
+        RefusedError: The other side refuses. Other errors are those of `read_frame`.
+    """
+    reader, writer = stream
+    try:
+        writer.write(pack(message))
+        answer, _ = await read_frame(reader, expected | Refused, most_bytes)
+        if isinstance(answer, Refused):
+            raise RefusedError(answer)
+    except BaseException:
+        writer.close()
+        raise
+    return answer
 
 
 async def read_head(reader: asyncio.StreamReader) -> bytes:

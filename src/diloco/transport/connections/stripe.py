@@ -33,7 +33,7 @@ from diloco.errors import TransportError
 from diloco.transport.connections.pace import NEAR_S, TcpCounters, tcp_counters
 
 if TYPE_CHECKING:
-    from diloco.transport.connections.link import PeerLink
+    from diloco.transport.connections.peer import Peer
 
 
 MAX_MESSAGE_BYTES, MOST_PART_BYTES = 1 << 30, 1 << 18
@@ -174,13 +174,11 @@ class Stripe(asyncio.BufferedProtocol):
         ended: Resolved with the reason when the connection has ended.
     """
 
-    def __init__(
-        self, link: PeerLink, transport: asyncio.Transport, silence_s: float, *, compresses: bool = True
-    ) -> None:
+    def __init__(self, peer: Peer, transport: asyncio.Transport, silence_s: float, *, compresses: bool = True) -> None:
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.transport = transport
         self._socket = transport.get_extra_info("socket")  # not to be had any more from a TLS connection that has ended
-        self._link = link
+        self._peer = peer
         # unacknowledged parts by tag and start; None: of a message that is no longer to be sent
         self._parts: dict[tuple[int, int], Part | None] = {}
         self.full = False  # whether the transport has paused writing
@@ -207,10 +205,10 @@ class Stripe(asyncio.BufferedProtocol):
             self.transport.resume_reading()
 
     def end(self, why: str = "it ended") -> None:
-        """Close the connection. The link sends its unacknowledged parts again over others."""
+        """Close the connection. The peer gets its unacknowledged parts again over others."""
         if not self.ended.done():
             self.ended.set_result(why)
-            self._link.drop(self, list(filter(None, self._parts.values())), why)
+            self._peer.drop(self, list(filter(None, self._parts.values())), why)
         if self.full:
             with contextlib.suppress(AttributeError):  # raised by Python 3.11.2 for a TLS connection that has ended
                 self.transport.abort()
@@ -221,8 +219,8 @@ class Stripe(asyncio.BufferedProtocol):
         """Write the next part of the link if this connection is free. Return whether a part was written."""
         if self.full or self.transport.is_closing():
             return False
-        compressed = self._compresses and not self.near and self._link.pace.seen_bits_per_s < _SLOW_BITS_PER_S
-        if (part := self._link.take(compressed=compressed)) is None:
+        compressed = self._compresses and not self.near and self._peer.pace.seen_bits_per_s < _SLOW_BITS_PER_S
+        if (part := self._peer.take(compressed=compressed)) is None:
             return False
         self._parts[part.message.tag, part.start] = part
         self.transport.write(b"".join((HEAD.pack(*part.head), part.body)))
@@ -271,7 +269,7 @@ class Stripe(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self.full = False
-        self._link.wake()
+        self._peer.wake()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self.ended.done():  # what still arrives is discarded
@@ -299,7 +297,7 @@ class Stripe(asyncio.BufferedProtocol):
         except TransportError as error:
             why = str(error)
         except Exception as error:  # of ours; sending again what caused it would not help
-            self._link.end(f"an internal error ({type(error).__name__}: {error})")
+            self._peer.end(f"an internal error ({type(error).__name__}: {error})")
             return
         if taken and not self.transport.is_closing():
             self.transport.write(b"".join(taken))
@@ -319,7 +317,7 @@ class Stripe(asyncio.BufferedProtocol):
             if (head.tag, head.start) not in self._parts:
                 raise TransportError(f"part {head.start} of a message was acknowledged, but had not been sent")
             if part := self._parts.pop((head.tag, head.start)):
-                self._link.acknowledge(part)
+                self._peer.acknowledge(part)
         elif not head.valid:
             raise TransportError(
                 f"an invalid part of kind {head.kind!r} arrived: {head.size} bytes at {head.start} of {head.total}"
@@ -329,7 +327,7 @@ class Stripe(asyncio.BufferedProtocol):
             return
         else:
             data = self._buffer[begun : begun + head.size]
-            self._link.arrived(head, data)
+            self._peer.arrived(head, data)
             taken.append(HEAD.pack(*Head(b"A", head.tag, start=head.start)))
             begun += head.size
         self._begun, self._whole_bytes = begun, HEAD.size

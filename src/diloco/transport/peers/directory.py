@@ -290,7 +290,7 @@ class Directory:
         if isinstance(answer, Members):
             keep = {self.connections.rank, *self.transport.rules.ranks(answer.members), *self.connections.connected}
             for rank, entry in answer.entries.items():
-                connection = self.connections.get(rank)
+                connection = self.connections.peers.get(rank)
                 is_elsewhere = connection is not None and str(connection.address) != entry.address
                 if rank != self.connections.rank and self._fits(rank) and not is_elsewhere:
                     with contextlib.suppress(ConfigurationError):  # its address is none, at which all would fail
@@ -364,7 +364,7 @@ class Directory:
         """Wait until a rank has connected, and has shown by a message that its end is open. Return whether it has."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                while (connection := self.connections.get(rank)) is None or not connection.num_messages:
+                while (connection := self.connections.peers.get(rank)) is None or not connection.num_messages:
                     self.connections.arrived.clear()
                     await self.connections.arrived.wait()
                 return True

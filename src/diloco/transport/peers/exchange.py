@@ -2,7 +2,8 @@
 
 Payloads travel in pieces that are cut at block boundaries, so that each can be decoded and added on its own. Every
 value is summed in ascending order of replicas, regardless of the order of arrival. In a reduce-scatter, each owner then
-encodes the mean of its slice, and all replicas decode it alike.
+encodes the mean of its slice, and all replicas decode it alike. If the global parameters are on a GPU that has memory
+for it, all of this is computed there, beside the training; payloads and the mean are in host memory.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from diloco.algorithm import (
     LARGEST_MEAN,
     Codec,
     Mean,
-    RoundId,
     check_mean,
     combined,
     encode_mean,
@@ -38,9 +37,10 @@ from diloco.algorithm import (
     vector_norm,
 )
 from diloco.cores import usable_cores
+from diloco.devices import beside_training, to_device, to_host
 from diloco.errors import CodecError, TransportError
-from diloco.protocol import Computed, Event, ExchangeEnded, GiveVerdict, StartExchange
-from diloco.transport.connections.link import PeerLink, round_tag
+from diloco.protocol import GiveVerdict, StartExchange
+from diloco.transport.connections.peer import Peer, round_tag
 
 _LEAST_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 18
 """A payload is cut into at least this many pieces, so that summing starts early, unless they would be smaller than this
@@ -52,6 +52,8 @@ _Addends = Mapping[int, tuple[Codec, Tensor, float]]
 """Replica -> codec, payload and weight, in ascending order of replicas."""
 
 _THREADS = min(8, usable_cores())  # more would wait for the memory
+
+_VALUE_BYTES = 32  # of a GPU, for each value that is summed at a time: the sum, an addend, and scratch memory
 
 
 @functools.cache
@@ -67,95 +69,6 @@ def _at_once(act: Callable[..., None], *arguments: Any) -> Future[None]:
     return done
 
 
-@dataclass(eq=False)
-class RoundMessages:
-    """Sends and receives the pieces of one round."""
-
-    view_id: int
-    round_id: RoundId
-    loop: asyncio.AbstractEventLoop  # links are used in its thread
-    piece_bytes: int  # approximate upper limit on the size of a piece
-    links: Mapping[int, PeerLink] = field(default_factory=dict)  # by replica
-    _sends: list[Future[None]] = field(default_factory=list)
-    # member, piece and half -> receive buffer, and a future that is resolved when the piece has arrived
-    _incoming: dict[tuple[int, int, bool], tuple[Tensor, Future[None]]] = field(default_factory=dict)
-
-    def pieces(self, start: int, stop: int, codec: Codec) -> Iterator[tuple[int, int]]:
-        """Cut a range of values into the ranges of its pieces, at block boundaries.
-
-        The result is the same on every replica, regardless of its number of connections.
-        """
-        even = math.ceil(codec.payload_bytes(stop - start) / _LEAST_PIECES)
-        size = min(self.piece_bytes, max(_LEAST_PIECE_BYTES, even))
-        step = max(1, size // codec.payload_bytes(codec.block_size)) * codec.block_size
-        return ((low, min(low + step, stop)) for low in range(start, stop, step))
-
-    def send(self, members: Iterable[int], payload: Tensor, piece: int, *, second: bool = False) -> None:
-        """Start sending a contiguous CPU tensor, which must not change until `finish`, to each of ``members``."""
-        self._sends += self._begin(PeerLink.send, members, payload, piece, second)
-
-    def receive(self, member: int, buffer: Tensor, piece: int, *, second: bool = False) -> Future[None]:
-        """Start receiving a piece from ``member`` into ``buffer``; see `take`. Otherwise as `send`."""
-        (received,) = self._begin(PeerLink.receive, (member,), buffer, piece, second)
-        self._incoming[member, piece, second] = buffer, received
-        return received
-
-    def _begin(
-        self,
-        act: Callable[[PeerLink, int, memoryview, Future[None]], None],
-        members: Iterable[int],
-        values: Tensor,
-        piece: int,
-        second: bool,
-    ) -> list[Future[None]]:
-        """Let the links of ``members`` send or receive, in the loop's thread: at once if this is that thread.
-
-        A tag is that of the round, 1 bit for the half, and 16 bits for the piece.
-        """
-        tag = round_tag(self.view_id, self.round_id) << 17 | int(second) << 16 | piece
-        data = values.detach().view(-1).numpy().data.cast("B") if values.numel() else memoryview(bytearray())
-        works = {member: Future[None]() for member in members}
-
-        def begin() -> None:
-            for member, work in works.items():
-                try:
-                    act(self.links[member], tag, data, work)
-                except Exception as error:  # the thread of the exchange waits for this
-                    work.set_exception(error)
-
-        if asyncio._get_running_loop() is self.loop:
-            begin()
-        else:
-            try:
-                self.loop.call_soon_threadsafe(begin)
-            except RuntimeError as error:  # the loop is closed
-                raise TransportError("a payload connection ended: the transport was closed") from error
-        return list(works.values())
-
-    def close(self) -> None:
-        """Send and await nothing more, in the loop's thread; who waits is released."""
-        for link in self.links.values():
-            link.close_round(round_tag(self.view_id, self.round_id))
-
-    def arrived(self, piece: int) -> bool:
-        """Return whether a piece of the first half has arrived from every member, or never will."""
-        return all(self._incoming[member, piece, False][1].done() for member in self.links)
-
-    def take(self, member: int, piece: int, *, second: bool = False) -> Tensor:
-        """Wait until a piece from ``member`` has arrived, and return its buffer."""
-        buffer, received = self._incoming[member, piece, second]
-        try:
-            received.result()
-        except TransportError as error:
-            raise TransportError(f"payloads of replica {member} can't arrive: {error}", replicas=[member]) from error
-        return buffer
-
-    def finish(self) -> None:
-        """Wait until everything has been sent, so that its memory can be reused."""
-        for sent in self._sends:
-            sent.result()
-
-
 def _validate(codec: Codec, payload: Tensor, numel: int, name: str, replica: int) -> None:
     try:
         codec.validate(payload, numel)
@@ -167,16 +80,26 @@ _EXTRAS = (1 << 16) - 1  # piece number of the model buffers
 
 
 class PayloadExchange:
-    """The payloads of one round between this rank and its peers."""
+    """The payloads of one round between this rank and its peers.
 
-    def __init__(self, started: StartExchange, loop: asyncio.AbstractEventLoop, piece_bytes: int) -> None:
+    Args:
+        peers: Those of the members that are connected, by replica.
+        loop: Peers are used in its thread.
+        piece_bytes: The approximate upper limit on the size of a piece.
+    """
+
+    def __init__(
+        self, started: StartExchange, peers: Mapping[int, Peer], loop: asyncio.AbstractEventLoop, piece_bytes: int
+    ) -> None:
         self.contribution, self.plan = started.contribution, started.plan
         self.members = started.view.members
         self.me = self.members.index(started.contribution.replica)
-        self.verdict: Future[GiveVerdict] = Future()  # which contributions to sum
-        self._begun: Future[None] = Future()  # resolved once the payloads are being sent
-        self._view_id = started.view.id
-        self._messages = RoundMessages(started.view.id, started.contribution.round, loop, piece_bytes)
+        self.verdict: Future[GiveVerdict] = Future()  # which contributions to sum; or why the exchange has failed
+        self._peers, self._loop, self._piece_bytes = peers, loop, piece_bytes
+        self._tag = round_tag(started.view.id, started.contribution.round)
+        self._sends: list[Future[None]] = []
+        # member, piece and half -> receive buffer, and a future that is resolved when the piece has arrived
+        self._incoming: dict[tuple[int, int, bool], tuple[Tensor, Future[None]]] = {}
         everything = ((0, self.contribution.numel),) * len(self.members)
         # the slice of values that each member sums
         self._summed = everything if self.plan.pattern == "all-gather" else self.plan.shards
@@ -187,69 +110,99 @@ class PayloadExchange:
         # in a reduce-scatter, the pieces of this rank's mean that are not sent yet, and those of the others' means
         self._unsent: deque[tuple[int, tuple[int, int]]] = deque()
         self._awaited: list[tuple[int, int, int, int]] = []  # member, piece and range of values
-        self.values = torch.zeros(0, dtype=torch.float32, device="cpu")
+        self.values = torch.empty(self.contribution.numel, dtype=torch.float32, device="cpu")
+        self._device = self.values.device  # where contributions are decoded and summed
 
-    def begin(self, links: Mapping[int, PeerLink]) -> None:
+    def begin(self) -> None:
         """Start receiving, and send this rank's payload. `run` reports a failure.
 
-        Runs in the thread of the links, which saves one thread switch for each message.
+        Runs in the thread of the peers, which saves one thread switch for each message.
         """
-        codec = self.contribution.codec
         try:
             for member in self.members:
-                if member != self.contribution.replica and member not in links:
+                if member != self.contribution.replica and member not in self._peers:
                     raise TransportError(f"replica {member} is not connected", replicas=[member])
-            messages, self._messages.links = self._messages, links
-            self.values = torch.empty(self.contribution.numel, dtype=torch.float32, device="cpu")
-            pieces = enumerate(messages.pieces(*self._summed[self.me], codec))
+            codec = self.contribution.codec
+            pieces = enumerate(self._pieces(*self._summed[self.me], codec))
             sizes = {piece: codec.payload_bytes(b - a) for piece, (a, b) in pieces}
             if len(self._extras):
                 sizes[_EXTRAS] = len(self._extras)
-            for member in messages.links:
+            for member in self._peers:
                 for piece, num_bytes in sizes.items():
-                    messages.receive(member, torch.empty(num_bytes, dtype=torch.uint8, device="cpu"), piece)
+                    self._receive(member, torch.empty(num_bytes, dtype=torch.uint8, device="cpu"), piece)
             if self.plan.pattern == "reduce-scatter":
                 self._begin_means()
-            self._send()
+            self._send_all()
         except Exception as error:
-            self._begun.set_exception(error)
-        else:
-            self._begun.set_result(None)
+            self.verdict.set_exception(error)
 
-    def run(self) -> Iterator[Event]:
-        """Sum the payloads and yield the resulting events. Blocks until the exchange has ended."""
-        round_id = self.contribution.round
+    def run(self, on_mean: Callable[[Mean, str], None]) -> dict[str, Any]:
+        """Sum the payloads, until the exchange has ended. Return what `Rounds.end_exchange` takes.
+
+        Args:
+            on_mean: called with the mean and its digest.
+        """
         try:
-            self._begun.result()
             given = self.verdict.result()
             if not given.verdict.void:
                 mean = self.reduce(given.weights, given.verdict.contributors)
-                yield Computed(self._view_id, round_id, mean, mean.digest())
-                self._messages.finish()
-            yield ExchangeEnded(self._view_id, round_id)
+                on_mean(mean, mean.digest())
+                for sent in self._sends:  # then its memory can be reused
+                    sent.result()
+            return {}
         except CancelledError:
-            yield ExchangeEnded(self._view_id, round_id)
+            return {}
         except TransportError as error:
-            links = self._messages.links.values()
-            peer_lost = len(links) + 1 < len(self.members) or any(link.ended for link in links)
-            yield ExchangeEnded(self._view_id, round_id, str(error), peer_lost=peer_lost)
+            peer_lost = len(self._peers) + 1 < len(self.members) or any(peer.ended for peer in self._peers.values())
+            return {"failure": str(error), "peer_lost": peer_lost}
         except Exception as error:  # of any kind: the other ranks must not wait for this rank's vote
             words = (str(error) or type(error).__name__).splitlines()[0]
-            spoiler = error.replica if isinstance(error, CodecError) else None
-            yield ExchangeEnded(self._view_id, round_id, words, spoiler=spoiler)
+            return {"failure": words, "spoiler": error.replica if isinstance(error, CodecError) else None}
 
     def cancel(self) -> None:
-        """Stop, as the round is void or has ended. Runs in the thread of the links."""
-        self._messages.close()
+        """Stop, as the round is void or has ended: who waits is released. Runs in the thread of the peers."""
+        for peer in self._peers.values():
+            peer.close_round(self._tag)
         if not self.verdict.done():
             self.verdict.cancel()
 
-    def _send(self) -> None:
-        messages, codec, numel = self._messages, self.contribution.codec, self.contribution.numel
+    def _pieces(self, start: int, stop: int, codec: Codec) -> Iterator[tuple[int, int]]:
+        """Cut a range of values into the ranges of its pieces, at block boundaries.
+
+        The result is the same on every replica, regardless of its number of connections.
+        """
+        even = math.ceil(codec.payload_bytes(stop - start) / _LEAST_PIECES)
+        size = min(self._piece_bytes, max(_LEAST_PIECE_BYTES, even))
+        step = max(1, size // codec.payload_bytes(codec.block_size)) * codec.block_size
+        return ((low, min(low + step, stop)) for low in range(start, stop, step))
+
+    def _message(self, values: Tensor, piece: int, second: bool) -> tuple[int, memoryview]:
+        """Return the tag and the bytes of a contiguous CPU tensor. A tag is the round's, 1 bit and 16 of the piece."""
+        data = values.detach().view(-1).numpy().data.cast("B") if values.numel() else memoryview(bytearray())
+        return self._tag << 17 | int(second) << 16 | piece, data
+
+    def _receive(self, member: int, buffer: Tensor, piece: int, *, second: bool = False) -> None:
+        received: Future[None] = Future()
+        self._incoming[member, piece, second] = buffer, received
+        self._peers[member].receive(*self._message(buffer, piece, second), received)
+
+    def _send(self, members: Iterable[int], payload: Tensor, piece: int, *, second: bool = False) -> None:
+        """Start sending a tensor, which must not change until the exchange has ended. For any thread."""
+        message, sends = self._message(payload, piece, second), {member: Future[None]() for member in members}
+        self._sends += sends.values()
+
+        def start() -> None:
+            for member, sent in sends.items():
+                self._peers[member].send(*message, sent)
+
+        start() if asyncio._get_running_loop() is self._loop else self._loop.call_soon_threadsafe(start)
+
+    def _send_all(self) -> None:
+        codec, numel = self.contribution.codec, self.contribution.numel
         plans = [
-            [(member, a, b) for a, b in messages.pieces(*bounds, codec)]
+            [(member, a, b) for a, b in self._pieces(*bounds, codec)]
             for member, bounds in zip(self.members, self._summed, strict=True)
-            if member in messages.links
+            if member in self._peers
         ]
         # Peers take turns, piece by piece, so that all of them can start to sum. Each piece is cut once.
         for piece, row in enumerate(itertools.zip_longest(*plans)):
@@ -257,15 +210,26 @@ class PayloadExchange:
             for member, a, b in filter(None, row):
                 receivers.setdefault((a, b), []).append(member)
             for (a, b), members in receivers.items():
-                messages.send(members, codec.cut(self.contribution.payload, numel, a, b), piece)
+                self._send(members, codec.cut(self.contribution.payload, numel, a, b), piece)
         if len(self._extras):
-            messages.send(messages.links, self._extras, _EXTRAS)
+            self._send(self._peers, self._extras, _EXTRAS)
+
+    def _take(self, member: int, piece: int, *, second: bool = False) -> Tensor:
+        """Wait until a piece from ``member`` has arrived, and return it."""
+        buffer, received = self._incoming[member, piece, second]
+        try:
+            received.result()
+        except TransportError as error:
+            raise TransportError(f"payloads of replica {member} can't arrive: {error}", replicas=[member]) from error
+        return buffer
 
     def reduce(self, weights: Mapping[int, float], contributors: Sequence[int]) -> Mean:
         """Return the mean over ``contributors``, weighted by ``weights``."""
         total = sum(weights[member] for member in contributors)
-        factors, moments = self._reduce_mine(weights, contributors, total)
-        self._receive_means()
+        self._device = self._roomy_device()
+        with beside_training(self._device):
+            factors, moments = self._reduce_mine(weights, contributors, total)
+            self._receive_means()
         buffers, integers = self._reduce_extras(weights, contributors) if len(self._extras) else (None, None)
         return Mean(
             values=self.values,
@@ -277,6 +241,24 @@ class PayloadExchange:
             spread=spread(*moments, total),
         )
 
+    def _roomy_device(self) -> torch.device:
+        """Return the device of the global parameters if it has room for twice what is summed at a time, else the CPU.
+
+        Only memory that nothing has reserved counts: what is free for the moment, the training needs in its next step.
+        """
+        contribution, device = self.contribution, self.contribution.device
+        if device.type != "cuda":
+            return device
+        most = contribution.numel
+        if not contribution.whole:
+            cuts = (self._pieces(0, most, codec) for codec in (contribution.codec, self.plan.mean))
+            most = max((stop - start for start, stop in itertools.chain.from_iterable(cuts)), default=0)
+        return device if torch.cuda.mem_get_info(device)[0] >= 2 * _VALUE_BYTES * most else self.values.device
+
+    def _room(self, here: Tensor) -> Tensor:
+        """Return memory for ``here`` where it is computed, which is its own on the CPU."""
+        return here if here.device == self._device else torch.empty_like(here, device=self._device)
+
     def _reduce_mine(
         self, weights: Mapping[int, float], contributors: Sequence[int], total: float
     ) -> tuple[dict[int, float], tuple[float, float]]:
@@ -285,7 +267,7 @@ class PayloadExchange:
         factors = self._scale_factors(contributors)
         if rule is not None:
             decoded = ((member, self._decoded(member)) for member in contributors)
-            self.values[:] = combined(rule, decoded, weights, factors, self.contribution.tensors)
+            self.values.copy_(to_host(combined(rule, decoded, weights, factors, self.contribution.tensors)))
         at_hand = self.contribution.telemetry and self.plan.pattern == "all-gather"
         watched = sampled_ranges(self.contribution.numel, codec.block_size) if at_hand else []
         squares = of_sum = 0.0
@@ -304,9 +286,11 @@ class PayloadExchange:
                 terms = spread_terms(codec, payloads, b - a, within)
                 squares, of_sum = squares + terms[0], of_sum + terms[1]
 
-        act = _threads().submit if codec.implementation != "torch" else _at_once  # torch has threads of its own
-        for piece, (a, b) in enumerate(self._messages.pieces(*self._summed[self.me], codec)):
-            finish(2 * _THREADS if self._messages.arrived(piece) else 0)
+        native = self._device.type == "cpu" and codec.implementation != "torch"
+        act = _threads().submit if native else _at_once  # torch has threads of its own, and a GPU needs one
+        for piece, (a, b) in enumerate(self._pieces(*self._summed[self.me], codec)):
+            arrived = all(self._incoming[member, piece, False][1].done() for member in self._peers)  # or never will
+            finish(2 * _THREADS if arrived else 0)
             payloads = {member: self._piece(member, piece, a, b) for member in self.members}
             addends = {m: (codec, payloads[m], weights[m] * factors.get(m, 1.0)) for m in self.members if m in weights}
             summing.append((a, b, addends, act(self._sum, a, b, addends, total)))
@@ -315,21 +299,25 @@ class PayloadExchange:
 
     def _sum(self, start: int, stop: int, addends: _Addends, total: float) -> None:
         """Set a piece of the values to the mean, unless a rule has made it, and validate what nothing else does."""
+        if self.contribution.average_rule is not None:
+            return
+        parts = {m: (codec, to_device(part, self._device), weight) for m, (codec, part, weight) in addends.items()}
         if not self.contribution.whole:
-            for member, (codec, payload, _) in addends.items():
+            for member, (codec, payload, _) in parts.items():
                 _validate(codec, payload, stop - start, f"the contribution of replica {member}", member)
-        if self.contribution.average_rule is None:
-            mean_into_(self.values[start:stop], addends.values(), total)
+        here = self.values[start:stop]
+        mean_into_(there := self._room(here), parts.values(), total)
+        here.copy_(to_host(there))
 
     def _begin_means(self) -> None:
         """Await the means of the others' slices. Each owner encodes the mean of its slice, and all decode it alike."""
-        messages, codec, shards = self._messages, self.plan.mean, dict(zip(self.members, self.plan.shards, strict=True))
-        self._unsent.extend(enumerate(messages.pieces(*shards[self.contribution.replica], codec)))
-        for member in messages.links:
-            for piece, (start, stop) in enumerate(messages.pieces(*shards[member], codec)):
+        codec, shards = self.plan.mean, dict(zip(self.members, self.plan.shards, strict=True))
+        self._unsent.extend(enumerate(self._pieces(*shards[self.contribution.replica], codec)))
+        for member in self._peers:
+            for piece, (start, stop) in enumerate(self._pieces(*shards[member], codec)):
                 size, in_place = codec.payload_bytes(stop - start), self.values[start:stop].view(torch.uint8)
                 buffer = in_place if codec.exact else torch.empty(size, dtype=torch.uint8, device="cpu")
-                messages.receive(member, buffer, piece, second=True)
+                self._receive(member, buffer, piece, second=True)
                 self._awaited.append((member, piece, start, stop))
 
     def _send_means(self, stop: int) -> None:
@@ -337,20 +325,25 @@ class PayloadExchange:
 
         So the others receive means while this rank still waits for the last contributions.
         """
+        codec = self.plan.mean
         while self._unsent and self._unsent[0][1][1] <= stop:
             piece, (start, end) = self._unsent.popleft()
-            payload = encode_mean(self.values[start:end], self.plan.mean)
-            self._messages.send(self._messages.links, payload, piece, second=True)
+            here = self.values[start:end]
+            there = here if codec.exact else to_device(here, self._device)
+            payload = to_host(encode_mean(there, codec))
+            here.copy_(to_host(there))
+            self._send(self._peers, payload, piece, second=True)
 
     def _receive_means(self) -> None:
         """Receive the means of the others' slices; raise `CodecError` for one that is malformed or too large."""
         codec = self.plan.mean
         for member, piece, start, stop in self._awaited:
-            payload, values = self._messages.take(member, piece, second=True), self.values[start:stop]
+            payload, here = self._take(member, piece, second=True), self.values[start:stop]
             if not codec.exact:  # else it was received in place
-                _validate(codec, payload, len(values), f"the mean of replica {member}", member)
-                codec.decode(payload, len(values), out=values)
-            if not largest_magnitude(values) <= LARGEST_MEAN:
+                payload = to_device(payload, self._device)
+                _validate(codec, payload, len(here), f"the mean of replica {member}", member)
+                here.copy_(to_host(codec.decode(payload, len(here), out=self._room(here))))
+            if not largest_magnitude(here) <= LARGEST_MEAN:
                 words = f"replica {member} sent a part of the mean that is not finite or too large"
                 raise CodecError(words, replica=member)
 
@@ -362,9 +355,9 @@ class PayloadExchange:
 
     def _decoded(self, member: int) -> Tensor:
         """Wait for a whole contribution, validate it, and return its values."""
-        codec, values = self.contribution.codec, torch.empty_like(self.values)
-        for piece, (a, b) in enumerate(self._messages.pieces(*self._summed[self.me], codec)):
-            payload = self._piece(member, piece, a, b)
+        codec, values = self.contribution.codec, torch.empty_like(self.values, device=self._device)
+        for piece, (a, b) in enumerate(self._pieces(*self._summed[self.me], codec)):
+            payload = to_device(self._piece(member, piece, a, b), self._device)
             _validate(codec, payload, b - a, f"the contribution of replica {member}", member)
             codec.decode(payload, b - a, out=values[a:b])
         return values
@@ -374,14 +367,14 @@ class PayloadExchange:
         mine = self.contribution
         if member == mine.replica:
             return mine.codec.cut(mine.payload, mine.numel, start, stop)
-        return self._messages.take(member, piece)
+        return self._take(member, piece)
 
     def _reduce_extras(
         self, weights: Mapping[int, float], contributors: Sequence[int]
     ) -> tuple[Tensor | None, Tensor | None]:
         mine = self.contribution
         raw: dict[int, Tensor] = {mine.replica: self._extras}
-        raw |= {member: self._messages.take(member, _EXTRAS) for member in self._messages.links}
+        raw |= {member: self._take(member, _EXTRAS) for member in self._peers}
         buffers = integers = None
         if mine.buffers is not None:
             size = 4 * mine.buffers.numel()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -14,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from diloco.algorithm import Contribution, RoundId
+from diloco.devices import side_stream
 from diloco.errors import RoundTimeoutError, RoundVoidError, TransportError
 from diloco.membership import View
-from diloco.protocol import Average, GiveVerdict, StartExchange, events
-from diloco.transport.connections.link import PeerLinks
+from diloco.protocol import Average, GiveVerdict, Rounds, StartExchange, Submitted
+from diloco.transport.connections.links import PeerLinks
 from diloco.transport.peers.exchange import PayloadExchange
 from diloco.waiting import in_thread
 
@@ -78,16 +78,20 @@ class RoundsInFlight:
     """All rounds in flight of this rank, each decided once.
 
     Args:
-        post: gives an event to the machine, in the control thread.
+        machine: the rounds of the machine, which is called in the control thread by ``post``.
         fail: ends the transport because of an internal error. For any thread, as is ``post``.
     """
 
     def __init__(
-        self, links: PeerLinks, post: Callable[[events.Event], None], fail: Callable[[BaseException | None], None]
+        self,
+        links: PeerLinks,
+        machine: Rounds,
+        post: Callable[..., None],
+        fail: Callable[[BaseException | None], None],
     ) -> None:
         self.last: dict[int, PeerPending] = {}  # fragment -> the last contribution to it
         self._links, self._rules, self._connections = links, links.rules, links.connections
-        self._post, self._fail = post, fail
+        self._machine, self._post, self._fail = machine, post, fail
         self._closed: TransportError | None = None
         self._exchanges: dict[tuple[int, RoundId], PayloadExchange] = {}  # by view and round
         self._running: set[Future[None]] = set()  # threads of exchanges and copies
@@ -109,20 +113,20 @@ class RoundsInFlight:
                 raise TransportError(f"{self._closed}. Its contribution to {round_id} was not accepted.")
             self.last[round_id.fragment] = pending
 
-    def submit(self, submitted: events.Submitted, ready: Future[Any] | None) -> None:
+    def submit(self, submitted: Submitted, ready: Future[Any] | None) -> None:
         """Give a contribution to the machine once its payload is filled; if ``ready`` fails, the caller knows."""
         contribution, copied = submitted.contribution, None
         if ready is None and contribution.payload.is_cuda:
             host, copied = _host_copy(contribution)
             submitted, ready = replace(submitted, contribution=host), copied
         if ready is None:
-            self._post(submitted)
+            self._post(self._machine.submit, submitted)
             return
 
         def filled(ready: Future[Any]) -> None:
             self._running.discard(ready)
             if ready.exception() is None:
-                self._post(submitted)
+                self._post(self._machine.submit, submitted)
             elif ready is copied:
                 self._fail(ready.exception())
 
@@ -160,11 +164,11 @@ class RoundsInFlight:
 
     def start(self, started: StartExchange) -> None:
         key = started.view.id, started.contribution.round
-        exchange = PayloadExchange(started, self._connections.loop, self._rules.piece_bytes)
+        ranks, connected = self._links.peers(started.view), self._connections.peers
+        peers = {self._rules.replica_of(rank): connected[rank] for rank in ranks if rank in connected}
+        exchange = PayloadExchange(started, peers, self._connections.loop, self._rules.piece_bytes)
         self._exchanges[key] = exchange
-        peers: Sequence[int] = self._links.peers(started.view)
-        here = {self._rules.replica_of(rank): self._links.by_rank.get(rank) for rank in peers}
-        exchange.begin({replica: link for replica, link in here.items() if link is not None})
+        exchange.begin()
         running = in_thread(lambda: self._exchange(key), f"diloco-{key[1].fragment}")
         self._running.add(running)
         running.add_done_callback(self._ended)
@@ -193,11 +197,10 @@ class RoundsInFlight:
 
     def _exchange(self, key: tuple[int, RoundId]) -> None:
         exchange = self._exchanges[key]
-        for event in exchange.run():
-            if isinstance(event, events.ExchangeEnded):
-                self._connections.post(exchange.cancel)  # releases what is left of it
-                del self._exchanges[key]
-            self._post(event)
+        ending = exchange.run(lambda mean, digest: self._post(self._machine.compute, *key, mean, digest))
+        self._connections.post(exchange.cancel)  # releases what is left of it
+        del self._exchanges[key]
+        self._post(self._machine.end_exchange, *key, **ending)
 
     def _ended(self, running: Future[None]) -> None:
         self._running.discard(running)
@@ -205,16 +208,10 @@ class RoundsInFlight:
             self._fail(error)
 
 
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream for copies from a device, in the order in which they are started."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's stub
-
-
 def _host_copy(contribution: Contribution) -> tuple[Contribution, Future[None]]:
     """Return the contribution with its payload in pinned host memory, which is filled once the future is done."""
     payload = contribution.payload
-    stream = _stream(payload.device)
+    stream = side_stream(payload.device)
     host = torch.empty(payload.shape, dtype=payload.dtype, device="cpu", pin_memory=True)
     stream.wait_stream(torch.cuda.current_stream(payload.device))
     with torch.cuda.stream(stream):
@@ -222,4 +219,5 @@ def _host_copy(contribution: Contribution) -> tuple[Contribution, Future[None]]:
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's stub
         copied.record(stream)
     payload.record_stream(stream)  # its memory is not reused before the copy is done
-    return replace(contribution, payload=host), in_thread(copied.synchronize, "diloco-copy")
+    copy = replace(contribution, payload=host, device=payload.device)
+    return copy, in_thread(copied.synchronize, "diloco-copy")

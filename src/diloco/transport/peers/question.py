@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
-from diloco.protocol import Refused, WireMessage
+from diloco.protocol import WireMessage
 from diloco.transport.address import Address
-from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, Stream, pack, read_frame, within
+from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, RefusedError, Stream, ask, pack, within
 
 _ANSWER_S = 10.0
 
@@ -32,21 +32,19 @@ async def question(
         NotNowError: it can be reached but does not answer, or can't answer now.
         OSError, EOFError, TransportError: it can't be reached.
     """
-    reader, writer = await open_stream(address)
+    stream = await open_stream(address)
     try:
-        writer.write(pack(message))
-        answer, _ = await within(_ANSWER_S, read_frame(reader, expected | Refused, most_bytes))
+        return await within(_ANSWER_S, ask(stream, message, expected, most_bytes))
+    except RefusedError as error:
+        if error.for_good:
+            raise RendezvousError(f"{address} refuses: {str(error).removesuffix('.')}.") from error
+        raise NotNowError(f"{address} can't answer yet: {error}") from error
     except TransportError as error:
         raise NotNowError(f"{address} answered with what is no answer: {error}") from error
     except (EOFError, OSError) as error:
         raise NotNowError(f"{address} does not answer") from error
     finally:
-        writer.transport.abort()
-    if isinstance(answer, Refused):
-        if answer.for_good:
-            raise RendezvousError(f"{address} refuses: {answer.reason.removesuffix('.')}.")
-        raise NotNowError(f"{address} can't answer yet: {answer.reason}")
-    return answer
+        stream[1].transport.abort()
 
 
 async def say(answer: WireMessage, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""What surrounds the machine of a rank: events reach it one at a time, and its effects are carried out."""
+"""What surrounds the machine of a rank: it is called by one at a time, and its effects are carried out."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import partial
+from typing import Any, ParamSpec
 
 from diloco.errors import TransportError
-from diloco.protocol import Effects, Machine, MessageError, Rules, Timer, events
+from diloco.protocol import Effects, MessageError, Timer
 from diloco.transport.connections.connection_manager import ConnectionManager
+
+P = ParamSpec("P")
 
 Acts = list[tuple[Callable[..., object], Iterable[tuple[Any, ...]]]]
 """Functions, each with the arguments of its calls."""
@@ -23,9 +26,9 @@ class Shell:
         acts: returns what carries out effects, but for timers.
     """
 
-    def __init__(self, rules: Rules, connections: ConnectionManager, acts: Callable[[Effects], Acts]) -> None:
-        self.machine = Machine(rules)
-        self.changed = threading.Condition()  # its lock guards the machine; notified after each event
+    def __init__(self, connections: ConnectionManager, acts: Callable[[Effects], Acts]) -> None:
+        self.machine = connections.machine
+        self.changed = threading.Condition()  # its lock guards the machine; notified after each call
         self.left = ""  # that this rank has closed its transport; "": it has not
         self._connections = connections
         self._acts = acts
@@ -33,11 +36,11 @@ class Shell:
 
     # For any thread.
 
-    def post(self, event: events.Event) -> None:
-        self._connections.post(self.handle, event)
+    def post(self, act: Callable[P, None], *arguments: P.args, **more: P.kwargs) -> None:
+        self._connections.post(partial(self.handle, act, *arguments, **more))
 
-    def call(self, event: events.Event, timeout_s: float | None = None) -> None:
-        """Let the machine handle an event, and wait until its effects are carried out.
+    def call(self, timeout_s: float | None, act: Callable[P, None], *arguments: P.args, **more: P.kwargs) -> None:
+        """Call the machine, and wait until the effects are carried out.
 
         Raises:
             TransportError: The connections are closed, or an internal error has ended them.
@@ -45,14 +48,14 @@ class Shell:
         """
 
         async def handle() -> None:
-            self.handle(event)
+            self.handle(act, *arguments, **more)
             if self._connections.fault:
                 raise TransportError(self._connections.fault)
 
         self._connections.call(handle(), timeout_s)
 
     def wait_for(self, predicate: Callable[[], object], timeout_s: float) -> None:
-        """Wait until ``predicate`` holds, at most ``timeout_s``. It is evaluated after each event."""
+        """Wait until ``predicate`` holds, at most ``timeout_s``. It is evaluated after each call."""
         connections, most_s = self._connections, min(timeout_s, threading.TIMEOUT_MAX)
         with self.changed:
             self.changed.wait_for(lambda: self.left or connections.fault or predicate(), most_s)
@@ -70,30 +73,29 @@ class Shell:
 
     # In the control thread.
 
-    def handle(self, event: events.Event) -> None:
-        """Let the machine handle an event, and carry out all its effects, whatever happens to one of them.
+    def handle(self, act: Callable[P, None], *arguments: P.args, **more: P.kwargs) -> None:
+        """Call the machine, and carry out all effects, whatever happens to one of them.
 
         Raises:
-            MessageError: The event is a malformed message. Any other error ends this transport.
+            MessageError: A malformed message was received. Any other error ends this transport.
         """
         if self._connections.fault:
-            if isinstance(event, events.Submitted):
-                self._connections.on_fault()
+            self._connections.on_fault()  # for a round that has begun since
             return
         try:
             with self.changed:
-                effects = self.machine.handle(event, time.monotonic())
+                effects = self.machine.handle(time.monotonic(), act, *arguments, **more)
                 self.changed.notify_all()
         except Exception as error:
-            if isinstance(event, events.Received) and isinstance(error, MessageError):
+            if act == self.machine.receive and isinstance(error, MessageError):
                 raise
             self._connections.fail(error)
             return
         errors = []
-        for act, many in [*self._acts(effects), (self._set_timer, effects.timers.items())]:
+        for carry_out, many in [*self._acts(effects), (self._set_timer, effects.timers.items())]:
             for each in many:
                 try:
-                    act(*each)
+                    carry_out(*each)
                 except Exception as error:
                     errors.append(error)
         if errors:
@@ -107,4 +109,4 @@ class Shell:
 
     def _fire(self, timer: Timer) -> None:
         self._timers.pop(timer, None)
-        self.handle(timer)
+        self.handle(self.machine.fire, timer)

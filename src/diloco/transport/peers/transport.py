@@ -26,13 +26,13 @@ from diloco.protocol import (
     Rules,
     Speed,
     Store,
+    Submitted,
     Welcome,
-    events,
 )
 from diloco.transport.address import Address
 from diloco.transport.base import Fetching, Pending, SnapshotSource, Transport
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.link import PeerLinks
+from diloco.transport.connections.links import PeerLinks
 from diloco.transport.connections.sockets import TcpStreams
 from diloco.transport.connections.streams import within
 from diloco.transport.peers.in_flight import PeerPending, RoundsInFlight
@@ -66,13 +66,14 @@ class PeerTransport(Transport):
         # called in the control thread with each next view; its result is sent to the ranks that join with that view
         self.on_change: Callable[[NextView], bytes | None] = lambda following: None
         self._asked_to_stop = False
-        self.connections = ConnectionManager(rules, streams, self._on_event)
+        self.connections = ConnectionManager(rules, streams)
         self.connections.on_fault = self._end_waiting
         self.links = links(self.connections)
-        self._shell = Shell(rules, self.connections, self._acts)
+        self._shell = Shell(self.connections, self._acts)
+        self.connections.handle = self._shell.handle
         self._machine, self._changed = self._shell.machine, self._shell.changed
         self._post, self._call, self._wait_for = self._shell.post, self._shell.call, self._shell.wait_for
-        self._rounds = RoundsInFlight(self.links, self._post, self._shell.fail)
+        self._rounds = RoundsInFlight(self.links, self._machine.rounds, self._post, self._shell.fail)
         self.replica = rules.replica
         self.finishers: set[int] = set()  # replicas that have finished the run while this rank was not a member
         self.order = b""  # what joiners are told before they are welcomed, as "order"; "": nothing
@@ -127,12 +128,12 @@ class PeerTransport(Transport):
 
     @property
     def link_descriptions(self) -> Mapping[int, str]:
-        links, size = self.links.by_rank, self.rules.ranks_per_replica
-        return {rank // size: link.description for rank, link in list(links.items()) if link.stripes}
+        size = self.rules.ranks_per_replica
+        return {rank // size: peer.description for rank, peer in self.links.by_rank.items() if peer.stripes}
 
     def traffic_by_peer(self) -> Mapping[str, tuple[int, int, float]]:
         size = self.rules.ranks_per_replica
-        return {str(rank // size): link.traffic() for rank, link in list(self.links.by_rank.items())}
+        return {str(rank // size): peer.traffic() for rank, peer in self.links.by_rank.items()}
 
     def known_entries(self) -> tuple[Entry, ...]:
         return tuple(entry for rank, entry in self.registry.entries.items() if rank != self.rules.rank)
@@ -152,7 +153,7 @@ class PeerTransport(Transport):
             self._step_s = (pending.sent_s - self._measured_s - self._waited_s) / self._ticks
         self._ticks, self._measured_s, self._waited_s = 0, pending.sent_s, 0.0
         uplink = replace(self.uplink, window_s=contribution.transfer_steps * self._step_s)
-        submitted = events.Submitted(contribution, self.step, pending.sent_s, uplink=uplink, after=self._merged)
+        submitted = Submitted(contribution, self.step, pending.sent_s, uplink=uplink, after=self._merged)
         self._rounds.submit(submitted, ready)
         return pending
 
@@ -237,7 +238,7 @@ class PeerTransport(Transport):
 
     def announce_speed(self, steps_per_s: float) -> None:
         """Report to the other members how many inner steps per second this replica takes."""
-        self._post(events.Announce(Speed(steps_per_s)))
+        self._post(self._machine.announce, Speed(steps_per_s))
 
     def speeds(self) -> Mapping[int, float]:
         """Return the inner steps per second that other members have reported, by replica."""
@@ -245,7 +246,7 @@ class PeerTransport(Transport):
 
     def finish(self) -> None:
         """Wait for the others after this rank's last step, or leave if they take more steps."""
-        self._post(events.Announce(Meet("finished", self.step)))
+        self._post(self._machine.announce, Meet("finished", self.step))
         self._met("finished", unless=self._others_continue)
         if self._others_continue():
             self.leave()
@@ -256,20 +257,20 @@ class PeerTransport(Transport):
             return
         others = {*self.rules.ranks(each for each in self.view.members if each != self.replica)}
         with contextlib.suppress(TimeoutError):  # the others then detect the loss themselves
-            self._call(events.Leave(), _LEAVING_S)
+            self._call(_LEAVING_S, self._machine.leave)
         self._wait_for(lambda: not self.connections.connected & others, _LEAVING_S)
 
     def eject(self, replicas: Iterable[int], by: int | None, why: str) -> None:
         """Go on without some replicas, once all others know of it; this rank has told them, and ``by`` this one."""
-        self._post(events.Eject(frozenset(replicas), by, why))
+        self._post(self._machine.views.eject, frozenset(replicas), by, why)
 
     def end(self, failure: TransportError) -> None:
         """Take part in no more rounds; those in flight end with ``failure``. For any thread."""
-        self._post(events.Close(failure))
+        self._post(self._machine.close, failure)
 
     def leave_at_once(self) -> None:
         """Leave without waiting for the others. For any thread."""
-        self._post(events.Leave())
+        self._post(self._machine.leave)
 
     def close(self) -> None:
         """End all connections within seconds. Operations that wait in other threads fail at once.
@@ -281,7 +282,7 @@ class PeerTransport(Transport):
         self._shell.leave(f"replica {self.replica} has closed its transport")
         left = TransportError(self._shell.left)
         with contextlib.suppress(TimeoutError, TransportError):  # an internal error has ended the connections
-            self._call(events.Close(left), _ENDING_S)
+            self._call(_ENDING_S, self._machine.close, left)
         self._rounds.close(left)  # contributions that have not reached the machine
         self.connections.close()
         self._rounds.wait_for_threads()
@@ -297,11 +298,11 @@ class PeerTransport(Transport):
         """
         self.view, self.registry = view, registry
         self.connections.post(self.connections.trust, self.rules.ranks(view.members))
-        self._call(events.Begin(view, member, closed))
+        self._call(None, self._machine.begin, view, member=member, closed=closed)
 
     def ask_to_join(self, entry: Entry, timeout_s: float) -> Answer | None:
         """Ask all connected ranks for admission, and wait for an answer."""
-        self._post(events.Announce(Join(entry)))
+        self._post(self._machine.announce, Join(entry))
         self._wait_for(lambda: self._machine.answers, timeout_s)
         with self._changed:
             return self._machine.take_answer()
@@ -312,7 +313,7 @@ class PeerTransport(Transport):
         following = message.following
         self.view, self.welcome_note = following.view, message.note
         self.connections.post(self.connections.trust, self.rules.ranks(self.view.members))
-        self._call(events.Enter(following, connections))
+        self._call(None, self._machine.enter, following, connections)
 
     def _others_continue(self) -> bool:
         return self._machine.rounds.others_have_contributed()
@@ -327,7 +328,7 @@ class PeerTransport(Transport):
         def unready() -> list[int]:
             return sorted({self.rules.replica_of(rank) for rank in agreement.awaited(present())})
 
-        self._post(events.Announce(FactsMessage(entry)))
+        self._post(self._machine.announce, FactsMessage(entry))
         with waiting_for(lambda: f"{len(unready())} of the replicas to create DiLoCo", timeout_s), self._changed:
             self._wait_for(lambda: agreement.mine == entry and (agreement.refusal() or not unready()), timeout_s)
             why, missing = agreement.refusal(), unready()
@@ -343,7 +344,7 @@ class PeerTransport(Transport):
     def ask_to_stop(self) -> None:
         """Ask all ranks to agree soon on the step that `stop_step` returns. For any thread; it does not wait."""
         self._asked_to_stop = True
-        self._post(events.Announce(Meet("stop", 0)))
+        self._post(self._machine.announce, Meet("stop", 0))
 
     def stop_step(self) -> int | None:
         """Return the inner step after which this rank stops, or None if it does not.
@@ -362,7 +363,7 @@ class PeerTransport(Transport):
 
     def meet(self, name: str, value: int) -> dict[int, int]:
         """Submit ``value`` to the barrier ``name`` and wait until all connected ranks have. Each name is used once."""
-        self._post(events.Announce(Meet(name, value)))
+        self._post(self._machine.announce, Meet(name, value))
         return self._met(name)
 
     def _met(self, name: str, *, unless: Callable[[], bool] = lambda: False) -> dict[int, int]:
@@ -373,14 +374,6 @@ class PeerTransport(Transport):
 
     # In the control thread.
 
-    def _on_event(self, event: events.Event) -> None:
-        if isinstance(event, events.Received) and isinstance(event.message, Store):
-            if receive := self.connections.receivers.get(event.message.key):
-                receive(event.sender, event.message.value)
-            return
-        self.links.notice(event)
-        self._shell.handle(event)
-
     def _end_waiting(self) -> None:
         """Let all who wait learn of an internal error."""
         fault = TransportError(self.connections.fault)
@@ -389,14 +382,14 @@ class PeerTransport(Transport):
         self._rounds.decide_all(
             lambda each: fault if self.rules.raises(each) else RoundVoidError(f"{each} is void: {fault}")
         )
-        for rank in list(self.links.by_rank):
-            self.links.disconnect(rank)
+        for peer in self.connections.peers.values():
+            peer.end(self.connections.fault)
         self._rounds.fail_exchanges(fault)
 
     def _acts(self, effects: Effects) -> Acts:
         return [
             (self.connections.send, effects.messages),
-            (self._hang_up, zip(effects.hang_ups)),
+            (self.connections.hang_up, zip(effects.hang_ups)),
             (self._rounds.resolve, effects.outcomes),
             (self._adopt, effects.adopted),
             (self._rounds.start, zip(effects.exchanges)),
@@ -406,10 +399,6 @@ class PeerTransport(Transport):
             (self._register, zip(effects.registered)),
             (self._introduce, zip(effects.introduced)),
         ]
-
-    def _hang_up(self, rank: int) -> None:
-        self.links.disconnect(rank)
-        self.connections.hang_up(rank)
 
     def _adopt(self, following: NextView, reason: str, joined: Sequence[int]) -> None:
         self.view, self.reason = following.view, reason

@@ -18,7 +18,8 @@ from diloco.protocol import Entry, Store
 from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.limits import origin_of
-from diloco.transport.connections.link import PeerLink, PeerLinks
+from diloco.transport.connections.links import PeerLinks
+from diloco.transport.connections.peer import Peer
 from diloco.transport.connections.sockets import Credentials, TcpStreams
 from diloco.transport.connections.streams import Accept, Stream
 from diloco.transport.secret import TurnedAwayError
@@ -231,30 +232,25 @@ class SwarmLinks(PeerLinks):
 
     def _take_turn(self, rank: int, content: bytes) -> None:
         """Dial from now on, as a peer of lower rank can't."""
-        link = self.by_rank.get(rank)
-        if link is not None and rank < self.connections.rank and not link.dials:
-            link.dials = True
-            link.keeping.clear()  # of what has tried before
-            if link.started:
-                self.keep_at_least(link, 1)
+        peer = self.connections.peers.get(rank)
+        if peer is not None and rank < self.connections.rank and not peer.dials:
+            peer.dials = True
+            peer.keeping.clear()  # of what has tried before
+            if peer.wanted:
+                self.keep_at_least(peer, 1)
 
-    def make(self, rank: int) -> PeerLink:
-        link = super().make(rank)
-        link.dials = self.connections.rank < rank
-        return link
-
-    async def open_stripe(self, link: PeerLink) -> Stream:
-        streams, connection = self._streams, self.connections.get(link.rank)
-        if connection is not None and not link.single:
-            places = streams.places_of(self.connections.entries.get(link.rank))
+    async def open_stripe(self, peer: Peer) -> Stream:
+        streams = self._streams
+        if not peer.single:
+            places = streams.places_of(self.connections.entries.get(peer.rank))
             try:
-                return self.connections.keep(await streams.open_directly(connection.address.host, places))
+                return self.connections.keep(await streams.open_directly(peer.address.host, places))
             except OSError:
-                if link.uses:  # it could be reached before
+                if peer.uses:  # it could be reached before
                     raise
-                if streams.port and self.connections.rank < link.rank:
-                    link.dials = False
-                    self.connections.send(link.rank, Store(_TURN, b""))
+                if streams.port and self.connections.rank < peer.rank:
+                    peer.dials = False
+                    self.connections.send(peer.rank, Store(_TURN, b""))
                     raise
-                link.single = True
-        return await super().open_stripe(link)
+                peer.single = True
+        return await super().open_stripe(peer)

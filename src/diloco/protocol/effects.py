@@ -1,66 +1,21 @@
-"""What goes into the machine and what comes out: events, and the effects of each on connections, timers and rounds.
-
-A connection has a number of its own, since a process that takes a rank's place uses another connection.
-"""
+"""What comes out of the machine: the effects of a call on connections, timers and rounds."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from diloco.algorithm import UNKNOWN_UPLINK, Contribution, Exchange, Mean, RoundId, Uplink, Verdict
 from diloco.errors import TransportError
-from diloco.membership import NextView, Report, View
+from diloco.membership import NextView, View
 from diloco.protocol.registry import Entry
-from diloco.protocol.suspicion import Loss
-from diloco.protocol.wire import FactsMessage, Join, Meet, Message, Speed, WireMessage
-
-
-class Event:
-    """What the machine handles."""
-
-
-# Events: from the network.
+from diloco.protocol.wire import WireMessage
 
 
 @dataclass(frozen=True)
-class ConnectionMade(Event):
-    """A control connection is open; it replaces an earlier one to the same rank."""
-
-    rank: int
-    connection: int
-    address: str
-
-
-@dataclass(frozen=True)
-class ConnectionEnded(Event):
-    """A control connection has ended; the reason is still unknown."""
-
-    rank: int
-
-
-@dataclass(frozen=True)
-class Lost(Event):
-    """The reason why the connection to a rank has ended or was dropped."""
-
-    rank: int
-    loss: Loss
-
-
-@dataclass(frozen=True)
-class Received(Event):
-    """A control message was received, which may be a mere heartbeat."""
-
-    sender: int
-    message: Message
-
-
-@dataclass(frozen=True)
-class Timer(Event):
-    """A timer, which is also the event that it has run out."""
-
+class Timer:
     # ``expire``: a round, or the votes on it, have taken too long; ``look``: check which replicas keep a round waiting;
     # ``settle``: look at the clock of a view change
     kind: Literal["expire", "look", "settle"]
@@ -68,56 +23,9 @@ class Timer(Event):
     round: RoundId | None = None  # None for ``settle``
 
 
-# Events: from the exchange of a round's payloads.
-
-
 @dataclass(frozen=True, eq=False)
-class Computed(Event):
-    """This rank holds the mean of a round; ``digest`` covers everything that the mean would change."""
-
-    view_id: int
-    round: RoundId
-    mean: Mean
-    digest: str
-
-
-@dataclass(frozen=True)
-class ExchangeEnded(Event):
-    """The exchange of a round's payloads has ended."""
-
-    view_id: int
-    round: RoundId
-    failure: str = ""  # why there is no mean; "" if there is one, or if the round is void
-    peer_lost: bool = False  # whether it failed with a connection, whose loss ends the view
-    spoiler: int | None = None  # the replica whose values this rank has found to be at fault, or None
-
-
-# Events: from this rank's owner.
-
-
-@dataclass(frozen=True)
-class Begin(Event):
-    """The control connections are open, and the machine starts."""
-
-    view: View  # the first view
-    member: bool  # whether this rank is a member of the view; otherwise it observes until it enters one
-    closed: str = ""  # why no replica can join for now; "" if all can
-
-
-@dataclass(frozen=True)
-class Enter(Event):
-    """This rank becomes a member of the view that a welcome names.
-
-    ``connections`` maps each rank to its connection at the time of the welcome.
-    """
-
-    following: NextView
-    connections: Mapping[int, int]
-
-
-@dataclass(frozen=True, eq=False)
-class Submitted(Event):
-    """This rank submits a contribution."""
+class Submitted:
+    """A contribution of this rank."""
 
     contribution: Contribution  # its tensors are on the CPU
     step: int  # the inner step at which it was sent
@@ -128,58 +36,6 @@ class Submitted(Event):
     # the last round whose average this rank had taken by then, the same on all ranks; its headers name the uplinks by
     # which this round is planned
     after: RoundId | None = None
-
-
-@dataclass(frozen=True)
-class Announce(Event):
-    """This rank is to announce a message."""
-
-    message: Meet | FactsMessage | Speed | Join
-
-
-@dataclass(frozen=True)
-class Eject(Event):
-    """Another rank has told this one, which has told the others, that some replicas have to go."""
-
-    replicas: frozenset[int]
-    by: int | None  # the rank; None: this one heard of it otherwise
-    why: str
-
-
-@dataclass(frozen=True)
-class Leave(Event):
-    """This rank leaves for good; the others continue."""
-
-
-@dataclass(frozen=True)
-class Close(Event):
-    """This rank no longer takes part; rounds in flight end with ``failure``."""
-
-    failure: TransportError
-
-
-# Events: from one part of the machine to another.
-
-
-@dataclass(frozen=True)
-class ViewBegan(Event):
-    """A view has begun."""
-
-    following: NextView | None = None  # None: the view is the first one
-    mine: Report | None = None  # this rank's final report on the previous view; None: it was no member of that
-
-
-@dataclass(frozen=True)
-class RoundsFailed(Event):
-    """The view is to end without some replicas, or because a round is disputed."""
-
-    view_id: int
-    reason: str
-    behind: frozenset[int]  # replicas that keep a round waiting, or spoil rounds
-    anyway: bool  # whether the view ends even if the others can't continue
-
-
-# Effects.
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +79,7 @@ class Average(Mean):
 
 @dataclass(eq=False)
 class Effects:
-    """What one event causes. The owner carries it out field by field; no effect depends on the success of another."""
+    """What one call causes. The owner carries it out field by field; no effect depends on the success of another."""
 
     messages: list[tuple[int, WireMessage]] = field(default_factory=list)  # to which rank, if it is connected
     hang_ups: list[int] = field(default_factory=list)  # ranks whose connection to close; that is no loss
@@ -244,11 +100,11 @@ class Effects:
 
 @dataclass(eq=False)
 class Outbox:
-    """What the parts of the machine produce while it handles an event."""
+    """What the parts of the machine produce during a call."""
 
     effects: Effects = field(default_factory=Effects)
-    queue: deque[Event] = field(default_factory=deque)  # events to handle before the effects are returned
-    now_s: float = 0.0  # when the current event was received
+    queue: deque[Callable[[], None]] = field(default_factory=deque)  # what is to be done before they are returned
+    now_s: float = 0.0
 
     def send(self, ranks: Iterable[int], message: WireMessage) -> None:
         """Send a message to each of ``ranks``."""

@@ -1,0 +1,145 @@
+"""The stripes to the peers with which a rank exchanges payloads: who opens them, and how many."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Collection
+from typing import Annotated
+
+from msgspec import Meta
+
+from diloco.algorithm import Uplink
+from diloco.errors import TransportError
+from diloco.membership import Rank, View
+from diloco.protocol import Refused, WireMessage
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.limits import Backoff
+from diloco.transport.connections.pace import streams_to_each
+from diloco.transport.connections.peer import Peer
+from diloco.transport.connections.streams import Stream, ask, pack
+from diloco.transport.connections.stripe import Stripe
+
+_RETRY_S, _RETRY_PART = 0.2, 4  # pauses before the first stripe is dialled again; at most the patience / 4
+_RETRY_MORE_S, _RETRY_MORE_AT_MOST_S = 1.0, 30.0  # the same for each other one
+
+
+class LinkAsked(WireMessage, tag="link"):
+    token: Annotated[str, Meta(min_length=1, max_length=64)]  # of the control connection
+    rank: Rank  # of the sender
+    number: Annotated[int, Meta(ge=0, lt=64)]  # of the stripe
+
+
+class Linked(WireMessage):
+    """The connection is a stripe."""
+
+
+class PeerLinks:
+    """Everything runs in the control thread."""
+
+    def __init__(self, connections: ConnectionManager) -> None:
+        self.connections = connections
+        self.rules = connections.rules
+        self._wanted: frozenset[int] = frozenset()  # ranks to which there are to be stripes
+        connections.services[LinkAsked] = self._serve
+        connections.on_peer = self.begin
+
+    @property
+    def by_rank(self) -> dict[int, Peer]:
+        """The connected peers with which this rank exchanges payloads. For any thread."""
+        return {rank: peer for rank, peer in list(self.connections.peers.items()) if self.is_peer(rank)}
+
+    @property
+    def uplink(self) -> Uplink:
+        """What is known about the bandwidth with which this rank sends. For any thread."""
+        return self.connections.meter.uplink(full=any(math.isfinite(p.pace.bits_per_s) for p in self.by_rank.values()))
+
+    def is_peer(self, rank: int) -> bool:
+        """Return whether a rank of another replica is at the position of this one."""
+        size = self.rules.ranks_per_replica
+        return rank % size == self.rules.position and rank // size != self.rules.replica
+
+    def peers(self, view: View) -> list[int]:
+        return [rank for rank in self.rules.ranks(view.members) if self.is_peer(rank)]
+
+    def want(self, ranks: Collection[int]) -> None:
+        """Keep stripes to these ranks from now on, as they are members."""
+        self._wanted = frozenset(ranks)
+        number = streams_to_each(len(ranks))
+        for rank, peer in self.connections.peers.items():
+            self.begin(peer)
+            if rank in self._wanted:
+                for task in peer.keeping[number:]:
+                    task.cancel()
+                del peer.keeping[number:]
+
+    def begin(self, peer: Peer) -> None:
+        """Open the first stripe to a peer, if it is wanted now."""
+        was_wanted, peer.wanted = peer.wanted, peer.rank in self._wanted
+        if peer.wanted and not was_wanted:
+            peer.bare_s = self.connections.loop.time()
+            if peer.dials:
+                self.keep_at_least(peer, 1)
+
+    async def open_stripe(self, peer: Peer) -> Stream:
+        """Open a connection for one more stripe."""
+        stream, streams = await self.connections.open(peer.address), self.connections.streams
+        if streams.identity(stream[1]) != streams.identity(peer.writer):
+            stream[1].transport.abort()
+            raise OSError(f"another process answers in place of rank {peer.rank}")
+        return stream
+
+    def keep_at_least(self, peer: Peer, number: int) -> None:
+        peer.keeping += [self.connections.begin(self._keep(peer, each)) for each in range(len(peer.keeping), number)]
+
+    async def _keep(self, peer: Peer, index: int) -> None:
+        """Maintain one stripe: dial it, and dial it again when it ends."""
+        clock = self.connections.loop
+        times = (_RETRY_S, self.rules.silence_s / _RETRY_PART) if index == 0 else (_RETRY_MORE_S, _RETRY_MORE_AT_MOST_S)
+        backoff = Backoff(*times, seed=f"{self.connections.rank} {peer.rank} {index}")
+        while peer.dials and not peer.ended:
+            began_s = clock.time()
+            try:
+                async with asyncio.timeout(self.rules.connect_timeout_s):
+                    stream = await self.open_stripe(peer)
+                    await ask(stream, LinkAsked(peer.token, self.connections.rank, index), Linked)
+                await self._use(peer, index, *stream)
+            except (OSError, EOFError, TimeoutError, TransportError, ValueError) as error:
+                peer.why = str(error) or type(error).__name__
+            if clock.time() - began_s > backoff.upper_s:  # it was open for a while
+                backoff.reset()
+            await asyncio.sleep(backoff.next_s())
+
+    async def _serve(self, asked: LinkAsked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        streams, peer = self.connections.streams, self.connections.peers.get(asked.rank)
+        if peer is not None and streams.identity(peer.writer) != streams.identity(writer):
+            return
+        if peer is None or peer.token != asked.token or asked.rank not in self._wanted or peer.dials:
+            with contextlib.suppress(OSError):
+                writer.write(pack(Refused("the other side does not expect this connection yet")))
+                await writer.drain()
+            return
+        self.connections.vouch(writer)
+        writer.write(pack(Linked()))
+        await self._use(peer, asked.number, reader, writer)
+
+    async def _use(self, peer: Peer, index: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        transport = writer.transport
+        assert isinstance(transport, asyncio.Transport)
+        transport.pause_reading()
+        reader.feed_eof()  # so that `read` returns what has already arrived without waiting for more
+        already = await reader.read()
+        peer.description = self.connections.streams.route(writer)
+        stripe = Stripe(peer, transport, self.rules.silence_s, compresses=self.rules.compress)
+        try:
+            if peer.ended:
+                return
+            stripe.begin(already)
+            peer.add(index, stripe)
+            if peer.dials and not stripe.near and not peer.single:
+                self.keep_at_least(peer, streams_to_each(len(self._wanted)))
+            await asyncio.shield(stripe.ended)  # so that one that is no longer wanted gives its parts back, too
+        finally:
+            stripe.end()
+            writer.close()

@@ -1,0 +1,396 @@
+"""One connected peer: a control stream, and payload messages over stripes, which both live as long as it is connected.
+
+Payload messages are cut into parts, and each free stripe takes the next part. A stripe that loss slows down delays only
+the parts that it carries; the parts of one that breaks are sent again over others, or over the next one. Every part is
+acknowledged, and the sender keeps a message until all its parts are.
+
+A payload message belongs to a round of a view, as its tag says. It stays with its sender until the receiver is known to
+have begun that round (by the header of its contribution), and has room for it. What arrives for any other round is
+acknowledged and dropped, so a round is cancelled by its tag alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from diloco.algorithm import RoundId
+from diloco.errors import TransportError
+from diloco.protocol import GivenUp, Header, Loss, Message, MessageError, decode
+from diloco.transport.address import Address
+from diloco.transport.connections.limits import Backoff, TokenBucket
+from diloco.transport.connections.pace import Pace, TcpCounters, UplinkMeter, sum_of
+from diloco.transport.connections.sockets import raw_transport
+from diloco.transport.connections.streams import (
+    MAX_MESSAGE_BYTES,
+    UNKNOWN_PEER_BYTES,
+    Stream,
+    read_body,
+    read_head,
+    within,
+)
+from diloco.transport.connections.stripe import (
+    LEAST_PART_BYTES,
+    Head,
+    Incoming,
+    Outgoing,
+    Part,
+    Stripe,
+    compress,
+    part_bytes,
+)
+
+_INQUIRIES = 6  # within about a second
+_BETWEEN_INQUIRIES_S = 0.05, 0.4
+_MESSAGE_BYTES = 512  # counted for each control message, besides its size: the time that it takes
+_PACES = {False: (64e3, 256_000), True: (8e6, 32_000_000)}
+"""Rate (bytes per second) and burst (bytes) accepted from unknown peers and from members; normal use is far below."""
+FLUSH_S = 1.0
+_MOST_READY = 4096  # rounds of which a peer has said that it has begun them
+_TAG_BITS = 17  # of a message within its round
+
+
+def round_tag(view_id: int, round_id: RoundId) -> int:
+    """Return the number of a round of a view, 47 bits: no two that are near each other in time share one."""
+    return view_id % (1 << 24) << 23 | (round_id.fragment + 1) % (1 << 16) << 7 | round_id.outer_step % (1 << 7)
+
+
+@dataclass(eq=False)
+class Peer:
+    """Everything runs in the loop's thread."""
+
+    rank: int  # of the other process
+    number: int  # unique in this process; tells apart successive processes of one rank
+    address: Address  # where the other process listens
+    writer: asyncio.StreamWriter  # of the control stream
+    token: str  # the name of the hello that opened the control stream, which both ends know and nobody else
+    opened: bool  # whether this process opened it
+    trusted: bool  # whether the other process is a member, or this process opened the control stream
+    dials: bool  # whether this end opens the stripes
+    crossed: str  # name of the other end's hello that crossed the one that opened the control stream, or ""
+    meter: UplinkMeter  # of the uplink of this process
+    num_messages: int = 0  # number of control messages received, heartbeats included
+    task: asyncio.Task[None] | None = None  # runs `listen`
+    single: bool = False  # whether a second stripe would be useless
+    description: str = ""  # what carries the stripes, for display
+    stripes: dict[int, Stripe] = field(default_factory=dict)  # open stripes by number
+    wanted: bool = False  # whether there are to be stripes
+    bare_s: float = 0.0  # since when there has been no stripe, if one is wanted and there is none
+    uses: int = 0  # number of stripes made so far
+    why: str = "the other side did not connect"  # why a stripe last ended or could not be made
+    keeping: list[asyncio.Task[None]] = field(default_factory=list)  # one for each stripe that this end opens
+    waiting_bytes: int = 0  # bytes that no stripe has taken yet
+    sent_bytes: int = 0  # of parts, compressed where they are
+    received_bytes: int = 0
+    pace: Pace = field(default_factory=Pace)
+
+    def __post_init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.heard_s = self._loop.time()  # when a control message was last received
+        self._paces = {trusted: TokenBucket(*pace) for trusted, pace in _PACES.items()}
+        self._began_s = 0.0  # when the current transfer began
+        self._transfer_bytes = self._missing_bytes = 0  # acknowledged of it, as sent, and not acknowledged, as data
+        self._counted = TcpCounters()  # by TCP until then
+        self._ready: dict[int, None] = {}  # rounds that the peer has begun, the oldest first
+        self._held: dict[int, list[Outgoing]] = {}  # round -> messages that wait until the peer begins it
+        self._unsent: deque[Outgoing] = deque()  # messages that are not completely cut into parts
+        self._to_resend: deque[Part] = deque()  # unacknowledged parts of stripes that broke
+        self._in_flight: set[Outgoing] = set()
+        self._incoming: dict[int, Incoming] = {}  # by tag, the messages that this rank waits for
+        self._wake_scheduled = False  # whether `wake` is about to run
+        self._error: TransportError | None = None
+
+    # The control stream.
+
+    async def listen(
+        self, reader: asyncio.StreamReader, began: asyncio.Event, deliver: Callable[[int, Message], object]
+    ) -> str:
+        """Deliver messages until the connection ends, at no more than the rate that `_PACES` allows.
+
+        Returns:
+            Why it ended; "" if the other side says that it received nothing from this process for too long.
+        """
+        while True:
+            try:
+                message = decode(await self._next(reader), Message)
+                if self.num_messages == 1:
+                    began.set()
+                if isinstance(message, GivenUp):
+                    return ""
+                if isinstance(message, Header):
+                    self._note_begun(message)
+                deliver(self.rank, message)
+            except MessageError as error:
+                return f"it sent an invalid message: {error}"
+            except (OSError, EOFError, TransportError) as error:
+                return str(error) or type(error).__name__
+
+    async def _next(self, reader: asyncio.StreamReader) -> bytes:
+        """Read the next message; raises the errors of `read_frame`."""
+        head = await read_head(reader)
+        data, _ = await read_body(reader, head, MAX_MESSAGE_BYTES if self.trusted else UNKNOWN_PEER_BYTES)
+        self.heard_s = self._loop.time()
+        if wait_s := self._paces[self.trusted].take(self.heard_s, _MESSAGE_BYTES + len(data)):
+            await asyncio.sleep(wait_s)
+        self.num_messages += 1
+        return data
+
+    async def answers(self, heartbeat_s: float) -> bool:
+        """Return whether a message arrives within two heartbeats of the last one.
+
+        A live process keeps its rank: where the network proves no identities, any peer could claim to be that rank.
+        """
+        num_messages, until_s = self.num_messages, self.heard_s + 2 * heartbeat_s
+        while not self.writer.is_closing() and self._loop.time() < until_s:
+            if self.num_messages > num_messages:
+                return True
+            await asyncio.sleep(heartbeat_s / 8)
+        return False
+
+    async def why_lost(
+        self, why: str, open_stream: Callable[[Address], Awaitable[Stream]], longest_s: float, *, was_suspended: bool
+    ) -> Loss:
+        """Find out why the process behind this connection, which has ended, is lost. A refusing port means it is gone.
+
+        The port is tried several times, as a process that is terminating may keep it for a moment.
+
+        Args:
+            longest_s: The time to wait for each answer.
+            was_suspended: Whether this process was suspended. The other one may have ended in the meantime, so its
+                port proves nothing.
+        """
+        if not why or was_suspended:
+            what = f"ended the connection ({why})" if why else "dropped it"
+            return Loss("cut", f"{self.address} received nothing from this process for too long and {what}")
+        ended = f"the connection to {self.address} ended ({why})"
+        backoff = Backoff(*_BETWEEN_INQUIRIES_S, seed=f"{self.rank} {self.number}")
+        for _ in range(_INQUIRIES):
+            try:
+                _, writer = await within(longest_s, open_stream(self.address))
+            except ConnectionRefusedError:
+                return Loss("gone", f"its process at {self.address} has ended")
+            except ConnectionResetError:
+                pass  # it was terminating at that moment
+            except (OSError, EOFError, TransportError) as error:
+                return Loss("cut", f"{ended} and can't be reopened ({error})")
+            else:
+                writer.close()
+            await asyncio.sleep(backoff.next_s())
+        return Loss("cut", f"{ended}, though a process still listens there")
+
+    def hang_up(self) -> None:
+        """End everything, in good order."""
+        if self.task is not None and self.task is not asyncio.current_task():
+            self.task.cancel()
+        self.end("the control connection has ended")
+        self.writer.close()
+        self._loop.call_later(
+            FLUSH_S, raw_transport(self.writer).abort
+        )  # TLS would wait half a minute for the other end
+
+    # The payload links.
+
+    @property
+    def ended(self) -> bool:
+        return self._error is not None
+
+    def end(self, why: str) -> None:
+        """End the payload links for good: all their operations fail with ``why``. Later calls have no effect."""
+        if self._error is not None:
+            return
+        self._error = error = TransportError(f"a payload connection ended: {why}")
+        for message in (*self._in_flight, *(each for held in self._held.values() for each in held)):
+            message.sent.set_exception(error)
+        for incoming in self._incoming.values():
+            incoming.received.set_exception(error)
+        for messages in (self._incoming, self._held, self._in_flight, self._unsent, self._to_resend):
+            messages.clear()
+        self._note_sending()
+        for stripe in list(self.stripes.values()):
+            stripe.end()
+        for task in self.keeping:
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    def add(self, number: int, stripe: Stripe) -> None:
+        if before := self.stripes.get(number):
+            before.end()
+        self.stripes[number] = stripe
+        self.uses += 1
+        self.wake()
+
+    def drop(self, stripe: Stripe, unfinished: list[Part], why: str) -> None:
+        """Remove a stripe that has ended, and schedule its unacknowledged parts to be sent again."""
+        self.stripes = {number: each for number, each in self.stripes.items() if each is not stripe}
+        self.why, self.bare_s = why, self._loop.time()
+        again = [part for part in unfinished if not part.acknowledged and part.message in self._in_flight]
+        self.waiting_bytes += sum(len(part.data) for part in again)
+        self._to_resend.extend(again)
+        self.wake()
+
+    # Rounds.
+
+    def _note_begun(self, header: Header) -> None:
+        """Send what belongs to a round that the peer has begun."""
+        fragment, outer_step = header.round
+        begun = round_tag(header.view, header.id)
+        self._ready[begun] = None
+        if len(self._ready) > _MOST_READY:
+            del self._ready[next(iter(self._ready))]
+        for message in self._held.pop(begun, ()):
+            self._start(message)
+        # it has decided the rounds before; it need not have acknowledged the one just before yet
+        self._stop_sending(round_tag(header.view, RoundId(fragment, outer_step - 2)))
+
+    def close_round(self, round_tag: int) -> None:
+        """Send and await nothing more of a round, which has ended here. Who waits for a message is released."""
+        self._ready.pop(round_tag, None)
+        for tag in [tag for tag in self._incoming if tag >> _TAG_BITS == round_tag]:
+            self._incoming.pop(tag).received.cancel()
+        self._stop_sending(round_tag)
+
+    def _stop_sending(self, round_tag: int) -> None:
+        """Count what belongs to a round as sent, as it is not wanted any more, even if it is never acknowledged."""
+        for message in self._held.pop(round_tag, ()):
+            message.sent.set_result(None)
+        cancelled = {message for message in self._in_flight if message.tag >> _TAG_BITS == round_tag}
+        if not cancelled:
+            return
+        self.pace.lift()
+        for stripe in self.stripes.values():
+            stripe.forget(cancelled)
+        self._in_flight -= cancelled
+        self._unsent = deque(message for message in self._unsent if message not in cancelled)
+        self._to_resend = deque(part for part in self._to_resend if part.message not in cancelled)
+        self.waiting_bytes = sum(len(each.data) - each.cut for each in self._unsent)
+        self.waiting_bytes += sum(len(part.data) for part in self._to_resend)
+        for message in cancelled:
+            self._missing_bytes -= message.missing
+            message.sent.set_result(None)
+        self._note_sending()
+
+    # Sending.
+
+    def send(self, tag: int, data: memoryview, sent: Future[None]) -> None:
+        """Send ``data``, which must not change until ``sent`` is resolved: the peer has it then, or wants it no more.
+
+        If the link ends before, ``sent`` fails with a `TransportError`.
+        """
+        if self._error is not None:
+            sent.set_exception(self._error)
+            return
+        message, of_round = Outgoing(tag, data, sent, missing=len(data)), tag >> _TAG_BITS
+        if of_round in self._ready:
+            self._start(message)
+        else:
+            self._held.setdefault(of_round, []).append(message)
+
+    def _start(self, message: Outgoing) -> None:
+        if not self._in_flight:
+            self._began_s, self._counted = self._loop.time(), self.counters()
+            self._transfer_bytes = self._missing_bytes = 0
+        self._in_flight.add(message)
+        self._unsent.append(message)
+        self.waiting_bytes += len(message.data)
+        self._missing_bytes += len(message.data)
+        self._note_sending()
+        if not self._wake_scheduled:  # waits for further messages of this iteration, which allow larger parts
+            self._wake_scheduled = True
+            self._loop.call_soon(self.wake)
+
+    def wake(self) -> None:
+        """Give each free stripe one part at a time, in turns, as long as there are any."""
+        if self._wake_scheduled:
+            self._wake_scheduled = False
+            number = max(1, min(len(self.stripes), self._missing_bytes // LEAST_PART_BYTES))  # that are needed
+            for stripe in self.stripes.values():
+                stripe.limit(self.pace.bits_per_s / number, self.pace.seen_bits_per_s / number)
+        free = list(self.stripes.values())
+        while free and (self._unsent or self._to_resend):
+            free = [each for each in free if each.write_next()]
+        self._note_sending()
+
+    def take(self, *, compressed: bool = False) -> Part | None:
+        """Return the next part for a free stripe, or None."""
+        if self._to_resend:
+            part = self._to_resend.popleft()
+        elif self._unsent:
+            message = self._unsent[0]
+            size = part_bytes(self.waiting_bytes, len(self.stripes))
+            data = message.data[message.cut : message.cut + size]
+            part = Part(message, message.cut, data, compress(data) if compressed else data)
+            message.cut += len(data)
+            if message.cut == len(message.data):
+                self._unsent.popleft()
+        else:
+            return None
+        self.waiting_bytes -= len(part.data)
+        self.meter.written_bytes += len(part.body)
+        self.sent_bytes += len(part.body)
+        return part
+
+    def acknowledge(self, part: Part) -> None:
+        message = part.message
+        if part.acknowledged or message not in self._in_flight or self._error is not None:
+            return
+        part.acknowledged = True
+        self._transfer_bytes += len(part.body)
+        message.missing -= len(part.data)
+        self._missing_bytes -= len(part.data)
+        if message.missing == 0:
+            self._in_flight.remove(message)
+            message.sent.set_result(None)
+            if not self._in_flight:
+                self._end_transfer()
+
+    def _end_transfer(self) -> None:
+        now_s, now, before = self._loop.time(), self.counters(), self._counted
+        self.pace.note(
+            self._transfer_bytes,
+            now_s - self._began_s,
+            resent=now.resent - before.resent,
+            round_trip_s=now.round_trip_s,
+        )
+
+    def counters(self) -> TcpCounters:
+        return sum_of(stripe.counters() for stripe in list(self.stripes.values()))
+
+    def traffic(self) -> tuple[int, int, float]:
+        """Return what `RoundCommitted.peers` says about this peer. For any thread."""
+        return self.sent_bytes, self.received_bytes, self.counters().round_trip_s
+
+    def _note_sending(self) -> None:
+        self.meter.note(self, bool(self._unsent or self._to_resend), self._loop.time())
+
+    # Receiving.
+
+    def receive(self, tag: int, buffer: memoryview, received: Future[None]) -> None:
+        """Fill ``buffer`` with the message ``tag``, then resolve ``received``.
+
+        If the link ends before, or the message has another size, ``received`` fails with a `TransportError`. It is
+        cancelled if its round is closed before.
+        """
+        if self._error is not None:
+            received.set_exception(self._error)
+        else:
+            self._incoming[tag] = Incoming(buffer, received, len(buffer))
+
+    def arrived(self, head: Head, data: memoryview) -> None:
+        """Store a part that is awaited and has not arrived before."""
+        self.received_bytes += len(data)
+        message = self._incoming.get(head.tag)
+        if message is None or head.start in message.parts:
+            return
+        expected = len(message.buffer)
+        if head.total != expected:
+            del self._incoming[head.tag]
+            words = f"a message of {head.total} bytes arrived where {expected} bytes were expected"
+            message.received.set_exception(TransportError(words))
+            return
+        message.put(head.start, head.content(data))
+        if message.missing <= 0:
+            del self._incoming[head.tag]
+            message.received.set_result(None)
