@@ -33,28 +33,25 @@ class Submitted:
     # how much of the time since then went into view changes, during which the round made no progress
     paused_s: float = 0.0
     uplink: Uplink = UNKNOWN_UPLINK  # what is known about this rank's uplink
-    # the last round whose average this rank had taken by then, the same on all ranks; its headers name the uplinks by
-    # which this round is planned
-    after: RoundId | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class StartExchange:
-    """Exchange the payloads of a round with the members of ``view``, and wait for the verdict."""
+    """Exchange the payloads of a round with the members of ``view``, once there is a verdict."""
 
     view: View
     contribution: Contribution
-    plan: Exchange
 
 
 @dataclass(frozen=True)
 class GiveVerdict:
-    """Tell the exchange of a round which contributions to sum."""
+    """Tell the exchange of a round which contributions to sum, and how payloads are exchanged."""
 
     view_id: int
     round: RoundId
     verdict: Verdict
     weights: Mapping[int, float]  # replica -> weight, for all contributors
+    plan: Exchange | None  # None: the round is void
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -171,7 +171,8 @@ class InProcessTransport:
 
     def judge(self, contributions: Mapping[int, Contribution]) -> Verdict:
         """Return which of the contributions to a round count."""
-        return judge(contributions, members=self.view.members, min_contributors=self.min_contributors, absent={})
+        checked = {replica: each.checked() for replica, each in contributions.items()}
+        return judge(checked, members=self.view.members, min_contributors=self.min_contributors, absent={})
 
     def _decide(self, round_id: RoundId, state: _Round) -> None:
         sample = next(iter(state.contributions.values()))

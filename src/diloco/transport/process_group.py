@@ -173,7 +173,7 @@ class ProcessGroupTransport(Transport):
         for rank, header in headers.items():
             if header.id != mine.round:
                 raise TransportError(f"Rank {rank} is in {header.id}, and this rank in {mine.round}.")
-        verdict = judge_headers(headers, mine, self.view.members, self._rules)
+        verdict = judge_headers(headers, self.view.members, self._rules)
         received, extras = payloads(), None if more is None else more()
         rows = received.view(len(self.view.members), received.numel() // len(self.view.members))
         mean, reason, donor = None, verdict.reason, verdict.donor

@@ -176,9 +176,7 @@ class RoundsInFlight:
     def give(self, given: GiveVerdict) -> None:
         exchange = self._exchanges.get((given.view_id, given.round))
         if exchange is not None and not exchange.verdict.done():  # else the exchange has failed
-            exchange.verdict.set_result(given)
-            if given.verdict.void:  # at once: nothing more of it is sent
-                exchange.cancel()
+            exchange.give(given)
 
     def open(self, view: View) -> None:
         """Keep payload links to the members of a view, and end the exchanges of earlier ones."""

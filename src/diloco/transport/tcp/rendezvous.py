@@ -19,9 +19,8 @@ from diloco.protocol import Entries, Entry, Refused, Registry, WireMessage
 from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.limits import Backoff
-from diloco.transport.connections.streams import within
+from diloco.transport.connections.streams import say, within
 from diloco.transport.peers.directory import Ask, Directory, Looking, Members
-from diloco.transport.peers.question import say
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.secret import TurnedAwayError
 from diloco.units import visible
