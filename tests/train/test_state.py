@@ -22,7 +22,6 @@ from tests.processes import Processes, free_port
 from tests.runs import SMALL, train, write_text
 from tests.same import same
 
-DOCUMENTS = 97
 LENGTH = 16
 
 
