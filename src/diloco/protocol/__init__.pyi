@@ -10,7 +10,6 @@ from .registry import MAX_NAME as MAX_NAME
 from .registry import Entries as Entries
 from .registry import Entry as Entry
 from .registry import Registry as Registry
-from .registry import difference as difference
 from .round import Tally as Tally
 from .round import header_of as header_of
 from .round import judge_headers as judge_headers
