@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from diloco.algorithm import Contribution, Exchange, Mean, RoundId, Uplink, Verdict, bounded_weights, judge
+from diloco.algorithm import Contribution, Exchange, Mean, RoundId, Uplink, Verdict, bounded_weights, judge, plan_round
 from diloco.errors import DivergedError, RoundVoidError, TransportError
 from diloco.membership import View, Vote, byzantine_quorum
 from diloco.protocol.effects import Average, Submitted
@@ -29,7 +29,7 @@ class Round:
     premature: dict[int, RoundVote] = field(default_factory=dict)  # votes that depend on headers not received yet
     fault: DivergedError | None = None  # set if this rank's state differs from the majority's; reported as the outcome
     begun: Submitted | None = None  # this rank's contribution; None before it contributes and after the round has ended
-    plan: Exchange | None = None  # the plan of the payload exchange
+    plan: Exchange | None = None  # the plan of the payload exchange; None until all headers have been received
     taking_over: bool = False  # whether this rank is still adopting the fragment's state
     donor: int | None = None  # a replica with the state that the round applies to, if this rank has a different one
     verdict: Verdict | None = None  # whose contributions are summed; None until all headers have been received
@@ -76,7 +76,13 @@ class Round:
         return member * self.rules.ranks_per_replica + self.rules.position
 
     def judge(self) -> Verdict:
-        """Decide whose contributions are summed, as all headers have been received, and whose state they apply to."""
+        """Decide whose contributions are summed, as all headers have been received, and whose state they apply to.
+
+        The headers also name the uplinks by which the exchange of the payloads is planned.
+        """
+        assert self.begun is not None
+        uplinks = [self.header_of(member).uplink for member in self.view.members]
+        self.plan = plan_round(self.begun.contribution, len(uplinks), uplinks)
         self.verdict = verdict = judge_headers(self.headers, self.view.members, self.rules)
         if self.taking_over:
             holder = next((each for each in self.view.members if not self.header_of(each).taking_over), None)
@@ -100,9 +106,9 @@ class Round:
         return self.lateness.look({*awaited} - {self.rules.replica})
 
     def sealed_digest(self, digest: str) -> str:
-        """Return a digest of an average's digest and what the next round's plan takes from the headers: the uplinks.
+        """Return a digest of an average's digest and the uplinks in the headers.
 
-        Since votes cover it, every rank that commits the round has the same uplinks.
+        Since votes cover it, every rank that commits the round has planned it alike.
         """
         taken = (str(self.headers[rank].uplink) for rank in sorted(self.headers))
         return blake2b("\0".join((digest, *taken)).encode(), digest_size=16).hexdigest()
@@ -141,44 +147,18 @@ class Round:
             return self.fault or RoundVoidError(f"{self.id} is void: {self.reason}.", round=str(self.id))
         assert self.mean is not None
         assert self.plan is not None
-        me = self.view.members.index(self.rules.replica)
         heard_s = [self.heard_s[self._here(member)] for member in self.mean.contributors]
-        return Average(
-            **vars(self.mean),
+        return Average.of(
+            self.mean,
+            self.plan,
+            self.view,
+            self.rules.replica,
             round=self.id,
-            view=self.view,
-            sent_bytes=self.plan.sent[me],
-            received_bytes=self.plan.received[me],
-            wait_s=0.0,
             note="" if self.verdict is None else self.verdict.reason,
             donor=self.donor,
-            choice=self.plan.choice,
             held="" if self.donor is None else self.header_of(self.donor).digest,
             late_s=tuple(round(each - min(self.heard_s.values()), 3) for each in heard_s),
         )
-
-
-class KnownUplinks:
-    """The members' uplinks by round. Later rounds are planned by them, on all ranks alike."""
-
-    def __init__(self) -> None:
-        self._uplinks: dict[RoundId, tuple[Uplink, ...]] = {}
-
-    def keep(self, each: Round) -> None:
-        """Keep those of a committed round and of the one before it, whose average may be the last taken.
-
-        They stay for as long as later rounds are void, on all ranks alike, whatever else is still known of the round.
-        """
-        for before in [known for known in self._uplinks if known.fragment == each.id.fragment][:-1]:
-            del self._uplinks[before]
-        self._uplinks[each.id] = tuple(each.header_of(member).uplink for member in each.view.members)
-
-    def of(self, after: RoundId | None) -> tuple[Uplink, ...]:
-        """Return those of an earlier round; () if this view has not committed it.
-
-        All members have taken its average, so they have the same votes on it, and plan the next round alike.
-        """
-        return () if after is None else self._uplinks.get(after, ())
 
 
 # The verdict, which every rank derives alike from the headers of all ranks.

@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from diloco.algorithm import Mean, RoundId, Verdict, plan_round
+from diloco.algorithm import Mean, RoundId, Verdict
 from diloco.errors import RoundVoidError, TransportError, ViewChangedError
 from diloco.membership import Report, RoundKey, RoundKeys, View, Vote, Votes, enough_without, names_of
 from diloco.protocol.effects import GiveVerdict, Outbox, StartExchange, Submitted, Timer
-from diloco.protocol.round import KnownUplinks, Round, header_of, tally
+from diloco.protocol.round import Round, header_of, tally
 from diloco.protocol.rules import Rules
 from diloco.protocol.suspicion import MOST_SPOILT, Lateness, Spoilers
 from diloco.protocol.wire import Header, RoundVote, WireMessage
@@ -49,7 +49,6 @@ class Rounds:
         self._rounds: dict[RoundId, Round] = {}
         self._commits: Votes = {}  # the recently committed rounds of this view
         self._void: RoundKeys = frozenset()  # the void ones, also of earlier views
-        self._uplinks = KnownUplinks()  # of committed rounds of this view
         self._frozen_s = math.inf
         self._last: dict[int, int] = {}  # by fragment: the outer step of the last round begun in this view
         self._waiting: list[Submitted] = []
@@ -79,7 +78,7 @@ class Rounds:
             self.view, self._ranks, self.frozen, self._frozen_s = view, self._rules.ranks(view.members), False, math.inf
             self._positions = {rank: rank % self._rules.ranks_per_replica for rank in self._ranks}
             self._rounds, self._last = {}, {}
-            self._commits, self._void, self._uplinks = {}, void, KnownUplinks()
+            self._commits, self._void = {}, void
             for submitted in carried:
                 self._begin(submitted)
         self._begin_waiting()
@@ -131,7 +130,6 @@ class Rounds:
         if each.key in self._void and each.committed is None:  # others decided so before this view began
             self._decide(each, False, _VOTED_AGAINST)
             return
-        each.plan = plan_round(contribution, len(self.view.members), self._uplinks.of(submitted.after))
         each.heard_s[self._rules.rank] = submitted.sent_s
         header = header_of(contribution, self.view.id, submitted.uplink, taking_over=each.taking_over)
         each.headers[self._rules.rank] = header
@@ -142,7 +140,7 @@ class Rounds:
             self._conclude(each)
             return
         each.exchanging = True
-        self._outbox.effects.exchanges.append(StartExchange(self.view, contribution, each.plan))
+        self._outbox.effects.exchanges.append(StartExchange(self.view, contribution))
         limit_s = self._rules.round_timeout_s
         left_s = limit_s - (self._outbox.now_s - submitted.sent_s - min(submitted.paused_s, limit_s))
         self._set_timer("expire", each, max(0.0, left_s))
@@ -337,7 +335,7 @@ class Rounds:
     def _give_verdict(self, each: Round, verdict: Verdict) -> None:
         each.verdict = verdict
         if each.exchanging:
-            given = GiveVerdict(each.view.id, each.id, verdict, each.weights())
+            given = GiveVerdict(each.view.id, each.id, verdict, each.weights(), each.plan)
             self._outbox.effects.verdicts.append(given)
 
     def _cast(self, each: Round, vote: Vote, diverged: tuple[int, ...] = (), donor: int | None = None) -> None:
@@ -386,7 +384,6 @@ class Rounds:
         if committed:
             recent = {key: d for key, d in self._commits.items() if key[0] != fragment or key[1] >= outer_step - 1}
             self._commits = {**recent, each.key: each.votes[self._rules.rank].digest}
-            self._uplinks.keep(each)
             # all members have contributed to this round, so none asks about earlier ones
             self._void = frozenset(key for key in self._void if key[0] != fragment or key[1] > outer_step)
         else:

@@ -84,7 +84,6 @@ class PeerTransport(Transport):
         self._step_s = math.inf  # time of an inner step without waiting, measured between contributions
         # since the last contribution: the steps, when it was, and the time spent waiting for averages
         self._ticks, self._measured_s, self._waited_s = 0, time.monotonic(), 0.0
-        self._merged: RoundId | None = None  # the last round whose average was taken
         self._state = StateTransfer(self.connections)
 
     @property
@@ -148,13 +147,12 @@ class PeerTransport(Transport):
     ) -> Pending:
         self.check_name(contribution)
         pending = PeerPending(contribution.round, contribution.payload.numel(), contribution.digest, self, on_commit)
-        self._rounds.add(pending)
         if self._ticks:
             self._step_s = (pending.sent_s - self._measured_s - self._waited_s) / self._ticks
         self._ticks, self._measured_s, self._waited_s = 0, pending.sent_s, 0.0
         uplink = replace(self.uplink, window_s=contribution.transfer_steps * self._step_s)
-        submitted = Submitted(contribution, self.step, pending.sent_s, uplink=uplink, after=self._merged)
-        self._rounds.submit(submitted, ready)
+        submitted = Submitted(contribution, self.step, pending.sent_s, uplink=uplink)
+        self._rounds.submit(pending, submitted, ready)
         return pending
 
     def tick(self) -> None:
@@ -170,7 +168,6 @@ class PeerTransport(Transport):
         """Count the bytes of a round whose outcome is being returned, and the time for which it was waited for."""
         self._waited_s += waited_s
         if isinstance(outcome, Average):
-            self._merged = pending.round
             self.sent_bytes += outcome.sent_bytes
             self.received_bytes += outcome.received_bytes
             if pending.decided_s is not None:
