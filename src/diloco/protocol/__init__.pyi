@@ -1,7 +1,7 @@
 from .effects import Average as Average
+from .effects import Commit as Commit
 from .effects import Effects as Effects
 from .effects import GiveVerdict as GiveVerdict
-from .effects import StartExchange as StartExchange
 from .effects import Submitted as Submitted
 from .effects import Timer as Timer
 from .machine import Answer as Answer

@@ -300,9 +300,12 @@ class Peer:
             number = max(1, min(len(self.stripes), self._missing_bytes // LEAST_PART_BYTES))  # that are needed
             for stripe in self.stripes.values():
                 stripe.limit(self.pace.bits_per_s / number, self.pace.seen_bits_per_s / number)
-        free = list(self.stripes.values())
+        free = deque(self.stripes.values())
         while free and (self._unsent or self._to_resend):
-            free = [each for each in free if each.write_next()]
+            stripe = free.popleft()
+            if stripe.is_free:
+                stripe.write(self._next_part(compressed=stripe.compresses))
+                free.append(stripe)
         if (self._unsent or self._to_resend) and not self._look_scheduled:
             self._look_scheduled = True
             self._loop.call_later(_LOOK_S, self._look)
@@ -312,11 +315,10 @@ class Peer:
         self._look_scheduled = False
         self.wake()
 
-    def take(self, *, compressed: bool = False) -> Part | None:
-        """Return the next part for a free stripe, or None."""
+    def _next_part(self, *, compressed: bool) -> Part:
         if self._to_resend:
             part = self._to_resend.popleft()
-        elif self._unsent:
+        else:
             message = self._unsent[0]
             size = part_bytes(self.waiting_bytes, len(self.stripes))
             data = message.data[message.cut : message.cut + size]
@@ -324,8 +326,6 @@ class Peer:
             message.cut += len(data)
             if message.cut == len(message.data):
                 self._unsent.popleft()
-        else:
-            return None
         self.waiting_bytes -= len(part.data)
         self.meter.written_bytes += len(part.body)
         self.sent_bytes += len(part.body)

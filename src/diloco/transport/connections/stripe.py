@@ -110,17 +110,13 @@ class Incoming:
         self.buffer[start:end] = content
         self.parts[start] = end
         self.missing -= len(content)
-        if self.missing <= 0 and not self._tiled:
-            self.parts.clear()
-            self.missing = len(self.buffer)
-            raise TransportError(f"the parts of a message of {len(self.buffer)} bytes overlap")
-
-    @property
-    def _tiled(self) -> bool:
-        """Whether each part begins where the one before ends, so that every byte has arrived once."""
-        starts = sorted(self.parts)
-        ends = [self.parts[start] for start in starts]
-        return starts == [0, *ends[:-1]] and ends[-1] == len(self.buffer)
+        if self.missing <= 0:
+            starts = sorted(self.parts)
+            ends = [self.parts[each] for each in starts]
+            if starts != [0, *ends[:-1]] or ends[-1] != len(self.buffer):
+                self.parts.clear()
+                self.missing = len(self.buffer)
+                raise TransportError(f"the parts of a message of {len(self.buffer)} bytes overlap")
 
 
 @dataclass(eq=False)
@@ -235,16 +231,17 @@ class Stripe(asyncio.BufferedProtocol):
         else:
             self.transport.close()  # flushes what was written, such as the last acknowledgements
 
-    def write_next(self) -> bool:
-        """Write the next part of the link if this connection is free. Return whether a part was written."""
-        if self.full or self.transport.is_closing() or self.counters().unsent > self._most_unsent_bytes:
-            return False
-        compressed = self._compresses and not self.near and self._peer.pace.seen_bits_per_s < _SLOW_BITS_PER_S
-        if (part := self._peer.take(compressed=compressed)) is None:
-            return False
+    @property
+    def is_free(self) -> bool:
+        return not (self.full or self.transport.is_closing() or self.counters().unsent > self._most_unsent_bytes)
+
+    @property
+    def compresses(self) -> bool:
+        return self._compresses and not self.near and self._peer.pace.seen_bits_per_s < _SLOW_BITS_PER_S
+
+    def write(self, part: Part) -> None:
         self._parts[part.message.tag, part.start] = part
         self.transport.write(b"".join((HEAD.pack(*part.head), part.body)))
-        return True
 
     def forget(self, messages: Collection[Outgoing]) -> None:
         """Release what was sent of these messages, as the other side may never acknowledge it."""

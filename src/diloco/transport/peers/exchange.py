@@ -23,6 +23,7 @@ from torch import Tensor
 from diloco.algorithm import (
     LARGEST_MEAN,
     Codec,
+    Contribution,
     Mean,
     check_mean,
     combined,
@@ -39,7 +40,9 @@ from diloco.algorithm import (
 from diloco.cores import usable_cores
 from diloco.devices import beside_training, to_device, to_host
 from diloco.errors import CodecError, TransportError
-from diloco.protocol import GiveVerdict, StartExchange
+from diloco.membership import View
+from diloco.protocol import GiveVerdict
+from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.peer import Peer, round_tag
 
 _LEAST_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 18
@@ -84,20 +87,18 @@ class PayloadExchange:
 
     Args:
         peers: Those of the members that are connected, by replica.
-        loop: Peers are used in its thread.
-        piece_bytes: The approximate upper limit on the size of a piece.
     """
 
     def __init__(
-        self, started: StartExchange, peers: Mapping[int, Peer], loop: asyncio.AbstractEventLoop, piece_bytes: int
+        self, contribution: Contribution, view: View, peers: Mapping[int, Peer], connections: ConnectionManager
     ) -> None:
-        self.contribution = started.contribution
-        self.members = started.view.members
-        self.me = self.members.index(started.contribution.replica)
+        self.contribution, self.members = contribution, view.members
+        self.me = self.members.index(contribution.replica)
         # which contributions to sum, and the plan by which payloads are sent; or why the exchange has failed
         self.verdict: Future[GiveVerdict] = Future()
-        self._peers, self._loop, self._piece_bytes = peers, loop, piece_bytes
-        self._tag = round_tag(started.view.id, started.contribution.round)
+        self.mean: Mean | None = None  # once this rank has computed it
+        self._peers, self._loop, self._piece_bytes = peers, connections.loop, connections.rules.piece_bytes
+        self._tag = round_tag(view.id, contribution.round)
         self._sends: list[Future[None]] = []
         # member, piece and half -> receive buffer, and a future that is resolved when the piece has arrived
         self._incoming: dict[tuple[int, int, bool], tuple[Tensor, Future[None]]] = {}
@@ -151,16 +152,16 @@ class PayloadExchange:
         else:
             self.verdict.set_result(given)
 
-    def run(self, on_mean: Callable[[Mean, str], None]) -> dict[str, Any]:
+    def run(self, on_mean: Callable[[str], None]) -> dict[str, Any]:
         """Sum the payloads, until the exchange has ended. Return what `Rounds.end_exchange` takes.
 
         Args:
-            on_mean: called with the mean and its digest.
+            on_mean: called with the digest of the mean.
         """
         try:
             given = self.verdict.result()
-            mean = self.reduce(given.weights, given.verdict.contributors)
-            on_mean(mean, mean.digest())
+            self.mean = mean = self.reduce(given.weights, given.verdict.contributors)
+            on_mean(mean.digest())
             for sent in self._sends:  # then its memory can be reused
                 sent.result()
             return {}
