@@ -51,7 +51,6 @@ SYNCHRONOUS = Method("synchronous", "--algorithm data-parallel", replicas=(1,))
 PLAIN = Method("no momentum, lr 1", f"--inner-steps 10 {LINKS}")
 STOCK = Method("stock Nesterov .7/.9", f"--inner-steps 10 {NESTEROV} 0.9 {LINKS}")
 FOUR, GAINS = replace(PLAIN, replicas=(4,)), (0.28, 0.7, 1.4)
-TRIAL = replace(PLAIN, steps=100, rate=2e-3, replicas=(4,), seeds=1)
 METHODS = (
     SYNCHRONOUS,
     PLAIN,
@@ -62,13 +61,7 @@ METHODS = (
     replace(PLAIN, rate=2e-3, replicas=(4,), seeds=1),
     *(replace(FOUR, name=f"no momentum, lr {lr}", flags=f"{SGD} {lr} {FOUR.flags}") for lr in GAINS),
     replace(SYNCHRONOUS, steps=100, seeds=1),
-    replace(TRIAL, rate=4e-3),
-    # one change at a time, to see what determines the loss of 4 replicas
-    replace(TRIAL, name="no momentum, float32", flags=f"{TRIAL.flags} --sync.codec float32"),
-    replace(TRIAL, name="no momentum, merged at once", flags=f"{TRIAL.flags} --overlap-steps 0"),
-    replace(TRIAL, name="no momentum, H = 5", flags=f"--inner-steps 5 {LINKS}"),
-    replace(TRIAL, name="Nesterov .7/.6, H = 5", flags=f"--inner-steps 5 {NESTEROV} 0.6 {LINKS}"),
-    replace(TRIAL, name="Nesterov .7/.6, H = 2", flags=f"--inner-steps 2 {NESTEROV} 0.6 {LINKS}"),
+    replace(PLAIN, steps=100, replicas=(4,), seeds=1),
 )
 
 

@@ -22,7 +22,6 @@ from tests.processes import Processes, free_port
 from tests.runs import SMALL, train, write_text
 from tests.same import same
 
-DOCUMENTS = 97
 MOMENTA = "--optimizer.name Muon --sync.arguments.average.momentum true"
 LENGTH = 16
 

@@ -9,6 +9,7 @@ from .codec.base import Float16 as Float16
 from .codec.base import Float32 as Float32
 from .codec.base import divisor as divisor
 from .codec.base import encode_with_feedback as encode_with_feedback
+from .codec.base import in_pieces as in_pieces
 from .codec.base import largest_magnitude as largest_magnitude
 from .codec.base import make_codec as make_codec
 from .codec.base import pieces as pieces

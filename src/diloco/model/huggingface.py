@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm import set_whole_
+from diloco.algorithm import model_state, named_parameters, persistent_buffers, set_whole_
 from diloco.errors import ConfigurationError, DiLoCoError, nearest
 from diloco.model.folders import (
     CONFIG_NAME,
@@ -28,9 +28,10 @@ from diloco.model.folders import (
     stored_tensors,
     weights_digest,
 )
-from diloco.model.language_model import LanguageModel, LossParts
+from diloco.model.language_model import LanguageModel, LossParts, build_language_model
 from diloco.model.settings import HuggingFaceSettings, ModelSettings, parse_source
 from diloco.model.transformer import block_mask, boolean_mask
+from diloco.transport import ReplicaGroup
 from diloco.waiting import fetching
 
 if TYPE_CHECKING:
@@ -66,19 +67,18 @@ class HuggingFaceModel(LanguageModel):
 
     Args:
         settings: where it comes from.
-        reads: whether its stored weights are read, if there are any; otherwise a checkpoint has its values.
         base: a digest of the stored weights from which it begins; "" if there are none.
     """
 
     loss_calls_model = False
     wrapped: Any  # the `PreTrainedModel`; its own annotations are incomplete
 
-    def __init__(self, wrapped: PreTrainedModel, settings: ModelSettings, *, reads: bool, base: str) -> None:
+    def __init__(self, wrapped: PreTrainedModel, settings: ModelSettings, *, base: str) -> None:
         super().__init__()
         self.wrapped = wrapped
         # Packed documents have no padding. The padding token is often the end-of-document token, which must be trained.
         self.wrapped.get_input_embeddings().padding_idx = None
-        self.settings, self.reads, self.base = settings, reads, base
+        self.settings, self.base = settings, base
         self.z_loss = settings.huggingface.z_loss
         self.adapters: ModelSettings | None = None  # the settings of its adapters; None: it has none
         self.tuner: tuple[LoraModel, ...] = ()  # peft's, which has added them; in a tuple, so that it is no submodule
@@ -141,19 +141,36 @@ class HuggingFaceModel(LanguageModel):
         stored = {id(state[name]) for name in stored_tensors(folder).keys() & state.keys()}
         return all(id(value) in stored for value in state.values())  # one value has several names if it is tied
 
-    def fill(self, device: torch.device, *, seed: int) -> None:
-        buffers = dict(self.named_buffers())
+    def fill(self, device: torch.device, *, seed: int, group: ReplicaGroup) -> None:
+        folder, buffers = _find_folder(self.settings, with_weights=True), dict(self.named_buffers())
+        stored = stored_tensors(folder) if _has_stored(folder, self.settings) else {}
         self.to_empty(device=device)
         self.wrapped.tie_weights()
         for name, buffer in self.named_buffers():
             buffer.copy_(buffers[name])
         state = self.wrapped.state_dict(keep_vars=True)
-        stored = stored_tensors(_find_folder(self.settings, with_weights=True)) if self.reads else {}
-        for name in stored.keys() & state.keys():
+        names = {id(state[name]): name for name in stored.keys() & state.keys()}  # one value has several if it is tied
+        if self.settings.lora_rank or any(id(value) not in names for value in state.values()):
+            return self._receive(seed, group)
+        for name in names.values():
             if (there := stored[name]).shape != (here := state[name]).shape:
                 raise ConfigurationError(f"{name} is {tuple(there.shape)} in the weights, {tuple(here.shape)} here.")
             set_whole_(here, there)
             del there  # before the next one is read
+
+    def _receive(self, seed: int, group: ReplicaGroup) -> None:
+        """Fill with values that no file has by name: fresh ones, adapters, experts that transformers converts.
+
+        The first rank builds the model whole, on the host, and sends one tensor at a time.
+        """
+        whole: Any = None
+        with group.all_or_none():
+            whole = build_language_model(self.settings, seed=seed) if group.leads else None
+        values = model_state(whole) if whole else {}
+        for name, here in {**named_parameters(self), **persistent_buffers(self)}.items():
+            there = values[name].contiguous() if whole else torch.empty(here.shape, dtype=here.dtype, device="cpu")
+            set_whole_(here, group.share_(there))
+        self.base = group.share(whole and whole.base)
 
     def new_cache(self) -> DynamicCache | None:
         from transformers import DynamicCache
@@ -267,7 +284,7 @@ def build_huggingface(
             wrapped.tie_weights()  # which accelerate unties
     if settings.quantization is None or on_meta:
         wrapped = wrapped.float()
-    return HuggingFaceModel(wrapped, settings, reads=not definition, base=base)
+    return HuggingFaceModel(wrapped, settings, base=base)
 
 
 def base_digest(settings: ModelSettings) -> str:

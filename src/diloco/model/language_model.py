@@ -20,6 +20,8 @@ from diloco.plugins import call, takes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from diloco.transport import ReplicaGroup
+
 
 class LossParts(NamedTuple):
     """The result of `LanguageModel.loss`: two float32 scalars in nats per token."""
@@ -146,14 +148,11 @@ class LanguageModel(nn.Module):
             "unknown. Implement that method."
         )
 
-    def fits_shards(self) -> bool:
-        """Return whether `fill` works; otherwise the model must be built whole, before it is sharded."""
-        return False
+    def fill(self, device: torch.device, *, seed: int, group: ReplicaGroup) -> None:
+        """Give a model that was built on ``meta`` memory and its values. Call it on all ranks of ``group``.
 
-    def fill(self, device: torch.device, *, seed: int) -> None:
-        """Give a model that was built on ``meta`` memory and its values, drawn or stored.
-
-        Of a model that is sharded over ranks, each fills its own part, and holds only one whole tensor at a time.
+        Of a model that is sharded over ranks, each fills its own part, and holds only one whole tensor at a time; if
+        its values can't be made one by one, the first rank builds it whole on the host.
         """
         raise NotImplementedError
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
     from transformers import PreTrainedModel
 
+    from diloco.transport import ReplicaGroup
+
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -94,10 +96,7 @@ class Transformer(LanguageModel):
                 std *= residual_scale
             yield name, value.normal_(0, std, generator=generator)
 
-    def fits_shards(self) -> bool:
-        return True
-
-    def fill(self, device: torch.device, *, seed: int) -> None:
+    def fill(self, device: torch.device, *, seed: int, group: ReplicaGroup) -> None:
         self.to_empty(device=device)
         self.initialise(torch.Generator("cpu").manual_seed(seed))
 

@@ -37,9 +37,9 @@ from diloco.algorithm import (
     contribution_weight,
     encode_with_feedback,
     flatten,
+    in_pieces,
     largest_magnitude,
     local_shard,
-    pieces,
     reshard,
     trainable_parameters,
     unflatten_,
@@ -164,9 +164,9 @@ class Fragment:
 
     def _difference(self, local: Tensor, delta: Tensor) -> tuple[Tensor, float]:
         """Set ``delta`` to ``global - local``, and return it with its largest magnitude, infinite if one is NaN."""
-        values, largest = self.global_params, 0.0
-        for start, stop in pieces(values.numel(), self.device):
-            magnitude = largest_magnitude(torch.sub(values[start:stop], local[start:stop], out=delta[start:stop]))
+        largest = 0.0
+        for values, mine, difference in in_pieces(self.global_params, local, delta):
+            magnitude = largest_magnitude(torch.sub(values, mine, out=difference))
             largest = max(largest, magnitude) if math.isfinite(magnitude) else math.inf
         return delta, largest
 
@@ -336,8 +336,9 @@ class Fragment:
 
     def reset_local(self, rule: MergeRule, sent: Tensor | None = None) -> None:
         """Merge the global parameters into the local ones by ``rule`` (Algorithm 2, line 12)."""
-        for local, part in self._local_parts(elementwise=getattr(rule, "elementwise", False)):
-            rule.merge(local, self.global_params[part], None if sent is None else sent[part])
+        others = [self.global_params] if sent is None else [self.global_params, sent]
+        for local, values, *kept in self._local_parts(*others, elementwise=getattr(rule, "elementwise", False)):
+            rule.merge(local, values, kept[0] if kept else None)
 
     def forget_work(self) -> None:
         """Drop the trained steps and the residual of this replica, whose local parameters were replaced."""
@@ -413,11 +414,11 @@ class Fragment:
 
     def _carry_over(self, before: Tensor) -> None:
         """Shift the local parameters by the change of the global ones, so that the pseudo-gradient stays the same."""
-        for local, part in self._local_parts(elementwise=True):
-            carry_over(local, before[part], self.global_params[part])
+        for local, old, new in self._local_parts(before, self.global_params, elementwise=True):
+            carry_over(local, old, new)
 
-    def _local_parts(self, *, elementwise: bool) -> Iterator[tuple[Tensor, slice]]:
-        """Yield parts of the local parameters, to be changed in place, and their positions in the fragment.
+    def _local_parts(self, *others: Tensor, elementwise: bool) -> Iterator[tuple[Tensor, ...]]:
+        """Yield parts of the local parameters, to be changed in place, with the same parts of other vectors.
 
         With ``elementwise`` they fit the cache, and parameters that are contiguous float32 on the device of the global
         ones are not copied. Otherwise it is one copy of the whole fragment, which is copied back.
@@ -428,12 +429,9 @@ class Fragment:
             shard.dtype == torch.float32 and shard.device == self.device and shard.is_contiguous() for shard in shards
         )
         flat = [shard.view(-1) for shard in shards] if in_place else [self.local()]
-        begin = 0
-        for values in flat:
-            numel = values.numel()
-            for start, stop in pieces(numel, self.device) if elementwise else [(0, numel)]:
-                yield values[start:stop], slice(begin + start, begin + stop)
-            begin += numel
+        sizes = [values.numel() for values in flat]
+        for parts in zip(flat, *(torch.split(other, sizes) for other in others), strict=True):
+            yield from in_pieces(*parts) if elementwise else [parts]
         if not in_place:
             unflatten_(flat[0], self._tensors())
 

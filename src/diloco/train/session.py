@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from diloco.algorithm import digest_tensors, make_codec
+from diloco.algorithm import digest_tensors, make_codec, persistent_buffers, trainable_parameters
 from diloco.checkpoint import Lazy, whole
 from diloco.data import Corpus
 from diloco.devices import flops_utilization, known_peak_flops_per_s
@@ -74,7 +74,9 @@ class Session:
         self.on_event = on_event
         self.identity = identity or {}
         self.totals = Totals()
-        self.replicas = [self._make_replica(number, initial) for number in fleet.local]
+        self.replicas: list[Replica] = []
+        for number in fleet.local:
+            self.replicas.append(self._make_replica(number, initial))
         self.pace: DynamicSteps | None = None  # chooses the scheduled steps to train; None: all of them
         if isinstance(fleet, PeerFleet) and settings.network.straggler == "dynamic":
             self.pace = DynamicSteps(fleet.local[0], settings.sync.inner_steps, fleet)
@@ -178,6 +180,9 @@ class Session:
     def begin_diloco(self, replica: Replica) -> DiLoCo:
         """Return the outer loop of a replica, which begins with the replica's parameters as the global ones."""
         if replica.diloco is None:
+            if replica.inner is (shared := self.replicas[0].inner) and replica is not self.replicas[0]:
+                replica.inner = self._make_inner(trainable_parameters(shared.model))
+                replica.inner.load_state_dict(shared.state_dict())
             # an Apple GPU lacks some operations of the codecs
             on_host = self.settings.train.global_device == "cpu" or replica.inner.device.type == "mps"
             replica.diloco = DiLoCo(
@@ -269,10 +274,11 @@ class Session:
             averaging_s += time.perf_counter() - computed_s
             self.agreed_step = step + 1 if averaging and keep else self.agreed_step
             # queue the work of all replicas on the device and wait for it once, whatever their number
-            norms = [replica.inner.begin(step, skip=not keep) for replica in self.replicas]
+            inners = dict.fromkeys(replica.inner for replica in self.replicas)
+            norms = [inner.begin(step, skip=not keep) for inner in inners]
             self._loss, *read = torch.stack([torch.stack(losses).mean(), *norms]).tolist()
-            pairs = zip(self.replicas, read, strict=True)
-            done = [replica.inner.end(step, norm, skip=not keep) for replica, norm in pairs]
+            ends = {inner: inner.end(step, norm, skip=not keep) for inner, norm in zip(inners, read, strict=True)}
+            done = [ends[replica.inner] for replica in self.replicas]
         self._inner = tuple(done)
         return averaging_s
 
@@ -300,7 +306,10 @@ class Session:
         return time.perf_counter() - started_s
 
     def _make_replica(self, number: int, initial: Mapping[str, Tensor] | None) -> Replica:
-        settings, inner = self.settings, self._make_inner(initial)
+        settings, inner = self.settings, self.replicas[0].inner if self.replicas else None
+        # while gradients are averaged, one model and optimizer serve all, unless batches or a loss scale differ in them
+        if not inner or not self.averages_gradients or persistent_buffers(inner.model) or inner.scaler.is_enabled():
+            inner = self._make_inner(initial)
         batches = self.corpus.batches(
             sequence_length=settings.train.sequence_length,
             batch_size=settings.train.batch_size,
@@ -315,15 +324,14 @@ class Session:
     def _make_inner(self, initial: Mapping[str, Tensor] | None) -> InnerLoop:
         settings, train, group = self.settings, self.settings.train, self.fleet.group
         strategy: Strategy = train.parallelism if group.size > 1 else "none"
-        on_meta = strategy == "fsdp" and settings.model.kind != "module"  # no rank may have room for the whole model
-        build = partial(build_language_model, settings.model, seed=settings.seed)
-        model = build(device="meta" if on_meta else "cpu" if strategy == "fsdp" else self.device)
-        if on_meta and not model.fits_shards():
-            model, on_meta = build(device="cpu"), False
+        # no rank may have room for the whole model; but code of the user and bitsandbytes need real memory
+        on_meta = strategy == "fsdp" and settings.model.kind != "module" and settings.model.quantization is None
+        place = "meta" if on_meta else "cpu" if strategy == "fsdp" else self.device
+        model = build_language_model(settings.model, seed=settings.seed, device=place)
         prepare_model(model, train)
         parallel = parallelise(model, strategy, group, self.device, train.precision)
         if on_meta:
-            model.fill(self.device, seed=settings.seed)
+            model.fill(self.device, seed=settings.seed, group=group)
         if initial is not None:
             load_parameters(model, initial)
         end = self.corpus.tokenizer.eos_id if settings.data.document_masks else None
