@@ -243,7 +243,7 @@ class Peer:
         """Store what has arrived for a round in the messages that `receive` awaits from now on."""
         if early := self._early.pop(round_tag, None):
             for head, data in early.parts.values():
-                self._store(head, data)
+                self.arrived(head, data)
 
     def close_round(self, round_tag: int) -> None:
         """Send and await nothing more of a round, which has ended here. Who waits for a message is released."""
@@ -379,13 +379,9 @@ class Peer:
 
     def arrived(self, head: Head, data: memoryview) -> None:
         """Store a part that is awaited and has not arrived before, or keep it if its round has no plan yet."""
-        self.received_bytes += len(data)
         if early := self._early.get(head.tag >> _TAG_BITS):
             early.keep(head, data)
-        else:
-            self._store(head, data)
-
-    def _store(self, head: Head, data: memoryview) -> None:
+            return
         message = self._incoming.get(head.tag)
         if message is None or head.start in message.parts:
             return

@@ -343,6 +343,7 @@ class Stripe(asyncio.BufferedProtocol):
             return
         else:
             data = self._buffer[begun : begun + head.size]
+            self._peer.received_bytes += head.size
             self._peer.arrived(head, data)
             taken.append(HEAD.pack(*Head(b"A", head.tag, start=head.start)))
             begun += head.size

@@ -135,8 +135,8 @@ class PayloadExchange:
         self._summed = everything if self.plan.pattern == "all-gather" else self.plan.shards
         try:
             codec = self.contribution.codec
-            pieces = enumerate(self._pieces(*self._summed[self.me], codec))
-            sizes = {piece: codec.payload_bytes(b - a) for piece, (a, b) in pieces}
+            self._ranges = [*self._pieces(*self._summed[self.me], codec)]
+            sizes = {piece: codec.payload_bytes(b - a) for piece, (a, b) in enumerate(self._ranges)}
             if len(self._extras):
                 sizes[_EXTRAS] = len(self._extras)
             for member in self._peers:
@@ -231,6 +231,9 @@ class PayloadExchange:
 
     def _take(self, member: int, piece: int, *, second: bool = False) -> Tensor:
         """Wait until a piece from ``member`` has arrived, and return it."""
+        mine = self.contribution
+        if member == mine.replica:
+            return mine.codec.cut(mine.payload, mine.numel, *self._ranges[piece])
         buffer, received = self._incoming[member, piece, second]
         try:
             received.result()
@@ -303,10 +306,10 @@ class PayloadExchange:
 
         native = self._device.type == "cpu" and codec.implementation != "torch"
         act = _threads().submit if native else _at_once  # torch has threads of its own, and a GPU needs one
-        for piece, (a, b) in enumerate(self._pieces(*self._summed[self.me], codec)):
+        for piece, (a, b) in enumerate(self._ranges):
             arrived = all(self._incoming[member, piece, False][1].done() for member in self._peers)  # or never will
             finish(2 * _THREADS if arrived else 0)
-            payloads = {member: self._piece(member, piece, a, b) for member in self.members}
+            payloads = {member: self._take(member, piece) for member in self.members}
             addends = {m: (codec, payloads[m], weights[m] * factors.get(m, 1.0)) for m in self.members if m in weights}
             summing.append((a, b, addends, act(self._sum, a, b, addends, total)))
         finish(0)
@@ -371,18 +374,11 @@ class PayloadExchange:
     def _decoded(self, member: int) -> Tensor:
         """Wait for a whole contribution, validate it, and return its values."""
         codec, values = self.contribution.codec, torch.empty_like(self.values, device=self._device)
-        for piece, (a, b) in enumerate(self._pieces(*self._summed[self.me], codec)):
-            payload = to_device(self._piece(member, piece, a, b), self._device)
+        for piece, (a, b) in enumerate(self._ranges):
+            payload = to_device(self._take(member, piece), self._device)
             _validate(codec, payload, b - a, f"the contribution of replica {member}", member)
             codec.decode(payload, b - a, out=values[a:b])
         return values
-
-    def _piece(self, member: int, piece: int, start: int, stop: int) -> Tensor:
-        """Wait for a piece of a payload and return it."""
-        mine = self.contribution
-        if member == mine.replica:
-            return mine.codec.cut(mine.payload, mine.numel, start, stop)
-        return self._take(member, piece)
 
     def _reduce_extras(
         self, weights: Mapping[int, float], contributors: Sequence[int]

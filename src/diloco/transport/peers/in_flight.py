@@ -108,19 +108,19 @@ class RoundsInFlight:
             if self._closed is not None:
                 raise TransportError(f"{self._closed}. Its contribution to {pending.round} was not accepted.")
             self.last[pending.round.fragment] = pending
-        contribution, copied = submitted.contribution, None
-        if ready is None and contribution.payload.is_cuda:
-            contribution, copied = _host_copy(contribution)
-            pending.contribution, ready = contribution, copied
+        copied = None
+        if ready is None and submitted.contribution.payload.is_cuda:
+            pending.contribution, copied = _host_copy(submitted.contribution)
+            ready = copied
 
         if ready is None:
-            self._connections.post(self._submit, submitted, contribution)
+            self._connections.post(self._submit, pending, submitted)
             return
 
         def filled(ready: Future[Any]) -> None:
             self._running.discard(ready)
             if ready.exception() is None:
-                self._connections.post(self._submit, submitted, contribution)
+                self._connections.post(self._submit, pending, submitted)
             elif ready is copied:
                 self._shell.fail(ready.exception())
 
@@ -148,9 +148,10 @@ class RoundsInFlight:
 
     # In the control thread.
 
-    def _submit(self, submitted: Submitted, contribution: Contribution) -> None:
-        bare = replace(contribution.checked(), payload=_NO_PAYLOAD)
-        self._shell.handle(self._machine.submit, replace(submitted, contribution=bare))
+    def _submit(self, pending: PeerPending, submitted: Submitted) -> None:
+        if pending.contribution is not None:  # else the transport has ended
+            bare = replace(pending.contribution.checked(), payload=_NO_PAYLOAD)
+            self._shell.handle(self._machine.submit, replace(submitted, contribution=bare))
 
     def resolve(self, round_id: RoundId, outcome: Commit | TransportError) -> None:
         if isinstance(outcome, TransportError):

@@ -139,11 +139,11 @@ class PeerTransport(Transport):
 
     # Rounds.
 
-    def average(self, contribution: Contribution) -> Pending:
-        return self.average_later(contribution, None, None)
-
-    def average_later(
-        self, contribution: Contribution, ready: Future[Any] | None, on_commit: Callable[[Average], None] | None
+    def average(
+        self,
+        contribution: Contribution,
+        ready: Future[Any] | None = None,
+        on_commit: Callable[[Average], None] | None = None,
     ) -> Pending:
         before = self._rounds.last.get(contribution.round.fragment)
         again = before is not None and before.round == contribution.round and not before.void
@@ -156,6 +156,8 @@ class PeerTransport(Transport):
         submitted = Submitted(contribution, self.step, pending.sent_s, uplink=uplink)
         self._rounds.submit(pending, submitted, ready)
         return pending
+
+    average_later = average
 
     def tick(self) -> None:
         """Count one finished inner step. Later contributions belong to the next one."""
