@@ -222,6 +222,7 @@ class Peer:
             before.end()
         self.stripes[number] = stripe
         self.uses += 1
+        self._wake_scheduled = True  # its pace is that of the others
         self.wake()
 
     def drop(self, stripe: Stripe, unfinished: list[Part], why: str) -> None:
