@@ -222,6 +222,7 @@ class Peer:
             before.end()
         self.stripes[number] = stripe
         self.uses += 1
+        self._wake_scheduled = True  # its pace is that of the others
         self.wake()
 
     def drop(self, stripe: Stripe, unfinished: list[Part], why: str) -> None:
@@ -303,9 +304,22 @@ class Peer:
         free = deque(self.stripes.values())
         while free and (self._unsent or self._to_resend):
             stripe = free.popleft()
-            if stripe.is_free:
-                stripe.write(self._next_part(compressed=stripe.compresses))
-                free.append(stripe)
+            if not stripe.is_free:
+                continue
+            free.append(stripe)
+            if self._to_resend:
+                part = self._to_resend.popleft()
+            else:
+                message = self._unsent[0]
+                data = message.data[message.cut : message.cut + part_bytes(self.waiting_bytes, len(self.stripes))]
+                part = Part(message, message.cut, data, compress(data) if stripe.compresses else data)
+                message.cut += len(data)
+                if message.cut == len(message.data):
+                    self._unsent.popleft()
+            self.waiting_bytes -= len(part.data)
+            self.meter.written_bytes += len(part.body)
+            self.sent_bytes += len(part.body)
+            stripe.write(part)
         if (self._unsent or self._to_resend) and not self._look_scheduled:
             self._look_scheduled = True
             self._loop.call_later(_LOOK_S, self._look)
@@ -314,22 +328,6 @@ class Peer:
     def _look(self) -> None:
         self._look_scheduled = False
         self.wake()
-
-    def _next_part(self, *, compressed: bool) -> Part:
-        if self._to_resend:
-            part = self._to_resend.popleft()
-        else:
-            message = self._unsent[0]
-            size = part_bytes(self.waiting_bytes, len(self.stripes))
-            data = message.data[message.cut : message.cut + size]
-            part = Part(message, message.cut, data, compress(data) if compressed else data)
-            message.cut += len(data)
-            if message.cut == len(message.data):
-                self._unsent.popleft()
-        self.waiting_bytes -= len(part.data)
-        self.meter.written_bytes += len(part.body)
-        self.sent_bytes += len(part.body)
-        return part
 
     def acknowledge(self, part: Part) -> None:
         message = part.message
@@ -391,7 +389,20 @@ class Peer:
             words = f"a message of {head.total} bytes arrived where {expected} bytes were expected"
             message.received.set_exception(TransportError(words))
             return
-        message.put(head.start, head.content(data))
-        if message.missing <= 0:
-            del self._incoming[head.tag]
-            message.received.set_result(None)
+        content = head.content(data)
+        end = head.start + len(content)
+        if len(content) < LEAST_PART_BYTES and end < expected:  # tiny parts cost more than their data
+            raise TransportError(f"a part of {len(content)} bytes arrived; only the last one may be that small")
+        message.buffer[head.start : end] = content
+        message.parts[head.start] = end
+        message.missing -= len(content)
+        if message.missing > 0:
+            return
+        starts = sorted(message.parts)
+        ends = [message.parts[each] for each in starts]
+        if starts != [0, *ends[:-1]] or ends[-1] != expected:
+            message.parts.clear()
+            message.missing = expected
+            raise TransportError(f"the parts of a message of {expected} bytes overlap")
+        del self._incoming[head.tag]
+        message.received.set_result(None)

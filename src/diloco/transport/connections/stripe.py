@@ -102,22 +102,6 @@ class Incoming:
     missing: int  # bytes that have not arrived yet
     parts: dict[int, int] = field(default_factory=dict)  # start -> end of the parts that have arrived
 
-    def put(self, start: int, content: memoryview | bytes) -> None:
-        """Store a part that has not arrived yet."""
-        end = start + len(content)
-        if len(content) < LEAST_PART_BYTES and end < len(self.buffer):  # tiny parts cost more than their data
-            raise TransportError(f"a part of {len(content)} bytes arrived; only the last one may be that small")
-        self.buffer[start:end] = content
-        self.parts[start] = end
-        self.missing -= len(content)
-        if self.missing <= 0:
-            starts = sorted(self.parts)
-            ends = [self.parts[each] for each in starts]
-            if starts != [0, *ends[:-1]] or ends[-1] != len(self.buffer):
-                self.parts.clear()
-                self.missing = len(self.buffer)
-                raise TransportError(f"the parts of a message of {len(self.buffer)} bytes overlap")
-
 
 @dataclass(eq=False)
 class Early:
