@@ -60,14 +60,14 @@ def struck(scenario: Scenario) -> Iterator[tuple[Processes, Callable[[], int]]]:
     """The processes of a scenario in which the fault has just happened, and what starts a replacement of the victim."""
     with rendezvous(scenario.num_replicas) as address, Processes() as processes:
         processes.start(scenario.num_replicas, replica, scenario, address)
-        victim = scenario.victim
+        addresses, victim = [processes.next_report(m, LIMIT_S) for m in range(scenario.num_replicas)], scenario.victim
         assert processes.next_report(victim, LIMIT_S) == "held"
         if scenario.fault == "kill":
             processes.kill(victim)
         else:
             processes.freeze(victim)
             processes.send(victim, "go on")  # received when it wakes up
-        yield processes, lambda: processes.start(1, replica, scenario, address)[0]
+        yield processes, lambda: processes.start(1, replica, scenario, addresses[scenario.others[0]])[0]
 
 
 def go_on(processes: Processes, ranks: Iterable[int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from diloco.algorithm import UNKNOWN_UPLINK, Contribution, Exchange, Mean, RoundId, Uplink, Verdict
 from diloco.errors import TransportError
@@ -72,6 +72,14 @@ class Average(Mean):
     donor: int | None = None
     held: str = ""  # the digest of the donor's state
     choice: str = ""  # what slow uplinks have changed in the plan of the round, and what that costs; "": nothing
+
+    @classmethod
+    def of(cls, mean: Mean, plan: Exchange, view: View, replica: int, **more: Any) -> Average:
+        """Return the result of a round that was exchanged by a plan, for a member of its view."""
+        here = view.members.index(replica)
+        sent, received = plan.sent[here], plan.received[here]
+        given: dict[str, Any] = {"view": view, "sent_bytes": sent, "received_bytes": received, "choice": plan.choice}
+        return cls(**vars(mean), **given | {"wait_s": 0.0} | more)
 
 
 @dataclass(eq=False)

@@ -147,18 +147,15 @@ class Round:
             return self.fault or RoundVoidError(f"{self.id} is void: {self.reason}.", round=str(self.id))
         assert self.mean is not None
         assert self.plan is not None
-        me = self.view.members.index(self.rules.replica)
         heard_s = [self.heard_s[self._here(member)] for member in self.mean.contributors]
-        return Average(
-            **vars(self.mean),
+        return Average.of(
+            self.mean,
+            self.plan,
+            self.view,
+            self.rules.replica,
             round=self.id,
-            view=self.view,
-            sent_bytes=self.plan.sent[me],
-            received_bytes=self.plan.received[me],
-            wait_s=0.0,
             note="" if self.verdict is None else self.verdict.reason,
             donor=self.donor,
-            choice=self.plan.choice,
             held="" if self.donor is None else self.header_of(self.donor).digest,
             late_s=tuple(round(each - min(self.heard_s.values()), 3) for each in heard_s),
         )

@@ -66,4 +66,4 @@ from .tcp.connect import connect as connect
 from .tcp.connect import connect_tcp as connect_tcp
 from .tcp.doctor import examine as examine
 from .tcp.doctor import serve_probes as serve_probes
-from .tcp.rendezvous import Gatherer as Gatherer
+from .tcp.rendezvous import TcpDirectory as TcpDirectory

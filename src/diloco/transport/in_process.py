@@ -227,16 +227,8 @@ class InProcessTransport:
             raise verdict.divergence(round_id, state.contributions[verdict.donor].digest)
         if state.mean is None:
             raise RoundVoidError(f"{round_id} is void: {verdict.reason}.", round=str(round_id))
-        return Average(
-            **vars(state.mean),
-            round=round_id,
-            view=self.view,
-            sent_bytes=sent_bytes,
-            received_bytes=received_bytes,
-            wait_s=waited_s,
-            note=verdict.reason,
-            choice=exchange.choice,
-        )
+        more = {"round": round_id, "wait_s": waited_s, "note": verdict.reason}
+        return Average.of(state.mean, exchange, self.view, replica, **more)
 
     def _decided(self, replica: int, round_id: RoundId, timeout_s: float) -> _Round:
         state = self._rounds.get(round_id)

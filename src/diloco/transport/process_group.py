@@ -189,21 +189,11 @@ class ProcessGroupTransport(Transport):
         reason = next((reason for _, reason in votes if reason), "")
         if not reason and any(len({digest for digest, _ in votes[here::size]}) > 1 for here in range(size)):
             reason = "the ranks have computed different means"
-        here = self.view.members.index(self.replica)
         if self.replica in verdict.diverged:
             raise verdict.divergence(mine.round, headers[donor * size + position].digest)
         if mean is None or reason:
             raise RoundVoidError(f"{mine.round} is void: {reason}.", round=str(mine.round))
-        return Average(
-            **vars(mean),
-            round=mine.round,
-            view=self.view,
-            sent_bytes=plan.sent[here],
-            received_bytes=plan.received[here],
-            wait_s=0.0,
-            note=verdict.reason,
-            choice=plan.choice,
-        )
+        return Average.of(mean, plan, self.view, self.replica, round=mine.round, note=verdict.reason)
 
     def _received(
         self, mine: Contribution, header: Header, member: int, payloads: Tensor, extras: Tensor | None

@@ -97,8 +97,11 @@ class RoundsInFlight:
         self._running: set[Future[None]] = set()  # threads of exchanges and copies
         self._lock = threading.RLock()  # the control thread decides rounds while another thread may close
 
-    def add(self, pending: PeerPending) -> None:
-        """Register a contribution to a round to which there is none yet, or that became void."""
+    def submit(self, pending: PeerPending, submitted: Submitted, ready: Future[Any] | None) -> None:
+        """Register a contribution to a round to which there is none yet, or that became void.
+
+        It is given to the machine once its payload is filled; if ``ready`` fails, the caller knows.
+        """
         round_id, replica = pending.round, self._rules.replica
         before = self.last.get(round_id.fragment)
         if before is not None and before.round == round_id and not before.void:
@@ -112,9 +115,6 @@ class RoundsInFlight:
             if self._closed is not None:
                 raise TransportError(f"{self._closed}. Its contribution to {round_id} was not accepted.")
             self.last[round_id.fragment] = pending
-
-    def submit(self, submitted: Submitted, ready: Future[Any] | None) -> None:
-        """Give a contribution to the machine once its payload is filled; if ``ready`` fails, the caller knows."""
         contribution, copied = submitted.contribution, None
         if ready is None and contribution.payload.is_cuda:
             host, copied = _host_copy(contribution)

@@ -147,13 +147,12 @@ class PeerTransport(Transport):
     ) -> Pending:
         self.check_name(contribution)
         pending = PeerPending(contribution.round, contribution.payload.numel(), contribution.digest, self, on_commit)
-        self._rounds.add(pending)
         if self._ticks:
             self._step_s = (pending.sent_s - self._measured_s - self._waited_s) / self._ticks
         self._ticks, self._measured_s, self._waited_s = 0, pending.sent_s, 0.0
         uplink = replace(self.uplink, window_s=contribution.transfer_steps * self._step_s)
         submitted = Submitted(contribution, self.step, pending.sent_s, uplink=uplink)
-        self._rounds.submit(submitted, ready)
+        self._rounds.submit(pending, submitted, ready)
         return pending
 
     def tick(self) -> None:
