@@ -15,7 +15,6 @@ from .round import Tally as Tally
 from .round import header_of as header_of
 from .round import judge_headers as judge_headers
 from .round import tally as tally
-from .rounds import Rounds as Rounds
 from .rules import Rules as Rules
 from .suspicion import MOST_SPOILT as MOST_SPOILT
 from .suspicion import Lateness as Lateness
