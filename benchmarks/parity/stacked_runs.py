@@ -49,7 +49,7 @@ class Run:
 Settings = dict[str, Any]
 SEEDS = (0, 1, 2)
 DATA_PARALLEL: Settings = {"algorithm": "data-parallel"}
-AVERAGED = {"average": "fp4"}  # as `sync.arguments.average.momentum` does
+AVERAGED = {"average": "fp4"}
 
 
 def each(*variants: Settings, seeds: tuple[int, ...] = SEEDS) -> list[Run]:

@@ -29,7 +29,6 @@ from .merge import MergeRule as MergeRule
 from .merge import RebaseMerge as RebaseMerge
 from .merge import carry_over as carry_over
 from .muon import Muon as Muon
-from .muon import hidden_matrices as hidden_matrices
 from .muon import muon as muon
 from .optim import Nesterov as Nesterov
 from .optim import OuterOptimizer as OuterOptimizer

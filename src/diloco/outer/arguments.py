@@ -225,10 +225,7 @@ def argument_facts(model: nn.Module, arguments: Mapping[str, Any], kind: str = "
         codes = {f"code of {name}": code_digest(arguments[name]) for name in names}
         facts |= {name: code for name, code in codes.items() if code}
     shapes = {name: f"{name} {tuple(p.shape)}" for name, p in trainable_parameters(model).items()}
-    fragments = {
-        f"fragment {f.index}": _listed([*(shapes[n] for n in f.names), *(f"momentum of {n}" for n in f.momenta)])
-        for f in arguments["fragments"]
-    }
+    fragments = {f"fragment {f.index}": _listed([shapes[name] for name in f.names]) for f in arguments["fragments"]}
     if len(fragments) > _MAX_FRAGMENTS:
         fragments = {"fragments": _listed([*map(str, fragments.items())])}
     return facts | fragments | ({"buffers": _listed(buffer_layout(model), _MAX_CHARACTERS)} if kind == "shared" else {})

@@ -6,9 +6,6 @@ Streaming DiLoCo, Algorithm 2, for one fragment p::
     global_p <- OuterOpt(global_p, mean Delta_p)       line 11  merge
     local_p  <- merge(local_p, global_p)               line 12  merge
 
-If the layout names momenta, the values of a fragment are its parameters and these momenta of the inner optimizer. The
-global value of a momentum is the mean of the replicas' at the last send; what each has learnt since stays its own.
-
 Permanent memory: 4 bytes per parameter for the global parameters and 4 for Nesterov's momentum, and 4 for the residual
 of error feedback. A fragment in flight also keeps its payload and, with the rebase rule, 4 bytes per value. If the
 ranks of a replica shard its parameters, each rank holds this for its own shards only.
@@ -25,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from diloco.algorithm import (
     Contribution,
@@ -41,10 +37,9 @@ from diloco.algorithm import (
     largest_magnitude,
     local_shard,
     reshard,
-    trainable_parameters,
     unflatten_,
 )
-from diloco.errors import ConfigurationError, FragmentError, NonFiniteError
+from diloco.errors import FragmentError, NonFiniteError
 from diloco.events import RoundCommitted, RoundSent, RoundVoid
 from diloco.outer.state import GlobalState, Greatest
 from diloco.protocol import Average
@@ -115,10 +110,9 @@ class Fragment:
         self.layout = layout
         self.index, self.names, self.numel = layout.index, layout.names, layout.numel  # p; the values of this rank
         self.parameters = bind(self._model, layout)
-        self._momenta = _holders(layout.momenta, self._model, arguments["inner_optimizer"])
         device = arguments["global_device"]
         self.device = self.parameters[0].device if device is None else torch.device(device)
-        self.state = state or GlobalState(self.local(), arguments["outer_optimizer"], layout.of_parameters.stop)
+        self.state = state or GlobalState(self.local(), arguments["outer_optimizer"])
         self.state.users += 1
         self.residual: Tensor | None = None  # e, ``(numel,)`` float32, of the last round that took this replica's work
         if self._decay:
@@ -144,7 +138,7 @@ class Fragment:
 
     def local(self) -> Tensor:
         """Return a copy of the local parameters, ``(numel,)`` float32 on the device of the global ones."""
-        return flatten(self._tensors(), self._empty())
+        return flatten(self.parameters, self._empty())
 
     def pseudo_gradient(self, *, keep_local: bool = False) -> tuple[Tensor, Tensor | None, float]:
         """Return ``Delta = global - local``, ``(numel,)`` float32 (Algorithm 2, line 7), and its largest magnitude.
@@ -197,7 +191,7 @@ class Fragment:
             room = self._empty() if self._room is None else self._room.result()
             copying: set[torch.device] = set()
             ready = Future[tuple[Tensor | None, float]]()
-            local, self._room = flatten(self._tensors(), room, copying), None
+            local, self._room = flatten(self.parameters, room, copying), None
             copies = [torch.cuda.current_stream(device).record_event() for device in copying]
             payload = torch.empty(codec.payload_bytes(self.numel), dtype=torch.uint8, device="cpu")
             sent: Tensor | None = local
@@ -424,7 +418,7 @@ class Fragment:
         ones are not copied. Otherwise it is one copy of the whole fragment, which is copied back.
         """
         reshard(self._model)
-        shards = [local_shard(tensor) for tensor in self._tensors()]
+        shards = [local_shard(parameter) for parameter in self.parameters]
         in_place = elementwise and all(
             shard.dtype == torch.float32 and shard.device == self.device and shard.is_contiguous() for shard in shards
         )
@@ -433,17 +427,7 @@ class Fragment:
         for parts in zip(flat, *(torch.split(other, sizes) for other in others), strict=True):
             yield from in_pieces(*parts) if elementwise else [parts]
         if not in_place:
-            unflatten_(flat[0], self._tensors())
-
-    def _tensors(self) -> list[Tensor]:
-        """Return the parameters and the momenta, which are others once the inner optimizer has loaded a state."""
-        tensors: list[Tensor] = [*self.parameters]
-        for parameter, optimizer in self._momenta:
-            state = optimizer.state[parameter]
-            if state.get("momentum_buffer") is None:  # before its first step
-                state["momentum_buffer"] = torch.zeros_like(parameter)
-            tensors.append(state["momentum_buffer"])
-        return tensors
+            unflatten_(flat[0], self.parameters)
 
     def _not_finite(self, delta: Tensor) -> NonFiniteError:
         named = self.layout.named(delta)
@@ -457,23 +441,3 @@ class Fragment:
     def _empty(self) -> Tensor:
         pinned = self.device.type == "cpu" and self.parameters[0].is_cuda
         return torch.empty(self.numel, dtype=torch.float32, device=self.device, pin_memory=pinned)
-
-
-def _holders(
-    names: Sequence[str], model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
-) -> list[tuple[nn.Parameter, Optimizer]]:
-    """Return each parameter whose momentum is averaged, with its inner optimizer."""
-    parameters = trainable_parameters(model) if names else {}
-    of = {
-        id(parameter): optimizer
-        for optimizer in (optimizers if isinstance(optimizers, Sequence) else [optimizers])
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if group.get("orthogonalise")
-    }
-    if lacking := [name for name in names if id(parameters[name]) not in of]:
-        raise ConfigurationError(
-            f"The momentum of {', '.join(lacking)} is to be averaged, but no inner optimizer orthogonalises it. Name "
-            "only hidden_matrices(model), and train them with muon(model)."
-        )
-    return [(parameters[name], of[id(parameters[name])]) for name in names]

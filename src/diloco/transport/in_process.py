@@ -34,9 +34,10 @@ from diloco.algorithm import (
 )
 from diloco.errors import CodecError, ConfigurationError, RoundTimeoutError, RoundVoidError, TransportError
 from diloco.membership import View
-from diloco.protocol import Average, Entry, difference
+from diloco.protocol import Average
 from diloco.transport.base import Pending, SnapshotSource, Transport
 from diloco.transport.links import VirtualNetwork
+from diloco.units import diff
 
 
 @dataclass(eq=False)
@@ -138,8 +139,9 @@ class InProcessTransport:
         if self._facts.get(replica, facts) != facts:
             self._facts.clear()  # this replica restarts with other facts, and so will the others
         self._facts[replica] = facts
-        entries = [Entry(other, "", theirs) for other, theirs in sorted(self._facts.items())]
-        reason = next(filter(None, (difference(entries[0], entry) for entry in entries)), "")
+        (first, mine), *others = sorted(self._facts.items())
+        reasons = (diff(mine, theirs, f"replica {first}", f"replica {other}") for other, theirs in others)
+        reason = next(filter(None, reasons), "")
         self._refusal = f"{reason}. All replicas must pass the same arguments to DiLoCo." if reason else ""
         self.changed.notify_all()
         self._refuse()

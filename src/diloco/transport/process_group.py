@@ -42,11 +42,12 @@ from diloco.errors import (
     TransportError,
 )
 from diloco.membership import View
-from diloco.protocol import Average, Entry, Header, Rules, decode, difference, encode, header_of, judge_headers
+from diloco.protocol import Average, Header, Rules, decode, encode, header_of, judge_headers
 from diloco.transport.base import Pending, SnapshotSource, Transport
 from diloco.transport.replica_group import ReplicaGroup
 from diloco.transport.roll_call import RollCall
 from diloco.transport.state_wire import Offer, describe
+from diloco.units import diff
 from diloco.waiting import in_thread
 
 __all__ = ["ProcessGroupTransport", "weighted_bits"]
@@ -315,9 +316,9 @@ class ProcessGroupTransport(Transport):
     def agree(self, facts: Mapping[str, str]) -> None:
         name, size = f"arguments ({next(self._agreements)})", self.ranks_per_replica
         texts = self.roll.meet(name, json.dumps(dict(facts)), self.timeout_s, self._roll_ranks)
-        entries = [Entry(rank, "", json.loads(text)) for rank, text in enumerate(texts)]
-        for entry in entries[size:]:
-            if reason := difference(entries[entry.rank % size], entry, size):
+        every = [json.loads(text) for text in texts]
+        for rank in range(size, len(every)):
+            if reason := diff(every[rank % size], every[rank], "replica 0", f"replica {rank // size}"):
                 raise ConfigurationError(f"{reason}. All replicas need the same.")
 
     def close(self, failed: str = "") -> None:
