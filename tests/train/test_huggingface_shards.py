@@ -76,7 +76,7 @@ def rank_fills(position: int, settings: ModelSettings, place: Path) -> dict[str,
 def test_no_rank_but_the_first_ever_holds_a_whole_model(
     name: str, changes: dict[str, Any], peaks: tuple[float, float], tmp_path: Path
 ) -> None:
-    """Nor does the first, if all values are stored under their names. Values, loss and gradients are those of one rank."""
+    """Nor does the first if all values are stored under their names. All numbers are those of one rank."""
     settings = ModelSettings(source=f"hf:{write_base(tmp_path / 'base', name=name, num_hidden_layers=8)}", **changes)
     (tmp_path / "store").mkdir()
     with Processes() as processes:

@@ -212,6 +212,26 @@ def check_shards(model: nn.Module, ranks_per_replica: int) -> None:
         )
 
 
+def momentum_holders(
+    names: Sequence[str], model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
+) -> list[tuple[nn.Parameter, Optimizer]]:
+    """Return each parameter whose momentum is averaged, with its inner optimizer."""
+    parameters = trainable_parameters(model) if names else {}
+    of = {
+        id(parameter): optimizer
+        for optimizer in (optimizers if isinstance(optimizers, Sequence) else [optimizers])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if group.get("orthogonalise")
+    }
+    if lacking := [name for name in names if id(parameters[name]) not in of]:
+        raise ConfigurationError(
+            f"The momentum of {', '.join(lacking)} is to be averaged, but no inner optimizer orthogonalises it. Name "
+            "only hidden_matrices(model), and train them with muon(model)."
+        )
+    return [(parameters[name], of[id(parameters[name])]) for name in names]
+
+
 def argument_facts(model: nn.Module, arguments: Mapping[str, Any], kind: str = "shared") -> dict[str, str]:
     """Return what replicas compare of the completed arguments of `DiLoCo`, as name -> text.
 

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from diloco.algorithm import (
     Contribution,
@@ -41,11 +40,11 @@ from diloco.algorithm import (
     local_shard,
     pieces,
     reshard,
-    trainable_parameters,
     unflatten_,
 )
-from diloco.errors import ConfigurationError, FragmentError, NonFiniteError
+from diloco.errors import FragmentError, NonFiniteError
 from diloco.events import RoundCommitted, RoundSent, RoundVoid
+from diloco.outer.arguments import momentum_holders
 from diloco.outer.state import GlobalState, Greatest
 from diloco.protocol import Average
 from diloco.transport import Pending, Transport
@@ -55,14 +54,10 @@ __all__ = ["Fragment"]
 
 _LEAST_LATER = 1 << 19  # values from which a thread encodes: starting one takes as long as encoding a tenth of them
 
+# the fields that are saved of a contribution in flight, and those that `RoundCommitted` takes from the average
 _SAVED_FIELDS = ("payload", "weight", "base_weight", "digest", "buffers", "integers")
-"""The fields that are saved of a contribution in flight."""
-
-_OF_AVERAGES = (
-    *("contributors", "sent_bytes", "received_bytes", "wait_s", "late_s"),
-    *("clipped", "note", "choice", "spread"),
-)
-"""The fields that `RoundCommitted` takes from the average."""
+_OF_AVERAGES = ("contributors", "sent_bytes", "received_bytes", "wait_s", "late_s")
+_OF_AVERAGES += ("clipped", "note", "choice", "spread")
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +110,7 @@ class Fragment:
         self.layout = layout
         self.index, self.names, self.numel = layout.index, layout.names, layout.numel  # p; the values of this rank
         self.parameters = bind(self._model, layout)
-        self._momenta = _holders(layout.momenta, self._model, arguments["inner_optimizer"])
+        self._momenta = momentum_holders(layout.momenta, self._model, arguments["inner_optimizer"])
         device = arguments["global_device"]
         self.device = self.parameters[0].device if device is None else torch.device(device)
         self.state = state or GlobalState(self.local(), arguments["outer_optimizer"], layout.of_parameters.stop)
@@ -146,29 +141,28 @@ class Fragment:
         """Return a copy of the local parameters, ``(numel,)`` float32 on the device of the global ones."""
         return flatten(self._tensors(), self._empty())
 
-    def pseudo_gradient(self, *, keep_local: bool = False) -> tuple[Tensor, Tensor | None, float]:
+    def pseudo_gradient(
+        self, local: Tensor | None = None, *, keep_local: bool = False
+    ) -> tuple[Tensor, Tensor | None, float]:
         """Return ``Delta = global - local``, ``(numel,)`` float32 (Algorithm 2, line 7), and its largest magnitude.
 
-        With ``keep_local`` the copy of the local parameters, ``(numel,)`` float32, is not overwritten but returned. The
-        magnitude is that of all ranks that shard the parameters.
+        ``local`` is a copy of the local parameters, ``(numel,)`` float32; with ``keep_local`` it is not overwritten but
+        returned. The magnitude is that of all ranks that shard the parameters.
 
         Raises:
             NonFiniteError: on all ranks, if Delta contains NaN or infinity on one. The message names the parameters.
         """
-        local = self.local()
-        delta, largest = self._difference(local, self._empty() if keep_local else local)
+        local = self.local() if local is None else local
+        delta, largest = self._empty() if keep_local else local, 0.0
+        for start, stop in pieces(self.numel, self.device):
+            magnitude = largest_magnitude(
+                torch.sub(self.global_params[start:stop], local[start:stop], out=delta[start:stop])
+            )
+            largest = max(largest, magnitude) if math.isfinite(magnitude) else math.inf
         (largest,) = self._greatest([largest])
         if not math.isfinite(largest):
             raise self._not_finite(delta)
         return delta, local if keep_local else None, largest
-
-    def _difference(self, local: Tensor, delta: Tensor) -> tuple[Tensor, float]:
-        """Set ``delta`` to ``global - local``, and return it with its largest magnitude, infinite if one is NaN."""
-        values, largest = self.global_params, 0.0
-        for start, stop in pieces(values.numel(), self.device):
-            magnitude = largest_magnitude(torch.sub(values[start:stop], local[start:stop], out=delta[start:stop]))
-            largest = max(largest, magnitude) if math.isfinite(magnitude) else math.inf
-        return delta, largest
 
     def send(
         self,
@@ -266,9 +260,7 @@ class Fragment:
         try:
             for copied in copies:
                 copied.synchronize()
-            delta, largest = self._difference(local, self._empty() if self._merge.keeps_sent else local)
-            if not math.isfinite(largest):
-                raise self._not_finite(delta)
+            delta, _, largest = self.pseudo_gradient(local, keep_local=self._merge.keeps_sent)
             encoded, candidate = self._encoded(delta)
             payload.copy_(encoded)
         except BaseException as error:
@@ -304,15 +296,9 @@ class Fragment:
             assert before is not None, "kept above"
             self._carry_over(before)
         self.committed += 1
-        fields = {name: getattr(average, name) for name in _OF_AVERAGES}
-        mine = self.flight.contribution
-        fields |= {
-            "view": average.view.id,
-            "total_weight": average.weight,
-            "weight": mine.weight,
-            "digest": mine.digest,
-        }
-        return RoundCommitted(step=step, **self._land(), **fields, **measures)
+        fields = {name: getattr(average, name) for name in _OF_AVERAGES} | {"total_weight": average.weight}
+        fields |= {name: getattr(self.flight.contribution, name) for name in ("weight", "digest")}
+        return RoundCommitted(step=step, view=average.view.id, **self._land(), **fields, **measures)
 
     def drop(self, step: int, reason: str) -> RoundVoid:
         """End the round in flight as void: its work stays in the local parameters."""
@@ -459,23 +445,3 @@ class Fragment:
     def _empty(self) -> Tensor:
         pinned = self.device.type == "cpu" and self.parameters[0].is_cuda
         return torch.empty(self.numel, dtype=torch.float32, device=self.device, pin_memory=pinned)
-
-
-def _holders(
-    names: Sequence[str], model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
-) -> list[tuple[nn.Parameter, Optimizer]]:
-    """Return each parameter whose momentum is averaged, with its inner optimizer."""
-    parameters = trainable_parameters(model) if names else {}
-    of = {
-        id(parameter): optimizer
-        for optimizer in (optimizers if isinstance(optimizers, Sequence) else [optimizers])
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if group.get("orthogonalise")
-    }
-    if lacking := [name for name in names if id(parameters[name]) not in of]:
-        raise ConfigurationError(
-            f"The momentum of {', '.join(lacking)} is to be averaged, but no inner optimizer orthogonalises it. Name "
-            "only hidden_matrices(model), and train them with muon(model)."
-        )
-    return [(parameters[name], of[id(parameters[name])]) for name in names]
