@@ -1,7 +1,5 @@
 """Markdown tables, and the generated part of a README."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 

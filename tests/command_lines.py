@@ -1,7 +1,5 @@
 """Command lines in their parsed form, because parsing flags takes longer than most tests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The command `diloco` in separate processes, which are forked so that they need no seconds to import torch."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -5,8 +5,6 @@ free cores. SIGINT is handled, also in a background job, which inherits that it 
 because only a power loss would show the difference; a test of its own checks the calls.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

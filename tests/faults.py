@@ -1,7 +1,5 @@
 """Faults to inject into the rounds of the in-process transport, given as data."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal

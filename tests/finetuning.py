@@ -1,7 +1,5 @@
 """A base model small enough for tests, a tokenizer with a chat template, and conversations."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

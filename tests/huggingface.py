@@ -1,7 +1,5 @@
 """Configurations of ``transformers`` models that are small enough for tests, and folders with them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lazy imports of slow libraries, so that a test process does not import them for files that another one runs."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

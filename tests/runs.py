@@ -1,7 +1,5 @@
 """Runs small enough for tests: a two-layer model on generated text."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
@@ -63,12 +61,7 @@ def settings_of(data: Path, arguments: str = "", file: Path | None = None) -> Co
 
 
 def train(
-    data: Path,
-    out: Path,
-    arguments: str = "",
-    *,
-    sink: Listener | None = None,
-    file: Path | None = None,
+    data: Path, out: Path, arguments: str = "", *, sink: Listener | None = None, file: Path | None = None
 ) -> dict[str, Any]:
     """Train as `diloco train` does, without console output, and return the summary."""
     settings = settings_of(data, arguments, file)

@@ -1,7 +1,5 @@
 """Exact comparison of nested values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

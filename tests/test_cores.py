@@ -1,7 +1,5 @@
 """The cores that a process may use, and the environment variables of OpenMP."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the pages, messages and docstrings name exists: commands, settings, flags, TOML files, files and tests."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Every example runs as a reader would start it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import importlib

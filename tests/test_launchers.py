@@ -1,7 +1,5 @@
 """What SkyPilot, Slurm, containers and Kubernetes start, passed to the parsers that read it in production."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 from pathlib import Path

@@ -3,8 +3,6 @@
 From another package it imports only public names, those in that package's ``__init__.pyi``; so do tests and benchmarks.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib
@@ -57,10 +55,14 @@ FILES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or pat
 
 
 @functools.cache
+def nodes(path: Path) -> list[ast.Import | ast.ImportFrom | ast.Call]:
+    """Return all import statements and calls of a file, at any depth."""
+    every = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return [node for node in every if isinstance(node, ast.Import | ast.ImportFrom | ast.Call)]
+
+
 def imports(path: Path) -> list[ast.Import | ast.ImportFrom]:
-    """Return all import statements of a file, at any depth."""
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    return [node for node in nodes(path) if not isinstance(node, ast.Call)]
 
 
 def imported(path: Path) -> set[str]:
@@ -97,7 +99,7 @@ def imported_names(path: Path) -> list[str]:
     """Return what a file imports from other packages, or replaces there by name in a test, as dotted names."""
     own = path.relative_to(ROOT).parts[0] if path.is_relative_to(ROOT) else ""
     names = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom):
             module = f"diloco.{node.module}" if node.level else node.module  # relative: the stub of the package itself
             names += [f"{module}.{alias.name}" for alias in node.names]

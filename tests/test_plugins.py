@@ -1,7 +1,5 @@
 """User code: the examples of its documentation page in a loop and by the command, and invalid code that is refused."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re
@@ -13,16 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from diloco import (
     AverageRule,
     Codec,
-    DiLoCo,
-    InProcessTransport,
     MergeRule,
     OuterOptimizer,
-    SyncSchedule,
     make_codec,
     testing,
 )
@@ -76,45 +70,6 @@ def test_the_examples_keep_their_contracts(own: Path) -> None:
     testing.check_merge_rule(made("sync.merge", "share", "Share", share=0.25))
     lion = find("optimizer.name", "lion.py:Lion", torch.optim.Optimizer)
     testing.check_inner_optimizer(lambda model: lion(model.parameters(), lr=0.02))
-
-
-def test_the_examples_train_in_a_loop_of_ones_own(own: Path) -> None:
-    """Two replicas of a regression, each on half of the problem, learn and agree bit for bit."""
-    transport, target = InProcessTransport(2), torch.linspace(-1, 1, 300)
-    replicas = []
-    for number in range(2):
-        model = nn.ParameterDict({"weight": nn.Parameter(torch.zeros(300))})
-        inner = find("optimizer.name", "lion.py:Lion", torch.optim.Optimizer)(model.parameters(), lr=0.01)
-        diloco = DiLoCo(
-            model,
-            inner,
-            transport=transport.endpoint(number),
-            schedule=SyncSchedule(inner_steps=5, overlap_steps=2),
-            outer_optimizer=made("sync.outer", "signs", "Signs", learning_rate=0.03, momentum=0.5),
-            merge=made("sync.merge", "share", "Share"),
-            codec=made("sync.codec", "largest", "Largest", kept=64),
-            error_feedback=True,
-        )
-        replicas.append((model["weight"], inner, diloco))
-
-    def loss(weight: torch.Tensor, number: int) -> torch.Tensor:
-        return (weight - target)[number::2].square().mean()
-
-    for _ in range(200):
-        for number, (weight, inner, diloco) in enumerate(replicas):
-            loss(weight, number).backward()  # type: ignore[no-untyped-call]  # torch
-            inner.step()
-            inner.zero_grad()
-            diloco.begin()
-        for _, _, diloco in replicas:
-            diloco.finish()
-    for _, _, diloco in replicas:
-        diloco.drain()
-    assert replicas[0][2].digest() == replicas[1][2].digest()
-    assert replicas[0][2].rounds_committed >= 39
-    with replicas[0][2].global_model():
-        reached = sum(float(loss(replicas[0][0], number).detach()) for number in range(2))
-        assert reached < 0.2 * float(2 * target.square().mean())
 
 
 OWN = [
@@ -195,20 +150,6 @@ def test_replicas_with_other_code_or_arguments_do_not_fit_together(
     assert changed[code] != base[code]
 
 
-def test_replicas_of_a_loop_with_other_arguments_refuse_each_other(own: Path) -> None:
-    transport = InProcessTransport(2)
-
-    def replica(number: int, momentum: float) -> DiLoCo:
-        model = nn.Linear(2, 1)
-        outer = made("sync.outer", "signs", "Signs", momentum=momentum)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        return DiLoCo(model, sgd, transport=transport.endpoint(number), outer_optimizer=outer)
-
-    replica(0, 0.9)
-    with pytest.raises(ConfigurationError, match=r"replica 0 has .*momentum=0\.9.* and replica 1 has .*momentum=0\.8"):
-        replica(1, 0.8)
-
-
 WRONG = """
 from diloco import Codec, OuterState
 import torch
@@ -269,10 +210,7 @@ def no_rate(params): return torch.optim.SGD(params)
             "codec Halves: validate of the payload of 257 values .* raised CodecError: the halves .* contains NaN",
         ),
         ({"sync__codec": "not_there_at_all:Codec"}, "can't be imported: ModuleNotFoundError"),
-        (
-            {"sync__codec": "fp4", "sync__arguments__codec": {"x": 1}},
-            r"has no parameter 'x'",
-        ),
+        ({"sync__codec": "fp4", "sync__arguments__codec": {"x": 1}}, r"has no parameter 'x'"),
         (
             {"sync__codec": "largest.py:Largest", "algorithm": "data-parallel"},
             "can't carry the gradients of algorithm='data-parallel'",
@@ -282,10 +220,7 @@ def no_rate(params): return torch.optim.SGD(params)
         ({"sync__merge": "wrong.py:Centres"}, "it claims to be elementwise but merges parts differently"),
         ({"sync__merge": "share.py:Share", "sync__merge_alpha": 0.5}, "which has no alpha"),
         ({"optimizer__name": "wrong.py:no_rate"}, "unexpected keyword argument 'lr'"),
-        (
-            {"optimizer__name": "lion.py:Lion", "optimizer__arguments": {"beta": 1}},
-            "unexpected keyword",
-        ),
+        ({"optimizer__name": "lion.py:Lion", "optimizer__arguments": {"beta": 1}}, "unexpected keyword"),
         ({"optimizer__name": "lion.py:Lino"}, "did you mean 'Lion'"),
     ],
 )
@@ -293,19 +228,6 @@ def test_what_is_wrong_is_refused_before_anything_starts(own: Path, values: dict
     (own / "wrong.py").write_text(WRONG)
     with pytest.raises(ConfigurationError, match=words):
         plan_run(command_line(own / "run.toml", **values))
-
-
-def test_a_class_may_set_the_methods_of_a_contract_when_it_is_made(own: Path) -> None:
-    """Only its instance has them."""
-    (own / "late.py").write_text("class Late:\n    keeps_sent = True\n    def __init__(self): self.merge = print\n")
-    assert made("sync.merge", "late", "Late").merge is print
-
-
-def test_the_command_says_it_in_a_sentence(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (own / "wrong.py").write_text(WRONG)
-    said = refused(["train", "run.toml", "--data", "text.jsonl", "--codec", "wrong.py:Halves"], capsys)
-    assert "can't be used: codec Halves: validate of the payload of 257 values up to 3.4e+38 raised CodecError" in said
-    assert not (own / "runs").exists()
 
 
 def test_a_module_in_the_working_directory_is_found_and_a_file_is_loaded_once_for_its_content(own: Path) -> None:

@@ -1,7 +1,5 @@
 """What the package creates beside the user's own files is its owner's alone, whatever the umask."""
 
-from __future__ import annotations
-
 import os
 import ssl
 import stat

@@ -1,7 +1,5 @@
 """The public interface of the package."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Nothing depends on torch's global defaults: types, devices, and modes that a user or a plug-in may have set."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

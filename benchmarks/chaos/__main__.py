@@ -4,8 +4,6 @@ The exit code is 1 if a check found a fault. ``--report`` checks the files of an
 the run to results.jsonl and to the tables of the README.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

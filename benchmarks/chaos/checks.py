@@ -1,7 +1,5 @@
 """Checks of a finished run. Each is a pure function of the peers' records and returns the faults that it finds."""
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

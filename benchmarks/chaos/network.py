@@ -1,7 +1,5 @@
 """The networks of the peers: this machine's loopback, or network namespaces whose links can be cut."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

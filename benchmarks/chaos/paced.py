@@ -6,8 +6,6 @@ seconds as the file CLOCK holds; the clock of the machine stays as it is. Each f
 at any time. SIGUSR1 prints the stacks of all threads.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import mmap
 import signal

@@ -1,7 +1,5 @@
 """The peers of a run: how those of each transport are started, and which of them are alive or training."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re

@@ -1,7 +1,5 @@
 """The disturbances of a run, a pure function of a seed: what is done to which peer at which time."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 

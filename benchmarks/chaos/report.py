@@ -1,7 +1,5 @@
 """Reads the files of a run, applies all checks, and writes the tables."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections import Counter

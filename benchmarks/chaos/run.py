@@ -1,7 +1,5 @@
 """Carries out a plan on real peers and records what happened."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The run that is disturbed: its training text, its command line and its time limits."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass

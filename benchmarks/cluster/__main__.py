@@ -7,8 +7,6 @@ are encoded beforehand.
 ``--kill`` and ``--shard`` instead make whole runs under torchrun; see `benchmarks.cluster.torchruns`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

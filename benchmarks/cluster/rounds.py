@@ -1,7 +1,5 @@
 """The rounds of one process, by each method."""
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

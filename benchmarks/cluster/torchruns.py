@@ -1,7 +1,5 @@
 """Whole runs of the command under torchrun: one rank of four is killed; sharded replicas beside unsharded ones."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

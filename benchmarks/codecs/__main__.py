@@ -8,8 +8,6 @@ Prints a Markdown table. ``encode`` includes the allocation of its payload, as i
 over these pairs, because a busy machine slows both.
 """
 
-from __future__ import annotations
-
 import argparse
 import platform
 import statistics

@@ -5,8 +5,6 @@ python -m benchmarks.finetune runs WORK          do the runs that are missing in
 python -m benchmarks.finetune table WORK         print the table of the README
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

@@ -4,8 +4,6 @@ The test questions are not among the training questions. To answer them, a model
 learn the form of the question and of the answer.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterable, Sequence

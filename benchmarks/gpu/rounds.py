@@ -64,6 +64,7 @@ def _parts(job: Job, sizes: Sizes, device: torch.device, home: torch.device) -> 
     outer, inner = Nesterov(learning_rate=0.4), torch.optim.SGD(model.parameters())
     (fragment,) = DiLoCo(model, inner, outer_optimizer=outer, global_device=home).fragments
     state = fragment.state
+    state.digest()  # otherwise its thread's copies run beside the first measurements
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.001)

@@ -7,8 +7,6 @@ Prometheus (``--prometheus``, which measures nothing else): the time of an event
 processor time of a scrape, of a run of several replicas with all the rounds that are kept.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import math

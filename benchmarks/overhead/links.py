@@ -4,8 +4,6 @@ Two processes average contributions in float32, which are neither compressed nor
 summing and deciding them.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import socket

@@ -3,8 +3,6 @@
 ``--other SRC`` compares with the package in another folder, such as the ``src`` of a git worktree, in turns.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

@@ -5,8 +5,6 @@ The round has been decided before it is merged, so no wait is in it. ``everythin
 Rows are medians over rounds. Tokens: two processes train for some seconds with rounds and without, in turn.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import socket

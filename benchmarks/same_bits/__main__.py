@@ -11,8 +11,6 @@ covers the digests of the final global parameters, the losses of all steps, and 
 that stopped them, and by this version from the checkpoint of CHECKOUT. They must end like the uninterrupted run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

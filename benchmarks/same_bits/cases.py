@@ -1,7 +1,5 @@
 """The runs that are compared. Each takes seconds and covers a code path that no other run here covers."""
 
-from __future__ import annotations
-
 import json
 import random
 import zlib

@@ -1,7 +1,5 @@
 """A model with batch norm, for runs that average buffers. It imports nothing from the package."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

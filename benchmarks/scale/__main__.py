@@ -3,8 +3,6 @@
 All rows are kept in results.jsonl.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

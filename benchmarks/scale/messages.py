@@ -4,8 +4,6 @@ The protocol's state machines run on the simulated network of their tests. All m
 and the replies travel in the next one, so the counts are the same in every run.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ It writes results.jsonl and the table of the README. That predictions equal the 
 rounding is a property in `tests/plan/test_simulate.py`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

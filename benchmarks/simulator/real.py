@@ -1,7 +1,5 @@
 """The runs of real processes that `benchmarks.wan` measured, and what `diloco plan` predicts for them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

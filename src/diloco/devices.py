@@ -156,7 +156,7 @@ def to_host(values: torch.Tensor) -> torch.Tensor:
     import torch
 
     if not values.is_cuda:
-        return values
+        return values.cpu()
     host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
     host.copy_(values, non_blocking=True)
     torch.cuda.current_stream(values.device).synchronize()

@@ -1,7 +1,5 @@
 """Codecs, values and error bounds shared by the tests of codecs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

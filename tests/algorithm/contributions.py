@@ -1,7 +1,5 @@
 """Contributions to a round for tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

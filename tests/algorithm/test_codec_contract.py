@@ -1,7 +1,5 @@
 """The contract tests of codecs: the package's codecs pass, and each broken contract is reported."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -65,7 +63,7 @@ BROKEN: dict[str, dict[str, Any]] = {
     "contains NaN or infinity": {"_encode": lambda self, v, p: p.copy_(v.half().view(torch.uint8))},
     "accepts bytes that decode to NaN": {"_find_fault": lambda self, payload, numel: None},
     "may only raise CodecError": {
-        "_find_fault": lambda self, payload, numel: [None][Codec._find_fault(self, payload, numel) is not None],
+        "_find_fault": lambda self, payload, numel: [None][Codec._find_fault(self, payload, numel) is not None]
     },
     "validate accepts a payload that is too short": {"_check_payload": lambda self, payload, numel: None},
     "decode writes to an `out`": {"_check_out": lambda self, payload, numel, out: None},

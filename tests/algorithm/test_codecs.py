@@ -1,7 +1,5 @@
 """The codecs in every implementation: error bounds, values computed by hand, and error feedback."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What replicas must agree on to the bit uses only operations that CPUs and GPUs round alike."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -133,11 +131,7 @@ def test_encoded_means(codec: str) -> None:
         encode_mean(mean, (ACCURATE | COARSE)[codec]())
 
 
-OUTER = [
-    Sgd(learning_rate=0.7),
-    Nesterov(),
-    Nesterov(learning_rate=ValueSchedule(peak=1)),
-]
+OUTER = [Sgd(learning_rate=0.7), Nesterov(), Nesterov(learning_rate=ValueSchedule(peak=1))]
 
 
 @pytest.mark.parametrize("outer", OUTER, ids=repr)

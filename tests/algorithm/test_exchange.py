@@ -1,7 +1,5 @@
 """The bytes of a round against an explicit simulation of both patterns."""
 
-from __future__ import annotations
-
 from itertools import combinations_with_replacement, pairwise, product
 
 import pytest

@@ -1,7 +1,5 @@
 """Merge rules, their equations and the unsent work of an excluded replica; buffers to flat vectors and back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

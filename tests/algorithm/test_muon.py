@@ -1,7 +1,5 @@
 """Muon against torch's implementation, and the properties of one optimizer with two kinds of parameter groups."""
 
-from __future__ import annotations
-
 import copy
 import functools
 

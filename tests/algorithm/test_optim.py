@@ -1,29 +1,16 @@
 """Outer optimizers against those of torch.optim, and the digest of what they agree on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.algorithm import (
-    Nesterov,
-    OuterOptimizer,
-    OuterState,
-    Sgd,
-    ValueSchedule,
-    digest_state,
-    digest_tensors,
-)
+from diloco.algorithm import Nesterov, OuterOptimizer, OuterState, Sgd, ValueSchedule, digest_state, digest_tensors
 from diloco.testing import check_outer_optimizer
 from tests.algorithm.codecs import PIECE
 
-OPTIMIZERS = {
-    "sgd": Sgd(learning_rate=0.5),
-    "nesterov": Nesterov(learning_rate=0.4, momentum=0.9),
-}
+OPTIMIZERS = {"sgd": Sgd(learning_rate=0.5), "nesterov": Nesterov(learning_rate=0.4, momentum=0.9)}
 
 
 def torch_twin(name: str, values: Tensor) -> torch.optim.Optimizer:

@@ -1,7 +1,5 @@
 """Every trainable parameter is in exactly one fragment (invariant 4), and layers are found by names."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

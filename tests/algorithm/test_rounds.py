@@ -1,7 +1,5 @@
 """The verdict on a round, its mean by any rule, clipped or not, and the weights of contributions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -13,12 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco import (
-    ConfigurationError,
-    ContractError,
-    DiLoCo,
-    SendersMean,
-)
+from diloco import ConfigurationError, ContractError, DiLoCo, SendersMean
 from diloco.algorithm import (
     CODECS,
     LARGEST_MEAN,

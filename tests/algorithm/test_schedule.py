@@ -1,7 +1,5 @@
 """The schedule is a pure function of the step, with properties for every small H, P and tau; dynamic local updates."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest

@@ -1,7 +1,5 @@
 """The measurements of a round: norms, cosines, gain and spread."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 
@@ -9,13 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.algorithm import (
-    Contribution,
-    Nesterov,
-    OuterOptimizer,
-    measured_outer_step,
-    weighted_mean,
-)
+from diloco.algorithm import Contribution, Nesterov, OuterOptimizer, measured_outer_step, weighted_mean
 from diloco.events import RoundCommitted
 from tests.algorithm.contributions import contribution
 from tests.replicas import quadratic, streaming

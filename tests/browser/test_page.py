@@ -1,7 +1,5 @@
 """The page of `diloco watch` in a real browser, if one is installed. `make test-browser` installs it."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re

@@ -1,7 +1,5 @@
 """Checkpoints with a mark in every part, to check that a checkpoint is complete and comes from a single save."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

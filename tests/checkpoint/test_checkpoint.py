@@ -1,7 +1,5 @@
 """Saved state is loaded unchanged by every name of a checkpoint; which checkpoints are kept; when each is on disk."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Damaged, truncated and forged checkpoints and other paths are refused, with their name and what would work."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

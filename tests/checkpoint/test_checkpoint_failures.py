@@ -1,7 +1,5 @@
 """A save that is killed, fails or is interrupted leaves earlier complete checkpoints and no partial files."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

@@ -1,7 +1,5 @@
 """One process writes to a folder. Its lock ends with it, however it ends."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

@@ -1,7 +1,5 @@
 """Checkpoints at another place: whatever happens to an upload, the newest whole one is fetched, and nothing half."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

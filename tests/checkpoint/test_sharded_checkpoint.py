@@ -1,7 +1,5 @@
 """Any number of ranks can load a replica's checkpoint; the same number resumes as if it had never stopped."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Nested state survives JSON and safetensors exactly; values that would not survive are refused with their path."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -43,11 +41,7 @@ texts = st.text(max_size=6)
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | texts
 keys = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts
 tensors = st.builds(
-    of_bytes,
-    st.sampled_from([*DTYPE_NAMES]),
-    st.lists(st.integers(0, 3), max_size=3),
-    st.integers(0, 9),
-    st.booleans(),
+    of_bytes, st.sampled_from([*DTYPE_NAMES]), st.lists(st.integers(0, 3), max_size=3), st.integers(0, 9), st.booleans()
 )
 trees = st.recursive(
     scalars | tensors,

@@ -1,7 +1,5 @@
 """Fixtures that several test files of the command line use."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command line of a small run, and the error messages of commands."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command line: help, error messages, exit codes, and modules that it must not import."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -51,7 +49,6 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         (["generate", "a", "--stop", "x"], "it is now transformers or lm-eval, after `diloco export`."),
         (["status", "--run", "a", "--watch"], "it is now --every 2s."),
         (["status", "--run", "a"], "--join, the address of a peer, is missing"),
-        (["watch", "a", "--secret-file", "b"], "--secret-file is the secret of a swarm"),
         (["sweep", "a.toml"], "missing argument --out DIR: Folder for the runs"),
         (["relay", "--listen", "31330"], "--listen must be HOST:PORT, such as 10.0.0.1:29400 or"),
         (
@@ -68,8 +65,6 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         (["train", "--join", "10.0.0.1", "--transport", "tcp"], "need each other. Pass --replica 0"),
         (["train", "--resume", "absent"], "or a checkpoint in one, but it does not exist"),
         (["train", "--resume", "."], "there is no config.toml in it"),
-        (["evaluate", "absent"], "absent does not exist. Use a run folder"),
-        (["watch", "absent"], "absent does not exist. Give the folder of a run"),
         (["export", "a", "b"], "too many arguments: b; it is now --out PLACE."),
         (["export", "a"], "diloco: missing argument --out PATH: Folder to write"),
         (
@@ -199,23 +194,3 @@ def test_torchrun_shows_a_refusal_of_all_its_ranks_once(tmp_path: Path) -> None:
     _, err = python(*words.split()).communicate()
     assert err.count("diloco: There is no codec 'zip'") == 1
     assert not (tmp_path / "run").exists()
-
-
-def test_help_of_finetune_shows_what_finetune_does(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    assert main(["finetune", "--help"]) == 0
-    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "finetune [-h] [OPTIONS] MODEL" in shown
-    assert "Folder of a transformers model." in shown
-    for flag, default in (
-        ("--learning-rate", "0.0002, or 2e-05 with --full"),
-        ("--steps", "from --epochs and the data"),
-        ("--batch-size", "8"),
-    ):
-        described = re.split(r" --[a-z.-]+ [A-Z{]", shown.rpartition(f" {flag} ")[2])[0]
-        assert f"(default: {default})" in described, flag
-    assert shown.count(" --") <= 40
-    assert main(["finetune", "--help-all"]) == 0
-    assert "(default: that of the model)" in " ".join(capsys.readouterr().out.replace("│", " ").split())

@@ -1,7 +1,5 @@
 """`diloco finetune`, and every command that reads its run: all of them reproduce the answers that it learned."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

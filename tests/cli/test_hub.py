@@ -1,7 +1,5 @@
 """`diloco export --push` against a stub of the hub's HTTP interface, since no hub can be reached in a test."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

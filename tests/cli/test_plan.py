@@ -1,10 +1,7 @@
 """The command ``diloco plan``."""
 
-from __future__ import annotations
-
 import json
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -127,20 +124,12 @@ def test_data_that_are_elsewhere_are_not_needed(tmp_path: Path, capsys: pytest.C
     assert read(f"{data} --model.arguments.vocab-size 999", capsys)["model"]["vocabulary"] == 999
 
 
-def test_print_config_prints_the_settings_that_would_be_priced(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--preset", "1b", "--inner-steps", "70", "--print-config", *LINK.split()]) == 0
-    assert tomllib.loads(capsys.readouterr().out)["sync"]["inner_steps"] == 70
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ("--preset 1b --step-time 1s", "--bandwidth has no values"),
         (f"{SIZE} --step-time 1s --bandwidth 500", "expected a number with kbit, Mbit, Gbit or Tbit"),
-        (
-            f"{SIZE} --step-time 1s --bandwidth 1Gbit 2Gbit 3Gbit",
-            "has 3 values: give one for all 4 replicas",
-        ),
+        (f"{SIZE} --step-time 1s --bandwidth 1Gbit 2Gbit 3Gbit", "has 3 values: give one for all 4 replicas"),
         (f"{SIZE} --step-time 0s --bandwidth 1Gbit", "above 0"),
         (f"{SIZE} {LINK} --loss 100%", "--loss must be a percentage below 100"),
         (f"{SIZE} {LINK} --target-utilization 95%", "it is now the table that plan prints"),

@@ -1,7 +1,5 @@
 """Commands that are printed are pasted: those of the help texts and of the messages run as they stand."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import re

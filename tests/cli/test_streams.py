@@ -1,7 +1,5 @@
 """Standard streams that are closed, full or ASCII: no traceback, and an exit code for the work that was done."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

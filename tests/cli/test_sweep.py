@@ -1,7 +1,5 @@
 """``diloco sweep``: a row belongs to the settings and files that it was run with, and a study is continued."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -18,7 +16,7 @@ from diloco.checkpoint import lock_folder, shared_lock
 from diloco.cli import main
 from diloco.config import flatten
 from diloco.errors import ConfigurationError
-from diloco.sweep import places, read_study, run_all, table
+from diloco.sweep import places, read_study, run_all
 from tests.cli.runs import SMALL, refused
 
 POPEN = subprocess.Popen
@@ -243,9 +241,3 @@ def test_study_that_can_not_be_run_is_refused(tmp_path: Path, text: str, words: 
     (tmp_path / "study.toml").write_text(text)
     with pytest.raises(ConfigurationError, match=words):
         read_study(tmp_path / "study.toml")
-
-
-def test_failed_run_is_part_of_its_row_in_the_table() -> None:
-    errors = enumerate(["", "exit code 1: a | b"])
-    rows = [{"varied": {"seed": seed}, "error": error, "heldout_loss": 2.0} for seed, error in errors]
-    assert "| 2.0000 | 2.0000, 2.0000 | 2 | exit code 1: a / b |" in table(rows)

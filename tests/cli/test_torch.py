@@ -1,7 +1,5 @@
 """The command `diloco train --transport tcp`: real processes, compared with the run in one process."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

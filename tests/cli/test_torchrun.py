@@ -3,8 +3,6 @@
 The ranks are started as torchrun starts them, but forked, which takes no seconds to import torch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -126,11 +124,7 @@ def test_an_older_run_is_not_overwritten_by_a_restart(processes: Processes, data
     ("arguments", "world_size", "words"),
     [
         ("--transport torch", 0, "needs torchrun, which starts all processes: torchrun --nproc-per-node 2 -m diloco"),
-        (
-            "--transport torch --replica 1 --join h:1",
-            4,
-            "network.replica=1 can't be used with network.tra",
-        ),
+        ("--transport torch --replica 1 --join h:1", 4, "network.replica=1 can't be used with network.tra"),
         ("--transport torch --replicas 3", 4, "torchrun started 4 processes, but 3 replicas of 1 ranks need 3."),
         ("--transport torch --on-loss continue", 4, "can't be used with network.transport='torch'. Leave it out, or"),
         ("--transport in-process", 4, "Use --transport torch."),

@@ -1,7 +1,5 @@
 """The command `diloco train`: the files of a run, resuming, and run folders."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tomllib
@@ -182,13 +180,7 @@ def test_a_folder_in_use_is_refused_and_nothing_in_it_changes(
 
 @pytest.mark.parametrize(
     "command",
-    [
-        "status RUN",
-        "evaluate RUN",
-        "generate RUN --prompt a",
-        "export RUN --out OUT",
-        "watch RUN --out OUT.html",
-    ],
+    ["status RUN", "evaluate RUN", "generate RUN --prompt a", "export RUN --out OUT", "watch RUN --out OUT.html"],
 )
 def test_a_folder_in_use_can_be_read(command: str, files: Path, tmp_path: Path) -> None:
     with lock_folder(files / "run"):

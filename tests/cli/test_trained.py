@@ -1,7 +1,5 @@
 """The commands that read a trained model: `diloco evaluate`, `generate`, `export` and `status`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -32,10 +30,6 @@ def test_evaluate_on_other_text_uses_all_of_it(files: Path, tmp_path: Path, caps
     (tmp_path / "other.txt").write_text("x" * 16 * 10)
     assert main(["evaluate", str(files / "run"), "--data", str(tmp_path), "--sequences", "0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == 16 * 10
-
-
-def test_a_step_without_a_checkpoint_is_told(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "Its steps are: 6" in refused(["generate", str(files / "run"), "--checkpoint", "5"], capsys, code=1)
 
 
 def test_generate_tells_scripts_what_ended_the_text(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,5 @@
 """Nothing that a command prints is obeyed by a terminal, whoever wrote it; a display's own sequences still work."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import logging
@@ -38,7 +36,7 @@ CONTROLS = {
     "line separator": "\u2028",
 }
 """What terminals and viewers obey, by kind."""
-EVIL = "name " + "".join(CONTROLS.values()) + " end"
+EVIL = "name " + "".join(CONTROLS.values()) + " [red]end[/red] [/]"
 
 
 WRITTEN = "é 日本\u3000« a\xa0» 12\u202f000 \u06cc\u200c\u0646 \U0001f469\u200d\U0001f52c"  # what people write
@@ -196,6 +194,7 @@ def test_a_progress_display_draws_and_shows_the_controls_of_others(monkeypatch: 
     text = terminal.getvalue()
     assert "\x1b[2K" in text  # the display clears its own lines
     assert text.count("\\x1b[2J\\x1b[31m") >= 5
+    assert text.count("[red]end[/red] [/]") >= 5
     for kind, controls in CONTROLS.items():
         assert controls not in text, kind
     assert not {"\x07", "\x08", "\x9b", "\x7f", "\u202e"} & set(text)

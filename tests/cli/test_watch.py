@@ -1,7 +1,5 @@
 """The command `diloco watch`."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Preset, TOML file and command line: their precedence, the names of flags, and invalid settings."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

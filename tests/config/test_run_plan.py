@@ -1,7 +1,5 @@
 """The commands that a run prints for others and for later read back as the settings of the run."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any
@@ -123,11 +121,6 @@ def test_a_wrong_flag_is_told_the_nearest(flag: str, near: str) -> None:
         parse_arguments([flag, "3"])
 
 
-def test_a_flag_like_no_other_has_no_suggestion() -> None:
-    with pytest.raises(ConfigurationError, match=r"there is no flag --frobnicate\. See"):
-        parse_arguments(["--frobnicate"])
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -169,16 +162,3 @@ def test_a_setting_is_taken_out_by_none_as_in_a_file(value: str) -> None:
         "optimizer.clip_norm": None,
     }
     assert parse_arguments(["--run", "none"]).values == {"network.run": "none"}
-
-
-@pytest.mark.parametrize(("flag", "works"), [("--fragments", "int"), ("--merge-alpha", "float")])
-def test_a_word_for_an_optional_number_is_refused_in_a_sentence(flag: str, works: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"{flag} many is not valid: Expected {works}"):
-        parse_arguments([flag, "many"])
-
-
-def test_the_optimizer_of_the_preset_keeps_its_arguments_when_it_is_typed() -> None:
-    by_preset, typed = (compose(parse_arguments(["--preset", "tiny-muon", *words])).optimizer
-                        for words in ([], ["--optimizer.name", "Muon"]))  # fmt: skip
-    assert by_preset.arguments
-    assert typed == by_preset

@@ -1,7 +1,5 @@
 """The settings: their number, their units, and the old names, which are refused with the new ones."""
 
-from __future__ import annotations
-
 import tomllib
 
 import pytest

@@ -1,7 +1,5 @@
 """Batches of every kind over a few documents, and the documents drawn in them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha512

@@ -1,7 +1,5 @@
 """The contract of every kind of batches: order, cursor, another number of replicas; and prefetching."""
 
-from __future__ import annotations
-
 import json
 import random
 import threading

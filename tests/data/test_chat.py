@@ -1,7 +1,5 @@
 """Conversations: the shapes in which they are read, the text that a model sees, what counts, is cut and left out."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Training and held-out text is disjoint and stable, and packed without padding."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Files of every type, encoding and compression: what is read of them, and how the others are named."""
 
-from __future__ import annotations
-
 import bz2
 import functools
 import gzip

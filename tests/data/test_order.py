@@ -1,7 +1,5 @@
 """The order of a run: a permutation that reaches everything once, and positions that no two members draw."""
 
-from __future__ import annotations
-
 import json
 
 import msgspec

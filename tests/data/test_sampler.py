@@ -1,7 +1,5 @@
 """Samplers never overlap and add up to one larger batch; held-out windows are spread."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

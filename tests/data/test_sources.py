@@ -1,7 +1,5 @@
 """Sources of documents: every kind reads in one order, from a saved state on; what can't be read is reported."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import islice

@@ -1,7 +1,5 @@
 """Token folders: the same corpus as from text; an incomplete folder is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """Tokenizers: nothing is lost, byte counts are right, and saving and loading round-trips."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

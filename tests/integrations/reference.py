@@ -1,7 +1,5 @@
 """A reference for the integration tests: a plain loop with `DiLoCo` on the model and the batches of an example."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import importlib

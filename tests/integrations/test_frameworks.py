@@ -1,7 +1,5 @@
 """Each framework's loop gives the results of a plain loop with `DiLoCo`, and resumes exactly."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How integrations unwrap models and optimizers of a framework, and what they refuse."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Replicas of several processes, as a host framework starts them: `connect_tcp` for whole and sharded models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Under torchrun each rank of a framework's job is a replica, and DistributedDataParallel averages no gradients."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

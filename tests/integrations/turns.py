@@ -4,8 +4,6 @@ Process-wide state of a framework, such as random generators and warning filters
 and tests are exactly reproducible.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

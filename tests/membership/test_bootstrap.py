@@ -1,7 +1,5 @@
 """Which of the searching replicas founds a view: at most one, and none while others may be continuing."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Who stays and what follows: the largest set of members that hear each other, and the next view by their reports."""
 
-from __future__ import annotations
-
 import random
 import time
 from itertools import combinations

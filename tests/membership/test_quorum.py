@@ -1,7 +1,5 @@
 """Which side may continue: never two that might not know of each other, and never fewer replicas than required."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -1,7 +1,5 @@
 """Which silent ranks count as lost: a dead one soon, whoever else is quiet."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable
 

@@ -1,7 +1,5 @@
 """Small decoders of every variant, and tokens for them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

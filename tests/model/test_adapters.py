@@ -1,7 +1,5 @@
 """LoRA with peft: what is trained, what peft reads, and masked documents with adapters."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import sys
@@ -12,13 +10,7 @@ import pytest
 import torch
 
 from diloco.errors import ConfigurationError
-from diloco.model import (
-    HuggingFaceModel,
-    ModelSettings,
-    base_digest,
-    build_language_model,
-    save_adapter,
-)
+from diloco.model import HuggingFaceModel, ModelSettings, base_digest, build_language_model, save_adapter
 from tests.finetuning import write_base
 
 TOKENS = torch.arange(24).reshape(2, 12) % 11 + 40

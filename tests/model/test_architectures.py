@@ -1,7 +1,5 @@
 """The native decoder and the stock models of transformers that equal it: logits and weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.errors import CheckpointError
-from diloco.model import (
-    DecoderSettings,
-    Transformer,
-    build_model,
-    native_weights,
-)
+from diloco.model import DecoderSettings, Transformer, build_model, native_weights
 from tests.lazy import Lazy
 
 transformers = Lazy("transformers")

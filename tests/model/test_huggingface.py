@@ -1,7 +1,5 @@
 """Models of ``transformers`` behind the training interface: the same numbers, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -12,11 +10,7 @@ from torch import Tensor
 
 from diloco.algorithm import partition
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.model import (
-    HuggingFaceModel,
-    ModelSettings,
-    build_language_model,
-)
+from diloco.model import HuggingFaceModel, ModelSettings, build_language_model
 from diloco.train import prepare_blocks
 from tests.huggingface import ARCHITECTURES, GROUPED, config_of, write_config
 

@@ -1,7 +1,5 @@
 """Presets: the counts of the papers' tables, and names."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

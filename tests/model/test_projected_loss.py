@@ -1,7 +1,5 @@
 """The loss computed in chunks with the output projection: values, gradients, memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from diloco.model import (
-    DecoderSettings,
-    Transformer,
-    build_model,
-    cross_entropy_with_z_loss,
-    projected_cross_entropy,
-)
+from diloco.model import DecoderSettings, Transformer, build_model, cross_entropy_with_z_loss, projected_cross_entropy
 
 SMALL = DecoderSettings(layers=1, width=16, ffn_width=24, heads=2, vocab_size=31, max_sequence_length=16)
 

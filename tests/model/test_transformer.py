@@ -1,7 +1,5 @@
 """The native decoder: its initial values, and every way of running it. Its logits: see `test_architectures`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import warnings

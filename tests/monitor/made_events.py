@@ -1,7 +1,5 @@
 """Events as a short run emits them. A test gives the fields that it checks; the others have arbitrary values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from diloco import events

@@ -1,7 +1,5 @@
 """The consoles: plain lines, and a display that is redrawn with lines for notable events above it."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -140,24 +138,6 @@ def test_json_lines_have_time_level_and_message(tmp_path: Path, capsys: pytest.C
     assert datetime.fromisoformat(lines[0]["time"]).utcoffset() == timedelta(0)
 
 
-def test_title_of_a_swarm_counts_no_replicas_since_they_come_and_go() -> None:
-    stream = io.StringIO()
-    PlainConsole(stream).handle(started(names={"163323569": "anna-pc"}))
-    assert ", a swarm, " in stream.getvalue().splitlines()[0]
-    assert "replica" not in stream.getvalue().splitlines()[0]
-
-
-def test_the_use_of_the_devices_peak_has_a_column_where_it_is_known() -> None:
-    stream = io.StringIO()
-    sink = PlainConsole(stream)
-    for event in (started(peak_flops_per_s=1e15), told(10), told(20, model_flops_utilization=0.4567)):
-        sink.handle(event)
-    head, first, second = stream.getvalue().splitlines()[-3:]
-    column = head.index("MFU") + 3
-    assert (first[:column].split()[-1], second[:column].split()[-2:]) == ("-", ["45.7", "%"])
-    assert max(map(len, (head, first, second))) <= 80
-
-
 def test_every_plain_line_is_flushed_and_written_as_the_stream_can() -> None:
     raw = io.BytesIO()
     sink = PlainConsole(io.TextIOWrapper(raw, encoding="ascii"))
@@ -213,22 +193,6 @@ def test_a_run_gone_wrong_is_still_shown(loss: float) -> None:
     for text in (stream.getvalue(), plain.getvalue()):
         assert f"held-out loss {loss:.4f}  perplexity inf" in text
     assert f"loss {loss:.4f} (perplexity" in stream.getvalue()
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        events.Note(step=1, text="[red]no[/red] [/]\x1b]0;title\x07"),
-        void(0, 0, 0, "[red]no[/red] [/]\x1b]0;title\x07"),
-        started(facts={"a": "[red]no[/red] [/]\x1b]0;title\x07"}),
-    ],
-    ids=lambda event: type(event).__name__,
-)
-def test_markup_and_control_characters_are_shown_not_obeyed(event: events.Event) -> None:
-    stream, _, sink = terminal(100)
-    sink.handle(event)
-    sink.close()
-    assert "[red]no[/red] [/]\\x1b]0;title\\x07" in stream.getvalue()
 
 
 def test_closing_gives_back_the_cursor_and_the_standard_streams() -> None:

@@ -1,7 +1,5 @@
 """Signed lines of who contributed what, and what is found if one is changed."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """TensorBoard, and Weights & Biases without a network."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

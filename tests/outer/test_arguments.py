@@ -1,7 +1,5 @@
 """Arguments of `DiLoCo` and of transports that can't work are refused at the call, with what would work."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Large fragments are encoded, and their outer steps taken, in threads beside the training: nothing else changes."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from typing import Any

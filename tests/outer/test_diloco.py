@@ -1,24 +1,12 @@
 """`DiLoCo` in a training loop: agreement, resuming with rounds in flight, buffers, and user errors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from diloco.algorithm import (
-    CODECS,
-    AlphaMerge,
-    MergeRule,
-    Nesterov,
-    RebaseMerge,
-    RoundId,
-    Sgd,
-    SyncSchedule,
-    partition,
-)
+from diloco.algorithm import CODECS, AlphaMerge, MergeRule, Nesterov, RebaseMerge, RoundId, Sgd, SyncSchedule, partition
 from diloco.errors import CheckpointError
 from diloco.outer import DiLoCo
 from tests.faults import Fault, FaultyTransport

@@ -1,7 +1,5 @@
 """Means encoded by their owners, in committed and void rounds and across a checkpoint."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A fragment: its merges, the global state that replicas of a process share, its digest, and work in no mean yet."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,17 +10,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from diloco.algorithm import (
-    AlphaMerge,
-    MergeRule,
-    Nesterov,
-    RebaseMerge,
-    RoundId,
-    Sgd,
-    SyncSchedule,
-    muon,
-    partition,
-)
+from diloco.algorithm import AlphaMerge, MergeRule, Nesterov, RebaseMerge, RoundId, Sgd, SyncSchedule, muon, partition
 from diloco.errors import ConfigurationError
 from diloco.outer import DiLoCo, Fragment
 from diloco.transport import InProcessTransport
@@ -171,9 +159,7 @@ def test_averaged_momenta_keep_what_a_replica_has_learnt_since_the_send() -> Non
         Swarm(1, schedule, fragments=layouts)
 
 
-def test_the_digest_of_a_large_state_is_computed_in_a_thread_after_each_change(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_digest_of_a_large_state_is_computed_in_a_thread_after_each_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither `send` nor the training thread hashes it, and an error is raised where the digest is asked for."""
     threads, xxh3_128 = [], xxhash.xxh3_128
 

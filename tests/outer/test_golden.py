@@ -3,8 +3,6 @@
 Every inner step subtracts 1; every other change in a history comes from the outer loop.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -4,8 +4,6 @@ Gradients and inner steps are elementwise, so that the digests do not depend on 
 Muon's matrices have at most eight values, which torch multiplies without vector instructions.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import itertools

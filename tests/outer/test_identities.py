@@ -1,7 +1,5 @@
 """Invariant 13: degenerate cases are parameter values, not branches, so each algorithm reduces to the others."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -194,8 +194,6 @@ def odd_state_dict() -> nn.Module:
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
-    "a checkpoint wrapper itself": lambda: checkpoint_wrapper(nn.Sequential(linear(), nn.BatchNorm1d(4))),
-    "compiled": lambda: torch.compile(nn.Sequential(linear(), nn.BatchNorm1d(4))),  # type: ignore[dict-item,return-value]
     "an own state_dict": odd_state_dict,
     "tied and shared": shared,
     "views of one mask": masks,

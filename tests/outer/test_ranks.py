@@ -1,7 +1,5 @@
 """Ranks that shard the parameters of a replica decide together what one of them alone can see."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The package against Streaming DiLoCo's Algorithm 2, reimplemented in plain NumPy from the paper's listing."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

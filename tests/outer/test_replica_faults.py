@@ -1,7 +1,5 @@
 """Void rounds, excluded replicas and diverged replicas: no work is lost and all replicas agree again."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

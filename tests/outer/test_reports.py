@@ -1,7 +1,5 @@
 """A loop of one's own learns of what goes wrong, and can report its losses to those who watch it."""
 
-from __future__ import annotations
-
 import json
 import math
 import warnings

@@ -1,7 +1,5 @@
 """What a round has settled when its event is emitted: residuals, buffers, finished rounds, fragments in flight."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

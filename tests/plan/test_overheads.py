@@ -1,7 +1,5 @@
 """The stated errors of predictions are those of the benchmark's committed results."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -7,8 +7,6 @@ suffices. Since the factor 0.835 is fitted to the table, the agreement shows tha
 modelled correctly. It does not independently confirm the payload.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Predictions for an exchange at a site, and the table of others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

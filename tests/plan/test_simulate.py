@@ -1,7 +1,5 @@
 """The simulator compared with the in-process transport on its virtual clock, and properties of all simulations."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -45,11 +43,7 @@ def schedules(draw: st.DrawFn) -> SyncSchedule:
     )
 
 
-links = st.builds(
-    Link,
-    bandwidth_bits_per_s=st.floats(1e3, 1e7),
-    latency_s=st.sampled_from([0.0, 0.03, 0.5]),
-)
+links = st.builds(Link, bandwidth_bits_per_s=st.floats(1e3, 1e7), latency_s=st.sampled_from([0.0, 0.03, 0.5]))
 sizes = st.lists(st.integers(1, 3000), min_size=4, max_size=4)
 one_link = st.tuples(st.floats(1e3, 1e7), st.floats(0, 1))
 

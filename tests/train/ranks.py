@@ -1,7 +1,5 @@
 """Replicas of several ranks, each in its own process, and the same training on one rank for comparison."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +13,7 @@ from diloco.algorithm import Codec, RoundId, SyncSchedule, ValueSchedule, make_c
 from diloco.checkpoint import Checkpoint, save_checkpoint
 from diloco.model import DecoderSettings, build_model
 from diloco.outer import DiLoCo
-from diloco.train import (
-    InnerLoop,
-    OptimizerSettings,
-    ReplicaState,
-    Strategy,
-    make_inner_optimizer,
-    parallelise,
-)
+from diloco.train import InnerLoop, OptimizerSettings, ReplicaState, Strategy, make_inner_optimizer, parallelise
 from diloco.transport import ReplicaGroup, Transport, open_replica_group
 
 CPU = torch.device("cpu")

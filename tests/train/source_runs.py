@@ -1,7 +1,5 @@
 """Runs of models from a source, started as `diloco train` starts them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

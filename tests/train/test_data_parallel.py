@@ -1,7 +1,5 @@
 """Averaging of gradients equals one replica on the joined batch, with the same bits everywhere; bad gradients."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, Literal

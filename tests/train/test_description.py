@@ -1,17 +1,11 @@
 """The facts printed before a run agree with the components of the run."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
 import pytest
 
-from diloco.algorithm import (
-    SyncSettings,
-    at,
-    hidden_matrices,
-)
+from diloco.algorithm import SyncSettings, at, hidden_matrices
 from diloco.config import build
 from diloco.model import DecoderSettings, Transformer, build_model
 from diloco.train import RunSettings, describe, diff, identity, make_fragments, outer_components, resolve

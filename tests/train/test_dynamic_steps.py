@@ -1,7 +1,5 @@
 """Dynamic steps in a session: when speeds are announced, which steps are skipped, and what is unaffected."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

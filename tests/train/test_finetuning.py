@@ -1,7 +1,5 @@
 """`diloco finetune` in one process: which tokens count, checkpoints, the same bits after a stop, other base models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

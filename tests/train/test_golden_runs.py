@@ -3,8 +3,6 @@
 All arithmetic of the model is elementwise, so that the digest does not depend on how a processor multiplies matrices.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Models of `transformers` in `diloco train`: the results, and what a checkpoint needs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

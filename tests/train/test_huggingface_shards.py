@@ -1,7 +1,5 @@
 """Models of ``transformers`` whose ranks each read their own part of the stored weights."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Inner steps of one replica: optimizer, learning rate, accumulation, clipping, precision, errors, resuming."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import sys

@@ -1,7 +1,5 @@
 """Muon whose matrices are orthogonalised by several ranks: sharded by FSDP2, or copied by DDP."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +60,7 @@ def alone() -> dict[str, Any]:
     return {"losses": losses, "values": rank.values(), "steps": steps_of_muon(ReplicaGroup(), False)}
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("strategy", "size"), [("fsdp", 4), ("ddp", 2)])
 def test_ranks_share_the_work_of_muon(strategy: Any, size: int, alone: dict[str, Any], tmp_path: Path) -> None:
     """From the same gradients ranks make the same bits as one; in training they differ as their gradients do.
 

@@ -1,7 +1,5 @@
 """Something happens on one rank of a replica alone. No other rank may wait for it where it does not communicate."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Runs of a user's own model: plain, or one that freezes, wraps or hides what it holds, or can't be synchronised."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,14 +69,6 @@ class Routing(Net):
 def wrapped(vocab_size):
     net = Net(vocab_size)
     net.blocks = nn.Sequential(*(checkpoint_wrapper(block, preserve_rng_state=False) for block in net.blocks))
-    return net
-
-def double(vocab_size):
-    return Net(vocab_size).double()
-
-def masked(vocab_size):
-    net = Net(vocab_size)
-    net.register_buffer("mask", torch.zeros(1, 4).expand(4, 4))
     return net
 
 class Block(nn.Module):
@@ -170,17 +160,6 @@ def test_replicas_compare_what_their_models_freeze(nets: Path, data: Path, tmp_p
             run_training(plan.configuration, folder=tmp_path, sink=Listener(), config_toml=plan.record, meet=meet)
     assert facts[0] == facts[1]
     assert {name for name in facts[0] if facts[0][name] != facts[2][name]} == {"base model"}
-
-
-@pytest.mark.parametrize(
-    ("source", "words"), [("double", "embedding.weight' is torch.float64"), ("masked", "'wrapped.mask' repeats")]
-)
-def test_what_can_not_be_synchronised_is_refused_before_the_run_begins(
-    nets: Path, data: Path, tmp_path: Path, source: str, words: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        trained(tmp_path / "run", plan_of(f"{nets}:{source}", data))
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_function_of_ones_own(nets: Path, data: Path, tmp_path: Path) -> None:

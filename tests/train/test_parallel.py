@@ -1,7 +1,5 @@
 """The ranks of a replica together compute the same as one rank, and see every change of weights (invariant 10)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,16 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.algorithm import (
-    SyncSchedule,
-    bind,
-    digest_tensors,
-    flatten,
-    local_shard,
-    make_codec,
-    partition,
-    unflatten_,
-)
+from diloco.algorithm import SyncSchedule, bind, digest_tensors, flatten, local_shard, make_codec, partition, unflatten_
 from diloco.data import build_corpus
 from diloco.errors import ReplicaLostError
 from diloco.model import build_model

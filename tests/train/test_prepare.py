@@ -1,7 +1,5 @@
 """Blocks that are recomputed, compiled, or both: the same bits, the activations that are kept, no graph breaks."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The launcher, and the number of threads of a process that shares its machine with others."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 from collections.abc import Iterator

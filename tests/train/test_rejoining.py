@@ -1,7 +1,5 @@
 """Replicas over TCP that have lost each other find each other again, to join, found a view, or end."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Resolution of settings: defaults by algorithm, combinations that are refused, and notes on probable mistakes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -69,18 +67,12 @@ def test_defaults_of_every_algorithm_always_fit_together(
     algorithm: str, layers: int, inner_steps: int, steps: int
 ) -> None:
     run = resolved(
-        layers,
-        algorithm=algorithm,
-        sync__inner_steps=inner_steps,
-        train__steps=steps,
-        optimizer__warmup_steps=0,
+        layers, algorithm=algorithm, sync__inner_steps=inner_steps, train__steps=steps, optimizer__warmup_steps=0
     )
     assert resolve(run, num_layers=layers) == run
     assert run.sync.num_fragments is not None
     SyncSchedule(
-        inner_steps=inner_steps,
-        num_fragments=run.sync.num_fragments,
-        overlap_steps=run.sync.overlap_steps or 0,
+        inner_steps=inner_steps, num_fragments=run.sync.num_fragments, overlap_steps=run.sync.overlap_steps or 0
     )
 
 

@@ -1,7 +1,5 @@
 """Whole runs: their files, resuming with the same bits, signals, comparisons by one flag."""
 
-from __future__ import annotations
-
 import json
 import signal
 from dataclasses import dataclass
@@ -14,16 +12,7 @@ import torch
 from diloco.algorithm import RoundId
 from diloco.checkpoint import open_checkpoint
 from diloco.errors import CheckpointError, NonFiniteError
-from diloco.events import (
-    Evaluated,
-    Event,
-    Interrupted,
-    Note,
-    RoundVoid,
-    RunFinished,
-    RunStarted,
-    StepFinished,
-)
+from diloco.events import Evaluated, Event, Interrupted, Note, RoundVoid, RunFinished, RunStarted, StepFinished
 from diloco.trained import load_trained
 from diloco.transport import InProcessTransport
 from tests.faults import Fault, FaultyTransport

@@ -1,7 +1,5 @@
 """Replicas that lose the others in the shared start of a run end with the same bits."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext

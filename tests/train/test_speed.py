@@ -1,7 +1,5 @@
 """The choice of a device, peak operations of devices, and evaluation that sees documents as training does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

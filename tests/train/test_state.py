@@ -1,7 +1,5 @@
 """A session is saved and loaded whole; with another number of replicas, no document is repeated or left out."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

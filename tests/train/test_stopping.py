@@ -1,7 +1,5 @@
 """The first signal asks to stop, the second ends the process, and the earlier handlers are restored afterwards."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

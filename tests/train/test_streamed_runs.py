@@ -1,7 +1,5 @@
 """Runs that read, tokenise and pack while training: the same bits after a stop."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import threading

@@ -1,7 +1,5 @@
 """`PeerFleet` in a swarm: replicas as a session sees them, on loopback and in one process."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path

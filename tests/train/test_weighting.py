@@ -1,7 +1,5 @@
 """Weights by trained steps, in training replicas: the weight of each contribution, and the resulting mean."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import pytest

@@ -1,7 +1,5 @@
 """Exported runs: transformers gives the same loss and token ids, a new run can begin there, and files are kept."""
 
-from __future__ import annotations
-
 import json
 import resource
 from dataclasses import replace

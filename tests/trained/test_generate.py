@@ -1,7 +1,5 @@
 """Generation equals sampling with full forward passes; its limits, modes and errors."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Run folders with artificial events, and the content of the page for them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Each alert appears at its threshold and not below it, and names the culprit."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

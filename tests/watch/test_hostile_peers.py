@@ -1,7 +1,5 @@
 """What strangers write neither ends nor stalls the page, nor shows one peer's figures as another's."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """What the page shows of the records of a run."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -1,7 +1,5 @@
 """Metrics and health of a run over HTTP: what Prometheus reads, what Grafana shows, what a stranger can't do."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re

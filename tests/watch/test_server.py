@@ -1,7 +1,5 @@
 """The page over HTTP: which requests are answered, and with what."""
 
-from __future__ import annotations
-
 import gzip
 import http.client
 import re

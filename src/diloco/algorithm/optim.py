@@ -18,6 +18,7 @@ from torch import Tensor
 
 from diloco.algorithm.checks import check_number
 from diloco.algorithm.codec.base import pieces
+from diloco.devices import to_host
 
 ScalarSchedule = float | Callable[[int], float]  # a number, or a pure function of the outer step (counted from 0)
 
@@ -133,5 +134,5 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
         digest.update(name.encode() + b"\0")
         data = tensor.detach().contiguous().view(-1).view(torch.uint8)
         for piece in torch.split(data, _PIECE_BYTES) if data.numel() else ():
-            digest.update(piece.cpu().numpy().data)
+            digest.update(to_host(piece).numpy().data)
     return digest.hexdigest()

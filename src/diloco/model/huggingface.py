@@ -159,7 +159,7 @@ class HuggingFaceModel(LanguageModel):
             del there  # before the next one is read
 
     def _receive(self, seed: int, group: ReplicaGroup) -> None:
-        """Fill with values that no file has under their names: fresh ones, adapters, experts that transformers converts.
+        """Fill with values that no file has by name: fresh ones, adapters, experts that transformers converts.
 
         The first rank builds the model whole, on the host, and sends one tensor at a time.
         """

@@ -18,8 +18,9 @@ from diloco.model.settings import ModelSettings
 from diloco.plugins import call, takes
 
 if TYPE_CHECKING:
-    from diloco.transport import ReplicaGroup
     from transformers import PreTrainedModel
+
+    from diloco.transport import ReplicaGroup
 
 
 class LossParts(NamedTuple):

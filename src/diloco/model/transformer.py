@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
     from transformers import PreTrainedModel
 
+    from diloco.transport import ReplicaGroup
+
 
 Module = TypeVar("Module", bound=nn.Module)
 

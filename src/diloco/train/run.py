@@ -185,9 +185,9 @@ class _Run:
                 self._sample()
         self._count_time()
         summary = self._summary(evaluation, interrupted)
-        fleet.finish(done=finished)
         write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         self.emit(RunFinished(step=self.step, summary=summary))
+        fleet.finish(done=finished)  # may take a while: absent replicas are told of the end until they answer
         return summary
 
     def _take_steps(self, stop: StopRequest) -> bool:
