@@ -52,7 +52,7 @@ class FaultyTransport(InProcessTransport):
                 arrived[fault.replica] = replace(given, payload=given.payload[:-1])
             elif fault.kind == "non-finite":
                 arrived[fault.replica] = replace(given, payload=torch.full_like(given.payload, 0xFF))
-        arrived = {replica: each for replica, each in arrived.items() if replica not in absent}
+        arrived = {replica: each.checked() for replica, each in arrived.items() if replica not in absent}
         return judge(arrived, members=self.view.members, min_contributors=self.min_contributors, absent=absent)
 
     def take(self, replica: int, round_id: RoundId, timeout_s: float | None) -> Average:

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from diloco.units import format_bytes, format_count, format_duration, format_perplexity, format_ratio
-from diloco.waiting import LOGGER, log_to_stderr, report_wait, waiting_for
+from diloco.waiting import report_wait, waiting_for
 
 EDGES = {
     format_bytes: {999.4: "999 B", 999.6: "1.0 kB", 99_949: "99.9 kB", 99_950: "100 kB", 1e19: "10000 PB"},
@@ -51,13 +51,3 @@ def test_reports_end_with_the_wait(caplog: pytest.LogCaptureFixture, monkeypatch
         assert reported.wait(10)
     assert not any(thread.name == "diloco-waiting" for thread in threading.enumerate())
     assert caplog.records[0].levelno == logging.WARNING, "what a program that has not configured logging prints"
-
-
-def test_command_reports_waits_on_stderr_once(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LOGGER, "handlers", [])
-    log_to_stderr()
-    log_to_stderr()
-    LOGGER.warning("waiting for rank 1")
-    assert capsys.readouterr().err == "diloco: waiting for rank 1\n"

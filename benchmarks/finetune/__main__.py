@@ -30,7 +30,8 @@ STEP_S = 0.5
 BASE_LENGTH = 72
 COMMON = f"""--sequence-length {LENGTH} --lora-rank 8 --evaluation.every-steps 0 --evaluation.sequences 0
  --checkpoint.every-steps 0 --device cpu --monitor.console quiet --optimizer.warmup-steps 10"""
-LINKS = f"--emulate.bandwidth 100e6 --emulate.latency 0.1 --emulate.step-time {STEP_S}"
+LINKS = "--emulate.bandwidth 100Mbit --emulate.latency 100ms --emulate.step-time 500ms"
+SGD = "--sync.outer sgd --outer-learning-rate"
 NESTEROV = "--sync.outer nesterov --outer-learning-rate 0.7 --outer-momentum"
 
 
@@ -49,7 +50,7 @@ class Method:
 SYNCHRONOUS = Method("synchronous", "--algorithm data-parallel", replicas=(1,))
 PLAIN = Method("no momentum, lr 1", f"--inner-steps 10 {LINKS}")
 STOCK = Method("stock Nesterov .7/.9", f"--inner-steps 10 {NESTEROV} 0.9 {LINKS}")
-TRIAL = replace(PLAIN, steps=100, rate=2e-3, replicas=(4,), seeds=1)
+FOUR, GAINS = replace(PLAIN, replicas=(4,)), (0.28, 0.7, 1.4)
 METHODS = (
     SYNCHRONOUS,
     PLAIN,
@@ -58,14 +59,9 @@ METHODS = (
     *(replace(each, steps=100, rate=2e-3) for each in (SYNCHRONOUS, PLAIN, STOCK)),
     *(replace(SYNCHRONOUS, rate=rate, seeds=1) for rate in (2e-3, 8e-3)),
     replace(PLAIN, rate=2e-3, replicas=(4,), seeds=1),
+    *(replace(FOUR, name=f"no momentum, lr {lr}", flags=f"{SGD} {lr} {FOUR.flags}") for lr in GAINS),
     replace(SYNCHRONOUS, steps=100, seeds=1),
-    replace(TRIAL, rate=4e-3),
-    # one change at a time, to see what determines the loss of 4 replicas
-    replace(TRIAL, name="no momentum, float32", flags=f"{TRIAL.flags} --sync.codec float32"),
-    replace(TRIAL, name="no momentum, merged at once", flags=f"{TRIAL.flags} --overlap-steps 0"),
-    replace(TRIAL, name="no momentum, H = 5", flags=f"--inner-steps 5 {LINKS}"),
-    replace(TRIAL, name="Nesterov .7/.6, H = 5", flags=f"--inner-steps 5 {NESTEROV} 0.6 {LINKS}"),
-    replace(TRIAL, name="Nesterov .7/.6, H = 2", flags=f"--inner-steps 2 {NESTEROV} 0.6 {LINKS}"),
+    replace(PLAIN, steps=100, replicas=(4,), seeds=1),
 )
 
 
@@ -124,7 +120,7 @@ def make_base(work: Path, steps: int, questions: int) -> None:
         "--data-parallel-steps 0 --evaluation.every-steps 200 --evaluation.sequences 32 --checkpoint.every-steps 200 "
         f"--evaluation.sample-prompts --device cpu --out {work / 'base-run'}"
     )
-    diloco(f"export {work / 'base-run'} {work / 'base'} --overwrite")
+    diloco(f"export {work / 'base-run'} --out {work / 'base'} --overwrite")
     write_tokenizer(work / "base", learned)
 
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.overhead``: the cost of a step with nothing due, of telemetry, and of the memory that is kept.
+"""``python -m benchmarks.overhead``: the cost of a step with nothing due, and the memory that is kept.
 
 Time: the bare loop and the loop with ``diloco.step()`` alternate step by step on the quick start's model and batch, so
 that other work on the machine affects both. Medians are compared. The call itself is also timed separately.
@@ -16,13 +16,11 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 
-from diloco import DiLoCo, Nesterov, RebaseMerge, SyncSchedule, events, make_codec, partition
-from diloco.algorithm import measured_outer_step, sampled_ranges, spread_terms
+from diloco import DiLoCo, RebaseMerge, SyncSchedule, events
 from diloco.model import Transformer, build_model, get_preset
 from diloco.watch import PrometheusSink
 
@@ -40,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = make(given.preset, given.device)
     batch = torch.randint(0, 257, (4, 129), generator=torch.Generator().manual_seed(0)).to(given.device)
     print(f"{given.preset}, {model.num_parameters():,} parameters, {given.device}, {torch.get_num_threads()} threads\n")
-    print_telemetry(model, print_overhead(model, batch, given.steps))
+    print_overhead(model, batch, given.steps)
     print_memory(given.preset, given.device, batch)
 
 
@@ -90,8 +88,8 @@ def train_step(model: Transformer, optimizer: torch.optim.Optimizer, batch: torc
         torch.cuda.synchronize()
 
 
-def print_overhead(model: Transformer, batch: torch.Tensor, steps: int) -> float:
-    """Time two alternating loops, in which nothing is sent, and return the median seconds of a bare step."""
+def print_overhead(model: Transformer, batch: torch.Tensor, steps: int) -> None:
+    """Time two alternating loops, in which nothing is sent."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     diloco = DiLoCo(model, optimizer, schedule=SyncSchedule(inner_steps=10 * steps, num_fragments=3, overlap_steps=5))
     bare_s, with_s, call_s = [], [], []
@@ -113,38 +111,6 @@ def print_overhead(model: Transformer, batch: torch.Tensor, steps: int) -> float
     print(f"| bare step | {1e3 * bare:.3f} ms |")
     print(f"| step with diloco.step(), nothing due | {1e3 * around:.3f} ms ({100 * (around / bare - 1):+.2f} %) |")
     print(f"| diloco.step() alone | {1e6 * call:.1f} us, {100 * call / bare:.3f} % of a bare step (limit: 1 %) |\n")
-    return bare
-
-
-def print_telemetry(model: Transformer, bare_s: float, rounds: int = 200) -> None:
-    """Print the cost of telemetry for one round of each fragment, also as a fraction of the steps between rounds."""
-    fragments = partition(model, num_fragments=3)
-    outer, codec, device = Nesterov(learning_rate=0.4), make_codec("fp4"), next(model.parameters()).device
-    plain_s, measured_s, spread_s = 0.0, 0.0, 0.0
-    for fragment in fragments:
-        mean, last = torch.full((fragment.numel,), 1e-9, device=device), None
-        values = torch.zeros_like(mean)
-        state = outer.init(values)
-        payloads = [(1.0, codec.encode(torch.randn_like(mean))) for _ in range(4)]
-        times: list[list[float]] = [[], [], []]
-        for _ in range(rounds):
-            marks = [time.perf_counter()]
-            outer.update(mean, state, values)
-            marks.append(time.perf_counter())
-            _, last = measured_outer_step(outer, mean, state, values, last)
-            marks.append(time.perf_counter())
-            spread_terms(codec, payloads, fragment.numel, sampled_ranges(fragment.numel, codec.block_size))
-            marks.append(time.perf_counter())
-            for row, (one, other) in zip(times, pairwise(marks), strict=True):
-                row.append(other - one)
-        plain, measured, spread = map(statistics.median, times)
-        plain_s, measured_s, spread_s = plain_s + plain, measured_s + measured, spread_s + spread
-    more_s = measured_s - plain_s + spread_s
-    print(f"| telemetry of one round of each of {len(fragments)} fragments | median |\n|---|---|")
-    print(f"| outer steps | {1e3 * plain_s:.3f} ms, {1e3 * (measured_s - plain_s):.3f} ms more with telemetry |")
-    print(f"| spread of 4 contributions | {1e3 * spread_s:.3f} ms |")
-    shares = (f"{100 * more_s / (steps * bare_s):.3f} % of {steps}" for steps in (10, 30, 100))
-    print(f"| total | {', '.join(shares)} bare steps |\n")
 
 
 def print_memory(preset: str, device: str, batch: torch.Tensor) -> None:

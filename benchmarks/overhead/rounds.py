@@ -1,8 +1,9 @@
 """``python -m benchmarks.overhead.rounds``: what rounds over TCP take from the training of two processes.
 
-Thread: processor seconds of the training thread per round and 1e9 parameters, beside a copy of as many float32 values.
-The round has been decided before it is merged, so no wait is in it. ``everything else`` is all calls with nothing due.
-Rows are medians over rounds. Tokens: two processes train for some seconds with rounds and without, in turn.
+Thread: processor seconds of the training thread per round and 1e9 parameters, beside a copy of as many float32 values,
+made once a round so that it finds the same caches. The round has been decided before it is merged, so no wait is in it.
+``everything else`` is all calls with nothing due. Rows are medians over rounds. Tokens: two processes train for some
+seconds with rounds and without, in turn.
 """
 
 import argparse
@@ -66,7 +67,8 @@ def of_thread(transport: Transport, given: argparse.Namespace) -> dict[str, Spre
     diloco = DiLoCo(
         model, torch.optim.SGD(model.parameters()), transport=transport, schedule=SCHEDULE, codec=given.codec
     )
-    spent: dict[str, list[float]] = {"send": [], "merge": [], "everything else": []}
+    other, target = torch.randn(num_values), torch.randn(num_values)
+    spent: dict[str, list[float]] = {"send": [], "merge": [], "everything else": [], "a copy": []}
     for step in range(1, SCHEDULE.inner_steps * (given.rounds + 1) + SCHEDULE.overlap_steps + 1):
         with torch.no_grad():
             for parameter in model.parameters():
@@ -76,8 +78,8 @@ def of_thread(transport: Transport, given: argparse.Namespace) -> dict[str, Spre
             flight.pending.done.wait()  # type: ignore[attr-defined]  # of a peer transport
         name = "send" if sends else "merge" if merges else "everything else"
         spent[name].append(timed(diloco.step))
-    other, target = torch.randn(num_values), torch.randn(num_values)
-    copies = [timed(lambda: target.copy_(other)) for _ in range(7)]
+        if merges:
+            spent["a copy"].append(timed(lambda: target.copy_(other)))
     diloco.drain()
     others = SCHEDULE.inner_steps - 2
     idle = spent["everything else"]
@@ -87,7 +89,7 @@ def of_thread(transport: Transport, given: argparse.Namespace) -> dict[str, Spre
         "everything else": [sum(idle[start : start + others]) for start in range(others, len(idle), others)],
     }
     rows["a round"] = [sum(parts) for parts in zip(*rows.values(), strict=False)]
-    return {name: spread(each) for name, each in (rows | {"a copy": copies[1:]}).items()}
+    return {name: spread(each) for name, each in (rows | {"a copy": spent["a copy"][1:]}).items()}
 
 
 def spread(values: Sequence[float]) -> Spread:

@@ -1,154 +1,157 @@
-"""``python -m benchmarks.parity.stacked GROUP``: train the four replicas of a run as one model of stacked tensors.
+"""``python -m benchmarks.parity.stacked GROUP``: train the replicas of runs as one model of stacked tensors.
 
-The studies at 0.13M parameters ask for hundreds of runs. Replicas that take turns (``diloco train``) spend half of a
-step between small operations. Here each tensor has a leading dimension for the replicas, so that one operation serves
-all of them, and a run takes half the time. It has the data, the rates, the fragments, the codec and the outer step of
-``diloco train --preset tiny-muon``, and what is tried out is written here before it is built there.
+The studies ask for hundreds of runs of a small model. Replicas that take turns (``diloco train``) spend half of a step
+between small operations. Here each tensor has a leading dimension for the replicas, and on a GPU for those of many runs
+(``--together``), so that one operation serves all of them. A run has the data, the rates, the fragments, the codec and
+the outer step of ``diloco train --preset tiny-muon``, and what is tried out is written here before it is built there.
 
-A row of ``stacked.jsonl`` is one run: the settings that differ from `Run`, and its held-out loss. Rows that are there
-are not run again.
+A row of ``stacked.jsonl`` is one run: the settings that differ from `Run`, and its held-out loss, also those of the
+means of the last `SHARES` of its (global) parameters. Rows that are there are not run again.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.parity.stacked_runs import GROUPS, Run
-from diloco.algorithm import (
-    Nesterov,
-    Send,
-    SyncSchedule,
-    ValueSchedule,
-    encode_with_feedback,
-    make_codec,
-    orthogonalised,
-    partition,
-)
+from benchmarks.markdown import table
+from benchmarks.parity.stacked_runs import GROUPS, MODELS, Run
+from diloco.algorithm import Codec, Send, SyncSchedule, ValueSchedule, make_codec, orthogonalised, partition
 from diloco.data import Corpus, DataSettings, build_corpus, heldout_batches
 from diloco.model import DecoderSettings, Transformer
 
 HERE = Path(__file__).parent
-FIRST, LENGTH, REPLICAS, SEQUENCES = 130, 128, 4, 16  # steps of the shared start; L; M; sequences of all replicas
+LENGTH, REPLICAS, HEAD, BLOCK = 128, 4, 32, 256  # L; M; width of a head; values that a codec encodes together
+SHARES = (0.05, 0.1, 0.25)  # of the parameters at every tenth step after the shared start
+Tensors = dict[str, Tensor]
 
 
 class Stack:
-    """M copies of the decoder, and their optimizer: Muon for the layers' matrices, AdamW for the rest, or AdamW."""
+    """The replicas of runs that differ in numbers only, and their optimizer: Muon for the layers' matrices, or AdamW.
 
-    def __init__(self, run: Run, tensors: dict[str, Tensor], state: dict[str, dict[str, Tensor]], step: int) -> None:
-        self.run, self.step, self.state = run, step, state
-        self.tensors = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
-        self.copies = len(next(iter(tensors.values())))
-        matrices = [name for name in tensors if tensors[name].dim() == 3 and ".layers." in name]
-        self.hidden = matrices if run.optimizer == "Muon" else []
-        self.shapes = {name: tensors[name].shape[1:] for name in self.hidden}
-        rate = run.learning_rate
-        self.rate = ValueSchedule(peak=rate, kind="cosine", total_steps=run.steps, warmup_steps=50, final_ratio=0.05)
-        angles = torch.outer(torch.arange(LENGTH).double(), 10_000.0 ** -(torch.arange(0, 32, 2).double() / 32))
-        self.cosine, self.sine = (
-            torch.cat(pair, 1).float() for pair in ((angles.cos(),) * 2, (-angles.sin(), angles.sin()))
-        )
+    The first dimension of every tensor is that of the copies: ``REPLICAS`` of the first run, then of the second, ...
+    Data-parallel runs come first; their replicas, and those of all runs in the shared start, share their gradients.
+    """
 
-    @classmethod
-    def new(cls, run: Run) -> Stack:
-        model = decoder(run.seed)
-        tensors = {name: each.detach().clone()[None] for name, each in model.named_parameters()}
-        keys = ("momentum",), ("first", "second")
-        stack = cls(run, tensors, {}, 0)
-        for name, tensor in tensors.items():
-            stack.state[name] = {key: torch.zeros_like(tensor) for key in keys[name not in stack.hidden]}
-        return stack
+    def __init__(self, runs: list[Run], device: str) -> None:
+        self.runs, self.device, self.step, first = runs, device, 0, runs[0]
+        self.model = MODELS[first.model]
+        made = [{name: each.detach() for name, each in decoder(run).named_parameters()} for run in runs]
+        self.tensors = {name: self.by_copy(torch.stack([each[name] for each in made])) for name in made[0]}
+        matrices = [name for name, tensor in self.tensors.items() if tensor.dim() == 3 and ".layers." in name]
+        self.hidden = set(matrices if first.optimizer == "Muon" else ())
+        self.state: dict[str, Tensors] = {}
+        for name, tensor in self.tensors.items():
+            keys = ("momentum",) if name in self.hidden else ("first", "second")
+            self.state[name] = {key: torch.zeros_like(tensor) for key in keys}
+            tensor.requires_grad_()
+        self.data_parallel = sum(run.algorithm == "data-parallel" for run in runs)
+        shape: dict[str, Any] = {"kind": "cosine", "total_steps": first.steps, "warmup_steps": 50}
+        rates = [ValueSchedule(peak=run.learning_rate, final_ratio=run.final_ratio, **shape) for run in runs]
+        self.rates = self.by_copy(torch.tensor([[rate(step) for step in range(first.steps)] for rate in rates])).T
+        self.ratio, self.momentum = self.column("matrix_lr_ratio"), self.column("momentum")[:, None, None]
+        self.cosine, self.sine = rotations(device)
 
-    def copied(self, copies: int, run: Run) -> Stack:
-        """Return ``copies`` of the one model of this stack, for ``run``."""
+    def by_copy(self, values: Tensor) -> Tensor:
+        return values.float().repeat_interleave(REPLICAS, 0).to(self.device)
 
-        def repeat(tensor: Tensor) -> Tensor:
-            return tensor.detach().repeat(copies, *[1] * (tensor.dim() - 1))
+    def column(self, name: str) -> Tensor:
+        """Return a number of each run, for each of its copies."""
+        return self.by_copy(torch.tensor([getattr(run, name) for run in self.runs]))
 
-        tensors = {name: repeat(tensor) for name, tensor in self.tensors.items()}
-        state = {name: {key: repeat(value) for key, value in of.items()} for name, of in self.state.items()}
-        return Stack(run, tensors, state, self.step)
-
-    def losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of each copy, ``(M,)``, on ``(M, batch, sequence)`` tokens."""
-        t, copies, rows = self.tensors, self.copies, tokens[0].numel()
-        table = t["model.embed_tokens.weight"]
-        offsets = torch.arange(copies)[:, None] * len(table[0])
-        hidden = F.embedding(tokens.reshape(copies, -1) + offsets, table.view(-1, table.shape[-1]))
-        for layer in ("model.layers.0.", "model.layers.1."):
-            normed = norm(hidden, t[f"{layer}input_layernorm.weight"])
-            query, key, value = (linear(normed, t[f"{layer}self_attn.{each}_proj.weight"]) for each in "qkv")
-            attended = F.scaled_dot_product_attention(
-                self.rotated(query), self.rotated(key), heads(value), is_causal=True
-            )
-            attended = attended.transpose(1, 2).reshape(copies, rows, -1)
-            hidden = hidden + linear(attended, t[f"{layer}self_attn.o_proj.weight"])
-            normed = norm(hidden, t[f"{layer}post_attention_layernorm.weight"])
-            gate, up = (linear(normed, t[f"{layer}mlp.{each}_proj.weight"]) for each in ("gate", "up"))
-            hidden = hidden + linear(F.silu(gate) * up, t[f"{layer}mlp.down_proj.weight"])
-        logits = linear(norm(hidden, t["model.norm.weight"]), t["lm_head.weight"])
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(copies, -1).mean(1)
-
-    def rotated(self, projected: Tensor) -> Tensor:
-        values = heads(projected)
-        return torch.addcmul(values * self.cosine, values.roll(16, -1), self.sine)
-
-    def train(self, tokens: Tensor, targets: Tensor) -> float:
-        """Take one step of each copy on its ``(batch, sequence)`` of ``(M, batch, sequence)``; return the mean loss."""
-        losses = self.losses(tokens, targets)
-        names, tensors = list(self.tensors), list(self.tensors.values())
-        gradients = torch.autograd.grad(losses.sum(), tensors)
+    def train(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Take one step of each copy on its ``(batch, sequence)`` of ``(C, batch, sequence)``; return their losses."""
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.runs[0].bfloat16):
+            each = losses(self.model, self.tensors, tokens, targets, self.cosine, self.sine)
+        gradients = torch.autograd.grad(each.sum(), list(self.tensors.values()))
+        shared = len(self.runs) if self.step < self.runs[0].start else self.data_parallel
         with torch.no_grad():
+            for gradient in gradients if shared else ():
+                mine = gradient[: shared * REPLICAS].view(shared, REPLICAS, *gradient.shape[1:])
+                mine.copy_(mine.mean(1, keepdim=True).expand_as(mine))
             norms = torch.stack([each.flatten(1).square().sum(1) for each in gradients]).sum(0).sqrt()
             scale = (1.0 / (norms + 1e-6)).clamp(max=1.0)
-            self.apply({n: g * scale.view(-1, *[1] * (g.dim() - 1)) for n, g in zip(names, gradients, strict=True)})
-        return float(losses.detach().mean())
+            self.apply({name: g * like(scale, g) for name, g in zip(self.tensors, gradients, strict=True)})
+        return each.detach()
 
-    def apply(self, gradients: dict[str, Tensor]) -> None:
-        run, rate = self.run, self.rate(self.step)
+    def apply(self, gradients: Tensors) -> None:
+        run, rate = self.runs[0], self.rates[self.step]
         self.step += 1
         alike: dict[Any, list[tuple[str, Tensor]]] = {}
+        one, two = run.betas
         for name, gradient in gradients.items():
             state, values = self.state[name], self.tensors[name]
             if name in self.hidden:
-                momentum = state["momentum"].mul_(run.momentum).add_(gradient)
-                update = gradient + run.momentum * momentum
-                alike.setdefault(self.shapes[name], []).append((name, update))
+                momentum = state["momentum"].mul_(self.momentum).add_(gradient)
+                alike.setdefault(values.shape, []).append((name, gradient.addcmul_(momentum, self.momentum)))
                 continue
-            one, two = run.betas
             first, second = state["first"].lerp_(gradient, 1 - one), state["second"]
             second.mul_(two).addcmul_(gradient, gradient, value=1 - two)
             divisor = (second / (1 - two**self.step)).sqrt_().add_(1e-8)
-            values.mul_(1 - rate * (0.1 if values.dim() == 3 else 0.0))
-            values.addcdiv_(first, divisor, value=-rate / (1 - one**self.step))
+            if values.dim() == 3:
+                values.mul_(1 - like(rate * 0.1, values))
+            values.sub_((first / divisor).mul_(like(rate / (1 - one**self.step), values)))
         for shape, pairs in alike.items():
             results = orthogonalised(torch.cat([update for _, update in pairs]), run.newton_schulz_steps)
-            step = rate * run.matrix_lr_ratio
-            for (name, _), update in zip(pairs, torch.split(results, self.copies), strict=True):
-                size = step * math.sqrt(max(1.0, shape[0] / shape[1]))
-                self.tensors[name].mul_(1 - step * 0.1).add_(update, alpha=-size)
+            step = rate * self.ratio
+            size = like(step * math.sqrt(max(1.0, shape[1] / shape[2])), results)
+            for (name, _), update in zip(pairs, torch.split(results, shape[0]), strict=True):
+                self.tensors[name].mul_(1 - like(step * 0.1, update)).sub_(update.mul_(size))
 
-    def heldout(self, corpus: Corpus) -> float:
-        """Return the held-out loss of the first copy on 512 sequences."""
-        batches = heldout_batches(corpus.heldout, LENGTH, SEQUENCES, 512)
-        with torch.no_grad():
-            return sum(float(self.losses(x[None], y[None])) for x, y in batches) / (512 // SEQUENCES)
+    def parameters(self) -> Tensors:
+        """Return the parameters of the first replica of each run."""
+        return {name: tensor.detach()[::REPLICAS].clone() for name, tensor in self.tensors.items()}
 
 
-def decoder(seed: int) -> Transformer:
-    settings = DecoderSettings(vocab_size=257, layers=2, width=64, heads=2, ffn_width=176)
-    return Transformer(settings, generator=torch.Generator().manual_seed(seed))
+def decoder(run: Run) -> Transformer:
+    return Transformer(MODELS[run.model], generator=torch.Generator().manual_seed(run.seed))
+
+
+def like(values: Tensor, tensor: Tensor) -> Tensor:
+    """Return a number for each copy in a shape that is broadcast to that of ``tensor``."""
+    return values.view(-1, *[1] * (tensor.dim() - 1))
+
+
+def rotations(device: str) -> tuple[Tensor, Tensor]:
+    frequencies = 10_000.0 ** -(torch.arange(0, HEAD, 2).double() / HEAD)
+    angles = torch.outer(torch.arange(LENGTH).double(), frequencies)
+    pairs = (angles.cos(), angles.cos()), (-angles.sin(), angles.sin())
+    cosine, sine = (torch.cat(pair, 1).float().to(device) for pair in pairs)
+    return cosine, sine
+
+
+def losses(model: DecoderSettings, t: Tensors, tokens: Tensor, targets: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Return the mean cross-entropy of each copy, ``(C,)``, on ``(C, batch, sequence)`` tokens."""
+    copies, rows = len(tokens), tokens[0].numel()
+
+    def rotated(projected: Tensor) -> Tensor:
+        values = heads(projected)
+        return torch.addcmul(values * cosine, values.roll(HEAD // 2, -1), sine).to(values.dtype)
+
+    table = t["model.embed_tokens.weight"]
+    offsets = torch.arange(copies, device=tokens.device)[:, None] * table.shape[1]
+    hidden = F.embedding(tokens.reshape(copies, -1) + offsets, table.view(-1, table.shape[-1]))
+    for layer in (f"model.layers.{number}." for number in range(model.layers)):
+        normed = norm(hidden, t[f"{layer}input_layernorm.weight"])
+        query, key, value = (linear(normed, t[f"{layer}self_attn.{each}_proj.weight"]) for each in "qkv")
+        attended = F.scaled_dot_product_attention(rotated(query), rotated(key), heads(value), is_causal=True)
+        attended = attended.transpose(1, 2).reshape(copies, rows, -1)
+        hidden = hidden + linear(attended, t[f"{layer}self_attn.o_proj.weight"])
+        normed = norm(hidden, t[f"{layer}post_attention_layernorm.weight"])
+        gate, up = (linear(normed, t[f"{layer}mlp.{each}_proj.weight"]) for each in ("gate", "up"))
+        hidden = hidden + linear(F.silu(gate) * up, t[f"{layer}mlp.down_proj.weight"])
+    logits = linear(norm(hidden, t["model.norm.weight"]), t["lm_head.weight"])
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").view(copies, -1).mean(1)
 
 
 def linear(values: Tensor, weight: Tensor) -> Tensor:
@@ -160,157 +163,159 @@ def norm(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def heads(projected: Tensor) -> Tensor:
-    """Reshape ``(M, batch * sequence, width)`` to ``(M * batch, heads, sequence, head_width)``."""
-    return projected.view(-1, LENGTH, 2, projected.shape[-1] // 2).transpose(1, 2)
+    """Reshape ``(C, batch * sequence, width)`` to ``(C * batch, heads, sequence, head_width)``."""
+    return projected.view(-1, LENGTH, projected.shape[-1] // HEAD, HEAD).transpose(1, 2)
 
 
 class Outer:
-    """The outer loop of all replicas of a `Stack`, and the averages of their momenta."""
+    """The outer loop of the runs of a `Stack` that are not data-parallel, and the averages of Muon's momenta."""
 
     def __init__(self, stack: Stack) -> None:
-        self.stack, self.run = stack, stack.run
-        self.layouts = partition(decoder(0), num_fragments=2)
-        run = self.run
-        self.schedule = SyncSchedule(inner_steps=run.inner_steps, num_fragments=2, overlap_steps=run.overlap_steps)
+        self.stack, self.runs = stack, stack.runs[stack.data_parallel :]
+        run, number = self.runs[0], stack.model.layers // 2 + 1
+        self.layouts = partition(decoder(run), num_fragments=number)
+        self.schedule = SyncSchedule(inner_steps=run.inner_steps, num_fragments=number, overlap_steps=run.overlap_steps)
         self.codec = make_codec(run.codec)
-        self.nesterov = Nesterov(learning_rate=run.outer_learning_rate, momentum=run.outer_momentum)
-        self.globals = [self.flat(p)[0].clone() for p in range(len(self.layouts))]
-        self.states = [self.nesterov.init(values) for values in self.globals]
-        self.flights: dict[int, tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = {}
-        self.residuals: dict[int, Tensor] = {}
-        self.averages: dict[int, Tensor] = {}  # of the momenta
-        self.sent_bytes = 0
+        self.rate, self.mu = self.column("outer_learning_rate"), self.column("outer_momentum")
+        self.average = make_codec(max(each.average for each in self.runs) or "fp4")
+        self.averages = torch.tensor([[float(each.average != "")] for each in self.runs], device=stack.device)
+        self.globals = [flat(self.tensors(p))[::REPLICAS].clone() for p in range(number)]
+        self.velocities = [torch.zeros_like(values) for values in self.globals]
+        self.flights: dict[int, tuple[Tensor, ...]] = {}
+        self.means: dict[int, Tensor] = {}  # of the momenta
+        self.sent_bytes = torch.zeros(len(self.runs), dtype=torch.double, device=stack.device)
 
-    def flat(self, p: int) -> Tensor:
-        tensors = [self.stack.tensors[name].detach().flatten(1) for name in self.layouts[p].names]
-        return torch.cat(tensors, 1)
+    def column(self, name: str) -> Tensor:
+        return torch.tensor([getattr(run, name) for run in self.runs], device=self.stack.device)[:, None]
+
+    def mine(self, tensor: Tensor) -> Tensor:
+        return tensor.detach()[self.stack.data_parallel * REPLICAS :]
+
+    def tensors(self, p: int) -> list[Tensor]:
+        return [self.mine(self.stack.tensors[name]) for name in self.layouts[p].names]
 
     def momenta(self, p: int) -> list[Tensor]:
-        """Return the momenta of fragment ``p`` that are averaged, each of all replicas."""
-        run, state = self.run, self.stack.state
-        keys = ["momentum"] + ["first"] * run.average_adamw
-        return [state[name][key] for name in self.layouts[p].names for key in keys if key in state[name]]
+        states = [self.stack.state[name] for name in self.layouts[p].names]
+        return [self.mine(state["momentum"]) for state in states if "momentum" in state]
 
     def step(self, step: int) -> None:
         """Send and merge what is due after inner step ``step``, counted from the first of the outer loop."""
         for action in self.schedule.actions(step):
             if isinstance(action, Send):
-                self.send(action.fragment, action.outer_step)
+                self.send(action.fragment)
             elif action.fragment in self.flights:
                 self.merge(action.fragment)
 
-    def send(self, p: int, outer_step: int) -> None:
-        local = self.flat(p)
-        payloads = [self.codec.encode(self.globals[p] - each) for each in local]
-        self.sent_bytes += len(payloads[0])
-        before = after = None
-        tensors, run = self.momenta(p), self.run
-        if run.average and tensors and outer_step % run.average_every == 0:
-            before = torch.cat([tensor.flatten(1) for tensor in tensors], 1)
-            after = self.averaged(p, before)
-        self.flights[p] = local, mean(self.codec, payloads, local.shape[1]), before, after
-
-    def averaged(self, p: int, values: Tensor) -> Tensor:
-        """Return the mean of ``(M, n)`` values, each encoded by the codec of the momenta."""
-        if self.run.average == "reset":
-            return torch.zeros_like(values[0])
-        codec, payloads = make_codec(self.run.average), []
-        residuals = self.residuals.setdefault(p, torch.zeros_like(values))
-        last = self.averages.get(p, torch.zeros_like(values[0])) if self.run.average_change else 0.0
-        for mine, residual in zip(values, residuals, strict=True):
-            payload, error = encode_with_feedback(codec, mine - last, residual, self.run.average_feedback)
-            residual.copy_(error)
-            payloads.append(payload)
-        self.sent_bytes += len(payloads[0])
-        self.averages[p] = last + mean(codec, payloads, values.shape[1])
-        return self.averages[p]
+    def send(self, p: int) -> None:
+        local = flat(self.tensors(p))
+        self.flights[p] = local, mean(decoded(self.codec, by_replica(self.globals[p]) - local))
+        self.sent_bytes += self.codec.payload_bytes(local.shape[1])
+        if tensors := self.momenta(p):  # changes of the last mean travel
+            momenta = flat(tensors)
+            last = self.means.get(p, mean(torch.zeros_like(momenta)))
+            self.means[p] = last + mean(decoded(self.average, momenta - by_replica(last)))
+            self.flights[p] += ((by_replica(self.means[p]) - momenta) * by_replica(self.averages),)
+            self.sent_bytes += self.averages[:, 0] * self.average.payload_bytes(momenta.shape[1])
 
     def merge(self, p: int) -> None:
-        sent, average, before, after = self.flights.pop(p)
-        self.nesterov.update(average, self.states[p], self.globals[p])
-        change = self.globals[p] - sent
-        start = 0
-        with torch.no_grad():
-            for name in self.layouts[p].names:
-                values = self.stack.tensors[name]
-                values += change[:, start : start + values[0].numel()].view(values.shape)
-                start += values[0].numel()
-            if before is None or after is None:
-                return
-            factor = self.run.momentum**self.run.overlap_steps if self.run.decay else 1.0
-            difference, start = (after - before).mul_(factor), 0
-            for values in self.momenta(p):
-                values += difference[:, start : start + values[0].numel()].view(values.shape)
-                start += values[0].numel()
+        sent, average, *changes = self.flights.pop(p)
+        velocity = self.velocities[p].mul_(self.mu).add_(average)
+        self.globals[p].sub_((velocity * self.mu).add_(average).mul_(self.rate))
+        for values, part in parts(self.tensors(p), by_replica(self.globals[p]) - sent):
+            values += part
+        for change in changes:
+            for values, part in parts(self.momenta(p), change):
+                values += part
 
-    def end(self) -> None:
-        for p in list(self.flights):
-            self.merge(p)
-
-    def global_stack(self) -> Stack:
-        """Return one model that has the global parameters."""
-        tensors: dict[str, Tensor] = {}
-        for layout, each in zip(self.layouts, self.globals, strict=True):
-            tensors |= {name: part.clone()[None] for name, part in layout.named(each).items()}
-        return Stack(self.run, tensors, {}, 0)
+    def parameters(self) -> Tensors:
+        """Return the parameters of each run: the global ones, or those of data-parallel training."""
+        tensors = self.stack.parameters()
+        for layout, global_values in zip(self.layouts, self.globals, strict=True):
+            for values, part in parts([tensors[n][self.stack.data_parallel :] for n in layout.names], global_values):
+                values.copy_(part)
+        return tensors
 
 
-def mean(codec: Any, payloads: list[Tensor], numel: int) -> Tensor:
-    total = torch.zeros(numel)
-    for payload in payloads:
-        codec.accumulate(payload, total, 1.0)
-    return total / len(payloads)
+def by_replica(values: Tensor) -> Tensor:
+    return values.repeat_interleave(REPLICAS, 0)
 
 
-def batches(corpus: Corpus, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the tokens and targets of all replicas, each ``(M, batch, sequence)``."""
+def mean(values: Tensor) -> Tensor:
+    """Return the mean over the replicas of each run of ``(C, n)`` values."""
+    return values.view(-1, REPLICAS, values.shape[1]).mean(1)
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten(1) for tensor in tensors], 1)
+
+
+def parts(tensors: list[Tensor], values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each tensor with its part of ``(C, n)`` values, in its shape."""
+    pieces = torch.split(values, [tensor[0].numel() for tensor in tensors], 1)
+    return ((tensor, piece.view(tensor.shape)) for tensor, piece in zip(tensors, pieces, strict=True))
+
+
+def decoded(codec: Codec, values: Tensor) -> Tensor:
+    """Return what the receivers of each row of ``(C, n)`` values decode."""
+    rows = F.pad(values, (0, -values.shape[1] % BLOCK))
+    return codec.decode(codec.encode(rows.flatten()), rows.numel()).view(rows.shape)[:, : values.shape[1]]
+
+
+def batches(corpus: Corpus, runs: list[Run], device: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the tokens and targets of all replicas of all runs, each ``(C, batch, sequence)``."""
+    size = runs[0].sequences // REPLICAS
+    seeds = sorted({run.seed for run in runs})
+    order = [seeds.index(run.seed) * REPLICAS + m for run in runs for m in range(REPLICAS)]
     samplers = [
-        corpus.batches(
-            sequence_length=LENGTH, batch_size=SEQUENCES // REPLICAS, seed=seed, replica=m, num_replicas=REPLICAS
-        )
+        corpus.batches(sequence_length=LENGTH, batch_size=size, seed=seed, replica=m, num_replicas=REPLICAS)
+        for seed in seeds
         for m in range(REPLICAS)
     ]
     while True:
         drawn = [sampler.next_batch() for sampler in samplers]
-        yield torch.stack([x for x, _ in drawn]), torch.stack([y for _, y in drawn])
+        tokens, targets = (torch.stack([each[i] for each in drawn]).to(device)[order] for i in range(2))
+        yield tokens, targets
 
 
-def shared_start(run: Run, drawn: Iterator[tuple[Tensor, Tensor]]) -> Stack:
-    """Return one model after the data-parallel steps that all algorithms share; the last one is kept in ``runs``."""
-    inner = {name: getattr(run, name) for name in INNER}
-    file = Path("runs") / "stacked" / f"{hashlib.sha256(repr(inner).encode()).hexdigest()[:16]}.pt"
-    if file.exists():
-        for _ in range(FIRST):
-            next(drawn)
-        tensors, state = torch.load(file)
-        return Stack(run, tensors, state, FIRST)
-    stack = Stack.new(run)
-    for _ in range(FIRST):
-        tokens, targets = next(drawn)
-        stack.train(tokens.reshape(1, -1, LENGTH), targets.reshape(1, -1, LENGTH))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(({name: each.detach() for name, each in stack.tensors.items()}, stack.state), file)
-    return stack
+def heldout(stack: Stack, history: list[Tensors], corpus: Corpus) -> list[float]:
+    """Return the loss of each run on 512 held-out sequences, with the mean of ``history`` as parameters."""
+    tensors = {name: torch.stack([each[name] for each in history]).mean(0) for name in history[0]}
+    total, number = torch.zeros(len(stack.runs), device=stack.device), 512 // 16
+    with torch.no_grad():
+        for pair in heldout_batches(corpus.heldout, LENGTH, 16, 512):
+            tokens, targets = (each.to(stack.device).expand(len(stack.runs), -1, -1) for each in pair)
+            total += losses(stack.model, tensors, tokens, targets, stack.cosine, stack.sine)
+    return (total / number).tolist()
 
 
-def train(run: Run, corpus: Corpus) -> dict[str, Any]:
-    """Train one run and return its row."""
-    cpu_s, drawn, outer = time.process_time(), batches(corpus, run.seed), None
-    stack = shared_start(run, drawn).copied(REPLICAS if run.algorithm == "streaming" else 1, run)
-    losses: list[float] = []
-    outer = Outer(stack) if run.algorithm == "streaming" else None
-    for step, (tokens, targets) in zip(range(FIRST, run.steps), drawn, strict=False):
-        shape = stack.copies, -1, LENGTH
-        losses.append(stack.train(tokens.reshape(shape), targets.reshape(shape)))
+def train(runs: list[Run], corpus: Corpus, device: str) -> Iterator[dict[str, Any]]:
+    """Train runs together and yield their rows."""
+    cpu_s, wall_s, run = time.process_time(), time.perf_counter(), runs[0]
+    stack, outer = Stack(runs, device), None
+    steps = run.steps - run.start
+    recent: list[Tensor] = []
+    history: list[Tensors] = []
+    for step, (tokens, targets) in zip(range(-run.start, steps), batches(corpus, runs, device), strict=False):
+        if step == 0 and stack.data_parallel < len(runs):
+            outer = Outer(stack)
+        recent = [*recent[-49:], stack.train(tokens, targets)]
         if outer is not None:
-            outer.step(step + 1 - FIRST)
-    if outer is not None:
-        outer.end()
-        stack = outer.global_stack()
-    row = {**run.changes(), "heldout_loss": stack.heldout(corpus), "training_loss": sum(losses[-50:]) / 50}
-    if outer is not None:
-        row["sent_bytes"] = outer.sent_bytes
-    return row | {"cpu_s": round(time.process_time() - cpu_s, 1), "date": time.strftime("%Y-%m-%d")}
+            outer.step(step + 1)
+        if step + 1 == steps and outer is not None:
+            for p in list(outer.flights):
+                outer.merge(p)
+        if step + 1 >= (1 - max(SHARES)) * steps and (step + 1) % 10 == 0:
+            history.append(outer.parameters() if outer is not None else stack.parameters())
+    counts = [1, *(max(1, round(share * steps / 10)) for share in SHARES)]
+    results = [heldout(stack, history[-count:], corpus) for count in counts]
+    training = torch.stack(recent).mean(0).view(-1, REPLICAS).mean(1).tolist()
+    for number, each in enumerate(runs):
+        row = {**each.changes(), "heldout_loss": results[0][number], "means": [loss[number] for loss in results[1:]]}
+        row["training_loss"] = training[number]
+        if outer is not None and number >= stack.data_parallel:
+            row["sent_bytes"] = int(outer.sent_bytes[number - stack.data_parallel])
+        row |= {"device": device, "together": len(runs), "wall_s": round(time.perf_counter() - wall_s, 1)}
+        yield row | {"cpu_s": round((time.process_time() - cpu_s) / len(runs), 1), "date": time.strftime("%Y-%m-%d")}
 
 
 def main() -> None:
@@ -318,27 +323,66 @@ def main() -> None:
     parser.add_argument("group", nargs="*", help="names of groups of GROUPS; default: all of them, in order")
     parser.add_argument("--most", type=int, default=10**9, help="number of rows to run at most")
     parser.add_argument("--rows", type=Path, default=HERE / "stacked.jsonl", help="the file of the rows")
+    parser.add_argument("--table", action="store_true", help="print a table of the rows, and run nothing")
+    parser.add_argument("--device", default="cpu", help="such as cuda, which needs other rows than a CPU")
+    parser.add_argument("--together", type=int, default=1, help="number of runs in one stack, at most")
+    parser.add_argument("--data", nargs="*", default=(), help="as data.paths; default: Python's standard library")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    corpus = build_corpus(DataSettings())
-    left = given.most
-    for group in given.group or GROUPS:
-        for run in GROUPS[group]:
-            if not left:
-                return
-            lines = given.rows.read_text("utf-8").splitlines() if given.rows.exists() else []
-            known = [{name: row[name] for name in row if name in NAMES} for row in map(json.loads, lines)]
-            if run.changes() in known:
-                continue
-            left -= 1
-            row = train(run, corpus)
-            with given.rows.open("a", encoding="utf-8") as file:
+    rows = list(map(json.loads, given.rows.read_text("utf-8").splitlines())) if given.rows.exists() else []
+    if given.table:
+        head = ["settings", "held-out loss of each seed", "mean", "relative to data-parallel", "mean of the last 10 %"]
+        print(table(head, lines(rows)))
+        return
+    known = list(map(settings, rows))
+    runs = [run for group in given.group or GROUPS for run in GROUPS[group]]
+    missing = [run for run in dict.fromkeys(runs) if run.changes() not in known][: given.most]
+    corpus = build_corpus(DataSettings(paths=tuple(given.data)))
+    for some in stacks(missing, given.together):
+        with given.rows.open("a", encoding="utf-8") as file:
+            for row in train(some, corpus, given.device):
                 file.write(json.dumps(row) + "\n")
-            print(json.dumps(row), flush=True)
+                print(json.dumps(row), flush=True)
 
 
-INNER = ("seed", "steps", "optimizer", "learning_rate", "matrix_lr_ratio", "momentum", "betas", "newton_schulz_steps")
-NAMES = {field.name for field in fields(Run)}
+def settings(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in RESULTS}
+
+
+def lines(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
+    """Yield the cells of `table`, one line for all seeds of the same settings."""
+    groups: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        key = json.dumps({**settings(row), "seed": ""}, sort_keys=True)
+        groups.setdefault(key, {})[row.get("seed", 0)] = row
+    for key, runs in sorted(groups.items()):
+        shown = {name: value for name, value in json.loads(key).items() if value != ""}
+        inner = {name: value for name, value in shown.items() if name not in OUTER}
+        rivals = groups.get(json.dumps({**inner, "algorithm": "data-parallel", "seed": ""}, sort_keys=True), {})
+        losses = {seed: row["heldout_loss"] for seed, row in sorted(runs.items())}
+        gaps = [100 * (losses[seed] / rivals[seed]["heldout_loss"] - 1) for seed in losses if seed in rivals]
+        means = [100 * (row["means"][1] / row["heldout_loss"] - 1) for row in runs.values() if "means" in row]
+        cells = [", ".join(f"{loss:.4f}" for loss in losses.values()), f"{fmean(losses.values()):.4f}"]
+        cells += [", ".join(f"{gap:+.2f} %" for gap in gaps), f"{fmean(means):+.2f} %" if means else ""]
+        yield [", ".join(f"{name} {value}" for name, value in shown.items()), *cells]
+
+
+def stacks(runs: list[Run], most: int) -> Iterator[list[Run]]:
+    """Divide runs into lists of at most ``most`` that can be trained together, data-parallel runs first."""
+    alike: dict[Any, list[Run]] = {}
+    for run in runs:
+        kept = {name: value for name, value in vars(run).items() if name not in NUMBERS}
+        kept["average"] = run.average or "fp4"
+        alike.setdefault(tuple(kept.values()), []).append(run)
+    for some in alike.values():
+        for start in range(0, len(some), most):
+            yield sorted(some[start : start + most], key=lambda run: run.algorithm != "data-parallel")
+
+
+RESULTS = {"heldout_loss", "means", "training_loss", "sent_bytes", "device", "together", "wall_s", "cpu_s", "date"}
+OUTER = {"outer_learning_rate", "outer_momentum", "average", "overlap_steps"}
+NUMBERS = {"algorithm", "seed", "learning_rate", "final_ratio", "matrix_lr_ratio", "momentum"}
+NUMBERS |= {"outer_learning_rate", "outer_momentum"}
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from .algorithm import SendersMean as SendersMean
 from .algorithm import Sgd as Sgd
 from .algorithm import SyncSchedule as SyncSchedule
 from .algorithm import ValueSchedule as ValueSchedule
-from .algorithm import hidden_matrices as hidden_matrices
 from .algorithm import make_codec as make_codec
 from .algorithm import muon as muon
 from .algorithm import partition as partition

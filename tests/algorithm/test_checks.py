@@ -11,7 +11,7 @@ from torch import nn
 from diloco import AlphaMerge, InProcessTransport, Nesterov, Sgd, SyncSchedule, ValueSchedule
 from diloco.algorithm import AVERAGES, CODECS, MERGE_RULES, OUTER_OPTIMIZERS, Registry, SendersMean, make_codec
 from diloco.algorithm import partition as divide
-from diloco.errors import ConfigurationError, FragmentError
+from diloco.errors import ConfigurationError
 from diloco.protocol import Rules
 
 NAN, INF = math.nan, math.inf
@@ -54,17 +54,6 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert type(schedule.inner_steps) is int
     assert [step for step in range(1, 10) if schedule.actions(step)] == [4, 5, 8, 9]
     assert Nesterov(learning_rate=np.float32(0.5)).learning_rate == 0.5
-
-
-def test_a_model_without_numbered_layers_is_told_what_works() -> None:
-    """torch's RNN is such a model."""
-    model = nn.RNN(2, 3)
-    with pytest.raises(FragmentError) as caught:
-        divide(model, num_fragments=2)
-    works = 'partition(model, num_fragments=2, strategy="balanced")'
-    assert "can't have 2 strided fragments" in str(caught.value)
-    assert f"Use 1 fragment, or fragments={works}" in str(caught.value)
-    assert len(eval(works, {"model": model, "partition": divide})) == 2
 
 
 @pytest.mark.parametrize("registry", [AVERAGES, CODECS, MERGE_RULES, OUTER_OPTIMIZERS])

@@ -28,11 +28,13 @@ from diloco.testing import check_average_rule
 from tests.algorithm.contributions import SIZE, contribution
 from tests.replicas import Swarm, Vectors, quadratic
 
+SHORTER = torch.zeros(4 * SIZE - 4, dtype=torch.uint8)
+
 
 def decide(given: Sequence[Contribution], *, num_replicas: int = 3, least: int = 3, **absent: str) -> Verdict:
     """Judge contributions. ``absent`` is given as ``r1="was not heard of"``."""
     return judge(
-        {each.replica: each for each in given},
+        {each.replica: each.checked() for each in given},
         members=range(num_replicas),
         min_contributors=least,
         absent={int(name[1:]): why for name, why in absent.items()},
@@ -52,7 +54,10 @@ class TestJudge:
         ("change", "words"),
         [
             ({"withdrawn": "gradients that are not finite"}, "gradients that are not finite"),
-            ({"numel": SIZE - 1}, f"holds {SIZE - 1} values instead of {SIZE} values"),
+            (
+                {"numel": SIZE - 1, "payload": torch.zeros(4 * SIZE - 4, dtype=torch.uint8)},
+                f"holds {SIZE - 1} values instead of {SIZE} values",
+            ),
             ({"weight": 0.0}, "its weight is 0.0, which is not from 1e-18 to 1e+18"),
             ({"weight": -1.0}, "its weight is -1.0"),
             ({"weight": float("nan")}, "its weight is nan"),
@@ -61,10 +66,10 @@ class TestJudge:
             ({"weight": 1e-46}, "its weight is 1e-46"),  # zero in float32
             ({"payload": torch.zeros(4 * SIZE - 1, dtype=torch.uint8)}, "values must be a tensor of shape"),
             ({"payload": torch.full((4 * SIZE,), 0xFF, dtype=torch.uint8)}, "contains NaN or infinity at value 0"),
-            ({"buffers": torch.tensor([1.0])}, "holds (1,) torch.float32 floating buffers instead of (2,)"),
-            ({"buffers": None}, "holds no floating buffers instead of (2,) torch.float32"),
-            ({"integers": torch.zeros(7, dtype=torch.uint8)}, "holds (7,) torch.uint8 integer buffers instead of"),
-            ({"integers": None}, "holds no integer buffers instead of (8,) torch.uint8"),
+            ({"buffers": torch.tensor([1.0])}, "holds 1 floating buffers instead of 2"),
+            ({"buffers": None}, "holds no floating buffers instead of 2"),
+            ({"integers": torch.zeros(7, dtype=torch.uint8)}, "holds 7 integer buffers instead of"),
+            ({"integers": None}, "holds no integer buffers instead of 8"),
         ],
     )
     @pytest.mark.parametrize("bad", [0, 2])

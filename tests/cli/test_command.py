@@ -17,7 +17,6 @@ from diloco import __version__
 from diloco.cli import COMMANDS, main
 from diloco.config import parse_options
 from diloco.errors import DEBUG, ConfigurationError, DiLoCoError
-from diloco.model import get_preset, preset_names
 from tests.cli.runs import refused
 
 
@@ -86,15 +85,6 @@ def test_misuse_ends_with_2_and_says_what_would_work(
     monkeypatch.chdir(tmp_path)
     assert words in refused(arguments, capsys)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_presets_are_listed_with_exact_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["presets"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == list(preset_names())
-    assert all(len(line) <= 80 for line in lines)
-    assert f"{get_preset('150m').parameters:,}" in "".join(lines)
-    assert any(line.split()[0] == "1b" and line.split()[-2] == "125" for line in lines), "H"
 
 
 def call_command(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,8 @@ def test_flags_and_file_are_those_of_train(tmp_path: Path, capsys: pytest.Captur
     own = plan["prediction"]
     assert (own["inner_steps"], own["codec"], own["num_fragments"], own["overlap_steps"]) == (60, "int8", 1, 0)
     assert own["fragments"][0]["values"] == plan["model"]["trained"] == 35_265_792
+    printed = tomllib.loads(output_of(f"{file} --inner-steps 60 --transport swarm --print-config", capsys))
+    assert (printed["sync"]["inner_steps"], printed["network"]["transport"]) == (60, "swarm")
 
 
 def test_emulated_links_of_the_settings_are_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ import tomllib
 
 import pytest
 
-from diloco.config import RENAMED, Configuration, flatten, keys_of, parse_arguments, typed_values
+from diloco.config import RENAMED, Configuration, keys_of, parse_arguments, typed_values
 from diloco.errors import ConfigurationError
 
 MOST = 80
@@ -55,8 +55,3 @@ def test_an_old_flag_is_refused_with_the_new_one(flag: str, new: str) -> None:
 def test_a_number_without_its_unit_is_refused_with_an_example(words: str) -> None:
     with pytest.raises(ConfigurationError, match=r"such as '(80ms|500Mbit)'"):
         parse_arguments(words.split())
-
-
-def test_durations_and_rates_print_their_units() -> None:
-    values = flatten(Configuration())
-    assert (str(values["network.silence"]), str(values["network.round_timeout"])) == ("15s", "10min")

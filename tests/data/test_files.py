@@ -16,7 +16,7 @@ import fsspec
 import pytest
 import zstandard
 
-from diloco.data import DataSettings, Source, StandardLibrary, build_corpus, read_rows
+from diloco.data import DataSettings, Source, StandardLibrary, read_rows
 from diloco.errors import ConfigurationError, DataError
 from diloco.waiting import in_thread
 from tests.lazy import Lazy
@@ -213,15 +213,6 @@ def test_parquet_reads_the_named_column_across_batches(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", in_parquet(other=list(range(2500)), body=texts))
     write(tmp_path / "0.parquet", in_parquet(body=pyarrow.array([], "string")))  # without rows
     assert documents_of([tmp_path], text_field="body") == texts
-
-
-@pytest.mark.parametrize("data", ["a.parquet", "hf:some/data"])
-def test_data_that_needs_datasets_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str) -> None:
-    write(tmp_path / "a.parquet", in_parquet())
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigurationError, match=r"needs datasets, .* pip install 'diloco\[hf\]'"):
-        build_corpus(DataSettings(paths=(data,)))
 
 
 def test_the_standard_library_leaves_out_what_differs_between_machines(

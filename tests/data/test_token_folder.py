@@ -16,8 +16,6 @@ from diloco.errors import ConfigurationError, DataError
 from tests.data.streams import numbered
 from tests.runs import train
 
-SPLITS = ("train", "heldout")
-
 
 def of(*paths: Path, **settings: object) -> DataSettings:
     return at(*paths, heldout_fraction=0.2, **settings)

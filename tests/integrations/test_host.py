@@ -94,14 +94,6 @@ def test_a_refused_state_leaves_the_local_parameters_alone(wrong: str) -> None:
     assert all(map(torch.equal, model.parameters(), before))
 
 
-@pytest.mark.parametrize("state", [None, {"replica": 0, "diloco": {}, "local": 3}])
-def test_what_is_no_state_is_refused(state: Any) -> None:
-    model, replica = nn.Linear(1, 1), HostedReplica("global", {})
-    replica.begin(model, torch.optim.SGD(model.parameters()), None)
-    with pytest.raises(CheckpointError, match="The state is not what this version saves"):
-        replica.load_state_dict(state)
-
-
 @pytest.mark.parametrize("seed", [None, 0, 5])
 def test_shares_are_of_one_size_and_have_nothing_in_common(seed: int | None) -> None:
     for samples, replicas in ((7, 1), (7, 2), (8, 4), (11, 4), (4, 4)):

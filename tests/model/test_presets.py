@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from diloco.errors import ConfigurationError
 from diloco.model import build_model, get_preset, preset_names
 
 NOMINAL = {  # the companion paper's table, and the tolerance that its digits allow
@@ -29,8 +28,3 @@ def test_the_count_is_that_of_the_model_and_near_the_papers(name: str) -> None:
     assert preset.parameters == pytest.approx(nominal, rel=tolerance)
     assert preset.sequence_length <= preset.model.max_sequence_length
     assert preset.vocab_size == (preset.model.vocab_size or 257)
-
-
-def test_unknown_name_names_the_nearest() -> None:
-    with pytest.raises(ConfigurationError, match="did you mean 'streaming-35m'"):
-        get_preset("streamin-35m")

@@ -138,13 +138,6 @@ def test_json_lines_have_time_level_and_message(tmp_path: Path, capsys: pytest.C
     assert datetime.fromisoformat(lines[0]["time"]).utcoffset() == timedelta(0)
 
 
-def test_every_plain_line_is_flushed_and_written_as_the_stream_can() -> None:
-    raw = io.BytesIO()
-    sink = PlainConsole(io.TextIOWrapper(raw, encoding="ascii"))
-    sink.handle(events.Note(step=3, text="naïve \ud800"))
-    assert raw.getvalue() == b"3/0  na\\xefve \\ud800\n"
-
-
 def test_an_interrupted_run_tells_where_it_stopped() -> None:
     stream, clock = io.StringIO(), Clock()
     sink = PlainConsole(stream, clock=clock)
@@ -181,6 +174,15 @@ def test_the_live_display_half_way() -> None:
     kept = stream.getvalue()
     for words in ("round void: " + REASON, "checkpoint runs/heron/step-8", "perplexity 12.18", "  rounds  2 fragments"):
         assert kept.count(words) == 1
+
+
+def test_the_summary_and_the_sample_follow_the_last_picture() -> None:
+    stream, clock, sink = terminal()
+    tell(sink, clock)
+    end = stream.getvalue()[stream.getvalue().rindex("tokens/s") :]
+    assert end.index("(final)") < end.index("\nsample") < end.index("\nfinished\n")
+    assert "  def [bold]f[/bold](x):\n" in end
+    assert "return \\x1b[31mx\\r" in end
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, 1e9])

@@ -59,9 +59,10 @@ def test_the_speed_counts_training_and_the_time_left_everything() -> None:
     progress = RunProgress()
     progress.take(started(total_steps=7), 0.0)
     for number, now_s in ((1, 10.0), (2, 11.0), (3, 14.0)):  # with a pause of two seconds
-        progress.take(step(number, tokens=50 * number, step_s=1.0), now_s)
+        progress.take(step(number, tokens=50 * number, step_s=1.0, model_flops_utilization=0.1 * number), now_s)
         assert (progress.tokens_per_s is None) == (progress.left_s is None) == (number == 1)
     assert (progress.tokens_per_s, progress.left_s) == (50.0, 8.0)
+    assert progress.utilization == pytest.approx(0.2)
 
 
 def test_the_loss_is_a_mean_of_the_last_finite_ones_unless_the_last_is_not_finite() -> None:

@@ -57,11 +57,6 @@ def test_all_are_closed_also_when_one_cannot_be(capsys: pytest.CaptureFixture[st
     )
 
 
-def test_an_interrupt_is_not_held_back() -> None:
-    with pytest.raises(KeyboardInterrupt):
-        tell(Sinks({"a": Recorder(fails_at=1, error=KeyboardInterrupt())}), 1)
-
-
 def test_closed_streams_end_their_output_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Pipe(io.StringIO):
         def write(self, text: str) -> int:

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from diloco.algorithm import AlphaMerge, MergeRule, Nesterov, RebaseMerge, RoundId, Sgd, SyncSchedule, muon, partition
+from diloco.algorithm import AlphaMerge, MergeRule, Nesterov, RebaseMerge, RoundId, Sgd, SyncSchedule
 from diloco.errors import ConfigurationError
 from diloco.outer import DiLoCo, Fragment
 from diloco.transport import InProcessTransport
@@ -118,45 +117,6 @@ def test_one_replica_uses_the_global_state_of_another() -> None:
     second = DiLoCo(model, inner, transport=transport.endpoint(1), global_state_of=first)
     assert second.fragments[0].state is first.fragments[0].state
     assert first.fragments[0].state.users == 2
-
-
-def test_averaged_momenta_keep_what_a_replica_has_learnt_since_the_send() -> None:
-    layouts = [
-        replace(each, momenta=("second",) * (each.index == 1))
-        for each in partition(Vectors(), num_fragments=3, strategy="patterns", patterns=Vectors.PATTERNS)
-    ]
-    schedule = SyncSchedule(inner_steps=3, num_fragments=3, overlap_steps=1, offsets=(0, 0, 0))
-    swarm = Swarm(2, schedule, make_inner=muon, merge=RebaseMerge(), fragments=layouts)
-
-    gradients: dict[int, Tensor] = {}
-
-    def gradient(replica: int, step: int, model: nn.Module) -> None:
-        quadratic(1)(replica, step, model)
-        gradients[replica] = model.get_parameter("second").grad.clone()
-
-    def momenta() -> list[Tensor]:
-        pairs = zip(swarm.models, swarm.inner, strict=True)
-        return [inner.state[model.get_parameter("second")]["momentum_buffer"].clone() for model, inner in pairs]
-
-    swarm.run(3, gradient)
-    sent = momenta()
-    swarm.run(1, gradient)
-    mean = (sent[0] + sent[1]) / 2
-    for m, now in enumerate(momenta()):
-        learnt = 0.95 * sent[m] + gradients[m] - sent[m]
-        assert torch.allclose(now, mean + learnt, atol=1e-6)
-    fragment = swarm.replicas[0].fragments[1]
-    assert fragment.layout.sizes == (6, 6)
-    assert torch.allclose(fragment.layout.named_momenta(fragment.global_params)["second"], mean, atol=1e-6)
-    joiner = Swarm(1, schedule, make_inner=muon, fragments=layouts)
-    for mine, theirs in zip(joiner.replicas[0].fragments, swarm.replicas[0].fragments, strict=True):
-        mine.state.load(theirs.state.snapshot(), 1)
-    joiner.replicas[0].begin_from_global()
-    assert torch.allclose(
-        joiner.inner[0].state[joiner.models[0].get_parameter("second")]["momentum_buffer"], mean, atol=1e-6
-    )
-    with pytest.raises(ConfigurationError, match="momentum of second is to be averaged, but no inner optimizer"):
-        Swarm(1, schedule, fragments=layouts)
 
 
 def test_the_digest_of_a_large_state_is_computed_in_a_thread_after_each_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,6 @@ from diloco import (
     muon,
     partition,
 )
-from diloco.algorithm import hidden_matrices
 from diloco.transport import NodePlace
 from tests.processes import Processes, free_port
 from tests.replicas import quadratic
@@ -56,7 +55,6 @@ class Case:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=lambda: BLOCKS)
     inner: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)
     digest_of_shards: str = ""
-    momenta: bool = False  # whether they are averaged
 
 
 CASES = {
@@ -79,13 +77,6 @@ CASES = {
         "9409e2307f815f55",
         schedule=SyncSchedule(inner_steps=4, num_fragments=2, overlap_steps=4),
         digest_of_shards="9409e2307f815f55",
-    ),
-    "muon, averaged momenta": Case(
-        "2a964e4f4c9068f7",
-        shapes=MATRICES,
-        inner=lambda model: muon(model, lr=0.01),
-        arguments={"codec": "fp4"},
-        momenta=True,
     ),
     "muon": Case("b0c7ff1fe2780eee", shapes=MATRICES, inner=lambda model: muon(model, lr=0.01)),
 }
@@ -118,12 +109,7 @@ class Replica:
             self.inner,
             transport=transport,
             schedule=case.schedule,
-            fragments=partition(
-                self.model,
-                num_fragments=fragments,
-                strategy="balanced",
-                momenta=hidden_matrices(self.model) if case.momenta else (),
-            ),
+            fragments=partition(self.model, num_fragments=fragments, strategy="balanced"),
             outer_optimizer=Nesterov(learning_rate=0.4),
             weight=1.0 + number % 3,
             **case.arguments,

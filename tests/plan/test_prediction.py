@@ -39,14 +39,6 @@ def test_the_cost_of_each_fragment_by_hand() -> None:
     assert cost.step_s == pytest.approx(0.25 / cost.compute_utilization)
 
 
-def test_rounds_that_end_within_the_overlap_cost_no_utilisation() -> None:
-    hidden, shown = predict(STREAMING, site(1e9)), predict(STREAMING, site(2e7, latency=0.5))
-    assert hidden.compute_utilization == hidden.p90_utilization == 1
-    assert all(each.round_s < 5 * 0.25 and each.waited_s == 0 for each in hidden.fragments)
-    assert shown.p90_utilization < shown.compute_utilization < shown.ideal_utilization <= 1
-    assert all(each.round_s < each.p90_round_s for each in shown.fragments)
-
-
 def test_the_work_of_sends_and_merges_costs_utilisation() -> None:
     blocking = replace(STREAMING, schedule=SyncSchedule(inner_steps=10, num_fragments=4))
     place = site(1e12, latency=0.0, send_s_per_value=1e-7, merge_s_per_value=2e-7)
@@ -106,9 +98,3 @@ def test_the_table_is_sorted_by_utilisation_and_then_by_bytes() -> None:
     keys = [(-round(row.compute_utilization, 3), row.sent_bytes_per_step) for row in rows]
     assert keys == sorted(keys)
     assert len({utilization for utilization, _ in keys}) < len(keys), "some are equal but for their bytes"
-
-
-def test_an_own_codec_replaces_that_of_the_same_name() -> None:
-    blocks = replace(STREAMING, codec=make_codec("fp4", block_size=64))
-    (row,) = [row for row in table(blocks, site(1e7), inner_steps=(), codecs=("fp4",))]
-    assert row.fragments[0].sent_bytes == make_codec("fp4", block_size=64).payload_bytes(2_000_000)

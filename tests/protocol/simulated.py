@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from diloco.membership import Policy
-from diloco.protocol import Effects, Rules
+from diloco.protocol import Effects, Rules, WireMessage
 from tests.membership.network import Limits, Network, explore, wander
 from tests.protocol.simulated_rank import LATE_S, TIMEOUT_S, Rank, weight_of
 
@@ -17,6 +19,13 @@ class Stranger:
     """A connected rank that is no member; the test sends its messages."""
 
     act = receive = lose = may = suffer = lambda *arguments, **more: False  # it does nothing
+
+
+def instead(kind: type[WireMessage], to: Sequence[int] = range(99), **fields: Any) -> Callable[[int, Any], list[Any]]:
+    """Return a `Rank.lie`: change these fields in each message of a type to the ranks ``to``."""
+    return lambda receiver, message: [
+        msgspec.structs.replace(message, **fields) if isinstance(message, kind) and receiver in to else message
+    ]
 
 
 def rules_of(policy: Policy | None = None, *, survive: bool = True) -> Rules:

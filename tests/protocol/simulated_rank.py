@@ -88,6 +88,7 @@ class Rank:
         self._todo: deque[Callable[[], object]] = deque()
         self._given: dict[int, Contribution] = {}
         self._exchanges: dict[tuple[int, RoundId], GiveVerdict | None] = {}
+        self._begun: dict[tuple[int, RoundId], View] = {}  # the views of all exchanges
         self.machine = Machine(self.rules)
         view = founded or View.of(replicas)
         self.step, self.first_step = step, step + 1
@@ -248,10 +249,13 @@ class Rank:
         for started in effects.exchanges:
             view, round_id = started.view, started.contribution.round
             self._exchanges[view.id, round_id] = None
-            self.shards[view, round_id, self.machine.rules.position] = started.plan.shards
+            self._begun[view.id, round_id] = view
         for given in effects.verdicts:
             if (given.view_id, given.round) in self._exchanges:
                 self._exchanges[given.view_id, given.round] = given
+            if given.plan is not None:
+                what = self._begun[given.view_id, given.round], given.round, self.machine.rules.position
+                self.shards[what] = given.plan.shards
 
     def _send(self, rank: int, message: WireMessage) -> None:
         self.sent.append(message)
@@ -326,10 +330,8 @@ class Rank:
     def _submit(self, step: int) -> None:
         self.errors.pop(step, None)
         given = self._given[step]
-        taken = max((each for each in self.averages if each <= step - 3), default=None)  # rounds take up to three steps
-        after = None if taken is None else self._given[taken].round
         uplink = Uplink(10 ** ((self.rank + step) % 3), full=True)
-        submitted = Submitted(given, step, self.now_s, uplink=uplink, after=after)
+        submitted = Submitted(given, step, self.now_s, uplink=uplink)
         self._todo.append(partial(self.handle, self.machine.rounds.submit, submitted))
 
     def _step_of(self, round_id: RoundId) -> int:

@@ -33,7 +33,7 @@ from diloco.protocol import (
     encode,
 )
 from tests.membership.network import Limits, Network
-from tests.protocol.simulated import rules_of
+from tests.protocol.simulated import instead, rules_of
 from tests.protocol.simulated_rank import LATE_S, TIMEOUT_S, Rank
 
 Forgery = Callable[[int, Any], Iterable[Any]]
@@ -47,13 +47,6 @@ RULES = rules_of()
 
 class Member(Rank):
     STEPS = 9
-
-
-def instead(kind: type[WireMessage], to: Iterable[int] = HONEST, **fields: Any) -> Forgery:
-    """Change these fields in each message of a type to some of the others."""
-    return lambda receiver, message: [
-        msgspec.structs.replace(message, **fields) if isinstance(message, kind) and receiver in to else message
-    ]
 
 
 def also(kind: type[WireMessage], times: int = 1, **fields: Any) -> Forgery:

@@ -96,9 +96,9 @@ def test_before_there_are_views_what_is_about_them_waits_and_nothing_else_does(r
     assert rank.machine.views.failure is None
     for sender in (2, 4):
         rank.hear(sender, MEET)
-    assert not rank.machine.barriers.values("finished")
+    assert not rank.machine.said.values("finished")
     rank.handle(rank.machine.begin, VIEW, member=True)
-    assert rank.machine.barriers.values("finished") == {2: 7}
+    assert rank.machine.said.values("finished") == {2: 7}
     assert "the others continued without replica 0: late" in str(rank.machine.views.failure)
 
 
@@ -115,10 +115,10 @@ def test_only_members_have_a_say(member: Rank, sender: int) -> None:
     """Ranks 2 and 3 belong to replica 1; 4 and 5 to a replica that is no member."""
     has_a_say = sender < 4
     member.hear(sender, MEET)
-    assert member.machine.barriers.values("finished") == ({sender: 7} if has_a_say else {})
+    assert member.machine.said.values("finished") == ({sender: 7} if has_a_say else {})
     assert member.hear(sender, Introduce(ENTRY)).introduced == ([ENTRY] if has_a_say else [])
     member.hear(sender, Speed(2.0))
-    assert member.machine.speeds == ({1: 2.0} if has_a_say else {})
+    assert member.machine.said.values(Speed) == ({sender: 2.0} if has_a_say else {})
     assert member.hear(sender, Excluded(1 << 53, "another process has taken its place")).closed == has_a_say
     assert (member.machine.views.failure is not None) == has_a_say
 
@@ -230,7 +230,7 @@ def test_one_of_three_stops_alone_and_two_stop_all() -> None:
     machine = first_of_three()
     for rank, stops in ((1, False), (2, True)):
         machine.handle(0.0, machine.receive, rank, Meet("stop", 5))
-        assert machine.barriers.stopping == stops
+        assert machine.said.stopping == stops
 
 
 def test_who_is_no_member_stops_nobody_also_if_it_asked_before_there_were_views() -> None:
@@ -240,8 +240,8 @@ def test_who_is_no_member_stops_nobody_also_if_it_asked_before_there_were_views(
         machine.handle(0.0, machine.connect, rank, 10 + rank, f"host:{rank}")
         machine.handle(0.0, machine.receive, rank, Meet("stop", step))
     machine.handle(0.0, machine.begin, View.of(3), member=True)
-    assert not machine.barriers.stopping
-    assert not machine.barriers.values("stop"), "also of the member that names a step that nobody can have reached"
+    assert not machine.said.stopping
+    assert not machine.said.values("stop"), "also of the member that names a step that nobody can have reached"
 
 
 def test_facts_of_a_stranger_refuse_nobody(rank: Rank) -> None:
@@ -249,9 +249,9 @@ def test_facts_of_a_stranger_refuse_nobody(rank: Rank) -> None:
     rank.handle(rank.machine.announce, FactsMessage(Entry(0, "host:0", {"codec": "fp4"})))
     for sender in (4, 2):
         rank.hear(sender, FactsMessage(Entry(sender, f"host:{sender}", {"codec": "int8"})))
-        assert not rank.machine.agreement.refusal()
+        assert not rank.machine.said.refusal()
     rank.handle(rank.machine.begin, VIEW, member=True)
-    assert "replica 1 (host:2) has codec = int8" in rank.machine.agreement.refusal()
+    assert "replica 1 (host:2) has codec = int8" in rank.machine.said.refusal()
 
 
 @pytest.mark.parametrize(("dissenters", "survive"), [(1, True), (2, True), (1, False)])
@@ -264,9 +264,9 @@ def test_facts_of_as_many_members_as_could_lie_refuse_nobody_where_survivors_con
     for rank in (1, 2):
         facts = {"codec": "int8" if rank <= dissenters else "fp4"}
         machine.handle(0.0, machine.receive, rank, FactsMessage(Entry(rank, f"host:{rank}", facts)))
-    assert bool(machine.agreement.refusal()) == (dissenters > 1 or not survive)
+    assert bool(machine.said.refusal()) == (dissenters > 1 or not survive)
     machine.handle(1.0, machine.lose, 1, Loss("gone", "it ended"))
-    assert bool(machine.agreement.refusal()) == (dissenters > 1 or not survive), "also once the dissenter has ended"
+    assert bool(machine.said.refusal()) == (dissenters > 1 or not survive), "also once the dissenter has ended"
 
 
 @pytest.mark.parametrize(

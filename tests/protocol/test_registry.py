@@ -72,18 +72,6 @@ def test_who_leaves_before_all_are_in_may_come_back_and_later_may_not_be_forgott
     assert made.missing == ()
 
 
-def test_in_a_run_that_is_going_on_a_joiner_takes_the_place_of_its_rank() -> None:
-    going_on = Registry(3, entries=[entry(0), entry(1), entry(2)])
-    assert going_on.running
-    going_on.register(entry(1, "10.9.9.9:1"))
-    assert going_on.entries[1].address == "10.9.9.9:1"
-    with pytest.raises(RendezvousError, match=r"replica 0 .* has codec = fp4 and replica 2 .* has codec = int8"):
-        going_on.register(entry(2, codec="int8"))
-    assert going_on.entries[2].facts["codec"] == "fp4"
-    with pytest.raises(RendezvousError, match="ranks are 0 to 2"):
-        going_on.register(entry(3))
-
-
 def test_the_entries_of_a_thousand_ranks_fit_into_a_message() -> None:
     """Regression: each repeated the facts, of which the names of many buffers make kilobytes."""
     facts = {"buffers": "b" * 2000, "frozen parameters of these digests": "f" * 2000}

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from diloco.algorithm import SyncSettings, at, hidden_matrices
+from diloco.algorithm import SyncSettings, at
 from diloco.config import build
 from diloco.model import DecoderSettings, Transformer, build_model
-from diloco.train import RunSettings, describe, diff, identity, make_fragments, outer_components, resolve
+from diloco.train import RunSettings, describe, diff, identity, outer_components, resolve
 from tests.command_lines import dotted
 
 MODEL = DecoderSettings(layers=4, width=16, ffn_width=32, heads=2, vocab_size=257)
@@ -23,17 +23,6 @@ def facts_of(model: Transformer, **values: Any) -> dict[str, str]:
     facts = describe(resolve(build(RunSettings, dotted(values)), num_layers=4), model)
     assert len(facts) <= 4
     return facts
-
-
-def test_averaged_momenta_travel_with_their_matrices(model: Transformer) -> None:
-    plain = {"optimizer__name": "Muon", "sync__codec": "float32"}
-    averaged = {**plain, "sync__arguments": {"average": {"momentum": True}}}
-    one, two = facts_of(model, **plain), facts_of(model, **averaged)
-    assert two["rounds"] == f"{one['rounds']}, with Muon's momentum"
-    assert two["traffic"] != one["traffic"]
-    layouts = make_fragments(resolve(build(RunSettings, dotted(averaged)), num_layers=4), model)
-    matrices = sum(each.numel() for each in hidden_matrices(model).values())
-    assert sum(each.numel for each in layouts) == model.num_trained() + matrices
 
 
 def test_what_two_runs_do_not_have_in_common_is_named(model: Transformer) -> None:

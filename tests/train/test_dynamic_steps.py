@@ -78,8 +78,11 @@ def test_a_step_that_is_left_out_only_advances_the_schedule(data: Path) -> None:
     assert trained == [step == 0 or trains_at(step, 1, 4) for step in range(12)], "the very first one is always trained"
     assert {result.pace for result in results} == {0.25}
     assert session.totals.steps == 12
-    whole = session_of(data)
+    whole, paced = session_of(data), session_of(data)
+    paced.pace = AtShare(4)
     rates = [whole.step().learning_rate for _ in range(12)]
+    assert [paced.step().learning_rate for _ in range(12)] == rates
+    assert paced.global_digest() == whole.global_digest(), "a share of all has the same bits as none"
     assert [r.learning_rate for r in results if r.trained] == [rates[t] for t in range(12) if trained[t]]
     assert session.replicas[0].sampler.state_dict() == whole.replicas[0].sampler.state_dict()
     sent = [(event.fragment, event.outer_step, event.weight) for event in events if isinstance(event, RoundSent)]

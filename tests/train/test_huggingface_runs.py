@@ -14,17 +14,13 @@ from diloco.errors import ConfigurationError
 from diloco.trained import load_trained
 from tests.command_lines import command_line
 from tests.huggingface import write_config
-from tests.runs import Listener
 from tests.train.source_runs import plan_of, trained
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "Qwen3-MoE"])
-def test_replicas_of_every_kind_of_architecture_agree_to_the_bit(name: str, data: Path, tmp_path: Path) -> None:
-    """Models with tied weights, dropout, learnt positions or routing run two rounds per fragment, in four bits with
-    overlap."""
-    listener = Listener()
-    plan = plan_of(f"hf:{write_config(tmp_path, name)}", data, train__steps=14)
-    summary = trained(tmp_path / "run", plan, listener)
+def test_replicas_of_a_model_with_routing_agree_to_the_bit(data: Path, tmp_path: Path) -> None:
+    """Two rounds per fragment, in four bits with overlap."""
+    plan = plan_of(f"hf:{write_config(tmp_path, 'Qwen3-MoE')}", data, train__steps=14)
+    summary = trained(tmp_path / "run", plan)
     assert plan.configuration.sync.codec == "fp4"
     assert plan.configuration.sync.num_fragments == 2
     assert summary["rounds_committed"] == 6

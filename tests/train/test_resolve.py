@@ -113,12 +113,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"algorithm": "data-parallel", "sync.arguments.average.max_norm": 1.0},
         "max_norm=1.0 .* use --algorithm streaming or diloco",
     ),
-    (
-        {"algorithm": "data-parallel", "sync.arguments.average.momentum": True},
-        "momentum=True .* use --algorithm streaming or diloco",
-    ),
-    ({"sync.arguments.average.momentum": True}, "optimizer.name='AdamW'.*use --optimizer.name Muon"),
-    ({"sync.arguments.average.momentum": 1}, "momentum must be true or false, got 1"),
     # codecs, averages, merge rules
     ({"sync.codec": "int9"}, "no codec 'int9'; did you mean 'int8'"),
     ({"sync.codec": "topk2"}, "drops 98 % .* Add --error-feedback 0.95"),

@@ -17,8 +17,6 @@ pytestmark = HIVEMIND_LEAVES_CONNECTIONS
 
 Make = Callable[..., PeerFleet]
 
-WINDOW_S = 3.0  # enough for a busy machine to start a daemon and be found
-
 
 @pytest.fixture
 def make(keys: Path) -> Iterator[Make]:

@@ -1,6 +1,5 @@
 """Exported runs: transformers gives the same loss and token ids, a new run can begin there, and files are kept."""
 
-import json
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -226,18 +225,6 @@ def test_the_export_is_the_model_that_was_trained(gpt2: Path) -> None:
     )
     with torch.no_grad():
         assert torch.equal(other(tokens).logits, trained.model(tokens))
-
-
-def test_its_folder_is_evaluated_and_continued_as_the_run_is(gpt2: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results, texts = [], []
-    for path in (gpt2, gpt2.parent / "out"):
-        assert main(["evaluate", str(path), "--data", str(gpt2.parent / "text.jsonl"), "--json"]) == 0
-        results.append(json.loads(capsys.readouterr().out))
-        assert main(["generate", str(path), "--prompt", "al", "--tokens", "9"]) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1]
-    for key in ("heldout_loss", "tokens", "bytes"):
-        assert results[0][key] == results[1][key]
 
 
 def test_a_run_begins_from_its_folder_as_the_same_model_only(

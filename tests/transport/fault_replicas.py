@@ -187,6 +187,8 @@ def replica(index: int, scenario: Scenario, address: Address) -> None:
     arm, settled = holding(codec), False
     connected = connect(Place(replica=number, num_replicas=scenario.num_replicas, rendezvous=address), scenario.rules)
     transport = connected.transport
+    if not connected.joining:
+        report(transport.address)
     diloco, train = make_replica(transport, codec, outcome.note)
     assert connected.joining == (index >= scenario.num_replicas)
     if scenario.rejoins:

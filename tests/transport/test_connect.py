@@ -130,14 +130,6 @@ def test_a_rank_that_can_not_be_reached_is_named_with_its_address(host: str) -> 
     assert "`diloco doctor` checks the connection" in str(error)
 
 
-def test_a_run_that_is_over_is_not_joined() -> None:
-    """Its rendezvous (of a launcher, say) still answers, with addresses at which nothing listens any more."""
-    with nobody_at() as first, nobody_at() as second:
-        over = Registry(2, entries=[Entry(0, str(first)), Entry(1, str(second))])
-        with rendezvous(over) as address:
-            assert "has ended: none of its replicas answers" in failure(connect, place(1, 2, address), rules())
-
-
 # No rendezvous, or another program in its place.
 
 

@@ -1,14 +1,13 @@
-"""Bounds on what others may ask for, as values: connections by origin, bytes per second, pauses between attempts."""
+"""Bounds on what others may ask for, as values: connections by origin, and bytes per second."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.transport import Backoff, ConnectionLimit, TokenBucket
+from diloco.transport import ConnectionLimit, TokenBucket
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60))
@@ -49,16 +48,3 @@ def test_no_more_leaves_than_the_bucket_allows(asked: list[tuple[float, int]], r
             span_s = left[last][0] - left[first][0]
             assert total <= (burst + left[first][1] + rate * span_s) * (1 + 1e-6) + 1e-3
     assert [when for when, _ in left] == sorted(when for when, _ in left)
-
-
-@pytest.mark.parametrize(("first_s", "longest_s"), [(0.2, 4.0), (1.0, 30.0), (1.0, 0.1)])
-def test_pauses_between_attempts_grow_to_a_limit_and_differ_between_peers(first_s: float, longest_s: float) -> None:
-    """Before, a peer that refused was dialled over 64 connections a second."""
-    backoffs = [Backoff(first_s, longest_s, seed=f"rank {rank}") for rank in range(20)]
-    first = [each.next_s() for each in backoffs]
-    assert len(set(first)) == 20
-    assert all(first_s / 2 <= each <= first_s for each in first)
-    later = [backoffs[0].next_s() for _ in range(20)]
-    assert all(max(first_s, longest_s) / 2 <= each <= max(first_s, longest_s) for each in later[10:])
-    backoffs[0].reset()
-    assert backoffs[0].next_s() <= first_s

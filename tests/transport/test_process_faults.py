@@ -9,17 +9,13 @@ import dataclasses
 import itertools
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
-from diloco.algorithm import Contribution, Mean, Merge, RoundId, make_codec, weighted_mean
-from diloco.errors import RoundVoidError
-from diloco.membership import View
-from diloco.protocol import Average
-from diloco.transport import Pending, SnapshotSource, Transport
+from diloco.algorithm import Contribution, Merge, RoundId, Verdict, make_codec
+from diloco.transport import InProcessTransport
 from tests.processes import Processes
 from tests.transport.fault_replicas import (
     LAST,
@@ -64,14 +60,14 @@ def struck(scenario: Scenario) -> Iterator[tuple[Processes, Callable[[], int]]]:
     """The processes of a scenario in which the fault has just happened, and what starts a replacement of the victim."""
     with rendezvous(scenario.num_replicas) as address, Processes() as processes:
         processes.start(scenario.num_replicas, replica, scenario, address)
-        victim = scenario.victim
+        addresses, victim = [processes.next_report(m, LIMIT_S) for m in range(scenario.num_replicas)], scenario.victim
         assert processes.next_report(victim, LIMIT_S) == "held"
         if scenario.fault == "kill":
             processes.kill(victim)
         else:
             processes.freeze(victim)
             processes.send(victim, "go on")  # received when it wakes up
-        yield processes, lambda: processes.start(1, replica, scenario, address)[0]
+        yield processes, lambda: processes.start(1, replica, scenario, addresses[scenario.others[0]])[0]
 
 
 def go_on(processes: Processes, ranks: Iterable[int]) -> None:
@@ -150,43 +146,16 @@ def stopped(scenario: Scenario, number: int, outcome: Outcome) -> None:
         assert outcome.lost in ((number,), scenario.others)
 
 
-class Replay(Transport):
+class Replay(InProcessTransport):
     """Replicas in one thread whose rounds have the outcomes of another run."""
 
-    def __init__(self, replica: int, ended: Outcome, given: dict[RoundId, dict[int, Contribution]]) -> None:
-        self.replica, self._ended, self._given = replica, ended, given
+    def __init__(self, num_replicas: int, ended: Outcome) -> None:
+        super().__init__(num_replicas)
+        self._ended = ended
 
-    def average(self, contribution: Contribution) -> Pending:
-        self._given.setdefault(contribution.round, {})[self.replica] = contribution
-        return _Replayed(contribution.round, self._ended, self._given)
-
-    def publish(self, source: SnapshotSource, version: Callable[[int], object] | None = None) -> None: ...
-
-    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> dict[str, Any]:
-        raise AssertionError("nobody has anything to take over here")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Replayed:
-    round: RoundId
-    ended: Outcome
-    given: dict[RoundId, dict[int, Contribution]]
-
-    def wait(self, timeout_s: float | None = None) -> Average:
-        contributors = self.ended.committed.get(self.round)
-        if contributors is None:
-            raise RoundVoidError(self.ended.void.get(self.round, "never decided"))
-        mean: Mean = weighted_mean([self.given[self.round][replica] for replica in contributors])
-        return Average(
-            round=self.round,
-            values=mean.values,
-            view=View(0, contributors),
-            contributors=contributors,
-            weight=mean.weight,
-            sent_bytes=0,
-            received_bytes=0,
-            wait_s=0.0,
-        )
+    def judge(self, contributions: Mapping[int, Contribution]) -> Verdict:
+        (round_id,) = {each.round for each in contributions.values()}
+        return Verdict(self._ended.committed.get(round_id, ()), self._ended.void.get(round_id, "never decided"))
 
 
 def replayed(scenario: Scenario, ended: Outcome) -> tuple[dict[int, tuple[str, ...]], tuple[str, ...]]:
@@ -194,11 +163,8 @@ def replayed(scenario: Scenario, ended: Outcome) -> tuple[dict[int, tuple[str, .
 
     The work of a void round is part of the next one there, by the definition of the pseudo-gradient.
     """
-    given: dict[RoundId, dict[int, Contribution]] = {}
-    replicas = [
-        make_replica(Replay(number, ended, given), make_codec(scenario.codec), lambda event: None)
-        for number in range(scenario.num_replicas)
-    ]
+    hub, codec = Replay(scenario.num_replicas, ended), make_codec(scenario.codec)
+    replicas = [make_replica(hub.endpoint(m), codec, lambda event: None) for m in hub.view.members]
     witness = replicas[(scenario.goes_on or scenario.others)[0]][0]
     history = {}
     for step in range(1, ended.steps + 1):

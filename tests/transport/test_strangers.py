@@ -84,30 +84,25 @@ def test_a_stranger_harms_nobody_and_takes_no_memory(live: Live, opening: str) -
     live.still_works()
 
 
-@pytest.mark.parametrize("sizes", [((1 << 14) + 1, 0), (2, 1)], ids=["message", "blob"])
-def test_what_is_announced_above_the_limits_ends_the_connection_at_once(live: Live, sizes: tuple[int, int]) -> None:
-    with closing(stranger_at(live.transports[0].address)) as stranger:
-        stranger.settimeout(SOON_S)
-        stranger.sendall(b"DLC2" + sizes[0].to_bytes(4, "big") + sizes[1].to_bytes(8, "big"))
-        assert stranger.recv(1) == b""
-
-
-QUESTIONS: dict[str, dict[str, Any]] = {
-    "probe": {"kind": "probe"},
-    "fetch": {"kind": "fetch", "fragment": 0, "after": 0, "snapshot": ""},
+BEFORE: dict[str, tuple[dict[str, Any], int, int]] = {
+    "nothing": ({}, (1 << 14) + 1, 1),
+    "probe": ({"kind": "probe"}, 1 << 20, 1 << 20),
+    "fetch": ({"kind": "fetch", "fragment": 0, "after": 0, "snapshot": ""}, 1 << 20, 1 << 20),
 }
+"""What is answered before, and sizes above the limits on a message and its blob."""
 
 
-@pytest.mark.parametrize("service", QUESTIONS)
-@pytest.mark.parametrize("sizes", [(1 << 20, 0), (2, 1 << 20)], ids=["text", "blob"])
-def test_who_asks_for_a_service_can_not_make_it_buffer_a_megabyte(
-    live: Live, service: str, sizes: tuple[int, int]
-) -> None:
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("what", ["message", "blob"])
+def test_what_is_announced_above_the_limits_ends_the_connection_at_once(live: Live, before: str, what: str) -> None:
+    asked, text, blob = BEFORE[before]
+    text, blob = (text, 0) if what == "message" else (2, blob)
     with closing(stranger_at(live.transports[0].address)) as stranger:
-        stranger.sendall(frame(QUESTIONS[service]))
-        assert stranger.recv(4096)
+        if asked:
+            stranger.sendall(frame(asked))
+            assert stranger.recv(4096)
         stranger.settimeout(SOON_S)
-        stranger.sendall(b"DLC2" + sizes[0].to_bytes(4, "big") + sizes[1].to_bytes(8, "big"))
+        stranger.sendall(b"DLC2" + text.to_bytes(4, "big") + blob.to_bytes(8, "big"))
         assert stranger.recv(1) == b""
 
 

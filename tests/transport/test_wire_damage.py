@@ -23,7 +23,7 @@ from diloco.algorithm import Contribution, RoundId, make_codec, weighted_mean
 from diloco.errors import ReplicaLostError, RoundVoidError, TransportError
 from diloco.protocol import Average
 from diloco.transport import PeerTransport
-from tests.transport.relays import PART, Cut, Relays, Unit, frame, part, stranger_at
+from tests.transport.relays import PART, Cut, Relays, Unit, frame, part, stranger_at, unframe
 from tests.transport.wires import Wires, at_once
 
 LIMIT_S = 30.0
@@ -116,6 +116,51 @@ def test_what_a_connection_that_is_no_longer_wanted_had_not_delivered_is_sent_ag
     expected = weighted_mean([contribution(0), contribution(1)]).values
     assert all(torch.equal(each.wait().values, expected) for each in pending)
     assert [len(link.stripes) for each in transports for link in each.connections.peers.values()] == [1, 1]
+
+
+def test_what_arrives_before_the_last_header_is_kept(wires: Wires, relays: Relays) -> None:
+    """Replica 0 lacks the header of replica 2, which replica 1 has: it knows the plan and sends."""
+    transports = wires.meet(3)
+    rank_of, early = {each.address.port: each.replica for each in transports}, threading.Event()
+
+    def hold_header(unit: Unit) -> bytes:
+        ends = (unit.rank, rank_of.get(unit.port))
+        if unit.kind == "hello" and unit.number > 1 and (ends if unit.answers else ends[::-1]) == (0, 2):
+            assert unframe(unit.data)[0]["kind"] != "header" or early.wait(LIMIT_S)
+        return unit.data
+
+    def arrived(*part: Any) -> None:
+        store(*part)
+        early.set()
+
+    link = transports[0].links.by_rank[1]
+    store, link.arrived = link.arrived, arrived  # type: ignore[method-assign] # to know when it has happened
+    relays.hook = hold_header
+    check_round(transports)
+    assert early.is_set()
+
+
+def test_a_connection_that_holds_back_what_it_was_given_is_given_no_more(
+    wires: Wires, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One other carries all of it as soon as it has room, of which nothing tells but the kernel's counters."""
+    monkeypatch.delattr(socket, "TCP_INFO")  # of unknown length, a path gets many connections, as a long one does
+    transports = wires.meet(2)
+    check_round(transports)
+    free = [next(iter(link.stripes.values())) for each in transports for link in each.links.by_rank.values()]
+    stripe_class, looks, used = type(free[0]), iter(range(1000)), set[Any]()
+    counters, write_next = stripe_class.counters, stripe_class.write_next
+
+    def held_back(stripe: Any) -> Any:
+        return counters(stripe)._replace(unsent=0 if stripe in free and next(looks) > 20 else 1 << 20)
+
+    def watched(stripe: Any) -> bool:
+        return write_next(stripe) and not used.add(stripe)  # type: ignore[func-returns-value] # to note it
+
+    monkeypatch.setattr(stripe_class, "counters", held_back)
+    monkeypatch.setattr(stripe_class, "write_next", watched)
+    check_round(transports, 1)
+    assert used == set(free)
 
 
 def test_a_void_round_costs_no_more_than_was_sent_of_it_and_an_early_payload_waits_at_its_sender(

@@ -9,6 +9,7 @@ from .codec.base import Float16 as Float16
 from .codec.base import Float32 as Float32
 from .codec.base import divisor as divisor
 from .codec.base import encode_with_feedback as encode_with_feedback
+from .codec.base import in_pieces as in_pieces
 from .codec.base import largest_magnitude as largest_magnitude
 from .codec.base import make_codec as make_codec
 from .codec.base import pieces as pieces
@@ -28,7 +29,6 @@ from .merge import MergeRule as MergeRule
 from .merge import RebaseMerge as RebaseMerge
 from .merge import carry_over as carry_over
 from .muon import Muon as Muon
-from .muon import hidden_matrices as hidden_matrices
 from .muon import muon as muon
 from .optim import Nesterov as Nesterov
 from .optim import OuterOptimizer as OuterOptimizer

@@ -178,7 +178,7 @@ def muon(
     >>> [(group["orthogonalise"], group["lr"], len(group["params"])) for group in optimizer.param_groups]
     [(True, 0.01, 2), (False, 0.001, 2), (False, 0.001, 2)]
     """
-    hidden = list(hidden_matrices(model, adamw).values())
+    hidden = _hidden_matrices(model, adamw)
     if not hidden:
         raise ConfigurationError(
             "Muon needs hidden matrices, but this model has none besides its embeddings and head. Use AdamW."
@@ -197,8 +197,7 @@ def muon(
     return Muon([group for group in groups if group["params"]], lr, weight_decay=weight_decay, ranks=ranks, **arguments)
 
 
-def hidden_matrices(model: nn.Module, adamw: Sequence[str] = ()) -> dict[str, nn.Parameter]:
-    """Return name -> matrix that `muon` orthogonalises; ``adamw`` are the name patterns of others."""
+def _hidden_matrices(model: nn.Module, adamw: Sequence[str]) -> list[nn.Parameter]:
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     apart = {id(weight) for weight in tables}
     for shape in {weight.shape for weight in tables}:
@@ -214,4 +213,4 @@ def hidden_matrices(model: nn.Module, adamw: Sequence[str] = ()) -> dict[str, nn
                 f"{', '.join(list(matrices)[:5])}{', ...' if len(matrices) > 5 else ''}."
             )
         apart |= {id(matrices[name]) for name in names}
-    return {name: p for name, p in matrices.items() if id(p) not in apart}
+    return [p for p in matrices.values() if id(p) not in apart]

@@ -8,7 +8,7 @@ fused multiply-add). So the result has the same bits on every machine and needs 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from diloco.algorithm.checks import check_number
-from diloco.algorithm.codec.base import pieces
+from diloco.algorithm.codec.base import in_pieces
 from diloco.devices import to_host
 
 ScalarSchedule = float | Callable[[int], float]  # a number, or a pure function of the outer step (counted from 0)
@@ -58,11 +58,6 @@ def _check(name: str, value: ScalarSchedule, high: float = math.inf) -> None:
         check_number(f"outer {name}", value, 0, high)
 
 
-def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    ranges = pieces(tensors[0].numel(), tensors[0].device)
-    return (tuple(tensor[start:stop] for tensor in tensors) for start, stop in ranges)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sgd:
     """``theta <- theta - lr * Delta`` (FedAvg with lr = 1; Algorithm 1 with plain SGD)."""
@@ -77,7 +72,7 @@ class Sgd:
 
     def update(self, mean: Tensor, state: OuterState, values: Tensor) -> None:
         learning_rate = at(self.learning_rate, state.step)
-        for delta, theta in _pieces(mean, values):
+        for delta, theta in in_pieces(mean, values):
             theta.sub_(delta * learning_rate)
         state.step += 1
 
@@ -109,7 +104,7 @@ class Nesterov:
 
     def update(self, mean: Tensor, state: OuterState, values: Tensor) -> None:
         learning_rate, momentum = at(self.learning_rate, state.step), at(self.momentum, state.step)
-        for delta, velocity, theta in _pieces(mean, state.slots["momentum"], values):
+        for delta, velocity, theta in in_pieces(mean, state.slots["momentum"], values):
             velocity.mul_(momentum).add_(delta)
             theta.sub_(velocity.mul(momentum).add_(delta).mul_(learning_rate))
         state.step += 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -30,47 +30,30 @@ Strategy = Literal["strided", "sequential", "balanced", "patterns"]
 
 @dataclass(frozen=True)
 class FragmentLayout:
-    """Parameters that are sent together, and the momenta that travel behind them."""
+    """Parameters that are sent together."""
 
     index: int  # p, counted from 0
     names: tuple[str, ...]  # of the parameters, in the order of the flat vector
     shapes: tuple[tuple[int, ...], ...]  # of the parameters, or of this rank's shards of them
-    momenta: tuple[str, ...] = ()  # the parameters whose momentum in the inner optimizer is averaged, too
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of values of each parameter and then of each momentum in this rank's flat vector, in order."""
-        sizes = {name: math.prod(shape) for name, shape in zip(self.names, self.shapes, strict=True)}
-        return (*sizes.values(), *(sizes[name] for name in self.momenta))
+        """The number of values of each parameter in this rank's flat vector, in order."""
+        return tuple(math.prod(shape) for shape in self.shapes)
 
     @property
     def numel(self) -> int:
         """The number of values in this rank's flat vector; 0 if all its shards are empty."""
         return sum(self.sizes)
 
-    @property
-    def of_parameters(self) -> slice:
-        """The part of the flat vector that holds the parameters; the momenta are behind it."""
-        return slice(sum(math.prod(shape) for shape in self.shapes))
-
     def named(self, values: Tensor) -> dict[str, Tensor]:
-        """Return name -> view of its part of the flat vector ``values``, in the parameter's shape.
+        """Return name -> view of its part of the flat vector ``values``, ``(numel,)``, in the parameter's shape.
 
         >>> FragmentLayout(0, ("a", "b"), ((2,), (1, 2))).named(torch.arange(4))
         {'a': tensor([0, 1]), 'b': tensor([[2, 3]])}
         """
-        pieces = torch.split(values[self.of_parameters], list(self.sizes[: len(self.names)]))
+        pieces = torch.split(values, list(self.sizes))
         return {name: piece.view(shape) for name, shape, piece in zip(self.names, self.shapes, pieces, strict=True)}
-
-    def named_momenta(self, values: Tensor) -> dict[str, Tensor]:
-        """Return name -> view of its momentum's part of the flat vector ``values``, ``(numel,)``.
-
-        >>> FragmentLayout(0, ("a", "b"), ((2,), (1, 2)), momenta=("b",)).named_momenta(torch.arange(6))
-        {'b': tensor([[4, 5]])}
-        """
-        pieces = torch.split(values, list(self.sizes))[len(self.names) :]
-        shapes = dict(zip(self.names, self.shapes, strict=True))
-        return {name: piece.view(shapes[name]) for name, piece in zip(self.momenta, pieces, strict=True)}
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -106,7 +89,6 @@ def partition(
     num_fragments: int = 1,
     strategy: Strategy = "strided",
     patterns: Sequence[Sequence[str]] = (),
-    momenta: Collection[str] = (),
 ) -> tuple[FragmentLayout, ...]:
     """Divide the trainable parameters of ``model`` into ``num_fragments`` fragments.
 
@@ -121,8 +103,6 @@ def partition(
       pattern may match any name of a tied weight, and must match at least one.
 
     A single fragment holds the whole model under every strategy except ``patterns``.
-
-    ``momenta`` are the names of parameters whose momentum is averaged in the same rounds, such as `hidden_matrices`.
 
     Raises:
         FragmentError: if a parameter belongs to no fragment or to two, or a fragment would be empty. The message names
@@ -147,12 +127,7 @@ def partition(
     else:
         groups = _layered(sizes, num_fragments, strategy)
     fragments = tuple(
-        FragmentLayout(
-            index,
-            tuple(names),
-            tuple(tuple(local_shard(parameters[name]).shape) for name in names),
-            tuple(name for name in names if name in momenta),
-        )
+        FragmentLayout(index, tuple(names), tuple(tuple(local_shard(parameters[name]).shape) for name in names))
         for index, names in enumerate(groups)
     )
     check_coverage(model, fragments)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -34,6 +34,8 @@ _CHUNK_VALUES = 1 << 20  # whose squares are summed at a time; it defines the or
 
 LEAST_WEIGHT, GREATEST_WEIGHT = 1e-18, 1e18
 """Bounds of weights. Weights multiply float32 values, where far smaller or larger ones would become 0 or infinite."""
+
+_KINDS = "values", "floating buffers", "integer buffers"
 
 _MAX_WINDOWS = 8  # the full windows that a contribution may weigh: its own and the work of seven void rounds
 
@@ -132,6 +134,19 @@ class Contribution:
         return self.max_norm is not None or self.average_rule is not None
 
     @property
+    def layout(self) -> tuple[int | None, ...]:
+        """The sizes that all contributions to a round must share, in the order of `_KINDS`."""
+        return self.numel, *(None if each is None else each.numel() for each in (self.buffers, self.integers))
+
+    def checked(self) -> Contribution:
+        """Return the contribution, withdrawn if its payload is none."""
+        try:
+            self.codec.validate(self.payload, self.numel)
+        except CodecError as error:
+            return replace(self, withdrawn=self.withdrawn or str(error))
+        return self
+
+    @property
     def extra_bytes(self) -> int:
         """The bytes sent in addition to the payload."""
         extras = (self.buffers, self.integers)
@@ -180,42 +195,44 @@ class Verdict:
         return DivergedError(message, donor=self.donor, digest=digest, round=str(round_id), replicas=self.diverged)
 
 
-def _layout(contribution: Contribution) -> tuple[str, ...]:
-    """Describe the sizes and types that all contributions to a round must share."""
-    kinds = {"floating": contribution.buffers, "integer": contribution.integers}
-    buffers = {kind: "no" if b is None else f"{tuple(b.shape)} {b.dtype}" for kind, b in kinds.items()}
-    return (f"{contribution.numel} values", *(f"{layout} {kind} buffers" for kind, layout in buffers.items()))
+class Header(Protocol):
+    """What a verdict needs of a contribution; see the fields of `Contribution`."""
+
+    @property
+    def digest(self) -> str: ...
+    @property
+    def withdrawn(self) -> str: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def base_weight(self) -> float: ...
+    @property
+    def layout(self) -> tuple[int | None, ...]: ...
 
 
-def _refusal(contribution: Contribution, expected: Sequence[str], *, contents: bool) -> str:
+def _refusal(contribution: Header, expected: Sequence[int | None]) -> str:
     """Return why ``contribution`` can't be averaged with those of the ``expected`` layout, or "" if it can."""
     if contribution.withdrawn:
         return contribution.withdrawn
-    for mine, theirs in zip(_layout(contribution), expected, strict=True):
+    for kind, mine, theirs in zip(_KINDS, contribution.layout, expected, strict=True):
         if mine != theirs:
-            return f"it holds {mine} instead of {theirs}"
+            sizes = [f"{'no' if size is None else size} {kind}" for size in (mine, theirs)]
+            return f"it holds {' instead of '.join(sizes)}"
     for name, weight in (("weight", contribution.weight), ("base weight", contribution.base_weight)):
         if not LEAST_WEIGHT <= weight <= GREATEST_WEIGHT:
             return f"its {name} is {weight}, which is not from {LEAST_WEIGHT:g} to {GREATEST_WEIGHT:g}"
-    if not contents:
-        return ""
-    try:
-        contribution.codec.validate(contribution.payload, contribution.numel)
-    except CodecError as error:
-        return str(error)
     return ""
 
 
 def judge(
-    contributions: Mapping[int, Contribution],
+    contributions: Mapping[int, Header],
     *,
     members: Sequence[int],
     min_contributors: int,
     absent: Mapping[int, str],
-    contents: bool = True,
     holders: int = 1,
 ) -> Verdict:
-    """Decide about a round, given the contribution of each member or the reason for its absence.
+    """Decide about a round, given the `Contribution.checked` of each member or the reason for its absence.
 
     A replica has diverged if its digest is not the most frequent one; on a tie the digest of the lowest replica counts.
     The most frequent sizes are determined in the same way, and contributions of other sizes are refused.
@@ -223,7 +240,6 @@ def judge(
     Args:
         min_contributors: The round is void with fewer usable contributions than this.
         absent: Replica -> why its contribution is missing.
-        contents: Whether to check payloads and buffers. False if only the headers have arrived.
         holders: The least number of replicas that must hold a state for it to be the majority's. It exceeds the number
             of replicas that may be malicious.
     """
@@ -241,9 +257,9 @@ def judge(
     if diverged:
         names = ", ".join(map(str, diverged))
         return Verdict((), f"{what} replica {names} differ from those of replica {donor}", diverged, donor)
-    layout = _most_frequent([_layout(contributions[replica]) for replica in ordered])
+    layout = _most_frequent([contributions[replica].layout for replica in ordered])
     for replica in ordered:
-        if why := _refusal(contributions[replica], layout, contents=contents):
+        if why := _refusal(contributions[replica], layout):
             reasons[replica] = f"the contribution of replica {replica} was refused: {why}"
     usable = tuple(replica for replica in ordered if replica not in reasons)
     refused = tuple(each for each in ordered if each in reasons and not contributions[each].withdrawn)

@@ -55,8 +55,7 @@ class SyncSettings:
     """A table of arguments for each of codec, outer, merge and average, such as arguments.codec.block_size. Yours get
     all of theirs. int8, fp4: block_size (256). nesterov, sgd, adam: schedule of the outer learning rate (constant,
     linear or cosine), final_ratio (0), momentum_warmup in outer steps. average: max_norm, to which the norm of a
-    contribution is clipped, codec of the means (auto, float32, bfloat16, int8, fp4), and momentum: whether that of Muon
-    travels with its matrices and is averaged, which up to doubles the bytes."""
+    contribution is clipped, and codec of the means (auto, float32, bfloat16, int8, fp4)."""
 
     def arguments_of(self, role: str) -> Mapping[str, Any]:
         """Return the arguments of the codec, outer optimizer, merge rule or average (``role``)."""
@@ -74,12 +73,6 @@ class SyncSettings:
         """The codec of means; auto: see `MeanEncoding.choices`."""
         name: str = self.arguments_of("average").get("codec", "auto")
         return name
-
-    @property
-    def average_momentum(self) -> bool:
-        """Whether Muon's momentum is averaged with the matrices."""
-        wanted: bool = self.arguments_of("average").get("momentum", False)
-        return wanted
 
     @property
     def whole_contributions(self) -> bool:
@@ -100,7 +93,3 @@ class SyncSettings:
                 raise ConfigurationError(
                     f"sync.arguments.{role} must be a table such as {{block_size = 64}}, got {arguments!r}."
                 )
-        if type(self.average_momentum) is not bool:
-            raise ConfigurationError(
-                f"sync.arguments.average.momentum must be true or false, got {self.average_momentum!r}."
-            )

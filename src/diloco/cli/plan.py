@@ -107,7 +107,7 @@ def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, 
         total, facts = round(parse(options.parameters, "--parameters", COUNT)), {}
         settings = resolve(asked)
         number = settings.sync.num_fragments or 1
-        trained, sizes = total, fragment_sizes(total * (2 if settings.sync.average_momentum else 1), number, number)
+        sizes = fragment_sizes(total, number, number)
     else:
         here = tuple(path for path in asked.data.paths if Path(path).expanduser().exists())
         size = asked.model.vocab_size or corpus_vocabulary_size(replace(asked.data, paths=here))
@@ -115,7 +115,8 @@ def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, 
         total, facts = built.num_parameters(), {"layers": built.num_layers, "vocabulary": built.vocab_size}
         asked = replace(asked, model=with_vocabulary(asked.model, size))
         settings = resolve(asked, num_layers=built.num_layers, max_sequence_length=built.max_sequence_length)
-        trained, sizes = built.num_trained(), tuple(each.numel for each in make_fragments(settings, built))
+        sizes = tuple(fragment.numel for fragment in make_fragments(settings.sync, built))
+    trained = sum(sizes)
     memory_bytes = replica_bytes(settings, trained, total - trained)
     model = {"parameters": total, "trained": trained, **facts, "memory_bytes": memory_bytes}
     return replace(settings, emulate=emulate), model, sizes
@@ -128,7 +129,7 @@ def _record(
 
     site = _site(options, settings)
     exchange = Exchange.of(settings, sizes)
-    own, baseline = predict(exchange, site), predict(Exchange.of_gradients(model["trained"]), site)
+    own, baseline = predict(exchange, site), predict(Exchange.of_gradients(sum(sizes)), site)
     start, steps = settings.train.data_parallel_steps, settings.train.steps
     hours = (start * baseline.step_s + (steps - start) * own.step_s) / 3600
     sent_bytes = start * baseline.sent_bytes_per_step + (steps - start) * own.sent_bytes_per_step

@@ -212,26 +212,6 @@ def check_shards(model: nn.Module, ranks_per_replica: int) -> None:
         )
 
 
-def momentum_holders(
-    names: Sequence[str], model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
-) -> list[tuple[nn.Parameter, Optimizer]]:
-    """Return each parameter whose momentum is averaged, with its inner optimizer."""
-    parameters = trainable_parameters(model) if names else {}
-    of = {
-        id(parameter): optimizer
-        for optimizer in (optimizers if isinstance(optimizers, Sequence) else [optimizers])
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if group.get("orthogonalise")
-    }
-    if lacking := [name for name in names if id(parameters[name]) not in of]:
-        raise ConfigurationError(
-            f"The momentum of {', '.join(lacking)} is to be averaged, but no inner optimizer orthogonalises it. Name "
-            "only hidden_matrices(model), and train them with muon(model)."
-        )
-    return [(parameters[name], of[id(parameters[name])]) for name in names]
-
-
 def argument_facts(model: nn.Module, arguments: Mapping[str, Any], kind: str = "shared") -> dict[str, str]:
     """Return what replicas compare of the completed arguments of `DiLoCo`, as name -> text.
 
@@ -245,10 +225,7 @@ def argument_facts(model: nn.Module, arguments: Mapping[str, Any], kind: str = "
         codes = {f"code of {name}": code_digest(arguments[name]) for name in names}
         facts |= {name: code for name, code in codes.items() if code}
     shapes = {name: f"{name} {tuple(p.shape)}" for name, p in trainable_parameters(model).items()}
-    fragments = {
-        f"fragment {f.index}": _listed([*(shapes[n] for n in f.names), *(f"momentum of {n}" for n in f.momenta)])
-        for f in arguments["fragments"]
-    }
+    fragments = {f"fragment {f.index}": _listed([shapes[name] for name in f.names]) for f in arguments["fragments"]}
     if len(fragments) > _MAX_FRAGMENTS:
         fragments = {"fragments": _listed([*map(str, fragments.items())])}
     return facts | fragments | ({"buffers": _listed(buffer_layout(model), _MAX_CHARACTERS)} if kind == "shared" else {})

@@ -6,9 +6,6 @@ Streaming DiLoCo, Algorithm 2, for one fragment p::
     global_p <- OuterOpt(global_p, mean Delta_p)       line 11  merge
     local_p  <- merge(local_p, global_p)               line 12  merge
 
-If the layout names momenta, the values of a fragment are its parameters and these momenta of the inner optimizer. The
-global value of a momentum is the mean of the replicas' at the last send; what each has learnt since stays its own.
-
 Permanent memory: 4 bytes per parameter for the global parameters and 4 for Nesterov's momentum, and 4 for the residual
 of error feedback. A fragment in flight also keeps its payload and, with the rebase rule, 4 bytes per value. If the
 ranks of a replica shard its parameters, each rank holds this for its own shards only.
@@ -36,15 +33,14 @@ from diloco.algorithm import (
     contribution_weight,
     encode_with_feedback,
     flatten,
+    in_pieces,
     largest_magnitude,
     local_shard,
-    pieces,
     reshard,
     unflatten_,
 )
 from diloco.errors import FragmentError, NonFiniteError
 from diloco.events import RoundCommitted, RoundSent, RoundVoid
-from diloco.outer.arguments import momentum_holders
 from diloco.outer.state import GlobalState, Greatest
 from diloco.protocol import Average
 from diloco.transport import Pending, Transport
@@ -54,10 +50,14 @@ __all__ = ["Fragment"]
 
 _LEAST_LATER = 1 << 19  # values from which a thread encodes: starting one takes as long as encoding a tenth of them
 
-# the fields that are saved of a contribution in flight, and those that `RoundCommitted` takes from the average
 _SAVED_FIELDS = ("payload", "weight", "base_weight", "digest", "buffers", "integers")
-_OF_AVERAGES = ("contributors", "sent_bytes", "received_bytes", "wait_s", "late_s")
-_OF_AVERAGES += ("clipped", "note", "choice", "spread")
+"""The fields that are saved of a contribution in flight."""
+
+_OF_AVERAGES = (
+    *("contributors", "sent_bytes", "received_bytes", "wait_s", "late_s"),
+    *("clipped", "note", "choice", "spread"),
+)
+"""The fields that `RoundCommitted` takes from the average."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,10 +110,9 @@ class Fragment:
         self.layout = layout
         self.index, self.names, self.numel = layout.index, layout.names, layout.numel  # p; the values of this rank
         self.parameters = bind(self._model, layout)
-        self._momenta = momentum_holders(layout.momenta, self._model, arguments["inner_optimizer"])
         device = arguments["global_device"]
         self.device = self.parameters[0].device if device is None else torch.device(device)
-        self.state = state or GlobalState(self.local(), arguments["outer_optimizer"], layout.of_parameters.stop)
+        self.state = state or GlobalState(self.local(), arguments["outer_optimizer"])
         self.state.users += 1
         self.residual: Tensor | None = None  # e, ``(numel,)`` float32, of the last round that took this replica's work
         if self._decay:
@@ -139,7 +138,7 @@ class Fragment:
 
     def local(self) -> Tensor:
         """Return a copy of the local parameters, ``(numel,)`` float32 on the device of the global ones."""
-        return flatten(self._tensors(), self._empty())
+        return flatten(self.parameters, self._empty())
 
     def pseudo_gradient(
         self, local: Tensor | None = None, *, keep_local: bool = False
@@ -154,10 +153,8 @@ class Fragment:
         """
         local = self.local() if local is None else local
         delta, largest = self._empty() if keep_local else local, 0.0
-        for start, stop in pieces(self.numel, self.device):
-            magnitude = largest_magnitude(
-                torch.sub(self.global_params[start:stop], local[start:stop], out=delta[start:stop])
-            )
+        for values, mine, difference in in_pieces(self.global_params, local, delta):
+            magnitude = largest_magnitude(torch.sub(values, mine, out=difference))
             largest = max(largest, magnitude) if math.isfinite(magnitude) else math.inf
         (largest,) = self._greatest([largest])
         if not math.isfinite(largest):
@@ -191,7 +188,7 @@ class Fragment:
             room = self._empty() if self._room is None else self._room.result()
             copying: set[torch.device] = set()
             ready = Future[tuple[Tensor | None, float]]()
-            local, self._room = flatten(self._tensors(), room, copying), None
+            local, self._room = flatten(self.parameters, room, copying), None
             copies = [torch.cuda.current_stream(device).record_event() for device in copying]
             payload = torch.empty(codec.payload_bytes(self.numel), dtype=torch.uint8, device="cpu")
             sent: Tensor | None = local
@@ -322,8 +319,9 @@ class Fragment:
 
     def reset_local(self, rule: MergeRule, sent: Tensor | None = None) -> None:
         """Merge the global parameters into the local ones by ``rule`` (Algorithm 2, line 12)."""
-        for local, part in self._local_parts(elementwise=getattr(rule, "elementwise", False)):
-            rule.merge(local, self.global_params[part], None if sent is None else sent[part])
+        others = [self.global_params] if sent is None else [self.global_params, sent]
+        for local, values, *kept in self._local_parts(*others, elementwise=getattr(rule, "elementwise", False)):
+            rule.merge(local, values, kept[0] if kept else None)
 
     def forget_work(self) -> None:
         """Drop the trained steps and the residual of this replica, whose local parameters were replaced."""
@@ -399,39 +397,26 @@ class Fragment:
 
     def _carry_over(self, before: Tensor) -> None:
         """Shift the local parameters by the change of the global ones, so that the pseudo-gradient stays the same."""
-        for local, part in self._local_parts(elementwise=True):
-            carry_over(local, before[part], self.global_params[part])
+        for local, old, new in self._local_parts(before, self.global_params, elementwise=True):
+            carry_over(local, old, new)
 
-    def _local_parts(self, *, elementwise: bool) -> Iterator[tuple[Tensor, slice]]:
-        """Yield parts of the local parameters, to be changed in place, and their positions in the fragment.
+    def _local_parts(self, *others: Tensor, elementwise: bool) -> Iterator[tuple[Tensor, ...]]:
+        """Yield parts of the local parameters, to be changed in place, with the same parts of other vectors.
 
         With ``elementwise`` they fit the cache, and parameters that are contiguous float32 on the device of the global
         ones are not copied. Otherwise it is one copy of the whole fragment, which is copied back.
         """
         reshard(self._model)
-        shards = [local_shard(tensor) for tensor in self._tensors()]
+        shards = [local_shard(parameter) for parameter in self.parameters]
         in_place = elementwise and all(
             shard.dtype == torch.float32 and shard.device == self.device and shard.is_contiguous() for shard in shards
         )
         flat = [shard.view(-1) for shard in shards] if in_place else [self.local()]
-        begin = 0
-        for values in flat:
-            numel = values.numel()
-            for start, stop in pieces(numel, self.device) if elementwise else [(0, numel)]:
-                yield values[start:stop], slice(begin + start, begin + stop)
-            begin += numel
+        sizes = [values.numel() for values in flat]
+        for parts in zip(flat, *(torch.split(other, sizes) for other in others), strict=True):
+            yield from in_pieces(*parts) if elementwise else [parts]
         if not in_place:
-            unflatten_(flat[0], self._tensors())
-
-    def _tensors(self) -> list[Tensor]:
-        """Return the parameters and the momenta, which are others once the inner optimizer has loaded a state."""
-        tensors: list[Tensor] = [*self.parameters]
-        for parameter, optimizer in self._momenta:
-            state = optimizer.state[parameter]
-            if state.get("momentum_buffer") is None:  # before its first step
-                state["momentum_buffer"] = torch.zeros_like(parameter)
-            tensors.append(state["momentum_buffer"])
-        return tensors
+            unflatten_(flat[0], self.parameters)
 
     def _not_finite(self, delta: Tensor) -> NonFiniteError:
         named = self.layout.named(delta)

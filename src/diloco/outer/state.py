@@ -55,14 +55,12 @@ class GlobalState:
     """The global parameters of a fragment and their outer state, which all replicas agree on.
 
     Replicas of one process share it if they take turns in one thread: the first to merge a round takes its outer step.
-    Any thread can copy it (`snapshot`) while the training thread changes it. The outer optimizer moves the first
-    ``num_trained`` values (default: all). Behind them are the averaged momenta, which become the mean of the replicas'.
+    Any thread can copy it (`snapshot`) while the training thread changes it.
     """
 
-    def __init__(self, values: Tensor, optimizer: OuterOptimizer, num_trained: int | None = None) -> None:
+    def __init__(self, values: Tensor, optimizer: OuterOptimizer) -> None:
         self.values = values  # ``(numel,)`` float32, theta
-        self._trained = slice(num_trained)
-        self.outer = optimizer.init(values[self._trained])
+        self.outer = optimizer.init(values)
         self.finished_rounds = 0  # committed or void
         self.version = 0  # differs after every change
         self.users = 0  # replicas of this process that use it
@@ -137,16 +135,9 @@ class GlobalState:
 
     def _stepped(self, average: Average, values: Tensor, outer: OuterState) -> _Prepared:
         """Take the outer step of ``average`` on ``values`` and ``outer``, in place."""
-        mean, trained = self._mean(average.values), self._trained
-        arguments = mean[trained], outer, values[trained]
-        measures, sample = measured_outer_step(self._optimizer, *arguments, self._last_mean)
-        self._average_momenta(mean, values)
+        mean = self._mean(average.values)
+        measures, sample = measured_outer_step(self._optimizer, mean, outer, values, self._last_mean)
         return _Prepared(average.values, values, outer, measures, sample)
-
-    def _average_momenta(self, mean: Tensor, values: Tensor) -> None:
-        """Replace the momenta behind the parameters in ``values`` by the mean of all replicas'."""
-        start = self._trained.stop or len(values)
-        values[start:].sub_(mean[start:])
 
     def _move(self, mean: Tensor) -> tuple[Tensor, Tensor]:
         with beside_training(self.values.device):
@@ -208,9 +199,7 @@ class GlobalState:
                 values.copy_(theirs[name])
             self.outer.step = outer_step
             for average in averages:
-                mean = average.values.to(self.values.device)
-                self._optimizer.update(mean[self._trained], self.outer, self.values[self._trained])
-                self._average_momenta(mean, self.values)
+                self._optimizer.update(average.values.to(self.values.device), self.outer, self.values)
             self.finished_rounds = finished_rounds
             self._last = (-1, {}, None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from diloco.algorithm import UNKNOWN_UPLINK, Contribution, Exchange, Mean, RoundId, Uplink, Verdict
 from diloco.errors import TransportError
@@ -33,28 +33,25 @@ class Submitted:
     # how much of the time since then went into view changes, during which the round made no progress
     paused_s: float = 0.0
     uplink: Uplink = UNKNOWN_UPLINK  # what is known about this rank's uplink
-    # the last round whose average this rank had taken by then, the same on all ranks; its headers name the uplinks by
-    # which this round is planned
-    after: RoundId | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class StartExchange:
-    """Exchange the payloads of a round with the members of ``view``, and wait for the verdict."""
+    """Exchange the payloads of a round with the members of ``view``, once there is a verdict."""
 
     view: View
     contribution: Contribution
-    plan: Exchange
 
 
 @dataclass(frozen=True)
 class GiveVerdict:
-    """Tell the exchange of a round which contributions to sum."""
+    """Tell the exchange of a round which contributions to sum, and how payloads are exchanged."""
 
     view_id: int
     round: RoundId
     verdict: Verdict
     weights: Mapping[int, float]  # replica -> weight, for all contributors
+    plan: Exchange | None  # None: the round is void
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -75,6 +72,14 @@ class Average(Mean):
     donor: int | None = None
     held: str = ""  # the digest of the donor's state
     choice: str = ""  # what slow uplinks have changed in the plan of the round, and what that costs; "": nothing
+
+    @classmethod
+    def of(cls, mean: Mean, plan: Exchange, view: View, replica: int, **more: Any) -> Average:
+        """Return the result of a round that was exchanged by a plan, for a member of its view."""
+        here = view.members.index(replica)
+        sent, received = plan.sent[here], plan.received[here]
+        given: dict[str, Any] = {"view": view, "sent_bytes": sent, "received_bytes": received, "choice": plan.choice}
+        return cls(**vars(mean), **given | {"wait_s": 0.0} | more)
 
 
 @dataclass(eq=False)

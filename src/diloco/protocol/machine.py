@@ -15,7 +15,8 @@ import msgspec
 from diloco.errors import TransportError
 from diloco.membership import NextView, Report, View, byzantine_quorum
 from diloco.protocol.effects import Effects, Outbox, Timer
-from diloco.protocol.members import Agreement, Barriers, Roster
+from diloco.protocol.members import Announcements, Roster
+from diloco.protocol.registry import Entry
 from diloco.protocol.rounds import Rounds
 from diloco.protocol.rules import Rules
 from diloco.protocol.suspicion import Loss
@@ -72,13 +73,11 @@ class Machine:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.roster = Roster(rules)  # the connected ranks, and the members
-        self.barriers = Barriers()  # the numbers that ranks exchange
-        self.agreement = Agreement(rules)  # the arguments of all ranks' training loops
-        # replica -> inner steps per second, for other members that have reported them
-        self.speeds: Mapping[int, float] = {}
+        self.said = Announcements(rules)
         self._outbox = Outbox()
         self.rounds = Rounds(rules, self._outbox)
-        self.views = Views(rules, self.roster, self.rounds, self._outbox, self._on_view)
+        self.views = Views(rules, self.roster, self.rounds, self._outbox)
+        self.views.on_begin = self._on_view
         self.answers: dict[int, Answer] = {}  # the last answer of each asked rank to this rank's request to join
         self._asked: frozenset[int] = frozenset()  # the ranks that this rank has asked
         self._began = False
@@ -122,7 +121,7 @@ class Machine:
 
     def stop_is_agreed(self) -> bool:
         """Return whether all ranks stop: more members have asked for it than could lie, or a loss would end the run."""
-        asked = {self.rules.replica_of(rank) for rank in self.barriers.values("stop")} & {*self.views.view.members}
+        asked = {self.rules.replica_of(rank) for rank in self.said.values("stop")} & {*self.views.view.members}
         if not self.rules.continue_without_lost:
             return bool(asked)
         return len(asked) >= byzantine_quorum(len(self.views.view.members))
@@ -137,7 +136,7 @@ class Machine:
         """A control connection has ended; the reason is still unknown."""
         self.roster.disconnect(rank)
         self.roster.in_doubt.add(rank)
-        self.agreement.forget(rank)
+        self.said.forget(rank)
 
     def lose(self, rank: int, loss: Loss) -> None:
         """The reason is known for which the connection to a rank has ended or was dropped."""
@@ -180,7 +179,7 @@ class Machine:
                 self._asked = frozenset(connected)
                 self._outbox.send(connected, msgspec.structs.replace(message, connected=connected))
             case FactsMessage():
-                self.agreement.mine = message.entry
+                self.said.record(self.rules.rank, Entry, message.entry)
                 self._outbox.send(self.roster.connections, message)
             case Meet("stop"):
                 self._stop()
@@ -209,8 +208,7 @@ class Machine:
             mine: this rank's final report on the previous view; None: it was no member of that.
         """
         views = self.views
-        self.agreement.begin_view(views.view.members)
-        self.speeds = {one: speed for one, speed in self.speeds.items() if one in views.view.members}
+        self.said.begin_view(views.view.members)
         self._release_held()
         views.on_view(following, mine)
 
@@ -220,7 +218,7 @@ class Machine:
         return self.rules.together and not self.rules.raise_on_loss
 
     def _join_barrier(self, name: str, value: int) -> None:
-        self.barriers.record(self.rules.rank, name, value)
+        self.said.record(self.rules.rank, name, value)
         if self._began:
             there = [rank for rank in self.views.others() if rank in self.roster.connections]
             self._outbox.send(there, Meet(name, value))
@@ -230,8 +228,8 @@ class Machine:
 
         All ranks can stop one step after the greatest of these numbers, whatever each of them is waiting for.
         """
-        if not self.barriers.stopping:
-            self.barriers.stopping = True  # set before the step is read, so that training begins at most one more step
+        if not self.said.stopping:
+            self.said.stopping = True  # set before the step is read, so that training begins at most one more step
             self._join_barrier("stop", self.rounds.step)
 
     # Received messages.
@@ -252,7 +250,7 @@ class Machine:
                 if sender in self._asked and (isinstance(message, Welcome) or self._can_refuse(sender)):
                     self.answers[sender] = message, dict(self.roster.connections)
             case FactsMessage():
-                if (mine := self.agreement.receive(sender, message)) is not None:
+                if (mine := self.said.receive(sender, message)) is not None:
                     self._outbox.send([sender], FactsMessage(mine, answer=True))
             case _:
                 connection = self.roster.connections.get(sender)
@@ -264,7 +262,7 @@ class Machine:
     def _receive_meet(self, sender: int, message: Meet) -> None:
         if message.name == "stop" and message.value > self.rounds.greatest_step:
             raise MessageError(f"no member can be past step {self.rounds.greatest_step}, got {message.value}")
-        self.barriers.record(sender, message.name, message.value)
+        self.said.record(sender, message.name, message.value)
         of_mine = self.rules.replica_of(sender) == self.rules.replica
         if message.name == "stop" and (of_mine or self.stop_is_agreed()):
             self._stop()
@@ -275,7 +273,7 @@ class Machine:
             case Meet():
                 self._receive_meet(sender, message)
             case Speed():
-                self.speeds = {**self.speeds, self.rules.replica_of(sender): message.steps_per_s}
+                self.said.record(sender, Speed, message.steps_per_s)
             case Introduce():
                 self._outbox.effects.introduced.append(message.entry)
             case Join(entry, connected):

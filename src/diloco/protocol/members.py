@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from typing import Any
 
 from diloco.membership import NextView, Report, View, byzantine_quorum
 from diloco.protocol.registry import Entry, difference
 from diloco.protocol.rules import Rules
-from diloco.protocol.wire import FactsMessage, MessageError, digest_of
+from diloco.protocol.wire import FactsMessage, MessageError, Speed, digest_of
 
 _MOST_UNSTEADY = 2
 _UNSTEADY_PERIODS = 10  # a quiet period is remembered for this many times the limit that makes it one
-_MOST_BARRIERS = 64  # most barriers that one rank may name; a run has two kinds of them
+_MOST_TOPICS = 64  # most topics, among them barriers, that one rank may name; a run has two kinds of barriers
 _MOST_KEPT = 3  # reports kept per rank, as a proposal may name an earlier one
 _MOST_FACTS = 1024  # most non-member ranks whose facts are kept
 
@@ -139,74 +139,71 @@ class Reports:
         return {rank for rank, adopted in self.adopted.items() if adopted == following}
 
 
-class Barriers:
-    """The number that each rank has reported at each barrier.
+class Announcements:
+    """What ranks have said of themselves, by topic: the name of a barrier, `Entry` or `Speed`.
 
-    >>> barriers = Barriers()
-    >>> barriers.record(0, "finished", 7)
-    >>> barriers.awaited("finished", {0, 1}), barriers.values("finished")
+    Each rank sends its entry, with the facts about its training loop, to all connected ranks. A rank that has already
+    sent its own answers with it, so that a joining replica learns those of the members. A rank compares once, when its
+    own loop begins. A joiner with other arguments therefore stops without disturbing the others.
+
+    >>> said = Announcements(Rules())
+    >>> said.record(0, "finished", 7)
+    >>> said.awaited("finished", {0, 1}), said.values("finished")
     ({1}, {0: 7})
     """
 
-    def __init__(self) -> None:
-        self.stopping = False  # whether this rank stops, by itself or with the others
-        self._values: dict[str, dict[int, int]] = {}
-
-    def record(self, rank: int, name: str, value: int) -> None:
-        """Record that a rank reported ``value`` at the barrier ``name``.
-
-        Raises:
-            MessageError: the rank has named too many barriers.
-        """
-        if name not in self._values and sum(rank in values for values in self._values.values()) >= _MOST_BARRIERS:
-            raise MessageError(f"the sender has named more than {_MOST_BARRIERS} barriers")
-        self._values.setdefault(name, {})[rank] = value
-
-    def values(self, name: str) -> dict[int, int]:
-        """Return the value that each rank has reported at the barrier ``name``, by rank."""
-        return dict(self._values.get(name, {}))
-
-    def awaited(self, name: str, present: Collection[int]) -> set[int]:
-        """Return the ranks in ``present`` that have not reported a value."""
-        return set(present) - self._values.get(name, {}).keys()
-
-
-class Agreement:
-    """The facts about this rank's training loop and those of the others.
-
-    Each rank sends its facts to all connected ranks. A rank that has already sent its own answers with them, so that a
-    joining replica learns those of the members. A rank compares once, when its own loop begins. A joiner with other
-    arguments therefore stops without disturbing the others.
-    """
-
     def __init__(self, rules: Rules) -> None:
-        self.mine: Entry | None = None  # the facts that this rank has announced, or None
+        self.stopping = False  # whether this rank stops, by itself or with the others
         self._rules = rules
-        self._theirs: dict[int, Entry] = {}
-        self._were_members: set[int] = set()
+        self._values: dict[Hashable, dict[int, Any]] = {}
+        self._were_members = {rules.rank}
         self._replicas: set[int] = set()  # the members of the current view
 
+    @property
+    def mine(self) -> Entry | None:
+        """The entry that this rank has announced, or None."""
+        return self.values(Entry).get(self._rules.rank)
+
+    def record(self, rank: int, topic: Hashable, value: Any) -> None:
+        """Record what a rank has said.
+
+        Raises:
+            MessageError: the rank has named too many topics.
+        """
+        if topic not in self._values and sum(rank in values for values in self._values.values()) >= _MOST_TOPICS:
+            raise MessageError(f"the sender has named more than {_MOST_TOPICS} barriers")
+        self._values.setdefault(topic, {})[rank] = value
+
+    def values(self, topic: Hashable) -> dict[int, Any]:
+        """Return what each rank has said, by rank."""
+        return dict(self._values.get(topic, {}))
+
+    def awaited(self, topic: Hashable, present: Collection[int]) -> set[int]:
+        """Return the ranks in ``present`` that have said nothing."""
+        return set(present) - self._values.get(topic, {}).keys()
+
     def receive(self, sender: int, message: FactsMessage) -> Entry | None:
-        """Record another rank's facts. Return this rank's own facts if the sender expects them in answer.
+        """Record another rank's entry. Return this rank's own if the sender expects it in answer.
 
         Raises:
             MessageError: the message names another rank as its source.
         """
         if message.entry.rank != sender:
             raise MessageError("the message holds the facts of another rank")
-        self._theirs[sender] = message.entry
-        others = [rank for rank in self._theirs if rank not in self._were_members]
+        self.record(sender, Entry, message.entry)
+        others = [rank for rank in self._values[Entry] if rank not in self._were_members]
         if sender not in self._were_members and len(others) > _MOST_FACTS:
-            del self._theirs[others[0]]
+            del self._values[Entry][others[0]]
         return None if message.answer else self.mine
 
     def begin_view(self, members: Collection[int]) -> None:
         self._replicas = {*members}
-        self._were_members.update(self._rules.ranks(members))
+        self._were_members.update(ranks := self._rules.ranks(members))
+        self._values[Speed] = {rank: speed for rank, speed in self.values(Speed).items() if rank in ranks}
 
     def forget(self, rank: int) -> None:
         if rank not in self._were_members:
-            self._theirs.pop(rank, None)
+            self._values.get(Entry, {}).pop(rank, None)
 
     def refusal(self) -> str:
         """Return the first difference from a current or former member, naming both sides, or "" if this rank goes on.
@@ -214,18 +211,14 @@ class Agreement:
         Where the survivors of a loss continue, it goes on if no more members differ from it than could lie: these are
         the ones to stop.
         """
-        if self.mine is None:
+        said = self.values(Entry)
+        if (mine := self.mine) is None:
             return ""
-        size, mine = self._rules.ranks_per_replica, self.mine
-        counting = sorted(self._were_members & self._theirs.keys())
-        words = {rank: difference(mine, self._theirs[rank], size) for rank in counting}
+        counting = sorted(self._were_members & said.keys())
+        words = {rank: difference(mine, said[rank], self._rules.ranks_per_replica) for rank in counting}
         differing = {self._rules.replica_of(rank) for rank, why in words.items() if why}
         members = self._replicas.union(map(self._rules.replica_of, counting), {self._rules.replica})
         few = self._rules.replica not in differing and len(differing) < byzantine_quorum(len(members))
         if self._rules.continue_without_lost and few:
             return ""
         return next(filter(None, words.values()), "")
-
-    def awaited(self, present: Collection[int]) -> set[int]:
-        """Return the ranks in ``present`` that have not sent their facts."""
-        return set(present) - self._theirs.keys() - (set() if self.mine is None else {self.mine.rank})

@@ -122,7 +122,7 @@ class Registry:
         self.running = bool(entries)
 
     def register(self, entry: Entry) -> None:
-        """Add ``entry``; in a run in progress it replaces an earlier entry of the same rank.
+        """Add ``entry``.
 
         Raises:
             RendezvousError: the entry does not fit; the message names both sides.
@@ -133,7 +133,7 @@ class Registry:
                 f"ranks are 0 to {self.num_ranks - 1}."
             )
         known = self.entries.get(entry.rank)
-        if known is not None and not self.running:
+        if known is not None:
             raise RendezvousError(
                 f"two processes claim rank {entry.rank}: one at {known.address} and one at {entry.address}; "
                 "each process needs a rank of its own."

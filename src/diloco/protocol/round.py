@@ -7,17 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-import torch
-
-from diloco.algorithm import Contribution, Exchange, Mean, RoundId, Uplink, Verdict, bounded_weights, judge
-from diloco.errors import CodecError, DivergedError, RoundVoidError, TransportError
+from diloco.algorithm import Contribution, Exchange, Mean, RoundId, Uplink, Verdict, bounded_weights, judge, plan_round
+from diloco.errors import DivergedError, RoundVoidError, TransportError
 from diloco.membership import View, Vote, byzantine_quorum
 from diloco.protocol.effects import Average, Submitted
 from diloco.protocol.rules import Rules
 from diloco.protocol.suspicion import Lateness
 from diloco.protocol.wire import Header, RoundVote
-
-_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(eq=False)
@@ -33,7 +29,7 @@ class Round:
     premature: dict[int, RoundVote] = field(default_factory=dict)  # votes that depend on headers not received yet
     fault: DivergedError | None = None  # set if this rank's state differs from the majority's; reported as the outcome
     begun: Submitted | None = None  # this rank's contribution; None before it contributes and after the round has ended
-    plan: Exchange | None = None  # the plan of the payload exchange
+    plan: Exchange | None = None  # the plan of the payload exchange; None until all headers have been received
     taking_over: bool = False  # whether this rank is still adopting the fragment's state
     donor: int | None = None  # a replica with the state that the round applies to, if this rank has a different one
     verdict: Verdict | None = None  # whose contributions are summed; None until all headers have been received
@@ -44,9 +40,8 @@ class Round:
     reason: str = ""  # why the round is void
     exchanging: bool = False  # whether the payload exchange is running
     concluded: bool = False  # whether the outcome was reported
-    lateness: Lateness = field(default_factory=Lateness)  # of replicas that have not contributed
-    # of replicas whose votes are missing since this rank voted for the round at ``voted_s``
-    vote_lateness: Lateness = field(default_factory=Lateness)
+    # of replicas that have not contributed; once this rank has voted for the round, at ``voted_s``, that have not voted
+    lateness: Lateness = field(default_factory=Lateness)
     voted_s: float = math.inf
 
     @property
@@ -81,9 +76,14 @@ class Round:
         return member * self.rules.ranks_per_replica + self.rules.position
 
     def judge(self) -> Verdict:
-        """Decide whose contributions are summed, as all headers have been received, and whose state they apply to."""
+        """Decide whose contributions are summed, as all headers have been received, and whose state they apply to.
+
+        The headers also name the uplinks by which the exchange of the payloads is planned.
+        """
         assert self.begun is not None
-        self.verdict = verdict = judge_headers(self.headers, self.begun.contribution, self.view.members, self.rules)
+        uplinks = [self.header_of(member).uplink for member in self.view.members]
+        self.plan = plan_round(self.begun.contribution, len(uplinks), uplinks)
+        self.verdict = verdict = judge_headers(self.headers, self.view.members, self.rules)
         if self.taking_over:
             holder = next((each for each in self.view.members if not self.header_of(each).taking_over), None)
             if holder is not None and self.header_of(holder).digest != self.headers[self.rules.rank].digest:
@@ -102,12 +102,13 @@ class Round:
 
     def late(self) -> frozenset[int]:
         """Look which other replicas have kept the round waiting for too long."""
-        return self.lateness.look({*self.missing} - {self.rules.replica})
+        awaited = self.missing if math.isinf(self.voted_s) else self.without_vote
+        return self.lateness.look({*awaited} - {self.rules.replica})
 
     def sealed_digest(self, digest: str) -> str:
-        """Return a digest of an average's digest and what the next round's plan takes from the headers: the uplinks.
+        """Return a digest of an average's digest and the uplinks in the headers.
 
-        Since votes cover it, every rank that commits the round has the same uplinks.
+        Since votes cover it, every rank that commits the round has planned it alike.
         """
         taken = (str(self.headers[rank].uplink) for rank in sorted(self.headers))
         return blake2b("\0".join((digest, *taken)).encode(), digest_size=16).hexdigest()
@@ -146,44 +147,18 @@ class Round:
             return self.fault or RoundVoidError(f"{self.id} is void: {self.reason}.", round=str(self.id))
         assert self.mean is not None
         assert self.plan is not None
-        me = self.view.members.index(self.rules.replica)
         heard_s = [self.heard_s[self._here(member)] for member in self.mean.contributors]
-        return Average(
-            **vars(self.mean),
+        return Average.of(
+            self.mean,
+            self.plan,
+            self.view,
+            self.rules.replica,
             round=self.id,
-            view=self.view,
-            sent_bytes=self.plan.sent[me],
-            received_bytes=self.plan.received[me],
-            wait_s=0.0,
             note="" if self.verdict is None else self.verdict.reason,
             donor=self.donor,
-            choice=self.plan.choice,
             held="" if self.donor is None else self.header_of(self.donor).digest,
             late_s=tuple(round(each - min(self.heard_s.values()), 3) for each in heard_s),
         )
-
-
-class KnownUplinks:
-    """The members' uplinks by round. Later rounds are planned by them, on all ranks alike."""
-
-    def __init__(self) -> None:
-        self._uplinks: dict[RoundId, tuple[Uplink, ...]] = {}
-
-    def keep(self, each: Round) -> None:
-        """Keep those of a committed round and of the one before it, whose average may be the last taken.
-
-        They stay for as long as later rounds are void, on all ranks alike, whatever else is still known of the round.
-        """
-        for before in [known for known in self._uplinks if known.fragment == each.id.fragment][:-1]:
-            del self._uplinks[before]
-        self._uplinks[each.id] = tuple(each.header_of(member).uplink for member in each.view.members)
-
-    def of(self, after: RoundId | None) -> tuple[Uplink, ...]:
-        """Return those of an earlier round; () if this view has not committed it.
-
-        All members have taken its average, so they have the same votes on it, and plan the next round alike.
-        """
-        return () if after is None else self._uplinks.get(after, ())
 
 
 # The verdict, which every rank derives alike from the headers of all ranks.
@@ -191,12 +166,6 @@ class KnownUplinks:
 
 def header_of(contribution: Contribution, view_id: int, uplink: Uplink, *, taking_over: bool) -> Header:
     """Return the header of a contribution. The sender checks the payload, and withdraws an invalid one."""
-    withdrawn = contribution.withdrawn
-    if not withdrawn:
-        try:
-            contribution.codec.validate(contribution.payload, contribution.numel)
-        except CodecError as error:
-            withdrawn = str(error)
     buffers, integers = contribution.buffers, contribution.integers
     return Header(
         view_id,
@@ -207,7 +176,7 @@ def header_of(contribution: Contribution, view_id: int, uplink: Uplink, *, takin
         contribution.digest,
         None if buffers is None else buffers.numel(),
         None if integers is None else integers.numel(),
-        withdrawn,
+        contribution.checked().withdrawn,
         taking_over,
         uplink.bits_per_s,
         uplink.full,
@@ -215,7 +184,7 @@ def header_of(contribution: Contribution, view_id: int, uplink: Uplink, *, takin
     )
 
 
-def judge_headers(headers: Mapping[int, Header], sample: Contribution, members: Sequence[int], rules: Rules) -> Verdict:
+def judge_headers(headers: Mapping[int, Header], members: Sequence[int], rules: Rules) -> Verdict:
     """Return the verdict on a round, which is the same on every rank.
 
     The ranks at position s of their replicas, which hold the same shard, are judged together. A replica is in the mean
@@ -223,7 +192,6 @@ def judge_headers(headers: Mapping[int, Header], sample: Contribution, members: 
 
     Args:
         headers: rank -> header, for every rank of every member.
-        sample: a contribution with the codec of the round.
         members: the members of the view.
         rules: the rules of the run.
     """
@@ -237,11 +205,10 @@ def judge_headers(headers: Mapping[int, Header], sample: Contribution, members: 
     needed = max(1, len(there) if rules.min_contributors is None else rules.min_contributors)
     verdicts = [
         judge(
-            {member: _bare(headers[member * size + position], member, sample) for member in there},
+            {member: headers[member * size + position] for member in there},
             members=members,
             min_contributors=needed,
             absent=absent,
-            contents=False,
             holders=byzantine_quorum(len(there)),
         )
         for position in range(size)
@@ -258,22 +225,6 @@ def judge_headers(headers: Mapping[int, Header], sample: Contribution, members: 
         words = worst.reason or "too few replicas have usable contributions at every position"
         return Verdict((), words, refused=refused)
     return Verdict(tuple(sorted(common)), worst.reason, donor=verdicts[0].donor, refused=refused)
-
-
-def _bare(header: Header, member: int, sample: Contribution) -> Contribution:
-    return Contribution(
-        round=header.id,
-        replica=member,
-        codec=sample.codec,
-        numel=header.numel,
-        payload=_EMPTY,
-        weight=header.weight,
-        base_weight=header.base_weight,
-        digest=header.digest,
-        buffers=None if header.buffers is None else _EMPTY.new_empty(header.buffers, device="meta"),
-        integers=None if header.integers is None else _EMPTY.new_empty(header.integers, device="meta"),
-        withdrawn=header.withdrawn,
-    )
 
 
 # Votes.

@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from diloco.algorithm import Mean, RoundId, Verdict, plan_round
+from diloco.algorithm import Mean, RoundId, Verdict
 from diloco.errors import RoundVoidError, TransportError, ViewChangedError
 from diloco.membership import Report, RoundKey, RoundKeys, View, Vote, Votes, enough_without, names_of
 from diloco.protocol.effects import GiveVerdict, Outbox, StartExchange, Submitted, Timer
-from diloco.protocol.round import KnownUplinks, Round, header_of, tally
+from diloco.protocol.round import Round, header_of, tally
 from diloco.protocol.rules import Rules
 from diloco.protocol.suspicion import MOST_SPOILT, Lateness, Spoilers
 from diloco.protocol.wire import Header, RoundVote, WireMessage
@@ -49,7 +49,6 @@ class Rounds:
         self._rounds: dict[RoundId, Round] = {}
         self._commits: Votes = {}  # the recently committed rounds of this view
         self._void: RoundKeys = frozenset()  # the void ones, also of earlier views
-        self._uplinks = KnownUplinks()  # of committed rounds of this view
         self._frozen_s = math.inf
         self._last: dict[int, int] = {}  # by fragment: the outer step of the last round begun in this view
         self._waiting: list[Submitted] = []
@@ -79,7 +78,7 @@ class Rounds:
             self.view, self._ranks, self.frozen, self._frozen_s = view, self._rules.ranks(view.members), False, math.inf
             self._positions = {rank: rank % self._rules.ranks_per_replica for rank in self._ranks}
             self._rounds, self._last = {}, {}
-            self._commits, self._void, self._uplinks = {}, void, KnownUplinks()
+            self._commits, self._void = {}, void
             for submitted in carried:
                 self._begin(submitted)
         self._begin_waiting()
@@ -131,7 +130,6 @@ class Rounds:
         if each.key in self._void and each.committed is None:  # others decided so before this view began
             self._decide(each, False, _VOTED_AGAINST)
             return
-        each.plan = plan_round(contribution, len(self.view.members), self._uplinks.of(submitted.after))
         each.heard_s[self._rules.rank] = submitted.sent_s
         header = header_of(contribution, self.view.id, submitted.uplink, taking_over=each.taking_over)
         each.headers[self._rules.rank] = header
@@ -142,7 +140,7 @@ class Rounds:
             self._conclude(each)
             return
         each.exchanging = True
-        self._outbox.effects.exchanges.append(StartExchange(self.view, contribution, each.plan))
+        self._outbox.effects.exchanges.append(StartExchange(self.view, contribution))
         limit_s = self._rules.round_timeout_s
         left_s = limit_s - (self._outbox.now_s - submitted.sent_s - min(submitted.paused_s, limit_s))
         self._set_timer("expire", each, max(0.0, left_s))
@@ -254,13 +252,7 @@ class Rounds:
             self._cast(each, Vote(True, each.sealed_digest(digest)))
 
     def end_exchange(
-        self,
-        view_id: int,
-        round_id: RoundId,
-        failure: str = "",
-        *,
-        peer_lost: bool = False,
-        spoiler: int | None = None,
+        self, view_id: int, round_id: RoundId, failure: str = "", *, peer_lost: bool = False, spoiler: int | None = None
     ) -> None:
         """Record the end of the exchange of a round's payloads.
 
@@ -291,7 +283,8 @@ class Rounds:
         limit_s = self._rules.round_timeout_s
         if self._rules.rank in each.votes:
             assert self.view is not None
-            late = self._await_votes(each)
+            self._set_timer("expire", each, limit_s / Lateness.LOOKS)
+            late = each.late()
             # if the others can't continue without them, the view change shows whether they have committed the round
             each.disputed = each.disputed or not enough_without(self.view, late, self._rules.policy)
             if late:
@@ -306,18 +299,13 @@ class Rounds:
     def look(self, timer: Timer) -> None:
         """Look which replicas keep a round waiting, and exclude those that have done so for too long."""
         each, late_s = self._find(timer.view_id, timer.round), self._rules.late_s
-        if each is None or late_s is None or each.committed is not None or self.frozen:
+        if each is None or late_s is None or each.committed is not None or self.frozen or math.isfinite(each.voted_s):
             return
         self._set_timer("look", each, late_s / Lateness.LOOKS)
         if late := each.late():
             are = "are" if len(late) > 1 else "is"
             why = f"{names_of(late)} {are} late: no contribution to {each.id} arrived within {late_s:g} s"
             self._fail(why, behind=late)
-
-    def _await_votes(self, each: Round) -> frozenset[int]:
-        """Look for missing votes on a round, and set the timer for the next look. Return the replicas that are late."""
-        self._set_timer("expire", each, self._rules.round_timeout_s / Lateness.LOOKS)
-        return each.vote_lateness.look(each.without_vote)
 
     # From headers to an outcome.
 
@@ -347,7 +335,7 @@ class Rounds:
     def _give_verdict(self, each: Round, verdict: Verdict) -> None:
         each.verdict = verdict
         if each.exchanging:
-            given = GiveVerdict(each.view.id, each.id, verdict, each.weights())
+            given = GiveVerdict(each.view.id, each.id, verdict, each.weights(), each.plan)
             self._outbox.effects.verdicts.append(given)
 
     def _cast(self, each: Round, vote: Vote, diverged: tuple[int, ...] = (), donor: int | None = None) -> None:
@@ -362,8 +350,9 @@ class Rounds:
             return
         self._count(each, self._rules.rank, message)
         if each.committed is None:
-            each.voted_s = self._outbox.now_s
-            self._await_votes(each)
+            each.voted_s, each.lateness = self._outbox.now_s, Lateness()
+            each.late()
+            self._set_timer("expire", each, self._rules.round_timeout_s / Lateness.LOOKS)
 
     def _count(self, each: Round, sender: int, message: RoundVote) -> None:
         """Count a vote. The vote that decides the round ends it, and one that leaves it in doubt ends the view."""
@@ -395,7 +384,6 @@ class Rounds:
         if committed:
             recent = {key: d for key, d in self._commits.items() if key[0] != fragment or key[1] >= outer_step - 1}
             self._commits = {**recent, each.key: each.votes[self._rules.rank].digest}
-            self._uplinks.keep(each)
             # all members have contributed to this round, so none asks about earlier ones
             self._void = frozenset(key for key in self._void if key[0] != fragment or key[1] > outer_step)
         else:
@@ -439,12 +427,7 @@ class Rounds:
             self._set_timer("look", each, None)
 
     def _fail(self, why: str, behind: frozenset[int] = frozenset(), *, anyway: bool = False) -> None:
-        """Have the view end without some replicas, or because a round is disputed.
-
-        Args:
-            behind: replicas that keep a round waiting, or spoil rounds.
-            anyway: whether the view ends even if the others can't continue.
-        """
+        """Have the view end without those ``behind``, or as a round is disputed; ``anyway``: whoever is left."""
         assert self.view is not None
         self._outbox.queue.append(partial(self.on_failure, self.view.id, why, behind, anyway=anyway))
 

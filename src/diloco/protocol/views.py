@@ -22,20 +22,9 @@ _GUARD = 3.0  # times `silence_s`: no replica joins for so long after a member w
 
 
 class Views:
-    """The current view, and the change to the next one.
+    """The current view, and the change to the next one."""
 
-    Args:
-        begun: called once a view has begun, with the arguments of `on_view`.
-    """
-
-    def __init__(
-        self,
-        rules: Rules,
-        roster: Roster,
-        rounds: Rounds,
-        outbox: Outbox,
-        begun: Callable[[NextView | None, Report | None], None],
-    ) -> None:
+    def __init__(self, rules: Rules, roster: Roster, rounds: Rounds, outbox: Outbox) -> None:
         self.view = View(-1, (rules.replica,))  # the current view; a joiner is not in it yet
         self.change: ViewChange | None = None  # the change to the next view, if it has begun
         self._agreed: View | None = None  # see `agreed_view`
@@ -46,7 +35,7 @@ class Views:
         self._roster = roster
         self._rounds = rounds
         self._outbox = outbox
-        self._begun = begun
+        self.on_begin: Callable[[NextView | None, Report | None], None] = self.on_view  # called once a view has begun
         rounds.on_failure = self.handle_failure
         self._leaving: set[int] = set()  # ranks that have announced that they leave this view
         # replica -> what it says has followed this view, see `_has_support`
@@ -91,27 +80,20 @@ class Views:
     # Requests of this rank's owner.
 
     def begin(self, view: View, *, member: bool) -> None:
-        """Start in ``view``, or only observe it until `enter` if this rank is not a ``member``."""
         self.view = view
         if member:
             self._first = view
             self._open((), frozenset())
-        self._outbox.queue.append(partial(self._begun, None, None))
+        self._outbox.queue.append(partial(self.on_begin, None, None))
 
     def enter(self, following: NextView, connections: Mapping[int, int]) -> None:
-        """Become a member of a view that the others agreed on. Ranks that were lost earlier are lost in this view.
-
-        Args:
-            following: the view.
-            connections: rank -> its connection when the welcome was received; another process may have taken its place
-                since.
-        """
+        """Become a member of a view that the others agreed on. Ranks that were lost earlier are lost in this view."""
         self.view = following.view
         self._rounds.joined = following.from_step > 1  # at step 1 all replicas have the initial state
         self._rounds.from_step, self._rounds.step = following.from_step, following.from_step - 1
         self._roster.members.update(connections)
         self._open((), following.void)
-        self._outbox.queue.append(partial(self._begun, following, None))
+        self._outbox.queue.append(partial(self.on_begin, following, None))
 
     def leave(self, step: int) -> None:
         """Leave for good after inner step ``step``, with all ranks of this replica; rounds in flight end here."""
@@ -405,7 +387,7 @@ class Views:
         if following.joined:
             rounds.from_step = following.from_step
         self._open(carried, following.void)
-        self._outbox.queue.append(partial(self._begun, following, change.mine))
+        self._outbox.queue.append(partial(self.on_begin, following, change.mine))
 
     def _open(self, carried: Sequence[Submitted], void: RoundKeys) -> None:
         self._roster.set_members(self.view)

@@ -22,7 +22,7 @@ from diloco.membership import MAX_MEMBERS, Count, Digest, NextView, Rank, Ranks,
 from diloco.protocol.registry import Entry
 from diloco.units import visible
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 """The version of the protocol, raised whenever a replica of the previous version would misread this one's messages."""
 
 _MOST_WORDS = 500
@@ -180,7 +180,7 @@ class Header(WireMessage):
     withdrawn: Words = ""  # why the sender withdraws the contribution, or ""
     # whether the sender is still adopting the fragment's state from a donor; its digest then does not count
     taking_over: bool = False
-    # what the sender knows of its uplink, for the plan of a later round; see `KnownUplinks`
+    # what the sender knows of its uplink, for the plan of the exchange
     uplink_bits_per_s: Count = UNKNOWN_UPLINK.bits_per_s
     uplink_full: bool = UNKNOWN_UPLINK.full
     uplink_window_s: float = UNKNOWN_UPLINK.window_s
@@ -189,6 +189,11 @@ class Header(WireMessage):
     def id(self) -> RoundId:
         """The round."""
         return RoundId(*self.round)
+
+    @property
+    def layout(self) -> tuple[int | None, ...]:
+        """See `Contribution`."""
+        return self.numel, self.buffers, self.integers
 
     @property
     def uplink(self) -> Uplink:

@@ -26,7 +26,6 @@ from diloco.algorithm import (
     SyncSettings,
     ValueSchedule,
     data_parallel_bytes,
-    hidden_matrices,
     partition,
     plan_exchange,
     trainable_parameters,
@@ -56,8 +55,6 @@ __all__ = [
     "untrained_digest",
 ]
 
-_NO_RULE = ("max_norm", "codec", "momentum")  # the arguments of the average that are not its rule's
-
 
 def outer_components(sync: SyncSettings, outer_steps: int = 1) -> dict[str, Any]:
     """Return those arguments of `DiLoCo` that follow from resolved settings alone, by name.
@@ -65,7 +62,7 @@ def outer_components(sync: SyncSettings, outer_steps: int = 1) -> dict[str, Any]
     The schedules of the outer optimizer span ``outer_steps``, the rounds of one fragment in the whole run.
     """
     codec, mean_codec = sync.arguments_of("codec"), sync.mean_codec
-    average = {name: v for name, v in sync.arguments_of("average").items() if name not in _NO_RULE}
+    average = {name: v for name, v in sync.arguments_of("average").items() if name not in ("max_norm", "codec")}
     outer = dict(sync.arguments_of("outer"))
     rate = 0.7 if sync.outer_learning_rate is None else sync.outer_learning_rate
     learning_rate: ScalarSchedule = rate
@@ -95,7 +92,7 @@ def outer_arguments(settings: RunSettings, model: LanguageModel) -> dict[str, An
     steps = settings.train.steps - settings.train.data_parallel_steps
     return {
         "schedule": make_schedule(settings),
-        "fragments": make_fragments(settings, model),
+        "fragments": make_fragments(settings.sync, model),
         **outer_components(settings.sync, steps // settings.sync.inner_steps),
     }
 
@@ -106,12 +103,9 @@ def check_components(settings: RunSettings) -> None:
     check_inner_arguments(settings.optimizer)
 
 
-def make_fragments(settings: RunSettings, model: LanguageModel) -> tuple[FragmentLayout, ...]:
-    """Partition ``model`` into fragments as resolved ``settings`` say."""
-    sync = settings.sync
-    momenta = hidden_matrices(model, settings.optimizer.arguments.get("adamw", ())) if sync.average_momentum else ()
-    number = sync.num_fragments or 1
-    return partition(model, num_fragments=number, strategy=sync.fragment_strategy, momenta=momenta)
+def make_fragments(sync: SyncSettings, model: LanguageModel) -> tuple[FragmentLayout, ...]:
+    """Partition ``model`` into fragments as resolved settings say."""
+    return partition(model, num_fragments=sync.num_fragments or 1, strategy=sync.fragment_strategy)
 
 
 def make_links(settings: RunSettings) -> list[Link]:
@@ -223,20 +217,19 @@ def _describe_rounds(settings: RunSettings, model: LanguageModel) -> dict[str, s
     codec, mean = components["codec"], MeanEncoding.of(components["mean_codec"])
     whole = settings.sync.whole_contributions
     local_steps = settings.train.steps - start
-    sizes = [fragment.numel for fragment in make_fragments(settings, model)]
+    sizes = [fragment.numel for fragment in make_fragments(settings.sync, model)]
     sent = sum(
         schedule.rounds_of(number, local_steps)
         * plan_exchange(codec, size, replicas, mean=mean, whole=whole).mean_bytes
         for number, size in enumerate(sizes)
     )
-    gradients = data_parallel_bytes(model.num_trained(), replicas, 1)
+    gradients = data_parallel_bytes(sum(sizes), replicas, 1)
     first = f"{start} data-parallel steps, then " if start else ""
-    momentum = ", with Muon's momentum" if settings.sync.average_momentum else ""
     unit = "the model" if len(sizes) == 1 else f"{len(sizes)} fragments"
     ratio = f", {format_ratio(gradients * local_steps / sent)} as much" if sent else ""
     per_step = format_bytes(sent / max(1, local_steps))
     return {
-        "rounds": f"{first}{unit} every {schedule.inner_steps} steps as {codec.name}{momentum}",
+        "rounds": f"{first}{unit} every {schedule.inner_steps} steps as {codec.name}",
         "traffic": f"{per_step} per replica and step (data-parallel: {format_bytes(gradients)}{ratio})",
     }
 
@@ -245,8 +238,8 @@ def replica_bytes(settings: RunSettings, trained: int, frozen: int) -> int:
     """Return the bytes that a replica keeps of its trained and frozen values.
 
     For each trained value they are 16 for itself, its gradient and Adam's two moments, 4 for the global value, 4 for
-    each slot of the outer optimizer, and 4 for the residual of error feedback. The scales of quantised blocks and
-    averaged momenta are left out.
+    each slot of the outer optimizer, and 4 for the residual of error feedback. The scales of quantised blocks are left
+    out.
     """
     model, per_trained = settings.model, 16
     if settings.algorithm in ("streaming", "diloco"):

@@ -354,7 +354,6 @@ _NEEDS: tuple[tuple[str, str, tuple[object, ...], str, tuple[str, ...]], ...] = 
     ("sync.average", "average", ("mean",), "algorithm", ("streaming", "diloco")),
     ("sync.arguments.average.codec", "mean_codec", ("auto", "float32"), "algorithm", ("streaming", "diloco")),
     ("sync.arguments.average.max_norm", "max_norm", (), "algorithm", ("streaming", "diloco")),
-    ("sync.arguments.average.momentum", "average_momentum", (), "algorithm", ("streaming", "diloco")),
     ("sync.merge_alpha", "merge_alpha", (), "algorithm", ("streaming",)),
     ("sync.overlap_steps", "overlap_steps", (), "algorithm", ("streaming",)),
     ("network.straggler", "straggler", ("wait",), "network.transport", ("swarm",)),
@@ -395,11 +394,6 @@ def _check_together(settings: RunSettings) -> None:
         network.transport == "tcp" and network.replica_size > 1 and settings.train.parallelism == "ddp",
         "train.parallelism='ddp' can't be used with network.transport='tcp', over which each rank sends its own shard. "
         "Use --train.parallelism fsdp, or --transport torch.",
-    )
-    _refuse_if(
-        sync.average_momentum and settings.optimizer.name != "Muon",
-        f"sync.arguments.average.momentum averages Muon's momentum, but optimizer.name={settings.optimizer.name!r}. "
-        "Leave it out, or use --optimizer.name Muon.",
     )
     if network.transport == "swarm":
         _refuse_if(

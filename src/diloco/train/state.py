@@ -58,7 +58,6 @@ class ReplicaState:
         for fragment in self.diloco.fragments if self.diloco else ():
             if fragment.residual is not None:
                 values |= self._laid_out(fragment.layout.named(fragment.residual), "residual/")
-                values |= self._laid_out(fragment.layout.named_momenta(fragment.residual), "residual/of momentum/")
         return values
 
     def global_params(self) -> dict[str, Tensor]:
@@ -68,13 +67,11 @@ class ReplicaState:
         return self._laid_out(self.diloco.named_global_params())
 
     def outer_state(self) -> dict[str, Tensor]:
-        """Return the outer state as ``SLOT/NAME`` and the averaged momenta; empty without an outer loop."""
+        """Return the outer state as ``SLOT/NAME``; empty without an outer loop."""
         values: dict[str, Tensor] = {}
         for fragment in self.diloco.fragments if self.diloco else ():
             for slot, vector in fragment.state.outer.slots.items():
                 values |= self._laid_out(fragment.layout.named(vector), f"{slot}/")
-            momenta = fragment.layout.named_momenta(fragment.global_params)
-            values |= self._laid_out(momenta, "averaged momentum/")
         return values
 
     def rest(self) -> dict[str, Any]:

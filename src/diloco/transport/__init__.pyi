@@ -10,7 +10,6 @@ from .cluster import connect_process_group as connect_process_group
 from .cluster import open_cluster as open_cluster
 from .connections.connection_manager import ConnectionManager as ConnectionManager
 from .connections.limits import ArrivalLimit as ArrivalLimit
-from .connections.limits import Backoff as Backoff
 from .connections.limits import ConnectionLimit as ConnectionLimit
 from .connections.limits import TokenBucket as TokenBucket
 from .connections.pace import streams_to_each as streams_to_each
@@ -44,7 +43,6 @@ from .settings import multiaddress as multiaddress
 from .swarm.connect import SwarmPlace as SwarmPlace
 from .swarm.connect import connect_swarm as connect_swarm
 from .swarm.connect import enter_swarm as enter_swarm
-from .swarm.connect import run_peer as run_peer
 from .swarm.governance import Order as Order
 from .swarm.identity import Admission as Admission
 from .swarm.identity import Identity as Identity
@@ -54,6 +52,7 @@ from .swarm.identity import load_identity as load_identity
 from .swarm.identity import owner_of as owner_of
 from .swarm.identity import same_port as same_port
 from .swarm.node import Node as Node
+from .swarm.node import run_peer as run_peer
 from .swarm.status import PeerReport as PeerReport
 from .swarm.status import PeerStatus as PeerStatus
 from .swarm.status import StatusClient as StatusClient
@@ -67,4 +66,4 @@ from .tcp.connect import connect as connect
 from .tcp.connect import connect_tcp as connect_tcp
 from .tcp.doctor import examine as examine
 from .tcp.doctor import serve_probes as serve_probes
-from .tcp.rendezvous import Gatherer as Gatherer
+from .tcp.rendezvous import TcpDirectory as TcpDirectory

@@ -171,7 +171,8 @@ class InProcessTransport:
 
     def judge(self, contributions: Mapping[int, Contribution]) -> Verdict:
         """Return which of the contributions to a round count."""
-        return judge(contributions, members=self.view.members, min_contributors=self.min_contributors, absent={})
+        checked = {replica: each.checked() for replica, each in contributions.items()}
+        return judge(checked, members=self.view.members, min_contributors=self.min_contributors, absent={})
 
     def _decide(self, round_id: RoundId, state: _Round) -> None:
         sample = next(iter(state.contributions.values()))
@@ -226,16 +227,8 @@ class InProcessTransport:
             raise verdict.divergence(round_id, state.contributions[verdict.donor].digest)
         if state.mean is None:
             raise RoundVoidError(f"{round_id} is void: {verdict.reason}.", round=str(round_id))
-        return Average(
-            **vars(state.mean),
-            round=round_id,
-            view=self.view,
-            sent_bytes=sent_bytes,
-            received_bytes=received_bytes,
-            wait_s=waited_s,
-            note=verdict.reason,
-            choice=exchange.choice,
-        )
+        more = {"round": round_id, "wait_s": waited_s, "note": verdict.reason}
+        return Average.of(state.mean, exchange, self.view, replica, **more)
 
     def _decided(self, replica: int, round_id: RoundId, timeout_s: float) -> _Round:
         state = self._rounds.get(round_id)

@@ -173,7 +173,7 @@ class ProcessGroupTransport(Transport):
         for rank, header in headers.items():
             if header.id != mine.round:
                 raise TransportError(f"Rank {rank} is in {header.id}, and this rank in {mine.round}.")
-        verdict = judge_headers(headers, mine, self.view.members, self._rules)
+        verdict = judge_headers(headers, self.view.members, self._rules)
         received, extras = payloads(), None if more is None else more()
         rows = received.view(len(self.view.members), received.numel() // len(self.view.members))
         mean, reason, donor = None, verdict.reason, verdict.donor
@@ -189,21 +189,11 @@ class ProcessGroupTransport(Transport):
         reason = next((reason for _, reason in votes if reason), "")
         if not reason and any(len({digest for digest, _ in votes[here::size]}) > 1 for here in range(size)):
             reason = "the ranks have computed different means"
-        here = self.view.members.index(self.replica)
         if self.replica in verdict.diverged:
             raise verdict.divergence(mine.round, headers[donor * size + position].digest)
         if mean is None or reason:
             raise RoundVoidError(f"{mine.round} is void: {reason}.", round=str(mine.round))
-        return Average(
-            **vars(mean),
-            round=mine.round,
-            view=self.view,
-            sent_bytes=plan.sent[here],
-            received_bytes=plan.received[here],
-            wait_s=0.0,
-            note=verdict.reason,
-            choice=plan.choice,
-        )
+        return Average.of(mean, plan, self.view, self.replica, round=mine.round, note=verdict.reason)
 
     def _received(
         self, mine: Contribution, header: Header, member: int, payloads: Tensor, extras: Tensor | None

@@ -184,9 +184,18 @@ def pieces(numel: int, device: torch.device, multiple: int = 1) -> Iterator[tupl
     devices ranges are long, to launch few kernels. The length of every range but the last is a multiple of
     ``multiple``.
     """
-    step = 1 << 18 if device.type == "cpu" else 1 << 24
-    step = max(step // multiple, 1) * multiple
+    step = max(_piece_values(device) // multiple, 1) * multiple
     return ((start, min(start + step, numel)) for start in range(0, numel, step))
+
+
+def in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield views of equal ranges, as `pieces` divides them, of tensors of the same ``(numel,)``."""
+    step = _piece_values(tensors[0].device)
+    return zip(*(torch.split(tensor, step) for tensor in tensors), strict=True)
+
+
+def _piece_values(device: torch.device) -> int:
+    return 1 << 18 if device.type == "cpu" else 1 << 24
 
 
 def largest_magnitude(values: Tensor) -> float:

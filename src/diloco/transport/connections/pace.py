@@ -47,6 +47,7 @@ class TcpCounters(NamedTuple):
     resent: int = 0  # bytes that were sent again
     round_trip_s: float = 0.0  # the shortest one; 0: unknown
     acked: int = 0  # bytes that have been acknowledged
+    unsent: int = 0  # bytes that are held back until the path has room for them
 
 
 def tcp_counters(connection: Any) -> TcpCounters:
@@ -54,35 +55,35 @@ def tcp_counters(connection: Any) -> TcpCounters:
     try:
         assert sys.platform == "linux"
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
-        segment_bytes, resent, least_us = (struct.unpack_from("=I", info, offset)[0] for offset in (16, 100, 148))
+        places = (16, 100, 144, 148)
+        segment_bytes, resent, unsent, least_us = (struct.unpack_from("=I", info, offset)[0] for offset in places)
     except (AssertionError, AttributeError, OSError, struct.error):
         return TcpCounters()  # no TCP, closed, or another system
     (acked,) = struct.unpack_from("=Q", info, 120)
-    return TcpCounters(segment_bytes * resent, least_us / 1e6 if least_us < 1 << 31 else 0.0, acked)
+    return TcpCounters(segment_bytes * resent, least_us / 1e6 if least_us < 1 << 31 else 0.0, acked, unsent)
 
 
 def sum_of(counters: Iterable[TcpCounters]) -> TcpCounters:
     """Return the counters of several connections together.
 
     >>> sum_of([TcpCounters(0, 0.2, 100), TcpCounters(1448, 0.1, 50), TcpCounters()])
-    TcpCounters(resent=1448, round_trip_s=0.1, acked=150)
+    TcpCounters(resent=1448, round_trip_s=0.1, acked=150, unsent=0)
     """
-    resent, trips_s, acked = zip(TcpCounters(), *counters, strict=True)
-    return TcpCounters(sum(resent), min(filter(None, trips_s), default=0.0), sum(acked))
+    resent, trips_s, acked, unsent = zip(TcpCounters(), *counters, strict=True)
+    return TcpCounters(sum(resent), min(filter(None, trips_s), default=0.0), sum(acked), sum(unsent))
 
 
 class Pace:
     """The pace towards one host, which follows from the bytes that were acknowledged in its full transfers.
 
     >>> pace = Pace()
-    >>> pace.note(1_250_000, 0.11, resent=0, round_trip_s=0.01), pace.bits_per_s
-    (None, inf)
-    >>> pace.note(1_250_000, 0.21, resent=250_000, round_trip_s=0.01), pace.bits_per_s  # a queue has overflowed
-    (None, 95000000.0)
-    >>> pace.note(1_250_000, 0.12, resent=0, round_trip_s=0.01), pace.bits_per_s
-    (None, 118750000.0)
-    >>> pace.note(1_250_000, 0.21, resent=250_000, round_trip_s=0.01), pace.bits_per_s  # nor does the pace help
-    (None, inf)
+    >>> def note(seconds: float, resent: int) -> float:
+    ...     pace.note(1_250_000, seconds, resent=resent, round_trip_s=0.01)
+    ...     return round(pace.bits_per_s / 1e6, 1)
+    >>> note(0.11, 0), note(0.21, 312_500)  # a queue has overflowed
+    (inf, 104.5)
+    >>> note(0.12, 0), note(0.21, 312_500)  # nor does the pace help
+    (130.6, inf)
     """
 
     def __init__(self) -> None:
@@ -109,8 +110,8 @@ class Pace:
             self.bits_per_s = max(self.seen_bits_per_s, self._growth * self.bits_per_s)
         elif math.isinf(self.bits_per_s):
             self._unpaced_share = share
-            if not self._futile:
-                self.bits_per_s = self.seen_bits_per_s
+            if not self._futile:  # the path carries more than was seen, as it has carried some of the bytes twice
+                self.bits_per_s = (1 + share / 2) * self.seen_bits_per_s
         elif share > self._unpaced_share / 2:  # the path loses data however slowly it is sent
             self.bits_per_s, self._futile = math.inf, _FUTILE
         else:

@@ -4,8 +4,8 @@ Payload messages are cut into parts, and each free stripe takes the next part. A
 the parts that it carries; the parts of one that breaks are sent again over others, or over the next one. Every part is
 acknowledged, and the sender keeps a message until all its parts are.
 
-A payload message belongs to a round of a view, as its tag says. It stays with its sender until the receiver is known to
-have begun that round (by the header of its contribution), and has room for it. What arrives for any other round is
+A payload message belongs to a round of a view, as its tag says. It is sent once the headers of all members say that
+they have begun that round. A member that still lacks one keeps what arrives. What arrives for any other round is
 acknowledged and dropped, so a round is cancelled by its tag alone.
 """
 
@@ -34,6 +34,7 @@ from diloco.transport.connections.streams import (
 )
 from diloco.transport.connections.stripe import (
     LEAST_PART_BYTES,
+    Early,
     Head,
     Incoming,
     Outgoing,
@@ -49,8 +50,8 @@ _MESSAGE_BYTES = 512  # counted for each control message, besides its size: the 
 _PACES = {False: (64e3, 256_000), True: (8e6, 32_000_000)}
 """Rate (bytes per second) and burst (bytes) accepted from unknown peers and from members; normal use is far below."""
 FLUSH_S = 1.0
-_MOST_READY = 4096  # rounds of which a peer has said that it has begun them
 _TAG_BITS = 17  # of a message within its round
+_LOOK_S = 0.01  # between two looks whether a stripe has become free
 
 
 def round_tag(view_id: int, round_id: RoundId) -> int:
@@ -94,13 +95,13 @@ class Peer:
         self._began_s = 0.0  # when the current transfer began
         self._transfer_bytes = self._missing_bytes = 0  # acknowledged of it, as sent, and not acknowledged, as data
         self._counted = TcpCounters()  # by TCP until then
-        self._ready: dict[int, None] = {}  # rounds that the peer has begun, the oldest first
-        self._held: dict[int, list[Outgoing]] = {}  # round -> messages that wait until the peer begins it
         self._unsent: deque[Outgoing] = deque()  # messages that are not completely cut into parts
         self._to_resend: deque[Part] = deque()  # unacknowledged parts of stripes that broke
         self._in_flight: set[Outgoing] = set()
         self._incoming: dict[int, Incoming] = {}  # by tag, the messages that this rank waits for
+        self._early: dict[int, Early] = {}  # by round, of those whose messages are not known yet
         self._wake_scheduled = False  # whether `wake` is about to run
+        self._look_scheduled = False  # whether it runs in a moment
         self._error: TransportError | None = None
 
     # The control stream.
@@ -120,8 +121,9 @@ class Peer:
                     began.set()
                 if isinstance(message, GivenUp):
                     return ""
-                if isinstance(message, Header):
-                    self._note_begun(message)
+                if isinstance(message, Header):  # it need not have acknowledged the round just before yet
+                    decided = RoundId(message.round[0], message.round[1] - 2)
+                    self._stop_sending(round_tag(message.view, decided))
                 deliver(self.rank, message)
             except MessageError as error:
                 return f"it sent an invalid message: {error}"
@@ -202,11 +204,11 @@ class Peer:
         if self._error is not None:
             return
         self._error = error = TransportError(f"a payload connection ended: {why}")
-        for message in (*self._in_flight, *(each for held in self._held.values() for each in held)):
+        for message in self._in_flight:
             message.sent.set_exception(error)
         for incoming in self._incoming.values():
             incoming.received.set_exception(error)
-        for messages in (self._incoming, self._held, self._in_flight, self._unsent, self._to_resend):
+        for messages in (self._incoming, self._early, self._in_flight, self._unsent, self._to_resend):
             messages.clear()
         self._note_sending()
         for stripe in list(self.stripes.values()):
@@ -233,29 +235,25 @@ class Peer:
 
     # Rounds.
 
-    def _note_begun(self, header: Header) -> None:
-        """Send what belongs to a round that the peer has begun."""
-        fragment, outer_step = header.round
-        begun = round_tag(header.view, header.id)
-        self._ready[begun] = None
-        if len(self._ready) > _MOST_READY:
-            del self._ready[next(iter(self._ready))]
-        for message in self._held.pop(begun, ()):
-            self._start(message)
-        # it has decided the rounds before; it need not have acknowledged the one just before yet
-        self._stop_sending(round_tag(header.view, RoundId(fragment, outer_step - 2)))
+    def open_round(self, round_tag: int, most_bytes: int) -> None:
+        """Keep up to so many bytes of a round until `take_early`: the peer may know the plan before this rank."""
+        self._early[round_tag] = Early(most_bytes)
+
+    def take_early(self, round_tag: int) -> None:
+        """Store what has arrived for a round in the messages that `receive` awaits from now on."""
+        if early := self._early.pop(round_tag, None):
+            for head, data in early.parts.values():
+                self._store(head, data)
 
     def close_round(self, round_tag: int) -> None:
         """Send and await nothing more of a round, which has ended here. Who waits for a message is released."""
-        self._ready.pop(round_tag, None)
+        self._early.pop(round_tag, None)
         for tag in [tag for tag in self._incoming if tag >> _TAG_BITS == round_tag]:
             self._incoming.pop(tag).received.cancel()
         self._stop_sending(round_tag)
 
     def _stop_sending(self, round_tag: int) -> None:
         """Count what belongs to a round as sent, as it is not wanted any more, even if it is never acknowledged."""
-        for message in self._held.pop(round_tag, ()):
-            message.sent.set_result(None)
         cancelled = {message for message in self._in_flight if message.tag >> _TAG_BITS == round_tag}
         if not cancelled:
             return
@@ -282,13 +280,7 @@ class Peer:
         if self._error is not None:
             sent.set_exception(self._error)
             return
-        message, of_round = Outgoing(tag, data, sent, missing=len(data)), tag >> _TAG_BITS
-        if of_round in self._ready:
-            self._start(message)
-        else:
-            self._held.setdefault(of_round, []).append(message)
-
-    def _start(self, message: Outgoing) -> None:
+        message = Outgoing(tag, data, sent, missing=len(data))
         if not self._in_flight:
             self._began_s, self._counted = self._loop.time(), self.counters()
             self._transfer_bytes = self._missing_bytes = 0
@@ -311,7 +303,14 @@ class Peer:
         free = list(self.stripes.values())
         while free and (self._unsent or self._to_resend):
             free = [each for each in free if each.write_next()]
+        if (self._unsent or self._to_resend) and not self._look_scheduled:
+            self._look_scheduled = True
+            self._loop.call_later(_LOOK_S, self._look)
         self._note_sending()
+
+    def _look(self) -> None:
+        self._look_scheduled = False
+        self.wake()
 
     def take(self, *, compressed: bool = False) -> Part | None:
         """Return the next part for a free stripe, or None."""
@@ -379,8 +378,14 @@ class Peer:
             self._incoming[tag] = Incoming(buffer, received, len(buffer))
 
     def arrived(self, head: Head, data: memoryview) -> None:
-        """Store a part that is awaited and has not arrived before."""
+        """Store a part that is awaited and has not arrived before, or keep it if its round has no plan yet."""
         self.received_bytes += len(data)
+        if early := self._early.get(head.tag >> _TAG_BITS):
+            early.keep(head, data)
+        else:
+            self._store(head, data)
+
+    def _store(self, head: Head, data: memoryview) -> None:
         message = self._incoming.get(head.tag)
         if message is None or head.start in message.parts:
             return

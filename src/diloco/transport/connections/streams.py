@@ -19,8 +19,9 @@ import struct
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from diloco.errors import TransportError
-from diloco.protocol import MessageError, Refused, decode, encode
+from diloco.errors import RendezvousError, TransportError
+from diloco.protocol import MessageError, Refused, WireMessage, decode, encode
+from diloco.transport.address import Address
 
 T = TypeVar("T")
 
@@ -52,6 +53,8 @@ PROTOCOL = b"DLC2"
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_BLOB_BYTES = 1 << 20
 UNKNOWN_PEER_BYTES = 1 << 14  # of a message, from a peer that is not a member, and for what any peer sends about itself
+
+ANSWER_S = 10.0  # to a question
 
 _HEAD = struct.Struct(">4sIQ")
 
@@ -109,6 +112,43 @@ async def ask(stream: Stream, message: object, expected: Any, most_bytes: int = 
         writer.close()
         raise
     return answer
+
+
+class NotNowError(OSError):
+    """A reachable process can't answer a question now, for example because it is starting or joining itself."""
+
+
+async def question(
+    stream: Stream, address: Address, message: WireMessage, expected: Any, most_bytes: int = MAX_MESSAGE_BYTES
+) -> Any:
+    """Ask a process over a new connection, which ends with its answer, of at most ``most_bytes``.
+
+    Raises:
+        RendezvousError: it refuses for good; the message gives its reason.
+        NotNowError: it can be reached but does not answer, or can't answer now.
+    """
+    try:
+        return await within(ANSWER_S, ask(stream, message, expected, most_bytes))
+    except RefusedError as error:
+        if error.for_good:
+            raise RendezvousError(f"{address} refuses: {str(error).removesuffix('.')}.") from error
+        raise NotNowError(f"{address} can't answer yet: {error}") from error
+    except TransportError as error:
+        raise NotNowError(f"{address} answered with what is no answer: {error}") from error
+    except (EOFError, OSError) as error:
+        raise NotNowError(f"{address} does not answer") from error
+    finally:
+        stream[1].transport.abort()
+
+
+async def say(answer: WireMessage, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Send an answer, and wait until the asking process ends the connection.
+
+    When one side closes a stream of libp2p, the daemon drops what the other side has not read yet.
+    """
+    writer.write(pack(answer))
+    await writer.drain()
+    await within(ANSWER_S, reader.read(1))
 
 
 async def read_head(reader: asyncio.StreamReader) -> bytes:

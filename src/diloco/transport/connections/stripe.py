@@ -41,6 +41,7 @@ MAX_MESSAGE_BYTES, MOST_PART_BYTES = 1 << 30, 1 << 18
 
 HEAD = struct.Struct(">cQIII")
 
+_KEPT_BYTES = 256  # what it takes to keep a part, apart from its data
 LEAST_PART_BYTES = 12 << 10  # less than TCP's initial window, which it sends at once after a pause
 
 _LEVEL = 1
@@ -123,6 +124,24 @@ class Incoming:
 
 
 @dataclass(eq=False)
+class Early:
+    """What has arrived for a round before its messages are known: little more than ``most_bytes``."""
+
+    most_bytes: int
+    parts: dict[tuple[int, int], tuple[Head, memoryview]] = field(default_factory=dict)  # by tag and start
+    _bytes: int = 0
+
+    def keep(self, head: Head, data: memoryview) -> None:
+        """Keep a copy of a part that has not arrived before."""
+        if (head.tag, head.start) in self.parts:
+            return
+        self._bytes += len(data) + _KEPT_BYTES
+        if self._bytes > 2 * self.most_bytes + MOST_PART_BYTES:
+            raise TransportError(f"more arrived early for a round than its {self.most_bytes} bytes")
+        self.parts[head.tag, head.start] = head, memoryview(bytes(data))
+
+
+@dataclass(eq=False)
 class Part:
     """A range of a message that one connection carries."""
 
@@ -155,9 +174,9 @@ def part_bytes(waiting_bytes: int, connections: int) -> int:
     return max(LEAST_PART_BYTES, min(MOST_PART_BYTES, share))
 
 
-_LEAST_UNSENT_BYTES, _UNSENT_S = 1 << 14, 0.02
-"""The unsent data that the kernel may buffer for one connection: as much as it sends in so many seconds, and at least
-so many bytes. With more, data would wait for a slow connection while others are free."""
+_UNSENT_S = 0.02
+"""A connection is free while the kernel holds back no more of what it was given than it sends in so many seconds. With
+more, data would wait for a slow connection while others are free."""
 
 _SLOW_BITS_PER_S = 2e9  # at a lower rate compression takes less than a third of a core
 _MAX_PACING_RATE = 47  # a socket option of Linux that Python does not name: bytes per second, an unsigned long
@@ -187,6 +206,7 @@ class Stripe(asyncio.BufferedProtocol):
         self._begun = self._filled = 0  # start and end of the unprocessed data in it
         self._whole_bytes = HEAD.size  # size of the next item that can be processed
         self._limits = (0.0, 0.0)
+        self._most_unsent_bytes = math.inf  # unknown where this makes no difference
         self.near = False  # whether round trips are so short that nothing of this kind is worth while
         self._woken_bytes = 1  # bytes that must arrive before the kernel reports them
         # bytes of TLS that the kernel may have reported and that can't be decrypted yet
@@ -217,7 +237,7 @@ class Stripe(asyncio.BufferedProtocol):
 
     def write_next(self) -> bool:
         """Write the next part of the link if this connection is free. Return whether a part was written."""
-        if self.full or self.transport.is_closing():
+        if self.full or self.transport.is_closing() or self.counters().unsent > self._most_unsent_bytes:
             return False
         compressed = self._compresses and not self.near and self._peer.pace.seen_bits_per_s < _SLOW_BITS_PER_S
         if (part := self._peer.take(compressed=compressed)) is None:
@@ -234,12 +254,11 @@ class Stripe(asyncio.BufferedProtocol):
         return tcp_counters(self._socket)
 
     def limit(self, bits_per_s: float, seen_bits_per_s: float) -> None:
-        """Let the kernel send no faster than a pace, and buffer what it sends in a moment at the rate that was seen."""
+        """Let the kernel send no faster than a pace, and hold back what it sends in a moment at the rate seen."""
         if self.near or (bits_per_s, seen_bits_per_s) == self._limits:
             return
         self._limits = bits_per_s, seen_bits_per_s
-        unsent_bytes = max(_LEAST_UNSENT_BYTES, int(seen_bits_per_s / 8 * _UNSENT_S))
-        self._set(socket.IPPROTO_TCP, "TCP_NOTSENT_LOWAT", unsent_bytes)
+        self._most_unsent_bytes = seen_bits_per_s / 8 * _UNSENT_S
         if sys.platform == "linux":
             pace = struct.pack("L", _NO_PACE if math.isinf(bits_per_s) else int(bits_per_s / 8))
             with contextlib.suppress(OSError):  # the connection has ended

@@ -23,8 +23,7 @@ from diloco.protocol import Entries, Entry, Introduce, Refused, Registry, WireMe
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.limits import Backoff, few_at_once
-from diloco.transport.connections.streams import Stream, within
-from diloco.transport.peers.question import NotNowError, question, say
+from diloco.transport.connections.streams import NotNowError, question, say, within
 from diloco.transport.peers.transport import PeerTransport
 
 _LEAST_S = 0.1
@@ -171,7 +170,8 @@ class Directory:
                 try:
                     place, message = self.connections.streams.locate(entry), Over(self.transport.replica)
                     # it answers, since one that has just thawed may close the connection unread, and search
-                    return await within(_OVER_S, question(self.connections.open, place, message, Over))
+                    async with asyncio.timeout(_OVER_S):
+                        return await question(await self.connections.open(place), place, message, Over)
                 except (OSError, EOFError, TransportError, ValueError) as error:
                     if isinstance(error, ConnectionRefusedError) or clock.time() >= until_s:
                         return None  # it has ended, or it is gone
@@ -271,21 +271,16 @@ class Directory:
             NotNowError: it can't answer now.
             OSError, EOFError, TransportError: it can't be reached.
         """
-        identities: list[str] = []
-
-        async def open_stream(address: Address) -> Stream:
-            stream = await self.connections.open(address)
-            identities.append(self.connections.streams.identity(stream[1]))
-            return stream
-
-        answer = await question(open_stream, address, Ask(self._entry), self.answers)
+        stream = await self.connections.open(address)
+        identity = self.connections.streams.identity(stream[1])
+        answer = await question(stream, address, Ask(self._entry), self.answers)
         if isinstance(answer, Looking) and self.election.views is not None:
-            known = self.election.views.identities.get(self.transport.rules.ranks([answer.number])[0], identities[-1])
+            known = self.election.views.identities.get(self.transport.rules.ranks([answer.number])[0], identity)
             # over TCP a restarted process has another identity; it says that it was a member of no view, and listens
             # where the one did that it replaces, which has therefore ended
             entry = self.registry.entries.get(self.transport.rules.ranks([answer.number])[0])
             replaces = answer.last is None and entry is not None and entry.address == str(address)
-            if known != identities[-1] and (self.connections.streams.named or not replaces):
+            if known != identity and (self.connections.streams.named or not replaces):
                 raise TransportError(f"{address} answers in the name of replica {answer.number}, which is another one")
         if isinstance(answer, Members):
             keep = {self.connections.rank, *self.transport.rules.ranks(answer.members), *self.connections.connected}
@@ -352,8 +347,8 @@ class Directory:
             if other == rank or other not in found.entries:
                 continue
             try:
-                asked = CallBack(rank, self._entry)
-                await question(self.connections.open, streams.locate(found.entries[other]), asked, Introduced)
+                place = streams.locate(found.entries[other])
+                await question(await self.connections.open(place), place, CallBack(rank, self._entry), Introduced)
             except (OSError, EOFError, TransportError):
                 continue
             if await self.arrives(rank, self.transport.rules.silence_s):

@@ -91,18 +91,16 @@ class PayloadExchange:
     def __init__(
         self, started: StartExchange, peers: Mapping[int, Peer], loop: asyncio.AbstractEventLoop, piece_bytes: int
     ) -> None:
-        self.contribution, self.plan = started.contribution, started.plan
+        self.contribution = started.contribution
         self.members = started.view.members
         self.me = self.members.index(started.contribution.replica)
-        self.verdict: Future[GiveVerdict] = Future()  # which contributions to sum; or why the exchange has failed
+        # which contributions to sum, and the plan by which payloads are sent; or why the exchange has failed
+        self.verdict: Future[GiveVerdict] = Future()
         self._peers, self._loop, self._piece_bytes = peers, loop, piece_bytes
         self._tag = round_tag(started.view.id, started.contribution.round)
         self._sends: list[Future[None]] = []
         # member, piece and half -> receive buffer, and a future that is resolved when the piece has arrived
         self._incoming: dict[tuple[int, int, bool], tuple[Tensor, Future[None]]] = {}
-        everything = ((0, self.contribution.numel),) * len(self.members)
-        # the slice of values that each member sums
-        self._summed = everything if self.plan.pattern == "all-gather" else self.plan.shards
         extras = [each for each in (self.contribution.buffers, self.contribution.integers) if each is not None]
         parts = [each.detach().cpu().contiguous().view(torch.uint8) for each in extras]
         # model buffers as bytes: floating ones, then integer ones
@@ -114,14 +112,27 @@ class PayloadExchange:
         self._device = self.values.device  # where contributions are decoded and summed
 
     def begin(self) -> None:
-        """Start receiving, and send this rank's payload. `run` reports a failure.
+        """Keep what arrives before the verdict. `run` reports a failure. Runs in the thread of the peers."""
+        for peer in self._peers.values():
+            peer.open_round(self._tag, self.contribution.payload.numel() + len(self._extras))
+        if missing := {*self.members} - {*self._peers, self.contribution.replica}:
+            words = f"replica {min(missing)} is not connected"
+            self.verdict.set_exception(TransportError(words, replicas=[min(missing)]))
+
+    def give(self, given: GiveVerdict) -> None:
+        """Take the verdict: start receiving, and send this rank's payload, unless the round is void.
 
         Runs in the thread of the peers, which saves one thread switch for each message.
         """
+        if given.verdict.void:
+            self.cancel()
+            return
+        assert given.plan is not None
+        self.plan = given.plan
+        everything = ((0, self.contribution.numel),) * len(self.members)
+        # the slice of values that each member sums
+        self._summed = everything if self.plan.pattern == "all-gather" else self.plan.shards
         try:
-            for member in self.members:
-                if member != self.contribution.replica and member not in self._peers:
-                    raise TransportError(f"replica {member} is not connected", replicas=[member])
             codec = self.contribution.codec
             pieces = enumerate(self._pieces(*self._summed[self.me], codec))
             sizes = {piece: codec.payload_bytes(b - a) for piece, (a, b) in pieces}
@@ -132,9 +143,13 @@ class PayloadExchange:
                     self._receive(member, torch.empty(num_bytes, dtype=torch.uint8, device="cpu"), piece)
             if self.plan.pattern == "reduce-scatter":
                 self._begin_means()
+            for peer in self._peers.values():
+                peer.take_early(self._tag)
             self._send_all()
         except Exception as error:
             self.verdict.set_exception(error)
+        else:
+            self.verdict.set_result(given)
 
     def run(self, on_mean: Callable[[Mean, str], None]) -> dict[str, Any]:
         """Sum the payloads, until the exchange has ended. Return what `Rounds.end_exchange` takes.
@@ -144,11 +159,10 @@ class PayloadExchange:
         """
         try:
             given = self.verdict.result()
-            if not given.verdict.void:
-                mean = self.reduce(given.weights, given.verdict.contributors)
-                on_mean(mean, mean.digest())
-                for sent in self._sends:  # then its memory can be reused
-                    sent.result()
+            mean = self.reduce(given.weights, given.verdict.contributors)
+            on_mean(mean, mean.digest())
+            for sent in self._sends:  # then its memory can be reused
+                sent.result()
             return {}
         except CancelledError:
             return {}

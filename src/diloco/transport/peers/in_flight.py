@@ -97,8 +97,11 @@ class RoundsInFlight:
         self._running: set[Future[None]] = set()  # threads of exchanges and copies
         self._lock = threading.RLock()  # the control thread decides rounds while another thread may close
 
-    def add(self, pending: PeerPending) -> None:
-        """Register a contribution to a round to which there is none yet, or that became void."""
+    def submit(self, pending: PeerPending, submitted: Submitted, ready: Future[Any] | None) -> None:
+        """Register a contribution to a round to which there is none yet, or that became void.
+
+        It is given to the machine once its payload is filled; if ``ready`` fails, the caller knows.
+        """
         round_id, replica = pending.round, self._rules.replica
         before = self.last.get(round_id.fragment)
         if before is not None and before.round == round_id and not before.void:
@@ -112,9 +115,6 @@ class RoundsInFlight:
             if self._closed is not None:
                 raise TransportError(f"{self._closed}. Its contribution to {round_id} was not accepted.")
             self.last[round_id.fragment] = pending
-
-    def submit(self, submitted: Submitted, ready: Future[Any] | None) -> None:
-        """Give a contribution to the machine once its payload is filled; if ``ready`` fails, the caller knows."""
         contribution, copied = submitted.contribution, None
         if ready is None and contribution.payload.is_cuda:
             host, copied = _host_copy(contribution)
@@ -176,9 +176,7 @@ class RoundsInFlight:
     def give(self, given: GiveVerdict) -> None:
         exchange = self._exchanges.get((given.view_id, given.round))
         if exchange is not None and not exchange.verdict.done():  # else the exchange has failed
-            exchange.verdict.set_result(given)
-            if given.verdict.void:  # at once: nothing more of it is sent
-                exchange.cancel()
+            exchange.give(given)
 
     def open(self, view: View) -> None:
         """Keep payload links to the members of a view, and end the exchanges of earlier ones."""

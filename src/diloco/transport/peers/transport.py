@@ -84,7 +84,6 @@ class PeerTransport(Transport):
         self._step_s = math.inf  # time of an inner step without waiting, measured between contributions
         # since the last contribution: the steps, when it was, and the time spent waiting for averages
         self._ticks, self._measured_s, self._waited_s = 0, time.monotonic(), 0.0
-        self._merged: RoundId | None = None  # the last round whose average was taken
         self._state = StateTransfer(self.connections)
 
     @property
@@ -148,13 +147,12 @@ class PeerTransport(Transport):
     ) -> Pending:
         self.check_name(contribution)
         pending = PeerPending(contribution.round, contribution.payload.numel(), contribution.digest, self, on_commit)
-        self._rounds.add(pending)
         if self._ticks:
             self._step_s = (pending.sent_s - self._measured_s - self._waited_s) / self._ticks
         self._ticks, self._measured_s, self._waited_s = 0, pending.sent_s, 0.0
         uplink = replace(self.uplink, window_s=contribution.transfer_steps * self._step_s)
-        submitted = Submitted(contribution, self.step, pending.sent_s, uplink=uplink, after=self._merged)
-        self._rounds.submit(submitted, ready)
+        submitted = Submitted(contribution, self.step, pending.sent_s, uplink=uplink)
+        self._rounds.submit(pending, submitted, ready)
         return pending
 
     def tick(self) -> None:
@@ -170,7 +168,6 @@ class PeerTransport(Transport):
         """Count the bytes of a round whose outcome is being returned, and the time for which it was waited for."""
         self._waited_s += waited_s
         if isinstance(outcome, Average):
-            self._merged = pending.round
             self.sent_bytes += outcome.sent_bytes
             self.received_bytes += outcome.received_bytes
             if pending.decided_s is not None:
@@ -242,7 +239,8 @@ class PeerTransport(Transport):
 
     def speeds(self) -> Mapping[int, float]:
         """Return the inner steps per second that other members have reported, by replica."""
-        return self._machine.speeds
+        said = self._machine.said.values(Speed)
+        return {self.rules.replica_of(rank): speed for rank, speed in said.items()}
 
     def finish(self) -> None:
         """Wait for the others after this rank's last step, or leave if they take more steps."""
@@ -323,15 +321,15 @@ class PeerTransport(Transport):
     def agree(self, facts: Mapping[str, str]) -> None:
         entry = Entry(self.rules.rank, str(self.connections.address), dict(facts))
         timeout_s = self.rules.round_timeout_s
-        agreement, present = self._machine.agreement, self._machine.present
+        said, present = self._machine.said, self._machine.present
 
         def unready() -> list[int]:
-            return sorted({self.rules.replica_of(rank) for rank in agreement.awaited(present())})
+            return sorted({self.rules.replica_of(rank) for rank in said.awaited(Entry, present())})
 
         self._post(self._machine.announce, FactsMessage(entry))
         with waiting_for(lambda: f"{len(unready())} of the replicas to create DiLoCo", timeout_s), self._changed:
-            self._wait_for(lambda: agreement.mine == entry and (agreement.refusal() or not unready()), timeout_s)
-            why, missing = agreement.refusal(), unready()
+            self._wait_for(lambda: said.mine == entry and (said.refusal() or not unready()), timeout_s)
+            why, missing = said.refusal(), unready()
         if why:
             raise ConfigurationError(f"{why}. All replicas must pass the same arguments to DiLoCo.")
         if missing:
@@ -353,8 +351,8 @@ class PeerTransport(Transport):
         """
         machine = self._machine
         if self._asked_to_stop:
-            self._wait_for(lambda: machine.barriers.stopping, self.rules.silence_s)
-        if not machine.barriers.stopping:
+            self._wait_for(lambda: machine.said.stopping, self.rules.silence_s)
+        if not machine.said.stopping:
             return None
         if not machine.stop_is_agreed():
             with contextlib.suppress(TimeoutError), self._changed:
@@ -368,9 +366,9 @@ class PeerTransport(Transport):
 
     def _met(self, name: str, *, unless: Callable[[], bool] = lambda: False) -> dict[int, int]:
         """Wait until all connected ranks have reached a barrier, or ``unless`` holds. Return the values by rank."""
-        barriers, present = self._machine.barriers, self._machine.present
-        self._wait_for(lambda: unless() or not barriers.awaited(name, present()), self.rules.guard_s)
-        return barriers.values(name)
+        said, present = self._machine.said, self._machine.present
+        self._wait_for(lambda: unless() or not said.awaited(name, present()), self.rules.guard_s)
+        return said.values(name)
 
     # In the control thread.
 

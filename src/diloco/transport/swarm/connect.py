@@ -20,14 +20,13 @@ from diloco.membership import MOST_RANK, BootstrapElection, LastViews, byzantine
 from diloco.protocol import Entry, MessageError, Refused, Registry, Rules, Store, decode, encode
 from diloco.transport.address import Address
 from diloco.transport.connections.limits import Backoff
+from diloco.transport.connections.streams import say
 from diloco.transport.peers.connected import Connected, connect_all, join
 from diloco.transport.peers.directory import Directory, Members
-from diloco.transport.peers.question import say
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.swarm.engine import plainly
 from diloco.transport.swarm.governance import Govern, Governed, Order, founder_of, load_order, save_order
 from diloco.transport.swarm.identity import Admission, NodePlace, PeerRecord, load_identity, number_of
-from diloco.transport.swarm.node import Node
 from diloco.transport.swarm.status import PeerStatus, serve_status
 from diloco.transport.swarm.streams import PeerAddress, PeerStreams, SwarmLinks
 from diloco.waiting import waiting_for
@@ -439,22 +438,3 @@ def _wait_for(connected: Connected, num_replicas: int, timeout_s: float) -> None
                     "the missing ones, or choose a longer rendezvous_timeout_s."
                 )
             time.sleep(_CHECK_S)
-
-
-async def run_peer(identity: Path, place: NodePlace, ready: Callable[[tuple[str, ...]], None]) -> None:
-    """Run a peer that does not train, through which others find each other, until cancelled.
-
-    Args:
-        identity: file of the peer's private key.
-        place: where the peer listens, and the peers that it knows.
-        ready: called with the peer's addresses once it can be reached.
-
-    Raises:
-        RendezvousError, TransportError: if the peer can't be started.
-    """
-    node = await Node.start(load_identity(identity), place)
-    try:
-        ready(await node.addresses())
-        await asyncio.Event().wait()
-    finally:
-        await node.close()

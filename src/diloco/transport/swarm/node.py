@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,15 @@ from msgspec.structs import replace
 from diloco.errors import RendezvousError, TransportError
 from diloco.transport.connections.streams import Stream, within
 from diloco.transport.swarm.engine import Daemon, Handler, load_engine, plainly
-from diloco.transport.swarm.identity import Admission, Identity, NodePlace, PeerRecord, make_subkey, make_validator
+from diloco.transport.swarm.identity import (
+    Admission,
+    Identity,
+    NodePlace,
+    PeerRecord,
+    load_identity,
+    make_subkey,
+    make_validator,
+)
 from diloco.transport.tcp.doctor import obstacle
 from diloco.waiting import waiting_for
 
@@ -171,6 +179,25 @@ class Node:
         with contextlib.suppress(TimeoutError, load_engine().P2PDaemonError, OSError):
             await within(_ENDING_S, self._dht.shutdown())
         await self._daemon.close()
+
+
+async def run_peer(identity: Path, place: NodePlace, ready: Callable[[tuple[str, ...]], None]) -> None:
+    """Run a peer that does not train, through which others find each other, until cancelled.
+
+    Args:
+        identity: file of the peer's private key.
+        place: where the peer listens, and the peers that it knows.
+        ready: called with the peer's addresses once it can be reached.
+
+    Raises:
+        RendezvousError, TransportError: if the peer can't be started.
+    """
+    node = await Node.start(load_identity(identity), place)
+    try:
+        ready(await node.addresses())
+        await asyncio.Event().wait()
+    finally:
+        await node.close()
 
 
 async def _clocks_ahead_s(p2p: Any, peers: Sequence[str]) -> list[float]:

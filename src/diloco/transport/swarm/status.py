@@ -25,9 +25,8 @@ from diloco.membership import GREATEST, MOST_RANK, Count
 from diloco.private_files import create_private
 from diloco.protocol import Refused, WireMessage
 from diloco.transport.connections.limits import few_at_once
-from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, UNKNOWN_PEER_BYTES, within
+from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, UNKNOWN_PEER_BYTES, question, say
 from diloco.transport.peers.directory import Directory
-from diloco.transport.peers.question import question, say
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.secret import new_secret
 from diloco.transport.swarm.governance import Govern, Governed, Order
@@ -141,7 +140,7 @@ def serve_status(directory: Directory, status: PeerStatus) -> None:
             reply = StatusAnswer(text.encode())
         elif other is not None:
             address = connections.streams.locate(other)
-            reply = await question(connections.open, address, StatusAsked(asked.since), StatusAnswer)
+            reply = await question(await connections.open(address), address, StatusAsked(asked.since), StatusAnswer)
         else:
             reply = Refused(f"{visible(asked.of, 80)} is not another member of this swarm")
         await say(reply, reader, writer)
@@ -218,7 +217,7 @@ class StatusClient:
         order = Order.sign(founder, self._admission, peer, secret, last)
         create_private(file, f"{secret}\n".encode())
         try:  # no other member is asked, as this one may have followed it
-            answer = await question(self._streams.open, member, Govern(order), Governed)
+            answer = await question(await self._streams.open(member), member, Govern(order), Governed)
         except RendezvousError:
             file.unlink()
             raise
@@ -233,7 +232,7 @@ class StatusClient:
         for address in self._streams.place.join:
             try:
                 place = PeerAddress(address.rpartition("/p2p/")[2])
-                return place, (await question(self._streams.open, place, Govern(), Governed)).order
+                return place, (await question(await self._streams.open(place), place, Govern(), Governed)).order
             except RendezvousError:
                 raise
             except (OSError, EOFError, TransportError) as error:
@@ -260,8 +259,9 @@ class StatusClient:
         """Return ``report`` completed by the answer of ``peer``."""
         asked_s = time.monotonic()
         most_bytes = UNKNOWN_PEER_BYTES if asked == StatusAsked() else self._most_bytes
-        asking = question(self._streams.open, PeerAddress(peer), asked, StatusAnswer, most_bytes)
-        answer = await within(_ANSWER_S, asking)
+        async with asyncio.timeout(_ANSWER_S):
+            stream = await self._streams.open(PeerAddress(peer))
+            answer = await question(stream, PeerAddress(peer), asked, StatusAnswer, most_bytes)
         took_s = time.monotonic() - asked_s
         status = status_of(answer.text)
         if asked.since is None:

@@ -27,7 +27,7 @@ from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.replica_group import LeaderTransport, ReplicaGroup
 from diloco.transport.secret import TurnedAwayError, check_secret
 from diloco.transport.tcp.doctor import serve_probes
-from diloco.transport.tcp.rendezvous import Gatherer, TcpDirectory
+from diloco.transport.tcp.rendezvous import TcpDirectory
 
 PORT_TIMEOUT_S = 5.0  # how long the owner of the rendezvous port may take to answer as a diloco or release the port
 _LISTEN_AGAIN_S = 0.2
@@ -143,9 +143,8 @@ def _first_directory(transport: PeerTransport, place: Place, held_step: int) -> 
     meeting = connections.address if hosting else place.rendezvous
     registry = Registry(connections.most_ranks, size)
     registry.register(Entry(place.rank, str(connections.address), rules.facts, held_step))
-    gatherer = Gatherer(connections, registry) if hosting else None
     election = _election(place, rules, held_step, None)
-    return TcpDirectory(transport, registry, election, rules.rendezvous_timeout_s, meeting, gatherer)
+    return TcpDirectory(transport, registry, election, rules.rendezvous_timeout_s, meeting, gathers=hosting)
 
 
 async def _host_rendezvous(connections: ConnectionManager, address: Address, host: str) -> bool:

@@ -17,11 +17,9 @@ from diloco.errors import RendezvousError, TransportError
 from diloco.membership import BootstrapElection, View, Words
 from diloco.protocol import Entries, Entry, Refused, Registry, WireMessage
 from diloco.transport.address import Address, parse_address
-from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.limits import Backoff
-from diloco.transport.connections.streams import within
+from diloco.transport.connections.streams import say, within
 from diloco.transport.peers.directory import Ask, Directory, Looking, Members
-from diloco.transport.peers.question import say
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.secret import TurnedAwayError
 from diloco.units import visible
@@ -37,73 +35,16 @@ class Gathering(WireMessage):
     """The asked process collects the ranks of a run that begins."""
 
     known: Entries  # of those that have come
-    begun: bool  # whether all had come before this process first asked
     refused: Annotated[tuple[Words, ...], Meta(max_length=1)] = ()  # why the last one was refused that did not fit
-
-
-class Gatherer:
-    """Collects the ranks of a run, which ask again and again. A rank that does not fit is refused alone.
-
-    Args:
-        registry: the ranks. One that is registered already is this process: it can't be the one that is refused, as the
-            others would lose this address with it.
-    """
-
-    def __init__(self, connections: ConnectionManager, registry: Registry) -> None:
-        self.registry = registry
-        self._connections = connections
-        self._founders = dict.fromkeys(registry.entries, connections.streams.me)  # rank -> identity of its process
-        self._asked_s: dict[int, float] = {}  # when each of these last asked
-        self._new: dict[int, tuple[str, float]] = {}  # rank -> the last process that came, and when
-        self._refused: tuple[str, ...] = ()
-        connections.services[Ask] = self._serve
-
-    async def _serve(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        answer = self.answer(asked.entry, self._connections.streams.identity(writer))
-        if answer is None:
-            try:
-                self.registry.register(asked.entry)  # in place of the process that this one replaces
-                answer = self._gathering(begun=True)
-            except RendezvousError as error:
-                answer = Refused(str(error), for_good=True)
-        await say(answer, reader, writer)
-
-    def answer(self, entry: Entry, identity: str) -> WireMessage | None:
-        """Return who has come; None if the run had begun before this process first asked."""
-        parse_address(entry.address)  # all others would fail at it
-        registry, rank, now_s = self.registry, entry.rank, self._connections.loop.time()
-        for other in [each for each, asked_s in self._asked_s.items() if now_s - asked_s > _GONE_S]:
-            registry.withdraw(other)
-        if self._founders.get(rank) != identity and registry.running:
-            return None
-        if self._founders.get(rank) != identity or rank not in registry.entries:
-            if self._new.get(rank, ("", 0.0))[0] != identity:
-                self._new[rank] = identity, now_s
-            # who has not asked since then may have ended, and may be the one that has this rank
-            since_s, there = self._new[rank][1], registry.entries
-            waiting = [each for each in there if self._asked_s.get(each, math.inf) > since_s]
-            if rank not in there and len(there) == registry.num_ranks - 1 > len(waiting):
-                return self._gathering(begun=False)
-            try:
-                registry.register(entry)
-            except RendezvousError as error:
-                self._refused = (str(error),)
-                return Refused(str(error), for_good=rank not in there or rank in waiting)
-            self._founders[rank] = identity
-        self._asked_s[rank] = now_s
-        return self._gathering(begun=False)
-
-    def _gathering(self, *, begun: bool) -> Gathering:
-        entries = self.registry.entries
-        return Gathering(Entries.of(entries[rank] for rank in sorted(entries)), begun, self._refused)
 
 
 class TcpDirectory(Directory):
     """The directory of one rank.
 
     Args:
+        registry: if this process collects the ranks, those that have come: at first itself.
         meeting: the address at which the ranks meet; another one at which a member may answer.
-        gatherer: collects the ranks, if this process does.
+        gathers: whether this process collects the ranks.
     """
 
     answers = Members | Looking | Gathering
@@ -115,14 +56,19 @@ class TcpDirectory(Directory):
         election: BootstrapElection,
         patience_s: float,
         meeting: Address | None,
-        gatherer: Gatherer | None = None,
+        *,
+        gathers: bool = False,
     ) -> None:
         super().__init__(transport, registry, election, patience_s)
         self.begins = election.views is None
         self.pauses_s = _AGAIN_S if self.begins else self.pauses_s
         self._meeting = meeting
-        self._gatherer = gatherer
         self._missing = "an answer"
+        self._gathers = gathers
+        self._founders = dict.fromkeys(registry.entries, self.connections.streams.me)  # rank -> its process's identity
+        self._asked_s: dict[int, float] = {}  # when each of these last asked
+        self._new: dict[int, tuple[str, float]] = {}  # rank -> the last process that came, and when
+        self._refused: tuple[str, ...] = ()
 
     async def addresses(self) -> Collection[Address]:
         others = (entry for rank, entry in self.registry.entries.items() if rank != self.connections.rank)
@@ -132,8 +78,37 @@ class TcpDirectory(Directory):
 
     async def _answer(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         identity = self.connections.streams.identity(writer)
-        answer = self._gatherer.answer(asked.entry, identity) if self._gatherer else None
+        answer = self._gather(asked.entry, identity) if self._gathers else None
         await (super()._answer(asked, reader, writer) if answer is None else say(answer, reader, writer))
+
+    def _gather(self, entry: Entry, identity: str) -> WireMessage | None:
+        """Register a rank, and return who has come; None if the run had begun before it first asked.
+
+        Ranks ask again and again. One that does not fit is refused alone, and never this process: the others would
+        lose this address with it.
+        """
+        parse_address(entry.address)  # all others would fail at it
+        registry, rank, now_s = self.registry, entry.rank, self.connections.loop.time()
+        for other in [each for each, asked_s in self._asked_s.items() if now_s - asked_s > _GONE_S]:
+            registry.withdraw(other)
+        if self._founders.get(rank) != identity and registry.running:
+            return None
+        if self._founders.get(rank) != identity or rank not in registry.entries:
+            if self._new.get(rank, ("", 0.0))[0] != identity:
+                self._new[rank] = identity, now_s
+            # who has not asked since then may have ended, and may be the one that has this rank
+            since_s, there = self._new[rank][1], registry.entries
+            waiting = [each for each in there if self._asked_s.get(each, math.inf) > since_s]
+            if rank in there or len(there) < registry.num_ranks - 1 or len(waiting) == len(there):
+                try:
+                    registry.register(entry)
+                except RendezvousError as error:
+                    self._refused = (str(error),)
+                    return Refused(str(error), for_good=rank not in there or rank in waiting)
+                self._founders[rank] = identity
+        if self._founders.get(rank) == identity:
+            self._asked_s[rank] = now_s
+        return Gathering(Entries.of(each for _, each in sorted(registry.entries.items())), self._refused)
 
     async def begin(self, answers: Mapping[Address, object]) -> View | None:
         if not self.begins:
@@ -145,9 +120,8 @@ class TcpDirectory(Directory):
             missing = ", ".join(str(rank) for rank in range(num_ranks) if rank not in known)
             why = "".join(f" (one was refused: {visible(w.removesuffix('.'), _MOST_REASON)})" for w in answer.refused)
             self._missing = f"rank {missing}{why}" if missing else "a member"
-            if answer.begun or not missing:
+            if not missing:
                 self.registry.entries.update(known | {self.connections.rank: self._entry})
-            if not answer.begun and not missing:
                 return await self._begin()
         elif isinstance(answer, TurnedAwayError):
             raise RendezvousError(
@@ -160,11 +134,6 @@ class TcpDirectory(Directory):
                 f"rank {self.connections.rank} found no rendezvous at {self._meeting}: the port there is in use by "
                 f"another program, which did not answer as a diloco does ({words}). Choose another port, the "
                 "same for all replicas (--join), or end that program."
-            )
-        others = [each for place, each in answers.items() if place != self._meeting]
-        if others and all(isinstance(each, ConnectionRefusedError) for each in others):
-            raise RendezvousError(
-                f"the run that {self._meeting} knows of has ended: none of its replicas answers. Restart all replicas."
             )
         return None
 
