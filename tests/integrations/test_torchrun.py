@@ -16,6 +16,7 @@ from tests.integrations.test_frameworks import (
     example,
     fitted,
     of_accelerate,
+    pl,
     pytestmark,
     schedule_of,
     trainer,
@@ -60,9 +61,15 @@ def by_accelerate(given: Any, folder: Path) -> dict[str, Any]:
 
 
 def by_lightning(given: Any, folder: Path) -> dict[str, Any]:
-    ours = callback(given, None, parameters="local")
-    fitted(given, None, callbacks=[ours], strategy="ddp", devices=2, enable_checkpointing=False)
-    return result(ours.diloco)
+    """Train, and train again from the checkpoint of step 6, which has a round in flight."""
+    runs = []
+    for given.resume in (None, folder / "step=6.ckpt"):
+        ours = callback(given, None, parameters="local")
+        save = pl.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=6, save_top_k=-1)
+        fitted(given, None, callbacks=[ours, save], strategy="ddp", devices=2)
+        runs.append(result(ours.diloco))
+    assert torch.equal(runs[0]["local"], runs[1]["local"])
+    return runs[1]
 
 
 def by_trainer(given: Any, folder: Path) -> dict[str, Any]:

@@ -116,6 +116,19 @@ def test_an_earlier_checkpoint_can_be_taken(run: Path, capsys: pytest.CaptureFix
     assert "no checkpoint of step 7. Its steps are: 6, 12" in capsys.readouterr().err
 
 
+def test_the_last_checkpoints_can_be_averaged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    export = ["export", str(run), "--out", str(run.parent / "mean"), "--average-last"]
+    assert main([*export, "2"]) == 0
+    assert "mean of the global parameters of 2 checkpoints, from step 6" in capsys.readouterr().out
+    first, last = (open_checkpoint(run / "checkpoints" / f"step-{step:08}").load("global") for step in (6, 12))
+    mean = {name: ((first[name].double() + last[name].double()) / 2).float() for name in last}
+    assert same(read_weights(run.parent / "mean"), mean)
+    assert main([*export, "2", "--checkpoint", "6"]) == 1
+    assert "has no 2 checkpoints up to step 6 to average, only those of the steps 6" in capsys.readouterr().err
+    for number, place in (("0", run), ("2", run.parent / "mean")):
+        assert main(["evaluate", str(place), "--average-last", number]) == 2
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision(run: Path, tmp_path: Path, dtype: Any) -> None:
     export_huggingface(load_trained(run), tmp_path / "hf", dtype=dtype)

@@ -35,12 +35,23 @@ class TrainedOptions:
     """For a run with a model of your own: the function that builds it, as in training."""
     checkpoint: Annotated[int | None, arg(metavar="STEP")] = None
     """Inner step of the checkpoint to load. Default: the latest."""
+    average_last: int = 1
+    """Average the weights of so many checkpoints: that one and those before it. For runs whose rate does not decay."""
 
     def load(self, device: str = "cpu", *, dequantize: bool = False) -> Trained:
         """Load it, as `diloco.trained.load_trained` does."""
         from diloco.trained import load_trained
 
-        return load_trained(self.path, device, step=self.checkpoint, source=self.model, dequantize=dequantize)
+        if self.average_last < 1:
+            raise ConfigurationError(f"--average-last must be at least 1, got {self.average_last}.")
+        return load_trained(
+            self.path,
+            device,
+            step=self.checkpoint,
+            source=self.model,
+            dequantize=dequantize,
+            average_last=self.average_last,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

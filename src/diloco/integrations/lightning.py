@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from typing import Any
 
 from diloco.errors import CheckpointError, ConfigurationError, from_extra
-from diloco.integrations.host import HostedReplica, Parameters, refuse_unfit
+from diloco.integrations.host import (
+    HostedReplica,
+    Parameters,
+    load_state,
+    of_one_job,
+    refuse_unfit,
+    save_state,
+    saved_states,
+)
 from diloco.outer import DiLoCo
 from diloco.transport import Transport
 
@@ -28,8 +38,8 @@ class DiLoCoCallback(Callback):
 
     Args:
         transport: the connection to the other replicas, or a `Connect`, which DDP requires. None: each rank is a
-            replica, and DDP averages no gradients (`connect_process_group`); its checkpoints can't be resumed, because
-            Lightning keeps only the first rank's state of a callback. A single rank trains alone.
+            replica, and DDP averages no gradients (`connect_process_group`). Lightning saves the first one's state, so
+            each also saves its own, in the folder ``FILE.ckpt.replicas`` beside the file. A single rank trains alone.
         parameters: those that are validated, saved as the ``state_dict``, and left in the module at the end.
         begin_from_checkpoint: whether ``fit`` may resume from a checkpoint without DiLoCo's state.
         arguments: further arguments of `DiLoCo`.
@@ -57,8 +67,12 @@ class DiLoCoCallback(Callback):
         if self.diloco is not None or len(trainer.optimizers) != 1:
             raise ConfigurationError("A DiLoCoCallback serves one fit() of a module with one optimizer.")
         transport = self._at_end.enter_context(self.transport()) if callable(self.transport) else self.transport
-        self._replica.begin(trainer.strategy.model or pl_module, trainer.optimizers[0], transport)
-        if self._loaded:
+        diloco = self._replica.begin(trainer.strategy.model or pl_module, trainer.optimizers[0], transport)
+        if of_one_job(diloco):
+            self._save_each(trainer.strategy)
+        if of_one_job(diloco) and trainer.ckpt_path and saved_states(folder := _beside(trainer.ckpt_path)):
+            load_state(folder, diloco, check_model=False, inner=self._replica.inner)
+        elif self._loaded:
             self._replica.load_state_dict(self._loaded)
         elif trainer.global_step and not self.begin_from_checkpoint:
             raise CheckpointError("The checkpoint has no state of DiLoCoCallback. Set begin_from_checkpoint=True.")
@@ -71,6 +85,25 @@ class DiLoCoCallback(Callback):
         # Lightning calls no callback when it saves weights only; on the instance, as its class may have others
         object.__setattr__(pl_module, "on_save_checkpoint", put_first)
         self._at_end.callback(object.__delattr__, pl_module, "on_save_checkpoint")
+
+    def _save_each(self, strategy: Any) -> None:
+        """Let each rank, which is a replica, save its own state whenever Lightning saves the first one's."""
+        saving, removing = strategy.save_checkpoint, strategy.remove_checkpoint
+
+        def save(checkpoint: dict[str, Any], filepath: Any, *given: Any, **more: Any) -> None:
+            saving(checkpoint, filepath, *given, **more)
+            if "callbacks" in checkpoint:  # not only the weights
+                replica = self._replica
+                save_state(_beside(filepath), replica.begun, replica.hidden, replica.inner)
+
+        def remove(filepath: Any) -> None:
+            removing(filepath)
+            if strategy.is_global_zero:
+                shutil.rmtree(_beside(filepath), ignore_errors=True)
+
+        strategy.save_checkpoint, strategy.remove_checkpoint = save, remove
+        self._at_end.callback(delattr, strategy, "save_checkpoint")
+        self._at_end.callback(delattr, strategy, "remove_checkpoint")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         steps, self._counted = trainer.global_step - self._counted, trainer.global_step
@@ -95,7 +128,16 @@ class DiLoCoCallback(Callback):
         self._at_end.__exit__(type(exception), exception, sys.exc_info()[2])
 
     def state_dict(self) -> dict[str, Any]:
-        return self._replica.state_dict() if self.diloco is not None else dict(self._loaded)
+        if self.diloco is None:
+            return dict(self._loaded)
+        return {} if of_one_job(self.diloco) else self._replica.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict  # restored when training starts
+
+
+def _beside(checkpoint: Any) -> Path:
+    """Return the folder for the states of the ranks of one job, beside a checkpoint or the one that it links to."""
+    if "://" in str(checkpoint):
+        raise ConfigurationError(f"The replicas of one job save into folders, but the checkpoint is {checkpoint}.")
+    return Path(f"{Path(checkpoint).resolve()}.replicas")

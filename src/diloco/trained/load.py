@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -93,6 +93,7 @@ def load_trained(
     step: int | None = None,
     source: str | None = None,
     dequantize: bool = False,
+    average_last: int = 1,
 ) -> Trained:
     """Load the model of a run, a checkpoint, or a folder of ``transformers``, such as an exported one.
 
@@ -102,11 +103,15 @@ def load_trained(
         source: the function that builds the model, as `ModelSettings.source`, if it is code of the user's own. The name
             in the checkpoint is only compared with it.
         dequantize: whether to load the base model of adapters without the quantisation of the run.
+        average_last: the number of checkpoints, the one of ``step`` and those before it, whose global parameters are
+            averaged.
     """
     place = choose_device(device)
     if step is None and is_huggingface_folder(path):
         if source is not None:
             raise _no_own_code(path, source)
+        if average_last > 1:
+            raise ConfigurationError(f"{path} is not a run, so it has no {average_last} checkpoints to average.")
         return _load_huggingface(path, place)
     checkpoint = open_checkpoint(path) if step is None else _checkpoint_of_step(path, step)
     settings = model_settings(checkpoint, source)
@@ -117,8 +122,12 @@ def load_trained(
         device=place,
         definition=checkpoint.fact("definition", dict, {}),
     )
-    load_parameters(model, read_weights(checkpoint.path))
-    weights = "global parameters"
+    values, weights = read_weights(checkpoint.path), "global parameters"
+    if average_last > 1:
+        averaged = _last_checkpoints(checkpoint, average_last)
+        values = _mean_weights(values, [each.values("global") for each in averaged])
+        weights = f"mean of the global parameters of {average_last} checkpoints, from step {averaged[0].step}"
+    load_parameters(model, values)
     if bare:
         weights += f", trained beside {settings.quantization} weights and merged into the original ones"
     tokenizer = load_tokenizer(checkpoint.path.parent.parent)
@@ -151,6 +160,29 @@ def _checkpoint_of_step(run: Path, step: int) -> Checkpoint:
         there = ", ".join(map(str, checkpoints)) or "none"
         raise CheckpointError(f"{run} has no checkpoint of step {step}. Its steps are: {there}.")
     return checkpoints[step]
+
+
+def _last_checkpoints(newest: Checkpoint, number: int) -> list[Checkpoint]:
+    """Return ``newest`` and the checkpoints of its run before it, ``number`` in all, the oldest first."""
+    saved = [each for each in list_checkpoints(newest.path.parent) if each.serial <= newest.serial]
+    if len(saved) < number:
+        there = ", ".join(str(each.step) for each in saved)
+        raise CheckpointError(
+            f"{newest.path.parent.parent} has no {number} checkpoints up to step {newest.step} to average, only those "
+            f"of the steps {there}. checkpoint.keep says how many a run keeps."
+        )
+    return saved[-number:]
+
+
+def _mean_weights(values: Mapping[str, Tensor], averaged: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+    """Return ``values`` with the means over checkpoints in place of the global parameters. Equal ones stay equal."""
+
+    def mean(name: str) -> Tensor:
+        if name not in averaged[0]:
+            return values[name]
+        return torch.stack([each[name].double() for each in averaged]).mean(0).to(averaged[0][name].dtype)
+
+    return Lazy({name: name for name in values}, mean)
 
 
 def exported_model(folder: Path) -> ModelSettings | None:
