@@ -28,8 +28,6 @@ from diloco.testing import check_average_rule
 from tests.algorithm.contributions import SIZE, contribution
 from tests.replicas import Swarm, Vectors, quadratic
 
-SHORTER = torch.zeros(4 * SIZE - 4, dtype=torch.uint8)
-
 
 def decide(given: Sequence[Contribution], *, num_replicas: int = 3, least: int = 3, **absent: str) -> Verdict:
     """Judge contributions. ``absent`` is given as ``r1="was not heard of"``."""

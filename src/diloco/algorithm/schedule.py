@@ -267,7 +267,7 @@ class ValueSchedule:
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, get_args(_Kind))
         check_number("peak", self.peak)
-        check_number("final_ratio", self.final_ratio, 0, 1)
+        check_number("final_ratio", self.final_ratio, ge=0, le=1)
         for name in ("total_steps", "warmup_steps", "decay_steps"):
             check_whole(name, getattr(self, name), 0)
         if self.kind != "constant" and self.warmup_steps > self.total_steps:
