@@ -78,7 +78,7 @@ def swarm(**arguments: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "arguments", "words"),
     [
-        (tcp, {"replica": 5, "num_replicas": 2}, "replica must be from 0 to 1 with num_replicas=2, got 5"),
+        (tcp, {"replica": 5, "num_replicas": 2}, "replica with num_replicas=2 must be .* from 0 to 1, got 5"),
         (tcp, {"rendezvous": "localhost"}, "the rendezvous must be HOST:PORT.*got 'localhost'"),
         (tcp, {"ranks": "shard"}, "ranks='shard' is unknown; did you mean 'sharded'"),
         (tcp, {"on_failure": "contine"}, "on_failure='contine' is unknown; did you mean 'continue'"),

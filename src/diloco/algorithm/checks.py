@@ -30,9 +30,7 @@ def check_whole(name: str, value: Any, ge: int | None = None, le: int | None = N
 def check_replica(replica: Any, num_replicas: Any) -> int:
     """Return the number of a replica as an int, which must be from 0 to ``num_replicas - 1``."""
     last = check_whole("num_replicas", num_replicas, 1) - 1
-    if not 0 <= (number := check_whole("replica", replica)) <= last:
-        raise ConfigurationError(f"replica must be from 0 to {last} with num_replicas={num_replicas}, got {replica}.")
-    return number
+    return check_whole(f"replica with num_replicas={num_replicas}", replica, 0, last)
 
 
 def check_type(name: str, value: Any, kind: type | UnionType, works: str) -> None:
