@@ -11,8 +11,6 @@ from typing import TypeVar
 
 from tests.processes import Processes
 
-__all__ = ["LIMIT_S", "Command"]
-
 LIMIT_S = 300.0
 """A time-out far above what any command of a test takes, for busy machines."""
 

@@ -11,8 +11,6 @@ from diloco.errors import RoundVoidError
 from diloco.protocol import Average
 from diloco.transport import InProcessTransport
 
-__all__ = ["Fault", "FaultKind", "FaultyTransport"]
-
 FaultKind = Literal["drop", "late", "truncate", "non-finite", "miss-commit"]
 
 

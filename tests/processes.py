@@ -28,8 +28,6 @@ from unittest import mock
 
 import torch
 
-__all__ = ["Processes", "free_port", "receive", "report"]
-
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 PRELOADED = [
     "torch",

@@ -1,4 +1,4 @@
-"""Formatting and parsing of human-readable quantities, tables of text, and escaping of untrusted text for display.
+"""What people read: quantities, tables of text, untrusted text, and what differs between two sides.
 
 Scales are decimal (1 MB = 1000 kB = 1,000,000 bytes). Values below 100 have one decimal and larger ones none, so that
 the width of a column stays the same as a value grows.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diloco.errors import ConfigurationError
 
@@ -36,6 +36,29 @@ def visible_lines(text: str) -> str:
     """
     return _escaped(text, but="\n\t" + _WRITTEN)
 
+
+def diff(mine: Mapping[str, Any], theirs: Mapping[str, Any], us: str, them: str, names: Collection[str] = ()) -> str:
+    """Return the first difference between what two sides are, among ``names`` (none: all), or "" if there is none.
+
+    Of values that are lists separated by "; " it names the items that only one side has.
+
+    >>> diff({"codec": "fp4", "seed": "0"}, {"codec": "int8"}, "replica 0", "replica 1")
+    'replica 0 has codec = fp4 and replica 1 has codec = int8'
+    >>> diff({"buffers": "a; b; c"}, {"buffers": "a; c"}, "the checkpoint", "this run")
+    'the checkpoint has buffers = b and this run has buffers = none of these'
+    """
+    for name in names or dict.fromkeys([*mine, *theirs]):
+        values = mine.get(name, "nothing"), theirs.get(name, "nothing")
+        if values[0] != values[1]:
+            one, other = (dict.fromkeys(str(value).split("; ")) for value in values)
+            only = ["; ".join(item for item in each if item not in rest) for each, rest in ((one, other), (other, one))]
+            here, there = (each or "none of these" for each in only) if any(only) else map(str, values)
+            fact, here, there = (visible(each, _MAX_FACT) for each in (name, here, there))
+            return f"{us} has {fact} = {here} and {them} has {fact} = {there}"
+    return ""
+
+
+_MAX_FACT = 500
 
 _WRITTEN = "\xa0\u2009\u200a\u202f\u3000\u200c\u200d"
 """Spaces of French and Chinese, and joiners of Persian, Hindi and emoji: no terminal obeys them."""

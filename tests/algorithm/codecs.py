@@ -7,25 +7,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.algorithm import CODECS, FP4, BFloat16, Codec, Float16, Float32, Int8, TopK2, pieces
-from diloco.testing import same_bits, spread_values
-
-__all__ = [
-    "ACCURATE",
-    "BLOCK",
-    "COARSE",
-    "LARGEST",
-    "OURS",
-    "PIECE",
-    "SIZES",
-    "TINY",
-    "block_maxima",
-    "error_bound",
-    "finite_floats",
-    "same_bits",
-    "spread_values",
-    "vectors",
-]
-
 
 BLOCK = 8
 LARGEST = torch.finfo(torch.float32).max

@@ -25,6 +25,7 @@ from diloco.algorithm import (
     pieces,
 )
 from diloco.errors import CodecError, ConfigurationError
+from diloco.testing import same_bits, spread_values
 from tests.algorithm.codecs import (
     ACCURATE,
     BLOCK,
@@ -35,8 +36,6 @@ from tests.algorithm.codecs import (
     TINY,
     error_bound,
     finite_floats,
-    same_bits,
-    spread_values,
     vectors,
 )
 

@@ -25,7 +25,8 @@ from diloco.algorithm import (
     vector_norm,
     weighted_mean,
 )
-from tests.algorithm.codecs import ACCURATE, COARSE, spread_values
+from diloco.testing import spread_values
+from tests.algorithm.codecs import ACCURATE, COARSE
 
 SAME_ON_ALL = re.compile(
     "add|sub|rsub|mul|div|neg|abs|round|_to_copy|copy|fill|zero|"  # rounded once

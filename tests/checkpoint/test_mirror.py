@@ -230,7 +230,10 @@ def test_of_two_writers_the_later_one_goes_on_and_both_write_only_whole_checkpoi
 
 @pytest.mark.parametrize(
     ("identity", "fresh", "words"),
-    [(RUN, True, "has the checkpoints of a run already"), (RUN | {"data": "other"}, False, "with another data")],
+    [
+        (RUN, True, "has the checkpoints of a run already"),
+        (RUN | {"data": "other"}, False, "has data = d and this run has"),
+    ],
 )
 def test_the_place_of_another_run_is_refused_and_left_to_it(
     identity: dict[str, str], fresh: bool, words: str, place: str, tmp_path: Path

@@ -130,10 +130,8 @@ def test_data_that_are_elsewhere_are_not_needed(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--preset 1b --step-time 1s", "--bandwidth has no values"),
         (f"{SIZE} --step-time 1s --bandwidth 500", "expected a number with kbit, Mbit, Gbit or Tbit"),
         (f"{SIZE} --step-time 1s --bandwidth 1Gbit 2Gbit 3Gbit", "has 3 values: give one for all 4 replicas"),
-        (f"{SIZE} --step-time 0s --bandwidth 1Gbit", "above 0"),
         (f"{SIZE} {LINK} --loss 100%", "--loss must be a percentage below 100"),
         (f"{SIZE} {LINK} --target-utilization 95%", "it is now the table that plan prints"),
         (f"{SIZE} {LINK} --overlap-steps 101", "overlap_steps"),

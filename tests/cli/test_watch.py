@@ -31,7 +31,6 @@ def run_folder(tmp_path: Path) -> Path:
     ("arguments", "words"),
     [
         ("", "give the folder of a run"),
-        ("--run mine", "--join, the address of a peer, is missing"),
         ("--join /ip4/127.0.0.1/tcp/1/p2p/Qm", "--run, the name of the run, is missing"),
         ("absent", "absent does not exist"),
         ("{folder}/..", "neither metrics.jsonl nor config.toml"),

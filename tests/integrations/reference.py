@@ -16,8 +16,6 @@ from torch.utils.data import DataLoader
 
 from diloco import DiLoCo, InProcessTransport, Nesterov, SyncSchedule
 
-__all__ = ["assert_equal", "example", "options", "schedule_of", "trained_by_us"]
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TWO_ROUNDS = "--steps 50 --inner-steps 20 --overlap-steps 3 --codec float32"
 """Fragments are sent at 20 and 40 and merged at 23 and 43. The last seven steps show that training continues from the

@@ -12,8 +12,6 @@ from diloco.algorithm import Contribution
 from diloco.protocol import Average
 from diloco.transport import InProcessTransport, Pending, SnapshotSource, Transport
 
-__all__ = ["in_turns"]
-
 
 class _TurnTaking(Transport):
     def __init__(self, transport: Transport, turn: threading.Lock) -> None:

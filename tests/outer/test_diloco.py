@@ -49,9 +49,12 @@ class TestState:
     @pytest.mark.parametrize(
         ("change", "words"),
         [
-            ({"merge": AlphaMerge(0.5)}, "merge = 'RebaseMerge"),
+            ({"merge": AlphaMerge(0.5)}, "merge = RebaseMerge"),
             ({"codec": "int8"}, "codec = "),
-            ({"outer": Sgd(learning_rate=0.4)}, "outer optimizer = 'Nesterov'"),
+            (
+                {"outer": Sgd(learning_rate=0.4)},
+                "saved state has outer optimizer = Nesterov and this run has outer optimizer = Sgd",
+            ),
             ({"fragments": partition(Vectors(), strategy="patterns", patterns=Vectors.PATTERNS)}, "fragment 0 = "),
         ],
     )

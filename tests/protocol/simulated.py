@@ -118,7 +118,7 @@ def check_agreement(ranks: Sequence[Rank], *, whole: bool = False) -> None:
             others = going_on[0].averages.get(step, average)
             contributors = average.contributors
             assert (average.view, contributors) == (others.view, others.contributors)
-            assert average.weight == sum(weight_of(replica, step) for replica in contributors)
+            assert rank.weights[step] == sum(weight_of(replica, step) for replica in contributors)
             assert not whole or contributors == average.view.members
 
 

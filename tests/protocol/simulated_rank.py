@@ -13,11 +13,11 @@ from typing import Any, ParamSpec
 
 import torch
 
-from diloco.algorithm import Contribution, Mean, RoundId, Uplink, Verdict, make_codec
+from diloco.algorithm import Contribution, RoundId, Uplink, Verdict, make_codec
 from diloco.errors import DivergedError, RoundVoidError, TransportError, ViewChangedError
 from diloco.membership import NextView, View
 from diloco.protocol import (
-    Average,
+    Commit,
     Effects,
     Entry,
     GiveVerdict,
@@ -74,7 +74,8 @@ class Rank:
         self.digest = "d"  # of its state
         self.left = ""  # why it stopped by itself
         self.timers: list[tuple[float, Timer]] = []
-        self.averages: dict[int, Average] = {}  # by step
+        self.averages: dict[int, Commit] = {}  # by step
+        self.weights: dict[int, float] = {}  # of its means, by step
         self.errors: dict[int, TransportError] = {}  # step -> why its round was void
         self.changes: list[NextView] = []
         # view, round and position in a replica -> the parts of the sum that its plan gives to each replica
@@ -238,7 +239,7 @@ class Rank:
         for round_id, outcome in effects.outcomes:
             step = self._step_of(round_id)
             assert step not in self.averages.keys() | self.errors.keys(), "it has two outcomes"
-            if isinstance(outcome, Average):
+            if isinstance(outcome, Commit):
                 self.averages[step] = outcome
             else:
                 self.errors[step] = outcome
@@ -246,8 +247,7 @@ class Rank:
             self.changes.append(following)
             for rank in joined:
                 self._send(rank, Welcome(following, f"from {self.rank}".encode()))
-        for started in effects.exchanges:
-            view, round_id = started.view, started.contribution.round
+        for view, round_id in effects.exchanges:
             self._exchanges[view.id, round_id] = None
             self._begun[view.id, round_id] = view
         for given in effects.verdicts:
@@ -275,10 +275,10 @@ class Rank:
             return
         if not verdict.void:
             weight = sum(given.weights[member] for member in verdict.contributors)
-            mean = Mean(values=torch.ones(NUMEL), contributors=verdict.contributors, weight=weight)
+            self.weights[self._step_of(round_id)] = weight
             # the weight identifies the contributors
             digest = f"mean of {round_id} in view {view_id}, of weight {weight!r}"
-            self.handle(self.machine.rounds.compute, view_id, round_id, mean, digest)
+            self.handle(self.machine.rounds.compute, view_id, round_id, digest)
         self.handle(self.machine.rounds.end_exchange, view_id, round_id)
 
     # The training of the rank.

@@ -6,7 +6,7 @@ import pytest
 
 from diloco.errors import RendezvousError
 from diloco.membership import MOST_RANK
-from diloco.protocol import MAX_NAME, Entries, Entry, MessageError, Registry, decode, difference, encode
+from diloco.protocol import MAX_NAME, Entries, Entry, MessageError, Registry, decode, encode
 
 FACTS = {"model": "1,000 parameters", "codec": "fp4", "seed": "0"}
 
@@ -46,7 +46,7 @@ def test_what_is_no_entry_is_refused(fields: dict[str, object]) -> None:
 
 
 def test_a_difference_shows_no_escapes_of_others() -> None:
-    words = difference(entry(0, codec="fp4"), entry(1, codec="\x1b]0;title\x07" + "x" * 60_000))
+    words = entry(0, codec="fp4").diff(entry(1, codec="\x1b]0;title\x07" + "x" * 60_000))
     assert words.isprintable()
     assert len(words) < 700
 

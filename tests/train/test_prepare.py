@@ -51,7 +51,7 @@ def test_recomputing_changes_no_bit(checkpointing: Any, precision: torch.dtype) 
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
 def test_compiled_blocks_have_no_graph_break_and_are_compiled_once(checkpointing: Any) -> None:
     """The backend "aot_eager" generates no code but splits and recomputes like the real one."""
     plain, compiled = build_model(SETTINGS, seed=0), build_model(SETTINGS, seed=0)

@@ -157,10 +157,8 @@ def test_a_compiled_model_is_not_compiled_anew_and_hooks_see_every_step() -> Non
 
 REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"temperature": -0.1}, "temperature must be .*, got -0.1"),
-    ({"temperature": float("inf")}, "temperature must be .*, got inf"),
     ({"top_k": 0}, "top_k must be .*, got 0"),
     ({"top_p": 1.1}, r"top_p must be .*, got 1\.1"),
-    ({"window": 0}, "window must be .*, got 0"),
     ({"window": 13}, "max_sequence_length=12"),
     ({"prompt_tokens": []}, "The prompt is empty"),
     ({"prompt_tokens": [23]}, "token 23 is not in the model's vocabulary, 0 to 22"),

@@ -102,10 +102,6 @@ class Swarms:
     def key(self, number: int) -> Path:
         return self._keys / f"{number}.key"
 
-    def peer_at(self, number: int, at: Sequence[str], **options: Any) -> Connected:
-        """Start a peer that knows addresses."""
-        return self.peer(number, at=at, **options)
-
     def addresses_of(self, transport: PeerTransport) -> tuple[str, ...]:
         """Return the addresses at which a peer can be reached."""
         streams = transport.connections.streams

@@ -253,4 +253,4 @@ def test_why_the_network_cannot_be_entered_is_said(swarms: Swarms, member: PeerT
                 ("/dns4/no-such-host.invalid/tcp/1", "no-such-host.invalid:1: the name does not resolve"),
             ):
                 with pytest.raises(RendezvousError, match=re.escape(words)):
-                    swarms.peer_at(3, [f"{address}/p2p/{nobody}"], **PATIENCE)
+                    swarms.peer(3, at=[f"{address}/p2p/{nobody}"], **PATIENCE)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from diloco.transport import Address, PeerStreams, join, parse_address
@@ -14,26 +12,17 @@ from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, Swarms,
 pytestmark = HIVEMIND_LEAVES_CONNECTIONS
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "route"),
-    [
-        ({}, {}, "direct streams"),
-        ({}, {"hidden": True}, "direct streams"),
-    ],
-    ids=["both listen", "one listens"],
-)
-def test_payloads_go_directly_where_one_can_reach_the_other(
-    swarms: Swarms, first: dict[str, Any], second: dict[str, Any], route: str
-) -> None:
-    one = swarms.peer(0, **first).transport
-    connected = swarms.peer(1, [one], **second)
+@pytest.mark.parametrize("hidden", [False, True], ids=["both listen", "one listens"])
+def test_payloads_go_directly_where_one_can_reach_the_other(swarms: Swarms, hidden: bool) -> None:
+    one = swarms.peer(0).transport
+    connected = swarms.peer(1, [one], hidden=hidden)
     join(connected, LIMIT_S)
     both = [one, connected.transport]
     for each in both:
         wait_for_members(each, 2)
         each.tick()
     exchange(both, [contribution(m) for m in range(2)])
-    assert [each.link_descriptions[1 - each.replica] for each in both] == [route, route]
+    assert [each.link_descriptions[1 - each.replica] for each in both] == ["direct streams"] * 2
 
 
 def test_nothing_is_said_to_somebody_else_at_the_address_of_a_peer(swarms: Swarms) -> None:

@@ -36,6 +36,7 @@ from diloco.checkpoint.disk import LATEST, check_content, new_folder, replace_fi
 from diloco.checkpoint.reading import Manifest, list_checkpoints, read_manifest
 from diloco.errors import CheckpointError, ConfigurationError, DiLoCoError, from_extra
 from diloco.private_files import check_url, make_private_folder
+from diloco.units import diff
 from diloco.waiting import in_thread, waiting_for
 
 __all__ = ["Mirror", "fetch_run"]
@@ -169,8 +170,8 @@ class Mirror:
         with place.reached("written to"):
             manifest = next(filter(None, map(place.read, self._own())), None)
             there = {} if manifest is None else manifest.about.get("identity", {})
-            if odd := [name for name in ("model", "data", "seed") if there and there.get(name) != identity.get(name)]:
-                raise ConfigurationError(f"{place.url} has another run, with another {odd[0]}. Use another place.")
+            if there and (words := diff(there, identity, place.url, "this run", ("model", "data", "seed"))):
+                raise ConfigurationError(f"{words}. Use another place.")
             for written in (False, True):  # the first listing may be empty because nothing may be listed
                 sizes = place.sizes()
                 if fresh and any(name.endswith(f"/{_MANIFEST}") for name in sizes):

@@ -24,6 +24,7 @@ from diloco.data.source import Source, is_heldout
 from diloco.data.tokenizer import Tokenizer
 from diloco.data.tokens import PackedTokens, TokenArray
 from diloco.errors import CheckpointError, ConfigurationError, DataError
+from diloco.units import diff
 
 __all__ = ["Batches", "Cursor", "DocumentStream", "Drawing", "Sampler", "heldout_batches"]
 
@@ -131,16 +132,10 @@ class Batches(ABC):
 
     def _check(self, state: Cursor) -> None:
         """Raise `CheckpointError` unless ``state`` is a cursor of these batches."""
-        differences = [
-            f"{name} is {state.get(name)!r} in the cursor and {value!r} here"
-            for name, value in self._origin.items()
-            if state.get(name) != value
-        ]
-        differences += [f"{name} is missing in the cursor" for name in self.moves if name not in state]
-        if differences:
+        mine = self._origin | {name: state.get(name, "a value") for name in self.moves}
+        if words := diff(state, mine, "the data cursor", "this run", mine):
             raise CheckpointError(
-                f"The data cursor belongs to other batches: {'; '.join(differences)}. It works only with the data and "
-                "settings with which it was saved. It was not loaded."
+                f"{words}. It works only with the data and settings with which it was saved. It was not loaded."
             )
 
     @abstractmethod

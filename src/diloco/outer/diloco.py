@@ -54,6 +54,7 @@ from diloco.outer.reports import Reports
 from diloco.outer.state import greatest_of_ranks
 from diloco.state_tree import readable_state
 from diloco.transport import InProcessTransport, Transport
+from diloco.units import diff
 
 __all__ = ["DiLoCo"]
 
@@ -342,12 +343,8 @@ class DiLoCo:
         if not isinstance(state, Mapping) or "about" not in state:
             raise CheckpointError("This is no state of DiLoCo. Load what DiLoCo.state_dict() returned.")
         with readable_state("The state"):
-            for key, value in self._saved_facts.items():
-                if value != (theirs := state["about"].get(key)):
-                    raise CheckpointError(
-                        f"The saved state has {key} = {theirs!r} but this run has {value!r}; both must be equal. "
-                        "Nothing was loaded."
-                    )
+            if words := diff(state["about"], self._saved_facts, "the saved state", "this run", self._saved_facts):
+                raise CheckpointError(f"{words}; both need the same value. Nothing was loaded.")
             if (steps := int(state["steps"])) < 0:
                 raise CheckpointError(f"The saved state has steps = {steps}. Nothing was loaded.")
             last = [self.schedule.rounds_of(fragment.index, steps) - 1 for fragment in self.fragments]

@@ -24,6 +24,7 @@ from diloco.algorithm import (
 from diloco.devices import beside_training, to_device
 from diloco.errors import FragmentError
 from diloco.protocol import Average
+from diloco.units import diff
 from diloco.waiting import in_thread
 
 __all__ = ["GlobalState", "Greatest", "greatest_of_ranks"]
@@ -178,12 +179,9 @@ class GlobalState:
     def check(self, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], int]:
         """Return the tensors and the outer step of a state; raise `FragmentError` unless it is finite and fits."""
         mine, theirs = _named(self.values, self.outer.slots), _named(state["global_params"], state["slots"])
-        shapes = [{name: tuple(values.shape) for name, values in tensors.items()} for tensors in (mine, theirs)]
-        if shapes[0] != shapes[1]:
-            raise FragmentError(
-                f"The state has the shapes {shapes[1]} instead of {shapes[0]}. It must come from the same model, "
-                "fragments and outer optimizer."
-            )
+        ours, others = ({name: tuple(values.shape) for name, values in each.items()} for each in (mine, theirs))
+        if words := diff(others, ours, "the received state", "this fragment"):
+            raise FragmentError(f"{words}. It must come from the same model, fragments and outer optimizer.")
         if odd := [name for name, values in theirs.items() if not math.isfinite(largest_magnitude(values))]:
             raise FragmentError(f"{', '.join(odd)} of the state has values that are NaN or infinite.")
         return theirs, int(state["outer_step"])

@@ -1,7 +1,7 @@
 from .effects import Average as Average
+from .effects import Commit as Commit
 from .effects import Effects as Effects
 from .effects import GiveVerdict as GiveVerdict
-from .effects import StartExchange as StartExchange
 from .effects import Submitted as Submitted
 from .effects import Timer as Timer
 from .machine import Answer as Answer
@@ -10,12 +10,10 @@ from .registry import MAX_NAME as MAX_NAME
 from .registry import Entries as Entries
 from .registry import Entry as Entry
 from .registry import Registry as Registry
-from .registry import difference as difference
 from .round import Tally as Tally
 from .round import header_of as header_of
 from .round import judge_headers as judge_headers
 from .round import tally as tally
-from .rounds import Rounds as Rounds
 from .rules import Rules as Rules
 from .suspicion import MOST_SPOILT as MOST_SPOILT
 from .suspicion import Lateness as Lateness

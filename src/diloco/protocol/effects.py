@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from diloco.algorithm import UNKNOWN_UPLINK, Contribution, Exchange, Mean, RoundId, Uplink, Verdict
 from diloco.errors import TransportError
@@ -25,22 +25,14 @@ class Timer:
 
 @dataclass(frozen=True, eq=False)
 class Submitted:
-    """A contribution of this rank."""
+    """A contribution of this rank, whose payload the machine does not need."""
 
-    contribution: Contribution  # its tensors are on the CPU
+    contribution: Contribution
     step: int  # the inner step at which it was sent
     sent_s: float
     # how much of the time since then went into view changes, during which the round made no progress
     paused_s: float = 0.0
     uplink: Uplink = UNKNOWN_UPLINK  # what is known about this rank's uplink
-
-
-@dataclass(frozen=True, eq=False)
-class StartExchange:
-    """Exchange the payloads of a round with the members of ``view``, once there is a verdict."""
-
-    view: View
-    contribution: Contribution
 
 
 @dataclass(frozen=True)
@@ -55,14 +47,14 @@ class GiveVerdict:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Average(Mean):
-    """The result of a committed round: its mean, bit-identical on every replica, and how the round went."""
+class Commit:
+    """How a round went that every replica applies."""
 
     round: RoundId  # the round
     view: View  # the view whose members took part
+    contributors: tuple[int, ...]  # the replicas in the mean, ascending
     sent_bytes: int  # payload bytes that this replica sent for the round
     received_bytes: int
-    wait_s: float  # how long this replica stalled for it (virtual seconds on an emulated link)
     note: str = ""  # why replicas were left out of the mean or messages were refused; "" if nothing was wrong
     # for each contributor, how many seconds after the first one this replica received its contribution; empty if
     # unknown
@@ -74,12 +66,18 @@ class Average(Mean):
     choice: str = ""  # what slow uplinks have changed in the plan of the round, and what that costs; "": nothing
 
     @classmethod
-    def of(cls, mean: Mean, plan: Exchange, view: View, replica: int, **more: Any) -> Average:
+    def of(cls, plan: Exchange, view: View, replica: int, **more: Any) -> Self:
         """Return the result of a round that was exchanged by a plan, for a member of its view."""
         here = view.members.index(replica)
-        sent, received = plan.sent[here], plan.received[here]
-        given: dict[str, Any] = {"view": view, "sent_bytes": sent, "received_bytes": received, "choice": plan.choice}
-        return cls(**vars(mean), **given | {"wait_s": 0.0} | more)
+        sent_bytes, received_bytes = plan.sent[here], plan.received[here]
+        return cls(view=view, sent_bytes=sent_bytes, received_bytes=received_bytes, choice=plan.choice, **more)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Average(Mean, Commit):
+    """The result of a committed round: its mean, bit-identical on every replica, and how the round went."""
+
+    wait_s: float = 0.0  # how long this replica stalled for it (virtual seconds on an emulated link)
 
 
 @dataclass(eq=False)
@@ -90,12 +88,13 @@ class Effects:
     hang_ups: list[int] = field(default_factory=list)  # ranks whose connection to close; that is no loss
     # timer -> after how many seconds to deliver it, in place of an earlier setting; None: not at all
     timers: dict[Timer, float | None] = field(default_factory=dict)
-    # rounds that were applied by every replica, with the average, or by none, with the error
-    outcomes: list[tuple[RoundId, Average | TransportError]] = field(default_factory=list)
+    # rounds that are applied by every replica, each with the mean that it holds, or by none, with the error
+    outcomes: list[tuple[RoundId, Commit | TransportError]] = field(default_factory=list)
     # views that were adopted, each with the reason as this rank learned it, and the decision; and the ranks that join,
     # to which a `Welcome` with the owner's note goes
     adopted: list[tuple[NextView, str, tuple[int, ...]]] = field(default_factory=list)
-    exchanges: list[StartExchange] = field(default_factory=list)
+    # rounds of which to exchange the payloads with the members of a view, once there is a verdict
+    exchanges: list[tuple[View, RoundId]] = field(default_factory=list)
     verdicts: list[GiveVerdict] = field(default_factory=list)
     view: View | None = None  # the view that is active from now on, if it changes: all exchanges of others end
     closed: bool = False  # whether this rank takes part in no more rounds: all exchanges end

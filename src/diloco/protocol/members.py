@@ -7,7 +7,7 @@ from collections.abc import Collection, Hashable, Iterable
 from typing import Any
 
 from diloco.membership import NextView, Report, View, byzantine_quorum
-from diloco.protocol.registry import Entry, difference
+from diloco.protocol.registry import Entry
 from diloco.protocol.rules import Rules
 from diloco.protocol.wire import FactsMessage, MessageError, Speed, digest_of
 
@@ -215,7 +215,7 @@ class Announcements:
         if (mine := self.mine) is None:
             return ""
         counting = sorted(self._were_members & said.keys())
-        words = {rank: difference(mine, said[rank], self._rules.ranks_per_replica) for rank in counting}
+        words = {rank: mine.diff(said[rank], self._rules.ranks_per_replica) for rank in counting}
         differing = {self._rules.replica_of(rank) for rank, why in words.items() if why}
         members = self._replicas.union(map(self._rules.replica_of, counting), {self._rules.replica})
         few = self._rules.replica not in differing and len(differing) < byzantine_quorum(len(members))

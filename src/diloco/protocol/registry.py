@@ -10,12 +10,11 @@ from msgspec import Meta
 
 from diloco.errors import ConfigurationError, RendezvousError
 from diloco.membership import GREATEST, Rank
-from diloco.units import visible
+from diloco.units import diff
 
 MAX_NAME = 32
 """The most characters of the name of a replica."""
 
-_MOST_FACT = 500
 _MOST_KNOWN = 1000
 _MOST_ENTRIES = 1 << 12
 
@@ -40,6 +39,12 @@ class Entry:
     def __post_init__(self) -> None:
         if not self.address.isprintable() or not self.name.isprintable():
             raise ConfigurationError("the address and the name of a rank must be printable.")
+
+    def diff(self, other: Entry, ranks_per_replica: int = 1) -> str:
+        """Return the first difference of the facts of two ranks, the lower one first, or "" if there is none."""
+        one, other = sorted((self, other), key=_rank)  # the sentence is the same on both
+        names = (f"replica {each.rank // ranks_per_replica} ({each.address})" for each in (one, other))
+        return diff(one.facts, other.facts, *names)
 
 
 @dataclass(frozen=True)
@@ -75,37 +80,6 @@ class Entries:
         return [replace(each, facts=self.facts[index]) for each, index in pairs]
 
 
-def difference(one: Entry, other: Entry, ranks_per_replica: int = 1) -> str:
-    """Return a sentence that names both sides of the first difference, the lower rank first, or "" if there is none.
-
-    >>> difference(Entry(0, "a:1", {"codec": "fp4"}), Entry(2, "b:1", {"codec": "int8"}))
-    'replica 0 (a:1) has codec = fp4 and replica 2 (b:1) has codec = int8'
-    """
-
-    def name(entry: Entry) -> str:
-        place = f" ({entry.address})" if entry.address else ""
-        return f"replica {entry.rank // ranks_per_replica}{place}"
-
-    one, other = sorted((one, other), key=_rank)  # the sentence is the same whichever came first
-    for key in dict.fromkeys([*one.facts, *other.facts]):
-        here, there = one.facts.get(key, "nothing"), other.facts.get(key, "nothing")
-        if here != there:
-            fact, mine, theirs = (visible(each, _MOST_FACT) for each in (key, *_apart(here, there)))
-            return f"{name(one)} has {fact} = {mine} and {name(other)} has {fact} = {theirs}"
-    return ""
-
-
-def _apart(here: str, there: str) -> tuple[str, str]:
-    """Return the items that only one of two lists has, whose items are separated by "; "; the lists if none is.
-
-    >>> _apart("a; b; c", "a; c"), _apart("fp4", "int8")
-    (('b', 'none of these'), ('fp4', 'int8'))
-    """
-    lists = dict.fromkeys(here.split("; ")), dict.fromkeys(there.split("; "))
-    mine, theirs = ("; ".join(item for item in one if item not in other) for one, other in (lists, lists[::-1]))
-    return (mine or "none of these", theirs or "none of these") if mine or theirs else (here, there)
-
-
 class Registry:
     """The ranks of one run that have registered.
 
@@ -139,7 +113,7 @@ class Registry:
                 "each process needs a rank of its own."
             )
         reference = min((other for rank, other in self.entries.items() if rank != entry.rank), key=_rank, default=None)
-        if reference is not None and (words := difference(reference, entry, self.ranks_per_replica)):
+        if reference is not None and (words := reference.diff(entry, self.ranks_per_replica)):
             raise RendezvousError(f"{words}; both sides need the same value.")
         self.entries[entry.rank] = entry
         self.running = self.running or self.complete

@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from diloco.algorithm import Contribution, Exchange, Mean, RoundId, Uplink, Verdict, bounded_weights, judge, plan_round
+from diloco.algorithm import Contribution, Exchange, RoundId, Uplink, Verdict, bounded_weights, judge, plan_round
 from diloco.errors import DivergedError, RoundVoidError, TransportError
 from diloco.membership import View, Vote, byzantine_quorum
-from diloco.protocol.effects import Average, Submitted
+from diloco.protocol.effects import Commit, Submitted
 from diloco.protocol.rules import Rules
 from diloco.protocol.suspicion import Lateness
 from diloco.protocol.wire import Header, RoundVote
@@ -33,7 +33,6 @@ class Round:
     taking_over: bool = False  # whether this rank is still adopting the fragment's state
     donor: int | None = None  # a replica with the state that the round applies to, if this rank has a different one
     verdict: Verdict | None = None  # whose contributions are summed; None until all headers have been received
-    mean: Mean | None = None  # the mean that this rank has computed
     committed: bool | None = None  # True: applied by all; False: void for all; None: undecided
     # this rank has voted for the round and others against it; the view change decides which it is
     disputed: bool = False
@@ -135,26 +134,25 @@ class Round:
         assert self.committed is not None or not self.concluded, "an undecided round has an outcome"
         assert self.concluded or self.committed is None or self.begun is None, "a decided round has no outcome"
         assert self.verdict is None or self.was_begun, "a round is judged before it was begun"
-        assert self.mean is None or self.begun is not None, "a mean is kept after its round"
 
     def free(self) -> None:
         if self.concluded and not self.exchanging:
-            self.begun = self.mean = None
+            self.begun = None
 
-    def outcome(self) -> Average | TransportError:
-        """Return what this rank gets of a round that is decided: the average, or why there is none."""
+    def outcome(self) -> Commit | TransportError:
+        """Return how a round went that is decided, or why there is no average."""
         if self.fault is not None or not self.committed:
             return self.fault or RoundVoidError(f"{self.id} is void: {self.reason}.", round=str(self.id))
-        assert self.mean is not None
+        assert self.verdict is not None
         assert self.plan is not None
-        heard_s = [self.heard_s[self._here(member)] for member in self.mean.contributors]
-        return Average.of(
-            self.mean,
+        heard_s = [self.heard_s[self._here(member)] for member in self.verdict.contributors]
+        return Commit.of(
             self.plan,
             self.view,
             self.rules.replica,
             round=self.id,
-            note="" if self.verdict is None else self.verdict.reason,
+            contributors=self.verdict.contributors,
+            note=self.verdict.reason,
             donor=self.donor,
             held="" if self.donor is None else self.header_of(self.donor).digest,
             late_s=tuple(round(each - min(self.heard_s.values()), 3) for each in heard_s),
@@ -165,7 +163,7 @@ class Round:
 
 
 def header_of(contribution: Contribution, view_id: int, uplink: Uplink, *, taking_over: bool) -> Header:
-    """Return the header of a contribution. The sender checks the payload, and withdraws an invalid one."""
+    """Return the header of a `Contribution.checked`."""
     buffers, integers = contribution.buffers, contribution.integers
     return Header(
         view_id,
@@ -176,7 +174,7 @@ def header_of(contribution: Contribution, view_id: int, uplink: Uplink, *, takin
         contribution.digest,
         None if buffers is None else buffers.numel(),
         None if integers is None else integers.numel(),
-        contribution.checked().withdrawn,
+        contribution.withdrawn,
         taking_over,
         uplink.bits_per_s,
         uplink.full,

@@ -8,10 +8,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from diloco.algorithm import Mean, RoundId, Verdict
+from diloco.algorithm import RoundId, Verdict
 from diloco.errors import RoundVoidError, TransportError, ViewChangedError
 from diloco.membership import Report, RoundKey, RoundKeys, View, Vote, Votes, enough_without, names_of
-from diloco.protocol.effects import GiveVerdict, Outbox, StartExchange, Submitted, Timer
+from diloco.protocol.effects import GiveVerdict, Outbox, Submitted, Timer
 from diloco.protocol.round import Round, header_of, tally
 from diloco.protocol.rules import Rules
 from diloco.protocol.suspicion import MOST_SPOILT, Lateness, Spoilers
@@ -140,7 +140,7 @@ class Rounds:
             self._conclude(each)
             return
         each.exchanging = True
-        self._outbox.effects.exchanges.append(StartExchange(self.view, contribution))
+        self._outbox.effects.exchanges.append((self.view, each.id))
         limit_s = self._rules.round_timeout_s
         left_s = limit_s - (self._outbox.now_s - submitted.sent_s - min(submitted.paused_s, limit_s))
         self._set_timer("expire", each, max(0.0, left_s))
@@ -245,10 +245,9 @@ class Rounds:
 
     # Payloads and timers.
 
-    def compute(self, view_id: int, round_id: RoundId, mean: Mean, digest: str) -> None:
+    def compute(self, view_id: int, round_id: RoundId, digest: str) -> None:
         """Vote for a round of which this rank holds the mean; ``digest`` covers everything that it would change."""
         if each := self._find(view_id, round_id):
-            each.mean = mean
             self._cast(each, Vote(True, each.sealed_digest(digest)))
 
     def end_exchange(

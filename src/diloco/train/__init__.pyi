@@ -4,7 +4,6 @@ from .connecting import connect_peer as connect_peer
 from .connecting import connect_rank as connect_rank
 from .description import check_components as check_components
 from .description import describe as describe
-from .description import diff as diff
 from .description import identity as identity
 from .description import make_fragments as make_fragments
 from .description import make_transport as make_transport

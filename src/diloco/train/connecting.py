@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from diloco.devices import choose_threads
 from diloco.errors import ConfigurationError
 from diloco.protocol import MAX_NAME, Rules
-from diloco.train.description import diff
 from diloco.train.fleet import FOLDER, Attempt, ClusterFleet
 from diloco.train.joining import held_checkpoint
 from diloco.train.peer_fleet import Held, PeerFleet
@@ -39,7 +38,7 @@ from diloco.transport import (
     open_replica_group,
     read_secret,
 )
-from diloco.units import visible
+from diloco.units import diff, visible
 from diloco.waiting import waiting_for
 
 __all__ = [
@@ -202,8 +201,6 @@ def _open_group(settings: NetworkSettings, role: Role, device: torch.device) -> 
 def _compare(group: ReplicaGroup, facts: Mapping[str, str]) -> None:
     """Compare the facts of the ranks of a replica; a rank that does not communicate is compared with no other."""
     for position, text in enumerate(group.gather_texts(json.dumps(dict(facts)))):
-        if difference := diff(facts, json.loads(text)):
-            raise ConfigurationError(
-                f"Position {position} of replica {group.replica} has {difference} at position {group.position}; all "
-                "ranks need the same."
-            )
+        sides = (f"position {each} of replica {group.replica}" for each in (group.position, position))
+        if words := diff(facts, json.loads(text), *sides):
+            raise ConfigurationError(f"{words}; all ranks need the same value.")

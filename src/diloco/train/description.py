@@ -6,7 +6,7 @@ import json
 import math
 import platform
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
@@ -43,7 +43,6 @@ __all__ = [
     "check_components",
     "describe",
     "describe_environment",
-    "diff",
     "identity",
     "make_fragments",
     "make_links",
@@ -158,19 +157,6 @@ def identity(settings: RunSettings, model: LanguageModel, data: str = "", base: 
         "seed": str(settings.seed),
         **({"data": data} if data else {}),
     }
-
-
-def diff(mine: Mapping[str, str], theirs: Mapping[str, str], names: Collection[str] = ()) -> str:
-    """Return the first difference between two identities in the facts ``names`` (none: all), or "" if there is none.
-
-    >>> diff({"codec": "fp4", "seed": "0"}, {"codec": "int8", "seed": "1"})
-    'codec = int8, but this run has codec = fp4'
-    """
-    for name in names or dict.fromkeys([*mine, *theirs]):
-        here, there = mine.get(name, "nothing"), theirs.get(name, "nothing")
-        if here != there:
-            return f"{name} = {there}, but this run has {name} = {here}"
-    return ""
 
 
 def untrained_digest(settings: RunSettings, model: LanguageModel) -> str:

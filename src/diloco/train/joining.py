@@ -11,12 +11,12 @@ from diloco.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError, EjectedError, RunFinishedError, TransportError
 from diloco.events import Event, Lost, Note, ViewChanged
 from diloco.state_tree import readable_state
-from diloco.train.description import diff
 from diloco.train.peer_fleet import Held, PeerFleet
 from diloco.train.processes import StopAsked, StopRequest
 from diloco.train.replica import Replica
 from diloco.train.session import Session
 from diloco.train.state import base_home, load_session, replicas_in
+from diloco.units import diff
 from diloco.waiting import waiting_for
 
 __all__ = ["OVER", "find_beginning", "follow_views", "held_checkpoint", "held_step"]
@@ -202,10 +202,10 @@ def _newest_of_all(held: Mapping[int, int]) -> int:
 
 def _check_same_run(session: Session, checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint of different data or a different model. `DiLoCo` compares what concerns its own state."""
-    if difference := diff(session.identity, checkpoint.fact("identity", dict), ("model", "data")):
+    saved = checkpoint.fact("identity", dict)
+    if words := diff(saved, session.identity, str(checkpoint.path), "this run", ("model", "data")):
         raise CheckpointError(
-            f"{checkpoint.path} was saved by a run with {difference}. Use the model, the files and the tokeniser with "
-            "which the run started. Nothing was loaded."
+            f"{words}. Use the model, the files and the tokeniser with which the run started. Nothing was loaded."
         )
 
 

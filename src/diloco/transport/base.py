@@ -95,8 +95,11 @@ class Transport(abc.ABC):
         """
         raise NotImplementedError
 
-    def check_name(self, contribution: Contribution) -> None:
-        """Raise `TransportError` for another replica's contribution."""
+    def check(self, contribution: Contribution, *, again: bool) -> None:
+        """Raise `TransportError` for another replica's contribution, and for a second one to a round."""
+        if again:
+            words = f"Replica {self.replica} has already contributed to {contribution.round}. Its first one stands."
+            raise TransportError(words, round=str(contribution.round), replicas=[self.replica])
         if contribution.replica != self.replica:
             raise TransportError(
                 f"Replica {self.replica} submitted a contribution in the name of replica {contribution.replica}, but a "

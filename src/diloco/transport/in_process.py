@@ -34,9 +34,10 @@ from diloco.algorithm import (
 )
 from diloco.errors import CodecError, ConfigurationError, RoundTimeoutError, RoundVoidError, TransportError
 from diloco.membership import View
-from diloco.protocol import Average, Entry, difference
+from diloco.protocol import Average
 from diloco.transport.base import Pending, SnapshotSource, Transport
 from diloco.transport.links import VirtualNetwork
+from diloco.units import diff
 
 
 @dataclass(eq=False)
@@ -138,8 +139,9 @@ class InProcessTransport:
         if self._facts.get(replica, facts) != facts:
             self._facts.clear()  # this replica restarts with other facts, and so will the others
         self._facts[replica] = facts
-        entries = [Entry(other, "", theirs) for other, theirs in sorted(self._facts.items())]
-        reason = next(filter(None, (difference(entries[0], entry) for entry in entries)), "")
+        (first, mine), *others = sorted(self._facts.items())
+        reasons = (diff(mine, theirs, f"replica {first}", f"replica {other}") for other, theirs in others)
+        reason = next(filter(None, reasons), "")
         self._refusal = f"{reason}. All replicas must pass the same arguments to DiLoCo." if reason else ""
         self.changed.notify_all()
         self._refuse()
@@ -148,21 +150,14 @@ class InProcessTransport:
         if self._refusal:
             raise ConfigurationError(self._refusal)
 
-    def accept(self, contribution: Contribution) -> None:
-        """Record a contribution; the last one decides the round.
+    def contributors(self, round_id: RoundId) -> Mapping[int, Contribution]:
+        return self._rounds[round_id].contributions if round_id in self._rounds else {}
 
-        Raises:
-            TransportError: if the replica has already contributed to the round.
-        """
+    def accept(self, contribution: Contribution) -> None:
+        """Record a contribution; the last one decides the round."""
         self._refuse()
         replica, round_id = contribution.replica, contribution.round
         state = self._rounds.setdefault(round_id, _Round())
-        if replica in state.contributions:
-            raise TransportError(
-                f"Replica {replica} has already contributed to {round_id}. Its first contribution stands.",
-                round=str(round_id),
-                replicas=[replica],
-            )
         state.contributions[replica] = contribution
         state.sent_at_s[replica] = self.network.now_s[replica] if self.network else 0.0
         if len(state.contributions) == len(self.view.members):
@@ -228,7 +223,7 @@ class InProcessTransport:
         if state.mean is None:
             raise RoundVoidError(f"{round_id} is void: {verdict.reason}.", round=str(round_id))
         more = {"round": round_id, "wait_s": waited_s, "note": verdict.reason}
-        return Average.of(state.mean, exchange, self.view, replica, **more)
+        return Average.of(exchange, self.view, replica, **vars(state.mean), **more)
 
     def _decided(self, replica: int, round_id: RoundId, timeout_s: float) -> _Round:
         state = self._rounds.get(round_id)
@@ -280,8 +275,8 @@ class InProcessEndpoint(Transport):
         self.view = hub.view
 
     def average(self, contribution: Contribution) -> Pending:
-        self.check_name(contribution)
         with self.hub.changed:
+            self.check(contribution, again=self.replica in self.hub.contributors(contribution.round))
             self.hub.threads[self.replica] = threading.get_ident()
             self.hub.accept(contribution)
         return _InProcessPending(self, contribution.round)

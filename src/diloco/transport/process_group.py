@@ -42,11 +42,12 @@ from diloco.errors import (
     TransportError,
 )
 from diloco.membership import View
-from diloco.protocol import Average, Entry, Header, Rules, decode, difference, encode, header_of, judge_headers
+from diloco.protocol import Average, Header, Rules, decode, encode, header_of, judge_headers
 from diloco.transport.base import Pending, SnapshotSource, Transport
 from diloco.transport.replica_group import ReplicaGroup
 from diloco.transport.roll_call import RollCall
 from diloco.transport.state_wire import Offer, describe
+from diloco.units import diff
 from diloco.waiting import in_thread
 
 __all__ = ["ProcessGroupTransport", "weighted_bits"]
@@ -131,14 +132,8 @@ class ProcessGroupTransport(Transport):
     # Rounds.
 
     def average(self, contribution: Contribution) -> Pending:
-        self.check_name(contribution)
         round_id = contribution.round
-        if round_id in self._in_flight:
-            raise TransportError(
-                f"Replica {self.replica} has already contributed to {round_id}. Its first contribution stands.",
-                round=str(round_id),
-                replicas=[self.replica],
-            )
+        self.check(contribution, again=round_id in self._in_flight)
         self.roll.check()
         self._in_flight.add(round_id)
         plan = plan_round(contribution, len(self.view.members))
@@ -150,7 +145,7 @@ class ProcessGroupTransport(Transport):
 
     def _begin(self, mine: Contribution, plan: Exchange) -> Callable[[], Average]:
         """Queue the collectives of a round, and return the function that waits for them and decides the round."""
-        mine = replace(mine, withdrawn=mine.withdrawn[:_MOST_REASON])
+        mine = replace(mine, withdrawn=mine.checked().withdrawn[:_MOST_REASON])
         header = encode(header_of(mine, 0, UNKNOWN_UPLINK, taking_over=False))
         heads = self._everyone.begin_gather(_padded(header, _HEAD_BYTES))
         extras = [each.contiguous().view(torch.uint8) for each in (mine.buffers, mine.integers) if each is not None]
@@ -193,7 +188,8 @@ class ProcessGroupTransport(Transport):
             raise verdict.divergence(mine.round, headers[donor * size + position].digest)
         if mean is None or reason:
             raise RoundVoidError(f"{mine.round} is void: {reason}.", round=str(mine.round))
-        return Average.of(mean, plan, self.view, self.replica, round=mine.round, note=verdict.reason)
+        said = {"round": mine.round, "note": verdict.reason}
+        return Average.of(plan, self.view, self.replica, **vars(mean), **said)
 
     def _received(
         self, mine: Contribution, header: Header, member: int, payloads: Tensor, extras: Tensor | None
@@ -320,9 +316,9 @@ class ProcessGroupTransport(Transport):
     def agree(self, facts: Mapping[str, str]) -> None:
         name, size = f"arguments ({next(self._agreements)})", self.ranks_per_replica
         texts = self.roll.meet(name, json.dumps(dict(facts)), self.timeout_s, self._roll_ranks)
-        entries = [Entry(rank, "", json.loads(text)) for rank, text in enumerate(texts)]
-        for entry in entries[size:]:
-            if reason := difference(entries[entry.rank % size], entry, size):
+        every = [json.loads(text) for text in texts]
+        for rank in range(size, len(every)):
+            if reason := diff(every[rank % size], every[rank], "replica 0", f"replica {rank // size}"):
                 raise ConfigurationError(f"{reason}. All replicas need the same.")
 
     def close(self, failed: str = "") -> None:

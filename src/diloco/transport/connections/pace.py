@@ -124,16 +124,17 @@ class Pace:
 
 
 class UplinkMeter:
-    """The rate at which this process sends to all others together, while it has anything to send.
+    """The highest rate of late at which this process has sent to all others together, while it had anything to send.
 
     The kernel's acknowledgements count, since those of a peer whose uplink is slow wait behind what that peer sends.
-    They may include bytes from before, so that no more count than were written meanwhile.
+    They may include bytes from before, so that no more count than were written meanwhile. The rate is measured whenever
+    one link has nothing more to send: it falls when only that to a slow peer is left, which says nothing of the uplink.
 
-    >>> acknowledged = iter([TcpCounters(acked=0), TcpCounters(acked=2_500_000, round_trip_s=0.02)])
-    >>> meter = UplinkMeter(lambda: next(acknowledged))
-    >>> for link, sending, now_s in [("a", True, 1.0), ("b", True, 1.0), ("a", False, 1.1), ("b", False, 1.2)]:
+    >>> counters = iter([TcpCounters(acked=each, round_trip_s=0.02) for each in (0, 2_500_000, 3_000_000)])
+    >>> meter = UplinkMeter(lambda: next(counters))
+    >>> for link, sending, now_s in [("a", True, 1.0), ("b", True, 1.0), ("a", False, 1.2), ("b", False, 3.0)]:
     ...     meter.note(link, sending, now_s)
-    ...     meter.written_bytes += 1_000_000
+    ...     meter.written_bytes += 1_250_000
     >>> meter.uplink(full=True).bits_per_s
     100000000
     """
@@ -143,6 +144,7 @@ class UplinkMeter:
         self._sending: set[Hashable] = set()
         self.written_bytes = 0  # by all links
         self._began_s, self._acked, self._written_bytes = 0.0, 0, 0
+        self._fading = _FADING  # of the rate, once since this process last began to send
         self._bits_per_s = 0.0
         self._was_full = False  # whether the path was full, which is not known where it is near
 
@@ -150,12 +152,13 @@ class UplinkMeter:
         """Take note of whether a link has anything that no stripe has taken yet."""
         if sending and not self._sending:
             self._began_s, self._acked, self._written_bytes = now_s, self._counters().acked, self.written_bytes
-        elif self._sending == {link} and not sending:
+            self._fading = _FADING
+        elif link in self._sending and not sending:
             now, seconds = self._counters(), now_s - self._began_s
             num_bytes, trip_s = min(now.acked - self._acked, self.written_bytes - self._written_bytes), now.round_trip_s
             if num_bytes >= _FULL_BYTES and seconds > _LONG_TRIPS * trip_s:
-                self._bits_per_s = 8 * num_bytes / seconds
-                self._was_full = trip_s > NEAR_S
+                self._bits_per_s = max(8 * num_bytes / seconds, self._fading * self._bits_per_s)
+                self._fading, self._was_full = 1.0, trip_s > NEAR_S
         (self._sending.add if sending else self._sending.discard)(link)
 
     def uplink(self, *, full: bool) -> Uplink:

@@ -222,6 +222,7 @@ class Peer:
             before.end()
         self.stripes[number] = stripe
         self.uses += 1
+        self._wake_scheduled = True  # its pace is that of the others
         self.wake()
 
     def drop(self, stripe: Stripe, unfinished: list[Part], why: str) -> None:
@@ -243,7 +244,7 @@ class Peer:
         """Store what has arrived for a round in the messages that `receive` awaits from now on."""
         if early := self._early.pop(round_tag, None):
             for head, data in early.parts.values():
-                self._store(head, data)
+                self.arrived(head, data)
 
     def close_round(self, round_tag: int) -> None:
         """Send and await nothing more of a round, which has ended here. Who waits for a message is released."""
@@ -300,9 +301,25 @@ class Peer:
             number = max(1, min(len(self.stripes), self._missing_bytes // LEAST_PART_BYTES))  # that are needed
             for stripe in self.stripes.values():
                 stripe.limit(self.pace.bits_per_s / number, self.pace.seen_bits_per_s / number)
-        free = list(self.stripes.values())
+        free = deque(self.stripes.values())
         while free and (self._unsent or self._to_resend):
-            free = [each for each in free if each.write_next()]
+            stripe = free.popleft()
+            if not stripe.is_free:
+                continue
+            free.append(stripe)
+            if self._to_resend:
+                part = self._to_resend.popleft()
+            else:
+                message = self._unsent[0]
+                data = message.data[message.cut : message.cut + part_bytes(self.waiting_bytes, len(self.stripes))]
+                part = Part(message, message.cut, data, compress(data) if stripe.compresses else data)
+                message.cut += len(data)
+                if message.cut == len(message.data):
+                    self._unsent.popleft()
+            self.waiting_bytes -= len(part.data)
+            self.meter.written_bytes += len(part.body)
+            self.sent_bytes += len(part.body)
+            stripe.write(part)
         if (self._unsent or self._to_resend) and not self._look_scheduled:
             self._look_scheduled = True
             self._loop.call_later(_LOOK_S, self._look)
@@ -311,25 +328,6 @@ class Peer:
     def _look(self) -> None:
         self._look_scheduled = False
         self.wake()
-
-    def take(self, *, compressed: bool = False) -> Part | None:
-        """Return the next part for a free stripe, or None."""
-        if self._to_resend:
-            part = self._to_resend.popleft()
-        elif self._unsent:
-            message = self._unsent[0]
-            size = part_bytes(self.waiting_bytes, len(self.stripes))
-            data = message.data[message.cut : message.cut + size]
-            part = Part(message, message.cut, data, compress(data) if compressed else data)
-            message.cut += len(data)
-            if message.cut == len(message.data):
-                self._unsent.popleft()
-        else:
-            return None
-        self.waiting_bytes -= len(part.data)
-        self.meter.written_bytes += len(part.body)
-        self.sent_bytes += len(part.body)
-        return part
 
     def acknowledge(self, part: Part) -> None:
         message = part.message
@@ -379,13 +377,9 @@ class Peer:
 
     def arrived(self, head: Head, data: memoryview) -> None:
         """Store a part that is awaited and has not arrived before, or keep it if its round has no plan yet."""
-        self.received_bytes += len(data)
         if early := self._early.get(head.tag >> _TAG_BITS):
             early.keep(head, data)
-        else:
-            self._store(head, data)
-
-    def _store(self, head: Head, data: memoryview) -> None:
+            return
         message = self._incoming.get(head.tag)
         if message is None or head.start in message.parts:
             return
@@ -395,7 +389,20 @@ class Peer:
             words = f"a message of {head.total} bytes arrived where {expected} bytes were expected"
             message.received.set_exception(TransportError(words))
             return
-        message.put(head.start, head.content(data))
-        if message.missing <= 0:
-            del self._incoming[head.tag]
-            message.received.set_result(None)
+        content = head.content(data)
+        end = head.start + len(content)
+        if len(content) < LEAST_PART_BYTES and end < expected:  # tiny parts cost more than their data
+            raise TransportError(f"a part of {len(content)} bytes arrived; only the last one may be that small")
+        message.buffer[head.start : end] = content
+        message.parts[head.start] = end
+        message.missing -= len(content)
+        if message.missing > 0:
+            return
+        starts = sorted(message.parts)
+        ends = [message.parts[each] for each in starts]
+        if starts != [0, *ends[:-1]] or ends[-1] != expected:
+            message.parts.clear()
+            message.missing = expected
+            raise TransportError(f"the parts of a message of {expected} bytes overlap")
+        del self._incoming[head.tag]
+        message.received.set_result(None)

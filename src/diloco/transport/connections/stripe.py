@@ -102,26 +102,6 @@ class Incoming:
     missing: int  # bytes that have not arrived yet
     parts: dict[int, int] = field(default_factory=dict)  # start -> end of the parts that have arrived
 
-    def put(self, start: int, content: memoryview | bytes) -> None:
-        """Store a part that has not arrived yet."""
-        end = start + len(content)
-        if len(content) < LEAST_PART_BYTES and end < len(self.buffer):  # tiny parts cost more than their data
-            raise TransportError(f"a part of {len(content)} bytes arrived; only the last one may be that small")
-        self.buffer[start:end] = content
-        self.parts[start] = end
-        self.missing -= len(content)
-        if self.missing <= 0 and not self._tiled:
-            self.parts.clear()
-            self.missing = len(self.buffer)
-            raise TransportError(f"the parts of a message of {len(self.buffer)} bytes overlap")
-
-    @property
-    def _tiled(self) -> bool:
-        """Whether each part begins where the one before ends, so that every byte has arrived once."""
-        starts = sorted(self.parts)
-        ends = [self.parts[start] for start in starts]
-        return starts == [0, *ends[:-1]] and ends[-1] == len(self.buffer)
-
 
 @dataclass(eq=False)
 class Early:
@@ -235,16 +215,17 @@ class Stripe(asyncio.BufferedProtocol):
         else:
             self.transport.close()  # flushes what was written, such as the last acknowledgements
 
-    def write_next(self) -> bool:
-        """Write the next part of the link if this connection is free. Return whether a part was written."""
-        if self.full or self.transport.is_closing() or self.counters().unsent > self._most_unsent_bytes:
-            return False
-        compressed = self._compresses and not self.near and self._peer.pace.seen_bits_per_s < _SLOW_BITS_PER_S
-        if (part := self._peer.take(compressed=compressed)) is None:
-            return False
+    @property
+    def is_free(self) -> bool:
+        return not (self.full or self.transport.is_closing() or self.counters().unsent > self._most_unsent_bytes)
+
+    @property
+    def compresses(self) -> bool:
+        return self._compresses and not self.near and self._peer.pace.seen_bits_per_s < _SLOW_BITS_PER_S
+
+    def write(self, part: Part) -> None:
         self._parts[part.message.tag, part.start] = part
         self.transport.write(b"".join((HEAD.pack(*part.head), part.body)))
-        return True
 
     def forget(self, messages: Collection[Outgoing]) -> None:
         """Release what was sent of these messages, as the other side may never acknowledge it."""
@@ -346,6 +327,7 @@ class Stripe(asyncio.BufferedProtocol):
             return
         else:
             data = self._buffer[begun : begun + head.size]
+            self._peer.received_bytes += head.size
             self._peer.arrived(head, data)
             taken.append(HEAD.pack(*Head(b"A", head.tag, start=head.start)))
             begun += head.size

@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from diloco.errors import ConfigurationError, RendezvousError, RunFinishedError, TransportError
 from diloco.membership import GREATEST, BootstrapElection, Candidate, Count, Rank, Ranks, View, byzantine_quorum
-from diloco.protocol import Entries, Entry, Introduce, Refused, Registry, WireMessage, difference
+from diloco.protocol import Entries, Entry, Introduce, Refused, Registry, WireMessage
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.limits import Backoff, few_at_once
@@ -412,7 +412,7 @@ class Directory:
             return f"replica {entry.rank} is {known.address} already; choose another number"
         if not self._fits(entry.rank):
             return f"rank {entry.rank} is none of the run's {self.registry.num_ranks} ranks"
-        if words := difference(self._entry, entry, size):
+        if words := self._entry.diff(entry, size):
             return f"{words}; both sides need the same value"
         return await self.connections.claimed(entry.rank, writer)
 

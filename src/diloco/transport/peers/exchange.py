@@ -23,6 +23,7 @@ from torch import Tensor
 from diloco.algorithm import (
     LARGEST_MEAN,
     Codec,
+    Contribution,
     Mean,
     check_mean,
     combined,
@@ -39,7 +40,9 @@ from diloco.algorithm import (
 from diloco.cores import usable_cores
 from diloco.devices import beside_training, to_device, to_host
 from diloco.errors import CodecError, TransportError
-from diloco.protocol import GiveVerdict, StartExchange
+from diloco.membership import View
+from diloco.protocol import GiveVerdict
+from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.peer import Peer, round_tag
 
 _LEAST_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 18
@@ -84,20 +87,18 @@ class PayloadExchange:
 
     Args:
         peers: Those of the members that are connected, by replica.
-        loop: Peers are used in its thread.
-        piece_bytes: The approximate upper limit on the size of a piece.
     """
 
     def __init__(
-        self, started: StartExchange, peers: Mapping[int, Peer], loop: asyncio.AbstractEventLoop, piece_bytes: int
+        self, contribution: Contribution, view: View, peers: Mapping[int, Peer], connections: ConnectionManager
     ) -> None:
-        self.contribution = started.contribution
-        self.members = started.view.members
-        self.me = self.members.index(started.contribution.replica)
+        self.contribution, self.members = contribution, view.members
+        self.me = self.members.index(contribution.replica)
         # which contributions to sum, and the plan by which payloads are sent; or why the exchange has failed
         self.verdict: Future[GiveVerdict] = Future()
-        self._peers, self._loop, self._piece_bytes = peers, loop, piece_bytes
-        self._tag = round_tag(started.view.id, started.contribution.round)
+        self.mean: Mean | None = None  # once this rank has computed it
+        self._peers, self._loop, self._piece_bytes = peers, connections.loop, connections.rules.piece_bytes
+        self._tag = round_tag(view.id, contribution.round)
         self._sends: list[Future[None]] = []
         # member, piece and half -> receive buffer, and a future that is resolved when the piece has arrived
         self._incoming: dict[tuple[int, int, bool], tuple[Tensor, Future[None]]] = {}
@@ -134,8 +135,8 @@ class PayloadExchange:
         self._summed = everything if self.plan.pattern == "all-gather" else self.plan.shards
         try:
             codec = self.contribution.codec
-            pieces = enumerate(self._pieces(*self._summed[self.me], codec))
-            sizes = {piece: codec.payload_bytes(b - a) for piece, (a, b) in pieces}
+            self._ranges = [*self._pieces(*self._summed[self.me], codec)]
+            sizes = {piece: codec.payload_bytes(b - a) for piece, (a, b) in enumerate(self._ranges)}
             if len(self._extras):
                 sizes[_EXTRAS] = len(self._extras)
             for member in self._peers:
@@ -151,16 +152,16 @@ class PayloadExchange:
         else:
             self.verdict.set_result(given)
 
-    def run(self, on_mean: Callable[[Mean, str], None]) -> dict[str, Any]:
+    def run(self, on_mean: Callable[[str], None]) -> dict[str, Any]:
         """Sum the payloads, until the exchange has ended. Return what `Rounds.end_exchange` takes.
 
         Args:
-            on_mean: called with the mean and its digest.
+            on_mean: called with the digest of the mean.
         """
         try:
             given = self.verdict.result()
-            mean = self.reduce(given.weights, given.verdict.contributors)
-            on_mean(mean, mean.digest())
+            self.mean = mean = self.reduce(given.weights, given.verdict.contributors)
+            on_mean(mean.digest())
             for sent in self._sends:  # then its memory can be reused
                 sent.result()
             return {}
@@ -230,6 +231,9 @@ class PayloadExchange:
 
     def _take(self, member: int, piece: int, *, second: bool = False) -> Tensor:
         """Wait until a piece from ``member`` has arrived, and return it."""
+        mine = self.contribution
+        if member == mine.replica:
+            return mine.codec.cut(mine.payload, mine.numel, *self._ranges[piece])
         buffer, received = self._incoming[member, piece, second]
         try:
             received.result()
@@ -302,10 +306,10 @@ class PayloadExchange:
 
         native = self._device.type == "cpu" and codec.implementation != "torch"
         act = _threads().submit if native else _at_once  # torch has threads of its own, and a GPU needs one
-        for piece, (a, b) in enumerate(self._pieces(*self._summed[self.me], codec)):
+        for piece, (a, b) in enumerate(self._ranges):
             arrived = all(self._incoming[member, piece, False][1].done() for member in self._peers)  # or never will
             finish(2 * _THREADS if arrived else 0)
-            payloads = {member: self._piece(member, piece, a, b) for member in self.members}
+            payloads = {member: self._take(member, piece) for member in self.members}
             addends = {m: (codec, payloads[m], weights[m] * factors.get(m, 1.0)) for m in self.members if m in weights}
             summing.append((a, b, addends, act(self._sum, a, b, addends, total)))
         finish(0)
@@ -370,18 +374,11 @@ class PayloadExchange:
     def _decoded(self, member: int) -> Tensor:
         """Wait for a whole contribution, validate it, and return its values."""
         codec, values = self.contribution.codec, torch.empty_like(self.values, device=self._device)
-        for piece, (a, b) in enumerate(self._pieces(*self._summed[self.me], codec)):
-            payload = to_device(self._piece(member, piece, a, b), self._device)
+        for piece, (a, b) in enumerate(self._ranges):
+            payload = to_device(self._take(member, piece), self._device)
             _validate(codec, payload, b - a, f"the contribution of replica {member}", member)
             codec.decode(payload, b - a, out=values[a:b])
         return values
-
-    def _piece(self, member: int, piece: int, start: int, stop: int) -> Tensor:
-        """Wait for a piece of a payload and return it."""
-        mine = self.contribution
-        if member == mine.replica:
-            return mine.codec.cut(mine.payload, mine.numel, start, stop)
-        return self._take(member, piece)
 
     def _reduce_extras(
         self, weights: Mapping[int, float], contributors: Sequence[int]

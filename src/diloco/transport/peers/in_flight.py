@@ -16,36 +16,48 @@ from diloco.algorithm import Contribution, RoundId
 from diloco.devices import side_stream
 from diloco.errors import RoundTimeoutError, RoundVoidError, TransportError
 from diloco.membership import View
-from diloco.protocol import Average, GiveVerdict, Rounds, StartExchange, Submitted
+from diloco.protocol import Average, Commit, GiveVerdict, Submitted
 from diloco.transport.connections.links import PeerLinks
 from diloco.transport.peers.exchange import PayloadExchange
+from diloco.transport.peers.shell import Shell
 from diloco.waiting import in_thread
 
 if TYPE_CHECKING:
     from diloco.transport.peers.transport import PeerTransport
 
+_NO_PAYLOAD = torch.empty(0, dtype=torch.uint8, device="cpu")
 _ENDING_S = 2.0  # for threads that wait for links; one that is still opening a link may take longer, harmlessly
 
 
 @dataclass(eq=False)
 class PeerPending:
-    round: RoundId
-    payload_bytes: int
-    digest: str  # of the state behind the contribution
+    contribution: Contribution | None  # None once the round is decided
     transport: PeerTransport  # names missing replicas, and counts the bytes of outcomes
     on_commit: Callable[[Average], None] | None  # gets the average as soon as there is one, in another thread
     sent_s: float = field(default_factory=time.monotonic)
     decided_s: float | None = None  # when the round was decided, by `time.monotonic`; None until then
     void: bool = False  # whether the round is void
+    exchange: PayloadExchange | None = None  # the last one; None before the first, and once the round is decided
     outcome: Average | TransportError | None = None  # None until the round is decided, and after `wait`
     done: threading.Event = field(default_factory=threading.Event)
 
-    def decide(self, outcome: Average | TransportError) -> None:
+    def __post_init__(self) -> None:
+        assert self.contribution is not None
+        self.round, self.digest = self.contribution.round, self.contribution.digest  # of the state behind it
+        self.payload_bytes = self.contribution.payload.numel()
+
+    def decide(self, decision: Commit | TransportError) -> None:
         """End the round, unless it has ended already."""
         if self.decided_s is None:
-            self.outcome, self.void, self.decided_s = outcome, isinstance(outcome, RoundVoidError), time.monotonic()
-            if self.on_commit is not None and isinstance(outcome, Average):
-                self.on_commit(outcome)
+            self.void, self.decided_s = isinstance(decision, RoundVoidError), time.monotonic()
+            if isinstance(decision, TransportError):
+                self.outcome = decision
+            else:
+                assert self.exchange is not None, "this rank has voted"
+                self.outcome = average = Average(**vars(self.exchange.mean) | vars(decision))
+                if self.on_commit is not None:
+                    self.on_commit(average)
+            self.contribution = self.exchange = None
             self.done.set()
 
     def wait(self, timeout_s: float | None = None) -> Average:
@@ -78,57 +90,39 @@ class RoundsInFlight:
     """All rounds in flight of this rank, each decided once.
 
     Args:
-        machine: the rounds of the machine, which is called in the control thread by ``post``.
-        fail: ends the transport because of an internal error. For any thread, as is ``post``.
+        shell: of the machine, which gets contributions without their payloads, and digests of means.
     """
 
-    def __init__(
-        self,
-        links: PeerLinks,
-        machine: Rounds,
-        post: Callable[..., None],
-        fail: Callable[[BaseException | None], None],
-    ) -> None:
+    def __init__(self, links: PeerLinks, shell: Shell) -> None:
         self.last: dict[int, PeerPending] = {}  # fragment -> the last contribution to it
         self._links, self._rules, self._connections = links, links.rules, links.connections
-        self._machine, self._post, self._fail = machine, post, fail
+        self._shell, self._machine = shell, shell.machine.rounds
         self._closed: TransportError | None = None
         self._exchanges: dict[tuple[int, RoundId], PayloadExchange] = {}  # by view and round
         self._running: set[Future[None]] = set()  # threads of exchanges and copies
         self._lock = threading.RLock()  # the control thread decides rounds while another thread may close
 
     def submit(self, pending: PeerPending, submitted: Submitted, ready: Future[Any] | None) -> None:
-        """Register a contribution to a round to which there is none yet, or that became void.
-
-        It is given to the machine once its payload is filled; if ``ready`` fails, the caller knows.
-        """
-        round_id, replica = pending.round, self._rules.replica
-        before = self.last.get(round_id.fragment)
-        if before is not None and before.round == round_id and not before.void:
-            raise TransportError(
-                f"replica {replica} has already contributed to {round_id}. Only one contribution per round is "
-                "accepted, and the first one stands.",
-                round=str(round_id),
-                replicas=[replica],
-            )
+        """Give a contribution to the machine once its payload is filled; if ``ready`` fails, the caller knows."""
         with self._lock:
             if self._closed is not None:
-                raise TransportError(f"{self._closed}. Its contribution to {round_id} was not accepted.")
-            self.last[round_id.fragment] = pending
-        contribution, copied = submitted.contribution, None
-        if ready is None and contribution.payload.is_cuda:
-            host, copied = _host_copy(contribution)
-            submitted, ready = replace(submitted, contribution=host), copied
+                raise TransportError(f"{self._closed}. Its contribution to {pending.round} was not accepted.")
+            self.last[pending.round.fragment] = pending
+        copied = None
+        if ready is None and submitted.contribution.payload.is_cuda:
+            pending.contribution, copied = _host_copy(submitted.contribution)
+            ready = copied
+
         if ready is None:
-            self._post(self._machine.submit, submitted)
+            self._connections.post(self._submit, pending, submitted)
             return
 
         def filled(ready: Future[Any]) -> None:
             self._running.discard(ready)
             if ready.exception() is None:
-                self._post(self._machine.submit, submitted)
+                self._connections.post(self._submit, pending, submitted)
             elif ready is copied:
-                self._fail(ready.exception())
+                self._shell.fail(ready.exception())
 
         self._running.add(ready)
         ready.add_done_callback(filled)
@@ -154,7 +148,12 @@ class RoundsInFlight:
 
     # In the control thread.
 
-    def resolve(self, round_id: RoundId, outcome: Average | TransportError) -> None:
+    def _submit(self, pending: PeerPending, submitted: Submitted) -> None:
+        if pending.contribution is not None:  # else the transport has ended
+            bare = replace(pending.contribution.checked(), payload=_NO_PAYLOAD)
+            self._shell.handle(self._machine.submit, replace(submitted, contribution=bare))
+
+    def resolve(self, round_id: RoundId, outcome: Commit | TransportError) -> None:
         if isinstance(outcome, TransportError):
             self.cancel(lambda key: key[1] == round_id)
         with self._lock:
@@ -162,14 +161,16 @@ class RoundsInFlight:
             if pending is not None and pending.round == round_id:
                 pending.decide(outcome)
 
-    def start(self, started: StartExchange) -> None:
-        key = started.view.id, started.contribution.round
-        ranks, connected = self._links.peers(started.view), self._connections.peers
+    def start(self, view: View, round_id: RoundId) -> None:
+        pending = self.last[round_id.fragment]
+        if pending.contribution is None or pending.round != round_id:  # it has been decided, as the transport ends
+            return
+        key, ranks, connected = (view.id, round_id), self._links.peers(view), self._connections.peers
         peers = {self._rules.replica_of(rank): connected[rank] for rank in ranks if rank in connected}
-        exchange = PayloadExchange(started, peers, self._connections.loop, self._rules.piece_bytes)
-        self._exchanges[key] = exchange
+        exchange = PayloadExchange(pending.contribution, view, peers, self._connections)
+        pending.exchange = self._exchanges[key] = exchange
         exchange.begin()
-        running = in_thread(lambda: self._exchange(key), f"diloco-{key[1].fragment}")
+        running = in_thread(lambda: self._exchange(key), f"diloco-{round_id.fragment}")
         self._running.add(running)
         running.add_done_callback(self._ended)
 
@@ -195,15 +196,15 @@ class RoundsInFlight:
 
     def _exchange(self, key: tuple[int, RoundId]) -> None:
         exchange = self._exchanges[key]
-        ending = exchange.run(lambda mean, digest: self._post(self._machine.compute, *key, mean, digest))
+        ending = exchange.run(lambda digest: self._shell.post(self._machine.compute, *key, digest))
         self._connections.post(exchange.cancel)  # releases what is left of it
         del self._exchanges[key]
-        self._post(self._machine.end_exchange, *key, **ending)
+        self._shell.post(self._machine.end_exchange, *key, **ending)
 
     def _ended(self, running: Future[None]) -> None:
         self._running.discard(running)
         if (error := running.exception()) is not None:
-            self._fail(error)
+            self._shell.fail(error)
 
 
 def _host_copy(contribution: Contribution) -> tuple[Contribution, Future[None]]:

@@ -73,7 +73,7 @@ class PeerTransport(Transport):
         self.connections.handle = self._shell.handle
         self._machine, self._changed = self._shell.machine, self._shell.changed
         self._post, self._call, self._wait_for = self._shell.post, self._shell.call, self._shell.wait_for
-        self._rounds = RoundsInFlight(self.links, self._machine.rounds, self._post, self._shell.fail)
+        self._rounds = RoundsInFlight(self.links, self._shell)
         self.replica = rules.replica
         self.finishers: set[int] = set()  # replicas that have finished the run while this rank was not a member
         self.order = b""  # what joiners are told before they are welcomed, as "order"; "": nothing
@@ -139,14 +139,16 @@ class PeerTransport(Transport):
 
     # Rounds.
 
-    def average(self, contribution: Contribution) -> Pending:
-        return self.average_later(contribution, None, None)
-
-    def average_later(
-        self, contribution: Contribution, ready: Future[Any] | None, on_commit: Callable[[Average], None] | None
+    def average(
+        self,
+        contribution: Contribution,
+        ready: Future[Any] | None = None,
+        on_commit: Callable[[Average], None] | None = None,
     ) -> Pending:
-        self.check_name(contribution)
-        pending = PeerPending(contribution.round, contribution.payload.numel(), contribution.digest, self, on_commit)
+        before = self._rounds.last.get(contribution.round.fragment)
+        again = before is not None and before.round == contribution.round and not before.void
+        self.check(contribution, again=again)
+        pending = PeerPending(contribution, self, on_commit)
         if self._ticks:
             self._step_s = (pending.sent_s - self._measured_s - self._waited_s) / self._ticks
         self._ticks, self._measured_s, self._waited_s = 0, pending.sent_s, 0.0
@@ -154,6 +156,8 @@ class PeerTransport(Transport):
         submitted = Submitted(contribution, self.step, pending.sent_s, uplink=uplink)
         self._rounds.submit(pending, submitted, ready)
         return pending
+
+    average_later = average
 
     def tick(self) -> None:
         """Count one finished inner step. Later contributions belong to the next one."""
@@ -390,7 +394,7 @@ class PeerTransport(Transport):
             (self.connections.hang_up, zip(effects.hang_ups)),
             (self._rounds.resolve, effects.outcomes),
             (self._adopt, effects.adopted),
-            (self._rounds.start, zip(effects.exchanges)),
+            (self._rounds.start, effects.exchanges),
             (self._rounds.give, zip(effects.verdicts)),
             (self._rounds.open, [(effects.view,)] if effects.view is not None else []),
             (self._rounds.cancel, [()] if effects.closed else []),
