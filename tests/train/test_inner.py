@@ -234,6 +234,7 @@ def test_muon_trains_hidden_matrices_at_a_rate_of_their_own_by_the_same_schedule
     assert losses[-1] < 0.95 * losses[0]
     rates = [(group["orthogonalise"], group["lr"]) for group in loop.optimizer.param_groups]
     assert rates == [(True, 4 * CONSTANT(0)), (False, CONSTANT(0)), (False, CONSTANT(0))]
+    assert all(group["fused"] for group in loop.optimizer.param_groups), "AdamW steps the others by its fused kernel"
 
 
 @pytest.mark.parametrize("arguments", [{"weight_decay": 0.5}, {}])
@@ -257,7 +258,7 @@ def test_weight_decay_acts_on_matrices_only(arguments: dict[str, Any]) -> None:
         ("lr_scheduler", {}, "not an optimizer of torch.optim"),
         ("AdamW", {"lr": 0.1}, "multiple values for keyword argument 'lr'"),
         ("AdamW", {"betas": (0.9, 1.5)}, "torch.optim.AdamW refused .*1.5"),
-        ("Muon", {"momentum": 1.5}, "momentum must be from 0 to less than 1"),
+        ("Muon", {"momentum": 1.5}, "momentum must be a number of at least 0 and below 1"),
         ("Muon", {"adamw": ["nowhere"]}, "matches no trainable matrix"),
     ],
 )

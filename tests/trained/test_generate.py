@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from diloco.data import ByteTokenizer, Tokenizer, train_bpe
 from diloco.errors import ConfigurationError, NonFiniteError
 from diloco.model import DecoderSettings, Transformer
-from diloco.trained import Sampling, TextStream, generate
+from diloco.trained import Sampling, generate, text_of
 from tests.model.decoders import build_lively
 
 SETTINGS = DecoderSettings(layers=2, width=16, ffn_width=32, heads=4, kv_heads=2, vocab_size=23, max_sequence_length=12)
@@ -159,7 +159,7 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"temperature": -0.1}, "temperature must be .*, got -0.1"),
     ({"top_k": 0}, "top_k must be .*, got 0"),
     ({"top_p": 1.1}, r"top_p must be .*, got 1\.1"),
-    ({"window": 13}, "max_sequence_length=12"),
+    ({"window": 13}, "window must be a whole number from 1 to 12"),
     ({"prompt_tokens": []}, "The prompt is empty"),
     ({"prompt_tokens": [23]}, "token 23 is not in the model's vocabulary, 0 to 22"),
     ({"stop_tokens": [-1]}, "token -1"),
@@ -180,5 +180,4 @@ BPE = train_bpe(["abab cabab ümlaut abc abcd 日本語 ababab"] * 4, 275)
     tokenizer=st.sampled_from([ByteTokenizer(), BPE]),
 )
 def test_pieces_together_are_the_text(tokens: list[int], tokenizer: Tokenizer) -> None:
-    stream = TextStream(tokenizer)
-    assert "".join(stream.feed(token) for token in tokens) + stream.finish() == tokenizer.decode(tokens)
+    assert "".join(text_of(tokens, tokenizer)) == tokenizer.decode(tokens)
