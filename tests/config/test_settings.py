@@ -34,21 +34,6 @@ def test_an_old_key_is_refused_with_what_replaces_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "new"),
-    [
-        ("--start-replicas", "--network.replicas"),
-        ("--rendezvous", "--network.join"),
-        ("--on-failure", "--network.on-loss"),
-        ("--lora.rank", "--model.lora-rank"),
-        ("--transport.no-pace", "nothing has to be set"),
-    ],
-)
-def test_an_old_flag_is_refused_with_the_new_one(flag: str, new: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"there is no flag {flag} any more: .*{new}"):
-        parse_arguments([flag, "1"])
-
-
-@pytest.mark.parametrize(
     "words", ["--network.silence 15", "--emulate.latency 0.1", "--emulate.bandwidth 100MB", "--emulate.step-time fast"]
 )
 def test_a_number_without_its_unit_is_refused_with_an_example(words: str) -> None:
