@@ -323,12 +323,6 @@ class Fragment:
         for local, values, *kept in self._local_parts(*others, elementwise=getattr(rule, "elementwise", False)):
             rule.merge(local, values, kept[0] if kept else None)
 
-    def forget_work(self) -> None:
-        """Drop the trained steps and the residual of this replica, whose local parameters were replaced."""
-        self.trained = self.submitted = 0.0
-        if self.residual is not None:
-            self.residual.zero_()
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the fragment except its local parameters, as nested state. Copies no tensors."""
         self.settle()
