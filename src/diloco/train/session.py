@@ -206,6 +206,7 @@ class Session:
         release_memory()  # of gradients in flight
         for replica in self.replicas:
             self.begin_diloco(replica)
+        release_memory()  # of copies of the optimizer's state
 
     def close(self) -> None:
         for replica in self.replicas:
