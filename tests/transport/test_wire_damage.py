@@ -374,10 +374,18 @@ def test_a_cut_network_never_has_two_histories(wires: Wires, relays: Relays, vic
         assert all(isinstance(each, ReplicaLostError) and each.replicas == (victim,) for each in results), results
 
 
-def test_a_payload_connection_that_can_not_be_made_costs_one_of_the_two(wires: Wires, relays: Relays) -> None:
+@pytest.mark.parametrize("passes", [None, b"?"], ids=["cut", "followed by what is no part"])
+def test_a_payload_connection_that_can_not_be_made_costs_one_of_the_two(
+    wires: Wires, relays: Relays, passes: bytes | None
+) -> None:
+    """What follows the request arrives with it: the connection has ended before it is used."""
+
     def refuse(unit: Unit) -> bytes:
         if unit.kind == "link" and 1 in (unit.rank, rank_of[unit.port]):
-            raise Cut
+            if passes is None:
+                raise Cut
+            if unit.number == 0 and not unit.answers:
+                return unit.data + part(b"", kind=passes, total=0)
         return unit.data
 
     transports = wires.meet(3, continue_without_lost=True, heartbeat_s=0.1, silence_s=0.5, rendezvous_timeout_s=1.0)
