@@ -101,19 +101,6 @@ def test_the_examples_train_by_the_command_and_go_on_from_elsewhere(
     assert part["global_params_digest"] == whole["global_params_digest"]
 
 
-def test_what_is_ones_own_is_printed(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "run.toml", "--data", "text.jsonl", *OWN, "--print-config"]) == 0
-    said = capsys.readouterr().out
-    for words in (
-        "# outer optimizer: Signs(learning_rate=0.001, momentum=0.9)",
-        "# average: Median()",
-        "# merge: Share(share=0.25)",
-        "# code of merge: ",
-        "# codec: largest",
-    ):
-        assert words in said
-
-
 def facts(own: Path, **values: Any) -> Mapping[str, str]:
     configuration = plan_run(command_line(own / "run.toml", **values)).configuration
     return identity(configuration, outline(configuration, 257), "data")
@@ -228,16 +215,6 @@ def test_a_module_in_the_working_directory_is_found_and_a_file_is_loaded_once_fo
     assert absolute("largest:Largest") == "largest:Largest"
     assert make_codec("largest.py:Largest", kept=3).parameters() == {"kept": 3}
     del sys.modules["largest"]
-
-
-def test_a_class_may_pass_everything_on_to_another_object(own: Path) -> None:
-    (own / "wraps.py").write_text(
-        "from diloco import Nesterov\n"
-        "class Wraps:\n"
-        "    def __init__(self): self.inner = Nesterov(learning_rate=0.5)\n"
-        "    def __getattr__(self, name): return getattr(self.inner, name)\n"
-    )
-    testing.check_outer_optimizer(made("sync.outer", "wraps", "Wraps"))
 
 
 def test_a_function_may_take_the_whole_model(own: Path) -> None:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.algorithm import (
-    UNKNOWN_UPLINK,
     Codec,
     Exchange,
     Float32,
@@ -209,24 +208,6 @@ def test_parts_hold_all_values_in_whole_blocks_and_none_more_than_twice_an_equal
 
 def plan(*uplinks: Uplink) -> Exchange:
     return plan_exchange(INT8, 64 * BLOCK, 3, mean=MeanEncoding(INT8), uplinks=uplinks)
-
-
-@pytest.mark.parametrize(
-    "uplinks",
-    [
-        (UNKNOWN_UPLINK,) * 3,
-        (Uplink(100), Uplink(1), Uplink(50)),  # none was full
-        (FAST, FAST, FAST),
-        (FAST, FAST, Uplink(90_000_000, full=True)),  # within the error of a measurement
-        (SLOW, UNKNOWN_UPLINK, UNKNOWN_UPLINK),  # nobody has shown a higher rate
-        (Uplink(0, full=True), FAST, FAST),  # a rate that nobody measures
-        (Uplink(0, full=True),) * 3,
-    ],
-)
-def test_shares_are_equal_unless_a_slow_uplink_is_known(uplinks: tuple[Uplink, ...]) -> None:
-    equal = plan()
-    assert equal.pattern == "reduce-scatter"
-    assert plan(*uplinks) == equal
 
 
 def links(rates: list[int], window_s: float, *, full: bool = False) -> list[Uplink]:

@@ -231,7 +231,7 @@ def test_runs_are_all_combinations_and_each_is_a_configuration(tmp_path: Path) -
     ("[bases]\nseed = 1", r"must have a table \[axes\].*got \[bases\]"),
     ("[axes]\nseed = 1", "seed must be a list of different values, got 1"),
     ("[axes]\nseed = [1, 1]", r"different values, got \[1, 1\]"),
-    ("[axes]\nsync.overlap_steps = [1, 90]", "overlap_steps=90: overlap_steps must be from 0 to 10"),
+    ("[axes]\nsync.overlap_steps = [1, 90]", "overlap_steps=90: overlap_steps with inner_steps=10 must be"),
     ("[axes]\nsede = [1]", "unknown key 'sede'; did you mean 'seed'"),
     ('[base]\nout = "x"\n[axes]\nseed = [1]', "out can't be given: each run needs its own"),
     ('[axes]\n"seed, train.steps" = [[1]]', r"must have 2 values, got \[1\]"),

@@ -68,7 +68,9 @@ def test_generate_is_reproducible_and_begins_with_the_prompt(files: Path, capsys
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
     assert texts[0].startswith("doc")
-    assert "--context must be between 1 and" in refused([*arguments, "--context", "2000"], capsys)
+    assert "--context with this model must be a whole number from 1 to" in refused(
+        [*arguments, "--context", "2000"], capsys
+    )
 
 
 def test_status_says_what_a_checkpoint_holds(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

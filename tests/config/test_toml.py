@@ -34,7 +34,7 @@ WRONG_FILES = [
     ("steps = " + "[" * 3000, ["run.toml", "not valid TOML"]),
     ("steps = " + "9" * 5000, ["run.toml", "not valid TOML"]),
     ('preset = "tinny"', ["there is no preset 'tinny'", "did you mean 'tiny'?"]),
-    ("[train]\nsteps = 0", ["train.steps must be at least 1, got 0"]),
+    ("[train]\nsteps = 0", ["train.steps must be a whole number of at least 1, got 0"]),
     ("[monitor]\nprometheus = ':0'", ["monitor.prometheus must be PORT or HOST:PORT, got ':0'"]),
 ]
 

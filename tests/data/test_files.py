@@ -7,7 +7,6 @@ import io
 import json
 import lzma
 import os
-import sys
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -47,10 +46,6 @@ def write(path: Path, content: str | bytes) -> Path:
 
 def documents_of(places: list[Any], **settings: Any) -> list[str]:
     return list(Source(DataSettings(paths=tuple(map(str, places)), **settings)).documents())
-
-
-def rows_of(place: Path) -> list[Any]:
-    return list(read_rows([str(place)]))
 
 
 COMPRESSIONS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": in_zstandard}
@@ -139,35 +134,6 @@ def test_a_pattern_and_a_url_name_many_files(tmp_path: Path) -> None:
     assert documents_of([f"memory://{tmp_path.name}"]) == ["one", "two", "three"]
     with pytest.raises(DataError, match=r"memory://.*/no\*\.txt does not exist"):
         documents_of([f"memory://{tmp_path.name}/no*.txt"])
-
-
-@pytest.mark.parametrize(
-    ("place", "words"),
-    [("s3://bucket/a.jsonl", r"needs a package.*pip install 'diloco\[cloud\]'"), ("no://x", "Protocol not known: no")],
-)
-def test_a_url_that_cannot_be_opened_names_what_is_missing(
-    place: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises((ConfigurationError, DataError), match=words):
-        documents_of([place])
-
-
-def test_a_folder_names_once_what_it_holds_besides(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is searched to the bottom, in sorted order."""
-    for name in ("b/a.txt", "b/c/z.MD", "b.txt", "d.rst"):
-        write(tmp_path / name, name)
-    write(tmp_path / "a.jsonl.gz", gzip.compress(LINES))
-    for name in ("c.csv", "d.json", ".hidden.txt", ".git/x.txt"):
-        write(tmp_path / name, LINES)
-    (tmp_path / "link").symlink_to(tmp_path)
-    os.mkfifo(tmp_path / "pipe.txt")
-    for _ in range(2):
-        assert documents_of([tmp_path]) == [*READ, "b.txt", "b/a.txt", "b/c/z.MD", "d.rst"]
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1
-    assert all(name in told[0] for name in (".git/", ".hidden.txt", "link/", "c.csv", "d.json", "and 1 more"))
-    assert len(rows_of(tmp_path)) == 2
 
 
 def test_a_broken_link_with_the_name_of_data_is_no_file_to_leave_out(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_shares_are_of_one_size_and_have_nothing_in_common(seed: int | None) -> 
 @pytest.mark.parametrize(
     ("dataset", "replica", "words"),
     [
-        (range(5), 2, "replica must be from 0 to 1 with num_replicas=2, got 2"),
+        (range(5), 2, "replica with num_replicas=2 must be a whole number from 0 to 1, got 2"),
         (range(1), 0, "got 1 for 2 replicas"),
         (iter(range(5)), 1, r"split_dataset_by_node\(dataset, rank=1, world_size=2\)"),
     ],

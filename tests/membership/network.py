@@ -21,21 +21,14 @@ class Limits:
     """The faults that may happen, and how often at most."""
 
     ends: int = 0
-    machines: int = 0
-    """Ranks that end with their machine, so that others can't tell them from silent ones."""
+    machines: int = 0  # ranks that end with their machine, so that others can't tell them from silent ones
     cuts: int = 0
-    abrupt: bool = False
-    """Whether a rank that hangs up loses what it had sent before."""
-    returns: int = 0
-    """Ranks that are restarted after they have ended; `Network.make` makes their nodes."""
-    deaf: int = 0
-    """Links between two ranks on which, in one direction, nothing arrives any more."""
-    sleeps: int = 0
-    """Ranks that are suspended, so that others may take them for silent ones; they wake up by themselves."""
-    flaps: int = 0
-    """Links that break and work again at once."""
-    own: Mapping[str, int] = field(default_factory=dict)
-    """Further faults of a node, by the name that its ``may`` and ``suffer`` use."""
+    abrupt: bool = False  # whether a rank that hangs up loses what it had sent before
+    returns: int = 0  # ranks that are restarted after they have ended; `Network.make` makes their nodes
+    deaf: int = 0  # links between two ranks on which, in one direction, nothing arrives any more
+    sleeps: int = 0  # ranks that are suspended, so that others may take them for silent ones; they wake by themselves
+    flaps: int = 0  # links that break and work again at once
+    own: Mapping[str, int] = field(default_factory=dict)  # of a node, by the name that its ``may`` and ``suffer`` use
 
 
 NUMBERS = st.lists(st.integers(0, 1 << 16), max_size=200)

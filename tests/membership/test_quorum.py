@@ -72,23 +72,6 @@ def test_joiners_are_added_and_count_for_min_replicas_but_make_no_majority(
         assert alone.members is None
 
 
-@pytest.mark.parametrize(
-    ("lost", "gone", "joining", "reason"),
-    [
-        ({2}, set(), set(), "replica 2 is lost; replicas 0, 1, 3 continue"),
-        ({1, 3}, {1}, set(), "replicas 1, 3 are lost; replicas 0, 2 continue"),
-        (set(), set(), {4}, "replica 4 joins; replicas 0, 1, 2, 3, 4 continue"),
-        ({3}, {3}, {4, 5}, "replica 3 is lost; replicas 4, 5 join; replicas 0, 1, 2, 4, 5 continue"),
-        ({0, 1, 3}, {1}, set(), "replicas 0, 3 can't be reached and may be continuing without replica 2, which is the "
-         "smaller side"),
-    ],
-)  # fmt: skip
-def test_the_reason_names_who_is_lost_and_who_goes_on(
-    lost: set[int], gone: set[int], joining: set[int], reason: str
-) -> None:
-    assert decide(View.of(4), lost=lost, gone=gone, joining=joining, policy=Policy()).reason == reason
-
-
 @given(splits(), st.integers(1, 9), st.sets(st.integers(13, 15)))
 def test_of_sides_that_go_on_by_themselves_one_does_where_more_than_half_are_asked_for(
     split: Split, least: int, joining: set[int]

@@ -145,7 +145,7 @@ def test_the_digest_is_of_the_weights_and_not_of_their_files(llama: Path, tmp_pa
 REFUSED: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
     ({"source": None}, {}, "needs a model of transformers"),
     ({}, {"weights": "fresh"}, "adapts stored weights"),
-    ({"lora_rank": -1}, {}, "lora_rank must be at least 0"),
+    ({"lora_rank": -1}, {}, "lora_rank must be a whole number of at least 0"),
     (
         {"lora_rank": 0},
         {"lora_targets": ["q_proj"]},

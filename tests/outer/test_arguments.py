@@ -78,15 +78,15 @@ def swarm(**arguments: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "arguments", "words"),
     [
-        (tcp, {"replica": 5, "num_replicas": 2}, "replica must be from 0 to 1 with num_replicas=2, got 5"),
+        (tcp, {"replica": 5, "num_replicas": 2}, "replica with num_replicas=2 must be .* from 0 to 1, got 5"),
         (tcp, {"rendezvous": "localhost"}, "the rendezvous must be HOST:PORT.*got 'localhost'"),
         (tcp, {"ranks": "shard"}, "ranks='shard' is unknown; did you mean 'sharded'"),
         (tcp, {"on_failure": "contine"}, "on_failure='contine' is unknown; did you mean 'continue'"),
         (tcp, {"round_timeout": 3}, "There is no argument 'round_timeout'; did you mean 'round_timeout_s'"),
         (tcp, {"round_timeout_s": "60"}, "round_timeout_s must be a finite number above 0, got '60'"),
         (tcp, {"facts": ["codec"]}, "facts must be a mapping of names to texts"),
-        (swarm, {"replica": -1}, "replica must be a whole number of at least 0, got -1"),
-        (swarm, {"replica": 1 << 31}, "replica must be at most 2147483647"),
+        (swarm, {"replica": -1}, "replica must be a whole number from 0 to .*, got -1"),
+        (swarm, {"replica": 1 << 31}, "replica must be a whole number from 0 to 2147483647"),
         (swarm, {"secrets": "x"}, "There is no argument 'secrets'"),
         (make_codec, {"name": 4}, "'fp4', got 4"),
         (SyncSchedule, {"inner_steps": 4, "offsets": 3}, "offsets must be 1 whole numbers.*got 3"),

@@ -8,7 +8,7 @@ import pytest
 from diloco.algorithm import SyncSettings, at
 from diloco.config import build
 from diloco.model import DecoderSettings, Transformer, build_model
-from diloco.train import RunSettings, describe, identity, outer_components, resolve
+from diloco.train import RunSettings, identity, outer_components, resolve
 from diloco.units import diff
 from tests.command_lines import dotted
 
@@ -18,12 +18,6 @@ MODEL = DecoderSettings(layers=4, width=16, ffn_width=32, heads=2, vocab_size=25
 @pytest.fixture(scope="module")
 def model() -> Transformer:
     return build_model(MODEL, seed=0, device="meta")
-
-
-def facts_of(model: Transformer, **values: Any) -> dict[str, str]:
-    facts = describe(resolve(build(RunSettings, dotted(values)), num_layers=4), model)
-    assert len(facts) <= 4
-    return facts
 
 
 def test_what_two_runs_do_not_have_in_common_is_named(model: Transformer) -> None:

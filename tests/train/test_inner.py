@@ -257,7 +257,7 @@ def test_weight_decay_acts_on_matrices_only(arguments: dict[str, Any]) -> None:
         ("lr_scheduler", {}, "not an optimizer of torch.optim"),
         ("AdamW", {"lr": 0.1}, "multiple values for keyword argument 'lr'"),
         ("AdamW", {"betas": (0.9, 1.5)}, "torch.optim.AdamW refused .*1.5"),
-        ("Muon", {"momentum": 1.5}, "momentum must be from 0 to less than 1"),
+        ("Muon", {"momentum": 1.5}, "momentum must be a number of at least 0 and below 1"),
         ("Muon", {"adamw": ["nowhere"]}, "matches no trainable matrix"),
     ],
 )

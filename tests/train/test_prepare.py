@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from diloco.model import DecoderSettings, Transformer, build_model, document_numbers
 from diloco.train import prepare_blocks
@@ -74,29 +74,3 @@ def test_evaluation_runs_compiled_where_training_does_and_generation_does_not() 
         for _ in range(2):
             torch.testing.assert_close(compiled(tokens), plain(tokens), rtol=1e-5, atol=1e-6)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-def test_blocks_of_somebody_elses_model_are_found_and_may_take_keywords() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = nn.ModuleList([nn.Linear(4, 4)])
-
-        def forward(self, hidden: Tensor, *, scale: float) -> tuple[Tensor, float]:
-            return self.experts[0](hidden).relu() * scale, scale
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside = nn.ModuleList([Block(), Block(), Block()])
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            for block in self.inside:
-                hidden, _ = block(hidden, scale=0.5)
-            return hidden
-
-    torch.manual_seed(0)
-    model, hidden = Model(), torch.ones(2, 4, requires_grad=True)
-    (expected,) = torch.autograd.grad(model(hidden).sum(), hidden)
-    prepare_blocks(model, checkpointing="selective")
-    assert torch.equal(torch.autograd.grad(model(hidden).sum(), hidden)[0], expected)

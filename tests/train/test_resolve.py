@@ -95,9 +95,9 @@ PEERS = {"network.transport": "swarm", "network.run": "mine"}
 RANKS = {"network.transport": "tcp"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # the schedule and its fragments
-    ({"sync.inner_steps": 10, "sync.overlap_steps": 11}, "overlap_steps must be from 0 to 10 .* got 11"),
+    ({"sync.inner_steps": 10, "sync.overlap_steps": 11}, "overlap_steps with inner_steps=10 .* from 0 to 10, got 11"),
     ({"sync.inner_steps": 9, "sync.overlap_steps": 9, "sync.merge_alpha": 0.5}, "overlap_steps=9, a whole round"),
-    ({"sync.inner_steps": 2, "sync.num_fragments": 3}, "num_fragments must be from 1 to 2 .* got 3"),
+    ({"sync.inner_steps": 2, "sync.num_fragments": 3}, "num_fragments with inner_steps=2 .* from 1 to 2, got 3"),
     ({"sync.num_fragments": 6}, "num_fragments=6 is too many for a model of 4 layers.*1 to 5.*balanced"),
     # what only Streaming DiLoCo can do
     ({"algorithm": "diloco", "sync.num_fragments": 2}, "2 fragments.*Use --algorithm streaming"),
@@ -131,13 +131,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (RANKS | {"emulate.step_time": (0.1,)}, "step_time can't be used with network.transport='tcp'.*in-process"),
     # one value of each kind that is out of its range
     ({"train.device": "gpu"}, "device='gpu'.*cuda:0"),
-    ({"seed": 2**63}, rf"seed must be a number from 0 to 2\*\*63 - 1, got {2**63}"),
+    ({"seed": 2**63}, f"seed must be a whole number from 0 to {2**63 - 1}, got {2**63}"),
     ({"train.sequence_length": 1025}, "sequence_length=1025.*at most 1024"),
-    ({"train.stop_after": 1001}, "stop_after must be from 1 to train.steps=1000, got 1001"),
-    ({"train.steps": 0}, "train.steps must be at least 1, got 0"),
+    ({"train.stop_after": 1001}, "stop_after must be at most train.steps=1000, got 1001"),
+    ({"train.steps": 0}, "train.steps must be a whole number of at least 1, got 0"),
     ({"train.batch_size": 8, "train.gradient_accumulation": 7}, "gradient_accumulation=7 must divide .*=8. Use 4"),
-    ({"optimizer.learning_rate": float("nan")}, "optimizer.learning_rate must be a positive number, got nan"),
-    ({"sync.outer_momentum": 1.0}, "momentum must be at least 0 and less than 1, got 1.0"),
+    ({"optimizer.learning_rate": float("nan")}, "optimizer.learning_rate must be a finite number above 0, got nan"),
+    ({"sync.outer_momentum": 1.0}, "momentum must be a number of at least 0 and below 1, got 1.0"),
 ]
 
 

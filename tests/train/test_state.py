@@ -22,8 +22,6 @@ from tests.processes import Processes, free_port
 from tests.runs import SMALL, train, write_text
 from tests.same import same
 
-LENGTH = 16
-
 
 def make_session(data: Path, arguments: str) -> Session:
     configuration = load_configuration([*SMALL.split(), str(data), *arguments.split()])

@@ -159,7 +159,7 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"temperature": -0.1}, "temperature must be .*, got -0.1"),
     ({"top_k": 0}, "top_k must be .*, got 0"),
     ({"top_p": 1.1}, r"top_p must be .*, got 1\.1"),
-    ({"window": 13}, "max_sequence_length=12"),
+    ({"window": 13}, "window must be a whole number from 1 to 12"),
     ({"prompt_tokens": []}, "The prompt is empty"),
     ({"prompt_tokens": [23]}, "token 23 is not in the model's vocabulary, 0 to 22"),
     ({"stop_tokens": [-1]}, "token -1"),

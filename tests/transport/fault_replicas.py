@@ -34,31 +34,18 @@ LIMIT_S = 60.0  # many times as long as anything that is waited for
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """One case.
+    """One case."""
 
-    Attributes:
-        fault: ``kill``: the victim's process ends; ``freeze``: it stands still, and wakes up when the others have
-            reacted.
-        stage: ``before send``: the victim has not contributed to the target; ``in flight``: it sums the payloads, and
-            has not voted; ``merge``: it has merged the average.
-        on_failure: the setting ``on_failure``.
-        num_replicas: number of replicas M.
-        victim: number of the victim.
-        codec: fp4 uses an all-gather; float32 with three replicas uses a reduce-scatter.
-        raises: see `Rules.raise_on_loss`.
-        min_replicas: the setting ``min_replicas``.
-        rejoins: whether the others train until a process that replaces the victim has joined.
-    """
-
-    fault: Literal["kill", "freeze"]
+    fault: Literal["kill", "freeze"]  # the victim's process ends, or stands still until the others have reacted
+    # it has not contributed to the target; it sums the payloads, and has not voted; it has merged the average
     stage: Literal["before send", "in flight", "merge"]
     on_failure: Literal["continue", "stop"] = "continue"
     num_replicas: int = 3
     victim: int = 1
-    codec: str = "fp4"
-    raises: bool = True
+    codec: str = "fp4"  # fp4 uses an all-gather; float32 with three replicas uses a reduce-scatter
+    raises: bool = True  # see `Rules.raise_on_loss`
     min_replicas: int = 1
-    rejoins: bool = False
+    rejoins: bool = False  # whether the others train until a process that replaces the victim has joined
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -89,27 +76,17 @@ class Scenario:
 
 @dataclass
 class Outcome:
-    """The report of a replica at its end.
+    """The report of a replica at its end."""
 
-    Attributes:
-        digests: step -> digests of global parameters and outer state after it, by fragment.
-        last: the same digests at the end.
-        committed: round -> contributors.
-        void: round -> reason.
-        error: class and message of the error that ended the training, or None.
-        lost: the replicas that the error names.
-        steps: inner steps done, or begun when the error was raised.
-        members: members of the view at the end.
-    """
-
+    # step -> digests of global parameters and outer state after it, by fragment
     digests: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    last: tuple[str, ...] = ()
-    committed: dict[RoundId, tuple[int, ...]] = field(default_factory=dict)
-    void: dict[RoundId, str] = field(default_factory=dict)
-    error: tuple[str, str] | None = None
-    lost: tuple[int, ...] = ()
-    steps: int = 0
-    members: tuple[int, ...] = ()
+    last: tuple[str, ...] = ()  # the same at the end
+    committed: dict[RoundId, tuple[int, ...]] = field(default_factory=dict)  # round -> contributors
+    void: dict[RoundId, str] = field(default_factory=dict)  # round -> reason
+    error: tuple[str, str] | None = None  # class and message of the error that ended the training
+    lost: tuple[int, ...] = ()  # the replicas that the error names
+    steps: int = 0  # inner steps done, or begun when the error was raised
+    members: tuple[int, ...] = ()  # of the view at the end
 
     def note(self, event: Event) -> None:
         if isinstance(event, RoundCommitted):

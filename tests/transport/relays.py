@@ -52,22 +52,13 @@ class Cut(Exception):
 
 @dataclass
 class Unit:
-    """A frame or a part on its way.
+    """A frame or a part on its way."""
 
-    Attributes:
-        kind: the kind of the connection's first frame: ``hello``, ``link``, ``fetch``, ``register``...
-        rank: the rank that opened the connection, if its first frame says so; else -1.
-        port: the port to which the connection leads.
-        answers: whether it goes to the side that opened the connection.
-        number: its number on this connection and in this direction, from 0.
-        data: its bytes.
-    """
-
-    kind: str
-    rank: int
-    port: int
-    answers: bool
-    number: int
+    kind: str  # of the connection's first frame: ``hello``, ``link``, ``fetch``, ``register``...
+    rank: int  # that opened the connection, if its first frame says so; else -1
+    port: int  # to which the connection leads
+    answers: bool  # whether it goes to the side that opened the connection
+    number: int  # on this connection and in this direction, from 0
     data: bytes
 
     @property

@@ -1,5 +1,7 @@
 from .checks import check_choice as check_choice
 from .checks import check_number as check_number
+from .checks import check_range as check_range
+from .checks import check_ranges as check_ranges
 from .checks import check_replica as check_replica
 from .checks import check_type as check_type
 from .checks import check_whole as check_whole

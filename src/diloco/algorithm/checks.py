@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Sequence
-from numbers import Real
+from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
+from numbers import Integral, Real
 from types import UnionType
-from typing import Any
+from typing import Any, get_args, get_type_hints
+
+from msgspec import Meta
 
 from diloco.errors import ConfigurationError, nearest
 
 
-def check_whole(name: str, value: Any, least: int | None = None) -> int:
-    """Return ``value`` as an int. It must be a whole number, and at least ``least`` if that is given.
+def check_whole(name: str, value: Any, ge: int | None = None, le: int | None = None) -> int:
+    """Return ``value`` as an int. It must be a whole number, and from ``ge`` to ``le`` where they are given.
 
     >>> check_whole("inner_steps", 2.5, 1)
     Traceback (most recent call last):
     diloco.errors.ConfigurationError: inner_steps must be a whole number of at least 1, got 2.5.
     """
-    try:
-        whole = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        whole = None
-    if whole is None or (least is not None and whole < least):
-        bound = "" if least is None else f" of at least {least}"
-        raise ConfigurationError(f"{name} must be a whole number{bound}, got {value!r}.")
-    return whole
+    check_number(name, value, ge=ge, le=le, whole=True)
+    return operator.index(value)
 
 
 def check_replica(replica: Any, num_replicas: Any) -> int:
     """Return the number of a replica as an int, which must be from 0 to ``num_replicas - 1``."""
     last = check_whole("num_replicas", num_replicas, 1) - 1
-    if not 0 <= (number := check_whole("replica", replica)) <= last:
-        raise ConfigurationError(f"replica must be from 0 to {last} with num_replicas={num_replicas}, got {replica}.")
-    return number
+    return check_whole(f"replica with num_replicas={num_replicas}", replica, 0, last)
 
 
 def check_type(name: str, value: Any, kind: type | UnionType, works: str) -> None:
@@ -54,19 +50,58 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         raise ConfigurationError(f"{name}={value!r} is unknown; {nearest(str(value), choices)}")
 
 
-def check_number(name: str, value: Any, low: float = -math.inf, high: float = math.inf, *, above: bool = False) -> None:
-    """Raise `ConfigurationError` unless ``value`` is a finite number from ``low`` to ``high``; ``above``: not ``low``.
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    whole: bool = False,
+) -> None:
+    """Raise `ConfigurationError` unless ``value`` is a finite number within the bounds, named as in `msgspec.Meta`.
 
-    >>> check_number("momentum", 1.5, 0, 1)
+    >>> check_number("momentum", 1.5, ge=0, le=1)
     Traceback (most recent call last):
     diloco.errors.ConfigurationError: momentum must be a number from 0 to 1, got 1.5.
-    >>> check_number("epsilon", float("nan"), 0, above=True)
+    >>> check_number("epsilon", float("nan"), gt=0)
     Traceback (most recent call last):
     diloco.errors.ConfigurationError: epsilon must be a finite number above 0, got nan.
     """
-    number = float(value) if not isinstance(value, bool) and isinstance(value, Real) else math.nan
-    if math.isfinite(number) and low <= number <= high and not (above and number == low):
-        return
-    bound = "" if low == -math.inf else f" {'above' if above else 'of at least'} {low:g}"
-    works = f"a number from {low:g} to {high:g}" if high < math.inf else f"a finite number{bound}"
-    raise ConfigurationError(f"{name} must be {works}, got {value!r}.")
+    if not isinstance(value, bool) and isinstance(value, Integral if whole else Real):
+        infinite = (operator.gt, -math.inf), (operator.lt, math.inf)
+        bounds = (operator.ge, ge), (operator.gt, gt), (operator.le, le), (operator.lt, lt), *infinite
+        if all(bound is None or fits(value, bound) for fits, bound in bounds):
+            return
+    low = f"of at least {ge}" if ge is not None else f"above {gt}" if gt is not None else ""
+    high = f"of at most {le}" if le is not None else f"below {lt}" if lt is not None else ""
+    words = f"from {ge} to {le}" if None not in (ge, le) else " and ".join(filter(None, (low, high)))
+    kind = "whole number" if whole else "number" if high else "finite number"
+    raise ConfigurationError(f"{name} must be a {kind}{' ' if words else ''}{words}, got {value!r}.")
+
+
+def check_range(name: str, value: Any, hint: Any) -> None:
+    """Raise `ConfigurationError` unless a number, or each in a tuple, is in the range that a `Meta` in its type gives.
+
+    None is in every range.
+    """
+    for mark in (each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Meta)):
+        for number in value if isinstance(value, tuple) else () if value is None else (value,):
+            whole = int in (hint.__origin__, *get_args(hint.__origin__))
+            check_number(name, number, ge=mark.ge, gt=mark.gt, le=mark.le, lt=mark.lt, whole=whole)
+
+
+def check_ranges(settings: object, prefix: str = "") -> None:
+    """Raise `ConfigurationError` unless all fields of a dataclass, and of dataclasses in it, are in their ranges.
+
+    With the prefix "--" they are named as flags.
+    """
+    for field, hint in _hints(type(settings)).items():
+        value, name = getattr(settings, field), field.replace("_", "-") if prefix == "--" else field
+        check_range(f"{prefix}{name}", value, hint)
+        if is_dataclass(value):
+            check_ranges(value, f"{prefix}{name}.")
+
+
+_hints: Callable[[type], dict[str, Any]] = functools.cache(functools.partial(get_type_hints, include_extras=True))

@@ -50,7 +50,7 @@ class AlphaMerge:
     elementwise = True
 
     def __post_init__(self) -> None:
-        check_number("merge alpha", self.alpha, 0, 1)
+        check_number("merge alpha", self.alpha, ge=0, le=1)
 
     def merge(self, local: Tensor, global_params: Tensor, sent: Tensor | None) -> None:
         local.mul_(self.alpha).add_(global_params * (1 - self.alpha))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from diloco.algorithm.checks import check_number, check_whole
 from diloco.algorithm.orthogonal import Alone, Ranks, newton_schulz, orthogonalised_by
 from diloco.algorithm.partition import trainable_parameters
 from diloco.algorithm.tensors import local_shard
@@ -63,11 +64,8 @@ class Muon(torch.optim.Optimizer):
         compile: bool = False,  # the name of the setting and of torch's function
         ranks: Ranks | None = None,
     ) -> None:
-        if not 0.0 <= momentum < 1.0 or newton_schulz_steps < 1:
-            raise ConfigurationError(
-                "Muon's momentum must be from 0 to less than 1 and its newton_schulz_steps at least 1, got "
-                f"{momentum} and {newton_schulz_steps}."
-            )
+        check_number("Muon's momentum", momentum, ge=0, lt=1)
+        check_whole("Muon's newton_schulz_steps", newton_schulz_steps, 1)
         self._ranks = ranks or Alone()
         # with sizes as symbols, since each number of matrices would be compiled anew
         self._iterate = torch.compile(newton_schulz, dynamic=True) if compile else newton_schulz

@@ -7,7 +7,6 @@ fused multiply-add). So the result has the same bits on every machine and needs 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -53,9 +52,9 @@ def at(schedule: ScalarSchedule, step: int) -> float:
     return schedule(step) if callable(schedule) else schedule
 
 
-def _check(name: str, value: ScalarSchedule, high: float = math.inf) -> None:
+def _check(name: str, value: ScalarSchedule, high: float | None = None) -> None:
     if not callable(value):
-        check_number(f"outer {name}", value, 0, high)
+        check_number(f"outer {name}", value, ge=0, le=high)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,11 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from diloco.algorithm.checks import check_choice, check_number, check_type, check_whole
+from msgspec import Meta
+
+from diloco.algorithm.checks import check_choice, check_ranges, check_type, check_whole
 from diloco.errors import ConfigurationError
 
 _STANDING = 0.03  # share of the time for which training may stand still
@@ -68,16 +70,10 @@ class SyncSchedule:
     def __post_init__(self) -> None:
         # object.__setattr__ is how a frozen dataclass sets derived fields
         object.__setattr__(self, "inner_steps", check_whole("inner_steps", self.inner_steps, 1))
-        for name, least, why in (
-            ("num_fragments", 1, "so that no two fragments need the same step"),
-            ("overlap_steps", 0, "because a fragment must be merged before it is sent again"),
-        ):
-            object.__setattr__(self, name, number := check_whole(name, getattr(self, name)))
-            if not least <= number <= self.inner_steps:
-                raise ConfigurationError(
-                    f"{name} must be from {least} to {self.inner_steps} with inner_steps={self.inner_steps}, {why}; "
-                    f"got {number}."
-                )
+        # no two fragments may need the same step, and each is merged before it is sent again
+        for name, least in (("num_fragments", 1), ("overlap_steps", 0)):
+            words = f"{name} with inner_steps={self.inner_steps}"
+            object.__setattr__(self, name, check_whole(words, getattr(self, name), least, self.inner_steps))
         spread = (p * self.inner_steps // self.num_fragments for p in range(self.num_fragments))
         values = spread if self.offsets is None else self.offsets
         check_type("offsets", values, Iterable, f"{self.num_fragments} whole numbers, one for each fragment")
@@ -229,6 +225,7 @@ class StepRate:
 
 
 _Kind = Literal["constant", "linear", "cosine", "wsd"]
+_Steps = Annotated[int, Meta(ge=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,19 +254,16 @@ class ValueSchedule:
     [0.5, 1.0, 1.0, 0.5, 0.0, 0.0]
     """
 
-    peak: float
+    peak: Annotated[float, Meta()]  # finite
     kind: _Kind = "constant"
-    total_steps: int = 0
-    warmup_steps: int = 0
-    final_ratio: float = 0.0
-    decay_steps: int = 0
+    total_steps: _Steps = 0
+    warmup_steps: _Steps = 0
+    final_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    decay_steps: _Steps = 0
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, get_args(_Kind))
-        check_number("peak", self.peak)
-        check_number("final_ratio", self.final_ratio, 0, 1)
-        for name in ("total_steps", "warmup_steps", "decay_steps"):
-            check_whole(name, getattr(self, name), 0)
+        check_ranges(self)
         if self.kind != "constant" and self.warmup_steps > self.total_steps:
             raise ConfigurationError(
                 f"The warm-up can't be longer than the run, got warmup_steps={self.warmup_steps} with "

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from msgspec import Meta
 from tyro.conf import arg
 
 from diloco.errors import ConfigurationError, nearest
@@ -27,26 +28,26 @@ class SyncSettings:
     """Inner optimizer steps between two synchronisations of the same fragment (H)."""
     overlap_steps: Annotated[int | None, arg(aliases=["--overlap-steps"])] = None
     """Inner steps between sending a fragment and merging its average (tau). Default: 1 for streaming, else 0."""
-    num_fragments: Annotated[int | None, arg(aliases=["--fragments"])] = None
+    num_fragments: Annotated[int | None, Meta(ge=1), arg(aliases=["--fragments"])] = None
     """Number of fragments (P). Default: 1 for diloco; for streaming one per three layers and one for the rest."""
     fragment_strategy: Literal["strided", "sequential", "balanced"] = "strided"
     """strided or sequential: blocks of whole layers, and one fragment for all parameters outside the layers; balanced:
     parameters packed into fragments of nearly equal size. A single fragment holds the whole model."""
     codec: Annotated[str | None, arg(aliases=["--codec"])] = None
     """float32, float16, bfloat16, int8, fp4, topk2, or module:class. Default: fp4 for streaming, else float32."""
-    error_feedback: Annotated[float, arg(aliases=["--error-feedback"])] = 0.0
+    error_feedback: Annotated[float, Meta(ge=0, le=1), arg(aliases=["--error-feedback"])] = 0.0
     """Share of the codec's error that is added to the next pseudo-gradient, 0..1."""
     outer: str = "nesterov"
     """Outer optimizer: nesterov (SGD with Nesterov momentum, the papers'), sgd, or module:class for your own."""
-    outer_learning_rate: Annotated[float | None, arg(aliases=["--outer-learning-rate"])] = None
+    outer_learning_rate: Annotated[float | None, Meta(gt=0), arg(aliases=["--outer-learning-rate"])] = None
     """Outer learning rate. Default: 0.7 for diloco, 0.4 for streaming (the papers')."""
-    outer_momentum: Annotated[float, arg(aliases=["--outer-momentum"])] = 0.9
+    outer_momentum: Annotated[float, Meta(ge=0, lt=1), arg(aliases=["--outer-momentum"])] = 0.9
     """Nesterov momentum (mu)."""
     merge: str | None = None
     """alpha: local <- alpha * local + (1 - alpha) * global; rebase: local <- global + (local - local when sent);
     or module:class for your own. Default: alpha if `merge_alpha` is given, else rebase for streaming, alpha for diloco.
     """
-    merge_alpha: Annotated[float | None, arg(aliases=["--merge-alpha"])] = None
+    merge_alpha: Annotated[float | None, Meta(ge=0, le=1), arg(aliases=["--merge-alpha"])] = None
     """Weight of the local parameters in the merge, 0..1. Default: 0."""
     average: str = "mean"
     """mean: the weighted mean of all contributors; senders: each value averaged over the replicas that sent a nonzero

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from msgspec import Meta
 from tyro.conf import Positional, arg
 
 from diloco.checkpoint import lock_folder, write_whole
 from diloco.config import flatten, parse_options
-from diloco.errors import ConfigurationError
 from diloco.events import json_ready
 
 
@@ -33,7 +33,7 @@ class SweepOptions:
     """TOML file with [base] and [axes]."""
     out: Annotated[Path, arg(metavar="DIR")]
     """Folder for the runs and their results."""
-    jobs: int | None = None
+    jobs: Annotated[int | None, Meta(ge=1)] = None
     """Number of runs at a time. Default: one for each visible GPU, or for each core if there is none."""
     dry_run: bool = False
     """List the runs and which of them are done, without running any."""
@@ -42,8 +42,6 @@ class SweepOptions:
 def run_sweep(arguments: Sequence[str]) -> int:
     """Run all runs that are not done yet; return 1 if a run failed."""
     given = parse_options(SweepOptions, "sweep", arguments)
-    if given.jobs is not None and given.jobs < 1:
-        raise ConfigurationError(f"--jobs must be at least 1, got {given.jobs}.")
 
     from diloco.sweep import places, read_study, run_all, table
 

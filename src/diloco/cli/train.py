@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
+from diloco.algorithm import check_number
 from diloco.checkpoint import LOCK_FILE, lock_folder, one_at_a_time, write_whole
 from diloco.cli import DONE, FAILED, INTERRUPTED
 from diloco.config import (
@@ -191,8 +192,7 @@ def run_finetune(arguments: Sequence[str]) -> int:
     if resumes:
         return run_line(line, typed)
     epochs = FinetuneSettings.epochs if epochs is None else epochs
-    if not 0 < epochs < 1e6:
-        raise ConfigurationError(f"--epochs must be a positive number, got {epochs:g}.")
+    check_number("--epochs", epochs, gt=0, lt=1_000_000)
     if folder is not None and folder.suffix == ".toml":
         raise ConfigurationError(
             f"{folder} is a settings file, but diloco finetune needs the folder of a model. For settings, use "

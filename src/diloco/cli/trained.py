@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from msgspec import Meta
 from tyro.conf import Positional, arg
 
 from diloco.config import CONFIG_FILE, Configuration, parse_options, read_record
@@ -35,15 +36,13 @@ class TrainedOptions:
     """For a run with a model of your own: the function that builds it, as in training."""
     checkpoint: Annotated[int | None, arg(metavar="STEP")] = None
     """Inner step of the checkpoint to load. Default: the latest."""
-    average_last: int = 1
+    average_last: Annotated[int, Meta(ge=1)] = 1
     """Average the weights of so many checkpoints: that one and those before it. For runs whose rate does not decay."""
 
     def load(self, device: str = "cpu", *, dequantize: bool = False) -> Trained:
         """Load it, as `diloco.trained.load_trained` does."""
         from diloco.trained import load_trained
 
-        if self.average_last < 1:
-            raise ConfigurationError(f"--average-last must be at least 1, got {self.average_last}.")
         return load_trained(
             self.path,
             device,
@@ -88,13 +87,11 @@ class EvaluateOptions(AppliedOptions):
     """Files, folders or URLs whose whole text is evaluated. Default: the text that the run held out."""
     text_field: str | None = None
     """Field of records that holds the text. Default: as in the run."""
-    sequences: int | None = None
+    sequences: Annotated[int | None, Meta(ge=0)] = None
     """Number of sequences to evaluate, spread evenly over the text; 0: all. Default: as in the run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sequences is not None and self.sequences < 0:
-            raise ConfigurationError(f"--sequences must be at least 0, got {self.sequences}.")
         if self.text_field is not None and not self.data:
             raise ConfigurationError(
                 f"--text-field {self.text_field!r} needs --data PATH: held-out text is always read as in the run."
@@ -159,7 +156,7 @@ class GenerateOptions(AppliedOptions):
     """Apply the chat template and print the answer. Without a prompt, chat: each line of input is a question."""
     system: str = ""
     """--chat: system message at the beginning of the conversation."""
-    tokens: int = 200
+    tokens: Annotated[int, Meta(ge=0)] = 200
     """Maximum number of tokens; an end-of-document token ends the text early."""
     temperature: float = 0.8
     """Divides the logits: below 1 favours likely tokens, above 1 makes the text more random, 0 takes the likeliest."""
@@ -167,13 +164,11 @@ class GenerateOptions(AppliedOptions):
     """Draw only from this many likeliest tokens. None: from all."""
     top_p: float | None = None
     """After --top-k: draw only from the fewest likeliest tokens with this total probability. Default: from all."""
-    seed: int = 0
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0  # what a torch generator accepts
     """Random seed; the same seed gives the same text."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.seed < 2**63:  # what a torch generator accepts
-            raise ConfigurationError(f"--seed must be from 0 to {2**63 - 1}, got {self.seed}.")
         if self.chat and self.json:
             raise ConfigurationError("--chat can't be combined with --json. Leave one of them out.")
         if self.system and not self.chat:

@@ -22,6 +22,7 @@ import msgspec
 import tyro
 from tyro.conf import Positional, Suppress, UseCounterAction, arg
 
+from diloco.algorithm import check_ranges
 from diloco.config.keys import (
     MAY_BE_EMPTY,
     POSITIONAL,
@@ -117,7 +118,9 @@ def parse_options(kind: Any, command: str, arguments: Sequence[str]) -> Any:
         if key.default is MISSING and key.name not in values:
             name = _metavar(key) if key.is_positional else f"{key.flag} {_metavar(key)}"
             raise ConfigurationError(f"missing argument {name}: {key.help} See `diloco {command} --help`.")
-    return build(kind, values)
+    options = build(kind, values)
+    check_ranges(options, "--")
+    return options
 
 
 def _help_asked(arguments: Sequence[str]) -> set[str]:

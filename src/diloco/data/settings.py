@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+from msgspec import Meta
 from tyro.conf import arg
 
+from diloco.algorithm import check_ranges
 from diloco.errors import ConfigurationError, nearest
 from diloco.private_files import check_url
 
@@ -37,7 +39,7 @@ class DataSettings:
     """Leave out rows that can't be used (null, malformed, not UTF-8), and print how many and which. Default: stop."""
     tokenizer: Annotated[str, arg(aliases=["--tokenizer"])] = "bytes"
     """bytes; bpe or bpe:SIZE, trained on the training text (4096 tokens); the path of a tokenizer.json; or hf:NAME."""
-    heldout_fraction: float = 0.02
+    heldout_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.02
     """Fraction of the documents held out for evaluation, selected by a hash of their text."""
     streaming: bool = False
     """Read, tokenise and pack the documents during training instead of before it."""
@@ -69,8 +71,7 @@ class DataSettings:
             raise ConfigurationError(f"data.format={self.format!r} is neither text, chat nor a .jinja file; {hint}")
         if self.bpe_vocab_size is not None and self.bpe_vocab_size < 257:  # 256 bytes and the end-of-document token
             raise ConfigurationError(f"data.tokenizer must be bpe or bpe:SIZE from 257, got {self.tokenizer!r}.")
-        if not 0 < self.heldout_fraction < 1:
-            raise ConfigurationError(f"data.heldout_fraction must be between 0 and 1, got {self.heldout_fraction}.")
+        check_ranges(self, "data.")
         works = ("masked", "single") if self.chat else ("joined", "masked")
         if self.packing not in (None, *works):
             raise ConfigurationError(

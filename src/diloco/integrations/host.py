@@ -38,6 +38,7 @@ from diloco.errors import CheckpointError, ConfigurationError, TransportError
 from diloco.outer import DiLoCo, check_kinds
 from diloco.state_tree import readable_state
 from diloco.transport import ProcessGroupTransport, Transport, connect_process_group
+from diloco.units import diff
 
 Parameters = Literal["global", "local"]
 """Which parameters are evaluated, saved as the model, and left in the model at the end: the global ones, which are the
@@ -284,15 +285,14 @@ def restore(diloco: DiLoCo, state: Mapping[str, Any]) -> None:
         CheckpointError: if it belongs to another replica, model or schedule. Nothing was changed.
     """
     with readable_state("The state"):
-        saved, local, replica = state["diloco"], state["local"], state["replica"]
-        if replica != diloco.transport.replica:
-            raise CheckpointError(
-                f"The checkpoint belongs to replica {replica}, but this is replica {diloco.transport.replica}. Resume "
-                "each replica from its own checkpoint."
-            )
-        shapes = {name: value.shape for name, value in held_values(diloco).items()}
-        if local is not None and {name: value.shape for name, value in local.items()} != shapes:
-            raise CheckpointError("The saved parameters are those of another model. Nothing was loaded.")
+        saved, local = state["diloco"], state["local"]
+        theirs: dict[str, Any] = {"replica": state["replica"]}
+        mine: dict[str, Any] = {"replica": diloco.transport.replica}
+        if local is not None:
+            theirs |= {name: tuple(value.shape) for name, value in local.items()}
+            mine |= {name: tuple(value.shape) for name, value in held_values(diloco).items()}
+        if words := diff(theirs, mine, "the checkpoint", "this run"):
+            raise CheckpointError(f"{words}. Resume each replica from its own checkpoint. Nothing was loaded.")
     diloco.load_state_dict(saved)
     if local is not None:
         _hold(diloco, local)

@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Meta
 from tyro.conf import arg
 
+from diloco.algorithm import check_ranges
 from diloco.errors import ConfigurationError, nearest
 from diloco.plugins import is_own, split
 
@@ -136,7 +137,7 @@ class ModelSettings:
     arguments of the function. hf: changes to the model's configuration, and weights (stored or fresh), z_loss,
     attn_implementation (sdpa, flex_attention, ...), lora_alpha (twice the rank), lora_dropout, lora_targets
     (all-linear), base_dtype of the frozen weights (float32)."""
-    lora_rank: Annotated[int, arg(aliases=["--lora-rank"])] = 0
+    lora_rank: Annotated[int, Meta(ge=0), arg(aliases=["--lora-rank"])] = 0
     """With an hf: model: train only adapters of this rank (LoRA). 0: all weights."""
     quantization: Annotated[Literal["nf4", "int8"] | None, arg(aliases=["--quantization"])] = None
     """With LoRA: quantise the frozen weights to four or eight bits with bitsandbytes (QLoRA)."""
@@ -180,8 +181,7 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         kind, rank = self.kind, self.lora_rank
-        if rank < 0:
-            raise ConfigurationError(f"model.lora_rank must be at least 0, got {rank}.")
+        check_ranges(self, "model.")
         if kind == "native":
             _ = self.decoder  # checked here
         if rank and kind != "hf":

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from types import UnionType
-from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import xxhash
 from torch import Tensor, nn
@@ -33,7 +32,7 @@ from diloco.algorithm import (
     buffer_layout,
     check_buffers,
     check_coverage,
-    check_number,
+    check_range,
     digest_tensors,
     local_shard,
     make_codec,
@@ -46,19 +45,11 @@ from diloco.errors import ConfigurationError, ContractError
 from diloco.plugins import code_digest
 from diloco.testing import check_average_rule, check_codec, check_merge_rule, check_outer_optimizer
 
-__all__ = ["Bounds", "Saved", "Shared", "argument_facts", "check_kinds", "complete", "frozen_digests"]
+__all__ = ["Saved", "Shared", "argument_facts", "check_kinds", "complete", "frozen_digests"]
 
 T = TypeVar("T")
 Shared = Annotated[T, "shared"]
 Saved = Annotated[T, "shared", "saved"]
-
-
-class Bounds(NamedTuple):
-    """The range of a number."""
-
-    low: float
-    high: float = math.inf
-    above: bool = False  # whether it must be above ``low``
 
 
 _NAMED = 3  # the number of tensors that are always named; a digest covers all of them
@@ -89,15 +80,13 @@ def check_kinds(arguments: Mapping[str, Any]) -> None:
 
     A component that is not this package's own must keep its contract, else it is a `ContractError`.
     """
-    hints, marks = _hints(), _marks()
+    hints, ranges = _hints(), _hints(extras=True)
     for name in sorted(arguments.keys() & hints.keys()):
         value = arguments[name]
         if not _fits(value, hints[name]):
             kind = re.sub(r"\w+\.", "", inspect.formatannotation(hints[name]))
             raise ConfigurationError(f"{name} must be {kind}, got {_shown(value)}.")
-        for mark in marks[name]:
-            if isinstance(mark, Bounds) and value is not None:
-                check_number(name, float(value), mark.low, mark.high, above=mark.above)
+        check_range(name, float(value) if isinstance(value, bool) else value, ranges[name])
         for contract, check in _CONTRACTS.items():
             if isinstance(value, contract) and not type(value).__module__.startswith("diloco."):
                 try:

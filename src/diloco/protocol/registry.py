@@ -116,7 +116,7 @@ class Registry:
         if reference is not None and (words := reference.diff(entry, self.ranks_per_replica)):
             raise RendezvousError(f"{words}; both sides need the same value.")
         self.entries[entry.rank] = entry
-        self.running = self.running or self.complete
+        self.running = self.running or len(self.entries) == self.num_ranks
 
     def note(self, entry: Entry, keep: Collection[int]) -> None:
         """Record where a rank of a run with changing ranks can be reached.
@@ -134,16 +134,6 @@ class Registry:
         """Remove a rank that left before all had registered."""
         if not self.running:
             self.entries.pop(rank, None)
-
-    @property
-    def complete(self) -> bool:
-        """Whether all ranks have registered."""
-        return len(self.entries) == self.num_ranks
-
-    @property
-    def missing(self) -> tuple[int, ...]:
-        """The ranks that have not registered yet."""
-        return tuple(rank for rank in range(self.num_ranks) if rank not in self.entries)
 
 
 def _rank(entry: Entry) -> int:

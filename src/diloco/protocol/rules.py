@@ -6,13 +6,17 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
-from diloco.algorithm import RoundId, check_choice, check_number, check_whole
+from msgspec import Meta
+
+from diloco.algorithm import RoundId, check_choice, check_ranges
 from diloco.errors import ConfigurationError, nearest
 from diloco.membership import Policy
 
 _Split = Literal["stop", "go-on"]
+_Count = Annotated[int, Meta(ge=1)]
+_Time = Annotated[float, Meta(gt=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,37 +27,32 @@ class Rules:
     """
 
     rank: int = 0  # of this process; -1 for one that is no replica, such as a launcher
-    ranks_per_replica: int = 1  # S
-    heartbeat_s: float = 2.0  # the interval between two heartbeats
+    ranks_per_replica: _Count = 1  # S
+    heartbeat_s: _Time = 2.0  # the interval between two heartbeats
     # a rank counts as lost if nothing is received from it for this long, or no answer in a view change for half of it;
     # a ballot takes at most twice as long
-    silence_s: float = 15.0
+    silence_s: _Time = 15.0
     # a replica counts as late if it has not contributed to a round this long after this rank; None: never
-    late_s: float | None = None
+    late_s: Annotated[float | None, Meta(gt=0)] = None
     # longest time from this rank's contribution to its vote, over all views that the round takes; time spent in view
     # changes is added, up to as much again
-    round_timeout_s: float = 600.0
-    rendezvous_timeout_s: float = 300.0  # for all ranks to find and connect to each other
+    round_timeout_s: _Time = 600.0
+    rendezvous_timeout_s: _Time = 300.0  # for all ranks to find and connect to each other
     # a round with fewer contributions is void; None: all members that have the state are needed
-    min_contributors: int | None = None
-    min_replicas: int = 1  # least number of replicas with which a run continues; see `Policy`
+    min_contributors: Annotated[int | None, Meta(ge=1)] = None
+    min_replicas: _Count = 1  # least number of replicas with which a run continues; see `Policy`
     split: _Split = "stop"  # what the smaller side of a partitioned network does; see `Policy`
     # whether the survivors of a loss form a smaller view; otherwise all later rounds are void, or raise
     continue_without_lost: bool = False
     together: bool = True  # whether all ranks stop when one has to; otherwise it may search for the others and rejoin
     # whether a round that can't take place raises `ReplicaLostError`; otherwise it is void
     raise_on_loss: bool = True
-    piece_bytes: int = 1 << 19  # approximate size of the pieces of a payload
+    piece_bytes: _Count = 1 << 19  # approximate size of the pieces of a payload
     compress: bool = True  # whether payloads are compressed without loss on slow paths
     facts: Mapping[str, str] = field(default_factory=dict)  # what must be equal on all ranks: name -> displayed value
 
     def __post_init__(self) -> None:
-        for name in ("ranks_per_replica", "piece_bytes", "min_replicas", "min_contributors"):
-            if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), 1)
-        for name in ("heartbeat_s", "silence_s", "late_s", "round_timeout_s", "rendezvous_timeout_s"):
-            if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), 0, above=True)
+        check_ranges(self)
         if not 2 * self.heartbeat_s <= self.silence_s <= self.round_timeout_s:
             raise ConfigurationError(
                 f"silence_s={self.silence_s} must be at least twice heartbeat_s={self.heartbeat_s}, or healthy "

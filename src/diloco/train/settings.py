@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+from msgspec import Meta
 from tyro.conf import arg
 
-from diloco.algorithm import AVERAGES, CODECS, MERGE_RULES, OUTER_OPTIMIZERS, SyncSchedule, SyncSettings
+from diloco.algorithm import AVERAGES, CODECS, MERGE_RULES, OUTER_OPTIMIZERS, SyncSchedule, SyncSettings, check_ranges
 from diloco.data import DataSettings
 from diloco.devices import check_device
 from diloco.errors import ConfigurationError
@@ -34,49 +35,22 @@ __all__ = [
 
 Algorithm = Literal["streaming", "diloco", "data-parallel"]
 
-_RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
-    (
-        "at least 1",
-        lambda value: value >= 1,
-        (
-            *(f"train.{name}" for name in ("steps", "batch_size", "gradient_accumulation", "sequence_length")),
-            *("train.stop_after", "checkpoint.keep", "sync.num_fragments"),
-        ),
-    ),
-    (
-        "at least 0",
-        lambda value: value >= 0,
-        ("evaluation.every_steps", "evaluation.sequences", "checkpoint.every_steps"),
-    ),
-    (
-        "a positive number",
-        lambda value: 0 < value < math.inf,
-        ("optimizer.learning_rate", "optimizer.clip_norm", "sync.outer_learning_rate"),
-    ),
-    (
-        "a number from 0 to 1",
-        lambda value: 0 <= value <= 1,
-        ("optimizer.final_ratio", "sync.merge_alpha", "sync.error_feedback"),
-    ),
-    ("at least 0 and less than 1", lambda value: 0 <= value < 1, ("sync.outer_momentum",)),
-    ("a number from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63, ("seed",)),
-)
-"""The range of each setting that has one, independent of all other settings. None is always allowed."""
+_Count = Annotated[int, Meta(ge=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
     """The length, batch size, precision and device of a run."""
 
-    steps: Annotated[int, arg(aliases=["--steps"])] = 1000
+    steps: Annotated[_Count, arg(aliases=["--steps"])] = 1000
     """Inner steps of the whole run. Learning-rate schedules span them."""
-    stop_after: Annotated[int | None, arg(aliases=["--stop-after"])] = None
+    stop_after: Annotated[int | None, Meta(ge=1), arg(aliases=["--stop-after"])] = None
     """Save and stop after this step."""
-    batch_size: Annotated[int, arg(aliases=["--batch-size"])] = 4
+    batch_size: Annotated[_Count, arg(aliases=["--batch-size"])] = 4
     """Sequences per replica and inner step."""
-    gradient_accumulation: int = 1
+    gradient_accumulation: _Count = 1
     """Micro-batches that a replica's batch is split into to save memory; they are computed one after the other."""
-    sequence_length: Annotated[int, arg(aliases=["--sequence-length"])] = 128
+    sequence_length: Annotated[_Count, arg(aliases=["--sequence-length"])] = 128
     """Tokens per sequence."""
     precision: Annotated[Literal["float32", "bfloat16", "float16"], arg(aliases=["--precision"])] = "float32"
     """Autocast type of the forward pass. Parameters stay float32."""
@@ -91,7 +65,7 @@ class TrainSettings:
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recompute activations of a block in the backward pass instead of keeping them. full: all of them; selective: all
     except the outputs of matrix products and attention. The results are the same bits."""
-    data_parallel_steps: Annotated[int, arg(aliases=["--data-parallel-steps"])] = 0
+    data_parallel_steps: Annotated[int, Meta(ge=0), arg(aliases=["--data-parallel-steps"])] = 0
     """Start with this many shared data-parallel steps."""
     init_from: Annotated[Path | None, arg(aliases=["--init-from"])] = None
     """Start from the parameters of a run or checkpoint, a .safetensors file, or a folder of transformers."""
@@ -104,17 +78,17 @@ class OptimizerSettings:
     name: str = "AdamW"
     """A class of torch.optim, or your own as module:Class. With Muon, the hidden matrices use Muon; embeddings, the
     head and vectors use AdamW, whose rate times `matrix_lr_ratio` (10) is that of Muon."""
-    learning_rate: Annotated[float, arg(aliases=["--learning-rate"])] = 4e-4
+    learning_rate: Annotated[float, Meta(gt=0), arg(aliases=["--learning-rate"])] = 4e-4
     """Peak learning rate (of AdamW, if the optimizer is Muon)."""
     arguments: Mapping[str, Any] = field(default_factory=lambda: {"betas": (0.9, 0.95), "weight_decay": 0.1})
     """Further arguments for the optimizer's class, as a table."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """Shape after the warm-up: cosine, wsd (warm-up-stable-decay), or constant."""
-    warmup_steps: int = 100
+    warmup_steps: Annotated[int, Meta(ge=0)] = 100
     """Steps over which the learning rate rises linearly to its peak."""
-    final_ratio: float = 0.05
+    final_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.05
     """Learning rate at the end, as a fraction of the peak (cosine, wsd)."""
-    clip_norm: float | None = 1.0
+    clip_norm: Annotated[float | None, Meta(gt=0)] = 1.0
     """Largest global gradient norm; larger gradients are scaled down to it. None: no clipping."""
 
 
@@ -122,9 +96,9 @@ class OptimizerSettings:
 class EvaluationSettings:
     """Held-out evaluation of the global parameters."""
 
-    every_steps: int | None = None
+    every_steps: Annotated[int | None, Meta(ge=0)] = None
     """Steps between evaluations. Default: a tenth of the run. 0: only at the end."""
-    sequences: int = 256
+    sequences: Annotated[int, Meta(ge=0)] = 256
     """Held-out sequences per evaluation, the same ones every time. 0: all."""
     sample_prompts: tuple[str, ...] = ("def ",)
     """Prompts for samples; each gets one sample. An empty prompt starts a new document."""
@@ -134,9 +108,9 @@ class EvaluationSettings:
 class CheckpointSettings:
     """Saving and resuming."""
 
-    every_steps: int | None = None
+    every_steps: Annotated[int | None, Meta(ge=0)] = None
     """Steps between checkpoints. Default: a quarter of the run. 0: only at the end."""
-    keep: int = 2
+    keep: _Count = 2
     """How many of the newest checkpoints to keep. Replicas in processes of their own keep older ones until a newer one
     is complete on all of them."""
     mirror: str | None = None
@@ -162,7 +136,7 @@ class RunSettings:
 
     out: Annotated[Path | None, arg(aliases=["-o"])] = None
     """Run folder. Default: runs/NAME, numbered if it exists."""
-    seed: int = 0
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     """Seed of weights, data order and random generators."""
     algorithm: Algorithm = "streaming"
     """streaming: Streaming DiLoCo; diloco: DiLoCo (Algorithm 1 of its paper); data-parallel: average gradients at every
@@ -178,11 +152,7 @@ class RunSettings:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
 
     def __post_init__(self) -> None:
-        for requirement, fits, names in _RANGES:
-            for name in names:
-                value = attrgetter(name)(self)
-                if value is not None and not fits(value):
-                    raise ConfigurationError(f"{name} must be {requirement}, got {value}.")
+        check_ranges(self)
         self.emulate.check(self.network)
 
 
@@ -433,7 +403,6 @@ def _check_lengths(settings: RunSettings, longest: int | None) -> None:
         f"train.gradient_accumulation={train.gradient_accumulation} must divide train.batch_size={train.batch_size}. "
         f"Use {divisor}, for example.",
     )
-    for name, least in (("train.data_parallel_steps", 0), ("train.stop_after", 1), ("optimizer.warmup_steps", 0)):
-        value = attrgetter(name)(settings)
-        wrong = value is not None and not least <= value <= steps
-        _refuse_if(wrong, f"{name} must be from {least} to train.steps={steps}, got {value}.")
+    for name in ("train.data_parallel_steps", "train.stop_after", "optimizer.warmup_steps"):
+        value = attrgetter(name)(settings) or 0
+        _refuse_if(value > steps, f"{name} must be at most train.steps={steps}, got {value}.")

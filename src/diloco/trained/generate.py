@@ -7,10 +7,13 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 
+from diloco.algorithm import check_ranges, check_whole
 from diloco.data import Tokenizer
 from diloco.errors import ConfigurationError, NonFiniteError
 from diloco.model import LanguageModel
@@ -26,19 +29,13 @@ class Sampling:
         ConfigurationError: a value is out of range.
     """
 
-    temperature: float = 0.8  # divides the logits; 0 always takes the likeliest token
-    top_k: int | None = 50  # draw only from this many likeliest tokens; None: from all
+    temperature: Annotated[float, Meta(ge=0)] = 0.8  # divides the logits; 0 always takes the likeliest token
+    top_k: Annotated[int | None, Meta(ge=1)] = 50  # draw only from this many likeliest tokens; None: from all
     # draw only from the smallest set of likeliest tokens, after ``top_k``, of at least this probability; None: from all
-    top_p: float | None = None
+    top_p: Annotated[float | None, Meta(gt=0, le=1)] = None
 
     def __post_init__(self) -> None:
-        for name, holds, works in (
-            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or a positive number"),
-            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1, or None"),
-            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1, or None"),
-        ):
-            if not holds:
-                raise ConfigurationError(f"{name} must be {works}, got {getattr(self, name)}.")
+        check_ranges(self)
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> int:
         """Return the next token.
@@ -101,12 +98,11 @@ def generate(
         NonFiniteError: the logits are not finite; raised when that token is requested.
     """
     longest, vocabulary = model.max_sequence_length, model.vocab_size
-    window = longest if window is None else window
+    window = check_whole("window", longest if window is None else window, 1, longest)
+    check_whole("max_new_tokens", max_new_tokens, 0)
     device = next(model.parameters()).device
     foreign = next((token for token in (*prompt_tokens, *stop_tokens) if not 0 <= token < vocabulary), None)
     for holds, message in (
-        (max_new_tokens >= 0, f"max_new_tokens must be at least 0, got {max_new_tokens}"),
-        (1 <= window <= longest, f"window must be from 1 to the model's max_sequence_length={longest}, got {window}"),
         (len(prompt_tokens) >= 1, "The prompt is empty. Give at least one token, such as the end-of-document token"),
         (foreign is None, f"The token {foreign} is not in the model's vocabulary, 0 to {vocabulary - 1}"),
         (generator.device.type == device.type, f"The generator is on {generator.device}, but the model is on {device}"),

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from diloco.algorithm import all_parameters, local_shard, model_state, set_whole_, trainable_parameters
+from diloco.algorithm import all_parameters, check_whole, local_shard, model_state, set_whole_, trainable_parameters
 from diloco.checkpoint import Checkpoint, Lazy, list_checkpoints, open_checkpoint
 from diloco.data import ChatTokenizer, Tokenizer, has_template, load_tokenizer
 from diloco.devices import choose_device
@@ -81,9 +81,7 @@ class Trained:
         longest = self.model.max_sequence_length
         if asked is None:
             return min(self.sequence_length, longest)
-        if not 1 <= asked <= longest:
-            raise ConfigurationError(f"{name} must be between 1 and {longest} tokens for this model, got {asked}.")
-        return asked
+        return check_whole(f"{name} with this model", asked, 1, longest)
 
 
 def load_trained(

@@ -91,13 +91,8 @@ class InProcessTransport:
         if not round_timeout_s >= 0:
             raise ConfigurationError(f"round_timeout_s must be at least 0, got {round_timeout_s}.")
         self.view = View.of(num_replicas)
-        enough = num_replicas if min_contributors is None else check_whole("min_contributors", min_contributors)
-        if not 1 <= enough <= num_replicas:
-            raise ConfigurationError(
-                f"min_contributors must be between 1 and {num_replicas}, the number of replicas, got "
-                f"{min_contributors}."
-            )
-        self.min_contributors = enough
+        enough = num_replicas if min_contributors is None else min_contributors
+        self.min_contributors = check_whole("min_contributors", enough, 1, num_replicas)
         self.round_timeout_s = round_timeout_s
         self.network = network
         self.changed = threading.Condition()

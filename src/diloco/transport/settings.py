@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from msgspec import Meta
 from tyro.conf import arg
 
+from diloco.algorithm import check_ranges, check_whole
 from diloco.errors import ConfigurationError
 from diloco.transport.address import parse_address, parse_listen
 from diloco.units import Duration, Rate
@@ -24,15 +25,15 @@ class NetworkSettings:
     transport: Annotated[Literal["in-process", "torch", "tcp", "swarm"], arg(aliases=["--transport"])] = "in-process"
     """in-process: all replicas here; torch: those of one torchrun (NCCL, gloo); tcp: a process per replica; swarm: they
     join and leave."""
-    replicas: Annotated[int, arg(aliases=["--replicas"])] = 4
+    replicas: Annotated[int, Meta(ge=1), arg(aliases=["--replicas"])] = 4
     """Number of replicas (M). swarm: how many must have joined before training begins, by default 1."""
-    replica: Annotated[int | None, arg(aliases=["--replica"])] = None
+    replica: Annotated[int | None, Meta(ge=0), arg(aliases=["--replica"])] = None
     """tcp: start only this replica here, with --join."""
-    replica_size: Annotated[int, arg(aliases=["--replica-size"])] = 1
+    replica_size: Annotated[int, Meta(ge=1), arg(aliases=["--replica-size"])] = 1
     """torch, tcp: number of processes (ranks) of one replica."""
     on_loss: Annotated[Literal["stop", "continue"], arg(aliases=["--on-loss"])] = "stop"
     """tcp: what the others do when a replica is lost. swarm: what the smaller side of a split network does."""
-    min_replicas: int = 1
+    min_replicas: Annotated[int, Meta(ge=1)] = 1
     """After a loss, training continues only if at least this many replicas are left."""
     run: Annotated[str | None, arg(aliases=["--run"])] = None
     """swarm: name of the run; peers that give the same name train together."""
@@ -50,9 +51,9 @@ class NetworkSettings:
     """A file with a secret that all replicas share, as `diloco secret FILE` writes it. Others are rejected."""
     allow: tuple[str, ...] = ()
     """swarm: identities of the peers that may take part. Empty: all that know the run's name and secret."""
-    round_timeout: Duration = 600.0
+    round_timeout: Annotated[Duration, Meta(gt=0)] = 600.0
     """A round is void if it takes longer than this from its first contribution to its last commit."""
-    silence: Duration = 15.0
+    silence: Annotated[Duration, Meta(gt=0)] = 15.0
     """A replica from which nothing is received for this long counts as lost."""
     straggler: Literal["wait", "skip", "dynamic"] = "wait"
     """swarm: what happens if a contribution is late. wait: the others wait until the round times out; skip: for
@@ -93,20 +94,13 @@ class NetworkSettings:
         return parse_listen(":0" if self.listen is None or nowhere else self.listen)
 
     def __post_init__(self) -> None:
-        most = None if self.transport == "swarm" else self.replicas
-        for name, low, high in (
-            ("replicas", 1, None),
-            ("replica_size", 1, None),
-            ("min_replicas", 1, most),
-            ("replica", 0, None if most is None else most - 1),
-        ):
-            value = getattr(self, name)
-            if value is not None and not low <= value <= (math.inf if high is None else high):
-                allowed = f"at least {low}" if high is None else f"between {low} and {high}"
-                raise ConfigurationError(f"network.{name} must be {allowed}, got {value}.")
-        if self.transport != "in-process" and not 0 < self.silence < self.round_timeout:
+        check_ranges(self, "network.")
+        if self.transport != "swarm":
+            check_whole("network.min_replicas", self.min_replicas, 1, self.replicas)
+            check_whole("network.replica", self.replica or 0, 0, self.replicas - 1)
+        if self.transport != "in-process" and not self.silence < self.round_timeout:
             raise ConfigurationError(
-                "network.silence must be positive and less than network.round_timeout, got "
+                "network.silence must be less than network.round_timeout, got "
                 f"{Duration(self.silence)} and {Duration(self.round_timeout)}."
             )
         _ = self.listen_at  # raises
@@ -126,19 +120,19 @@ class NetworkSettings:
 class EmulateSettings:
     """in-process: slow links and slow computers, emulated on a virtual clock."""
 
-    bandwidth: tuple[Rate, ...] = ()
+    bandwidth: Annotated[tuple[Rate, ...], Meta(gt=0)] = ()
     """Bandwidth in each direction, such as 100Mbit: one value for all replicas or one per replica. Default: unlimited.
     """
-    latency: tuple[Duration, ...] = ()
+    latency: Annotated[tuple[Duration, ...], Meta(ge=0)] = ()
     """One-way latency, such as 20ms: one value for all replicas or one per replica. Default: none."""
-    step_time: tuple[Duration, ...] = ()
+    step_time: Annotated[tuple[Duration, ...], Meta(ge=0)] = ()
     """Compute time of one inner step on the virtual clock, one value for all replicas or one per replica."""
 
     def check(self, network: NetworkSettings) -> None:
-        """Check the number of values and their range.
+        """Check the number of values.
 
         Raises:
-            ConfigurationError: a value is out of range, or something is emulated without a virtual clock.
+            ConfigurationError: there are too many or too few, or something is emulated without a virtual clock.
         """
         for name in ("bandwidth", "latency", "step_time"):
             values = getattr(self, name)
@@ -152,9 +146,6 @@ class EmulateSettings:
                     f"emulate.{name} must have no value, one value, or one per replica ({network.replicas}), got "
                     f"{len(values)} values."
                 )
-            if any(value < 0 or (value == 0 and name == "bandwidth") for value in values):
-                least = "positive" if name == "bandwidth" else "at least 0"
-                raise ConfigurationError(f"The values of emulate.{name} must be {least}, got {values}.")
         if (self.bandwidth or self.latency) and not self.step_time:
             raise ConfigurationError(
                 "emulate.bandwidth and emulate.latency need emulate.step_time, such as 250ms, because an emulated link "

@@ -130,7 +130,6 @@ class PeerLinks:
         transport.pause_reading()
         reader.feed_eof()  # so that `read` returns what has already arrived without waiting for more
         already = await reader.read()
-        peer.description = self.connections.streams.route(writer)
         stripe = Stripe(peer, transport, self.rules.silence_s, compresses=self.rules.compress)
         try:
             if peer.ended:

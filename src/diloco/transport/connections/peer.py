@@ -76,7 +76,6 @@ class Peer:
     num_messages: int = 0  # number of control messages received, heartbeats included
     task: asyncio.Task[None] | None = None  # runs `listen`
     single: bool = False  # whether a second stripe would be useless
-    description: str = ""  # what carries the stripes, for display
     stripes: dict[int, Stripe] = field(default_factory=dict)  # open stripes by number
     wanted: bool = False  # whether there are to be stripes
     bare_s: float = 0.0  # since when there has been no stripe, if one is wanted and there is none

@@ -296,10 +296,6 @@ class TcpStreams:
         elif connection.family == socket.AF_INET6:
             connection.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, _LOW_DELAY)
 
-    def route(self, writer: asyncio.StreamWriter) -> str:
-        """Return what carries a connection, for display."""
-        return "TCP"
-
     def origins(self, writer: asyncio.StreamWriter) -> tuple[str, ...]:
         """Return the origins (peer and host) of a connection, of which `ConnectionLimit` admits only so many."""
         place = writer.get_extra_info("peername")

@@ -133,20 +133,23 @@ class PayloadExchange:
         everything = ((0, self.contribution.numel),) * len(self.members)
         # the slice of values that each member sums
         self._summed = everything if self.plan.pattern == "all-gather" else self.plan.shards
+        codec, numel = self.contribution.codec, self.contribution.numel
         try:
-            codec = self.contribution.codec
-            self._ranges = [*self._pieces(*self._summed[self.me], codec)]
-            sizes = {piece: codec.payload_bytes(b - a) for piece, (a, b) in enumerate(self._ranges)}
+            self._begin_receiving()
+            plans = [
+                [(member, a, b) for a, b in self._pieces(*bounds, codec)]
+                for member, bounds in zip(self.members, self._summed, strict=True)
+                if member in self._peers
+            ]
+            # Peers take turns, piece by piece, so that all of them can start to sum. Each piece is cut once.
+            for piece, row in enumerate(itertools.zip_longest(*plans)):
+                receivers: dict[tuple[int, int], list[int]] = {}
+                for member, a, b in filter(None, row):
+                    receivers.setdefault((a, b), []).append(member)
+                for (a, b), members in receivers.items():
+                    self._send(members, codec.cut(self.contribution.payload, numel, a, b), piece)
             if len(self._extras):
-                sizes[_EXTRAS] = len(self._extras)
-            for member in self._peers:
-                for piece, num_bytes in sizes.items():
-                    self._receive(member, torch.empty(num_bytes, dtype=torch.uint8, device="cpu"), piece)
-            if self.plan.pattern == "reduce-scatter":
-                self._begin_means()
-            for peer in self._peers.values():
-                peer.take_early(self._tag)
-            self._send_all()
+                self._send(self._peers, self._extras, _EXTRAS)
         except Exception as error:
             self.verdict.set_exception(error)
         else:
@@ -212,22 +215,19 @@ class PayloadExchange:
 
         start() if asyncio._get_running_loop() is self._loop else self._loop.call_soon_threadsafe(start)
 
-    def _send_all(self) -> None:
-        codec, numel = self.contribution.codec, self.contribution.numel
-        plans = [
-            [(member, a, b) for a, b in self._pieces(*bounds, codec)]
-            for member, bounds in zip(self.members, self._summed, strict=True)
-            if member in self._peers
-        ]
-        # Peers take turns, piece by piece, so that all of them can start to sum. Each piece is cut once.
-        for piece, row in enumerate(itertools.zip_longest(*plans)):
-            receivers: dict[tuple[int, int], list[int]] = {}
-            for member, a, b in filter(None, row):
-                receivers.setdefault((a, b), []).append(member)
-            for (a, b), members in receivers.items():
-                self._send(members, codec.cut(self.contribution.payload, numel, a, b), piece)
+    def _begin_receiving(self) -> None:
+        codec = self.contribution.codec
+        self._ranges = [*self._pieces(*self._summed[self.me], codec)]
+        sizes = {piece: codec.payload_bytes(b - a) for piece, (a, b) in enumerate(self._ranges)}
         if len(self._extras):
-            self._send(self._peers, self._extras, _EXTRAS)
+            sizes[_EXTRAS] = len(self._extras)
+        for member in self._peers:
+            for piece, num_bytes in sizes.items():
+                self._receive(member, torch.empty(num_bytes, dtype=torch.uint8, device="cpu"), piece)
+        if self.plan.pattern == "reduce-scatter":
+            self._begin_means()
+        for peer in self._peers.values():
+            peer.take_early(self._tag)
 
     def _take(self, member: int, piece: int, *, second: bool = False) -> Tensor:
         """Wait until a piece from ``member`` has arrived, and return it."""

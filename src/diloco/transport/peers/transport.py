@@ -125,11 +125,6 @@ class PeerTransport(Transport):
         """Fragment -> digest of the state behind this rank's last contribution."""
         return {fragment: each.digest for fragment, each in list(self._rounds.last.items())}
 
-    @property
-    def link_descriptions(self) -> Mapping[int, str]:
-        size = self.rules.ranks_per_replica
-        return {rank // size: peer.description for rank, peer in self.links.by_rank.items() if peer.stripes}
-
     def traffic_by_peer(self) -> Mapping[str, tuple[int, int, float]]:
         size = self.rules.ranks_per_replica
         return {str(rank // size): peer.traffic() for rank, peer in self.links.by_rank.items()}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from diloco.algorithm import check_whole
-from diloco.errors import ConfigurationError, RendezvousError
+from diloco.errors import RendezvousError
 from diloco.membership import MOST_RANK, BootstrapElection, LastViews, byzantine_quorum, enough_without, names_of
 from diloco.protocol import Entry, MessageError, Refused, Registry, Rules, Store, decode, encode
 from diloco.transport.address import Address
@@ -393,8 +393,8 @@ def connect_swarm(
             used.
     """
     check_whole("num_replicas", num_replicas, 1)
-    if replica is not None and check_whole("replica", replica, 0) > MOST_RANK:
-        raise ConfigurationError(f"replica must be at most {MOST_RANK}, got {replica}.")
+    if replica is not None:
+        check_whole("replica", replica, 0, MOST_RANK)
     exchange = Rules.of(rules, continue_without_lost=True)
     place = SwarmPlace(
         identity=Path(identity),

@@ -135,12 +135,6 @@ class Node:
     def daemon_pid(self) -> int:
         return self._daemon.pid
 
-    @property
-    def clock_off_s(self) -> float:
-        """How many seconds the clock of this machine is ahead of the network's (negative: behind)."""
-        ahead_s: float = load_engine().clock.off_s()
-        return ahead_s
-
     async def handle(self, handler: Handler) -> None:
         await self._daemon.handle(handler)
 

@@ -161,9 +161,6 @@ class PeerStreams(TcpStreams):
     def identity_of(self, key: bytes) -> str:
         return identity_of(key)
 
-    def route(self, writer: asyncio.StreamWriter) -> str:
-        return "libp2p" if writer in self._over_libp2p else "direct streams"
-
     def places_for_payloads(self, addresses: Sequence[str]) -> tuple[str, ...]:
         """Return where others can open streams over TCP to this peer, whose multiaddresses these are."""
         return tuple(str(Address(host, self.port)) for host in hosts_in(addresses)) if self.port else ()
