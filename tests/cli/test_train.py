@@ -142,7 +142,7 @@ def test_a_folder_that_can_not_be_made_is_a_sentence(
     assert "can't be written: Not a directory" in refused(train(files, *rank), capsys)
     (tmp_path / "runs").touch()
     monkeypatch.chdir(tmp_path)
-    assert "can't be created: File exists. Choose another place as --out" in refused(train(files), capsys)
+    assert "can't be created: File exists. Choose another --out" in refused(train(files), capsys)
 
 
 @pytest.mark.parametrize(

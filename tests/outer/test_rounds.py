@@ -88,16 +88,3 @@ def test_a_void_round_counts_as_finished() -> None:
     again = streaming()
     again.replicas[0].load_state_dict(swarm.replicas[0].state_dict())
     assert again.transport.endpoint(1).fetch(0, [0])["finished_rounds"] == 3
-
-
-def test_a_replica_that_begins_from_the_global_parameters_owes_nothing() -> None:
-    """It continues from another replica's state, whose residuals and trained steps do not belong to it."""
-    swarm = streaming(codec="int8", error_feedback=True)
-    swarm.run(13, quadratic())
-    diloco = swarm.replicas[0]
-    diloco.drain()
-    assert any(bool(residual.any()) for residual in residuals(diloco))
-    diloco.begin_from_global()
-    assert not any(bool(residual.any()) for residual in residuals(diloco))
-    assert torch.equal(swarm.local(0), swarm.global_params(0))
-    assert all(fragment.trained == fragment.submitted == 0.0 for fragment in diloco.fragments)

@@ -134,12 +134,11 @@ def save(rank: Rank, folder: Path, keep: int = 5) -> Path:
         folder,
         rank.diloco.steps,
         {
-            "replica-0": rank.state.common(),
             "replica-0-values": rank.state.values(),
             "global": rank.state.global_params(),
             "outer": rank.state.outer_state(),
         },
-        own={"replica-0-own": rank.state.own()} if rank.group.position < rank.parallel.num_shards else {},
+        own={"replica-0-own": rank.state.rest()} if rank.group.position < rank.parallel.num_shards else {},
         about={"ranks": rank.group.size},
         keep=keep,
         group=rank.group,
@@ -148,8 +147,7 @@ def save(rank: Rank, folder: Path, keep: int = 5) -> Path:
 
 def load(rank: Rank, checkpoint: Checkpoint) -> tuple[RoundId, ...]:
     """Load the rank's state from a checkpoint and return the void rounds."""
-    saved_by = sum(part.startswith("replica-0-own-") for part in checkpoint.parts)
-    own, shards = None, rank.parallel.num_shards
-    if saved_by == shards:
-        own = checkpoint.load(f"replica-0-own-{rank.group.position % shards}")
-    return rank.state.load(checkpoint, "replica-0-values", checkpoint.load("replica-0"), own)
+    shards = rank.parallel.num_shards
+    same = sum(part.startswith("replica-0-own-") for part in checkpoint.parts) == shards
+    own = checkpoint.load(f"replica-0-own-{rank.group.position % shards if same else 0}")
+    return rank.state.load(checkpoint, "replica-0-values", own, resubmit=same)

@@ -114,7 +114,7 @@ def test_a_replica_weighs_as_many_tokens_as_counted(base: Path, tmp_path: Path) 
     for replica in range(2):
         batches = corpus.batches(sequence_length=48, batch_size=2, replica=replica, num_replicas=2, seed=0)
         counted.append(sum(int((batches.next_batch()[1] >= 0).sum()) for _ in range(3)))
-        fragment = checkpoint.load(f"replica-{replica}")["common"]["diloco"]["fragments"][0]
+        fragment = checkpoint.load(f"replica-{replica}-own-0")["state"]["diloco"]["fragments"][0]
         assert fragment["trained"] == pytest.approx(counted[-1] / (2 * 48))
     assert counted[0] != counted[1]
 

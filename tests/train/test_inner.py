@@ -234,6 +234,7 @@ def test_muon_trains_hidden_matrices_at_a_rate_of_their_own_by_the_same_schedule
     assert losses[-1] < 0.95 * losses[0]
     rates = [(group["orthogonalise"], group["lr"]) for group in loop.optimizer.param_groups]
     assert rates == [(True, 4 * CONSTANT(0)), (False, CONSTANT(0)), (False, CONSTANT(0))]
+    assert all(group["fused"] for group in loop.optimizer.param_groups), "AdamW steps the others by its fused kernel"
 
 
 @pytest.mark.parametrize("arguments", [{"weight_decay": 0.5}, {}])

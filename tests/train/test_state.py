@@ -70,6 +70,14 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert other.traffic() == traffic
 
 
+def test_replicas_use_one_model_and_optimizer_while_they_average_gradients(tmp_path: Path) -> None:
+    session, numbers = make_session(write_text(tmp_path), "--data-parallel-steps 2"), []
+    for _ in range(3):
+        numbers.append(len({id(replica.inner) for replica in session.replicas}))
+        session.step()
+    assert numbers == [1, 1, 2]
+
+
 def rank(replica: int, arguments: str, port: int) -> int:
     place = f"--transport tcp --replica {replica} --join 127.0.0.1:{port}" if port else ""
     return main(["train", *arguments.split(), *place.split(), "--monitor.console", "quiet"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from diloco.data import ByteTokenizer, Tokenizer, train_bpe
 from diloco.errors import ConfigurationError, NonFiniteError
 from diloco.model import DecoderSettings, Transformer
-from diloco.trained import Sampling, TextStream, generate
+from diloco.trained import Sampling, generate, text_of
 from tests.model.decoders import build_lively
 
 SETTINGS = DecoderSettings(layers=2, width=16, ffn_width=32, heads=4, kv_heads=2, vocab_size=23, max_sequence_length=12)
@@ -180,5 +180,4 @@ BPE = train_bpe(["abab cabab ümlaut abc abcd 日本語 ababab"] * 4, 275)
     tokenizer=st.sampled_from([ByteTokenizer(), BPE]),
 )
 def test_pieces_together_are_the_text(tokens: list[int], tokenizer: Tokenizer) -> None:
-    stream = TextStream(tokenizer)
-    assert "".join(stream.feed(token) for token in tokens) + stream.finish() == tokenizer.decode(tokens)
+    assert "".join(text_of(tokens, tokenizer)) == tokenizer.decode(tokens)

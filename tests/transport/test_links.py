@@ -9,11 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigurationError, RoundVoidError
-from diloco.transport import (
-    InProcessTransport,
-    Link,
-    VirtualNetwork,
-)
+from diloco.transport import InProcessTransport, Link, VirtualNetwork
 from tests.transport.contract import SIZE, contribution
 
 MEGABYTE_PER_S = 8e6

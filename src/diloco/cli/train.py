@@ -159,8 +159,6 @@ SHOWN = {
 }
 """The defaults that follow from the data and the model, as the help shows them."""
 
-FEW_STEPS = 50  # with fewer steps a model hardly learns, whatever the data
-
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneSettings(Configuration):
@@ -193,11 +191,6 @@ def run_finetune(arguments: Sequence[str]) -> int:
         return run_line(line, typed)
     epochs = FinetuneSettings.epochs if epochs is None else epochs
     check_number("--epochs", epochs, gt=0, lt=1_000_000)
-    if folder is not None and folder.suffix == ".toml":
-        raise ConfigurationError(
-            f"{folder} is a settings file, but diloco finetune needs the folder of a model. For settings, use "
-            f"`{command_text('train', folder)}`."
-        )
     if "data.paths" not in values or (folder is None and "model.source" not in values):
         raise ConfigurationError(
             "diloco finetune needs a model and conversations: diloco finetune FOLDER --data chat.jsonl, where FOLDER "
@@ -210,30 +203,23 @@ def run_finetune(arguments: Sequence[str]) -> int:
         )
     values = {"preset": "finetune"} | ({} if folder is None else {"model.source": f"hf:{folder}"}) | values
     values |= {"model.lora_rank": 0} if full else {}
-    line, notes = with_torchrun(dataclasses.replace(line, file=None, values=values)), list[str]()
-    asked = compose(line)
+    line = with_torchrun(dataclasses.replace(line, file=None, values=values))
     if "train.steps" not in values:
         from diloco.data import build_corpus
 
-        length = asked.train.sequence_length
-        rows = build_corpus(asked.data, length).train.num_windows(length)
+        asked = compose(line)
+        rows = build_corpus(asked.data, length := asked.train.sequence_length).train.num_windows(length)
         sequences = asked.train.batch_size * asked.network.replicas
         steps = values["train.steps"] = max(1, math.ceil(epochs * rows / sequences))
         inner_steps = values["sync.inner_steps"] = compose(line).sync.inner_steps
-        steps = values["train.steps"] = math.ceil(steps / inner_steps) * inner_steps  # the last round follows the last
-        asked = compose(line)
-        if steps < FEW_STEPS:
-            notes.append(
-                f"{rows} rows, {sequences} per step and read {epochs:g} times, give only {steps} steps. For more "
-                "steps, use a smaller --batch-size, shorter rows (--sequence-length) or more --epochs."
-            )
-    return run_line(line, typed, notes=notes)
+        values["train.steps"] = math.ceil(steps / inner_steps) * inner_steps  # the last round follows the last
+    return run_line(line, typed)
 
 
-def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = ()) -> int:
+def run_line(line: CommandLine, typed: Sequence[str]) -> int:
     """Train with the settings of a command line; the processes of other ranks are started as ``typed``."""
     plan = plan_run(line)
-    plan, settings = dataclasses.replace(plan, notes=(*notes, *plan.notes)), plan.configuration
+    settings = plan.configuration
     log_to_stderr(as_json=settings.monitor.console == "json")
     if line.print_config:
         from diloco.data import corpus_vocabulary_size
@@ -262,11 +248,10 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
                 from diloco.train import launch
 
                 out = [] if "out" in line.values or plan.source is not None else ["--out", str(folder)]
-
-                def words(replica: int, address: object) -> list[str]:
-                    return [*typed, "--replica", str(replica), "--join", str(address), *out]
-
-                code = launch(settings.network, words, say, lock)
+                words = [*typed, *out]
+                code = launch(
+                    settings.network, lambda m, at: [*words, "--replica", str(m), "--join", str(at)], say, lock
+                )
             else:
                 code = _train(plan, folder)
     if code == INTERRUPTED:
@@ -360,7 +345,7 @@ def _train(
     role, it holds all replicas, or is a peer of a swarm.
     """
     from diloco.data import load_tokenizer
-    from diloco.monitor import make_sinks, read_metrics
+    from diloco.monitor import make_sinks
     from diloco.train import OVER, run_training
 
     if plan.source is not None and (meet is None or (folder / CONFIG_FILE).exists()):  # it may continue with changes
@@ -391,11 +376,9 @@ def _train(
         )
     in_vain = summary.get("rounds_void") and not summary.get("rounds_committed")
     if in_vain and (role is None or role.is_first):
-        *_, last = {"reason": "see metrics.jsonl"}, *read_metrics(folder / "metrics.jsonl", "RoundVoid")
         say(
             "no round was committed, so the replicas have learned nothing from each other: all "
-            f"{summary['rounds_void']} were void. The reason of the last one: {last['reason'].rstrip('.')}. Remove the "
-            "cause, then start a new run."
+            f"{summary['rounds_void']} were void, as metrics.jsonl says why. Remove the cause, then start a new run."
         )
     interrupted = summary["interrupted"] and not (role is None and summary["interrupted"] == OVER)
     return INTERRUPTED if interrupted else FAILED if in_vain else DONE
@@ -439,9 +422,8 @@ def _folder_of_rank(plan: RunPlan, role: Role, base: Path | None) -> Path:
 
 def _files(folder: Path, *, of_rank: bool) -> list[Path]:
     """Return what is in the folder except its lock and, in the folder of a rank, the folders of other ranks."""
-    others = ("replica-", "rank-") if of_rank else ()
-    entries = (entry for entry in folder.iterdir() if entry.name != LOCK_FILE)
-    return [entry for entry in entries if not (entry.is_dir() and entry.name.startswith(others))]
+    entries, others = folder.iterdir(), ("replica-", "rank-") if of_rank else ()
+    return [e for e in entries if e.name != LOCK_FILE and not (e.is_dir() and e.name.startswith(others))]
 
 
 def _not_empty(folder: Path) -> ConfigurationError:
@@ -463,7 +445,5 @@ def _claim_numbered(plan: RunPlan) -> Path:
                 break
             folder = first.with_name(f"{first.name}-{number}")
     except OSError as error:
-        raise ConfigurationError(
-            f"{folder} can't be created: {error.strerror}. Choose another place as --out."
-        ) from error
+        raise ConfigurationError(f"{folder} can't be created: {error.strerror}. Choose another --out.") from error
     return folder

@@ -182,18 +182,17 @@ def run_generate(arguments: Sequence[str]) -> int:
 
     import torch
 
-    from diloco.trained import Sampling, TextStream, generate
+    from diloco.trained import Sampling, generate, text_of
 
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     trained = options.load(options.device)
     device, window = next(trained.model.parameters()).device, trained.length(options.context, "--context")
 
     def pieces(tokenizer: Tokenizer, prompt: Sequence[int], *ends: int) -> Iterator[str]:
-        """Yield the text of each token up to one of the tokens ``ends``, and then what is left of an incomplete one."""
-        stream, generator = TextStream(tokenizer), torch.Generator(device).manual_seed(options.seed)
+        """Return the text of each token up to one of the tokens ``ends``, and then the rest of an incomplete one."""
+        generator = torch.Generator(device).manual_seed(options.seed)
         how = {"max_new_tokens": options.tokens, "sampling": sampling, "stop_tokens": ends, "window": window}
-        yield from map(stream.feed, generate(trained.model, prompt, generator, **how))
-        yield stream.finish()
+        return text_of(generate(trained.model, prompt, generator, **how), tokenizer)
 
     if options.chat:
         return _chat(options, trained.chat_tokenizer(), pieces)

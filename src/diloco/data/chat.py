@@ -12,7 +12,6 @@ import re
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -95,19 +94,21 @@ def _examples(
 
 def _example(tokenizer: ChatTokenizer, place: str, record: Any, counts: Counter[str]) -> Example | str:
     """Tokenise a record. If there is nothing to learn from it, return why, as one of `_NOTES`."""
-    conversation = read_conversation(place, record)
-    for name in sorted(conversation.unused):
+    try:
+        messages, learned, tools, unused = _read(_without_nulls(record))
+    except RowError as error:
+        raise RowError(f"{place}: {error}") from error
+    for name in sorted(unused):
         if not counts[f"unused {name}"]:  # each is named once
             warn_once(f"{place}: the field {name!r} is not used.")
         counts[f"unused {name}"] += 1
-    if any(map(tokenizer.holds_special, texts_of([conversation.messages, conversation.tools]))):
+    if any(map(tokenizer.holds_special, texts_of([messages, tools]))):
         return "special"
-    size = max((number + 1 for number, learned in enumerate(conversation.learned) if learned), default=0)
-    messages, learned = conversation.messages[:size], conversation.learned[:size]
-    if not messages:
+    if not any(learned):
         return "unanswered"
+    size = len(learned) - learned[::-1].index(True)  # what follows the last answer is left out
     try:
-        example, all_count = tokenizer.conversation(messages, learned, conversation.tools)
+        example, all_count = tokenizer.conversation(messages[:size], learned[:size], tools)
     except DataError as error:
         if tokenizer.template is None:
             raise
@@ -193,25 +194,8 @@ _MARKS = re.compile("(^|_)(weights?|mask(s|ed)?|loss|train(ing|able)?)(_|$)")
 """Names of fields that may say what is learned. Only ``weight`` of a message can be followed."""
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """A record in the form that chat templates take."""
-
-    messages: tuple[dict[str, Any], ...]  # arguments of calls are objects
-    learned: tuple[bool, ...]  # of each message; only the assistant's are learned
-    tools: tuple[dict[str, Any], ...]
-    unused: frozenset[str]  # names of fields
-
-
-def read_conversation(place: str, record: Mapping[str, Any]) -> Conversation:
-    """Return the conversation of a record at a place; raise `RowError` if its fields are unknown or malformed."""
-    try:
-        return _read(_without_nulls(record))
-    except RowError as error:
-        raise RowError(f"{place}: {error}") from error
-
-
-def _read(fields: dict[str, Any]) -> Conversation:
+def _read(fields: dict[str, Any]) -> tuple[list[dict[str, Any]], list[bool], list[dict[str, Any]], set[str]]:
+    """Return the messages, of each whether it is learned, the tools, and the names of the fields that are not used."""
     if marks := [name for name in sorted(fields) if _MARKS.search(name) and isinstance(fields[name], str | list)]:
         raise RowError(
             f"{marks[0]} marks parts of the record, which can't be followed: give messages a weight of 0 or 1."
@@ -228,12 +212,11 @@ def _read(fields: dict[str, Any]) -> Conversation:
             f"It has the fields {', '.join(map(repr, sorted(fields)))}. A conversation needs 'messages', or 'prompt' "
             "and 'completion'."
         )
-    tools = tuple(_tool(tool) for tool in _listed(fields.pop("tools", None)))
+    tools = [_tool(tool) for tool in _listed(fields.pop("tools", None))]
     messages = [_message(turn) for turn in turns]
     if content := checked_text(fields.pop("system", ""), "a record", "system"):
         messages.insert(0, ({"role": "system", "content": content}, False))
-    read, learned = zip(*messages, strict=True)
-    return Conversation(read, learned, tools, frozenset(fields))
+    return [message for message, _ in messages], [learned for _, learned in messages], tools, {*fields}
 
 
 def _turns(name: str, value: Any, role: str = "") -> list[Any]:

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from diloco.algorithm import (
     GREATEST_WEIGHT,
     LEAST_WEIGHT,
-    AlphaMerge,
     AverageRule,
     Codec,
     FragmentLayout,
@@ -236,13 +235,6 @@ class DiLoCo:
         self._require_nothing_in_flight("taking over other replicas' state")
         for fetched in self.recovery.fetch_all(donors, keep_work=keep_work, step=self.steps):
             self._on_event(fetched)
-
-    def begin_from_global(self) -> None:
-        """Reset the local parameters to the global ones and drop all work of this replica. Nothing may be in flight."""
-        self._require_nothing_in_flight("beginning from the global parameters")
-        for fragment in self.fragments:
-            fragment.reset_local(AlphaMerge())
-            fragment.forget_work()
 
     def drain(self, *, take_over: bool = True) -> None:
         """Merge every fragment in flight, in the order sent, and with ``take_over`` the states being fetched."""

@@ -140,29 +140,26 @@ class Fragment:
         """Return a copy of the local parameters, ``(numel,)`` float32 on the device of the global ones."""
         return flatten(self.parameters, self._empty())
 
-    def pseudo_gradient(self, *, keep_local: bool = False) -> tuple[Tensor, Tensor | None, float]:
+    def pseudo_gradient(
+        self, local: Tensor | None = None, *, keep_local: bool = False
+    ) -> tuple[Tensor, Tensor | None, float]:
         """Return ``Delta = global - local``, ``(numel,)`` float32 (Algorithm 2, line 7), and its largest magnitude.
 
-        With ``keep_local`` the copy of the local parameters, ``(numel,)`` float32, is not overwritten but returned. The
-        magnitude is that of all ranks that shard the parameters.
+        ``local`` is a copy of the local parameters, ``(numel,)`` float32; with ``keep_local`` it is not overwritten but
+        returned. The magnitude is that of all ranks that shard the parameters.
 
         Raises:
             NonFiniteError: on all ranks, if Delta contains NaN or infinity on one. The message names the parameters.
         """
-        local = self.local()
-        delta, largest = self._difference(local, self._empty() if keep_local else local)
+        local = self.local() if local is None else local
+        delta, largest = self._empty() if keep_local else local, 0.0
+        for values, mine, difference in in_pieces(self.global_params, local, delta):
+            magnitude = largest_magnitude(torch.sub(values, mine, out=difference))
+            largest = max(largest, magnitude) if math.isfinite(magnitude) else math.inf
         (largest,) = self._greatest([largest])
         if not math.isfinite(largest):
             raise self._not_finite(delta)
         return delta, local if keep_local else None, largest
-
-    def _difference(self, local: Tensor, delta: Tensor) -> tuple[Tensor, float]:
-        """Set ``delta`` to ``global - local``, and return it with its largest magnitude, infinite if one is NaN."""
-        largest = 0.0
-        for values, mine, difference in in_pieces(self.global_params, local, delta):
-            magnitude = largest_magnitude(torch.sub(values, mine, out=difference))
-            largest = max(largest, magnitude) if math.isfinite(magnitude) else math.inf
-        return delta, largest
 
     def send(
         self,
@@ -260,9 +257,7 @@ class Fragment:
         try:
             for copied in copies:
                 copied.synchronize()
-            delta, largest = self._difference(local, self._empty() if self._merge.keeps_sent else local)
-            if not math.isfinite(largest):
-                raise self._not_finite(delta)
+            delta, _, largest = self.pseudo_gradient(local, keep_local=self._merge.keeps_sent)
             encoded, candidate = self._encoded(delta)
             payload.copy_(encoded)
         except BaseException as error:
@@ -298,15 +293,9 @@ class Fragment:
             assert before is not None, "kept above"
             self._carry_over(before)
         self.committed += 1
-        fields = {name: getattr(average, name) for name in _OF_AVERAGES}
-        mine = self.flight.contribution
-        fields |= {
-            "view": average.view.id,
-            "total_weight": average.weight,
-            "weight": mine.weight,
-            "digest": mine.digest,
-        }
-        return RoundCommitted(step=step, **self._land(), **fields, **measures)
+        fields = {name: getattr(average, name) for name in _OF_AVERAGES} | {"total_weight": average.weight}
+        fields |= {name: getattr(self.flight.contribution, name) for name in ("weight", "digest")}
+        return RoundCommitted(step=step, view=average.view.id, **self._land(), **fields, **measures)
 
     def drop(self, step: int, reason: str) -> RoundVoid:
         """End the round in flight as void: its work stays in the local parameters."""
@@ -333,12 +322,6 @@ class Fragment:
         others = [self.global_params] if sent is None else [self.global_params, sent]
         for local, values, *kept in self._local_parts(*others, elementwise=getattr(rule, "elementwise", False)):
             rule.merge(local, values, kept[0] if kept else None)
-
-    def forget_work(self) -> None:
-        """Drop the trained steps and the residual of this replica, whose local parameters were replaced."""
-        self.trained = self.submitted = 0.0
-        if self.residual is not None:
-            self.residual.zero_()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the fragment except its local parameters, as nested state. Copies no tensors."""

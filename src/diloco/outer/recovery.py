@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.algorithm import AlphaMerge
@@ -25,6 +25,9 @@ _IDLE, _ARRIVED, _PENDING, _FAILED = range(4)
 """What a rank knows about the state of a fragment. The greatest of all ranks of a replica decides what they do."""
 
 
+Outcome = tuple[Mapping[str, Any], int, Sequence[Average]] | TransportError | None
+
+
 @dataclass(frozen=True, eq=False)
 class _Fetch:
     fragment: Fragment
@@ -34,27 +37,17 @@ class _Fetch:
     missed: list[Average] = field(default_factory=list)  # averages of the rounds since the fetch began
 
 
-@dataclass(frozen=True, eq=False)
-class _Received:
-    state: Mapping[str, Any]
-    finished_rounds: int
-    begun_after: int
-    data_order: str
-    lacking: Sequence[Average] = ()  # the averages of the rounds that the state lacks
-
-
-def _received(fragment: Fragment, state: Mapping[str, Any]) -> _Received:
-    """Check a state that has been received; raise `TransportError` if it is not one of the fragment."""
+def _checked(fragment: Fragment, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
+    """Return a state that has been received, and its finished rounds, or raise `TransportError` if it does not fit."""
     try:
         fragment.state.check(state)
-        finished, begun_after = (state.get(name, 0) for name in ("finished_rounds", "begun_after"))
-        for name, number in (("finished_rounds", finished), ("begun_after", begun_after)):
-            if type(number) is not int or number < 0:
+        for name in ("finished_rounds", "begun_after"):
+            if type(number := state.get(name, 0)) is not int or number < 0:
                 raise ValueError(f"{name} is {str(number)[:40]!r}")
     except (FragmentError, *UNREADABLE) as error:
         what = f"the received data is not a valid state of fragment {fragment.index}"
         raise TransportError(f"{what}: {error}") from error
-    return _Received(state, finished, begun_after, str(state.get("data_order", "")))
+    return state, state.get("finished_rounds", 0)
 
 
 class StateRecovery:
@@ -120,14 +113,14 @@ class StateRecovery:
                 fetching = self._transport.fetch_in_background(index, donors, expected[index])
                 while not _ended(fetching, _PROGRESS_INTERVAL_S):
                     yield progress()
-                received = _received(fragment, fetching.result())
+                state, finished = _checked(fragment, fetching.result())
                 if keep_work:
-                    fragment.adopt(received.state, received.finished_rounds)
+                    fragment.adopt(state, finished)
                 else:
-                    fragment.state.load(received.state, received.finished_rounds)
+                    fragment.state.load(state, finished)
                     fragment.reset_local(AlphaMerge())
                     fragment.trained = fragment.submitted = 0.0
-                self.begun_after, self.data_order = received.begun_after, received.data_order
+                self.begun_after, self.data_order = state.get("begun_after", 0), str(state.get("data_order", ""))
                 yield progress(here=True)
 
     def resync(self, fragment: Fragment, error: DivergedError | None) -> str:
@@ -182,39 +175,37 @@ class StateRecovery:
                     failures.append(f"Adopting the state of replica {fragment.donor} failed: {why}")
                     self._forget(fragment)
                 elif progress == _ARRIVED:
-                    assert isinstance(outcome, _Received), "it has arrived on all ranks, so on this one"
-                    fragment.unconfirmed, fragment.adopted = True, outcome.finished_rounds
-                    fragment.adopt(outcome.state, outcome.finished_rounds, outcome.lacking)
+                    assert isinstance(outcome, tuple), "it has arrived on all ranks, so on this one"
+                    fragment.unconfirmed, fragment.adopted = True, outcome[1]
+                    fragment.adopt(*outcome)
                     self._forget(fragment)
             self._start_next()
             if not ({_ARRIVED, _FAILED} & set(agreed) or (wait and any(agreed))):
                 break
         return tuple(failures)
 
-    def _progress(self, fragment: Fragment, outcome: _Received | TransportError | None) -> int:
+    def _progress(self, fragment: Fragment, outcome: Outcome) -> int:
         if fragment.donor is None:
             return _IDLE
         if outcome is None or self._fetch is None or self._fetch.fragment is not fragment:
             return _PENDING
-        return _ARRIVED if isinstance(outcome, _Received) else _FAILED
+        return _ARRIVED if isinstance(outcome, tuple) else _FAILED
 
-    def _outcome(self) -> _Received | TransportError | None:
-        """Return what has been fetched, why it can't be adopted, or None before it has arrived."""
+    def _outcome(self) -> Outcome:
+        """Return the arguments of `Fragment.adopt`, why it can't be adopted, or None before it has arrived."""
         if (fetch := self._fetch) is None or not fetch.fetching.done():
             return None
         fragment = fetch.fragment
         try:
-            received = _received(fragment, fetch.fetching.result())
-            finished = received.finished_rounds
+            state, finished = _checked(fragment, fetch.fetching.result())
             lacking = [average for average in fetch.missed if average.round.outer_step >= finished]
             held = lacking[0].held if lacking else fetch.digest if not fetch.missed else ""
-            if held and fragment.state.digest_of(received.state) != held:
+            if held and fragment.state.digest_of(state) != held:
                 fragment.mismatches += 1
                 raise TransportError("the received state differs from the one that the other replicas hold.")
         except TransportError as error:
             return error
-        finished = max([finished, *(average.round.outer_step + 1 for average in lacking)])
-        return replace(received, finished_rounds=finished, lacking=lacking)
+        return state, max([finished, *(average.round.outer_step + 1 for average in lacking)]), lacking
 
     def _want(self, fragment: Fragment, donor: int, digest: str = "") -> None:
         """Fetch the state of a fragment as soon as no other is being fetched."""

@@ -230,7 +230,8 @@ def make_inner_optimizer(
             "that hold all parameters (ddp)."
         )
     accepted, arguments = inspect.signature(make).parameters, dict(settings.arguments)
-    may_fuse = "fused" in accepted and not is_own(name) and (name in FUSED_ON_SHARDS or not sharded)
+    fuses = make is muon or ("fused" in accepted and not is_own(name))  # `muon` passes it on to AdamW
+    may_fuse = fuses and (name in FUSED_ON_SHARDS or not sharded)
     if may_fuse and not {"fused", "foreach"} & arguments.keys():
         arguments["fused"] = True
     decays = "weight_decay" in accepted and arguments.get("weight_decay", accepted["weight_decay"].default) != 0

@@ -14,7 +14,7 @@ from torch import Tensor
 from diloco.algorithm import digest_tensors, make_codec, persistent_buffers, trainable_parameters
 from diloco.checkpoint import Lazy, whole
 from diloco.data import Corpus
-from diloco.devices import flops_utilization, known_peak_flops_per_s
+from diloco.devices import flops_utilization, known_peak_flops_per_s, release_memory
 from diloco.events import Event, RoundCommitted, StepFinished
 from diloco.model import ENDS, LanguageModel, build_language_model
 from diloco.outer import DiLoCo
@@ -203,6 +203,7 @@ class Session:
     def end_shared_start(self) -> None:
         """Begin the outer loop of every replica."""
         self.totals.shared_start_sent_bytes = self.traffic()[0]
+        release_memory()  # of gradients in flight
         for replica in self.replicas:
             self.begin_diloco(replica)
 

@@ -32,9 +32,7 @@ __all__ = ["ReplicaState", "base_home", "load_session", "replicas_in", "save_ses
 
 _REPLICA = re.compile(r"replica-(\d+)\Z")  # a replica's part of a checkpoint; its shards have longer names
 
-_VALUES = ("global_params", "slots", "residual")
-_OF_RANKS = ("in_flight", "candidate")
-"""The keys in the state of a fragment that have the shape of its parameters, and those that only its rank can use."""
+_VALUES = ("global_params", "slots", "residual")  # in the state of a fragment, with the shape of its parameters
 
 
 class ReplicaState:
@@ -76,38 +74,28 @@ class ReplicaState:
                 values |= self._laid_out(fragment.layout.named(vector), f"{slot}/")
         return values
 
-    def common(self) -> dict[str, Any]:
-        """Return what is the same on all ranks: steps, learning rates, the gradient scaler, counters."""
-        saved, outer = self.inner.state_dict(), None
+    def rest(self) -> dict[str, Any]:
+        """Return all other state; only this rank can use its rounds in flight, which were encoded shard by shard."""
+        saved, diloco = self.inner.state_dict(), None
         rest = {
             self.names[id(parameter)]: {slot: v for slot, v in slots.items() if not _is_shaped_as(v, parameter)}
             for parameter, slots in self.inner.optimizer.state.items()
         }
         if self.diloco is not None:
-            outer, not_common = self.diloco.state_dict(), {*_VALUES, *_OF_RANKS}
-            fragments = [{name: state[name] for name in state.keys() - not_common} for state in outer["fragments"]]
-            flights = [[round_id.fragment, round_id.outer_step] for round_id in self.diloco.in_flight]
-            outer = {**outer, "fragments": fragments, "rounds_in_flight": flights}
+            diloco = self.diloco.state_dict()
+            diloco["fragments"] = [{k: v for k, v in f.items() if k not in _VALUES} for f in diloco["fragments"]]
         inner = {"groups": saved["optimizer"]["param_groups"], "rest": rest, "scaler": saved["scaler"]}
-        return {"inner": inner, "diloco": outer}
-
-    def own(self) -> dict[str, Any]:
-        """Return what only this rank can use: rounds in flight, which were encoded shard by shard."""
-        if self.diloco is None:
-            return {}
-        fragments = self.diloco.state_dict()["fragments"]
-        return {"fragments": [{name: fragment[name] for name in _OF_RANKS} for fragment in fragments]}
+        return {"inner": inner, "diloco": diloco}
 
     def load(
-        self, checkpoint: Checkpoint, part: str, common: Mapping[str, Any], own: Mapping[str, Any] | None
+        self, checkpoint: Checkpoint, part: str, rest: Mapping[str, Any], *, resubmit: bool
     ) -> tuple[RoundId, ...]:
         """Restore all kinds of state, on any number of ranks. If a `DiLoCo` was saved, this state must have one.
 
         Args:
             part: the part of the checkpoint that has the result of `values`.
-            common: the result of `common`.
-            own: the result of `own` at the same position of the same number of ranks and among the same replicas. None:
-                these differ, and the rounds in flight count as void.
+            rest: the result of `rest`, of this or, without ``resubmit``, of any rank.
+            resubmit: whether as many ranks saved it, among the same replicas. Else the rounds in flight count as void.
 
         Returns:
             The void rounds. Their work is in the next rounds, because the global parameters did not change.
@@ -130,7 +118,7 @@ class ReplicaState:
                 )
         for name, values in parts.items():
             checkpoint.load_into(name, values)
-        optimizer, inner = self.inner.optimizer, common["inner"]
+        optimizer, inner = self.inner.optimizer, rest["inner"]
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         index = {self.names[id(parameter)]: number for number, parameter in enumerate(held)}
         state: dict[int, dict[str, Any]] = {index[name]: dict(kept) for name, kept in inner["rest"].items()}
@@ -138,25 +126,17 @@ class ReplicaState:
             state.setdefault(index[parameter], {})[slot] = value
         optimizer.load_state_dict({"state": state, "param_groups": inner["groups"]})
         self.inner.scaler.load_state_dict(dict(inner["scaler"]))
-        return () if self.diloco is None else self._load_diloco(self.diloco, common["diloco"], own)
-
-    def _load_diloco(
-        self, diloco: DiLoCo, common: Mapping[str, Any], own: Mapping[str, Any] | None
-    ) -> tuple[RoundId, ...]:
-        void = () if own is not None else tuple(RoundId(int(p), int(k)) for p, k in common["rounds_in_flight"])
-        lost = {r.fragment: {"in_flight": {"outer_step": r.outer_step}} for r in void}
+        if self.diloco is None:
+            return ()
+        now, saved = self.diloco.state_dict()["fragments"], rest["diloco"]
         # the values have already been loaded in place, so loading them from here changes nothing
         fragments = [
-            {**{name: now[name] for name in _VALUES}, **dict.fromkeys(_OF_RANKS), **saved, **more}
-            for now, saved, more in zip(
-                diloco.state_dict()["fragments"],
-                common["fragments"],
-                own["fragments"] if own else [lost.get(fragment.index, {}) for fragment in diloco.fragments],
-                strict=True,
-            )
+            {**{name: mine[name] for name in _VALUES}, **theirs}
+            for mine, theirs in zip(now, saved["fragments"], strict=True)
         ]
-        diloco.load_state_dict({**common, "fragments": fragments}, resubmit=own is not None)
-        return void
+        self.diloco.load_state_dict({**saved, "fragments": fragments}, resubmit=resubmit)
+        flights = () if resubmit else (fragment["in_flight"] for fragment in fragments)
+        return tuple(RoundId(number, int(flight["outer_step"])) for number, flight in enumerate(flights) if flight)
 
     def _laid_out(self, shards: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
         """Return this rank's shards of parameters with longer names, as DTensors if the parameters are."""
@@ -182,8 +162,8 @@ def save_session(session: Session, writer: CheckpointWriter, folder: Path, keep:
     """Begin to save the state that the session needs to resume; see `CheckpointWriter.save`. Call it on all ranks.
 
     Parts ``global`` and ``outer`` have what all replicas agree on, ``replica-M-values`` the named tensors of replica M,
-    ``replica-M`` what else its ranks have in common, and ``replica-M-own-S`` what only its rank S can use. Another
-    number of ranks can load all but the last.
+    ``replica-M`` its place in the data, and ``replica-M-own-S`` what else its rank S has. Another number of ranks can
+    load all but rounds in flight and random numbers.
     """
     run = {"totals": vars(session.totals), "transport": session.fleet.state_dict(), "random": process_random()}
     states = [ReplicaState(replica.inner, replica.diloco) for replica in session.replicas]
@@ -194,10 +174,10 @@ def save_session(session: Session, writer: CheckpointWriter, folder: Path, keep:
     own = {}
     for replica, state in zip(session.replicas, states, strict=True):
         name = f"replica-{replica.number}"
-        parts[name] = {"common": state.common(), "sampler": replica.sampler.state_dict()}
+        parts[name] = {"sampler": replica.sampler.state_dict()}
         parts[f"{name}-values"] = state.values()
         if group.position < _num_shards(session):  # else position 0 saves the same
-            own[f"{name}-own"] = {"diloco": state.own(), "random": replica.random_state.state_dict()}
+            own[f"{name}-own"] = {"state": state.rest(), "random": replica.random_state.state_dict()}
     fleet = session.fleet  # processes that resume together need a step of which all have a checkpoint
     agreed = session.agreed_step if fleet.hub is None and not fleet.elastic and fleet.num_members > 1 else None
     about = _about(session)
@@ -248,26 +228,24 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
     fleet.load_state_dict(_fleet_state(session, run["transport"], saved))
     void: tuple[RoundId, ...] = ()
     for replica in session.replicas:
-        state = saved[replica.number].load(f"replica-{replica.number}")
-        void = _load_replica(session, replica, saved[replica.number], state["common"])
-        replica.sampler.load_state_dict(state["sampler"])
+        void = _load_replica(session, replica, saved[replica.number])
+        replica.sampler.load_state_dict(saved[replica.number].load(f"replica-{replica.number}")["sampler"])
         if replica.diloco is not None:
             replica.diloco.recovery.data_order = replica.sampler.order
             replica.diloco.recovery.begun_after = session.totals.steps - replica.diloco.steps
     return tuple(f"{round_id} was in flight between other ranks and counts as void." for round_id in void)
 
 
-def _load_replica(
-    session: Session, replica: Replica, checkpoint: Checkpoint, common: Mapping[str, Any]
-) -> tuple[RoundId, ...]:
-    if common["diloco"] is not None:
+def _load_replica(session: Session, replica: Replica, checkpoint: Checkpoint) -> tuple[RoundId, ...]:
+    shards, name = _num_shards(session), f"replica-{replica.number}"
+    same = sum(part.startswith(f"{name}-own-") for part in checkpoint.parts) == shards
+    own = checkpoint.load(f"{name}-own-{session.fleet.group.position % shards if same else 0}")
+    if own["state"]["diloco"] is not None:
         session.begin_diloco(replica)
-    own, shards, name = None, _num_shards(session), f"replica-{replica.number}-own"
-    if sum(part.startswith(f"{name}-") for part in checkpoint.parts) == shards:
-        own = checkpoint.load(f"{name}-{session.fleet.group.position % shards}")
+    if same:
         replica.random_state.load_state_dict(own["random"])
     state = ReplicaState(replica.inner, replica.diloco)
-    return state.load(checkpoint, f"replica-{replica.number}-values", common, None if own is None else own["diloco"])
+    return state.load(checkpoint, f"{name}-values", own["state"], resubmit=same)
 
 
 def _num_shards(session: Session) -> int:

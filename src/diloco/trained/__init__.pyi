@@ -2,8 +2,8 @@ from .evaluate import evaluate as evaluate
 from .export import export_adapter as export_adapter
 from .export import export_huggingface as export_huggingface
 from .generate import Sampling as Sampling
-from .generate import TextStream as TextStream
 from .generate import generate as generate
+from .generate import text_of as text_of
 from .load import REST as REST
 from .load import Trained as Trained
 from .load import exported_model as exported_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Annotated
@@ -18,7 +18,7 @@ from diloco.data import Tokenizer
 from diloco.errors import ConfigurationError, NonFiniteError
 from diloco.model import LanguageModel
 
-__all__ = ["Sampling", "TextStream", "generate"]
+__all__ = ["Sampling", "generate", "text_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,23 +141,13 @@ def _uncompiled() -> AbstractContextManager[None]:
     return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
 
 
-class TextStream:
-    """Decodes tokens into whole characters as soon as they are certain; in total, the result equals `Tokenizer.decode`.
+def text_of(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the text that is certain after each token, in whole characters, and then the rest.
 
     >>> from diloco.data import ByteTokenizer
-    >>> text = TextStream(ByteTokenizer())
-    >>> [text.feed(byte) for byte in "né".encode()], text.finish()
-    (['n', '', 'é'], '')
+    >>> list(text_of("né".encode(), ByteTokenizer()))
+    ['n', '', 'é', '']
     """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def feed(self, token: int) -> str:
-        """Return the text that has become certain with this token."""
-        return self._decoder.decode(self._tokenizer.as_bytes(token))
-
-    def finish(self) -> str:
-        """Return the rest of the text, after the last token."""
-        return self._decoder.decode(b"", final=True)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    yield from (decoder.decode(tokenizer.as_bytes(token)) for token in tokens)
+    yield decoder.decode(b"", final=True)

@@ -65,9 +65,7 @@ class LinkArrays:
 class RoundTimes:
     """The times of a round in seconds, each of shape ``(..., M)``, except ``committed_s`` of shape ``(..., 1)``."""
 
-    up_start_s: Floats
     up_end_s: Floats
-    down_start_s: Floats
     down_end_s: Floats
     committed_s: Floats
 
@@ -100,13 +98,13 @@ def round_times(
     up_start = np.maximum(sent_at_s, up_free_s)
     up_end = up_start + 8 * sent_bytes / links.bandwidth_bits_per_s
     if up_end.shape[-1] == 1:  # a lone replica waits for nothing
-        return RoundTimes(up_start, up_end, sent_at_s, sent_at_s, sent_at_s)
+        return RoundTimes(up_end, sent_at_s, sent_at_s)
     first = half_s - _most_of_others(-(up_start + half_s))
     last = half_s + _most_of_others(up_end + half_s)
     down_start = np.maximum(first, down_free_s)
     down_end = np.maximum(down_start + 8 * received_bytes / links.bandwidth_bits_per_s, last)
     votes = half_s + _most_of_others(down_end + half_s)
-    return RoundTimes(up_start, up_end, down_start, down_end, votes.max(-1, keepdims=True))
+    return RoundTimes(up_end, down_end, votes.max(-1, keepdims=True))
 
 
 def _most_of_others(values: Floats) -> Floats:

@@ -98,15 +98,15 @@ def origin_of(host: str) -> str:
     return str(address.ipv4_mapped or ipaddress.ip_network((int(address), 64), strict=False))
 
 
-async def few_at_once(ask: Callable[[S], Awaitable[R]], whom: Iterable[S], most: int = 64) -> list[R]:
-    """Return what ``ask`` returns for each, in their order. No more than ``most`` calls run at a time.
+async def few_at_once(ask: Callable[[S], Awaitable[R]], whom: Iterable[S]) -> list[R]:
+    """Return what ``ask`` returns for each, in their order. No more than 64 calls run at a time.
 
     >>> async def half(number: int) -> int:
     ...     return 100 // number
     >>> asyncio.run(few_at_once(half, [50, 20]))
     [2, 5]
     """
-    places = asyncio.Semaphore(most)
+    places = asyncio.Semaphore(64)
 
     async def one(item: S) -> R:
         async with places:

@@ -31,9 +31,6 @@ class Connected:
     def swarm(self) -> str:
         return self.directory.swarm
 
-    def refresh(self) -> None:
-        self.transport.connections.call(self.directory.refresh())
-
     def finish(self) -> None:
         """Announce to late joiners and replicas that are not members at present that the run has ended."""
         patience_s = self.transport.rules.silence_s + _FAREWELL_S
@@ -88,6 +85,6 @@ def join(connected: Connected, timeout_s: float) -> int:
         if time.monotonic() > deadline_s or final:
             raise RendezvousError(f"replica {transport.replica} can't join the run: {why}. It stops here.")
         time.sleep(backoff.next_s())  # the members are not ready for it yet
-        connected.refresh()
+        transport.connections.call(connected.directory.refresh())
     transport.enter(answer)
     return transport.step

@@ -201,6 +201,7 @@ class Directory:
         clock, known_s = asyncio.get_running_loop(), math.inf  # when others could first know of this process
         until_s, backoff = clock.time() + self.patience_s, Backoff(*self.pauses_s, seed=self._entry.address)
         why: dict[str, str] = {}  # place -> why it was of no use
+        heard: set[Address] = set()  # what has answered before; the last question may have too little time
 
         async def ask(place: Address) -> Members | Looking | Exception:
             try:
@@ -212,6 +213,7 @@ class Directory:
             places, asked_s = await self.addresses(), clock.time()
             known_s = min(known_s, asked_s)
             answers = dict(zip(places, await few_at_once(ask, places), strict=True))
+            heard |= {place for place, each in answers.items() if not isinstance(each, Exception)}
             if view := await self.begin(answers):
                 return view, None
             tables = {place: each for place, each in answers.items() if isinstance(each, Members)}
@@ -238,7 +240,7 @@ class Directory:
                         why[str(place)] = "nothing listens there (connection refused)"
                     elif str(error) or not isinstance(error, TimeoutError):
                         why[str(place)] = str(error) or type(error).__name__
-                    else:
+                    elif place not in heard:
                         why.setdefault(str(place), "no answer")
             if refusals and not there:
                 raise refusals[0]
