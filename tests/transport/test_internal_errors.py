@@ -97,6 +97,14 @@ def test_an_error_in_the_owners_callback_ends_its_transport_and_the_others_go_on
         pass
 
 
+def test_an_error_of_who_takes_the_average_ends_the_wait_for_it(wires: Wires) -> None:
+    first, second = wires.meet(2)
+    pending = first.average(contribution(0), on_commit=fail), second.average(contribution(1))
+    with pytest.raises(TransportError, match=r"internal error \(Bug: in a method\)"):
+        pending[0].wait(LIMIT_S)
+    assert pending[1].wait(LIMIT_S).contributors == (0, 1)
+
+
 def test_a_payload_is_copied_on_a_stream_of_its_own_gpu(wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy runs on the stream of its source: an event of another GPU's stream would come too early."""
     cuda, empty = Cuda().install(monkeypatch), torch.empty

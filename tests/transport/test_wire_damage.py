@@ -392,3 +392,14 @@ def test_a_payload_connection_that_can_not_be_made_costs_one_of_the_two(wires: W
     )
     assert torch.equal(first.values, third.values)
     assert isinstance(error, TransportError)
+
+
+def test_nor_does_one_count_that_ends_with_what_comes_with_its_request(wires: Wires, relays: Relays) -> None:
+    def spoil(unit: Unit) -> bytes:
+        is_request = unit.kind == "link" and unit.number == 0 and not unit.answers
+        return unit.data + part(b"", kind=b"?", total=0) if is_request else unit.data
+
+    relays.hook = spoil
+    transports = wires.meet(2, heartbeat_s=0.1, silence_s=0.5, rendezvous_timeout_s=3.0)
+    errors = at_once([lambda each=each: lost_soon(each) for each in transports])  # type: ignore[misc]
+    assert all(isinstance(each, ReplicaLostError) for each in errors), errors

@@ -140,7 +140,7 @@ class ConnectionManager(ControlThread):
         peer.writer.write(pack(message))
         most_bytes = MOST_UNSENT_BYTES if peer.trusted else MOST_UNSENT_TO_UNKNOWN_PEER_BYTES
         if peer.writer.transport.get_write_buffer_size() > most_bytes:
-            self.loop.call_soon(self._drop, peer, f"{peer.address} does not read its messages")
+            self.loop.call_soon(self._drop, {peer: f"{peer.address} does not read its messages"})
 
     def trust(self, ranks: Iterable[int]) -> None:
         """Make ``ranks`` the members, which may send large messages and are exempt from the limits on other peers."""
@@ -218,7 +218,7 @@ class ConnectionManager(ControlThread):
     def drop(self, rank: int, why: str) -> None:
         """End the connection to ``rank``, if there is one, and report its loss."""
         if peer := self.peers.get(rank):
-            self._drop(peer, why)
+            self._drop({peer: why})
 
     def drop_silent(self, ranks: Collection[int]) -> None:
         """Drop ranks that have been silent for too long. All connections end before the first loss is reported."""
@@ -284,16 +284,19 @@ class ConnectionManager(ControlThread):
             return
         unknown = self.streams.named and rank not in self._members
         if unknown and (out := self._unknown_peers.enter(rank, (identity,))) is not None:
-            self._drop(self.peers[out], "too many connected peers are not members")
+            self._drop({self.peers[out]: "too many connected peers are not members"})
         self.streams.tune(writer)
         writer.write(pack(Greeting(self.rank, crossed)))
         self._register(rank, address, (reader, writer), hello.hello, opened=False)
 
-    def _drop(self, peer: Peer, why: str) -> None:
-        if self.peers.get(peer.rank) is peer:
+    def _drop(self, reasons: Mapping[Peer, str]) -> None:
+        """End connections, all of them before the first loss is reported, as others would hear of that one alone."""
+        dropped = {peer: why for peer, why in reasons.items() if self.peers.get(peer.rank) is peer}
+        for peer in dropped:
             peer.writer.transport.abort()  # discards what the peer has not read
             self.hang_up(peer.rank)
             self.handle(self.machine.disconnect, peer.rank)
+        for peer, why in dropped.items():
             loss = Loss("cut", f"the connection to {peer.address} was ended: {why}")
             self.handle(self.machine.lose, peer.rank, loss)
 
@@ -346,13 +349,14 @@ class ConnectionManager(ControlThread):
                     peer.heard_s = peer.bare_s = now_s
             quiet_s = {rank: now_s - each.heard_s for rank, each in self.peers.items()}
             self.drop_silent(silent_ones(quiet_s, self.rules, self._members))
-            for peer in list(self.peers.values()):
+            bare: dict[Peer, str] = {}
+            for peer in self.peers.values():
                 patience_s = self.rules.silence_s if peer.uses else self.rules.connect_timeout_s
                 if peer.wanted and not peer.stripes and now_s - peer.bare_s > patience_s:
                     what = f"{'reopened' if peer.uses else 'opened'} in {patience_s:g} s: {peer.why}"
-                    self._drop(peer, f"no payload connection could be {what}")
-                else:
-                    peer.writer.write(beat)
+                    bare[peer] = f"no payload connection could be {what}"
+                peer.writer.write(beat)
+            self._drop(bare)
 
     async def end_connections(self) -> None:
         if self._watch is not None:

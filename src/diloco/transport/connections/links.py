@@ -135,6 +135,8 @@ class PeerLinks:
             if peer.ended:
                 return
             stripe.begin(already)
+            if stripe.ended.done() or peer.ended:  # by what has already arrived
+                return
             peer.add(index, stripe)
             if peer.dials and not stripe.near and not peer.single:
                 self.keep_at_least(peer, streams_to_each(len(self._wanted)))

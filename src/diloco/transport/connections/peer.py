@@ -226,8 +226,10 @@ class Peer:
 
     def drop(self, stripe: Stripe, unfinished: list[Part], why: str) -> None:
         """Remove a stripe that has ended, and schedule its unacknowledged parts to be sent again."""
+        if stripe in self.stripes.values():  # else it ended before it was used
+            self.bare_s = self._loop.time()
         self.stripes = {number: each for number, each in self.stripes.items() if each is not stripe}
-        self.why, self.bare_s = why, self._loop.time()
+        self.why = why
         again = [part for part in unfinished if not part.acknowledged and part.message in self._in_flight]
         self.waiting_bytes += sum(len(part.data) for part in again)
         self._to_resend.extend(again)
@@ -347,7 +349,7 @@ class Peer:
         self.pace.note(
             self._transfer_bytes,
             now_s - self._began_s,
-            resent=now.resent - before.resent,
+            resent=max(0, now.resent - before.resent),  # a stripe that ended takes its count along
             round_trip_s=now.round_trip_s,
         )
 

@@ -49,14 +49,13 @@ class PeerPending:
     def decide(self, decision: Commit | TransportError) -> None:
         """End the round, unless it has ended already."""
         if self.decided_s is None:
-            self.void, self.decided_s = isinstance(decision, RoundVoidError), time.monotonic()
-            if isinstance(decision, TransportError):
-                self.outcome = decision
-            else:
+            outcome, decided_s = decision, time.monotonic()
+            if isinstance(outcome, Commit):
                 assert self.exchange is not None, "this rank has voted"
-                self.outcome = average = Average(**vars(self.exchange.mean) | vars(decision))
+                outcome = Average(**vars(self.exchange.mean) | vars(outcome))
                 if self.on_commit is not None:
-                    self.on_commit(average)
+                    self.on_commit(outcome)  # an error ends the transport, and with it this round, which is undecided
+            self.outcome, self.decided_s, self.void = outcome, decided_s, isinstance(outcome, RoundVoidError)
             self.contribution = self.exchange = None
             self.done.set()
 
@@ -186,8 +185,9 @@ class RoundsInFlight:
 
     def cancel(self, ended: Callable[[tuple[int, RoundId]], bool] = lambda key: True) -> None:
         """End the exchanges of rounds that are void, or whose view has ended."""
-        for key in filter(ended, list(self._exchanges)):
-            self._exchanges[key].cancel()
+        for key, exchange in list(self._exchanges.items()):  # their threads remove them when they end
+            if ended(key):
+                exchange.cancel()
 
     def fail_exchanges(self, fault: TransportError) -> None:
         for exchange in list(self._exchanges.values()):
