@@ -20,7 +20,7 @@ class _OnGpu(Tensor):
     is_cuda = True
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:  # type: ignore[override]  # a property in torch
         return self.place
 
     @classmethod

@@ -305,7 +305,7 @@ def test_a_folder_gets_no_answer_when_it_asks_to_run_its_code(
     try:
         load()
     except (DataError, ConfigurationError) as error:
-        assert "trust_remote_code=True" not in str(error)  # noqa: PT017
+        assert "trust_remote_code=True" not in str(error)  # noqa: PT017 - all kinds of error
     assert not (tmp_path / "ran").exists()
     assert sys.stdin.read() == "y\n" * 9
     assert not alarms

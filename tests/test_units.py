@@ -19,7 +19,7 @@ EDGES = {
 
 
 @pytest.mark.parametrize("write", EDGES)
-def test_quantities_at_the_edges_of_their_units(write) -> None:  # type: ignore[no-untyped-def]
+def test_quantities_at_the_edges_of_their_units(write) -> None:  # type: ignore[no-untyped-def]  # functions of several types
     assert {value: write(value) for value in EDGES[write]} == EDGES[write]
 
 

@@ -196,7 +196,7 @@ def test_ctrl_c_reaches_a_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ((process, environment),) = started
     assert os.getpgid(process.pid) != os.getpgrp()
     assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-8"
-    running.close()  # type: ignore[attr-defined]
+    running.close()  # type: ignore[attr-defined]  # a generator
     assert process.returncode == -signal.SIGINT
 
 

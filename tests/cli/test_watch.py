@@ -75,7 +75,7 @@ def test_page_is_served_live_to_one_browser_per_address_until_ctrl_c(
 
         visitors = []
         for number in range(2):
-            command.until(lambda: len(told()) > number, "an address")  # noqa: B023
+            command.until(lambda: len(told()) > number, "an address")  # noqa: B023 - called at once
             base, token = f"http://127.0.0.1:{told()[number][1]}", told()[number][2]
             visitors.append(urllib.request.build_opener(urllib.request.HTTPCookieProcessor()))
             visitors[-1].open(f"{base}/?token={token}").close()

@@ -48,7 +48,7 @@ class Wrapping(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Wrapping:
-        made: Wrapping = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        made: Wrapping = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]  # missing in torch's stubs
         made.inner = inner
         return made
 
@@ -95,7 +95,7 @@ MASK = torch.full((4, 4), -math.inf).triu(1)
 AVERAGED: dict[str, tuple[Tensor, Tensor, Tensor]] = {
     "float32": (torch.zeros(3), torch.full((3,), 3.0), torch.full((3,), 1.5)),
     "bfloat16": (torch.zeros(3).bfloat16(), torch.ones(3).bfloat16(), torch.full((3,), 0.5).bfloat16()),
-    "float8": (*(torch.tensor([x]).to(torch.float8_e4m3fn) for x in (0.0, 1.0, 0.5)),),  # type: ignore[dict-item]
+    "float8": (*(torch.tensor([x]).to(torch.float8_e4m3fn) for x in (0.0, 1.0, 0.5)),),  # type: ignore[dict-item]  # a float8, not a pair
     "of no dimension": (torch.tensor(1.0), torch.tensor(2.0), torch.tensor(1.5)),
     "transposed": (torch.zeros(2, 3).t(), torch.arange(6.0).view(2, 3).t(), torch.arange(6.0).view(2, 3).t() / 2),
     "bool": (torch.tensor([True]), torch.tensor([False]), torch.tensor([True])),

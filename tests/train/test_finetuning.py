@@ -132,7 +132,7 @@ def test_all_tokens_that_count_weigh_the_same_in_a_batch(base: Path, accumulatio
             ParallelModel(model),
             optimizer,
             learning_rate=lambda step: 0.1,
-            accumulation=pieces,  # type: ignore[arg-type]
+            accumulation=pieces,  # type: ignore[arg-type]  # as the command passes it
         )
         loop.accumulate_gradients(tokens, targets)
         assert loop.counted == pytest.approx(22 / 48)

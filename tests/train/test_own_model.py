@@ -175,8 +175,8 @@ def test_a_function_of_ones_own(nets: Path, data: Path, tmp_path: Path) -> None:
     assert synchronised == {name for name, p in again.named_parameters() if p.requires_grad}
     assert "wrapped.scale" not in synchronised
     state = checkpoint.load("replica-0-values")
-    assert torch.equal(again.wrapped.scale, state["model/wrapped.scale"])  # type: ignore[arg-type]
-    assert float(again.wrapped.seen) == float(state["model/wrapped.seen"]) > 0  # type: ignore[arg-type]
+    assert torch.equal(again.wrapped.scale, state["model/wrapped.scale"])  # type: ignore[arg-type]  # a buffer
+    assert float(again.wrapped.seen) == float(state["model/wrapped.seen"]) > 0  # type: ignore[arg-type]  # a buffer
     straight = trained(tmp_path / "run-2", plan_of(f"{file}:build", data, model__arguments={"width": 12}))
     assert summary["global_params_digest"] == straight["global_params_digest"]
     with pytest.raises(ConfigurationError, match="has no argument `documents`"):

@@ -48,7 +48,7 @@ def bucket(data: Path) -> str:
 def test_stopping_and_resuming_is_never_stopping(
     data: Path, data_set: str, bucket: str, tmp_path: Path, kind: str
 ) -> None:
-    data = {"file": data, "data set": data_set, "bucket": bucket}[kind]  # type: ignore[assignment]
+    data = {"file": data, "data set": data_set, "bucket": bucket}[kind]  # type: ignore[assignment]  # a path or a name
     whole = train(data, tmp_path / "whole", f"{STREAMING}")
     train(data, tmp_path / "run", f"{STREAMING} --stop-after 5")
     resumed = train(data, tmp_path / "run", f"{STREAMING} --resume {tmp_path / 'run'}")

@@ -150,7 +150,7 @@ def holding(codec: Codec) -> Callable[[], None]:
             hold()
         accumulate(payload, out, weight)
 
-    codec.accumulate = stops  # type: ignore[method-assign]
+    codec.accumulate = stops  # type: ignore[method-assign]  # a fault
     return lambda: armed.__setitem__(0, True)
 
 

@@ -52,7 +52,7 @@ def check_round(transports: Sequence[PeerTransport], outer_step: int = 0, codec:
 def one_of_them_soon(transports: Sequence[PeerTransport], first: int = 0) -> None:
     """Exchange rounds until one is committed; a round may be void, for all."""
     for outer_step in range(first, first + 4):
-        results = at_once([lambda each=each: attempt(each, outer_step) for each in transports])  # noqa: B023
+        results = at_once([lambda each=each: attempt(each, outer_step) for each in transports])  # noqa: B023 - called in this iteration
         assert len({type(each) for each in results}) == 1, results
         if isinstance(results[0], Average):
             given = [contribution(each.replica, outer_step) for each in transports]
@@ -358,8 +358,8 @@ def test_a_cut_network_never_has_two_histories(wires: Wires, relays: Relays, vic
     relays.hook = hold_back
     others = [each for each in transports if each.replica != victim]
     numbers = [each.replica for each in others]
-    goes_on = [lambda each=each: contributors(each, numbers) for each in others]  # type: ignore[misc]
-    stops = [lambda each=each: lost_soon(each) for each in others]  # type: ignore[misc]
+    goes_on = [lambda each=each: contributors(each, numbers) for each in others]  # type: ignore[misc]  # bound here
+    stops = [lambda each=each: lost_soon(each) for each in others]  # type: ignore[misc]  # bound here
     alone: list[Any] = []
     cut_off = threading.Thread(target=lambda: alone.append(lost_soon(transports[victim])))
     cut_off.start()
@@ -401,5 +401,5 @@ def test_nor_does_one_count_that_ends_with_what_comes_with_its_request(wires: Wi
 
     relays.hook = spoil
     transports = wires.meet(2, heartbeat_s=0.1, silence_s=0.5, rendezvous_timeout_s=3.0)
-    errors = at_once([lambda each=each: lost_soon(each) for each in transports])  # type: ignore[misc]
+    errors = at_once([lambda each=each: lost_soon(each) for each in transports])  # type: ignore[misc]  # bound here
     assert all(isinstance(each, ReplicaLostError) for each in errors), errors

@@ -82,7 +82,7 @@ def test_participation_of_each_replica(tmp_path: Path) -> None:
 def test_members_of_the_newest_view_and_who_is_fetching_state(tmp_path: Path) -> None:
     def view(number: int, members: tuple[int, ...]) -> Event:
         left = {"joined": (), "left": (1,), "reason": "", "names": {"2": "anna-pc"}}
-        return events.ViewChanged(step=1, replica=0, view=number, members=members, **left)  # type: ignore[arg-type]
+        return events.ViewChanged(step=1, replica=0, view=number, members=members, **left)  # type: ignore[arg-type]  # fields by name
 
     run_of(tmp_path, step(1), sent(1, 0, 0), view(2, (0, 2)), view(1, (0, 1, 2)))
     for event, state, received in ((fetched(1, 50, 150), "joining", 150), (step(8), "running", None)):
