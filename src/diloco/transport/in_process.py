@@ -177,7 +177,7 @@ class InProcessTransport:
         if not verdict.void:
             try:
                 state.mean = weighted_mean([state.contributions[replica] for replica in verdict.contributors])
-            except Exception as error:  # of any kind, such as of the user's rule: the other replicas must not wait for ever
+            except Exception as error:  # of any kind: the other replicas must not wait for it
                 verdict = Verdict((), (str(error) or type(error).__name__).splitlines()[0])
         state.verdict = verdict
         if state.mean is not None and state.exchange.pattern == "reduce-scatter":
