@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
-from diloco.algorithm import RoundId
+from diloco.algorithm import RoundId, SendersMean
 from diloco.errors import RoundTimeoutError, RoundVoidError
 from diloco.protocol import Average
 from diloco.transport import InProcessTransport, Transport
@@ -66,6 +67,18 @@ def test_with_enough_others_the_mean_divides_by_what_arrived(kind: str, seconds:
         assert (average.contributors, average.weight) == ((0, 2), 4.0)
         torch.testing.assert_close(average.values, (alone + 3 * third) / 4)
         assert words in average.note
+
+
+def test_an_error_of_a_users_rule_makes_the_round_void_for_all_with_its_reason() -> None:
+    class Broken(SendersMean):
+        def combine(self, *_: object) -> torch.Tensor:
+            raise RuntimeError("of the rule")
+
+    endpoints = endpoints_of(InProcessTransport(2))
+    given = [replace(contribution(m), average_rule=Broken(), tensors=(SIZE,)) for m in range(2)]
+    for pending in [endpoint.average(each) for endpoint, each in zip(endpoints, given, strict=True)]:
+        with pytest.raises(RoundVoidError, match="of the rule"):
+            pending.wait()
 
 
 def test_a_missed_commit_is_the_business_of_one_replica() -> None:

@@ -32,7 +32,7 @@ from diloco.algorithm import (
     plan_round,
     weighted_mean,
 )
-from diloco.errors import CodecError, ConfigurationError, RoundTimeoutError, RoundVoidError, TransportError
+from diloco.errors import ConfigurationError, RoundTimeoutError, RoundVoidError, TransportError
 from diloco.membership import View
 from diloco.protocol import Average
 from diloco.transport.base import Pending, SnapshotSource, Transport
@@ -177,8 +177,8 @@ class InProcessTransport:
         if not verdict.void:
             try:
                 state.mean = weighted_mean([state.contributions[replica] for replica in verdict.contributors])
-            except CodecError as error:
-                verdict = Verdict((), str(error))
+            except Exception as error:  # of any kind: the other replicas must not wait for it
+                verdict = Verdict((), (str(error) or type(error).__name__).splitlines()[0])
         state.verdict = verdict
         if state.mean is not None and state.exchange.pattern == "reduce-scatter":
             encode_mean(state.mean.values, state.exchange.mean)  # ranges consist of whole blocks
