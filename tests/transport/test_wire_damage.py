@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -376,22 +377,30 @@ def test_a_cut_network_never_has_two_histories(wires: Wires, relays: Relays, vic
 
 def test_a_payload_connection_that_can_not_be_made_costs_one_of_the_two(wires: Wires, relays: Relays) -> None:
     def refuse(unit: Unit) -> bytes:
-        if unit.kind == "link" and 1 in (unit.rank, rank_of[unit.port]):
+        if unit.kind == "link" and {unit.rank, rank_of[unit.port]} == {0, 1}:
             raise Cut
         return unit.data
+
+    def outcome(transport: PeerTransport) -> Average | TransportError:
+        for outer_step in range(1, 100):
+            try:
+                average = attempt(transport, outer_step)
+            except RoundVoidError:
+                continue
+            except TransportError as error:
+                return error
+            if len(average.contributors) == 2:
+                return average
+        raise AssertionError("all three went on")
 
     transports = wires.meet(3, continue_without_lost=True, heartbeat_s=0.1, silence_s=0.5, rendezvous_timeout_s=1.0)
     rank_of = {each.address.port: each.replica for each in transports}
     relays.hook = refuse
-    first, error, third = at_once(
-        [
-            lambda: contributors(transports[0], (0, 2)),
-            lambda: lost_soon(transports[1]),
-            lambda: contributors(transports[2], (0, 2)),
-        ]
-    )
-    assert torch.equal(first.values, third.values)
-    assert isinstance(error, TransportError)
+    outcomes = at_once([partial(outcome, each) for each in transports])
+    (lost,) = [replica for replica, each in enumerate(outcomes) if isinstance(each, TransportError)]
+    assert lost in (0, 1)
+    one, other = [each for each in outcomes if isinstance(each, Average)]
+    assert torch.equal(one.values, other.values)
 
 
 def test_nor_does_one_count_that_ends_with_what_comes_with_its_request(wires: Wires, relays: Relays) -> None:
