@@ -26,8 +26,8 @@ LOSSY: dict[str, Any] = {"codec": "fp4", "error_feedback": True}
 def take_over(rank: Rank, folder: Path) -> dict[str, Any]:
     """Resume from the checkpoint in ``folder`` for `AFTER` steps."""
     void = load(rank, open_checkpoint(folder))
-    loaded, common = rank.values(), rank.state.common()
-    return {"void": void, "loaded": loaded, "common": common, **train(rank)}
+    loaded, rest = rank.values(), rank.state.rest()
+    return {"void": void, "loaded": loaded, "rest": rest, **train(rank)}
 
 
 def train(rank: Rank, steps: int = AFTER) -> dict[str, Any]:
@@ -41,9 +41,9 @@ def rank_stops_and_goes_on(position: int, setup: Setup, folder: Path) -> dict[st
     group = open_group(setup, position, folder)
     rank = Rank(setup, group)
     rank.train(STEPS)
-    saved, common = rank.values(), rank.state.common()
+    saved, rest = rank.values(), rank.state.rest()
     save(rank, folder / "checkpoints")
-    ran = {"void": (), "loaded": saved, "common": common, **train(rank)}
+    ran = {"void": (), "loaded": saved, "rest": rest, **train(rank)}
     continued = take_over(Rank(setup, group), folder)
     group.close()
     return {"ran": ran, "continued": continued}
@@ -58,11 +58,11 @@ def test_stopping_and_going_on_as_many_is_never_stopping(tmp_path: Path) -> None
         ran, continued = rank["ran"], rank["continued"]
         for kind in ("loaded", "values"):
             assert unequal(continued.pop(kind), ran[kind]) == []
-        assert same(continued.pop("common"), ran["common"])
+        assert same(continued.pop("rest"), ran["rest"])
         assert continued == {name: ran[name] for name in continued}
     checkpoint = open_checkpoint(tmp_path)
     own = [f"replica-0-own-{position}" for position in (0, 1)]
-    assert {*checkpoint.parts} == {"replica-0", "replica-0-values", *own, "global", "outer"}
+    assert {*checkpoint.parts} == {"replica-0-values", *own, "global", "outer"}
     shards = [f"replica-0-values-rank-{position}.safetensors" for position in (0, 1)]
     assert {*shards} < checkpoint.parts["replica-0-values"].keys()
     saved = ranks[0]["ran"]["loaded"]
@@ -109,7 +109,7 @@ def test_other_shards_hold_the_same_and_drop_what_is_in_flight(tmp_path: Path) -
             assert rank["losses"] == after[0]["losses"]
             assert all(bool(torch.isfinite(value).all()) for value in rank["values"].values())
     assert relay[1][0]["void"] == (RoundId(fragment=0, outer_step=2),)
-    finished = [fragment["finished_rounds"] for fragment in relay[1][0]["common"]["diloco"]["fragments"]]
+    finished = [fragment["finished_rounds"] for fragment in relay[1][0]["rest"]["diloco"]["fragments"]]
     assert finished == [3, 2, 2], "the void round has also ended"
 
 
@@ -127,4 +127,4 @@ def test_where_all_ranks_hold_everything_their_number_may_change_in_flight(tmp_p
             assert rank["losses"] == pytest.approx(expected["losses"], abs=1e-3)
             assert unequal(rank["values"], after[0]["values"]) == []
             assert largest_difference(rank["values"], expected["values"], "global/") < 1e-2
-    assert [*open_checkpoint(tmp_path).parts] == ["replica-0", "replica-0-values", "global", "outer", "replica-0-own-0"]
+    assert [*open_checkpoint(tmp_path).parts] == ["replica-0-values", "global", "outer", "replica-0-own-0"]

@@ -27,7 +27,7 @@ from tests.train.ranks import Rank, Setup, open_group, save, unequal
 
 OPEN = open
 
-FAILURES = {"replica-0-values-rank-1.safetensors": 1, "replica-0.json": 0, "elsewhere": 1}
+FAILURES = {"replica-0-values-rank-1.safetensors": 1, "replica-0-own-0.json": 0, "elsewhere": 1}
 """The file that can't be written and the position of its rank. In the last case, that rank has another folder."""
 
 

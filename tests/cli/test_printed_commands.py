@@ -83,7 +83,6 @@ MESSAGES: tuple[tuple[Callable[[list[str]], None], str], ...] = (
     (interrupted, "train run.toml --data notes --out ./-dash"),
     (refused, "train run.toml --data notes --out 'runs/my $run'"),
     (refused, "train resumes.toml"),
-    (refused, "finetune 'small run.toml' --data notes"),
 )
 
 
@@ -93,7 +92,6 @@ def test_the_command_in_a_message_runs(
 ) -> None:
     text = SMALL.replace("[checkpoint]\n", "[checkpoint]\nresume = 'runs/my $run'\n")
     (place / "resumes.toml").write_text(text)
-    (place / "small run.toml").write_text(SMALL.replace("[data]\n", "[data]\npaths = ['notes']\n"))
     capsys.readouterr()
     outcome(shlex.split(words))
     told = capsys.readouterr().err
