@@ -134,7 +134,7 @@ def test_a_checkpoint_holds_the_global_parameters_ready_to_use(data: Path, plain
 def test_resuming_with_other_data_is_refused(data: Path, tmp_path: Path) -> None:
     train(data, tmp_path / "run", "--stop-after 3")
     other = write_text(tmp_path, seed=9)
-    with pytest.raises(CheckpointError, match="has data = .* and this run has data = "):
+    with pytest.raises(CheckpointError, match="and this run has data = "):
         train(other, tmp_path / "run", f"--resume {tmp_path / 'run'}")
 
 
