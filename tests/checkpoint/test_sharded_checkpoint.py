@@ -59,5 +59,3 @@ def test_stopping_and_going_on_as_many_is_never_stopping(tmp_path: Path) -> None
     saved = ranks[0]["ran"]["loaded"]
     agreed = {name.removeprefix("global/"): v for name, v in saved.items() if name.startswith("global/")}
     assert unequal(dict(read_weights(tmp_path)), agreed) == [], "a reader without ranks gets whole tensors"
-
-

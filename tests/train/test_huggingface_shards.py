@@ -86,5 +86,3 @@ def test_no_rank_but_the_first_ever_holds_a_whole_model(
         assert rank["loss"] == pytest.approx(float(parts.loss.detach()), abs=1e-5)
         for key, gradient in rank["gradients"].items():
             torch.testing.assert_close(gradient, model.get_parameter(key).grad, rtol=1e-4, atol=1e-6)
-
-

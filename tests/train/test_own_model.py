@@ -192,5 +192,3 @@ def test_a_function_of_ones_own(nets: Path, data: Path, tmp_path: Path) -> None:
             tmp_path / "run",
             plan_run(command_line(checkpoint__resume=tmp_path / "run", train__steps=16, model__source=f"{file}:build")),
         )
-
-

@@ -219,5 +219,3 @@ def test_a_rank_may_hold_nothing_of_a_fragment(tmp_path: Path) -> None:
     assert all(rank["agreed"] == ranks[0]["agreed"] for rank in ranks)
     assert [value for rank in ranks for value in rank["local"]] == ranks[0]["agreed"]
     assert min(ranks[0]["agreed"]) > 1.0, "the pseudo-gradient was applied"
-
-

@@ -1,9 +1,7 @@
 """A session is saved and loaded whole, with the random numbers of its replicas."""
 
 import copy
-import json
 import random
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +11,11 @@ import pytest
 import torch
 
 from diloco.checkpoint import CheckpointWriter, open_checkpoint
-from diloco.cli import main
 from diloco.data import build_corpus
 from diloco.model import with_vocabulary
-from diloco.train import Fleet, RandomState, Session, held_step, load_session, make_transport, resolve, save_session
+from diloco.train import Fleet, RandomState, Session, load_session, make_transport, resolve, save_session
 from tests.command_lines import load_configuration
-from tests.processes import Processes, free_port
-from tests.runs import SMALL, train, write_text
+from tests.runs import SMALL, write_text
 from tests.same import same
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from diloco.errors import CheckpointError
 from tests.data.streams import numbered
 from tests.lazy import Lazy
 from tests.runs import train
@@ -55,5 +54,3 @@ def test_stopping_and_resuming_is_never_stopping(
     for name in ("global_params_digest", "heldout_loss", "epochs"):
         assert resumed[name] == whole[name]
     assert not [thread for thread in threading.enumerate() if "batches" in thread.name], "all threads have ended"
-
-

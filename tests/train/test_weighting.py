@@ -59,5 +59,3 @@ def test_weights_are_those_of_a_plain_count_whatever_happens(
             if not lost or (not needs_all and lost == {1 - replica}):
                 count = 0
         assert weights(swarm)[replica] == expected
-
-

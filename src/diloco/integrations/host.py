@@ -197,6 +197,7 @@ class HostedReplica:
             transport = self.at_end.enter_context(replica_of_each_rank(model))
         self.diloco = DiLoCo(bare, self.inner, transport=transport, **self._arguments)
         self._watch = StepWatch(self.inner)
+        self.at_end.callback(self._watch.close)
         self.training = True
         return self.diloco
 
@@ -252,9 +253,7 @@ class HostedReplica:
         error = sys.exception() or TransportError("training was abandoned")
         with suppress(type(error)):  # the connection ends with the error of the caller
             self.at_end.__exit__(type(error), error, None)
-        if self.training:
-            self._watch.close()
-            self.training = False
+        self.training = False
 
     def resume(self, folder: Path | None, *, check_model: bool = False) -> None:
         """Restore the state in ``folder``, or the one that the framework has loaded."""
@@ -264,8 +263,8 @@ class HostedReplica:
             restore(self.begun, self._loaded)
         else:
             raise CheckpointError(
-                f"{folder or 'The checkpoint'} has no DiLoCo state. Resume from one that DiLoCoCallback has saved (with "
-                "the Trainer of transformers: DiLoCoCallback(resume_from_checkpoint=...)), or begin with its weights."
+                f"{folder or 'The checkpoint'} has no DiLoCo state. Resume from one that DiLoCoCallback has saved, which "
+                "a Trainer outside its output_dir finds as resume_from_checkpoint=..., or begin with its weights."
             )
 
     def beside(self, checkpoint: Any) -> Path | None:

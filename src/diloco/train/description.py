@@ -35,6 +35,7 @@ from diloco.train.settings import RunSettings, make_schedule
 from diloco.transport import InProcessTransport, Link, VirtualNetwork
 from diloco.units import format_bytes, format_ratio
 
+
 def outer_components(sync: SyncSettings, outer_steps: int = 1) -> dict[str, Any]:
     """Return those arguments of `DiLoCo` that follow from resolved settings alone, by name.
 

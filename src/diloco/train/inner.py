@@ -27,6 +27,7 @@ from diloco.train.parallel import AUTOCAST, ParallelModel
 from diloco.train.settings import OptimizerSettings
 from diloco.transport import ReplicaGroup
 
+
 @dataclass(frozen=True)
 class InnerStep:
     """The result of one inner step."""

@@ -28,6 +28,7 @@ from diloco.train.settings import RunSettings
 from diloco.train.state import ReplicaState
 from diloco.trained import load_parameters
 
+
 @dataclass
 class Totals:
     """Sums over the run, saved in checkpoints."""

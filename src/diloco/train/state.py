@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from diloco.algorithm import local_shard, named_parameters
@@ -23,7 +22,6 @@ from diloco.train.replica import load_process_random, process_random
 from diloco.trained import REST, rest_of_state, saved_once
 
 if TYPE_CHECKING:
-    from diloco.train.replica import Replica
     from diloco.train.session import Session
 
 _REPLICA = re.compile(r"replica-(\d+)\Z")  # a replica's part of a checkpoint; its shards have longer names
@@ -156,7 +154,11 @@ def save_session(session: Session, writer: CheckpointWriter, folder: Path, keep:
         if group.position < replica.inner.parallel.num_shards:  # else position 0 saves the same
             own[f"{name}-own"] = {"state": state.rest(), "random": replica.random_state.state_dict()}
     fleet = session.fleet  # processes that resume together need a step of which all have a checkpoint
-    agreed = session.agreed_step if fleet.hub is None and not fleet.elastic and session.settings.network.replicas > 1 else None
+    agreed = (
+        session.agreed_step
+        if fleet.hub is None and not fleet.elastic and session.settings.network.replicas > 1
+        else None
+    )
     about = _about(session)
     writer.save(folder, session.totals.steps, parts, own=own, about=about, keep=keep, agreed=agreed, copies=copies)
 
