@@ -136,10 +136,7 @@ def test_with_a_scaler_all_skip_and_stay_alike() -> None:
 
 @pytest.mark.parametrize("judge", ["any", "all"])
 def test_a_rank_skips_the_step_if_another_rank_of_its_replica_does(judge: str) -> None:
-    """Each rank that holds a shard has a round of its own, and one of them is void, or has gradients that are no number.
-
-    With other loss scales, their gradients would not add up.
-    """
+    """Each has a round of its own for its shard. With other loss scales, their gradients would not add up."""
 
     class Other(ReplicaGroup):
         def any(self, flag: bool) -> bool:

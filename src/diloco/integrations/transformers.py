@@ -76,8 +76,8 @@ class DiLoCoCallback(TrainerCallback):
         self._began = state
         if state.global_step:
             place = self.resume_from_checkpoint or args.resume_from_checkpoint
-            is_folder = isinstance(place, str | Path) and Path(place).is_dir()
-            self._replica.resume(Path(place) if is_folder else _checkpoint_of(args, state), check_model=True)
+            folder = Path(place) if isinstance(place, str | Path) and Path(place).is_dir() else None
+            self._replica.resume(folder or _checkpoint_of(args, state), check_model=True)
         if args.eval_on_start:
             self._replica.show()
 

@@ -153,12 +153,8 @@ def save_session(session: Session, writer: CheckpointWriter, folder: Path, keep:
         parts[f"{name}-values"] = state.values()
         if group.position < replica.inner.parallel.num_shards:  # else position 0 saves the same
             own[f"{name}-own"] = {"state": state.rest(), "random": replica.random_state.state_dict()}
-    fleet = session.fleet  # processes that resume together need a step of which all have a checkpoint
-    agreed = (
-        session.agreed_step
-        if fleet.hub is None and not fleet.elastic and session.settings.network.replicas > 1
-        else None
-    )
+    alone = session.fleet.hub is not None or session.fleet.elastic or session.settings.network.replicas == 1
+    agreed = None if alone else session.agreed_step  # those that resume together need a step which all have saved
     about = _about(session)
     writer.save(folder, session.totals.steps, parts, own=own, about=about, keep=keep, agreed=agreed, copies=copies)
 
