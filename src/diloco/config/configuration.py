@@ -1,7 +1,5 @@
 """The configuration of `diloco train`, composed from a preset, a TOML file and the command line."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

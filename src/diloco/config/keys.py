@@ -5,8 +5,6 @@ Settings are nested dataclasses (``RunSettings.train.steps``). A key is the path
 merged as dictionaries. Only the result becomes a dataclass, so that the checks of the settings see only final values.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools
