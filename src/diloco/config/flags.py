@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict, get_args, ge
 
 import msgspec
 import tyro
-from tyro.conf import Positional, Suppress, UseCounterAction, arg
+from tyro.conf import Positional, UseCounterAction, arg
 
 from diloco.algorithm import check_ranges
 from diloco.config.keys import (
@@ -56,8 +56,8 @@ class CommandLine:
     """As --resume, or else begin (with this mirror)."""
     help_all: bool = False
     """Show all settings."""
-    values: Suppress[Values] = field(default_factory=dict)  # the keys that were set by flags
-    defaults: Suppress[Values] = field(default_factory=dict)  # keys below the file, as for a start by ``torchrun``
+    values: Values = field(default_factory=dict)  # the keys that were set by flags
+    defaults: Values = field(default_factory=dict)  # keys below the file, as for a start by ``torchrun``
 
 
 def parse_flags(
@@ -83,7 +83,7 @@ def parse_flags(
     """
     known = keys_of(settings_type)
     places = [name for name, key in known.items() if key.is_positional]
-    unfit = {*(["resume_or_start"] if command == "plan" else []), *(["file"] if places else [])}
+    unfit = {"values", "defaults", "resume_or_start" if command == "plan" else "", "file" if places else ""}
     own = {name: key for name, key in keys_of(CommandLine).items() if name not in unfit}
     if asked := _help_asked(arguments):
         everything = asked == {"--help-all"}
