@@ -19,7 +19,7 @@ from torch import nn
 
 from diloco.checkpoint import open_checkpoint, read_manifest, write_manifest
 from diloco.cli import main
-from diloco.config import compose, parse_arguments, plan_run, resume_command
+from diloco.config import parse_arguments, plan_run, resume_command
 from diloco.data import load_hub_tokenizer
 from diloco.errors import ConfigurationError, DataError
 from diloco.model import ModelSettings, build_language_model, stored_tensors
@@ -184,8 +184,14 @@ def test_a_manifest_without_a_valid_model_is_refused(
 @pytest.mark.parametrize(
     ("command", "about"),
     [
-        *(("generate", {name: wrong}) for name, wrong in (("sequence_length", 2**63), ("seed", True), ("definition", 3))),
-        *(("status", each) for each in ({"fragments": [{"index": 1}]}, {"definition": {"x": 1}}, {"rounds_in_flight": 3})),
+        *(
+            ("generate", {name: wrong})
+            for name, wrong in (("sequence_length", 2**63), ("seed", True), ("definition", 3))
+        ),
+        *(
+            ("status", each)
+            for each in ({"fragments": [{"index": 1}]}, {"definition": {"x": 1}}, {"rounds_in_flight": 3})
+        ),
     ],
     ids=str,
 )

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.checkpoint import lock_folder, shared_lock
+from diloco.checkpoint import lock_folder
 from diloco.cli import main
 from diloco.config import flatten
 from diloco.errors import ConfigurationError
 from diloco.sweep import places, read_study, run_all
-from tests.cli.runs import SMALL, refused
+from tests.cli.runs import SMALL
 
 POPEN = subprocess.Popen
 

@@ -17,7 +17,6 @@ from rich.text import Text
 from diloco import events
 from diloco.checkpoint import open_checkpoint, read_manifest, write_manifest
 from diloco.cli import main
-from diloco.config import in_toml
 from diloco.errors import DataError
 from diloco.monitor import LiveConsole
 from tests.cli.runs import train

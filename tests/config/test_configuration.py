@@ -34,6 +34,7 @@ FLAGS: dict[str, tuple[str, Any]] = {
     "--sync.arguments.outer.betas [0.8,0.9]": ("sync.arguments", {"outer": {"betas": (0.8, 0.9)}}),
     "--emulate.latency 20ms": ("emulate.latency", (0.02,)),
     "--emulate.bandwidth=100Mbit": ("emulate.bandwidth", (1e8,)),
+    "--emulate.step-time 1.5s": ("emulate.step_time", (1.5,)),
     "--optimizer.arguments.weight-decay 0": ("optimizer.arguments", {"weight_decay": 0}),
     "--model.arguments.tie-embeddings": ("model.arguments", {"tie_embeddings": True}),
     "--network.allow Qm1 --network.allow=Qm2 Qm3": ("network.allow", ("Qm1", "Qm2", "Qm3")),

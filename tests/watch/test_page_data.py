@@ -1,6 +1,5 @@
 """What the page shows of the records of a run."""
 
-import itertools
 import math
 import os
 import shutil
