@@ -75,7 +75,7 @@ def parse_flags(
 
     Args:
         shown: the values that the help shows as defaults.
-        common: the keys that --help shows, in this order; --help-all shows all. Default: those whose flag has no section.
+        common: the keys that --help shows, in this order; by default, those whose flag has no section.
 
     Raises:
         ConfigurationError: as in `parse_options`.
