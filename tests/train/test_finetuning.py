@@ -107,7 +107,6 @@ def test_a_replica_weighs_as_many_tokens_as_counted(base: Path, tmp_path: Path) 
 
 REFUSED: tuple[tuple[list[str], str], ...] = (
     (["llama"], "diloco finetune needs a model and conversations"),
-    (["llama", "--data", "a.jsonl", "--full", "--lora-rank", "8"], "--full can't be combined with --lora-rank"),
     (["llama", "--data", "a.jsonl", "--epochs", "1", "--steps", "5"], "--epochs can't be combined with --steps"),
 )
 

@@ -263,8 +263,8 @@ class HostedReplica:
             restore(self.begun, self._loaded)
         else:
             raise CheckpointError(
-                f"{folder or 'The checkpoint'} has no DiLoCo state. Resume from one that DiLoCoCallback has saved (if it "
-                "is outside the Trainer's output_dir: resume_from_checkpoint=...), or begin with its weights."
+                f"{folder or 'The checkpoint'} has no DiLoCo state. Resume from one that DiLoCoCallback has saved (if "
+                "it is outside the Trainer's output_dir: resume_from_checkpoint=...), or begin with its weights."
             )
 
     def beside(self, checkpoint: Any) -> Path | None:
