@@ -28,7 +28,7 @@ CANCELLING_S = 1.0
 _ROUNDS_OF_ENDING = 5
 
 
-class _Selector(selectors.DefaultSelector):  # type: ignore[misc,valid-type]  # its type depends on the system
+class _Selector(selectors.DefaultSelector):
     """Looks again after each wait, as the process may have been stopped at its end, and more has arrived since.
 
     A timer that runs before that was read may write to a connection that the other end has closed. asyncio then
@@ -38,7 +38,7 @@ class _Selector(selectors.DefaultSelector):  # type: ignore[misc,valid-type]  # 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout != 0:
             super().select(timeout)
-        return super().select(0)  # type: ignore[no-any-return]  # as above
+        return super().select(0)
 
 
 class ControlThread:
