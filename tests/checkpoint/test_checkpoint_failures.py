@@ -74,7 +74,6 @@ def test_kill_9_at_any_system_call_leaves_the_last_complete_checkpoint(scenario:
             mark_of(checkpoint.path)
         if complete:
             marks.append(mark_of(folder))
-            assert mark_of(folder / "latest") == marks[-1]
         else:
             assert scenario == "first"
             marks.append(0.0)
@@ -88,7 +87,7 @@ def test_kill_9_at_any_system_call_leaves_the_last_complete_checkpoint(scenario:
     assert len(marks) > 25
     for folder in folders:
         save(folder, 4, 4.0, keep=1)
-        assert names(folder) == {"latest", "step-00000004"}
+        assert names(folder) == {"step-00000004"}
         assert mark_of(folder) == 4.0
 
 
@@ -147,7 +146,7 @@ def test_a_state_that_cannot_be_saved_changes_nothing(parts: Any, about: Any, wo
     save(tmp_path, 1, 1.0)
     with pytest.raises(CheckpointError, match=f"failed: .*{words}"):
         save_checkpoint(tmp_path, 2, parts, about=about, keep=1)
-    assert names(tmp_path) == {"latest", "step-00000001"}
+    assert names(tmp_path) == {"step-00000001"}
     assert mark_of(tmp_path) == 1.0
 
 
@@ -160,7 +159,7 @@ def test_an_interrupt_leaves_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, 2, 2.0)
-    assert names(tmp_path) == {"latest", "step-00000001"}
+    assert names(tmp_path) == {"step-00000001"}
 
 
 class Held:
@@ -198,7 +197,7 @@ def test_a_write_that_fails_is_reported_at_the_next_step(tmp_path: Path, monkeyp
     held.go_on.set()
     with pytest.raises(CheckpointError, match=r"step-00000002 failed: .*No space left.* checkpoints are unchanged"):
         writer.poll(wait=True)
-    assert (names(tmp_path), mark_of(tmp_path)) == ({"latest", "step-00000001"}, 1.0)
+    assert (names(tmp_path), mark_of(tmp_path)) == ({"step-00000001"}, 1.0)
     writer.close()
 
 

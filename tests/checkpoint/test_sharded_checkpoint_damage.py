@@ -89,7 +89,7 @@ def test_all_ranks_save_or_none(tmp_path: Path) -> None:
     for rank in ranks.values():
         for number, (who, position) in enumerate(FAILURES.items()):
             seen, step = rank[who], 3 * number
-            assert seen["left"] == ["latest", f"step-{step:08d}"]
+            assert seen["left"] == [f"step-{step:08d}"]
             assert seen["kept"] == [f"step-{step + 2:08d}", f"step-{step + 3:08d}"]
             assert "Earlier complete checkpoints are unchanged" in seen["words"]
             assert f"position {position}: " in seen["words"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import diloco
-from diloco.checkpoint import lock_folder, shared_lock
+from diloco.checkpoint import lock_folder
 from diloco.cli import main
 from diloco.config import flatten
 from diloco.errors import ConfigurationError
@@ -198,18 +198,6 @@ def test_ctrl_c_reaches_a_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-8"
     running.close()  # type: ignore[attr-defined]  # a generator
     assert process.returncode == -signal.SIGINT
-
-
-def test_folder_is_one_sweeps_until_its_last_process_has_ended(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The runs of a sweep that is killed keep running."""
-    path = tmp_path / "study.toml"
-    path.write_text("[axes]\nseed = [0]\n")
-    with lock_folder(tmp_path) as lock, shared_lock(lock) as (files, _):
-        left = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=files)
-        assert f"{tmp_path} is in use by process" in refused(["sweep", str(path), "--out", str(tmp_path)], capsys)
-        left.communicate()
 
 
 def test_runs_are_all_combinations_and_each_is_a_configuration(tmp_path: Path) -> None:

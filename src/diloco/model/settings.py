@@ -113,7 +113,6 @@ class HuggingFaceSettings:
     """What ``model.arguments`` says about a model of ``transformers``, beside changes of its configuration."""
 
     weights: Literal["auto", "stored", "fresh"] = "auto"  # auto is stored if there are any, else fresh
-    vocab_size: _Size | None = None  # of fresh weights; None: the configuration's
     z_loss: _Weight = 0.0
     attn_implementation: str | dict[str, Any] | None = None  # None: the choice of the library
     lora_alpha: _Positive | None = None  # None: twice the rank
