@@ -12,8 +12,6 @@ from pathlib import Path
 
 from diloco.errors import ConfigurationError
 
-__all__ = ["check_url", "create_private", "make_private_folder", "read_private", "read_regular", "replace_private"]
-
 MAX_BYTES = 1 << 16
 
 

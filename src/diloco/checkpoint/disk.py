@@ -29,8 +29,6 @@ from diloco.private_files import make_private_folder
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["LOCK_FILE", "FileFacts", "lock_folder", "new_folder", "one_at_a_time", "write_whole"]
-
 LOCK_FILE = "diloco.lock"  # says who has the folder, for people; only the lock on the open file counts
 STEP_NAME = re.compile(r"step-\d{8,}\Z")
 HIDDEN_NAME = re.compile(r"\.(?P<name>step-\d{8,})\.[0-9a-f]{8}\.(?P<fate>partial|replaced|deleted)\Z")

@@ -32,13 +32,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from diloco.checkpoint.disk import check_content, new_folder, write_whole
-from diloco.checkpoint.reading import MANIFEST, Manifest, list_checkpoints, parse_manifest, read_manifest
+from diloco.checkpoint.reading import MANIFEST, Manifest, list_checkpoints, parse_manifest, write_manifest
 from diloco.errors import CheckpointError, ConfigurationError, DiLoCoError, from_extra
 from diloco.private_files import check_url, make_private_folder
 from diloco.units import diff
 from diloco.waiting import waiting_for
-
-__all__ = ["Mirror", "fetch_run"]
 
 _WRITER, _HOME = "writer.json", "home/"
 _MAX_MANIFEST_BYTES = 64 << 20
@@ -343,10 +341,7 @@ def _fetch(
             for name, facts in files.items():
                 place.store.get_file(f"{upload.folder}/{name}", str(partial / name))
                 check_content(partial / name, facts)
-        place.store.get_file(f"{upload.folder}/{MANIFEST}", str(partial / MANIFEST))
-        read_manifest(partial)
-    if newer:
-        return
-    for name, content in run_files.items():
-        if not (name == "metrics.jsonl" and (home / name).exists()):
-            write_whole(home / name, content)
+        write_manifest(partial, manifest)
+        for name, content in run_files.items():
+            if not newer and not (name == "metrics.jsonl" and (home / name).exists()):
+                write_whole(home / name, content)

@@ -27,8 +27,6 @@ from diloco.errors import CheckpointError, NoCheckpointError, nearest
 from diloco.private_files import read_regular
 from diloco.state_tree import UNREADABLE, unflatten
 
-__all__ = ["Checkpoint", "Manifest", "list_checkpoints", "open_checkpoint", "read_manifest", "write_manifest"]
-
 T = TypeVar("T")
 
 _FORMAT_VERSION = 3  # incremented if a reader of the previous version can't read new checkpoints
@@ -172,20 +170,24 @@ def open_checkpoint(path: Path) -> Checkpoint:
         path: a ``step-XXXXXXXX`` folder; or a run folder or its ``checkpoints`` folder, for the checkpoint that was
             saved last. A damaged one there is an error too, as it may be that one.
     """
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     try:
-        if STEP_NAME.match(path.name) or (path / MANIFEST).exists():
-            return _open(path)
-        if not folder.is_dir():
-            raise NoCheckpointError(
-                f"{path} {'is not a folder' if path.exists() else 'does not exist'}. Use a run folder, its checkpoints "
-                "folder or a step-XXXXXXXX folder in that. Nothing was loaded."
-            )
-        saved = [_open(place) for place in _places(folder)]
-    except NoCheckpointError:
-        raise
-    except (CheckpointError, OSError) as error:
-        raise _refused(path if STEP_NAME.match(path.name) else folder / "checkpoint", error) from error
+        alone = bool(STEP_NAME.match(path.name)) or (path / MANIFEST).exists()
+        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+        places = {path} if alone else _places(folder)
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error}. Nothing was loaded.") from error
+    if not (alone or folder.is_dir()):
+        raise NoCheckpointError(
+            f"{path} {'is not a folder' if path.exists() else 'does not exist'}. Use a run folder, its checkpoints "
+            "folder or a step-XXXXXXXX folder in that. Nothing was loaded."
+        )
+    saved = []
+    for place in places:
+        try:
+            saved.append(_open(place))
+        except (CheckpointError, OSError) as error:
+            if alone or place.exists():  # else a run that saves there has just deleted it
+                raise _refused(place, error) from error
     if not saved:
         raise CheckpointError(
             f"{folder} holds no complete checkpoint. Use a folder in which a run has saved one. Nothing was loaded."

@@ -21,8 +21,6 @@ from diloco.checkpoint.disk import FileFacts, check_content
 from diloco.errors import CheckpointError
 from diloco.state_tree import DTYPE_NAMES, UNREADABLE
 
-__all__ = ["Lazy", "SavedTensor", "find_tensors", "shards_of", "tensor_chunks", "whole"]
-
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 

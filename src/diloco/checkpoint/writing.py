@@ -28,8 +28,6 @@ from diloco.state_tree import flatten
 from diloco.transport import ReplicaGroup
 from diloco.waiting import in_thread
 
-__all__ = ["CheckpointWriter", "save_checkpoint"]
-
 
 class CheckpointWriter:
     """Writes the checkpoints of a replica, one at a time, in a thread of each rank while they train.
