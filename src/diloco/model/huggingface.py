@@ -21,11 +21,13 @@ from diloco.algorithm import model_state, named_parameters, persistent_buffers, 
 from diloco.errors import ConfigurationError, DiLoCoError, nearest
 from diloco.model.folders import (
     CONFIG_NAME,
-    has_weights,
+    SHARDS,
+    WEIGHTS_NAME,
     import_transformers,
     read_json,
     stored_tensors,
     weights_digest,
+    weights_files,
 )
 from diloco.model.language_model import LanguageModel, LossParts, build_language_model
 from diloco.model.settings import HuggingFaceSettings, ModelSettings, parse_source
@@ -276,9 +278,9 @@ def _find_folder(settings: ModelSettings, *, with_weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     name, _, revision = place.partition("@")
-    patterns = ["config.json", "generation_config.json"]
+    patterns = [CONFIG_NAME, "generation_config.json"]
     if with_weights and settings.huggingface.weights != "fresh":
-        patterns += ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
+        patterns += [WEIGHTS_NAME, SHARDS]
     with _refusals(f"model.source=hf:{place}, which is not a local folder"), fetching(name):
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
 
@@ -289,7 +291,7 @@ def _has_stored(folder: Path, settings: ModelSettings) -> bool:
     """
     weights, local = settings.huggingface.weights, Path(parse_source(settings.source or "").place).expanduser()
     needed = weights == "stored" or settings.lora_rank > 0 or not local.is_dir() or any(folder.glob("pytorch_*.bin"))
-    return weights != "fresh" and (needed or has_weights(folder))
+    return weights != "fresh" and (needed or bool(weights_files(folder)))
 
 
 def _config_of(stored: Any, changes: Mapping[str, Any], where: str, options: HuggingFaceSettings) -> PretrainedConfig:
