@@ -7,7 +7,7 @@ import pytest
 
 from diloco.config import Configuration, compose, flatten, keys_of, parse_arguments, plan_run, preset_values
 from diloco.errors import ConfigurationError
-from diloco.model import get_preset, preset_names
+from diloco.model import PRESETS, get_preset
 from diloco.train import resolve
 from tests.command_lines import command_line, load_configuration, toml_file
 
@@ -22,8 +22,8 @@ def test_the_order_is_preset_then_file_then_flags(tmp_path: Path) -> None:
 
 
 def test_a_preset_may_stand_in_the_file_or_on_the_command_line(tmp_path: Path) -> None:
-    other = next(name for name in preset_names() if name != "tiny")
-    third = next(name for name in preset_names() if name not in ("tiny", other))
+    other = next(name for name in PRESETS if name != "tiny")
+    third = next(name for name in PRESETS if name not in ("tiny", other))
     file = toml_file(tmp_path, f'preset = "{other}"')
     assert load_configuration([str(file)]).model.decoder == get_preset(other).model
     run = load_configuration([str(file), "--preset", third])
@@ -106,7 +106,7 @@ def test_shares_of_a_preset_follow_the_length_of_the_run(tmp_path: Path) -> None
         resolve(compose(command_line(train__steps=steps)), num_layers=4)
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("algorithm", ["streaming", "diloco", "data-parallel"])
 def test_every_preset_runs_with_every_algorithm(name: str, algorithm: str) -> None:
     run = compose(command_line(preset=name, algorithm=algorithm))

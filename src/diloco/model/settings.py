@@ -245,15 +245,6 @@ def get_preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-def preset_names() -> tuple[str, ...]:
-    """Return the names, smallest model first within each family.
-
-    >>> preset_names()[:3]
-    ('tiny', 'tiny-muon', '2m')
-    """
-    return tuple(PRESETS)
-
-
 def _presets() -> Iterator[Preset]:
     for name in ("tiny", "tiny-muon"):
         model = DecoderSettings(ffn_width=352)
@@ -284,3 +275,4 @@ def _presets() -> Iterator[Preset]:
 
 
 PRESETS = {preset.name: preset for preset in _presets()}
+"""The presets by name, the smallest model first within each family."""
