@@ -84,7 +84,7 @@ def test_kill_9_at_any_system_call_leaves_the_last_complete_checkpoint(scenario:
     # a kill happens before or after the new one is complete; once it was after, every later kill is too
     assert marks == sorted(marks)
     assert set(marks) == {0.0 if scenario == "first" else 2.0, 3.0}
-    assert len(marks) > 25
+    assert len(marks) > 20
     for folder in folders:
         save(folder, 4, 4.0, keep=1)
         assert names(folder) == {"step-00000004"}

@@ -17,7 +17,7 @@ from diloco.cli import main
 from diloco.config import flatten
 from diloco.errors import ConfigurationError
 from diloco.sweep import places, read_study, run_all
-from tests.cli.runs import SMALL, refused
+from tests.cli.runs import SMALL
 
 POPEN = subprocess.Popen
 

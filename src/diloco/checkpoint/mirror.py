@@ -119,7 +119,9 @@ class _Place:
     def run_files(self, upload: _Upload) -> dict[str, bytes]:
         """Return the files of the run folder in an upload by name; read once, as what is there may change."""
         names = [file.removeprefix(_HOME) for file in upload.sizes if file.startswith(_HOME)]
-        return {name: self.store.cat_file(f"{upload.folder}/{_HOME}{name}") for name in filter(_COPIED.fullmatch, names)}
+        return {
+            name: self.store.cat_file(f"{upload.folder}/{_HOME}{name}") for name in filter(_COPIED.fullmatch, names)
+        }
 
     def read(self, upload: _Upload) -> Manifest | None:
         """Return the manifest of an upload, or None if it is not whole."""
@@ -327,9 +329,7 @@ def _newest(place: _Place, uploads: Mapping[str, list[_Upload]]) -> dict[str, tu
     )
 
 
-def _fetch(
-    place: _Place, upload: _Upload, manifest: Manifest, home: Path, run_files: Mapping[str, bytes]
-) -> None:
+def _fetch(place: _Place, upload: _Upload, manifest: Manifest, home: Path, run_files: Mapping[str, bytes]) -> None:
     target = home / "checkpoints" / upload.name
     before = list_checkpoints(target.parent)
     newer = bool(before) and before[-1].serial > manifest.serial  # and not uploaded

@@ -127,6 +127,7 @@ class Transformer(LanguageModel):
 
         return as_huggingface(self)
 
+
 def build_model(settings: DecoderSettings, *, seed: int, device: torch.device | str = "cpu") -> Transformer:
     """Build a model whose initial weights depend only on ``settings`` and ``seed``, to the bit, on every device.
 
