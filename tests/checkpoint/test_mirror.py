@@ -307,9 +307,9 @@ def test_files_that_can_not_be_opened_are_told_and_do_not_end_training(place: st
     second = save(run / "checkpoints", 2, 2.0)
     (second / "odd").mkdir()
     mirror.offer(second)
-    assert "step-00000002 was not uploaded, which is tried again with the next: " in mirror.sentences[0]
     with pytest.raises(CheckpointError, match=r"It can't be read: .*odd.*step-00000002 is complete on this machine"):
         mirror.close()
+    assert "step-00000002 was not uploaded, which is tried again with the next: " in mirror.sentences[0]
     (second / "odd").rmdir()
     mirror.offer(second)
     mirror.close()

@@ -151,7 +151,8 @@ class Mirror:
         about = {"token": secrets.token_hex(16), "host": socket.gethostname(), "pid": os.getpid()}
         self._writer, self._number = json.dumps(about).encode(), 0
         self._thread = ThreadPoolExecutor(1, "diloco-mirror")
-        self._last: tuple[Path, Future[None]] | None = None
+        self._last, self._work = home, Future[None]()  # what was offered last, and its upload
+        self._work.set_result(None)
         self.sentences: list[str] = []
         """Sentences for the user about what has failed, which the caller removes."""
 
@@ -188,8 +189,7 @@ class Mirror:
 
         Its files are opened now, so they may be deleted meanwhile. If that fails, it counts as an upload that fails.
         """
-        if self._last is not None:
-            self._last[1].cancel()
+        self._work.cancel()
         files: dict[str, BinaryIO] = {}
         problem: OSError | None = None
         with ExitStack() as stack:
@@ -200,9 +200,9 @@ class Mirror:
                     files[name] = stack.enter_context(open(file, "rb"))
             except OSError as error:
                 problem = error
-            work, opened = self._thread.submit(self._upload, path.name, files, problem), stack.pop_all()
-            work.add_done_callback(lambda _: opened.close())
-        self._last = path, work
+            opened = stack.pop_all()
+        self._last, self._work = path, self._thread.submit(self._upload, path.name, files, problem)
+        self._work.add_done_callback(lambda _: opened.close())
 
     def close(self) -> None:
         """Wait until the last checkpoint is uploaded; if that fails, try once more.
@@ -210,18 +210,14 @@ class Mirror:
         Raises:
             CheckpointError: it is not there.
         """
-        error: BaseException | None = None
-        for retries in (True, False):
-            if self._last is None:
-                return
-            path, work = self._last
-            with waiting_for(lambda: f"{path} to be uploaded to {self._place.url}"):
-                error = work.exception()
+        for last_try in (False, True):
+            with waiting_for(lambda: f"{self._last} to be uploaded to {self._place.url}"):
+                error = self._work.exception()
             if error is None:
                 return
-            if retries:
-                self.offer(path)
-        raise CheckpointError(f"{error} {path} is complete on this machine.") from error
+            if last_try:
+                raise CheckpointError(f"{error} {self._last} is complete on this machine.") from error
+            self.offer(self._last)
 
     def _upload(self, name: str, files: Mapping[str, BinaryIO], problem: OSError | None) -> None:
         place, folder = self._place, f"checkpoints/{self._number + 1:08d}-{name}-{secrets.token_hex(4)}"
