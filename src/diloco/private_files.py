@@ -1,7 +1,5 @@
 """Files and folders that are their owner's alone, whatever the umask, and files and URLs that others may have made."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
