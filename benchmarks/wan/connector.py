@@ -20,7 +20,7 @@ from diloco.transport import (
     PeerTransport,
     SwarmPlace,
     Transport,
-    enter_swarm,
+    connect,
     join,
 )
 
@@ -97,6 +97,6 @@ class Connector:
         )
         limit_s = self._job.timeout_s
         rules = Rules(round_timeout_s=limit_s, rendezvous_timeout_s=limit_s, continue_without_lost=True)
-        connected = enter_swarm(place, rules)
+        connected = connect(place, rules)
         self._open.callback(connected.transport.close)
         return connected

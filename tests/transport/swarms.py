@@ -20,7 +20,7 @@ from diloco.transport import (
     PeerStreams,
     PeerTransport,
     SwarmPlace,
-    enter_swarm,
+    connect,
     join,
     open_status_client,
 )
@@ -67,7 +67,6 @@ class Swarms:
         hidden: bool = False,
         listen: Sequence[str] = LOOPBACK,
         held_step: int = -1,
-        swarm: str = "",
         held_swarm: str = "",
         join_window_s: float = 0.5,
         **rules: Any,
@@ -90,12 +89,11 @@ class Swarms:
                 map_ports=False,
             ),
             replica=number,
-            swarm=swarm,
             held_swarm=held_swarm,
             join_window_s=join_window_s,
             status=status,
         )
-        connected = enter_swarm(place, Rules(**(QUICK | rules)), held_step=held_step)
+        connected = connect(place, Rules(**(QUICK | rules)), held_step=held_step)
         self.transports.append(connected.transport)
         return connected
 

@@ -157,7 +157,7 @@ def test_who_does_not_fit_is_refused_in_one_sentence(swarms: Swarms, member: Pee
             [
                 lambda: swarms.peer(1, [member], facts={"codec": "int8"}, **PATIENCE),
                 lambda: other.peer(0, [member], **fits),
-                lambda: swarms.peer(2, [member], swarm="0123456789abcdef", held_step=30, **fits),
+                lambda: swarms.peer(2, [member], held_swarm="0123456789abcdef", held_step=30, **fits),
             ]
         )
     finally:
@@ -167,7 +167,7 @@ def test_who_does_not_fit_is_refused_in_one_sentence(swarms: Swarms, member: Pee
     assert "has codec = fp4 and replica 1" in words[0]
     assert "already; choose another number" in words[1]
     assert "of step 30, which the others do not have" in words[2]
-    assert swarms.peer(3, [member], swarm="0123456789abcdef", **fits).joining
+    assert swarms.peer(3, [member], held_swarm="0123456789abcdef", **fits).joining
 
 
 def test_another_run_is_another_world_and_a_fresh_start_is_no_replacement_for_a_swarm_that_was_there(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,9 +46,6 @@ class DoctorOptions:
     """How long each step of the check may take. Default: 10s."""
     secret_file: Path | None = None
     """The run's secret (network.secret_file), if it has one; both ends need it."""
-    json: bool = False
-    """Print the findings as JSON."""
-
 
 def run_doctor(arguments: Sequence[str]) -> int:
     """Check the peers, or listen; return 0 if every connection works, otherwise 1."""
@@ -70,19 +66,14 @@ def run_doctor(arguments: Sequence[str]) -> int:
     addresses = [parse_address(peer, key="the peer") for peer in options.peers]
     # one at a time: concurrent checks would share this machine's link
     findings = [asyncio.run(examine(address, num_bytes, options.timeout, secret)) for address in addresses]
-    if options.json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=2))
-    else:
-        rows = []
-        for each in findings:
-            rates = ["-" if rate is None else format_rate(rate) for rate in (each.up_bits_per_s, each.down_bits_per_s)]
-            latency = "-" if each.latency_s is None else f"{1000 * each.latency_s:.1f} ms"
-            status = "ok" if each.ok else "FAILED"
-            rows.append([each.address, ", ".join(each.resolved) or "-", status, latency, *rates])
-        print(columns(["peer", "address", "status", "round trip", "to peer", "from peer"], rows))
-    problems = [f"{each.address}: {each.problem}; {each.advice}." for each in findings if not each.ok]
-    for words in problems:
-        say(words, "error")
+    rows = []
+    for peer, found in zip(options.peers, findings, strict=True):
+        figures = [f"{1000 * found.latency_s:.1f} ms", *map(format_rate, (found.up_bits_per_s, found.down_bits_per_s))]
+        rows.append([peer, "FAILED" if found.problem else "ok", *(["-"] * 3 if found.problem else figures)])
+    print(columns(["peer", "status", "round trip", "to peer", "from peer"], rows))
+    problems = {peer: found.problem for peer, found in zip(options.peers, findings, strict=True) if found.problem}
+    for peer, problem in problems.items():
+        say(f"{peer}: {problem}.", "error")
     return 1 if problems else 0
 
 

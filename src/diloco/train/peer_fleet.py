@@ -26,10 +26,8 @@ from diloco.transport import (
     SwarmPlace,
     Transport,
     connect,
-    enter_swarm,
     join,
     parse_address,
-    same_port,
 )
 from diloco.waiting import waiting_for
 
@@ -107,11 +105,11 @@ class PeerFleet(Fleet):
         self._leaving: threading.Timer | None = None
         if isinstance(place, SwarmPlace):
             number = held.replica if place.replica is None else place.replica
-            self._place = place = replace(place, replica=number, held_swarm=held.swarm, closed="it is starting")
-            self._connect(enter_swarm(place, rules, held_step=held.step))
+            self._place = place = replace(place, replica=number, held_swarm=held.swarm)
+        self._connect(connect(place, rules, held_step=held.step, closed="it is starting" if self.elastic else ""))
+        if isinstance(place, SwarmPlace):
             self.notes = _use_of(held, self.connected, place)
         else:
-            self._connect(connect(place, rules, held_step=held.step))
             addresses = {rank: parse_address(entry.address).host for rank, entry in self.connected.entries.items()}
             choose_threads([*addresses.values()].count(addresses[self.transport.rules.rank]))
 
@@ -131,27 +129,13 @@ class PeerFleet(Fleet):
 
     def _find_again(self, views: LastViews, patience_s: float) -> Connected:
         """Close the lost connection and find the others, or found the view after ``views`` with those that search."""
-        transport, place = self.transport, self._place
-        if isinstance(place, Place):
-            self._listening = self._listening or transport.connections.streams.keep()
-            transport.close()
-            lost = Lost(self.connected, self._listening.dup(), views, patience_s)
-            connected = connect(place, self._rules, lost=lost)
-            self._stop_listening()
-            return connected
-        known = [address for entry in transport.known_entries() for address in entry.places if "/p2p/" in address]
-        listen = same_port(place.node.listen, self.addresses)
-        node = replace(place.node, join=tuple(dict.fromkeys((*place.node.join, *known))), listen=listen, insists=False)
-        transport.close()
-        self._place = replace(
-            place,
-            replica=transport.replica,
-            swarm=self.connected.swarm,
-            views=views,
-            patience_s=patience_s,
-            node=node,
-        )
-        return enter_swarm(self._place, self._rules, held_step=transport.step)
+        self._listening = self._listening or self.transport.connections.streams.keep()
+        self.transport.close()
+        listening = self._listening and self._listening.dup()
+        lost = Lost(self.connected.directory, views, patience_s, listening)
+        connected = connect(self._place, self._rules, lost=lost, closed="it is rejoining itself")
+        self._stop_listening()
+        return connected
 
     def _stop_listening(self) -> None:
         if self._listening is not None:
@@ -364,7 +348,6 @@ class PeerFleet(Fleet):
         self._searching = False
         self.gathering = not self.joining
         self.transport.sent_bytes, self.transport.received_bytes = lost.sent_bytes, lost.received_bytes
-        self.transport.step = lost.step
         if not self.joining:
             self.load_state_dict(state)
 

@@ -1,15 +1,19 @@
-"""A connected transport, and joining a running run."""
+"""Connecting a rank to the others: to begin a run, to join a running one, or to find them again after a loss.
+
+It is the same over TCP and in a swarm; the `MeetingPlace` says how connections are opened, and whom to ask.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from diloco.errors import RendezvousError
-from diloco.protocol import Entry, Welcome
+from diloco.protocol import Entry, Rules, Welcome
 from diloco.transport.connections.limits import Backoff
-from diloco.transport.peers.directory import Directory
+from diloco.transport.peers.directory import Directory, Lost
 from diloco.transport.peers.transport import PeerTransport
 from diloco.waiting import waiting_for
 
@@ -36,27 +40,62 @@ class Connected:
         patience_s = self.transport.rules.silence_s + _FAREWELL_S
         self.transport.connections.call(self.directory.announce_end(), patience_s)
 
-    def already_running(self) -> RendezvousError:
-        """Return the error for a replica that was to start a run and found it already running."""
-        return RendezvousError(
-            f"replica {self.transport.replica} was to start a run, but the other replicas are already running one. "
-            "Choose another rendezvous, or join the run."
-        )
+
+class MeetingPlace(Protocol):
+    """A rank, and where it meets the others."""
+
+    def transport(self, rules: Rules, lost: Lost | None) -> PeerTransport:
+        """Return the transport of this rank, without any connection."""
+
+    def directory(self, transport: PeerTransport, held_step: int, lost: Lost | None) -> Directory:
+        """Listen, and return what knows whom to ask. For the arguments see `connect`."""
 
 
-def connect_all(directory: Directory, closed: str = "") -> Connected:
-    """Find the members and connect to them, or found a view, and begin.
+def connect(
+    place: MeetingPlace, rules: Rules, *, held_step: int = -1, lost: Lost | None = None, closed: str = ""
+) -> Connected:
+    """Find the members and connect to all of them, or found a view if there are none.
+
+    If ``joining`` is true in the result, adopt the others' state and become a member::
+
+        diloco = DiLoCo(model, optimizer, transport=connected.transport, ...)
+        if connected.joining:
+            diloco.take_over(connected.transport.view.members)
+            diloco.steps = join(connected, timeout_s=60)
+
+    A rejoining replica begins after the step that the others' transports have counted. A training loop that resumes
+    from a checkpoint must therefore save and load ``connected.transport.state_dict()`` along with that of `DiLoCo`.
 
     Args:
+        place: this rank, and where it meets the others.
+        rules: the rules of the run.
+        held_step: the newest step that this rank could resume from, which is sent to the others; -1 for none.
+        lost: the view that this rank has lost. It finds the others again, or founds a new view with them.
         closed: why nobody can join at first; "" if all can.
+
+    Raises:
+        RendezvousError: if this does not succeed in time, the ranks are incompatible, or a swarm is behind this
+            peer's checkpoint; nothing stays open.
+        EjectedError: if the founder of the swarm has ejected this peer.
+        TransportError: if this machine can't listen at the given address.
     """
-    transport, registry = directory.transport, directory.registry
-    transport.connections.entries = registry.entries
-    with waiting_for(directory.awaited, directory.patience_s):
-        view, found = transport.connections.call(directory.find())
-    directory.settle(found)
-    transport.begin(view, registry, member=found is None, closed=closed)
-    entries = dict(sorted({**(found.entries if found else {}), **registry.entries}.items()))
+    transport = place.transport(rules, lost)
+    try:
+        if lost is not None:
+            before = lost.directory.transport
+            transport.finishers, transport.step, held_step = before.finishers, before.step, before.step
+        directory = place.directory(transport, held_step, lost)
+        registry, connections = directory.registry, transport.connections
+        connections.entries = registry.entries
+        with waiting_for(directory.awaited, directory.patience_s):
+            view, found = connections.call(directory.find())
+        directory.settle(found)
+        transport.begin(view, registry, member=found is None, closed=closed)
+        entries = dict(sorted({**(found.entries if found else {}), **registry.entries}.items()))
+        directory.open_up(founded=found is None)
+    except BaseException:
+        transport.close()
+        raise
     step, founded_step = (found.step, found.founded_step) if found else (0, directory.founded_step)
     return Connected(transport, directory, found is not None, entries, step, founded_step)
 

@@ -11,14 +11,26 @@ import asyncio
 import contextlib
 import functools
 import math
+import socket
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from msgspec import Meta
 
 from diloco.errors import ConfigurationError, RendezvousError, RunFinishedError, TransportError
-from diloco.membership import GREATEST, BootstrapElection, Candidate, Count, Rank, Ranks, View, byzantine_quorum
+from diloco.membership import (
+    GREATEST,
+    BootstrapElection,
+    Candidate,
+    Count,
+    LastViews,
+    Rank,
+    Ranks,
+    View,
+    byzantine_quorum,
+)
 from diloco.protocol import Entries, Entry, Introduce, Refused, Registry, WireMessage
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
@@ -79,32 +91,54 @@ class Over(WireMessage):
     replica: Rank
 
 
+@dataclass(frozen=True)
+class Lost:
+    """A view that a rank has lost, and what it needs to find the others again."""
+
+    directory: Directory  # with which it had found them; its transport is closed
+    views: LastViews  # what the rank has been and promised; its vote is recorded there
+    patience_s: float  # how long it searches
+    listening: socket.socket | None = None  # over TCP, what `TcpStreams.keep` returned; closed with the next transport
+
+
 class Directory:
     """What one process knows about who the members are. Everything runs in the control thread.
 
     Args:
         registry: the entries of all known ranks, that of this one included.
-        election: of the process that founds a view if no member is found.
-        patience_s: how long a search lasts at most, in seconds.
-        was: the swarm that this process was a member of; "": none.
+        held_step: the newest step that this process could resume from; -1 for none.
+        join_window_s: how long a process that finds no member waits for others that search before one founds a view.
+        alone: whether it knows no other process to ask.
+        lost: the view that this process has lost; None: it begins.
+        held_swarm: the swarm of ``held_step``; "": none, or unknown.
     """
 
     def __init__(
         self,
         transport: PeerTransport,
         registry: Registry,
-        election: BootstrapElection,
-        patience_s: float,
-        was: str = "",
+        *,
+        held_step: int = -1,
+        join_window_s: float = 0.0,
+        alone: bool = False,
+        lost: Lost | None = None,
+        held_swarm: str = "",
     ) -> None:
         self.swarm = ""  # the swarm that this process has found or founded
         self.founded_step = 0  # step of the checkpoint from which the swarm was founded
-        self.patience_s = patience_s
-        self.election = election
+        self.patience_s = lost.patience_s if lost else transport.rules.rendezvous_timeout_s
+        self.election = BootstrapElection(
+            number=transport.replica,
+            held_step=held_step,
+            views=lost.views if lost else None,
+            alone=alone,
+            window_s=join_window_s,
+            policy=transport.rules.policy,
+        )
         self.looking: list[Candidate] = []  # the other processes that were looking at the last check
         self.searches = False  # whether it looks for the members at present
         self.registry = registry
-        self.was = was
+        self.was = lost.directory.swarm if lost else held_swarm  # the swarm that this process was a member of
         self.transport = transport
         self.connections: ConnectionManager = transport.connections
         services = self.connections.services
@@ -126,6 +160,9 @@ class Directory:
 
     def settle(self, found: Members | None) -> None:
         """Take note of the members that were found; None: this process founds a view."""
+
+    def open_up(self, *, founded: bool) -> None:
+        """Let others know of this process, which has begun. For the training thread."""
 
     async def addresses(self) -> Collection[Address]:
         """Return the addresses at which members may answer, and let others find this process."""

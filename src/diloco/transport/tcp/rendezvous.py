@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Collection, Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta
 
 from diloco.errors import RendezvousError, TransportError
-from diloco.membership import BootstrapElection, View, Words
+from diloco.membership import View, Words
 from diloco.protocol import Entries, Entry, Refused, Registry, WireMessage
 from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.limits import Backoff
@@ -45,6 +45,7 @@ class TcpDirectory(Directory):
         registry: if this process collects the ranks, those that have come: at first itself.
         meeting: the address at which the ranks meet; another one at which a member may answer.
         gathers: whether this process collects the ranks.
+        more: see `Directory`.
     """
 
     answers = Members | Looking | Gathering
@@ -53,14 +54,13 @@ class TcpDirectory(Directory):
         self,
         transport: PeerTransport,
         registry: Registry,
-        election: BootstrapElection,
-        patience_s: float,
         meeting: Address | None,
         *,
         gathers: bool = False,
+        **more: Any,
     ) -> None:
-        super().__init__(transport, registry, election, patience_s)
-        self.begins = election.views is None
+        super().__init__(transport, registry, **more)
+        self.begins = self.election.views is None
         self.pauses_s = _AGAIN_S if self.begins else self.pauses_s
         self._meeting = meeting
         self._missing = "an answer"
