@@ -14,7 +14,7 @@ from diloco import connect_tcp
 from diloco.protocol import Rules
 from diloco.transport import (
     Admission,
-    Connected,
+    Directory,
     NodePlace,
     PeerStreams,
     PeerTransport,
@@ -86,7 +86,7 @@ class Connector:
         )
         return self._open.enter_context(connecting)
 
-    def _make_peer(self, known: Sequence[str]) -> Connected:
+    def _make_peer(self, known: Sequence[str]) -> Directory:
         """Return a peer that contacts ``known`` peers; without any, it founds the swarm."""
         address = self._job.addresses[self._replica]
         place = SwarmPlace(

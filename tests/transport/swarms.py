@@ -13,7 +13,7 @@ import pytest
 from diloco.protocol import Rules
 from diloco.transport import (
     Admission,
-    Connected,
+    Directory,
     NodePlace,
     PeerReport,
     PeerStatus,
@@ -70,7 +70,7 @@ class Swarms:
         held_swarm: str = "",
         join_window_s: float = 0.5,
         **rules: Any,
-    ) -> Connected:
+    ) -> Directory:
         """Start a peer that knows ``known``.
 
         Args:

@@ -15,16 +15,16 @@ import torch
 
 from diloco.errors import TransportError
 from diloco.protocol import Average, Entry, Registry
-from diloco.transport import Address, Connected, connect, parse_address
+from diloco.transport import Address, Directory, connect, parse_address
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import diloco_threads, failure, free_address, nobody_at, place, registering, rules
 from tests.transport.relays import frame, stranger_at
 from tests.transport.wires import at_once, rendezvous
 
 
-def work_together(num_replicas: int, address: Address, held: Sequence[int] = ()) -> list[Connected]:
+def work_together(num_replicas: int, address: Address, held: Sequence[int] = ()) -> list[Directory]:
     """Connect ranks at ``address``, exchange one round, and return the connections after closing them."""
-    found: list[Connected] = at_once(
+    found: list[Directory] = at_once(
         [
             lambda m=m: connect(
                 place(m, num_replicas, address), rules(rendezvous_timeout_s=20.0), held_step=held[m] if held else -1
@@ -32,7 +32,7 @@ def work_together(num_replicas: int, address: Address, held: Sequence[int] = ())
             for m in range(num_replicas)
         ]
     )
-    assert all(isinstance(each, Connected) for each in found), found
+    assert all(isinstance(each, Directory) for each in found), found
     try:
         given = [contribution(m, codec="fp4") for m in range(num_replicas)]
         averages: list[Average] = exchange([each.transport for each in found], given)
@@ -80,9 +80,9 @@ def test_a_host_that_is_not_this_machines_is_named() -> None:
 )
 def test_a_rank_that_does_not_fit_is_refused_alone(rank: int, num_replicas: int, codec: str, words: str) -> None:
     """The others wait for one that fits. Before, each of these ended all ranks that waited."""
-    registry, found = Registry(3), list[Connected]()
+    registry, found = Registry(3), list[Directory]()
 
-    def right(rank: int) -> Connected:
+    def right(rank: int) -> Directory:
         return connect(place(rank, 3, address), rules(facts={"codec": "fp4"}, rendezvous_timeout_s=60.0))
 
     with rendezvous(registry) as address:

@@ -19,7 +19,7 @@ import torch
 from diloco.errors import RendezvousError
 from diloco.transport import (
     Address,
-    Connected,
+    Directory,
     Node,
     PeerRecord,
     PeerStreams,
@@ -223,7 +223,7 @@ def test_two_that_can_not_ask_each_other_yet_found_one_swarm(
             raise OSError("no route")
         return await usual(streams, address)
 
-    def found() -> Connected:
+    def found() -> Directory:
         connected = swarms.peer(1, [member], **looks)
         routes.set()
         return connected

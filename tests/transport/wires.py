@@ -10,7 +10,7 @@ from typing import Any
 from diloco.protocol import Registry, Rules
 from diloco.transport import (
     Address,
-    Connected,
+    Directory,
     ConnectionManager,
     PeerTransport,
     Place,
@@ -86,7 +86,7 @@ class Wires:
 
         where = {name: rules.pop(name) for name in ("secret",) if name in rules}
 
-        def one(rank: int) -> Connected:
+        def one(rank: int) -> Directory:
             place = Place(
                 replica=rank // ranks_per_replica,
                 num_replicas=num_replicas,

@@ -18,7 +18,7 @@ from diloco.membership import LastViews, NextView, Ranks, View, enough_without
 from diloco.protocol import Rules, WireMessage, decode, encode
 from diloco.train.fleet import Fleet
 from diloco.transport import (
-    Connected,
+    Directory,
     Lost,
     PeerStreams,
     Place,
@@ -69,7 +69,7 @@ class PeerFleet(Fleet):
         batch_tokens: in a swarm, tokens per batch.
     """
 
-    connected: Connected
+    directory: Directory
     addresses: tuple[str, ...]  # where others can join; loopback addresses come last
 
     def __init__(
@@ -108,34 +108,34 @@ class PeerFleet(Fleet):
             self._place = place = replace(place, replica=number, held_swarm=held.swarm)
         self._connect(connect(place, rules, held_step=held.step, closed="it is starting" if self.elastic else ""))
         if isinstance(place, SwarmPlace):
-            self.notes = _use_of(held, self.connected, place)
+            self.notes = _use_of(held, self.directory, place)
         else:
-            addresses = {rank: parse_address(entry.address).host for rank, entry in self.connected.entries.items()}
+            addresses = {rank: parse_address(entry.address).host for rank, entry in self.directory.entries.items()}
             choose_threads([*addresses.values()].count(addresses[self.transport.rules.rank]))
 
-    def _connect(self, connected: Connected) -> None:
-        self.connected = connected
-        self.transport = connected.transport
+    def _connect(self, directory: Directory) -> None:
+        self.directory = directory
+        self.transport = directory.transport
         self.transport.on_change = lambda following: encode(self._follow(following))
-        self.joining = connected.joining
-        self.addresses = (str(connected.transport.address),)
+        self.joining = directory.joining
+        self.addresses = (str(directory.transport.address),)
         if isinstance(self._place, SwarmPlace):
-            connections = connected.transport.connections
+            connections = directory.transport.connections
             addresses = connections.call(cast(PeerStreams, connections.streams).node.addresses())
             self.addresses = tuple(sorted(addresses, key=lambda address: address.startswith("/ip4/127.")))
             self.note(state="joining", name=self._place.name)
             if not self.joining:
                 self._share(Shares.of(self.local), 1)
 
-    def _find_again(self, views: LastViews, patience_s: float) -> Connected:
+    def _find_again(self, views: LastViews, patience_s: float) -> Directory:
         """Close the lost connection and find the others, or found the view after ``views`` with those that search."""
         self._listening = self._listening or self.transport.connections.streams.keep()
         self.transport.close()
         listening = self._listening and self._listening.dup()
-        lost = Lost(self.connected.directory, views, patience_s, listening)
-        connected = connect(self._place, self._rules, lost=lost, closed="it is rejoining itself")
+        lost = Lost(self.directory, views, patience_s, listening)
+        directory = connect(self._place, self._rules, lost=lost, closed="it is rejoining itself")
         self._stop_listening()
-        return connected
+        return directory
 
     def _stop_listening(self) -> None:
         if self._listening is not None:
@@ -172,7 +172,7 @@ class PeerFleet(Fleet):
 
     def state_dict(self) -> dict[str, Any]:
         with self._changed:
-            more = {"shares": as_message(self.shares), "begun": self.begun, "swarm": self.connected.swarm}
+            more = {"shares": as_message(self.shares), "begun": self.begun, "swarm": self.directory.swarm}
             return self.transport.state_dict() | (more if self.elastic else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -224,12 +224,12 @@ class PeerFleet(Fleet):
 
     def details(self) -> dict[str, str]:
         if not isinstance(self._place, SwarmPlace):
-            entries = sorted(self.connected.entries.items())
+            entries = sorted(self.directory.entries.items())
             return {"control addresses": ", ".join(f"{rank} at {entry.address}" for rank, entry in entries)}
         return {
             "replica": f"{self._place.name}, of {self.num_members} in run {self._place.admission.run!r}",
             "number": f"{self.transport.replica}, peer {self.transport.address}",
-            "swarm": self.connected.swarm,
+            "swarm": self.directory.swarm,
             "listens at": ", ".join(self.addresses) or "no address: it opens all connections itself",
             "payload links": cast(PeerStreams, self.transport.connections.streams).direct_description,
         }
@@ -272,7 +272,7 @@ class PeerFleet(Fleet):
     def finish(self, *, done: bool) -> None:
         if done:
             try:
-                self.connected.finish()
+                self.directory.finish()
             except Exception:  # errors of the DHT have no common base class
                 logging.getLogger(__name__).debug("announcing that the run has ended failed", exc_info=True)
         if not self.elastic:
@@ -307,11 +307,11 @@ class PeerFleet(Fleet):
         return not {*map(rules.replica_of, self.transport.connections.connected)} - {rules.replica}
 
     def held_steps(self) -> dict[int, int]:
-        return {rank: entry.held_step for rank, entry in self.connected.entries.items()}
+        return {rank: entry.held_step for rank, entry in self.directory.entries.items()}
 
     def join(self, timeout_s: float) -> int:
         """Become a member of a running run and return the number of inner steps done."""
-        step = join(self.connected, timeout_s)
+        step = join(self.directory, timeout_s)
         self.joining = False
         try:
             note = decode(self.transport.welcome_note or encode(WelcomeNote()), WelcomeNote)
@@ -404,17 +404,17 @@ class PeerFleet(Fleet):
                 self.note(state="training" if self.begun else "waiting for replicas")
 
 
-def _use_of(held: Held, connected: Connected, place: SwarmPlace) -> tuple[str, ...]:
+def _use_of(held: Held, directory: Directory, place: SwarmPlace) -> tuple[str, ...]:
     """Return a sentence about the use of the checkpoint from which this replica could resume; none without one."""
     if held.step < 0:
         return ()
-    if not connected.joining:
+    if not directory.joining:
         alone = "No other peer was found" if place.node.join else "It knows no other peer (no --join)"
         return (f"{alone}, so it founds a new swarm at step {held.step}. Peers that join adopt its state.",)
     lost = "the work that it had not shared by then is lost"
-    if connected.swarm != held.swarm and connected.founded_step < held.step:
-        lost = f"the others continued from step {connected.founded_step} and do not have the later steps either"
+    if directory.swarm != held.swarm and directory.founded_step < held.step:
+        lost = f"the others continued from step {directory.founded_step} and do not have the later steps either"
     return (
-        f"It adopts the state of the others, which are at step {connected.step}. Its own checkpoint of step "
+        f"It adopts the state of the others, which are at step {directory.step}. Its own checkpoint of step "
         f"{held.step} is not used: {lost}.",
     )

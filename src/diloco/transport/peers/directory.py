@@ -40,6 +40,7 @@ from diloco.transport.peers.transport import PeerTransport
 
 _LEAST_S = 0.1
 _OVER_S = 2.0
+_FAREWELL_S = 10.0  # for a leaving process to announce that the run has ended
 _YIELDS = 2 / 3  # for how much of its search a process leaves it to one that can't be asked to found a view
 
 _Name = Annotated[str, Meta(max_length=64)]
@@ -124,6 +125,7 @@ class Directory:
         lost: Lost | None = None,
         held_swarm: str = "",
     ) -> None:
+        self.found: Members | None = None  # the members that it has found; None: none yet, or it is one from the start
         self.swarm = ""  # the swarm that this process has found or founded
         self.founded_step = 0  # step of the checkpoint from which the swarm was founded
         self.patience_s = lost.patience_s if lost else transport.rules.rendezvous_timeout_s
@@ -158,10 +160,10 @@ class Directory:
         """
         return None
 
-    def settle(self, found: Members | None) -> None:
-        """Take note of the members that were found; None: this process founds a view."""
+    def settle(self) -> None:
+        """Take note of the members that were found, or that this process founds a view."""
 
-    def open_up(self, *, founded: bool) -> None:
+    def open_up(self) -> None:
         """Let others know of this process, which has begun. For the training thread."""
 
     async def addresses(self) -> Collection[Address]:
@@ -200,7 +202,7 @@ class Directory:
         """Tell former members, where they listen, that the run has ended; one may be frozen just now."""
         rules, members = self.transport.rules, self.transport.view.members
         clock = asyncio.get_running_loop()
-        until_s, backoff = clock.time() + rules.silence_s, Backoff(*self.pauses_s, seed=self._entry.address)
+        until_s, backoff = clock.time() + rules.silence_s, Backoff(*self.pauses_s, seed=self.entry.address)
 
         async def tell(entry: Entry) -> Any:
             while True:
@@ -217,10 +219,35 @@ class Directory:
         absent = [entry for entry in self.transport.known_entries() if rules.replica_of(entry.rank) not in members]
         await asyncio.gather(*map(tell, absent))
 
+    # What was found.
+
+    @property
+    def joining(self) -> bool:
+        """Whether the run had already begun: the transport is ready for `fetch`, and then for `join`."""
+        return self.found is not None
+
+    @property
+    def step(self) -> int:
+        """The inner steps done when this rank asked; 0 unless it joins."""
+        return self.found.step if self.found else 0
+
+    @property
+    def entries(self) -> Mapping[int, Entry]:
+        """The entries of all ranks, this one included, by rank."""
+        return dict(sorted({**(self.found.entries if self.found else {}), **self.registry.entries}.items()))
+
+    @property
+    def entry(self) -> Entry:
+        return self.registry.entries[self.connections.rank]
+
+    def finish(self) -> None:
+        """Announce to late joiners and replicas that are not members at present that the run has ended."""
+        self.connections.call(self.announce_end(), self.transport.rules.silence_s + _FAREWELL_S)
+
     # Looking for the members.
 
-    async def find(self) -> tuple[View, Members | None]:
-        """Connect to all members and return their view; or return the view to found, and None.
+    async def find(self) -> View:
+        """Connect to all members and return their view; or return the view to found.
 
         A member that can't be reached may just have ended, so the search goes on with the next answers.
 
@@ -234,9 +261,9 @@ class Directory:
         finally:
             self.searches = False
 
-    async def _find(self) -> tuple[View, Members | None]:
+    async def _find(self) -> View:
         clock, known_s = asyncio.get_running_loop(), math.inf  # when others could first know of this process
-        until_s, backoff = clock.time() + self.patience_s, Backoff(*self.pauses_s, seed=self._entry.address)
+        until_s, backoff = clock.time() + self.patience_s, Backoff(*self.pauses_s, seed=self.entry.address)
         why: dict[str, str] = {}  # place -> why it was of no use
         heard: set[Address] = set()  # what has answered before; the last question may have too little time
 
@@ -252,7 +279,7 @@ class Directory:
             answers = dict(zip(places, await few_at_once(ask, places), strict=True))
             heard |= {place for place, each in answers.items() if not isinstance(each, Exception)}
             if view := await self.begin(answers):
-                return view, None
+                return view
             tables = {place: each for place, each in answers.items() if isinstance(each, Members)}
             alike = Counter((each.members, each.swarm) for each in tables.values())
             votes = {place: alike[each.members, each.swarm] for place, each in tables.items()}
@@ -266,8 +293,8 @@ class Directory:
                     if isinstance(answer, Members):
                         self.check(answer)
                         there = True
-                        found = await self.connect(answer)
-                        return View(-1, tuple(each for each in found.members if each != self.election.number)), found
+                        self.found = await self.connect(answer)
+                        return View(-1, tuple(each for each in self.found.members if each != self.election.number))
                 except RendezvousError as error:  # this one refuses, but another one may not
                     refusals.append(error)
                     why[str(place)] = str(error)
@@ -289,7 +316,7 @@ class Directory:
                 left, had = self.transport.finishers, self.had_members()
                 yields = waited_s < self.patience_s * _YIELDS and self.is_behind_another(answers)
                 if not yields and (view := self.election.founds(self.looking, waited_s, had_members=had, left=left)):
-                    return view, None
+                    return view
             if clock.time() >= until_s:
                 raise RendezvousError(self.nobody(why) + self.election.missing(self.looking))
             await asyncio.sleep(backoff.next_s())
@@ -297,10 +324,6 @@ class Directory:
     def _candidate(self, answer: Looking) -> Candidate:
         views = (answer.last, answer.agreed, answer.vote) if answer.was == self.was else ()
         return Candidate(answer.number, answer.held_step, *views)
-
-    @property
-    def _entry(self) -> Entry:
-        return self.registry.entries[self.connections.rank]
 
     async def ask(self, address: Address) -> Members | Looking:
         """Ask a process who the members are.
@@ -312,7 +335,7 @@ class Directory:
         """
         stream = await self.connections.open(address)
         identity = self.connections.streams.identity(stream[1])
-        answer = await question(stream, address, Ask(self._entry), self.answers)
+        answer = await question(stream, address, Ask(self.entry), self.answers)
         if isinstance(answer, Looking) and self.election.views is not None:
             known = self.election.views.identities.get(self.transport.rules.ranks([answer.number])[0], identity)
             # over TCP a restarted process has another identity; it says that it was a member of no view, and listens
@@ -387,7 +410,7 @@ class Directory:
                 continue
             try:
                 place = streams.locate(found.entries[other])
-                await question(await self.connections.open(place), place, CallBack(rank, self._entry), Introduced)
+                await question(await self.connections.open(place), place, CallBack(rank, self.entry), Introduced)
             except (OSError, EOFError, TransportError):
                 continue
             if await self.arrives(rank, self.transport.rules.silence_s):
@@ -451,7 +474,7 @@ class Directory:
             return f"replica {entry.rank} is {known.address} already; choose another number"
         if not self._fits(entry.rank):
             return f"rank {entry.rank} is none of the run's {self.registry.num_ranks} ranks"
-        if words := self._entry.diff(entry, size):
+        if words := self.entry.diff(entry, size):
             return f"{words}; both sides need the same value"
         return await self.connections.claimed(entry.rank, writer)
 

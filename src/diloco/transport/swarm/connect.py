@@ -111,8 +111,8 @@ class SwarmDirectory(Directory):
         record = PeerRecord(number, self.swarm, addresses, self._finished)
         await self._node.announce(self._streams.admission, record)
 
-    def open_up(self, *, founded: bool) -> None:
-        if founded:
+    def open_up(self) -> None:
+        if not self.joining:
             self.connections.call(self.announce())  # before other peers search
         serve_status(self, self._place.status)
         self.connections.post(lambda: self.connections.begin(self._keep_announcing()))
@@ -147,8 +147,9 @@ class SwarmDirectory(Directory):
             "this replica in another folder."
         )
 
-    def settle(self, found: Members | None) -> None:
+    def settle(self) -> None:
         founder = founder_of(self._place.held_swarm) or self._streams.me
+        found = self.found
         self.swarm = found.swarm if found else self._lost_swarm or f"{founder}.{secrets.token_hex(8)}"
         self.founded_step = found.founded_step if found else max(0, self.election.held_step)
 

@@ -21,7 +21,7 @@ from diloco.transport.base import Transport
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.sockets import TcpStreams
 from diloco.transport.connections.streams import within
-from diloco.transport.peers.connected import connect
+from diloco.transport.peers.connect import connect
 from diloco.transport.peers.directory import Lost
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.replica_group import LeaderTransport, ReplicaGroup
@@ -193,9 +193,9 @@ def connect_tcp(
     opened: list[PeerTransport] = []
 
     def begin() -> None:
-        connected = connect(place, settings)
-        opened.append(connected.transport)
-        if connected.joining:
+        directory = connect(place, settings)
+        opened.append(directory.transport)
+        if directory.joining:
             raise RendezvousError(
                 f"replica {replica} was to start a run, but the other replicas are already running one. Choose another "
                 "rendezvous, or join the run."

@@ -121,7 +121,7 @@ class TcpDirectory(Directory):
             why = "".join(f" (one was refused: {visible(w.removesuffix('.'), _MOST_REASON)})" for w in answer.refused)
             self._missing = f"rank {missing}{why}" if missing else "a member"
             if not missing:
-                self.registry.entries.update(known | {self.connections.rank: self._entry})
+                self.registry.entries.update(known | {self.connections.rank: self.entry})
                 return await self._begin()
         elif isinstance(answer, TurnedAwayError):
             raise RendezvousError(

@@ -6,39 +6,17 @@ It is the same over TCP and in a swarm; the `MeetingPlace` says how connections 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 from diloco.errors import RendezvousError
-from diloco.protocol import Entry, Rules, Welcome
+from diloco.protocol import Rules, Welcome
 from diloco.transport.connections.limits import Backoff
 from diloco.transport.peers.directory import Directory, Lost
 from diloco.transport.peers.transport import PeerTransport
 from diloco.waiting import waiting_for
 
 _ANSWER_S = 30.0
-_FAREWELL_S = 10.0  # for a leaving process to announce that the run has ended
 _AGAIN_S = 0.3, 2.0  # pauses between two requests to join
-
-
-@dataclass(frozen=True)
-class Connected:
-    transport: PeerTransport  # ready for rounds; for a joiner, ready for `fetch` and then `join`
-    directory: Directory
-    joining: bool  # whether the run had already begun
-    entries: Mapping[int, Entry]  # of all ranks, this one included
-    step: int = 0  # inner steps done when this rank asked; 0 unless it joins
-    founded_step: int = 0  # step of the checkpoint from which the run was resumed, if the network reports it
-
-    @property
-    def swarm(self) -> str:
-        return self.directory.swarm
-
-    def finish(self) -> None:
-        """Announce to late joiners and replicas that are not members at present that the run has ended."""
-        patience_s = self.transport.rules.silence_s + _FAREWELL_S
-        self.transport.connections.call(self.directory.announce_end(), patience_s)
 
 
 class MeetingPlace(Protocol):
@@ -53,18 +31,18 @@ class MeetingPlace(Protocol):
 
 def connect(
     place: MeetingPlace, rules: Rules, *, held_step: int = -1, lost: Lost | None = None, closed: str = ""
-) -> Connected:
+) -> Directory:
     """Find the members and connect to all of them, or found a view if there are none.
 
     If ``joining`` is true in the result, adopt the others' state and become a member::
 
-        diloco = DiLoCo(model, optimizer, transport=connected.transport, ...)
-        if connected.joining:
-            diloco.take_over(connected.transport.view.members)
-            diloco.steps = join(connected, timeout_s=60)
+        diloco = DiLoCo(model, optimizer, transport=directory.transport, ...)
+        if directory.joining:
+            diloco.take_over(directory.transport.view.members)
+            diloco.steps = join(directory, timeout_s=60)
 
     A rejoining replica begins after the step that the others' transports have counted. A training loop that resumes
-    from a checkpoint must therefore save and load ``connected.transport.state_dict()`` along with that of `DiLoCo`.
+    from a checkpoint must therefore save and load ``directory.transport.state_dict()`` along with that of `DiLoCo`.
 
     Args:
         place: this rank, and where it meets the others.
@@ -88,19 +66,17 @@ def connect(
         registry, connections = directory.registry, transport.connections
         connections.entries = registry.entries
         with waiting_for(directory.awaited, directory.patience_s):
-            view, found = connections.call(directory.find())
-        directory.settle(found)
-        transport.begin(view, registry, member=found is None, closed=closed)
-        entries = dict(sorted({**(found.entries if found else {}), **registry.entries}.items()))
-        directory.open_up(founded=found is None)
+            view = connections.call(directory.find())
+        directory.settle()
+        transport.begin(view, registry, member=not directory.joining, closed=closed)
+        directory.open_up()
     except BaseException:
         transport.close()
         raise
-    step, founded_step = (found.step, found.founded_step) if found else (0, directory.founded_step)
-    return Connected(transport, directory, found is not None, entries, step, founded_step)
+    return directory
 
 
-def join(connected: Connected, timeout_s: float) -> int:
+def join(directory: Directory, timeout_s: float) -> int:
     """Become a member of the running run.
 
     Returns:
@@ -109,7 +85,7 @@ def join(connected: Connected, timeout_s: float) -> int:
     Raises:
         RendezvousError: The members refuse, or do not answer in time.
     """
-    transport, entry = connected.transport, connected.entries[connected.transport.rules.rank]
+    transport, entry = directory.transport, directory.entry
     deadline_s = time.monotonic() + timeout_s
     why, backoff = f"no answer within {timeout_s:g} s", Backoff(*_AGAIN_S, seed=entry.address)
     while True:
@@ -120,10 +96,10 @@ def join(connected: Connected, timeout_s: float) -> int:
             if isinstance(said, Welcome):
                 break
             why = f"the members refuse: {said.reason}"
-            final = said.for_good and not connected.swarm  # another member may let it in
+            final = said.for_good and not directory.swarm  # another member may let it in
         if time.monotonic() > deadline_s or final:
             raise RendezvousError(f"replica {transport.replica} can't join the run: {why}. It stops here.")
         time.sleep(backoff.next_s())  # the members are not ready for it yet
-        transport.connections.call(connected.directory.refresh())
+        transport.connections.call(directory.refresh())
     transport.enter(answer)
     return transport.step
