@@ -4,7 +4,7 @@ import base64
 import json
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -113,63 +113,71 @@ def test_a_push_has_all_files_and_a_card_that_says_how_the_model_was_trained(
     assert str(files) not in card, "a card names no path of this machine"
 
 
-def test_a_card_that_is_there_stays(files: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def push(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """A function that pushes a run, and returns the exit code and what was printed."""
+
+    def pushed(*words: str, run: Path = files / "run", out: str = "out") -> tuple[int, str]:
+        code = main(["export", str(run), "--out", str(tmp_path / out), "--push", "me/model", *words])
+        shown = capsys.readouterr()
+        return code, shown.out + shown.err
+
+    return pushed
+
+
+def test_a_card_that_is_there_stays(hub: Hub, push: Callable[..., tuple[int, str]]) -> None:
     hub.files["README.md"] = b"by hand"
-    assert main(["export", str(files / "run"), "--out", str(tmp_path / "out"), "--push", "me/model"]) == 0
-    assert "the card that was there stays" in capsys.readouterr().out
+    code, words = push()
+    assert (code, "the card that was there stays" in words) == (0, True)
     assert hub.files["README.md"] == b"by hand"
     assert "model.safetensors" in hub.files
     assert hub.created[0].get("visibility") != "private"
 
 
 def test_a_line_of_the_card_is_one_line_whatever_a_log_from_elsewhere_says(
-    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    files: Path, tmp_path: Path, push: Callable[..., tuple[int, str]]
 ) -> None:
     shutil.copytree(files / "run", run := tmp_path / "run")
-    text = (run / "metrics.jsonl").read_text().replace('"data": "', '"data": "a\\n\\n# Another\\u001b[2J')
-    (run / "metrics.jsonl").write_text(text)
-    assert main(["export", str(run), "--out", str(tmp_path / "out"), "--push", "me/model", "--dry-run"]) == 0
-    assert r"| data | a\n\n# Another\x1b[2J" in capsys.readouterr().out
-    step = {"schema": 1, "event": "StepFinished", "step": 1, "loss": "NaN", "tokens": 8, "sent_bytes": 0}
-    for number, (change, code, words) in enumerate(
-        [({}, 0, "nan nats per token"), ({"loss": "low"}, 1, "is not a log of this version: ValueError")]
+    log, step = run / "metrics.jsonl", {"schema": 1, "event": "StepFinished", "step": 1, "tokens": 8, "sent_bytes": 0}
+    evil = log.read_text().replace('"data": "', '"data": "a\\n\\n# Another\\u001b[2J')
+    for number, (text, code, words) in enumerate(
+        [
+            (evil, 0, r"| data | a\n\n# Another\x1b[2J"),
+            (json.dumps(step | {"loss": "NaN"}) + "\n", 0, "nan nats per token"),
+            (json.dumps(step | {"loss": "low"}) + "\n", 1, "is not a log of this version: ValueError"),
+        ]
     ):
-        (run / "metrics.jsonl").write_text(json.dumps(step | change) + "\n")
-        out = str(tmp_path / f"out {number}")
-        assert main(["export", str(run), "--out", out, "--push", "me/model", "--dry-run"]) == code
-        said = capsys.readouterr()
-        assert words in said.out + said.err
+        log.write_text(text)
+        ended, said = push("--dry-run", run=run, out=f"out {number}")
+        assert (ended, words in said) == (code, True), said
 
 
 def test_a_public_repository_gets_nothing_that_was_to_be_private(
-    files: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+    hub: Hub, push: Callable[..., tuple[int, str]]
 ) -> None:
     hub.public = True
-    words = ["export", str(files / "run"), "--out", str(tmp_path / "out"), "--push", "me/model", "--private"]
-    assert main(words) == 1
-    assert "it is public. Leave --private out" in capsys.readouterr().err
+    code, words = push("--private")
+    assert (code, "it is public. Leave --private out" in words) == (1, True)
     assert hub.files == {}
 
 
-def test_what_would_be_loaded_instead_of_the_push_is_named(
-    files: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_would_be_loaded_instead_of_the_push_is_named(hub: Hub, push: Callable[..., tuple[int, str]]) -> None:
     """transformers loads an adapter that is in the repository of a whole model, and ignores the model."""
     hub.files = before = {"adapter_config.json": b"{}"}
-    assert main(["export", str(files / "run"), "--out", str(tmp_path / "out"), "--push", "me/model"]) == 1
-    assert "its adapter_config.json would be loaded instead" in capsys.readouterr().err
+    code, words = push()
+    assert (code, "its adapter_config.json would be loaded instead" in words) == (1, True)
     assert hub.files == before
 
 
 @pytest.mark.parametrize("refuses", [("create", 400), ("commit", 403), ("preupload", 404)])
 def test_what_the_hub_refuses_is_said_and_the_export_stays(
-    refuses: tuple[str, int], files: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+    refuses: tuple[str, int], tmp_path: Path, hub: Hub, push: Callable[..., tuple[int, str]]
 ) -> None:
-    hub.refuses, out = refuses, tmp_path / "out"
-    assert main(["export", str(files / "run"), "--out", str(out), "--push", "me/model"]) == 1
-    assert f"{out} is complete, but can't be pushed to me/model: " in capsys.readouterr().err
+    hub.refuses = refuses
+    code, words = push()
+    assert (code, f"{tmp_path / 'out'} is complete, but can't be pushed to me/model: " in words) == (1, True)
     assert hub.files == {}
-    assert (out / "model.safetensors").exists()
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(

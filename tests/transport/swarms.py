@@ -79,7 +79,7 @@ class Swarms:
             listen: multiaddresses to listen at.
         """
         status = PeerStatus()
-        status.seen["words"] = f"of peer {number}"
+        status.seen["name"] = f"peer {number}"
         place = SwarmPlace(
             identity=self._keys / f"{number}.key",
             admission=Admission(run, secret, allowed),

@@ -10,8 +10,8 @@ from typing import Any
 from diloco.protocol import Registry, Rules
 from diloco.transport import (
     Address,
-    Directory,
     ConnectionManager,
+    Directory,
     PeerTransport,
     Place,
     TcpDirectory,

@@ -17,7 +17,6 @@ from tyro.conf import Positional, arg
 from diloco.cli.status import SwarmOptions
 from diloco.config import command_text, parse_options
 from diloco.errors import ConfigurationError
-from diloco.membership import names_of
 from diloco.train import StopRequest
 from diloco.transport import multiaddress, parse_address, read_secret
 from diloco.units import BYTES, Duration, columns, format_rate, parse
@@ -46,6 +45,7 @@ class DoctorOptions:
     """How long each step of the check may take. Default: 10s."""
     secret_file: Path | None = None
     """The run's secret (network.secret_file), if it has one; both ends need it."""
+
 
 def run_doctor(arguments: Sequence[str]) -> int:
     """Check the peers, or listen; return 0 if every connection works, otherwise 1."""
@@ -164,7 +164,7 @@ class SecretOptions(SwarmOptions):
 
 
 def run_secret(arguments: Sequence[str]) -> int:
-    """Create the file, and let a swarm use it; return 0, or 1 if the ejected peer is still a member."""
+    """Create the file, and let a swarm use it; return 0."""
     from diloco.private_files import create_private
     from diloco.transport import load_identity, new_secret
 
@@ -172,17 +172,16 @@ def run_secret(arguments: Sequence[str]) -> int:
     path, peer, folder = options.file, options.eject, options.founder
     if not bool(peer) == bool(folder) == bool(options.run):
         raise ConfigurationError("--eject needs --founder, --run and --join, and these need --eject.")
-    remaining: tuple[int, ...] = ()
 
-    async def eject(peer: str, founder: Identity) -> tuple[int, ...]:
+    async def eject(peer: str, founder: Identity) -> None:
         async with options.open_client(founder) as client:
-            return await client.eject(peer, founder, path)
+            await client.eject(peer, founder, path)
 
     try:
         if peer and folder:
             if not (key := folder / "identity.key").exists():
                 raise ConfigurationError(f"--founder {folder} has no identity.key. Give the founder's run folder.")
-            remaining = asyncio.run(eject(peer, load_identity(key)))
+            asyncio.run(eject(peer, load_identity(key)))
         else:
             create_private(path, f"{new_secret()}\n".encode())
     except FileExistsError as error:
@@ -193,6 +192,4 @@ def run_secret(arguments: Sequence[str]) -> int:
     if peer:
         use = f"The members use it and no longer admit {peer}. Copy it (scp -p) to machines that join later."
     print(f"diloco: wrote a new secret to {path}. {use}")
-    if remaining:
-        say(f"{names_of(remaining)} is still a member, as a view change takes long. See `diloco status`.", "warning")
-    return 1 if remaining else 0
+    return 0

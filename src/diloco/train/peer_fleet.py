@@ -211,7 +211,7 @@ class PeerFleet(Fleet):
         if isinstance(event, StateFetched):
             self.note(state_received_bytes=event.received_bytes, state_expected_bytes=event.expected_bytes)
         elif isinstance(event, StepFinished) and event.trained:
-            self.note(loss=event.loss, tokens_per_s=self._batch_tokens / max(1e-9, event.step_s))
+            self.note(tokens_per_s=self._batch_tokens / max(1e-9, event.step_s))
 
     def names(self) -> dict[str, str]:
         if not isinstance(self._place, SwarmPlace):

@@ -1,4 +1,4 @@
-"""Where the peers of a swarm meet: its DHT says whom to ask, and a peer that finds no member founds a view of itself."""
+"""Where the peers of a swarm meet: its DHT says whom to ask, and a peer that finds no member founds a view."""
 
 from __future__ import annotations
 
@@ -21,19 +21,16 @@ from diloco.transport.connections.limits import Backoff
 from diloco.transport.connections.streams import say
 from diloco.transport.peers.directory import Directory, Lost, Members
 from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.swarm.engine import plainly
+from diloco.transport.swarm.engine import in_short
 from diloco.transport.swarm.governance import Govern, Governed, Order, founder_of, load_order, save_order
 from diloco.transport.swarm.identity import Admission, NodePlace, PeerRecord, load_identity, number_of
 from diloco.transport.swarm.status import PeerStatus, serve_status
 from diloco.transport.swarm.streams import PeerAddress, PeerStreams, SwarmLinks
 from diloco.waiting import waiting_for
 
-
 _ANNOUNCE_S = 60.0
 _MOST_PLACES = 16  # of an entry
-_IN_FORCE_S = 5.0  # how long a peer that asks for an ejection waits for the next view at most
 _START_AGAIN_S = 0.5, 4.0  # pauses between two attempts to enter the network
-_CHECK_S = 0.1
 _BEATS = 4  # how often a peer that searches announces itself within the time after which it would count as gone
 
 
@@ -124,7 +121,7 @@ class SwarmDirectory(Directory):
                 await self.announce()
             except Exception as error:  # from the DHT; the next attempt may succeed
                 words = "this peer could not be announced (%s). It tries again in %g s."
-                logging.getLogger(__name__).warning(words, plainly(error), _ANNOUNCE_S)
+                logging.getLogger(__name__).warning(words, in_short(error), _ANNOUNCE_S)
             await asyncio.sleep(_ANNOUNCE_S)
 
     async def announce_end(self) -> None:
@@ -204,16 +201,13 @@ class SwarmDirectory(Directory):
         logging.getLogger(__name__).warning(words, ", ".join(order.ejected))
 
     async def _govern(self, asked: Govern, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        order, clock = asked.order, asyncio.get_running_loop()
+        order = asked.order
         if why := self._objection(order):
             await say(Refused(why, for_good=True), reader, writer)
             return
         if order is not None:
             self._take_order(None, encode(order))
-        until_s = clock.time() + _IN_FORCE_S
-        while (remaining := self._ejected_members(self._order)) and clock.time() < until_s:
-            await asyncio.sleep(_CHECK_S)
-        await say(Governed(self._order and self._order.public, tuple(sorted(remaining))), reader, writer)
+        await say(Governed(self._order and self._order.public), reader, writer)
 
     def _ejected_members(self, order: Order | None) -> set[int]:
         identities = self.connections.identities

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 import statistics
 import sys
 import time
@@ -22,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from diloco.errors import ConfigurationError
+from diloco.units import visible
 
 _IN_A_SESSION = "import os, sys; os.setsid(); os.execv(sys.argv[1], sys.argv[1:])"
 # what a peer relays for two others before it ends their connection, which they then open again
@@ -126,37 +126,6 @@ def _elapsed_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()
 
 
-_MOST_CHARACTERS = 160
-_DAEMON_SAYS = re.compile(r"^Daemon failed to start: ([\d/]+ [\d:]+ )?")
-_PLAIN_WORDS = {
-    "dial backoff": "it did not answer a moment ago",
-    "failed to find any peer": "its address is unknown",
-    "no addresses": "its address is unknown",
-    "failed to connect to bootstrap peers": "none of them answers",
-    "responded to a ping": "none of them answers",
-    "connection refused": "connection refused",
-    "no route to host": "no route to host",
-    "network is unreachable": "the network is unreachable",
-    "connection reset": "the connection was reset",
-    "stream reset": "the connection was reset",
-    "i/o timeout": "no answer in time",
-    "deadline exceeded": "no answer in time",
-    "not supported": "it is not a diloco of this version, or it is starting or ending",
-    "dial to self": "it has the identity of this peer",
-    "bytes read on a total of": "the libp2p daemon of this peer has ended",
-}
-"""Parts of libp2p's messages -> what they mean."""
-
-
-def plainly(error: BaseException) -> str:
-    """Summarise an error of libp2p or Hivemind; the original may list every address that was tried.
-
-    >>> plainly(OSError("Connect failed. msg=failed to dial: all dials failed * [/ip4/10.0.0.1/tcp/1] dial backoff * "
-    ...     "[/ip4/10.0.0.2/tcp/1] dial tcp4 10.0.0.2:1: connect: no route to host"))
-    'it did not answer a moment ago, no route to host'
-    >>> plainly(OSError("Daemon failed to start: 2026/11/22 06:55:33 failed to connect to bootstrap peers"))
-    'none of them answers'
-    """
-    words = _DAEMON_SAYS.sub("", " ".join(str(error).split()))
-    found = [meaning for part, meaning in _PLAIN_WORDS.items() if part in words]
-    return ", ".join(dict.fromkeys(found)) or words[:_MOST_CHARACTERS] or type(error).__name__
+def in_short(error: BaseException) -> str:
+    """Return what libp2p or Hivemind says, in a line and cut: it may list every address that was tried."""
+    return visible(" ".join(str(error).split()), 160) or type(error).__name__

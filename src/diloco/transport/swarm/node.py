@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from diloco.errors import RendezvousError, TransportError
 from diloco.transport.connections.sockets import stop_listening
 from diloco.transport.connections.streams import Stream, within
-from diloco.transport.swarm.engine import load_engine, plainly
+from diloco.transport.swarm.engine import in_short, load_engine
 from diloco.transport.swarm.identity import (
     Admission,
     Identity,
@@ -100,7 +100,7 @@ class Node:
         except (engine.P2PDaemonError, OSError, ValueError) as error:
             await asyncio.sleep(_GONE_S)
             shutil.rmtree(folder, ignore_errors=True)
-            why = plainly(error)
+            why = in_short(error)
             if "failed to start in" in str(error):
                 raise TransportError(
                     f"the libp2p daemon was not ready within {_STARTING_S:g} s: this machine is too busy, or can't run "
@@ -125,7 +125,7 @@ class Node:
             )
         except Exception as error:  # Hivemind raises plain RuntimeErrors and errors of libp2p
             await node.close()
-            raise RendezvousError(await _no_entrance(entrance, plainly(error))) from error
+            raise RendezvousError(await _no_entrance(entrance, in_short(error))) from error
         return node
 
     async def enter(self) -> None:
@@ -236,7 +236,7 @@ class Node:
         try:
             places = [engine.Multiaddr(_bare(each)).to_bytes() for each in addresses]
         except Exception as error:  # the parser raises errors of many types
-            raise OSError(f"the addresses of {peer_id} are invalid ({plainly(error)})") from error
+            raise OSError(f"the addresses of {peer_id} are invalid ({in_short(error)})") from error
         asked = engine.p2pd_pb2.ConnectRequest(peer=_bytes_of(peer_id), addrs=places)
         await self._ask_once(self._request("CONNECT", connect=asked), about=peer_id)
 
@@ -265,7 +265,7 @@ class Node:
             if isinstance(error, TimeoutError):
                 raise OSError(f"{about} can't be reached: the libp2p daemon of this peer does not answer") from error
             if isinstance(error, engine.P2PDaemonError | EOFError):
-                raise OSError(f"{about} can't be reached: {plainly(error)}") from error
+                raise OSError(f"{about} can't be reached: {in_short(error)}") from error
             if writer is None and isinstance(error, OSError):  # this does not concern the other peer
                 raise OSError("the libp2p daemon of this peer has ended") from error
             raise
