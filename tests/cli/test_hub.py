@@ -16,6 +16,8 @@ from huggingface_hub import constants
 from diloco.cli import main
 from tests.cli.runs import read_json, refused
 
+Push = Callable[..., tuple[int, str]]
+
 
 class Hub(ThreadingHTTPServer):
     """The part of the hub that a push uses: creating a repository, asking for a file, and one commit."""
@@ -114,7 +116,7 @@ def test_a_push_has_all_files_and_a_card_that_says_how_the_model_was_trained(
 
 
 @pytest.fixture
-def push(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+def push(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Push:
     """A function that pushes a run, and returns the exit code and what was printed."""
 
     def pushed(*words: str, run: Path = files / "run", out: str = "out") -> tuple[int, str]:
@@ -125,7 +127,7 @@ def push(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cal
     return pushed
 
 
-def test_a_card_that_is_there_stays(hub: Hub, push: Callable[..., tuple[int, str]]) -> None:
+def test_a_card_that_is_there_stays(hub: Hub, push: Push) -> None:
     hub.files["README.md"] = b"by hand"
     code, words = push()
     assert (code, "the card that was there stays" in words) == (0, True)
@@ -135,7 +137,7 @@ def test_a_card_that_is_there_stays(hub: Hub, push: Callable[..., tuple[int, str
 
 
 def test_a_line_of_the_card_is_one_line_whatever_a_log_from_elsewhere_says(
-    files: Path, tmp_path: Path, push: Callable[..., tuple[int, str]]
+    files: Path, tmp_path: Path, push: Push
 ) -> None:
     shutil.copytree(files / "run", run := tmp_path / "run")
     log, step = run / "metrics.jsonl", {"schema": 1, "event": "StepFinished", "step": 1, "tokens": 8, "sent_bytes": 0}
@@ -152,31 +154,26 @@ def test_a_line_of_the_card_is_one_line_whatever_a_log_from_elsewhere_says(
         assert (ended, words in said) == (code, True), said
 
 
-def test_a_public_repository_gets_nothing_that_was_to_be_private(
-    hub: Hub, push: Callable[..., tuple[int, str]]
+REFUSED = "is complete, but can't be pushed to me/model: "
+
+
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [
+        ({"public": True}, "it is public. Leave --private out"),
+        ({"files": {"adapter_config.json": b"{}"}}, "its adapter_config.json would be loaded instead"),
+        *(({"refuses": refuses}, REFUSED) for refuses in (("create", 400), ("commit", 403), ("preupload", 404))),
+    ],
+)
+def test_what_the_hub_has_or_refuses_is_named_and_the_export_stays(
+    there: dict[str, Any], words: str, tmp_path: Path, hub: Hub, push: Push
 ) -> None:
-    hub.public = True
-    code, words = push("--private")
-    assert (code, "it is public. Leave --private out" in words) == (1, True)
-    assert hub.files == {}
-
-
-def test_what_would_be_loaded_instead_of_the_push_is_named(hub: Hub, push: Callable[..., tuple[int, str]]) -> None:
-    """transformers loads an adapter that is in the repository of a whole model, and ignores the model."""
-    hub.files = before = {"adapter_config.json": b"{}"}
-    code, words = push()
-    assert (code, "its adapter_config.json would be loaded instead" in words) == (1, True)
+    """What was to be private is not published; transformers would load an adapter instead of the model beside it."""
+    vars(hub).update(there)
+    before = dict(hub.files)
+    code, said = push("--private")
+    assert (code, words in said) == (1, True), said
     assert hub.files == before
-
-
-@pytest.mark.parametrize("refuses", [("create", 400), ("commit", 403), ("preupload", 404)])
-def test_what_the_hub_refuses_is_said_and_the_export_stays(
-    refuses: tuple[str, int], tmp_path: Path, hub: Hub, push: Callable[..., tuple[int, str]]
-) -> None:
-    hub.refuses = refuses
-    code, words = push()
-    assert (code, f"{tmp_path / 'out'} is complete, but can't be pushed to me/model: " in words) == (1, True)
-    assert hub.files == {}
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
