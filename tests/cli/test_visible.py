@@ -17,7 +17,6 @@ from rich.text import Text
 from diloco import events
 from diloco.checkpoint import open_checkpoint, read_manifest, write_manifest
 from diloco.cli import main
-from diloco.config import in_toml
 from diloco.errors import DataError
 from diloco.monitor import LiveConsole
 from diloco.units import visible
@@ -76,20 +75,6 @@ def said(capsys: pytest.CaptureFixture[str], *words: object, but: str = "") -> s
 def of_manifest(run: Path, files: Path) -> list[object]:
     describe(run, algorithm=EVIL, **{EVIL: EVIL}, rounds_in_flight=[EVIL], definition={"architecture": EVIL})
     return ["status", run]
-
-
-def of_name_of_code(run: Path, files: Path) -> list[object]:
-    describe(run, model={"source": f"{EVIL}.py:build"})
-    return ["generate", run]
-
-
-def of_key(run: Path, files: Path) -> list[object]:
-    (run / "run.toml").write_text(f"{in_toml(EVIL)} = 1")
-    return ["train", run / "run.toml"]
-
-
-def of_path(run: Path, files: Path) -> list[object]:
-    return ["evaluate", run / EVIL.replace("/", "")]
 
 
 def of_sample(run: Path, files: Path) -> list[object]:

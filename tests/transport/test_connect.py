@@ -140,14 +140,6 @@ def test_where_nobody_answers_the_address_and_the_ways_out_are_named() -> None:
     assert diloco_threads() <= before, "nothing stays open"
 
 
-def test_a_replica_that_listens_at_the_rendezvous_itself_and_is_not_the_first_finds_none() -> None:
-    """It was to join a running training at its own address, say."""
-    address = free_address()
-    listen = address.host, range(address.port, address.port + 1)
-    words = failure(lambda: connect(place(1, 2, address, listen=listen), rules()))
-    assert "the replica that listens there is looking for it, too. Start replica 0 there" in words
-
-
 @contextlib.contextmanager
 def another_program(answer: bytes | None) -> Iterator[Address]:
     """Listen, answer every connection with these bytes, and close it; with None, send nothing."""

@@ -38,7 +38,7 @@ def rendezvous(ranks: int | Registry, ranks_per_replica: int = 1, secret: str = 
     """A rendezvous of so many ranks at an address that belongs to none of them."""
     transport = PeerTransport(Rules(rank=-1), TcpStreams(secret))
     registry = ranks if isinstance(ranks, Registry) else Registry(ranks, ranks_per_replica)
-    TcpDirectory(transport, registry, None, gathers=True)
+    TcpDirectory(transport, registry, Address("", 0), gathers=True)
     try:
         yield transport.connections.listen("127.0.0.1", range(1), "127.0.0.1")
     finally:

@@ -166,8 +166,8 @@ def test_lines_that_are_no_records_are_skipped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", Status.__struct_fields__)
 def test_no_value_of_any_field_of_a_status_ends_the_page(name: str) -> None:
-    for value in HOSTILE:
+    for value in (*HOSTILE, "\x1b[2J", "\u202e"):
         answer = report(0, made.started(), **{name: value})
-        assert answer.status is None or str(answer.status).isprintable()
+        assert answer.status is None or str(getattr(answer.status, name)).isprintable()
         assert len(str(shown(swarm_of(answer)))) < 100_000
     assert report(0, members=[*range(4_097)]).status is None

@@ -54,7 +54,7 @@ class TcpDirectory(Directory):
         self,
         transport: PeerTransport,
         registry: Registry,
-        meeting: Address | None,
+        meeting: Address,
         *,
         gathers: bool = False,
         **more: Any,
@@ -74,7 +74,7 @@ class TcpDirectory(Directory):
         others = (entry for rank, entry in self.registry.entries.items() if rank != self.connections.rank)
         places = dict.fromkeys([*map(self.connections.streams.locate, others), self._meeting])
         mine = self.connections.address
-        return [each for each in places if each and (each != mine or (self.begins and each == self._meeting))]
+        return [each for each in places if each != mine or (self.begins and each == self._meeting)]
 
     async def _answer(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         identity = self.connections.streams.identity(writer)
@@ -113,7 +113,6 @@ class TcpDirectory(Directory):
     async def begin(self, answers: Mapping[Address, object]) -> View | None:
         if not self.begins:
             return None
-        assert self._meeting is not None, "without it no rank begins"
         answer, num_ranks = answers[self._meeting], self.registry.num_ranks
         if isinstance(answer, Gathering):
             known = {each.rank: each for each in answer.known.whole() if each.rank < num_ranks}
