@@ -41,13 +41,13 @@ from diloco.transport.peers.transport import PeerTransport
 _LEAST_S = 0.1
 _OVER_S = 2.0
 _FAREWELL_S = 10.0  # for a leaving process to announce that the run has ended
-_YIELDS = 2 / 3  # for how much of its search a process leaves it to one that can't be asked to found a view
 
 _Name = Annotated[str, Meta(max_length=64)]
 
 
 class Ask(WireMessage):
     entry: Entry
+    unreachable: Rank | None = None  # a member that is to open the connection to the asking process, which can't
 
 
 class Members(WireMessage, dict=True):
@@ -77,15 +77,6 @@ class Looking(WireMessage):
     last: View | None
     agreed: View | None
     vote: View | None
-
-
-class CallBack(WireMessage):
-    to: Rank
-    entry: Entry
-
-
-class Introduced(WireMessage):
-    """The member was asked to connect."""
 
 
 class Over(WireMessage):
@@ -144,7 +135,7 @@ class Directory:
         self.transport = transport
         self.connections: ConnectionManager = transport.connections
         services = self.connections.services
-        services[Ask], services[CallBack], services[Over] = self._answer, self._introduce, self._note_end
+        services[Ask], services[Over] = self._answer, self._note_end
 
     # What differs between networks.
 
@@ -173,12 +164,9 @@ class Directory:
     def check(self, found: Members) -> None:
         """Raise `RendezvousError` if this process must not join these members."""
 
-    def had_members(self) -> bool:
-        return False
-
-    def is_behind_another(self, answers: Mapping[Address, object]) -> bool:
-        """Return whether another process, which can't be asked yet, is to found a view instead of this one."""
-        return False
+    def may_found(self, answers: Mapping[Address, object], waited_s: float) -> bool:
+        """Return whether this process may found a view if it is elected, ``waited_s`` after others could know of it."""
+        return True
 
     def over(self) -> str:
         """Return why there is nobody left to join; "" if there may be."""
@@ -313,9 +301,8 @@ class Directory:
             if not there and not self.begins:
                 if over := self.over():
                     raise RunFinishedError(over)
-                left, had = self.transport.finishers, self.had_members()
-                yields = waited_s < self.patience_s * _YIELDS and self.is_behind_another(answers)
-                if not yields and (view := self.election.founds(self.looking, waited_s, had_members=had, left=left)):
+                may, left = self.may_found(answers, waited_s), self.transport.finishers
+                if may and (view := self.election.founds(self.looking, waited_s, left=left)):
                     return view
             if clock.time() >= until_s:
                 raise RendezvousError(self.nobody(why) + self.election.missing(self.looking))
@@ -325,8 +312,8 @@ class Directory:
         views = (answer.last, answer.agreed, answer.vote) if answer.was == self.was else ()
         return Candidate(answer.number, answer.held_step, *views)
 
-    async def ask(self, address: Address) -> Members | Looking:
-        """Ask a process who the members are.
+    async def ask(self, address: Address, unreachable: int | None = None) -> Members | Looking:
+        """Ask a process who the members are; it has a member open the connection to this process that can't be reached.
 
         Raises:
             RendezvousError: it refuses for good.
@@ -335,7 +322,7 @@ class Directory:
         """
         stream = await self.connections.open(address)
         identity = self.connections.streams.identity(stream[1])
-        answer = await question(stream, address, Ask(self.entry), self.answers)
+        answer = await question(stream, address, Ask(self.entry, unreachable), self.answers)
         if isinstance(answer, Looking) and self.election.views is not None:
             known = self.election.views.identities.get(self.transport.rules.ranks([answer.number])[0], identity)
             # over TCP a restarted process has another identity; it says that it was a member of no view, and listens
@@ -403,18 +390,12 @@ class Directory:
     async def _called_back(self, found: Members, rank: int) -> bool:
         """Ask the members to have ``rank`` open the connection, and return whether it did."""
         streams = self.connections.streams
-        if not streams.named or rank not in found.members:
-            return False
-        for other in found.members:
-            if other == rank or other not in found.entries:
-                continue
-            try:
-                place = streams.locate(found.entries[other])
-                await question(await self.connections.open(place), place, CallBack(rank, self.entry), Introduced)
-            except (OSError, EOFError, TransportError):
-                continue
-            if await self.arrives(rank, self.transport.rules.silence_s):
-                return True
+        others = (each for each in found.members if each != rank and each in found.entries)
+        for other in others if streams.named and rank in found.members else ():
+            with contextlib.suppress(OSError, EOFError, TransportError):
+                await self.ask(streams.locate(found.entries[other]), unreachable=rank)
+                if await self.arrives(rank, self.transport.rules.silence_s):
+                    return True
         return False
 
     async def arrives(self, rank: int, wait_s: float) -> bool:
@@ -464,6 +445,8 @@ class Directory:
             entries = self.registry.entries
             ranks = sorted(entries if not streams.named else keep & entries.keys())
             known = Entries.of(entries[rank] for rank in ranks)
+            if streams.named and asked.unreachable in self.members:
+                self.connections.send(asked.unreachable, Introduce(entry))
             answer = Members(known, self.members, self.transport.step, self.swarm, self.founded_step)
         await say(answer, reader, writer)
 
@@ -477,11 +460,6 @@ class Directory:
         if words := self.entry.diff(entry, size):
             return f"{words}; both sides need the same value"
         return await self.connections.claimed(entry.rank, writer)
-
-    async def _introduce(self, asked: CallBack, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if asked.entry.address == self.connections.streams.identity(writer) and asked.to in self.members:
-            self.connections.send(asked.to, Introduce(asked.entry))
-            await say(Introduced(), reader, writer)
 
     async def _note_end(self, asked: Over, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.is_from(asked.replica, self.connections.streams.identity(writer)):

@@ -31,6 +31,7 @@ from diloco.waiting import waiting_for
 _ANNOUNCE_S = 60.0
 _MOST_PLACES = 16  # of an entry
 _START_AGAIN_S = 0.5, 4.0  # pauses between two attempts to enter the network
+_YIELDS = 2 / 3  # for how much of its search a peer leaves it to one that can't be asked to found a swarm
 _BEATS = 4  # how often a peer that searches announces itself within the time after which it would count as gone
 
 
@@ -233,11 +234,15 @@ class SwarmDirectory(Directory):
             )
         return ""
 
-    def had_members(self) -> bool:
+    def _had_members(self) -> bool:
         return any(record.swarm for record in self._records)
 
-    def is_behind_another(self, answers: Mapping[Address, object]) -> bool:
-        """Both may be behind routers, where neither can be asked until, after minutes, a relay carries its streams."""
+    def may_found(self, answers: Mapping[Address, object], waited_s: float) -> bool:
+        """Not without a checkpoint where there was a swarm.
+
+        Nor while another one can't be asked: both may be behind routers until, after minutes, a relay carries their
+        streams.
+        """
         silence_s, mine, before = self.transport.rules.silence_s, self.election.number, self._before
         self._before = {
             each.peer_id
@@ -245,7 +250,8 @@ class SwarmDirectory(Directory):
             if (each.peer_id in before if each.swarm else each.number < mine and each.age_s < silence_s)
         }
         unheard = any(isinstance(answers.get(PeerAddress(each)), Exception) for each in self._before)
-        return unheard and self.election.views is None
+        yields = unheard and self.election.views is None and waited_s < self.patience_s * _YIELDS
+        return not yields and not (self.election.held_step < 0 and self._had_members())
 
     def over(self) -> str:
         ours = [each for each in self._records if each.swarm and self._lost_swarm in ("", each.swarm)]
@@ -264,7 +270,7 @@ class SwarmDirectory(Directory):
 
     def nobody(self, why: Mapping[str, str]) -> str:
         run, for_s = self._place.admission.run, f"within {self.patience_s:g} s"
-        if self.had_members():
+        if self._had_members():
             tried = "; ".join(why.values()) or "none of them answers"
             return (
                 f"run {run!r} has had a swarm within the last half hour, but no member could be joined {for_s}: "
