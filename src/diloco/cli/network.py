@@ -63,18 +63,20 @@ def run_doctor(arguments: Sequence[str]) -> int:
         return _listen(options.listen, secret)
     from diloco.transport import examine
 
-    addresses = [parse_address(peer, key="the peer") for peer in options.peers]
+    addresses = {peer: parse_address(peer, key="the peer") for peer in options.peers}
     # one at a time: concurrent checks would share this machine's link
-    findings = [asyncio.run(examine(address, num_bytes, options.timeout, secret)) for address in addresses]
-    rows = []
-    for peer, found in zip(options.peers, findings, strict=True):
-        figures = [f"{1000 * found.latency_s:.1f} ms", *map(format_rate, (found.up_bits_per_s, found.down_bits_per_s))]
-        rows.append([peer, "FAILED" if found.problem else "ok", *(["-"] * 3 if found.problem else figures)])
+    findings = {
+        peer: asyncio.run(examine(address, num_bytes, options.timeout, secret)) for peer, address in addresses.items()
+    }
+    rows, failed = [], {peer: each.problem for peer, each in findings.items() if each.problem}
+    for peer, each in findings.items():
+        rates = format_rate(each.up_bits_per_s), format_rate(each.down_bits_per_s)
+        figures = ("FAILED", "-", "-", "-") if each.problem else ("ok", f"{1000 * each.latency_s:.1f} ms", *rates)
+        rows.append([peer, *figures])
     print(columns(["peer", "status", "round trip", "to peer", "from peer"], rows))
-    problems = {peer: found.problem for peer, found in zip(options.peers, findings, strict=True) if found.problem}
-    for peer, problem in problems.items():
+    for peer, problem in failed.items():
         say(f"{peer}: {problem}.", "error")
-    return 1 if problems else 0
+    return 1 if failed else 0
 
 
 def _listen(text: str, secret: str) -> int:

@@ -30,9 +30,9 @@ _HOLD_S = 60.0  # for one chunk, during which others wait
 @dataclass(frozen=True)
 class Finding:
     problem: str = ""  # what does not work, and what to do about it; "": everything works
-    latency_s: float = math.nan  # median of the round trips
-    up_bits_per_s: float = math.nan  # throughput to the peer
-    down_bits_per_s: float = math.nan  # throughput from the peer
+    latency_s: float = 0.0  # median of the round trips
+    up_bits_per_s: float = 0.0  # throughput to the peer
+    down_bits_per_s: float = 0.0  # throughput from the peer
 
 
 class Probe(WireMessage):
