@@ -57,9 +57,7 @@ class BootstrapElection:
         views = () if self.views is None else (self.views.last, self.views.agreed, self.views.vote)
         return Candidate(self.number, self.held_step, *views)
 
-    def founds(
-        self, others: Sequence[Candidate], waited_s: float, *, left: Collection[int] = ()
-    ) -> View | None:
+    def founds(self, others: Sequence[Candidate], waited_s: float, *, left: Collection[int] = ()) -> View | None:
         """Vote, and return the view of this replica alone that it founds for the others to join, or None.
 
         The founder is the replica with the newest step; of several, the one with the lowest number. If any of them was

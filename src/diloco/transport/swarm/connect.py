@@ -93,21 +93,21 @@ class SwarmDirectory(Directory):
         if now_s - self._announced_s >= self.transport.rules.silence_s / _BEATS:
             self._announced_s = now_s
             if not self._streams.place.insists:
-                await self._node.enter()
+                await self._streams.node.enter()
             await self.announce()
-        self._records = [each for each in await self._node.find(self._streams.admission) if each.number >= 0]
+        self._records = [each for each in await self._streams.node.find(self._streams.admission) if each.number >= 0]
         for record in self._records:
             self._streams.know(record.peer_id, record.addresses)
         return [PeerAddress(record.peer_id) for record in self._records]
 
     async def announce(self) -> None:
-        addresses, number = await self._node.addresses(), self.election.number
+        addresses, number = await self._streams.node.addresses(), self.election.number
         places = (*self._streams.places_for_payloads(addresses), *addresses)[:_MOST_PLACES]
         self.registry.entries[number] = Entry(
             number, self._streams.me, self.transport.rules.facts, self.election.held_step, places, self._place.name
         )
         record = PeerRecord(number, self.swarm, addresses, self._finished)
-        await self._node.announce(self._streams.admission, record)
+        await self._streams.node.announce(self._streams.admission, record)
 
     def open_up(self) -> None:
         if not self.joining:
