@@ -68,9 +68,9 @@ def test_no_value_of_any_field_ends_the_page(event: Event, tmp_path: Path) -> No
 
 
 def test_peer_with_the_number_of_another_has_its_own_row() -> None:
-    honest = report(0, made.started(), made.step(5), made.sent(0, 0, 0, digest="a"))
+    honest = report(0, made.started(), made.step(5), made.sent(0, 0, 0, digest="a"), step=5)
     told = made.step(2**40), made.evaluated(2**40, 0.001), made.sent(0, 0, 0, digest="b")
-    liar = report(0, *told, events.RunFinished(step=1, summary={"heldout_loss": 0.001}), peer="QmLiar")
+    liar = report(0, *told, events.RunFinished(step=1, summary={"heldout_loss": 0.001}), peer="QmLiar", step=2**40)
     for order in ([honest, liar], [liar, honest]):
         swarm = swarm_of(honest)
         swarm.take(order, NOW_S)
