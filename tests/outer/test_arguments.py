@@ -88,8 +88,6 @@ def swarm(**arguments: Any) -> None:
         (swarm, {"replica": -1}, "replica must be a whole number from 0 to .*, got -1"),
         (swarm, {"replica": 1 << 31}, "replica must be a whole number from 0 to 2147483647"),
         (swarm, {"secrets": "x"}, "There is no argument 'secrets'"),
-        (make_codec, {"name": 4}, "'fp4', got 4"),
-        (SyncSchedule, {"inner_steps": 4, "offsets": 3}, "offsets must be 1 whole numbers.*got 3"),
     ],
 )
 def test_so_are_the_arguments_of_what_is_passed(

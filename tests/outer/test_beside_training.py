@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.algorithm import AlphaMerge, RebaseMerge, SyncSchedule, partition
+from diloco.algorithm import AlphaMerge, RebaseMerge, SyncSchedule
 from diloco.errors import NonFiniteError
 from diloco.outer import DiLoCo
 from diloco.transport import InProcessTransport, Transport
-from tests.replicas import Vectors, quadratic
+from tests.replicas import Vectors, apart, quadratic
 from tests.transport.wires import Wires
 
 SCHEDULE = SyncSchedule(inner_steps=4, num_fragments=3, overlap_steps=2)
@@ -27,13 +27,12 @@ class Replica:
         for name, numel in (("first", 600_001), ("third", 530_000)):
             self.model.register_parameter(name, torch.nn.Parameter(torch.linspace(-1.0, 1.0, numel)))
         self.inner = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        fragments = partition(self.model, strategy="patterns", patterns=Vectors.PATTERNS)
         self.diloco = DiLoCo(
             self.model,
             self.inner,
             transport=transport,
             schedule=SCHEDULE,
-            fragments=fragments,
+            fragments=apart(self.model),
             codec="fp4",
             **({"error_feedback": True, "merge": RebaseMerge()} | more),
         )

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.algorithm import CODECS, AlphaMerge, MergeRule, Nesterov, RebaseMerge, RoundId, Sgd, SyncSchedule, partition
+from diloco.algorithm import CODECS, AlphaMerge, MergeRule, Nesterov, RebaseMerge, RoundId, Sgd, SyncSchedule
 from diloco.errors import CheckpointError
 from diloco.outer import DiLoCo
 from tests.faults import Fault, FaultyTransport
-from tests.replicas import STREAMING, Swarm, Vectors, agree, quadratic, streaming
+from tests.replicas import STREAMING, Swarm, Vectors, agree, apart, quadratic, streaming
 
 
 @pytest.mark.parametrize("codec", CODECS.names)
@@ -55,7 +55,7 @@ class TestState:
                 {"outer": Sgd(learning_rate=0.4)},
                 "saved state has outer optimizer = Nesterov and this run has outer optimizer = Sgd",
             ),
-            ({"fragments": partition(Vectors(), strategy="patterns", patterns=Vectors.PATTERNS)}, "fragment 0 = "),
+            ({"fragments": apart(Vectors())}, "fragment 0 = "),
         ],
     )
     def test_a_state_of_another_run_is_refused_by_name(self, change: dict[str, Any], words: str) -> None:

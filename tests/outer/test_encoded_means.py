@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from diloco import RoundId, make_codec, partition
+from diloco import RoundId, make_codec
 from tests.faults import Fault, FaultyTransport
-from tests.replicas import Swarm, agree, quadratic, streaming
+from tests.replicas import Swarm, agree, apart, quadratic, streaming
 
 
 class Rows(nn.Module):
@@ -26,9 +26,7 @@ def encoded(num_replicas: int = 4, **more: Any) -> Swarm:
     """Streaming DiLoCo with contributions in int8 and means in fp4, in blocks of four values."""
     arguments = {
         "make_model": Rows,
-        "fragments": partition(
-            more.get("make_model", Rows)(), strategy="patterns", patterns=(("first",), ("second",), ("third",))
-        ),
+        "fragments": apart(more.get("make_model", Rows)()),
         "codec": make_codec("int8", block_size=4),
         "mean_codec": make_codec("fp4", block_size=4),
         **more,

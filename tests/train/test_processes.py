@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from diloco.cores import share
+from diloco.devices import share
 from diloco.devices import choose_threads
 from diloco.train import launch
 from diloco.transport import NetworkSettings
@@ -69,7 +69,7 @@ STARTED: list[Started] = []
 
 def launched(monkeypatch: pytest.MonkeyPatch, listen: str | None = None) -> int:
     """Run a launcher of four replicas and return its exit code."""
-    monkeypatch.setattr("diloco.cores.usable_cores", lambda: 8)
+    monkeypatch.setattr("diloco.devices.usable_cores", lambda: 8)
     monkeypatch.setattr(subprocess, "Popen", Started)
     settings = NetworkSettings(transport="tcp", replicas=4, listen=listen, silence=0.1)
     return launch(settings, lambda replica, address: ["train", str(address)], print)

@@ -53,13 +53,10 @@ def test_two_find_each_other_and_train_and_nobody_comes_later(keys: Path) -> Non
                     optimizer.step()
                     optimizer.zero_grad()
                     diloco.step()
-                    diloco.log(loss=0.5)
             status = getattr(transport.on_report, "__self__", None)
             assert isinstance(status, PeerStatus), "what `diloco watch --run` asks for"
             told_of = status.message(transport, "ours", "float32", since=0)
             assert told_of["state"] == "training"
-            losses = [record["loss"] for record in told_of["events"] if record["event"] == "StepFinished"]
-            assert losses == [0.5] * 4
             assert sum(record["event"] == "RoundCommitted" for record in told_of["events"]) == 2
             if number == 1:
                 with pytest.raises(RendezvousError), peer(keys, 2, [address], rendezvous_timeout_s=1.0):

@@ -19,17 +19,6 @@ from diloco.algorithm.codec.base import Codec, Float32, make_codec
 from diloco.algorithm.codec.blockwise import FP4, Int8
 from diloco.algorithm.settings import AUTO_MEANS_FROM_REPLICAS
 
-__all__ = [
-    "PLAIN_MEAN",
-    "UNKNOWN_UPLINK",
-    "Exchange",
-    "MeanEncoding",
-    "Uplink",
-    "data_parallel_bytes",
-    "encode_mean",
-    "plan_exchange",
-]
-
 _WORTH_IT = 0.8  # what a slow uplink changes must take at most this part of the time, as measured rates are not exact
 
 _MOST_SHARE = 2.0  # the most that a replica owns, in equal shares: the others can't check the mean that an owner sends

@@ -18,17 +18,16 @@ from diloco.algorithm.checks import check_number
 
 @runtime_checkable
 class MergeRule(Protocol):
-    """A rule that merges new global parameters into the local ones."""
+    """A rule that merges new global parameters into the local ones, each value by the same value of the others alone."""
 
     @property
     def keeps_sent(self) -> bool:
         """Whether the rule needs the local parameters when sent, which cost 4 bytes per value while in flight."""
 
     def merge(self, local: Tensor, global_params: Tensor, sent: Tensor | None) -> None:
-        """Update ``local`` in place, given the global parameters after the outer step; all ``(numel,)`` float32.
+        """Update ``local`` in place, given the global parameters after the outer step; all ``(n,)`` float32.
 
-        ``sent`` are the local parameters when sent if ``keeps_sent``, else None. With an attribute ``elementwise =
-        True`` the rule also accepts part of the values.
+        ``sent`` are the local parameters when sent if ``keeps_sent``, else None. A call gets a part of a fragment.
         """
 
 
@@ -47,7 +46,6 @@ class AlphaMerge:
 
     alpha: float = 0.0
     keeps_sent = False
-    elementwise = True
 
     def __post_init__(self) -> None:
         check_number("merge alpha", self.alpha, ge=0, le=1)
@@ -69,7 +67,6 @@ class RebaseMerge:
     """
 
     keeps_sent = True
-    elementwise = True
 
     def merge(self, local: Tensor, global_params: Tensor, sent: Tensor | None) -> None:
         assert sent is not None, "RebaseMerge needs the local parameters when sent"

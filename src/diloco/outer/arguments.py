@@ -45,8 +45,6 @@ from diloco.errors import ConfigurationError, ContractError
 from diloco.plugins import code_digest
 from diloco.testing import check_average_rule, check_codec, check_merge_rule, check_outer_optimizer
 
-__all__ = ["Saved", "Shared", "argument_facts", "check_kinds", "complete", "frozen_digests"]
-
 T = TypeVar("T")
 Shared = Annotated[T, "shared"]
 Saved = Annotated[T, "shared", "saved"]
