@@ -81,8 +81,7 @@ class Swarm:
                 merge=merge or AlphaMerge(0.0),
                 codec=codec,
                 weight=weights[number] if weights else 1.0,
-                on_event=self.events.append,
-                **arguments,
+                **{"on_event": self.events.append, **arguments},
             )
             for number, (model, inner) in enumerate(zip(self.models, self.inner, strict=True))
         ]

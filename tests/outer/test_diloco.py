@@ -1,5 +1,6 @@
 """`DiLoCo` in a training loop: agreement, resuming with rounds in flight, buffers, and user errors."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -129,3 +130,16 @@ def test_a_whole_round_late_contributions_are_the_work_of_one_round_each() -> No
         torch.testing.assert_close(swarm.local(m), flat(model), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(swarm.global_params(1), theta, rtol=1e-4, atol=1e-5)
     assert [len(diloco.in_flight) for diloco in swarm.replicas] == [1] * replicas
+
+
+def test_without_a_listener_void_rounds_warn_once_with_the_reason_and_what_to_do() -> None:
+    faults = [Fault(kind="drop", replica=1, round=RoundId(0, outer_step)) for outer_step in range(9)]
+    swarm = Swarm(2, SyncSchedule(inner_steps=1), transport=FaultyTransport(2, faults=faults), on_event=None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        swarm.run(6, quadratic())
+    told = [str(each.message) for each in caught]
+    assert len(told) == len(swarm.replicas), "each replica once, in six rounds"
+    start = "A round failed: fragment 0, outer step 0 is void: 1 of 2 contributions are usable"
+    assert all(words.startswith(start) and "remove the cause" in words and "on_event" in words for words in told)
+    assert swarm.replicas[0].rounds_void == 6

@@ -67,8 +67,8 @@ class SendersMean:
     mean over all replicas. Templar's code, which trained a 72B model, does this; the SparseLoCo paper divides by the
     number of all replicas.
 
-    >>> SendersMean().combine([(1.0, torch.tensor([4.0, 0.0, 3.0])), (1.0, torch.tensor([2.0, 0.0, 0.0]))], [3])
-    tensor([3., 0., 3.])
+    >>> SendersMean().combine([(3.0, torch.tensor([4.0, 0.0, 3.0])), (1.0, torch.tensor([2.0, 0.0, 0.0]))], [3])
+    tensor([3.5000, 0.0000, 3.0000])
     """
 
     elementwise = True

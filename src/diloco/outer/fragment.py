@@ -28,7 +28,6 @@ from diloco.algorithm import (
     MergeRule,
     RoundId,
     bind,
-    carry_over,
     contribution_weight,
     encode_with_feedback,
     flatten,
@@ -208,7 +207,7 @@ class Fragment:
             **buffers,
         )
         if transport.averages_later and (ready is not None or self.device.type == "cuda"):
-            pending = transport.average_later(contribution, ready, self._prepare)
+            pending = transport.average_later(contribution, ready, self.state.prepare)
         else:
             pending = transport.average(contribution)
         self.flight = InFlight(contribution, pending, sent if keeps else None, ready)
@@ -265,10 +264,6 @@ class Fragment:
         if self.residual is None:
             return codec.encode(delta), None
         return encode_with_feedback(codec, delta, self.residual, self._decay)
-
-    def _prepare(self, average: Average) -> None:
-        if average.donor is None:
-            self.state.prepare(average)
 
     def merge(self, average: Average, step: int) -> RoundCommitted:
         """Take the outer step of the round in flight and merge the new global parameters into the local ones.
@@ -380,7 +375,7 @@ class Fragment:
     def _carry_over(self, before: Tensor) -> None:
         """Shift the local parameters by the change of the global ones, so that the pseudo-gradient stays the same."""
         for local, old, new in self._local_parts(before, self.global_params):
-            carry_over(local, old, new)
+            local.add_(new - old)
 
     def _local_parts(self, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Yield pieces of the local parameters, to be changed in place, with the same pieces of other vectors.

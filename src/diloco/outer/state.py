@@ -120,6 +120,8 @@ class GlobalState:
 
         On a GPU, where the step takes no time, the thread moves the mean there, through pinned memory.
         """
+        if average.donor is not None:  # the average applies to another state
+            return
         if self.values.is_cuda:
             self._moved = in_thread(lambda: self._move(average.values), "mean", daemon=False)
             return

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm.codec import native
-from diloco.algorithm.registry import CODECS
+from diloco.algorithm.settings import CODECS
 from diloco.errors import CodecError
 
 
