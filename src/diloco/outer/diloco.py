@@ -136,13 +136,7 @@ class DiLoCo:
         self.steps = 0
         self._greatest = greatest_of_ranks(model)
         layouts = arguments["fragments"]
-        shared = [None] * len(layouts) if global_state_of is None else [f.state for f in global_state_of.fragments]
-        self.fragments: tuple[Fragment, ...] = tuple(
-            Fragment(layout, arguments, state=state, greatest=self._greatest)
-            for layout, state in zip(layouts, shared, strict=True)
-        )
-        # ranks that shard the parameters decide together whether all values are finite
-        self._sends_later = self.schedule.overlap_steps > 0 and self._greatest is list
+        self.fragments = tuple(Fragment(layout, arguments, self._greatest) for layout in layouts)
         self.recovery = StateRecovery(self.fragments, self.transport, self._greatest)
         self._listen = on_event or _Warnings()
         self._contributors, self._wait_s = 0, 0.0  # of the last committed round, and of all
@@ -176,9 +170,8 @@ class DiLoCo:
         self.transport.tick()
         for action in itertools.takewhile(_is_send, actions):
             self._perform(action)
-        for action in self.schedule.actions(self.steps + 1) if self._sends_later else ():
-            if isinstance(action, Send):
-                self.fragments[action.fragment].make_room(self.transport)
+        for action in filter(_is_send, self.schedule.actions(self.steps + 1) if self.schedule.overlap_steps else ()):
+            self.fragments[action.fragment].make_room(self.transport)
 
     def finish(self) -> None:
         """Perform the second half of `step`: wait for the due averages and merge them."""
@@ -346,9 +339,7 @@ class DiLoCo:
         if fragment is self.fragments[-1]:
             fields["buffers"], fields["integers"] = collect_buffers(self.model)
         window_steps = self.schedule.window_steps(fragment.index, outer_step)
-        self._on_event(
-            fragment.send(self.transport, outer_step, self.steps, window_steps, later=self._sends_later, **fields)
-        )
+        self._on_event(fragment.send(self.transport, outer_step, self.steps, window_steps, **fields))
 
     def _merge(self, fragment: Fragment) -> None:
         """Wait for the average of the fragment in flight and apply it. Work that it lacks is sent with the next.

@@ -76,22 +76,16 @@ class Fragment:
     average contains this replica's contribution. Otherwise they carry over, as the next pseudo-gradient contains all of
     this work again.
 
-    ``arguments`` are those of `DiLoCo` with their defaults; ``state`` is the global state of another replica of this
-    process.
+    ``arguments`` are those of `DiLoCo` with their defaults.
     """
 
-    def __init__(
-        self,
-        layout: FragmentLayout,
-        arguments: Mapping[str, Any],
-        *,
-        state: GlobalState | None = None,
-        greatest: Greatest = list,
-    ) -> None:
+    def __init__(self, layout: FragmentLayout, arguments: Mapping[str, Any], greatest: Greatest) -> None:
         self._model: nn.Module = arguments["model"]
         self._merge: MergeRule = arguments["merge"]
         self._decay = float(arguments["error_feedback"])
         self._greatest = greatest
+        # ranks that shard the parameters decide together whether all values are finite, so no thread does
+        self._overlaps = arguments["schedule"].overlap_steps > 0 and greatest is list
         self._template = Contribution(  # what all contributions of the fragment share
             round=RoundId(layout.index, 0),
             replica=0,
@@ -110,7 +104,10 @@ class Fragment:
         self.parameters = bind(self._model, layout)
         device = arguments["global_device"]
         self.device = self.parameters[0].device if device is None else torch.device(device)
-        self.state = state or GlobalState(self.local(), arguments["outer_optimizer"])
+        other = arguments["global_state_of"]
+        self.state: GlobalState = (
+            other.fragments[self.index].state if other else GlobalState(self.local(), arguments["outer_optimizer"])
+        )
         self.state.users += 1
         self.residual: Tensor | None = None  # e, ``(numel,)`` float32, of the last round that took this replica's work
         if self._decay:
@@ -168,13 +165,12 @@ class Fragment:
         window_steps: int,
         *,
         base_weight: float,
-        later: bool = False,
         **buffers: Any,
     ) -> RoundSent:
         """Submit the work of this replica to the transport after inner step ``step``. Never blocks on other replicas.
 
-        ``later``: only copy the local parameters, if the transport and the size of the fragment allow it, and leave the
-        rest to a thread. `settle` then raises the errors, and tells whether a value was out of range.
+        With overlap, only copy the local parameters of a large fragment, and leave the rest to a thread if the transport
+        allows it. `settle` then raises the errors, and tells whether a value was out of range.
 
         ``window_steps`` is the number of inner steps that the schedule has since the previous round; the others are
         fields of `Contribution`.
@@ -183,7 +179,7 @@ class Fragment:
         self.adopted = -1  # if the others' digest differs in this round, the current state is out of date
         codec, keeps, ready = self._template.codec, self._merge.keeps_sent, None
         candidate, largest = None, 0.0
-        if later and self._may_fill(transport):
+        if self._may_fill(transport):
             room = self._empty() if self._room is None else self._room.result()
             copying: set[torch.device] = set()
             local, self._room = flatten(self.parameters, room, copying), None
@@ -228,7 +224,7 @@ class Fragment:
             self._room = in_thread(lambda: self._empty().zero_(), "room", daemon=False)
 
     def _may_fill(self, transport: Transport) -> bool:
-        return transport.averages_later and self.device.type == "cpu" and self.numel >= _LEAST_LATER
+        return self._overlaps and transport.averages_later and self.device.type == "cpu" and self.numel >= _LEAST_LATER
 
     def settle(self, *, wait: bool = True) -> bool:
         """Wait until the round in flight has been sent, and return whether a value was outside the codec's range.
