@@ -10,7 +10,6 @@ parameters, and each rank copies its own shard, which may be empty.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from diloco.algorithm.checks import check_choice, check_whole
 from diloco.algorithm.tensors import local_shard, named_parameters, same_memory, unfit_parameter
 from diloco.errors import FragmentError
 
-Strategy = Literal["strided", "sequential", "balanced"]
+Strategy = Literal["strided", "balanced"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,6 @@ def partition(
     - ``strided`` (Streaming DiLoCo's default): fragment 0 holds everything outside the layers (embeddings, head, final
       norm), fragment i >= 1 the layers i-1, i-1 + (P-1), i-1 + 2(P-1), ... If the layers hold all parameters, fragment
       0 holds layers, too.
-    - ``sequential``: like ``strided``, but with blocks of neighbouring layers.
     - ``balanced``: single tensors packed into fragments of nearly equal size, the largest first.
 
     A single fragment holds the whole model. For fragments of your own, construct `FragmentLayout` objects.
@@ -117,7 +115,7 @@ def partition(
     elif strategy == "balanced":
         groups = _balanced(sizes, num_fragments)
     else:
-        groups = _layered(sizes, num_fragments, strategy)
+        groups = _strided(sizes, num_fragments)
     return tuple(
         FragmentLayout(index, tuple(names), tuple(tuple(local_shard(parameters[name]).shape) for name in names))
         for index, names in enumerate(groups)
@@ -210,7 +208,7 @@ def holding(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> I
             shard.copy_(before[name])
 
 
-def _layered(sizes: Mapping[str, int], num_fragments: int, strategy: str) -> list[list[str]]:
+def _strided(sizes: Mapping[str, int], num_fragments: int) -> list[list[str]]:
     rest, layers = group_layers(sizes)
     outside = [rest] if rest else []
     blocks = num_fragments - len(outside)
@@ -219,16 +217,11 @@ def _layered(sizes: Mapping[str, int], num_fragments: int, strategy: str) -> lis
         balanced = f'partition(model, num_fragments={num_fragments}, strategy="balanced")'
         raise FragmentError(
             f"A model with {len(layers) or 'no numbered'} layers"
-            f"{' and parameters outside them' if outside and layers else ''} can't have {num_fragments} {strategy} "
+            f"{' and parameters outside them' if outside and layers else ''} can't have {num_fragments} strided "
             f"fragments, which consist of whole layers. Use {works}, or fragments={balanced}, which divides parameters "
             "by size alone."
         )
-    if strategy == "strided":
-        members = [layers[block::blocks] for block in range(blocks)]
-    else:
-        bounds = [block * len(layers) // blocks for block in range(blocks + 1)]
-        members = [layers[low:high] for low, high in itertools.pairwise(bounds)]
-    return [*outside, *([name for layer in block for name in layer] for block in members)]
+    return [*outside, *([name for layer in layers[block::blocks] for name in layer] for block in range(blocks))]
 
 
 def _balanced(sizes: Mapping[str, int], num_fragments: int) -> list[list[str]]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm.codec.base import Codec, divisor, largest_magnitude
-from diloco.algorithm.exchange import PLAIN_MEAN, Exchange, MeanEncoding, Uplink, plan_exchange
+from diloco.algorithm.exchange import PLAIN_MEAN, Exchange, MeanCodec, Uplink, plan_exchange
 from diloco.algorithm.optim import digest_tensors
 from diloco.algorithm.telemetry import sampled_ranges, spread, spread_terms
 from diloco.errors import CodecError, DivergedError
@@ -122,7 +122,7 @@ class Contribution:
     average_rule: AverageRule | None = None  # None: the weighted mean; the same on all replicas
     tensors: tuple[int, ...] = ()  # the sizes of the tensors that the values consist of, for ``average_rule``
     telemetry: bool = False  # whether to measure the spread of the round's contributions where they are available
-    mean: MeanEncoding = PLAIN_MEAN  # the encoding of means in a reduce-scatter; the same on all replicas
+    mean: MeanCodec = PLAIN_MEAN  # the codec of means in a reduce-scatter; the same on all replicas
     transfer_steps: float = math.inf  # see `SyncSchedule`; infinite: the uplinks change no means
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable; where a payload in host memory is averaged
 

@@ -121,9 +121,9 @@ class SyncSettings:
     """Inner steps between sending a fragment and merging its average (tau). Default: 1 for streaming, else 0."""
     num_fragments: Annotated[int | None, Meta(ge=1), arg(aliases=["--fragments"])] = None
     """Number of fragments (P). Default: 1 for diloco; for streaming one per three layers and one for the rest."""
-    fragment_strategy: Literal["strided", "sequential", "balanced"] = "strided"
-    """strided or sequential: blocks of whole layers, and one fragment for all parameters outside the layers; balanced:
-    parameters packed into fragments of nearly equal size. A single fragment holds the whole model."""
+    fragment_strategy: Literal["strided", "balanced"] = "strided"
+    """strided: every n-th layer, and one fragment for all parameters outside the layers; balanced: parameters packed
+    into fragments of nearly equal size. A single fragment holds the whole model."""
     codec: Annotated[str | None, arg(aliases=["--codec"])] = None
     """float32, float16, bfloat16, int8, fp4, topk2, or module:class. Default: fp4 for streaming, else float32."""
     error_feedback: Annotated[float, Meta(ge=0, le=1), arg(aliases=["--error-feedback"])] = 0.0
@@ -162,7 +162,7 @@ class SyncSettings:
 
     @property
     def mean_codec(self) -> str:
-        """The codec of means; auto: see `MeanEncoding.choices`."""
+        """The codec of means; auto: see `mean_codecs`."""
         name: str = self.arguments_of("average").get("codec", "auto")
         return name
 

@@ -23,7 +23,6 @@ from diloco.algorithm import (
     AlphaMerge,
     AverageRule,
     Codec,
-    MeanEncoding,
     MergeRule,
     Nesterov,
     OuterOptimizer,
@@ -120,7 +119,7 @@ def complete(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
     check_kinds(arguments)
     schedule = arguments["schedule"] or SyncSchedule(inner_steps=100)
     layouts = tuple(arguments["fragments"] or partition(model, num_fragments=schedule.num_fragments))
-    codec = arguments["codec"]
+    codec, mean = arguments["codec"], arguments["mean_codec"]
     return {
         **arguments,
         "schedule": schedule,
@@ -128,7 +127,7 @@ def complete(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
         "outer_optimizer": arguments["outer_optimizer"] or Nesterov(learning_rate=0.7 if len(layouts) == 1 else 0.4),
         "merge": arguments["merge"] or (RebaseMerge() if schedule.overlap_steps else AlphaMerge()),
         "codec": make_codec(codec) if isinstance(codec, str) else codec,
-        "mean_codec": MeanEncoding.of(arguments["mean_codec"]),
+        "mean_codec": make_codec(mean) if isinstance(mean, str) and mean != "auto" else mean,
     }
 
 
@@ -143,10 +142,10 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             f"codec={codec.name!r} drops most of the values, which are lost without error feedback, but error_feedback "
             f"is {arguments['error_feedback']!r}. Use error_feedback=0.95, or another codec."
         )
-    if arguments["mean_codec"].codec.needs_error_feedback:
+    mean = arguments["mean_codec"]
+    if isinstance(mean, Codec) and mean.needs_error_feedback:
         raise ConfigurationError(
-            f"mean_codec={arguments['mean_codec'].codec.name!r} drops most of the values, and means have no error "
-            "feedback. Use another."
+            f"mean_codec={mean.name!r} drops most of the values, and means have no error feedback. Use another."
         )
     check_coverage(model, fragments)
     trainable = trainable_parameters(model)
@@ -225,7 +224,7 @@ def _described(value: object) -> str:
     >>> _described(Nesterov(learning_rate=1, momentum=max))
     'Nesterov(learning_rate=1.0, momentum=max)'
     """
-    if isinstance(value, SyncSchedule | Codec | MeanEncoding):
+    if isinstance(value, SyncSchedule | Codec):
         return str(value)
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_described, value))})"
