@@ -61,6 +61,7 @@ def swarm(**arguments: Any) -> None:
         (made, {"max_norm": 0}, "max_norm must be a finite number above 0, got 0"),
         (made, {"fragments": [3]}, r"fragments must be Sequence\[FragmentLayout\] \| None, got a builtins.list"),
         (made, {"inner_optimizer": [inner(), None]}, "inner_optimizer must be"),
+        (made, {"inner_optimizer": inner()}, "does not hold first, second, third of this model"),
         (made, {"on_event": []}, r"on_event must be Callable\[\[Event\], None\] \| None, got a builtins.list"),
         (made, {"error_feedback": 1.5}, "error_feedback must be a number from 0 to 1, got 1.5"),
         (made, {"weight": float("nan")}, r"weight must be a number from 1e-18 to 1e\+18"),

@@ -150,6 +150,14 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     check_coverage(model, fragments)
     trainable = trainable_parameters(model)
     check_buffers(model, trainable)
+    inner = arguments["inner_optimizer"]
+    groups = [group for each in (inner if isinstance(inner, Sequence) else [inner]) for group in each.param_groups]
+    held = {id(parameter) for group in groups for parameter in group["params"]}
+    if left_out := [name for name, parameter in trainable.items() if id(parameter) not in held]:
+        raise ConfigurationError(
+            f"The inner optimizer does not hold {', '.join(left_out[:3])} of this model, so no step would train it. Pass "
+            "all optimizers of the model, or freeze the parameter with requires_grad_(False)."
+        )
     by_device = {str(parameter.device): name for name, parameter in trainable.items()}
     if len(by_device) > 1 or "meta" in by_device:  # copies between devices synchronise only one
         places = ", ".join(f"{name} on {device}" for device, name in by_device.items())
