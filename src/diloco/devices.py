@@ -94,8 +94,9 @@ def _quotas(root: Path) -> Iterable[int]:
     """Yield the CPU quota, in whole cores, of this process's control group and of its parents (cgroup v2)."""
     home = root / "sys/fs/cgroup"
     with suppress(OSError):
-        line = next((each for each in (root / "proc/self/cgroup").read_text().splitlines() if each.startswith("0::")), "")
-        inner = home / line[3:].lstrip("/")  # in a container this may be a path of the host that doesn't exist here
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        name = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "")
+        inner = home / name.lstrip("/")  # in a container this may be a path of the host that doesn't exist here
         for group in (inner, *inner.parents):
             with suppress(OSError, ValueError):  # "max" means no limit
                 quota, period = (group / "cpu.max").read_text().split()

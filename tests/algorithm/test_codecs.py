@@ -28,7 +28,6 @@ from tests.algorithm.codecs import (
     BLOCK,
     COARSE,
     LARGEST,
-    PIECE,
     SIZES,
     TINY,
     error_bound,

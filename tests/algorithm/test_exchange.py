@@ -262,8 +262,6 @@ def test_the_first_codec_whose_round_fits_into_the_windows_is_taken(
     rates: list[int], window_s: float, name: str
 ) -> None:
     """A fragment of 6.3M values: contributions and fp4 means take 0.5 bytes each, int8 means 1, float32 means 4."""
-    plan = plan_exchange(
-        make_codec("fp4"), 6_300_000, len(rates), mean="auto", uplinks=links(rates, window_s)
-    )
+    plan = plan_exchange(make_codec("fp4"), 6_300_000, len(rates), mean="auto", uplinks=links(rates, window_s))
     assert plan.mean.name == name
     assert (name in plan.choice) == (name != "float32")

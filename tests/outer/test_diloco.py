@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.algorithm import CODECS, AlphaMerge, MergeRule, Nesterov, RebaseMerge, RoundId, Sgd, SyncSchedule
+from diloco.algorithm import CODECS, AlphaMerge, MergeRule, RebaseMerge, RoundId, Sgd, SyncSchedule
 from diloco.errors import CheckpointError
 from diloco.outer import DiLoCo
 from tests.faults import Fault, FaultyTransport

@@ -1,4 +1,4 @@
-"""Void rounds, excluded and diverged replicas: no work is lost, all replicas agree again, and events tell what is so."""
+"""Void rounds, excluded and diverged replicas: no work is lost and all replicas agree again."""
 
 import copy
 from collections.abc import Mapping, Sequence

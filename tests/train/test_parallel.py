@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.algorithm import FragmentLayout, SyncSchedule, bind, digest_tensors, flatten, local_shard, make_codec, partition, unflatten_
+from diloco.algorithm import (
+    FragmentLayout,
+    SyncSchedule,
+    bind,
+    digest_tensors,
+    flatten,
+    local_shard,
+    make_codec,
+    partition,
+    unflatten_,
+)
 from diloco.data import build_corpus
 from diloco.errors import ReplicaLostError
 from diloco.model import build_model

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from diloco.devices import share
-from diloco.devices import choose_threads
+from diloco.devices import choose_threads, share
 from diloco.train import launch
 from diloco.transport import NetworkSettings
 

@@ -1,8 +1,9 @@
 """Outer optimizers, which update the flat global parameters of a fragment, and rules that merge them into local ones.
 
-An outer optimizer has two methods, ``init`` and ``update``, like the transformations of optax, and keeps its state per fragment
-in an `OuterState`. All arithmetic is float32, elementwise and in pieces, and every product is rounded before it is added (no
-fused multiply-add). So the result has the same bits on every machine and needs no tensor-sized temporary.
+An outer optimizer has two methods, ``init`` and ``update``, like the transformations of optax, and keeps its state per
+fragment in an `OuterState`. All arithmetic is float32, elementwise and in pieces, and every product is rounded before
+it is added (no fused multiply-add). So the result has the same bits on every machine and needs no tensor-sized
+temporary.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Nesterov:
 
 @runtime_checkable
 class MergeRule(Protocol):
-    """A rule that merges new global parameters into the local ones, each value by the same value of the others alone."""
+    """A rule that merges new global parameters into the local ones, each value by the same value of the others."""
 
     @property
     def keeps_sent(self) -> bool:

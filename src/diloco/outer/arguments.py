@@ -155,8 +155,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     held = {id(parameter) for group in groups for parameter in group["params"]}
     if left_out := [name for name, parameter in trainable.items() if id(parameter) not in held]:
         raise ConfigurationError(
-            f"The inner optimizer does not hold {', '.join(left_out[:3])} of this model, so no step would train it. Pass "
-            "all optimizers of the model, or freeze the parameter with requires_grad_(False)."
+            f"The inner optimizer does not hold {', '.join(left_out[:3])} of this model, so no step would train it. "
+            "Pass all optimizers of the model, or freeze the parameter with requires_grad_(False)."
         )
     by_device = {str(parameter.device): name for name, parameter in trainable.items()}
     if len(by_device) > 1 or "meta" in by_device:  # copies between devices synchronise only one

@@ -169,8 +169,8 @@ class Fragment:
     ) -> RoundSent:
         """Submit the work of this replica to the transport after inner step ``step``. Never blocks on other replicas.
 
-        With overlap, only copy the local parameters of a large fragment, and leave the rest to a thread if the transport
-        allows it. `settle` then raises the errors, and tells whether a value was out of range.
+        With overlap, only copy the local parameters of a large fragment, and leave the rest to a thread, if the
+        transport allows it. `settle` then raises the errors, and tells whether a value was out of range.
 
         ``window_steps`` is the number of inner steps that the schedule has since the previous round; the others are
         fields of `Contribution`.
@@ -244,9 +244,7 @@ class Fragment:
             raise
         return largest > self._template.codec.saturation_limit
 
-    def _fill(
-        self, payload: Tensor, local: Tensor, copies: Sequence[torch.cuda.Event]
-    ) -> tuple[Tensor | None, float]:
+    def _fill(self, payload: Tensor, local: Tensor, copies: Sequence[torch.cuda.Event]) -> tuple[Tensor | None, float]:
         """Compute the payload once ``local`` has been copied from the GPUs. Return the candidate and the magnitude."""
         for copied in copies:
             copied.synchronize()

@@ -233,4 +233,3 @@ def _ended(fetching: Fetching, within_s: float | None) -> bool:
     except (TimeoutError, TransportError):
         return fetching.done()
     return True
-

@@ -35,8 +35,7 @@ from diloco.algorithm import (
     spread,
     spread_terms,
 )
-from diloco.devices import usable_cores
-from diloco.devices import beside_training, to_device, to_host
+from diloco.devices import beside_training, to_device, to_host, usable_cores
 from diloco.errors import CodecError, TransportError
 from diloco.membership import View
 from diloco.protocol import GiveVerdict
