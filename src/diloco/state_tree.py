@@ -129,8 +129,11 @@ def _decode(node: JSON, tensors: Mapping[str, torch.Tensor], unused: set[str]) -
             return tuple(_decode(item, tensors, unused) for item in items)
         case {"dict": dict(items), **rest} if not rest:
             return {key: _decode(item, tensors, unused) for key, item in items.items()}
-        case {"dict": list(pairs), **rest} if not rest and all(isinstance(pair, list) for pair in pairs):
-            return {key: _decode(item, tensors, unused) for key, item in pairs}  # type: ignore[misc,union-attr]  # lists
+        case {"dict": list(items), **rest} if not rest:
+            pairs = [pair for pair in items if isinstance(pair, list)]
+            if len(pairs) < len(items):
+                raise ValueError(f"{node!r:.100} does not consist of pairs")
+            return {key: _decode(item, tensors, unused) for key, item in pairs}
         case {"tensor": str(name), **rest} if not rest:
             unused.discard(name)
             return tensors[name]

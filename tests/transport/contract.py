@@ -310,7 +310,7 @@ class TransportContract(PayloadContract):
                 averages, expected = exchange(endpoints, given), weighted_mean(given).values
                 plan = plan_exchange(make_codec(codec), SIZE, 4, 2 * 4 + 2, mean=mean)
                 assert plan.pattern == "reduce-scatter"
-                encode_mean(expected, mean.codec)
+                encode_mean(expected, mean)
                 for position, average in enumerate(averages):
                     assert torch.equal(average.values, expected)
                     assert average.sent_bytes == plan.sent[position]

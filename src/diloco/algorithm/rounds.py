@@ -196,7 +196,7 @@ class Verdict:
 def _refusal(contribution: Any, expected: Sequence[int | None]) -> str:
     """Return why ``contribution`` can't be averaged with those of the ``expected`` layout, or "" if it can."""
     if contribution.withdrawn:
-        return contribution.withdrawn
+        return str(contribution.withdrawn)
     for kind, mine, theirs in zip(_KINDS, contribution.layout, expected, strict=True):
         if mine != theirs:
             sizes = [f"{'no' if size is None else size} {kind}" for size in (mine, theirs)]
@@ -341,7 +341,9 @@ def scale_factors(max_norm: float | None, decoded: Iterable[tuple[int, Tensor]])
     >>> scale_factors(1.0, [(0, torch.tensor([0.5])), (1, torch.tensor([1.0])), (2, torch.tensor([4.0]))])
     {2: 0.25}
     """
-    norms = {} if max_norm is None else {replica: vector_norm(values) for replica, values in decoded}
+    if max_norm is None:
+        return {}
+    norms = {replica: vector_norm(values) for replica, values in decoded}
     return {m: float(np.float32(max_norm / norm)) for m, norm in norms.items() if norm > max_norm}
 
 
