@@ -321,21 +321,17 @@ class Fragment:
             "in_flight": in_flight,
         }
 
-    def loader(self, state: Mapping[str, Any], last: int, *, resubmit: bool) -> Callable[[Transport], None]:
+    def loader(self, state: Mapping[str, Any], last: int) -> Callable[[Transport], None]:
         """Check a state that `state_dict` returned, and return the function that restores it.
 
         ``last`` is the round that was sent last by then, or -1. That function submits the round that was in flight to a
-        transport again; with ``resubmit`` False it counts it as void. A state of another fragment is a `FragmentError`;
-        what one lacks raises `UNREADABLE`.
+        transport again. A state of another fragment is a `FragmentError`; what one lacks raises `UNREADABLE`.
         """
         self.state.check(state)
         flight, finished = state["in_flight"], int(state["finished_rounds"])
         counters = {name: kind(state[name]) for name, kind in _COUNTERS.items()}
         if flight is not None and flight["outer_step"] != last:
             raise FragmentError(f"Round {flight['outer_step']} of fragment {self.index} can't be in flight then.")
-        if flight is not None and not resubmit:
-            flight, finished = None, last + 1
-            counters["void"] += 1
         contribution: Contribution | None = None
         candidate = sent = None
         if flight is not None:
