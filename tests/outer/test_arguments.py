@@ -3,7 +3,6 @@
 import copy
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from diloco import (
     InProcessTransport,
     Nesterov,
     SyncSchedule,
-    connect_swarm,
     connect_tcp,
     partition,
 )
@@ -40,12 +38,6 @@ CONNECT = {"replica": 0, "num_replicas": 1, "rendezvous": "127.0.0.1:0"}
 
 def tcp(**arguments: Any) -> None:
     with connect_tcp(**(CONNECT | arguments)):
-        pass
-
-
-def swarm(**arguments: Any) -> None:
-    given: dict[str, Any] = {"run": "r", "num_replicas": 2, "identity": Path("/nowhere/key")} | arguments
-    with connect_swarm(**given):
         pass
 
 
@@ -75,9 +67,6 @@ def swarm(**arguments: Any) -> None:
         (tcp, {"round_timeout": 3}, "There is no argument 'round_timeout'; did you mean 'round_timeout_s'"),
         (tcp, {"round_timeout_s": "60"}, "round_timeout_s must be a finite number above 0, got '60'"),
         (tcp, {"facts": ["codec"]}, "facts must be a mapping of names to texts"),
-        (swarm, {"replica": -1}, "replica must be a whole number from 0 to .*, got -1"),
-        (swarm, {"replica": 1 << 31}, "replica must be a whole number from 0 to 2147483647"),
-        (swarm, {"secrets": "x"}, "There is no argument 'secrets'"),
     ],
 )
 def test_an_argument_that_can_not_work_is_refused(

@@ -372,7 +372,6 @@ class DiLoCo:
         if isinstance(event, RoundCommitted):
             self._wait_s += event.wait_s
             self._contributors = len(event.contributors)
-        self.transport.report(event)
         self._listen(event)
 
     def _note(self, *texts: str) -> None:
