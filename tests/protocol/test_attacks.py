@@ -1,4 +1,4 @@
-"""One malicious member among four: no other one ends, stalls, grows without bound, or applies another round.
+"""One malicious member among several: no other one ends, stalls, grows without bound, or applies another round.
 
 The attacker is a rank of the package's own classes whose messages are changed, so each attack is one row.
 """
@@ -6,29 +6,28 @@ The attacker is a rank of the package's own classes whose messages are changed, 
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
-from diloco.membership import NextView, Report, View, Vote
+from diloco.membership import Accepted, NextView, Report, View
 from diloco.protocol import (
     Accept,
+    Adopted,
+    Announcement,
     Beat,
     Change,
+    Excluded,
     Header,
     Leaving,
-    Meet,
-    Message,
     Propose,
     Refused,
     RoundVote,
-    Speed,
     Welcome,
     WireMessage,
-    decode,
     digest_of,
     encode,
 )
@@ -39,8 +38,6 @@ from tests.protocol.simulated_rank import LATE_S, TIMEOUT_S, Rank
 Forgery = Callable[[int, Any], Iterable[Any]]
 """(receiver, message of an honest member) -> the messages that the attacker sends instead."""
 
-HONEST = (0, 1, 2)
-LIAR = 3
 MAX_MEMORY_BYTES = 64 << 20
 RULES = rules_of()
 
@@ -64,13 +61,12 @@ def also(kind: type[WireMessage], times: int = 1, **fields: Any) -> Forgery:
 
 def once(*messages: WireMessage | bytes, times: int = 1) -> Forgery:
     """Send these messages once to each of the others, before the first header."""
-    unsent = {*HONEST}
+    told: set[int] = set()
 
     def forgery(receiver: int, message: Any) -> Iterable[Any]:
-        if isinstance(message, Header) and receiver in unsent:
-            unsent.remove(receiver)
-            for _ in range(times):
-                yield from messages
+        if isinstance(message, Header) and receiver not in told:
+            told.add(receiver)
+            yield from messages * times
         yield message
 
     return forgery
@@ -80,9 +76,9 @@ def without(kind: type[WireMessage]) -> Forgery:
     return lambda receiver, message: [] if isinstance(message, kind) else [message]
 
 
-def report(**facts: Any) -> WireMessage:
+def report(liar: int, **facts: Any) -> WireMessage:
     """A report that begins a view change."""
-    return Change(Report(LIAR, facts.pop("view_id", 0), **facts), "a lie")
+    return Change(Report(liar, facts.pop("view_id", 0), **{"number": 1, **facts}), "a lie")
 
 
 def both(first: Forgery, second: Forgery) -> Forgery:
@@ -103,66 +99,134 @@ def another_for_each(receiver: int, message: Any) -> Iterable[Any]:
     yield message
 
 
-NO = Vote(False, reason="no")
+def accepts_else(size: int, *, mute: bool) -> Forgery:
+    """Accept in each ballot what nobody has proposed, as far as all but the proposer see.
+
+    ``mute``: it does not report to the proposer, which waits for that; otherwise it accepts the proposal there.
+    """
+
+    def forgery(receiver: int, message: Any) -> Iterable[Any]:
+        if isinstance(message, Change):
+            ballot = message.report.ballot
+            is_proposer = receiver == ballot % size
+            told = [] if is_proposer and mute else [message]
+            told += [] if is_proposer else [Accept(message.view, ballot, "else")]
+            yield from told if ballot == 0 else told[::-1]  # so that it comes before any proposal
+        elif not isinstance(message, Accept) or (receiver == message.ballot % size and not mute):
+            yield message
+
+    return forgery
+
+
+def hasty(liar: int, size: int, to: Callable[[int], int]) -> Forgery:
+    """Report ballot after ballot, the n-th one to another member ``to(n)`` alone."""
+    each = [
+        once(*(report(liar, ballot=n, number=n + 1) for n in range(200) if n == 0 or to(n) == rank))
+        for rank in range(size)
+    ]
+    return lambda receiver, message: each[receiver](receiver, message)
+
+
 LISTS = b"\x82\xa4kind\xa7welcome\xa4note\xdc\xea\x60" + b"\x90" * 60_000
-ATTACKS: dict[str, Callable[[], Forgery]] = {
-    "none": lambda: without(Speed),
-    "32 strangers join": lambda: once(report(joining=frozenset(range(10, 42)))),
-    "4000 strangers join": lambda: once(report(joining=frozenset(range(10, 4010)))),
-    "reports full of rounds": lambda: once(
-        *(report(number=n, commits={(n, step): "d" * 64 for step in range(4000)}) for n in range(20))
-    ),
-    "ballots that end as they begin": lambda: both(once(report()), ballots),
-    "no acceptance": lambda: both(once(report()), without(Accept)),
-    "accepts something else": lambda: both(once(report()), instead(Accept, digest="else")),
-    "no proposal": lambda: both(once(report()), without(Propose)),
-    "another proposal for each": lambda: both(once(report()), another_for_each),
-    "it leaves at ever other steps": lambda: once(*(Leaving(0, n) for n in range(800))),
-    "reports about a far view": lambda: once(report(view_id=1 << 40, gone=frozenset(range(4000))), times=200),
-    "reports about a later view": lambda: once(report(view_id=9, gone=frozenset(range(4000))), times=400),
-    "a report nested 30 levels deep": lambda: once(encode(report())[:-1] + b"\x91" * 30),
-    "a welcome": lambda: once(Welcome(NextView(View(1, (3,)), View(0, (3,)), 1, {}, "")), times=30),
-    "welcomes full of lists": lambda: once(LISTS, times=30),
-    "refusals": lambda: once(Refused("x" * 9000, for_good=True), times=50),
-    "a stop that never comes": lambda: once(Meet("stop", 1 << 53)),
-    "an infinite speed": lambda: once(b"\x82\xa4kind\xa5speed\xabsteps_per_s\xcb\x7f\xf0\0\0\0\0\0\0"),
-    "an unknown kind": lambda: once(encode({"kind": "k" * 60_000})),
-    "no to every round": lambda: instead(RoundVote, vote=NO),
-    "no vote": lambda: without(RoundVote),
-    "another state": lambda: instead(Header, digest="another"),
-    "all have diverged": lambda: instead(RoundVote, vote=NO, diverged=HONEST, donor=LIAR),
-    "a reason with escapes": lambda: instead(RoundVote, vote=Vote(False, reason="\x1b]0;owned\x07" * 500)),
-    "votes on rounds that don't exist": lambda: also(RoundVote, times=40, round=lambda number: (0, number + 50)),
-    "headers of rounds that don't exist": lambda: also(Header, times=40, round=lambda number: (0, number + 50)),
-    "a round 2^50 ahead": lambda: also(Header, round=(0, 1 << 50)),
-    "a second header": lambda: also(Header, weight=3.0),
-    "a weight of 1e308": lambda: instead(Header, weight=1e308),
-    "a negative weight": lambda: instead(Header, weight=-1.0),
-    "2^53 values": lambda: instead(Header, numel=1 << 53),
-    "2^60 buffers": lambda: instead(Header, buffers=1 << 60),
-    "fetching the state for ever": lambda: instead(Header, taking_over=True),
-    "no header": lambda: without(Header),
-    "everything twice": lambda: lambda receiver, message: [message, message],
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ATTACKS)
-def test_a_malicious_member_harms_nobody(name: str) -> None:
-    network = Network(range(4), Limits())
-    honest = [Member(network, rank, 4, 1, RULES) for rank in HONEST]
-    liar = Member(network, LIAR, 4, 1, RULES)
-    liar.lie = ATTACKS[name]()
-    network.nodes.update(enumerate([*honest, liar]))
+def lies_of(liar: int, size: int) -> Mapping[str, Iterable[WireMessage]]:
+    """Return false messages by what they claim: the others are lost, or another view follows."""
+    others, view = frozenset(range(size)) - {liar}, View.of(size)
+    alone = NextView(View(1, (liar,)), view, 1, {}, "the others are lost")
+    commits = {(fragment, step): "mean" for fragment in range(3) for step in range(3)}
+    digests = {liar: digest_of(Report(liar, 0, gone=others))}
+    late = Excluded(0, "late")
+    return {
+        "all others have ended": [report(liar, gone=others)],
+        "it hears nobody": [report(liar, apart=others)],
+        "no other member has contributed": [report(liar, behind=others)],
+        "all others are unsteady": [report(liar, unsteady=others)],
+        "all others leave": [report(liar, left=others, gone=others)],
+        "an absent replica joins": [report(liar, joining=frozenset({99}))],
+        "one of them joins": [report(liar, joining=others)],
+        "it has accepted a view of its own": [report(liar, ballot=2, accepted=Accepted(1, alone, again=True))],
+        "a far ballot": [report(liar, ballot=1 << 50)],
+        "ballot after ballot": [report(liar, ballot=number, number=number) for number in range(1, 40)],
+        "it proposes itself": [report(liar, gone=others), Propose(0, alone, digests)],
+        "it proposes itself again": [report(liar, gone=others), Propose(0, alone, {})],
+        "it has accepted something else": [report(liar), *(Accept(0, number, "else") for number in range(3))],
+        "all rounds are committed": [report(liar, commits=commits)],
+        "it is far ahead": [report(liar, step=1 << 50)],
+        "others went on alone": [late, Excluded(1 << 50, "late")],
+        "it has adopted a view of its own": [report(liar), Adopted(alone)],
+    }
+
+
+def attacks_of(liar: int, size: int) -> Mapping[str, Forgery]:
+    others, begins = tuple(each for each in range(size) if each != liar), once(report(liar))
+    return {name: once(*lies) for name, lies in lies_of(liar, size).items()} | {
+        "none": without(Announcement),
+        "32 strangers join": once(report(liar, joining=frozenset(range(10, 42)))),
+        "4000 strangers join": once(report(liar, joining=frozenset(range(10, 4010)))),
+        "reports full of rounds": once(
+            *(report(liar, number=n, commits={(n, step): "d" * 64 for step in range(4000)}) for n in range(20))
+        ),
+        "ballots that end as they begin": both(begins, ballots),
+        "hasty to one": hasty(liar, size, lambda n: others[0]),
+        "hasty to each in turn": hasty(liar, size, lambda n: others[n % len(others)]),
+        "no acceptance": both(begins, without(Accept)),
+        "accepts something else": both(begins, instead(Accept, digest="else")),
+        "accepts what nobody proposes": both(begins, accepts_else(size, mute=False)),
+        "accepts what nobody proposes, and is mute": both(begins, accepts_else(size, mute=True)),
+        "no proposal": both(begins, without(Propose)),
+        "another proposal for each": both(begins, another_for_each),
+        "it leaves at ever other steps": once(*(Leaving(0, n) for n in range(800))),
+        "reports about a far view": once(report(liar, view_id=1 << 40, gone=frozenset(range(4000))), times=200),
+        "reports about a later view": once(report(liar, view_id=9, gone=frozenset(range(4000))), times=400),
+        "a report nested 30 levels deep": once(encode(report(liar))[:-1] + b"\x91" * 30),
+        "a welcome": once(Welcome(NextView(View(1, (3,)), View(0, (3,)), 1, {}, "")), times=30),
+        "welcomes full of lists": once(LISTS, times=30),
+        "refusals": once(Refused("x" * 9000, for_good=True), times=50),
+        "a stop that never comes": once(Announcement("stop", 1 << 53)),
+        "an infinite speed": once(Announcement("speed", float("inf"))),
+        "an unknown kind": once(encode({"kind": "k" * 60_000})),
+        "no to every round": instead(RoundVote, digest="", reason="no"),
+        "no vote": without(RoundVote),
+        "another state": instead(Header, digest="another"),
+        "all have diverged": instead(RoundVote, digest="", diverged=others),
+        "a reason with escapes": instead(RoundVote, digest="", reason="\x1b]0;owned\x07" * 500),
+        "votes on rounds that don't exist": also(RoundVote, times=40, round=lambda number: (0, number + 50)),
+        "headers of rounds that don't exist": also(Header, times=40, round=lambda number: (0, number + 50)),
+        "a round 2^50 ahead": also(Header, round=(0, 1 << 50)),
+        "a second header": also(Header, weight=3.0),
+        "a weight of 1e308": instead(Header, weight=1e308),
+        "a negative weight": instead(Header, weight=-1.0),
+        "2^53 values": instead(Header, numel=1 << 53),
+        "2^60 buffers": instead(Header, buffers=1 << 60),
+        "fetching the state for ever": instead(Header, taking_over=True),
+        "no header": without(Header),
+        "everything twice": lambda receiver, message: [message, message],
+    }
+
+
+@pytest.mark.parametrize("name", attacks_of(0, 4))
+@pytest.mark.parametrize(("liar", "size"), [(0, 4), (2, 3), (4, 5)])
+def test_a_malicious_member_harms_nobody(name: str, liar: int, size: int) -> None:
+    """With n > 2 f, at most the liar is excluded."""
+    network = Network(range(size), Limits())
+    members = [Member(network, rank, size, 1, RULES) for rank in range(size)]
+    members[liar].lie = attacks_of(liar, size)[name]
+    network.nodes.update(enumerate(members))
+    honest = [each for each in members if each.rank != liar]
     tracemalloc.start()
     longest_s = run(network, honest)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert [each.left for each in honest] == ["", "", ""]
-    assert [len(each.outcomes) for each in honest] == [Member.STEPS] * 3, "a round was never decided"
+    assert {each.left for each in honest} == {""}
+    assert {each.view for each in honest} == {honest[0].view}
+    assert [len(each.outcomes) for each in honest] == [Member.STEPS] * len(honest), "a round was never decided"
     assert len({tuple(sorted(each.outcomes.items())) for each in honest}) == 1, "a round was applied by some"
     for step in honest[0].averages:
         assert len({each.averages[step].contributors for each in honest}) == 1
-    assert longest_s <= TIMEOUT_S + 2 * LATE_S, "a liar costs a ballot, besides a round"
+    assert name not in lies_of(liar, size) or {*honest[0].outcomes.values()} == {True}, "it is about members alone"
+    turns = 4 if "what nobody proposes" in name else 1
+    assert longest_s <= TIMEOUT_S + turns * 2 * LATE_S, "a liar costs a ballot, besides a round"
     assert peak_bytes < MAX_MEMORY_BYTES
     shown = [str(each) for member in honest for each in (*member.errors.values(), *(v.reason for v in member.changes))]
     assert all(text.isprintable() for text in shown)
@@ -198,89 +262,3 @@ def run(network: Network, honest: list[Member]) -> float:
                     network.send(other, each.rank, encode(Beat()))
         honest[rank].suffer("timers", number)
     return longest_s
-
-
-class Accepter:
-    """A member that accepts in each ballot what nobody has proposed, as far as all but the proposer see.
-
-    ``mute``: it does not report to the proposer, which waits for that; otherwise it accepts the proposal there.
-    """
-
-    timers = ()
-
-    def __init__(self, network: Network, rank: int, *, mute: bool) -> None:
-        self._network, self._rank, self._mute = network, rank, mute
-        self._ballot = -1
-
-    def act(self) -> bool:
-        begins = self._ballot < 0
-        if begins:
-            self._follow(0)
-        return begins
-
-    def receive(self, sender: int, data: bytes) -> None:
-        message = decode(data, Message)
-        if isinstance(message, Change) and message.report.ballot > self._ballot:
-            self._follow(message.report.ballot)
-        elif isinstance(message, Propose) and not self._mute:
-            self._network.send(self._rank, sender, encode(Accept(0, message.ballot, digest_of(message.following))))
-
-    def lose(self, rank: int, *, gone: bool) -> None:
-        """It goes on alone."""
-
-    def _follow(self, ballot: int) -> None:
-        self._ballot = ballot
-        reported = Change(Report(self._rank, 0, ballot=ballot, number=ballot + 1), "a lie")
-        for other in range(self._rank):
-            is_proposer = other == ballot % (self._rank + 1)
-            messages = [] if is_proposer and self._mute else [reported]
-            messages += [] if is_proposer else [Accept(0, ballot, "else")]
-            for message in messages if ballot == 0 else messages[::-1]:  # so that it comes before any proposal
-                self._network.send(self._rank, other, encode(message))
-
-
-@pytest.mark.parametrize("replicas", [3, 4, 5])
-@pytest.mark.parametrize("mute", [False, True])
-def test_a_member_that_accepts_what_nobody_has_proposed_puts_nobody_out(replicas: int, mute: bool) -> None:
-    network, liar = Network(range(replicas), Limits()), replicas - 1
-    honest = [Member(network, rank, replicas, 1, replace(RULES, late_s=2 * TIMEOUT_S)) for rank in range(liar)]
-    network.nodes.update(enumerate([*honest, Accepter(network, liar, mute=mute)]))
-    longest_s = run(network, honest)
-    assert [each.left for each in honest] == [""] * liar
-    assert all(each.view == honest[0].view for each in honest)
-    assert [len(each.outcomes) for each in honest] == [Member.STEPS] * liar
-    assert len({tuple(sorted(each.outcomes.items())) for each in honest}) == 1
-    assert longest_s <= 4 * TIMEOUT_S
-
-
-class Hasty(Accepter):
-    """A member that reports ballot after ballot, each to one other member alone: to the first one, or in turn."""
-
-    def __init__(self, network: Network, rank: int, *, in_turn: bool) -> None:
-        super().__init__(network, rank, mute=True)
-        self._in_turn = in_turn
-
-    def act(self) -> bool:
-        if self._ballot == 200:
-            return False
-        others, first = range(self._rank), self._ballot < 0
-        self._ballot += 1
-        reported = Change(Report(self._rank, 0, ballot=self._ballot, number=self._ballot + 1), "a lie")
-        for other in others if first else [self._ballot % self._rank if self._in_turn else 0]:
-            self._network.send(self._rank, other, encode(reported))
-        return True
-
-    def receive(self, sender: int, data: bytes) -> None:
-        """It waits for nobody."""
-
-
-@pytest.mark.parametrize("replicas", [3, 4, 5])
-@pytest.mark.parametrize("in_turn", [False, True])
-def test_who_follows_the_ballots_of_a_liar_is_not_taken_for_one(replicas: int, in_turn: bool) -> None:
-    network, liar = Network(range(replicas), Limits()), replicas - 1
-    honest = [Member(network, rank, replicas, 1, replace(RULES, late_s=2 * TIMEOUT_S)) for rank in range(liar)]
-    network.nodes.update(enumerate([*honest, Hasty(network, liar, in_turn=in_turn)]))
-    run(network, honest)
-    assert [each.left for each in honest] == [""] * liar
-    assert {each.view.members for each in honest} == {tuple(range(liar))}
-    assert len({tuple(sorted(each.outcomes.items())) for each in honest}) == 1

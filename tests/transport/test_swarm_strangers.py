@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from diloco.membership import NextView, Report, View, Vote
+from diloco.membership import NextView, Report, View
 from diloco.protocol import Header
 from diloco.transport import Credentials, Node, NodePlace, PeerStreams, PeerTransport, load_identity, new_secret
 from tests.transport.contract import contribution, exchange
@@ -47,7 +47,7 @@ OPENINGS: dict[str, bytes] = {
 FOLLOWING = NextView(View(3, (9,)), View(2, (9,)), 0, {}, "")
 AFTER_HELLO: dict[str, dict[str, Any]] = {
     "a header of a round": {"kind": "header", **msgspec.structs.asdict(Header(2, (0, 0), 1, 1e300, 1.0, "d"))},
-    "a vote": {"kind": "vote", "view": 2, "round": [0, 0], "vote": Vote(False, reason="no")},
+    "a vote": {"kind": "vote", "view": 2, "round": [0, 0], "reason": "no"},
     "a change that loses everybody": {"kind": "change", "report": Report(9, 2, gone=frozenset({0, 1})), "why": "me"},
     "an adopted view": {"kind": "adopted", "following": FOLLOWING},
     "a welcome": {"kind": "welcome", "following": FOLLOWING},

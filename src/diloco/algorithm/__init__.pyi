@@ -59,6 +59,7 @@ from .registry import OUTER_OPTIMIZERS as OUTER_OPTIMIZERS
 from .registry import Registry as Registry
 from .rounds import GREATEST_WEIGHT as GREATEST_WEIGHT
 from .rounds import LARGEST_MEAN as LARGEST_MEAN
+from .rounds import LEAST_FRAGMENT as LEAST_FRAGMENT
 from .rounds import LEAST_WEIGHT as LEAST_WEIGHT
 from .rounds import AverageRule as AverageRule
 from .rounds import Contribution as Contribution

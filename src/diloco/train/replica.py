@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm import (
+    LEAST_FRAGMENT,
     Codec,
     Contribution,
     RoundId,
@@ -30,7 +31,7 @@ from diloco.algorithm import (
 from diloco.data import Batches
 from diloco.errors import RoundVoidError, TransportError, ViewChangedError
 from diloco.events import Event, Note
-from diloco.membership import LEAST_FRAGMENT, View
+from diloco.membership import View
 from diloco.model import LanguageModel
 from diloco.outer import DiLoCo
 from diloco.train.inner import InnerLoop
