@@ -1,4 +1,4 @@
-"""Which silent ranks count as lost: a dead one soon, whoever else is quiet; and what a suspended process may not say."""
+"""Which silent ranks count as lost: a dead one soon, whoever else is quiet; and what a suspended process knows."""
 
 import random
 from collections.abc import Callable, Iterable

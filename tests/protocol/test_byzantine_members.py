@@ -14,18 +14,15 @@ from hypothesis import strategies as st
 
 from diloco.algorithm import Uplink
 from diloco.errors import DivergedError
-from diloco.membership import Accepted, NextView, Report, View
+from diloco.membership import NextView, Report, View
 from diloco.protocol import (
     MOST_SPOILT,
-    Accept,
     Adopted,
     Change,
     Excluded,
     Header,
-    Propose,
     RoundVote,
     WireMessage,
-    digest_of,
     encode,
 )
 from tests.membership.network import NUMBERS, Network, explore

@@ -27,11 +27,9 @@ from diloco.protocol import (
     Header,
     Introduce,
     Join,
-    Leaving,
     Machine,
     Message,
     MessageError,
-    Refused,
     RoundVote,
     Submitted,
     Welcome,
@@ -148,9 +146,14 @@ def test_who_is_no_member_may_ask_to_be_one_in_its_own_name(member: Rank) -> Non
 @pytest.fixture
 def memory() -> Iterator[Callable[[], int]]:
     """Return how many bytes have been allocated since the test began, and are still used."""
+
+    def used() -> int:
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
     gc.collect()
     tracemalloc.start()
-    yield lambda: (gc.collect(), tracemalloc.get_traced_memory()[0])[1]
+    yield used
     tracemalloc.stop()
 
 
@@ -263,7 +266,12 @@ def test_facts_of_as_many_members_as_could_lie_refuse_nobody_where_survivors_con
 
 @pytest.mark.parametrize(
     ("sender", "message"),
-    [(2, Announcement("stop", 1 << 53)), (2, Join(ENTRY)), (5, Join(Entry(4, "host:5"))), (5, Join(Entry(5, "elsewhere:5")))],
+    [
+        (2, Announcement("stop", 1 << 53)),
+        (2, Join(ENTRY)),
+        (5, Join(Entry(4, "host:5"))),
+        (5, Join(Entry(5, "elsewhere:5"))),
+    ],
 )
 def test_what_nobody_can_mean_is_the_senders_fault(member: Rank, sender: int, message: Any) -> None:
     with pytest.raises(MessageError, match=r"past step|another rank or address"):

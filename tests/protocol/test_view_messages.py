@@ -66,8 +66,8 @@ LEAVING = Leaving(0, 3)
 MESSAGES = [HEADER, VOTE, CHANGE, PROPOSE, ACCEPT, ADOPTED, LEAVING]
 ENTRY = Entry(1, "simulated:1", {"a": "b"})
 ALL = [
-    *MESSAGES, Welcome(NEXT, b"note"), Excluded(3, "late"), Announcement("speed", 2.5), FactsMessage(ENTRY), Join(ENTRY),
-    Introduce(ENTRY), Refused("late"),
+    *MESSAGES, Welcome(NEXT, b"note"), Excluded(3, "late"), Announcement("speed", 2.5), FactsMessage(ENTRY),
+    Join(ENTRY), Introduce(ENTRY), Refused("late"),
 ]  # fmt: skip
 
 

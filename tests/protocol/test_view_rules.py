@@ -368,6 +368,8 @@ def change_of(network: Network, number: int) -> ViewChange:
 
 
 def ending(network: Network) -> str:
+    """Return how a run ends for those that have not ended."""
+    network.nodes = {number: node for number, node in network.nodes.items() if number in network.alive}
     how = outcome(network)
     honest = [rank(network, each) for each in sorted(network.alive - {network.liar})]
     is_out = network.liar is not None and any(node.left for node in honest)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from diloco.algorithm import RoundId
 from diloco.protocol import RoundVote, tally
 
+
 def vote(digest: str, reason: str = "") -> RoundVote:
     return RoundVote(0, RoundId(0, 0), digest, reason)
 

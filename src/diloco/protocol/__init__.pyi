@@ -14,8 +14,8 @@ from .registry import table_of as table_of
 from .round import header_of as header_of
 from .round import judge_headers as judge_headers
 from .round import tally as tally
+from .rounds import MOST_SPOILT as MOST_SPOILT
 from .rules import Rules as Rules
-from .suspicion import MOST_SPOILT as MOST_SPOILT
 from .view_change import ViewChange as ViewChange
 from .views import Views as Views
 from .wire import PROTOCOL_VERSION as PROTOCOL_VERSION

@@ -69,8 +69,8 @@ class Machine:
         self.answer: Answer | None = None  # to this rank's request to join: a welcome, or the last other one
         self._asked: frozenset[int] = frozenset()  # the ranks that this rank has asked
         self._began = False
-        # messages that wait for a view, in the order of their arrival: the sender, the message, encoded as that takes the
-        # least memory, its connection (None: that had ended by then), and whether the sender was a member
+        # messages that wait for a view, in the order of their arrival: the sender; the message, encoded, as that takes
+        # the least memory; its connection, None if that had ended by then; and whether the sender was a member
         self._held: list[tuple[int, bytes, int | None, bool]] = []
 
     def handle(self, now_s: float, act: Callable[P, None], *arguments: P.args, **more: P.kwargs) -> Effects:
@@ -175,7 +175,7 @@ class Machine:
     # What follows.
 
     def _on_view(self, following: NextView | None, mine: Report | None) -> None:
-        """A view has begun: the first one, or what followed one on whose end this rank reported ``mine``, as a member."""
+        """A view has begun: the first one, or what followed one; ``mine`` is this rank's report on the end of that."""
         views = self.views
         self.said.begin_view(views.view.members)
         self._release_held()

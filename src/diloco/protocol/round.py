@@ -39,7 +39,7 @@ class Round:
     exchanging: bool = False  # whether the payload exchange is running
     concluded: bool = False  # whether the outcome was reported
     voted_s: float = math.inf  # when this rank has voted for it
-    # replica -> at how many looks since the first one it has been awaited: its contribution, or from ``voted_s`` its vote
+    # replica -> how many looks after the first one its contribution is awaited; from ``voted_s`` on, its vote
     looks: dict[int, int] = field(default_factory=dict)
 
     @property

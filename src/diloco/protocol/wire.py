@@ -136,7 +136,7 @@ class Store(WireMessage):
 
 
 class Announcement(WireMessage):
-    """A number of the sender: the step at which it reached a barrier, such as "stop", or its "speed" in steps per second."""
+    """A number of the sender: the step at which it reached a barrier, such as "stop"; or its "speed", in steps/s."""
 
     topic: Annotated[str, Meta(max_length=64)]
     value: Annotated[float, Meta(ge=0, le=GREATEST)]

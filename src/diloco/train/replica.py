@@ -151,7 +151,7 @@ class GradientAverager:
         """Send the same gradients in another round, after the last one was void on all replicas."""
         contribution, _ = self._sent
         void = contribution.round
-        self._send(replace(contribution, round=replace(void, fragment=void.fragment - 1)))
+        self._send(replace(contribution, round=void._replace(fragment=void.fragment - 1)))
 
     def finish(self) -> RoundVoidError | None:
         """Replace the gradients by the mean, in the next view if the current one ends.

@@ -159,7 +159,7 @@ class ReplicaGroup:
             try:
                 outcome["value"] = act()
             except Exception as error:  # raised again below, once the other ranks know
-                words = f"Position 0 of replica {self.replica} has failed, and no rank can continue without it: {error!r}"
+                words = f"Position 0 of replica {self.replica} has failed, and none can continue without it: {error!r}"
                 bug = ReplicaLostError(words, replicas=[self.replica])
                 raised, outcome["error"] = error, _described(error if isinstance(error, DiLoCoError) else bug)
         outcome = self.share(outcome)
