@@ -151,7 +151,10 @@ class ProcessGroupTransport(Transport):
             self.roll.check_round()
             if time.monotonic() > until_s:
                 raise RoundTimeoutError(f"{round_id} was not decided within {timeout_s:g} s.", round=str(round_id))
-        return outcome.result()
+        try:
+            return outcome.result()
+        finally:
+            del outcome  # its error refers to this frame
 
     def _begin(self, mine: Contribution, plan: Exchange) -> Callable[[], Average]:
         """Queue the collectives of a round, and return the function that waits for them and decides the round."""
