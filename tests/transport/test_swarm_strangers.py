@@ -54,7 +54,7 @@ AFTER_HELLO: dict[str, dict[str, Any]] = {
     "an exclusion": {"kind": "excluded", "view": 2, "reason": "go away"},
     "a leaving": {"kind": "leaving", "view": 2, "step": 3},
     "a value for the mailbox": {"kind": "store", "key": "x" * 100, "value": b"y"},
-    "a meeting": {"kind": "meet", "name": "stop", "value": 1},
+    "a meeting": {"kind": "announcement", "topic": "stop", "value": 1},
     "a wish to join in another's name": {"kind": "join", "entry": ENTRY | {"rank": 1}, "connected": [0, 1]},
 }
 """Messages of a connected peer that is not a member."""

@@ -238,7 +238,7 @@ class PeerTransport(Transport):
     def speeds(self) -> Mapping[int, float]:
         """Return the inner steps per second that other members have reported, by replica."""
         said = self._machine.said.values("speed")
-        return {self.rules.replica_of(rank): speed for rank, speed in said.items()}
+        return {self.rules.replica_of(rank): speed for rank, speed in said.items() if rank != self.rules.rank}
 
     def finish(self) -> None:
         """Wait for the others after this rank's last step, or leave if they take more steps."""
