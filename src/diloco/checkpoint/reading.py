@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import torch
 import xxhash
 from safetensors import SafetensorError
 from torch import Tensor
@@ -118,12 +117,12 @@ class Checkpoint(Manifest):
             raise CheckpointError(f"{self.path} says {name} = {value!r:.100}, which is not valid. Nothing was loaded.")
         return value
 
-    def load(self, part: str, device: torch.device | str = "cpu") -> Any:
-        """Return the tree that was saved as ``part``, with its tensors, which are whole, on ``device``."""
+    def load(self, part: str) -> Any:
+        """Return the tree that was saved as ``part``, with its tensors, which are whole, on the CPU."""
         with self._reading(part):
             skeleton = self.path / f"{part}.json"
             check_content(skeleton, self.parts[part][skeleton.name])
-            tensors = {name: saved.load(device) for name, saved in self._tensors(part).items()}
+            tensors = {name: saved.load() for name, saved in self._tensors(part).items()}
             return unflatten(json.loads(skeleton.read_bytes()), tensors)
 
     def _tensors(self, part: str) -> dict[str, SavedTensor]:
@@ -136,7 +135,7 @@ class Checkpoint(Manifest):
 
         def read(saved: SavedTensor) -> Tensor:
             with self._reading(part):
-                return saved.load("cpu")
+                return saved.load()
 
         return Lazy(self._tensors(part), read)
 

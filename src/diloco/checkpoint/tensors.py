@@ -108,11 +108,7 @@ class SavedTensor:
         self.shape = shape
         self.dtype = dtype
         self._opened = opened  # safetensors' handle of each file that was checked
-        self._pieces: dict[tuple[int, ...], tuple[Path, FileFacts, tuple[int, ...]]] = {}  # offsets -> file and sizes
-
-    def add(self, path: Path, facts: FileFacts, offsets: Sequence[int], sizes: Sequence[int]) -> None:
-        """Note a file that contains the piece of ``sizes`` that begins at ``offsets``."""
-        self._pieces[tuple(offsets)] = path, facts, tuple(sizes)
+        self.pieces: dict[tuple[int, ...], tuple[Path, FileFacts, tuple[int, ...]]] = {}  # offsets -> file and sizes
 
     def load_into(self, value: Tensor) -> None:
         """Fill a tensor from the files, in a DTensor this rank's shard."""
@@ -123,7 +119,7 @@ class SavedTensor:
             )
         target, first = _shard(value)
         copied = 0
-        for offsets, (path, facts, sizes) in self._pieces.items():
+        for offsets, (path, facts, sizes) in self.pieces.items():
             begins = [offset - start for offset, start in zip(offsets, first, strict=True)]
             room = [slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)]
             if any(part.start < 0 or part.stop > size for part, size in zip(room, target.shape, strict=True)):
@@ -136,12 +132,12 @@ class SavedTensor:
         if copied != target.numel():
             raise CheckpointError(f"The checkpoint lacks values of {self.name}, or other ranks have saved it.")
 
-    def load(self, device: torch.device | str) -> Tensor:
+    def load(self) -> Tensor:
         # Filled, because mapped tensors have another alignment than torch's own, and a matrix product may round
         # differently there, so that a resumed run would not repeat the bits of an uninterrupted one.
         value = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.load_into(value)
-        return value.to(device)
+        return value
 
 
 def find_tensors(files: Mapping[Path, FileFacts]) -> dict[str, SavedTensor]:
@@ -158,7 +154,7 @@ def find_tensors(files: Mapping[Path, FileFacts]) -> dict[str, SavedTensor]:
                     shape, offsets = places.get(name) or (sizes, [0] * len(sizes))
                     dtype = _DTYPES[part.get_dtype()]
                     saved = tensors.setdefault(name, SavedTensor(name, tuple(shape), dtype, opened))
-                    saved.add(path, facts, offsets, sizes)
+                    saved.pieces[tuple(offsets)] = path, facts, sizes
         except (SafetensorError, *UNREADABLE) as error:
             raise CheckpointError(f"{path} is damaged: {error}.") from error
     return tensors
