@@ -134,7 +134,7 @@ def test_file_that_changes_during_a_run_makes_it_fail(sweeps: Sweeps) -> None:
 
 @pytest.mark.parametrize("changes", [
     {"batch_size = 1\nsequence_length = 16": "sequence_length = 16\nbatch_size = 1"},
-    {"[base.data]": "[base.data]\nskip_bad = false"},
+    {"[base.data]": "[base.data]\nstreaming = false"},
 ], ids=["another order", "a default"])  # fmt: skip
 def test_same_settings_in_other_words_are_the_same_run(changes: Mapping[str, str], sweeps: Sweeps) -> None:
     assert sweeps.sweep()[0]["global_params_digest"] == sweeps.sweep(changes)[0]["global_params_digest"]

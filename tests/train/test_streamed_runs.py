@@ -9,9 +9,8 @@ import fsspec
 import pytest
 
 from diloco.errors import CheckpointError
-from tests.data.streams import numbered
 from tests.lazy import Lazy
-from tests.runs import train
+from tests.runs import numbered, train
 
 datasets = Lazy("datasets")
 

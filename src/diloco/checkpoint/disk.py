@@ -143,6 +143,9 @@ def new_folder(place: Path, *, last: str, replaces: bool = False) -> Iterator[Pa
     try:
         partial.mkdir(parents=True)
         yield partial
+        for path in partial.iterdir():
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
         sync_folder(partial)
         if fills:
             if os.listdir(place) != [partial.name]:

@@ -231,7 +231,6 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
         void = _load_replica(session, replica, saved[replica.number])
         replica.sampler.load_state_dict(saved[replica.number].load(f"replica-{replica.number}")["sampler"])
         if replica.diloco is not None:
-            replica.diloco.recovery.data_order = replica.sampler.order
             replica.diloco.recovery.begun_after = session.totals.steps - replica.diloco.steps
     return tuple(f"{round_id} was in flight between other ranks and counts as void." for round_id in void)
 
