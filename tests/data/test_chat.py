@@ -1,7 +1,6 @@
 """Conversations: the shapes in which they are read, the text that a model sees, what counts, is cut and left out."""
 
 import json
-import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Corpora: the split is disjoint and stable, tokens are the documents, and a folder of tokens is the same as its text."""
+"""Corpora: the split is disjoint and stable, tokens are the documents, a folder of tokens is the same as its text."""
 
 import json
 import os
@@ -173,7 +173,7 @@ def test_what_is_not_whole_is_refused(mine: Path, damage: Callable[[Path], objec
 
 
 def test_settings_that_tokens_cannot_follow_are_refused(text: Path, folder: Path, bpe: Path, tmp_path: Path) -> None:
-    for settings, words in (
+    for refused, words in (
         (at(folder, text), "which can't be mixed"),
         (at(folder, bpe), "with different tokenizers"),
         (at(folder, tokenizer="bpe"), "was made with another one"),
@@ -182,7 +182,7 @@ def test_settings_that_tokens_cannot_follow_are_refused(text: Path, folder: Path
         (at(folder, streaming=True), "can't be streamed"),
     ):
         with pytest.raises(ConfigurationError, match=words):
-            build_corpus(settings)
+            build_corpus(refused)
     assert build_corpus(at(bpe, tokenizer=str(bpe))).tokenizer.vocab_size == 270
     with pytest.raises(ConfigurationError, match="already contains tokens"):
         tokenize(at(folder), tmp_path / "again")

@@ -22,6 +22,5 @@ from .tokenizer import ByteTokenizer as ByteTokenizer
 from .tokenizer import Tokenizer as Tokenizer
 from .tokenizer import load_tokenizer as load_tokenizer
 from .tokenizer import make_tokenizer as make_tokenizer
-from .tokenizer import train_bpe as train_bpe
 from .tokens import PackedTokens as PackedTokens
 from .tokens import tokenize as tokenize

@@ -214,7 +214,7 @@ class Drawing(TypedDict):
 
 
 class Batches(ABC):
-    """The batches of one replica, in an order whose position is saved as a few numbers. ``data`` identifies the data."""
+    """Batches of one replica, in an order whose position is saved as a few numbers; ``data`` identifies the data."""
 
     def __init__(self, data: Mapping[str, Any], drawing: Drawing) -> None:
         self._replica, self._num_replicas, self._seed = drawing["replica"], drawing["num_replicas"], drawing["seed"]

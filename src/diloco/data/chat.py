@@ -130,7 +130,8 @@ class PackedRows:
             for number in numbers:
                 example, end = examples[number], begin + sizes[number]
                 self.inputs[row, begin:end] = example.tokens
-                self.targets[row, begin : end - 1] = np.where(example.counted, example.tokens, NOT_COUNTED)[1:]
+                targets = np.where(example.counted, self.inputs[row, begin:end], NOT_COUNTED)
+                self.targets[row, begin : end - 1] = targets[1:]
                 self.targets[row, end - 1] = ENDS
                 begin = end
         self.documents, self.marks_ends = len(examples), together

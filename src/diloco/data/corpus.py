@@ -81,7 +81,7 @@ def _chat_corpus(settings: DataSettings, length: int) -> Corpus:
     train, heldout, notes = chat_rows(settings, tokenizer, length)
     size = (
         f"{train.documents:,} conversations in {train.num_windows(length):,} rows of {length} tokens, "
-        f"{train.efficiency:.0%} full; {train.counted_tokens:,} tokens count"
+        f"{train.num_tokens / len(train):.0%} full; {train.counted_tokens:,} tokens count"
     )
     about = "; ".join([size, *notes, f"held out: {heldout.documents:,} conversations"])
     return Corpus(train, heldout, tokenizer, _fingerprint(tokenizer, train, heldout), about)

@@ -234,7 +234,9 @@ def make_tokenizer(settings: DataSettings, documents: Iterable[str] = ()) -> Tok
             with as_data_error(f"The tokenizer of {name}", FROM_HUB), fetching(place):
                 path = Path(snapshot_download(place, allow_patterns=["tokenizer.json", "tokenizer_config.json"]))
         if not path.is_file() and not (path / "tokenizer.json").is_file():
-            library = library_tokenizer(name, "hf", f"data.tokenizer={name!r} has no tokenizer.json and needs transformers")
+            library = library_tokenizer(
+                name, "hf", f"data.tokenizer={name!r} has no tokenizer.json and needs transformers"
+            )
             return Tokenizer(library.backend_tokenizer.to_str(), eos=str(library.eos_token), source=name)
     elif not path.exists():
         raise ConfigurationError(

@@ -316,7 +316,8 @@ def export_huggingface(
     native = trained.model.settings if isinstance(trained.model, Transformer) else None
     longest = trained.length(None, "") if native else trained.model.max_sequence_length
     _check_place(folder, overwrite, is_export=(folder / ORIGIN_FILE).is_file())
-    made = trained.model.to_huggingface().to(getattr(torch, dtype))
+    made = trained.model.to_huggingface()
+    made.to(getattr(torch, dtype))
     for name, parameter in named_parameters(made).items():
         if not bool(parameter.isfinite().all()):
             raise CheckpointError(
