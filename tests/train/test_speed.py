@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from diloco.data import ByteTokenizer
+from diloco.data import ByteTokenizer, PackedTokens
 from diloco.devices import choose_device, gpu_of_process, use_device
 from diloco.errors import ConfigurationError
 from diloco.model import DecoderSettings, build_model, document_numbers
@@ -53,7 +53,7 @@ def test_evaluation_sees_documents_as_training_does() -> None:
     tokens = np.random.default_rng(0).integers(250, 257, size=8 * 12 + 1, dtype=np.uint16)
 
     def loss(**given: Any) -> float:
-        return evaluate(model, ByteTokenizer(), tokens, sequence_length=12, batch_size=8, **given).loss
+        return evaluate(model, ByteTokenizer(), PackedTokens([tokens]), sequence_length=12, batch_size=8, **given).loss
 
     inputs, targets = (torch.from_numpy(tokens.astype(np.int64))[begin:][:96].view(8, 12) for begin in (0, 1))
     with torch.no_grad():
