@@ -1,7 +1,5 @@
 """Connects a replica of this package to the others, over TCP or in a swarm."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -23,8 +21,6 @@ from diloco.transport import (
     enter_swarm,
     join,
 )
-
-__all__ = ["Connector"]
 
 PORT = 29400
 
