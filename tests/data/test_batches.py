@@ -49,7 +49,8 @@ def make(tmp_path: Any) -> Iterator[Make]:
             return Sampler(PackedTokens(np.array_split(TOKENS, 5 if kind == "pieces" else 1)), **drawing)
         paths = [tmp_path / f"{kind}-{number}.jsonl" for number in range(len(files[kind]))]
         for path, texts in zip(paths, files[kind], strict=True):
-            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+            if not path.exists():  # others may be reading it
+                path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         source = Source(DataSettings(paths=tuple(map(str, paths)), streaming=True, heldout_fraction=0.2))
         return DocumentStream(source, ByteTokenizer(), data=kind, **drawing)
 
