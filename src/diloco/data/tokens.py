@@ -219,7 +219,7 @@ def tokenize(
     tokenizer = make_tokenizer(settings, source.documents(heldout=False))
     counts: dict[str, Counter[str]] = {name: Counter() for name in SPLITS}
     try:
-        with new_folder(place, last=_MANIFEST) as folder:
+        with new_folder(place) as folder:
             with ExitStack() as opened:
                 files = [opened.enter_context((folder / f"{name}-00000.tokens").open("wb")) for name in SPLITS]
                 digests = {name: xxhash.xxh3_64() for name in SPLITS}

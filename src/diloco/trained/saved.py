@@ -351,7 +351,7 @@ def export_huggingface(
         **({"model": asdict(replace(native, max_sequence_length=longest))} if native else {}),
     }
     try:
-        with new_folder(folder, last="config.json", replaces=overwrite) as partial:
+        with new_folder(folder, replaces=overwrite) as partial:
             made.save_pretrained(partial)
             tokenizer.save(partial)
             stored = json.loads((partial / "tokenizer_config.json").read_text("utf-8"))
