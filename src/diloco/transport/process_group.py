@@ -122,7 +122,7 @@ class ProcessGroupTransport(Transport):
         self.ranks_per_replica = len(ranks) // self._peers.size
         self._rules = Rules(rank=ranks.index(self._everyone.position), ranks_per_replica=self.ranks_per_replica)
         self._source: SnapshotSource | None = None
-        self._in_flight: set[Any] = set()
+        self._in_flight: set[RoundId] = set()
         self._agreements, self._fetched_bytes = itertools.count(), 0
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # why a collective has failed: gloo ends a process in which another one meets what is left of it
@@ -167,8 +167,8 @@ class ProcessGroupTransport(Transport):
         rows = heads()
         headers = {index: decode(_content(rows[rank]), Header) for index, rank in enumerate(self._ranks)}
         for rank, header in headers.items():
-            if header.id != mine.round:
-                raise TransportError(f"Rank {rank} is in {header.id}, and this rank in {mine.round}.")
+            if header.round != mine.round:
+                raise TransportError(f"Rank {rank} is in {header.round}, and this rank in {mine.round}.")
         verdict = judge_headers(headers, self.view.members, self._rules)
         received, extras = payloads(), None if more is None else more()
         rows = received.view(len(self.view.members), received.numel() // len(self.view.members))
@@ -241,7 +241,7 @@ class ProcessGroupTransport(Transport):
         self.roll.check()
 
     def _take(self, round_id: RoundId, plan: Exchange, outcome: list[Callable[[], Average]]) -> Average:
-        """Return the average that ``outcome`` waits for, and count its bytes: a round in flight at a stop is sent again."""
+        """Return the average that ``outcome`` waits for, and count its bytes: only now, as a stop sends a round again."""
         started_s = time.monotonic()
         try:
             average = outcome.pop()()
