@@ -17,11 +17,14 @@ import torch
 from torch import nn
 
 from diloco import DiLoCo, SyncSchedule, connect_swarm, replica_share
+from diloco.transport import new_secret
 
 REPLICAS = 3
 
 
-def replica(number: int, join_at: list[str], folder: str, addresses: Queue[str], digests: Queue[str]) -> None:
+def replica(
+    number: int, join_at: list[str], folder: str, secret: str, addresses: Queue[str], digests: Queue[str]
+) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)  # every replica starts with the same weights
     model = nn.Sequential(nn.Linear(16, 128), nn.Tanh(), nn.Linear(128, 1))
@@ -33,7 +36,7 @@ def replica(number: int, join_at: list[str], folder: str, addresses: Queue[str],
         replica=number,
         identity=Path(folder) / f"peer-{number}.key",  # created if it does not exist
         join_at=join_at,
-        secret="passphrase: words that all replicas know",  # better: the text of a file written by `diloco secret`
+        secret=secret,  # the text of a file that `diloco secret` has written
         on_address=addresses.put,
     ) as transport:
         schedule = SyncSchedule(inner_steps=10, num_fragments=1, overlap_steps=2)
@@ -52,12 +55,13 @@ def main() -> list[str]:
     context = multiprocessing.get_context("spawn")
     addresses: Queue[str] = context.Queue()
     digests: Queue[str] = context.Queue()
+    secret = new_secret()
     with tempfile.TemporaryDirectory() as folder:
-        first = context.Process(target=replica, args=(0, [], folder, addresses, digests))
+        first = context.Process(target=replica, args=(0, [], folder, secret, addresses, digests))
         first.start()
         join_at = [addresses.get(timeout=120)]
         others = [
-            context.Process(target=replica, args=(number, join_at, folder, addresses, digests))
+            context.Process(target=replica, args=(number, join_at, folder, secret, addresses, digests))
             for number in range(1, REPLICAS)
         ]
         for process in others:

@@ -14,14 +14,13 @@ from diloco import connect_tcp
 from diloco.protocol import Rules
 from diloco.transport import (
     Admission,
-    Connected,
+    Directory,
     NodePlace,
     PeerStreams,
     PeerTransport,
     SwarmPlace,
     Transport,
     enter_swarm,
-    join,
 )
 
 __all__ = ["Connector"]
@@ -64,7 +63,7 @@ class Connector:
             connected = self._make_peer(known[0]["addresses"])
             transport = connected.transport
             if connected.joining:
-                join(connected, self._job.timeout_s)
+                connected.join(self._job.timeout_s)
         until_s = time.monotonic() + self._job.timeout_s
         while len(transport.view.members) < self._job.num_replicas:
             if time.monotonic() > until_s:
@@ -86,7 +85,7 @@ class Connector:
         )
         return self._open.enter_context(connecting)
 
-    def _make_peer(self, known: Sequence[str]) -> Connected:
+    def _make_peer(self, known: Sequence[str]) -> Directory:
         """Return a peer that contacts ``known`` peers; without any, it founds the swarm."""
         address = self._job.addresses[self._replica]
         place = SwarmPlace(

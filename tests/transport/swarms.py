@@ -13,7 +13,7 @@ import pytest
 from diloco.protocol import Rules
 from diloco.transport import (
     Admission,
-    Connected,
+    Directory,
     NodePlace,
     PeerReport,
     PeerStatus,
@@ -21,7 +21,6 @@ from diloco.transport import (
     PeerTransport,
     SwarmPlace,
     enter_swarm,
-    join,
     open_status_client,
 )
 from tests.transport.wires import at_once
@@ -71,7 +70,7 @@ class Swarms:
         held_swarm: str = "",
         join_window_s: float = 0.5,
         **rules: Any,
-    ) -> Connected:
+    ) -> Directory:
         """Start a peer that knows ``known``.
 
         Args:
@@ -139,7 +138,7 @@ class Swarms:
     def _joined(self, number: int, first: PeerTransport, options: dict[str, Any]) -> PeerTransport:
         connected = self.peer(number, [first], **options)
         assert connected.joining
-        join(connected, LIMIT_S)
+        connected.join(LIMIT_S)
         return connected.transport
 
     def close(self) -> None:

@@ -22,7 +22,6 @@ from diloco.transport import (
     Order,
     PeerStreams,
     PeerTransport,
-    join,
     load_identity,
     new_secret,
     read_secret,
@@ -87,7 +86,7 @@ def test_the_founder_ejects_a_member_of_a_running_swarm(
     assert (code, "without replica 2, too few of replicas 0, 1, 2 would be left to continue" in words) == (1, True)
 
     joiner = swarms.peer(4, [peers[0]], run=RUN, secret=new, min_replicas=3)
-    join(joiner, LIMIT_S)
+    joiner.join(LIMIT_S)
     members = [*peers[:3], joiner.transport]
     for transport in members:
         wait_for_members(transport, 4)

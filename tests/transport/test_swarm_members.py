@@ -19,12 +19,11 @@ import torch
 from diloco.errors import RendezvousError
 from diloco.transport import (
     Address,
-    Connected,
+    Directory,
     Node,
     PeerRecord,
     PeerStreams,
     PeerTransport,
-    join,
     load_identity,
     new_secret,
 )
@@ -55,9 +54,9 @@ def member(lasting: Swarms) -> PeerTransport:
 def test_a_peer_to_which_nobody_can_open_a_connection_is_a_full_member(swarms: Swarms) -> None:
     first = swarms.peer(0).transport
     hidden = swarms.peer(1, [first], hidden=True)
-    join(hidden, LIMIT_S)
+    hidden.join(LIMIT_S)
     third = swarms.peer(2, [first])
-    join(third, LIMIT_S)  # it has to connect to the hidden peer, too
+    third.join(LIMIT_S)  # it has to connect to the hidden peer, too
     transports = [first, hidden.transport, third.transport]
     for transport in transports:
         wait_for_members(transport, 3)
@@ -80,7 +79,7 @@ def test_peers_of_programs_with_one_seed_find_each_other(swarms: Swarms) -> None
         peer = swarms.peer(number, known[:1])
         assert peer.joining == bool(known)
         if peer.joining:
-            join(peer, LIMIT_S)
+            peer.join(LIMIT_S)
         known.append(peer.transport)
     wait_for_members(known[0], 3)
 
@@ -89,7 +88,7 @@ def test_a_key_that_was_copied_to_another_machine_is_named(swarms: Swarms) -> No
     """Before, the two took each other's place without a word."""
     first = swarms.peer(0).transport
     owner = swarms.peer(1, [first])
-    join(owner, LIMIT_S)
+    owner.join(LIMIT_S)
     with pytest.raises(RendezvousError, match=r"still answers\. It has the same key: was identity\.key copied\?"):
         swarms.peer(1, [first])
     assert owner.transport.failure is None
@@ -133,7 +132,7 @@ def test_one_member_that_refuses_for_good_keeps_nobody_out(swarms: Swarms) -> No
     refuses_for_good(members[0])
     connected = swarms.peer(2, members)
     assert connected.joining
-    join(connected, LIMIT_S)
+    connected.join(LIMIT_S)
     wait_for_members(members[1], 3)
 
 
@@ -223,7 +222,7 @@ def test_two_that_can_not_ask_each_other_yet_found_one_swarm(
             raise OSError("no route")
         return await usual(streams, address)
 
-    def found() -> Connected:
+    def found() -> Directory:
         connected = swarms.peer(1, [member], **looks)
         routes.set()
         return connected

@@ -11,8 +11,8 @@ from diloco.membership import BootstrapElection
 from diloco.protocol import Registry, Rules
 from diloco.transport import (
     Address,
-    Connected,
     ConnectionManager,
+    Directory,
     PeerTransport,
     Place,
     TcpDirectory,
@@ -22,16 +22,6 @@ from diloco.transport import (
 )
 
 QUICK: dict[str, Any] = {"heartbeat_s": 0.2, "silence_s": 5.0, "round_timeout_s": 20.0, "rendezvous_timeout_s": 20.0}
-
-
-@contextmanager
-def deaf_manager(rank: int = -1, secret: str = "") -> Iterator[ConnectionManager]:
-    """A connection manager that ignores all messages."""
-    connections = ConnectionManager(Rules(rank=rank), TcpStreams(secret))
-    try:
-        yield connections
-    finally:
-        connections.close()
 
 
 @contextmanager
@@ -50,9 +40,12 @@ def rendezvous(ranks: int | Registry, ranks_per_replica: int = 1, secret: str = 
 @contextmanager
 def answering_probes(host: str = "127.0.0.1") -> Iterator[Address]:
     """An address that answers the doctor's probes."""
-    with deaf_manager() as connections:
+    connections = ConnectionManager(Rules(rank=-1), TcpStreams())
+    try:
         serve_probes(connections)
         yield connections.listen(host, range(1), host)
+    finally:
+        connections.close()
 
 
 def at_once(functions: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -88,7 +81,7 @@ class Wires:
 
         where = {name: rules.pop(name) for name in ("secret",) if name in rules}
 
-        def one(rank: int) -> Connected:
+        def one(rank: int) -> Directory:
             place = Place(
                 replica=rank // ranks_per_replica,
                 num_replicas=num_replicas,

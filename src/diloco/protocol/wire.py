@@ -22,7 +22,7 @@ from diloco.membership import MAX_MEMBERS, Count, Digest, NextView, Rank, Ranks,
 from diloco.protocol.registry import Entry
 from diloco.units import visible
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 """The version of the protocol, raised whenever a replica of the previous version would misread this one's messages."""
 
 _MOST_WORDS = 500

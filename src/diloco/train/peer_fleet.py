@@ -18,7 +18,7 @@ from diloco.membership import LastViews, NextView, Ranks, View, enough_without
 from diloco.protocol import Rules, WireMessage, decode, encode
 from diloco.train.fleet import Fleet
 from diloco.transport import (
-    Connected,
+    Directory,
     Lost,
     PeerStreams,
     Place,
@@ -27,7 +27,6 @@ from diloco.transport import (
     Transport,
     connect,
     enter_swarm,
-    join,
     parse_address,
     same_port,
 )
@@ -71,7 +70,7 @@ class PeerFleet(Fleet):
         batch_tokens: in a swarm, tokens per batch.
     """
 
-    connected: Connected
+    connected: Directory
     addresses: tuple[str, ...]  # where others can join; loopback addresses come last
 
     def __init__(
@@ -115,7 +114,7 @@ class PeerFleet(Fleet):
             addresses = {rank: parse_address(entry.address).host for rank, entry in self.connected.entries.items()}
             choose_threads([*addresses.values()].count(addresses[self.transport.rules.rank]))
 
-    def _connect(self, connected: Connected) -> None:
+    def _connect(self, connected: Directory) -> None:
         self.connected = connected
         self.transport = connected.transport
         self.transport.on_change = lambda following: encode(self._follow(following))
@@ -129,7 +128,7 @@ class PeerFleet(Fleet):
             if not self.joining:
                 self._share(Shares.of(self.local), 1)
 
-    def _find_again(self, views: LastViews, patience_s: float) -> Connected:
+    def _find_again(self, views: LastViews, patience_s: float) -> Directory:
         """Close the lost connection and find the others, or found the view after ``views`` with those that search."""
         transport, place = self.transport, self._place
         if isinstance(place, Place):
@@ -184,7 +183,7 @@ class PeerFleet(Fleet):
         return next((ReplicaLostError(reason) for reason in reasons if reason), None)
 
     def close_to_joiners(self, reason: str) -> None:
-        self.transport.close_to_joiners(reason)
+        self.transport.views.closed_to_joiners = reason
 
     def state_dict(self) -> dict[str, Any]:
         with self._changed:
@@ -279,7 +278,7 @@ class PeerFleet(Fleet):
         if self.elastic:  # each replica stops on its own, and the others continue
             return step if wanted else None
         transport = self.transport
-        if wanted and self.rejoins and (transport.failure is not None or transport.last_view is None):
+        if wanted and self.rejoins and (transport.failure is not None or transport.views.last_view is None):
             return step  # no other replica is left to agree with
         if wanted:
             transport.ask_to_stop()
@@ -308,7 +307,7 @@ class PeerFleet(Fleet):
 
     def _others_at(self, place: SwarmPlace) -> tuple[str, ...]:
         """Return addresses of the other members, and those given as --join that are not of replicas that have left."""
-        view, known = self.transport.last_view, self.transport.known_entries()
+        view, known = self.transport.views.last_view, self.transport.known_entries()
         members = () if view is None else view.members
         gone = {entry.address for entry in known if entry.rank not in members}
         given = [address for address in place.node.join if address.rpartition("/p2p/")[2] not in gone]
@@ -327,7 +326,7 @@ class PeerFleet(Fleet):
 
     def join(self, timeout_s: float) -> int:
         """Become a member of a running run and return the number of inner steps done."""
-        step = join(self.connected, timeout_s)
+        step = self.connected.join(timeout_s)
         self.joining = False
         try:
             note = decode(self.transport.welcome_note or encode(WelcomeNote()), WelcomeNote)
@@ -352,13 +351,14 @@ class PeerFleet(Fleet):
         """
         lost, state = self.transport, self.state_dict()
         self._identities |= lost.connections.identities
-        if self._views is None or (lost.last_view and not self._searching):  # else what it promised earlier still holds
-            last = lost.last_view or self._lost_view
+        last = lost.views.last_view
+        if self._views is None or (last and not self._searching):  # else what it promised earlier still holds
+            last = last or self._lost_view
             assert last is not None, "only a member can lose the others"
             if self.gathering and self._lost_view is not None:  # no replica trained in a view with too few members
                 last = replace(self._lost_view, id=last.id)
             self._lost_view, self.gathering = last, False
-            self._views = LastViews(last, lost.agreed_view, identities=dict(self._identities))
+            self._views = LastViews(last, lost.views.agreed_view, identities=dict(self._identities))
         self._searching = True
         self._connect(self._find_again(self._views, patience_s))
         self._searching = False
@@ -421,7 +421,7 @@ class PeerFleet(Fleet):
                 self.note(state="training" if self.begun else "waiting for replicas")
 
 
-def _use_of(held: Held, connected: Connected, place: SwarmPlace) -> tuple[str, ...]:
+def _use_of(held: Held, connected: Directory, place: SwarmPlace) -> tuple[str, ...]:
     """Return a sentence about the use of the checkpoint from which this replica could resume; none without one."""
     if held.step < 0:
         return ()

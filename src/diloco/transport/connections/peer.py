@@ -12,6 +12,7 @@ acknowledged and dropped, so a round is cancelled by its tag alone.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -21,15 +22,14 @@ from diloco.algorithm import RoundId
 from diloco.errors import TransportError
 from diloco.protocol import GivenUp, Header, Loss, Message, MessageError, decode
 from diloco.transport.address import Address
-from diloco.transport.connections.limits import Backoff, TokenBucket
+from diloco.transport.connections.limits import TokenBucket, pauses
 from diloco.transport.connections.pace import Pace, TcpCounters, UplinkMeter, sum_of
 from diloco.transport.connections.sockets import raw_transport
 from diloco.transport.connections.streams import (
     MAX_MESSAGE_BYTES,
     UNKNOWN_PEER_BYTES,
     Stream,
-    read_body,
-    read_head,
+    read_bytes,
     within,
 )
 from diloco.transport.connections.stripe import (
@@ -131,8 +131,7 @@ class Peer:
 
     async def _next(self, reader: asyncio.StreamReader) -> bytes:
         """Read the next message; raises the errors of `read_frame`."""
-        head = await read_head(reader)
-        data, _ = await read_body(reader, head, MAX_MESSAGE_BYTES if self.trusted else UNKNOWN_PEER_BYTES)
+        data = await read_bytes(reader, lambda: MAX_MESSAGE_BYTES if self.trusted else UNKNOWN_PEER_BYTES)
         self.heard_s = self._loop.time()
         if wait_s := self._paces[self.trusted].take(self.heard_s, _MESSAGE_BYTES + len(data)):
             await asyncio.sleep(wait_s)
@@ -167,8 +166,7 @@ class Peer:
             what = f"ended the connection ({why})" if why else "dropped it"
             return Loss("cut", f"{self.address} received nothing from this process for too long and {what}")
         ended = f"the connection to {self.address} ended ({why})"
-        backoff = Backoff(*_BETWEEN_INQUIRIES_S, seed=f"{self.rank} {self.number}")
-        for _ in range(_INQUIRIES):
+        for pause_s in itertools.islice(pauses(*_BETWEEN_INQUIRIES_S, f"{self.rank} {self.number}"), _INQUIRIES):
             try:
                 _, writer = await within(longest_s, open_stream(self.address))
             except ConnectionRefusedError:
@@ -179,7 +177,7 @@ class Peer:
                 return Loss("cut", f"{ended} and can't be reopened ({error})")
             else:
                 writer.close()
-            await asyncio.sleep(backoff.next_s())
+            await asyncio.sleep(pause_s)
         return Loss("cut", f"{ended}, though a process still listens there")
 
     def hang_up(self) -> None:

@@ -11,23 +11,28 @@ import asyncio
 import contextlib
 import functools
 import math
+import time
 from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from msgspec import Meta
 
 from diloco.errors import ConfigurationError, RendezvousError, RunFinishedError, TransportError
-from diloco.membership import GREATEST, BootstrapElection, Candidate, Count, Rank, Ranks, View, byzantine_quorum
-from diloco.protocol import Entries, Entry, Introduce, Refused, Registry, WireMessage
+from diloco.membership import BootstrapElection, Candidate, Count, Rank, Ranks, View, byzantine_quorum
+from diloco.protocol import Entries, Entry, Introduce, Refused, Registry, Welcome, WireMessage
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.limits import Backoff, few_at_once
-from diloco.transport.connections.streams import NotNowError, question, say, within
+from diloco.transport.connections.limits import few_at_once, pauses
+from diloco.transport.connections.streams import Done, NotNowError, question, say, within
 from diloco.transport.peers.transport import PeerTransport
+from diloco.waiting import waiting_for
 
 _LEAST_S = 0.1
 _OVER_S = 2.0
+_JOIN_S = 30.0  # for an answer to a request to join
+_JOIN_AGAIN_S = 0.3, 2.0  # pauses between two of them
+_FAREWELL_S = 10.0  # for a leaving process to announce that the run has ended
 _YIELDS = 2 / 3  # for how much of its search a process leaves it to one that can't be asked to found a view
 
 _Name = Annotated[str, Meta(max_length=64)]
@@ -56,14 +61,10 @@ class Members(WireMessage, dict=True):
 
 
 class Looking(WireMessage):
-    """The asked process is looking for the members, too; the fields are those of a `Candidate`."""
+    """The asked process is looking for the members, too."""
 
-    number: Rank
-    held_step: Annotated[int, Meta(ge=-1, le=GREATEST)]
-    was: _Name  # the swarm that it was a member of
-    last: View | None
-    agreed: View | None
-    vote: View | None
+    candidate: Candidate
+    was: _Name = ""  # the swarm that it was a member of
 
 
 class CallBack(WireMessage):
@@ -71,23 +72,32 @@ class CallBack(WireMessage):
     entry: Entry
 
 
-class Introduced(WireMessage):
-    """The member was asked to connect."""
-
-
 class Over(WireMessage):
+    """The sender, of this replica, has finished the run."""
+
     replica: Rank
 
 
 class Directory:
-    """What one process knows about who the members are. Everything runs in the control thread.
+    """What one process knows about who the members are, and its way to them.
 
     Args:
         registry: the entries of all known ranks, that of this one included.
         election: of the process that founds a view if no member is found.
         patience_s: how long a search lasts at most, in seconds.
         was: the swarm that this process was a member of; "": none.
+
+    Attributes:
+        transport: ready for rounds once this process has entered; if it joins, ready for `fetch` and then `join`.
+        joining: whether the run had already begun when it entered.
+        entries: of all ranks then, this one included.
+        step: the inner steps done then; 0 unless it joins.
+        swarm: the name of the swarm that it has found or founded; "" over TCP.
+        founded_step: the step of the checkpoint from which the swarm was founded.
     """
+
+    joining, step, swarm, founded_step = False, 0, "", 0
+    entries: Mapping[int, Entry]
 
     def __init__(
         self,
@@ -97,8 +107,6 @@ class Directory:
         patience_s: float,
         was: str = "",
     ) -> None:
-        self.swarm = ""  # the swarm that this process has found or founded
-        self.founded_step = 0  # step of the checkpoint from which the swarm was founded
         self.patience_s = patience_s
         self.election = election
         self.looking: list[Candidate] = []  # the other processes that were looking at the last check
@@ -107,10 +115,65 @@ class Directory:
         self.was = was
         self.transport = transport
         self.connections: ConnectionManager = transport.connections
+        self.connections.entries = registry.entries
         services = self.connections.services
         services[Ask], services[CallBack], services[Over] = self._answer, self._introduce, self._note_end
 
-    # What differs between networks.
+    # For any thread.
+
+    def enter(self, closed: str = "") -> Self:
+        """Find the members and connect to them, or found a view, and begin.
+
+        Args:
+            closed: why nobody can join at first; "" if all can.
+        """
+        with waiting_for(self.awaited, self.patience_s):
+            view, found = self.connections.call(self.find())
+        self.settle(found)
+        self.transport.begin(view, self.registry, member=found is None, closed=closed)
+        self.joining, self.step = found is not None, found.step if found else 0
+        self.entries = dict(sorted({**(found.entries if found else {}), **self.registry.entries}.items()))
+        return self
+
+    def join(self, timeout_s: float) -> int:
+        """Become a member of the running run.
+
+        Returns:
+            The number of inner steps that are done. The joiner's first step is the next one.
+
+        Raises:
+            RendezvousError: The members refuse, or do not answer in time.
+        """
+        transport, deadline_s = self.transport, time.monotonic() + timeout_s
+        why, pauses_s = f"no answer within {timeout_s:g} s", pauses(*_JOIN_AGAIN_S, seed=self._entry.address)
+        while True:
+            answer = transport.ask_to_join(self._entry, min(_JOIN_S, deadline_s - time.monotonic()))
+            final = False
+            if answer is not None:
+                said, _ = answer
+                if isinstance(said, Welcome):
+                    break
+                why = f"the members refuse: {said.reason}"
+                final = said.for_good and not self.swarm  # another member may let it in
+            if time.monotonic() > deadline_s or final:
+                raise RendezvousError(f"replica {transport.replica} can't join the run: {why}. It stops here.")
+            time.sleep(next(pauses_s))  # the members are not ready for it yet
+            self.connections.call(self.refresh())
+        transport.enter(answer)
+        return transport.step
+
+    def finish(self) -> None:
+        """Announce to late joiners and replicas that are not members at present that the run has ended."""
+        self.connections.call(self.announce_end(), self.transport.rules.silence_s + _FAREWELL_S)
+
+    def already_running(self) -> RendezvousError:
+        """Return the error for a replica that was to start a run and found it already running."""
+        return RendezvousError(
+            f"replica {self.transport.replica} was to start a run, but the other replicas are already running one. "
+            "Choose another rendezvous, or join the run."
+        )
+
+    # What differs between networks. From here on everything runs in the control thread.
 
     answers: Any = Members | Looking  # what a process may answer that is asked who the members are
     begins = False  # whether all ranks of the run are to begin together
@@ -163,7 +226,7 @@ class Directory:
         """Tell former members, where they listen, that the run has ended; one may be frozen just now."""
         rules, members = self.transport.rules, self.transport.view.members
         clock = asyncio.get_running_loop()
-        until_s, backoff = clock.time() + rules.silence_s, Backoff(*self.pauses_s, seed=self._entry.address)
+        until_s, pauses_s = clock.time() + rules.silence_s, pauses(*self.pauses_s, seed=self._entry.address)
 
         async def tell(entry: Entry) -> Any:
             while True:
@@ -171,11 +234,11 @@ class Directory:
                     place, message = self.connections.streams.locate(entry), Over(self.transport.replica)
                     # it answers, since one that has just thawed may close the connection unread, and search
                     async with asyncio.timeout(_OVER_S):
-                        return await question(await self.connections.open(place), place, message, Over)
+                        return await question(await self.connections.open(place), place, message, Done)
                 except (OSError, EOFError, TransportError, ValueError) as error:
                     if isinstance(error, ConnectionRefusedError) or clock.time() >= until_s:
                         return None  # it has ended, or it is gone
-                await asyncio.sleep(backoff.next_s())
+                await asyncio.sleep(next(pauses_s))
 
         absent = [entry for entry in self.transport.known_entries() if rules.replica_of(entry.rank) not in members]
         await asyncio.gather(*map(tell, absent))
@@ -199,7 +262,7 @@ class Directory:
 
     async def _find(self) -> tuple[View, Members | None]:
         clock, known_s = asyncio.get_running_loop(), math.inf  # when others could first know of this process
-        until_s, backoff = clock.time() + self.patience_s, Backoff(*self.pauses_s, seed=self._entry.address)
+        until_s, pauses_s = clock.time() + self.patience_s, pauses(*self.pauses_s, seed=self._entry.address)
         why: dict[str, str] = {}  # place -> why it was of no use
         heard: set[Address] = set()  # what has answered before; the last question may have too little time
 
@@ -244,7 +307,11 @@ class Directory:
                         why.setdefault(str(place), "no answer")
             if refusals and not there:
                 raise refusals[0]
-            self.looking = [self._candidate(each) for each in answers.values() if isinstance(each, Looking)]
+            self.looking = [
+                each.candidate if each.was == self.was else Candidate(each.candidate.number, each.candidate.held_step)
+                for each in answers.values()
+                if isinstance(each, Looking)
+            ]
             waited_s = asked_s - known_s
             if not there and not self.begins:
                 if over := self.over():
@@ -255,11 +322,7 @@ class Directory:
                     return view, None
             if clock.time() >= until_s:
                 raise RendezvousError(self.nobody(why) + self.election.missing(self.looking))
-            await asyncio.sleep(backoff.next_s())
-
-    def _candidate(self, answer: Looking) -> Candidate:
-        views = (answer.last, answer.agreed, answer.vote) if answer.was == self.was else ()
-        return Candidate(answer.number, answer.held_step, *views)
+            await asyncio.sleep(next(pauses_s))
 
     @property
     def _entry(self) -> Entry:
@@ -277,13 +340,14 @@ class Directory:
         identity = self.connections.streams.identity(stream[1])
         answer = await question(stream, address, Ask(self._entry), self.answers)
         if isinstance(answer, Looking) and self.election.views is not None:
-            known = self.election.views.identities.get(self.transport.rules.ranks([answer.number])[0], identity)
+            number = answer.candidate.number
+            known = self.election.views.identities.get(self.transport.rules.ranks([number])[0], identity)
             # over TCP a restarted process has another identity; it says that it was a member of no view, and listens
             # where the one did that it replaces, which has therefore ended
-            entry = self.registry.entries.get(self.transport.rules.ranks([answer.number])[0])
-            replaces = answer.last is None and entry is not None and entry.address == str(address)
+            entry = self.registry.entries.get(self.transport.rules.ranks([number])[0])
+            replaces = answer.candidate.last is None and entry is not None and entry.address == str(address)
             if known != identity and (self.connections.streams.named or not replaces):
-                raise TransportError(f"{address} answers in the name of replica {answer.number}, which is another one")
+                raise TransportError(f"{address} answers in the name of replica {number}, which is another one")
         if isinstance(answer, Members):
             keep = {self.connections.rank, *self.transport.rules.ranks(answer.members), *self.connections.connected}
             for rank, entry in answer.entries.items():
@@ -350,7 +414,7 @@ class Directory:
                 continue
             try:
                 place = streams.locate(found.entries[other])
-                await question(await self.connections.open(place), place, CallBack(rank, self._entry), Introduced)
+                await question(await self.connections.open(place), place, CallBack(rank, self._entry), Done)
             except (OSError, EOFError, TransportError):
                 continue
             if await self.arrives(rank, self.transport.rules.silence_s):
@@ -382,19 +446,19 @@ class Directory:
     def members(self) -> tuple[int, ...]:
         """The members of the view; empty while this process is not a member itself."""
         members = self.transport.view.members
-        is_one = self.transport.last_view is not None and self.transport.failure is None
+        is_one = self.transport.views.last_view is not None and self.transport.failure is None
         return members if is_one and self.transport.replica in members else ()
 
     async def _answer(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        entry, streams, me = asked.entry, self.connections.streams, self.election.me
+        entry, streams = asked.entry, self.connections.streams
         streams.locate(entry)  # all others would fail at an address that is none
         if streams.named and entry.address != streams.identity(writer):
             return
         if self.searches:
-            answer: WireMessage = Looking(me.number, me.held_step, self.was, me.last, me.agreed, me.vote)
+            answer: WireMessage = Looking(self.election.me, self.was)
         elif not self.members:
             answer = Refused("it is joining itself")
-        elif streams.named and (closed := self.transport.closed_to_joiners):
+        elif streams.named and (closed := self.transport.views.closed_to_joiners):
             answer = Refused(closed)
         elif why := await self._refusal(entry, writer):
             answer = Refused(why, for_good=True)
@@ -421,12 +485,12 @@ class Directory:
     async def _introduce(self, asked: CallBack, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if asked.entry.address == self.connections.streams.identity(writer) and asked.to in self.members:
             self.connections.send(asked.to, Introduce(asked.entry))
-            await say(Introduced(), reader, writer)
+            await say(Done(), reader, writer)
 
     async def _note_end(self, asked: Over, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.is_from(asked.replica, self.connections.streams.identity(writer)):
             self.transport.finishers.add(asked.replica)
-            await say(Over(self.transport.replica), reader, writer)
+            await say(Done(), reader, writer)
 
     def is_from(self, replica: int, identity: str) -> bool:
         """Return whether a process with this identity may speak for a replica: the member, if there was one.

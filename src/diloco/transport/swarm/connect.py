@@ -19,9 +19,8 @@ from diloco.errors import RendezvousError
 from diloco.membership import MOST_RANK, BootstrapElection, LastViews, byzantine_quorum, enough_without, names_of
 from diloco.protocol import Entry, MessageError, Refused, Registry, Rules, Store, decode, encode
 from diloco.transport.address import Address
-from diloco.transport.connections.limits import Backoff
+from diloco.transport.connections.limits import pauses
 from diloco.transport.connections.streams import say
-from diloco.transport.peers.connected import Connected, connect_all, join
 from diloco.transport.peers.directory import Directory, Members
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.swarm.engine import plainly
@@ -170,7 +169,8 @@ class SwarmDirectory(Directory):
 
     def _follow(self, order: Order) -> None:
         """Follow a new order, and pass it on."""
-        me, connections, members, joining = self._node.peer_id, self.connections, self.members, self.transport.joining
+        me, connections, members = self._node.peer_id, self.connections, self.members
+        joining = self.transport.views.joining
         try:
             save_order(self._place.identity, order)
         except OSError as error:
@@ -185,7 +185,7 @@ class SwarmDirectory(Directory):
             if rank in members:
                 connections.send(rank, Store("order", encode(order.public if is_ejected else order)))
             elif is_ejected or (members and rank not in joining):  # a joiner is told by the members
-                connections.drop(rank, "it may not know the new secret")
+                connections.drop({connections.peers[rank]: "it may not know the new secret"})
         connections.begin(self.announce())  # where those look who have the new secret
         words = "the founder has ejected %s. Peers that join from now on need the new secret."
         logging.getLogger(__name__).warning(words, ", ".join(order.ejected))
@@ -280,7 +280,7 @@ class SwarmDirectory(Directory):
 _START_AGAIN_S = 0.5, 4.0  # pauses between two attempts to enter the network
 
 
-def enter_swarm(place: SwarmPlace, rules: Rules, *, held_step: int = -1) -> Connected:
+def enter_swarm(place: SwarmPlace, rules: Rules, *, held_step: int = -1) -> Directory:
     """Find the members of the run and connect to all of them, or found the swarm if there are none.
 
     Args:
@@ -314,7 +314,7 @@ def enter_swarm(place: SwarmPlace, rules: Rules, *, held_step: int = -1) -> Conn
 
 def _start(transport: PeerTransport, place: SwarmPlace, timeout_s: float) -> None:
     deadline_s = time.monotonic() + timeout_s
-    backoff = Backoff(*_START_AGAIN_S, seed=str(place.replica))
+    pauses_s = pauses(*_START_AGAIN_S, seed=str(place.replica))
     with waiting_for(lambda: f"an answer from a peer at {', '.join(place.node.join) or 'this machine'}", timeout_s):
         while True:
             try:
@@ -323,12 +323,12 @@ def _start(transport: PeerTransport, place: SwarmPlace, timeout_s: float) -> Non
             except RendezvousError:
                 if time.monotonic() >= deadline_s:
                     raise
-            time.sleep(backoff.next_s())
+            time.sleep(next(pauses_s))
 
 
 def _connect(
     transport: PeerTransport, place: SwarmPlace, rules: Rules, held_step: int, order: Order | None
-) -> Connected:
+) -> Directory:
     election = BootstrapElection(
         number=transport.replica,
         held_step=held_step,
@@ -341,12 +341,12 @@ def _connect(
     if order is not None:
         directory.keep(order)
     connections.call(directory.announce())
-    connected = connect_all(directory, place.closed)
-    if not connected.joining:
+    directory.enter(place.closed)
+    if not directory.joining:
         connections.call(directory.announce())  # before other peers search
     serve_status(directory, place.status)
     connections.post(directory.keep_announcing)
-    return connected
+    return directory
 
 
 _CHECK_S = 0.1
@@ -380,8 +380,8 @@ def connect_swarm(
         join_at: addresses of any peers of the run, as passed to ``on_address``; empty for the first peer.
         replica: number m of this replica. None derives a number from the identity, which can't serve as an index into
             shards of the data.
-        secret: the text of a file that ``diloco secret`` has written, or ``passphrase:`` and words of your own, the
-            same for all peers; peers without it are rejected. "" means no secret.
+        secret: the text of a file that ``diloco secret`` has written, the same for all peers; peers without it are
+            rejected. "" means no secret.
         allow: identities of the peers that may take part; empty means all.
         on_address: called with each address at which others can join, before waiting for them.
         node: where to listen, if not at every address of this machine.
@@ -411,12 +411,12 @@ def connect_swarm(
         for address in transport.connections.call(streams.node.addresses()):
             on_address(address)
         with waiting_for(lambda: f"the members of run {run!r} to let this peer in", exchange.rendezvous_timeout_s):
-            if connected.joining and join(connected, exchange.rendezvous_timeout_s) > 0:
+            if connected.joining and connected.join(exchange.rendezvous_timeout_s) > 0:
                 raise connected.already_running()
         _wait_for(connected, num_replicas, exchange.rendezvous_timeout_s)
         place.status.seen["state"] = "training"
         transport.on_report = place.status.add
-        transport.close_to_joiners("its replicas run a training loop that no other replica can join")
+        transport.views.closed_to_joiners = "its replicas run a training loop that no other replica can join"
         yield transport
         connected.finish()
         transport.leave()
@@ -424,7 +424,7 @@ def connect_swarm(
         transport.close()
 
 
-def _wait_for(connected: Connected, num_replicas: int, timeout_s: float) -> None:
+def _wait_for(connected: Directory, num_replicas: int, timeout_s: float) -> None:
     transport, deadline_s = connected.transport, time.monotonic() + timeout_s
     with waiting_for(
         lambda: f"{num_replicas} replicas, {len(transport.view.members)} of which have joined,", timeout_s

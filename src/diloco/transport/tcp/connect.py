@@ -22,7 +22,7 @@ from diloco.transport.base import Transport
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.sockets import TcpStreams
 from diloco.transport.connections.streams import within
-from diloco.transport.peers.connected import Connected, connect_all
+from diloco.transport.peers.directory import Directory
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.replica_group import LeaderTransport, ReplicaGroup
 from diloco.transport.secret import TurnedAwayError, check_secret
@@ -64,13 +64,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Lost:
-    connected: Connected  # its transport must be closed
+    connected: Directory  # its transport must be closed
     listening: socket.socket  # at which the rank listened, as `TcpStreams.keep` returned it
     views: LastViews  # what the rank has been and promised; its vote is recorded there
     patience_s: float  # how long it searches
 
 
-def connect(place: Place, rules: Rules, *, held_step: int = -1, lost: Lost | None = None) -> Connected:
+def connect(place: Place, rules: Rules, *, held_step: int = -1, lost: Lost | None = None) -> Directory:
     """Find the other ranks and connect to all of them, to begin a run or to join a running one.
 
     If ``joining`` is true in the result, adopt the others' state and become a member::
@@ -78,7 +78,7 @@ def connect(place: Place, rules: Rules, *, held_step: int = -1, lost: Lost | Non
         diloco = DiLoCo(model, optimizer, transport=connected.transport, ...)
         if connected.joining:
             diloco.take_over(connected.transport.view.members)
-            diloco.steps = join(connected, timeout_s=60)
+            diloco.steps = connected.join(timeout_s=60)
 
     A rejoining replica begins after the step that the others' transports have counted. A training loop that resumes
     from a checkpoint must therefore save and load ``connected.transport.state_dict()`` along with that of `DiLoCo`.
@@ -102,8 +102,8 @@ def connect(place: Place, rules: Rules, *, held_step: int = -1, lost: Lost | Non
     serve_probes(transport.connections)
     try:
         if lost is None:
-            return connect_all(_first_directory(transport, place, held_step))
-        return connect_all(_next_directory(transport, place, lost), _CLOSED)
+            return _first_directory(transport, place, held_step).enter()
+        return _next_directory(transport, place, lost).enter(_CLOSED)
     except BaseException:
         transport.close()
         raise
