@@ -66,7 +66,7 @@ def parse(command: str, arguments: list[str]) -> None:
     module = importlib.import_module(f"diloco.cli.{COMMANDS[command][0]}")
     if command == "train":
         parse_arguments(arguments)
-    elif command in ("finetune", "tokenize", "plan"):
+    elif command in ("finetune", "plan"):
         parse_flags(getattr(module, f"{command.capitalize()}Settings"), command, "", arguments, shown={})
     else:
         parse_options(getattr(module, f"{command.capitalize()}Options"), command, arguments)
@@ -143,7 +143,7 @@ def known_flags() -> set[str]:
     flags |= {f"--no-{flag[2:]}" for flag in flags}
     flags |= {word for old in cli.RENAMED for word in old.split() if word.startswith("--")}  # refused with the new ones
     flags |= {"--help", "--help-all", "--print-config", "--debug", "--version"}
-    return flags | {"--full", "--epochs", "--resume-or-start"} | {f"--{name}" for name in FOREIGN.split()}
+    return flags | {"--epochs", "--resume-or-start"} | {f"--{name}" for name in FOREIGN.split()}
 
 
 @pytest.mark.parametrize("path", [*NOW, *OTHERS], ids=lambda path: path.name)

@@ -19,7 +19,7 @@ from torch import nn
 
 from diloco.checkpoint import open_checkpoint, read_manifest, write_manifest
 from diloco.cli import main
-from diloco.config import compose, parse_arguments, plan_run, resume_command
+from diloco.config import parse_arguments, plan_run, resume_command
 from diloco.data import load_hub_tokenizer
 from diloco.errors import ConfigurationError, DataError
 from diloco.model import ModelSettings, build_language_model, stored_tensors
@@ -168,8 +168,7 @@ def test_what_is_to_be_pasted_is_quoted(place: Path, capsys: pytest.CaptureFixtu
 
 MODELS: tuple[Any, ...] = (
     *(None, "nets.py:build", {"source": ["os:system"]}, {"unknown": 1}),
-    *({"width": wrong} for wrong in (None, 8.0, True, -8)),
-    *({"base_dtype": "os"}, {"lora_targets": [3]}, {"arguments": "x"}),
+    *({"width": 8.0}, {"base_dtype": "os"}, {"lora_targets": [3]}, {"arguments": "x"}),
 )
 
 
@@ -185,12 +184,14 @@ def test_a_manifest_without_a_valid_model_is_refused(
 @pytest.mark.parametrize(
     ("command", "about"),
     [
-        *(("generate", {"sequence_length": wrong}) for wrong in (None, 16.0, 0, 2**63)),
-        *(("generate", {"seed": wrong}) for wrong in (True, -1)),
-        ("generate", {"definition": 3}),
-        *(("status", {"fragments": wrong}) for wrong in ("x", [{"index": 1}])),
-        ("status", {"definition": {"x": 1}}),
-        ("status", {"rounds_in_flight": 3}),
+        *(
+            ("generate", {name: wrong})
+            for name, wrong in (("sequence_length", 2**63), ("seed", True), ("definition", 3))
+        ),
+        *(
+            ("status", each)
+            for each in ({"fragments": [{"index": 1}]}, {"definition": {"x": 1}}, {"rounds_in_flight": 3})
+        ),
     ],
     ids=str,
 )
@@ -227,19 +228,6 @@ def test_what_a_name_means_is_checked_before_it_is_called(
     with pytest.raises(ConfigurationError, match=words):
         call(key, text, kind=kind, arguments={"command": f"touch {tmp_path}/ran"})
     assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("config", ["[1]", '{"max_position_embeddings": 1e999}', "[" * 3000, "\xff"])
-def test_a_malformed_model_folder_changes_no_settings(config: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(config, "latin-1")
-    typed = ["--preset", "finetune", "--model", f"hf:{tmp_path}", "--data", "text.jsonl"]
-    assert compose(parse_arguments(typed)).train.sequence_length == 1024
-
-
-def test_a_class_in_place_of_its_instance_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "nets.py").write_text(f"{NETS.format(marker=tmp_path / 'ran')}\ndef build_class():\n    return Net\n")
-    with pytest.raises(ConfigurationError, match="a class and not its instance"):
-        call("model.source", f"{tmp_path}/nets.py:build_class", kind=nn.Module, arguments={})
 
 
 LOADERS = ("from_pretrained", "from_config", "load_dataset")
@@ -312,15 +300,12 @@ def test_a_folder_gets_no_answer_when_it_asks_to_run_its_code(
 
 
 ODD: tuple[dict[str, Any], ...] = (
-    {"attn_implementation": "org/kernel"},
     {"attn_implementation": {"": "org/kernel"}},
     {"_attn_implementation_internal": "org/kernel"},
     {"text_config": {"attn_implementation": "org/kernel"}},
     {"layers": [{"attn_implementation": ["org/kernel"]}]},
     {"_experts_implementation": "org/kernel"},
-    {"attn_implementation": "paged|flash_attention_2"},
     {"attn_implementation": "flash_attention_2"},  # not installed here, so it would come from the hub
-    {"attn_implementation": "Eager"},
 )
 
 

@@ -106,8 +106,3 @@ def test_container_copies_files_that_exist_and_installs_extras_that_exist() -> N
     (extras,) = [line[1].removeprefix("EXTRAS=") for line in words if line[1].startswith("EXTRAS=")]
     project = (ROOT / "pyproject.toml").read_text()
     assert all(f"\n{extra} = [" in project for extra in extras.split(","))
-
-
-@pytest.mark.parametrize("script", sorted((ROOT / "launch").rglob("*.sbatch")), ids=lambda path: path.name)
-def test_batch_script_is_valid_bash(script: Path) -> None:
-    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0

@@ -12,14 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from diloco import (
-    AverageRule,
-    Codec,
-    MergeRule,
-    OuterOptimizer,
-    make_codec,
-    testing,
-)
+from diloco import AverageRule, Codec, MergeRule, OuterOptimizer, make_codec, testing
 from diloco.cli import main
 from diloco.config import plan_run
 from diloco.errors import ConfigurationError
@@ -107,34 +100,23 @@ def facts(own: Path, **values: Any) -> Mapping[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("fact", "file", "setting", "arguments", "other"),
+    ("fact", "file", "setting", "other"),
     [
-        (
-            "codec",
-            "largest",
-            "sync__codec",
-            {"sync__arguments__codec": {"kept": 8}},
-            {"sync__arguments__codec": {"kept": 9}},
-        ),
-        ("outer optimizer", "signs", "sync__outer", {}, {"sync__outer_momentum": 0.8}),
-        ("merge", "share", "sync__merge", {}, {"sync__arguments__merge": {"share": 0.25}}),
+        ("codec", "largest", "sync__codec", {"sync__arguments__codec": {"kept": 9}}),
+        ("outer optimizer", "signs", "sync__outer", {"sync__outer_momentum": 0.8}),
+        ("merge", "share", "sync__merge", {"sync__arguments__merge": {"share": 0.25}}),
     ],
 )
 def test_replicas_with_other_code_or_arguments_do_not_fit_together(
-    own: Path, fact: str, file: str, setting: str, arguments: dict[str, Any], other: dict[str, Any]
+    own: Path, fact: str, file: str, setting: str, other: dict[str, Any]
 ) -> None:
-    class_name = file.capitalize()
-    named = {setting: f"{file}.py:{class_name}"}
-    base = facts(own, **named, **arguments)
-    assert facts(own, **named, **arguments) == base
-    assert {key for key, value in facts(own, **named, **(arguments | other)).items() if value != base[key]} == {fact}
+    named, code = {setting: f"{file}.py:{file.capitalize()}"}, "code of " + fact.replace(" ", "_")
+    base = facts(own, **named)
+    assert {key for key, value in facts(own, **named, **other).items() if value != base[key]} == {fact}
     (own / "copy.py").write_bytes((own / f"{file}.py").read_bytes().replace(b"\n", b"\r\n"))
-    assert facts(own, **{setting: f"copy.py:{class_name}"}, **arguments) == base
-    edited = (own / f"{file}.py").read_text().replace("0.9", "0.95").replace("65504", "65000").replace("0.5", "0.6")
-    (own / f"{file}.py").write_text(edited)
-    changed = facts(own, **named, **arguments)
-    code = "code of " + fact.replace(" ", "_")
-    assert changed[code] != base[code]
+    assert facts(own, **{setting: f"copy.py:{file.capitalize()}"}) == base
+    (own / f"{file}.py").write_text((own / f"{file}.py").read_text() + "# edited\n")
+    assert facts(own, **named)[code] != base[code]
 
 
 WRONG = """
@@ -193,12 +175,10 @@ def no_rate(params): return torch.optim.SGD(params)
             {"sync__codec": "largest.py:Largest", "algorithm": "data-parallel"},
             "can't carry the gradients of algorithm='data-parallel'",
         ),
-        ({"sync__merge": "wrong.py:Nothing"}, "no method merge"),
         ({"sync__merge": "wrong.py:Loses"}, "parameters move although"),
         ({"sync__merge": "wrong.py:Centres"}, "it claims to be elementwise but merges parts differently"),
         ({"sync__merge": "share.py:Share", "sync__merge_alpha": 0.5}, "which has no alpha"),
         ({"optimizer__name": "wrong.py:no_rate"}, "unexpected keyword argument 'lr'"),
-        ({"optimizer__name": "lion.py:Lino"}, "did you mean 'Lion'"),
     ],
 )
 def test_what_is_wrong_is_refused_before_anything_starts(own: Path, values: dict[str, Any], words: str) -> None:

@@ -8,11 +8,6 @@ from typing import Any
 
 from benchmarks.chaos.processes import Life
 
-__all__ = [
-    "Log", "evicted", "half_applied", "loss_differs", "recoveries", "repaired", "stalled", "tracebacks",
-    "unequal_ends", "unexpected_ends",
-]  # fmt: skip
-
 Record = Mapping[str, Any]
 Round = tuple[int, int]
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from benchmarks.wan import network as wan
 from benchmarks.wan.plan import Link
 
-__all__ = ["Loopback", "Wan", "link"]
-
 
 def link(nodes: int) -> Link:
     """Return the link of each of so many nodes."""

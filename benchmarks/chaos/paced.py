@@ -16,8 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-__all__ = ["read_seconds", "set_seconds", "shift_clock"]
-
 
 def set_seconds(path: Path, seconds: float) -> None:
     """Write the value of ``path``; processes that read the file use it from now on."""

@@ -13,8 +13,6 @@ from benchmarks.chaos.plan import BOOTSTRAP
 from benchmarks.chaos.processes import Life, Running, python
 from benchmarks.chaos.settings import Settings, write_text
 
-__all__ = ["Peers"]
-
 _TRAINS_S = 6.0  # a peer trains if it finished a step within this time
 
 

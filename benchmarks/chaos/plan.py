@@ -3,8 +3,6 @@
 import random
 from dataclasses import dataclass, field
 
-__all__ = ["BOOTSTRAP", "ENDS", "RETURNS", "Event", "Rates", "least_healthy", "plan_events"]
-
 BOOTSTRAP = -1
 """The number of the bootstrap peer (``diloco relay``), which does not train."""
 

@@ -1,7 +1,5 @@
 """The processes that are disturbed, and the record that is kept of each."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -13,9 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGKILL, Signals
-from typing import Any
-
-__all__ = ["Life", "Running", "Tail", "descendants", "python"]
+from typing import Any, Self
 
 
 @dataclass
@@ -47,7 +43,7 @@ class Life:
         return self.folder.rpartition("/")[2]
 
     @classmethod
-    def from_record(cls, record: dict[str, Any]) -> Life:
+    def from_record(cls, record: dict[str, Any]) -> Self:
         """Return the life from the JSON of its `asdict`."""
         return cls(**record | {"disturbed": [(begin, end) for begin, end in record["disturbed"]]})
 

@@ -15,8 +15,6 @@ from benchmarks.chaos.run import HAPPENED, LIVES
 from benchmarks.chaos.settings import Settings
 from benchmarks.markdown import table, write_below
 
-__all__ = ["judge", "publish", "read", "tables"]
-
 MARK = "<!-- what follows is written by python -m benchmarks.chaos -->"
 
 

@@ -18,8 +18,6 @@ from benchmarks.chaos.plan import BOOTSTRAP, RETURNS, Event, least_healthy
 from benchmarks.chaos.processes import Running
 from benchmarks.chaos.settings import Settings
 
-__all__ = ["HAPPENED", "LIVES", "Conductor"]
-
 LIVES, HAPPENED = "lives.json", "happened.jsonl"
 
 _TICK_S = 0.1

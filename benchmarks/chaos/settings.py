@@ -5,8 +5,6 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["COMMON", "Settings", "write_text"]
-
 COMMON = (
     "--model.arguments {layers=2,width=32,ffn_width=64,heads=2} --sequence-length 64 "
     "--batch-size 4 --learning-rate 3e-3 --optimizer.warmup-steps 20 --data-parallel-steps 0 --inner-steps 15 "

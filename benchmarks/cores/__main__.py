@@ -5,8 +5,6 @@ take turns of a few steps in a rotating order, so that other load on the machine
 policy is compared with libgomp's default turn by turn.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
@@ -47,7 +45,7 @@ def print_waiting(rounds: int) -> None:
     names, columns = list(workers), []
     with busy_process() as load:
         for loaded in (False, True):
-            load(loaded)
+            load.send_signal(signal.SIGCONT if loaded else signal.SIGSTOP)
             step_s: dict[str, list[float]] = {name: [] for name in names}
             for number in range(rounds):
                 first = number % len(names)
@@ -73,25 +71,14 @@ def clean_environment() -> dict[str, str]:
 
 
 @contextmanager
-def busy_process() -> Iterator[Switch]:
-    """Provide a process that uses one core while it is switched on."""
+def busy_process() -> Iterator[subprocess.Popen[bytes]]:
+    """Provide a process that uses one core unless it is stopped."""
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    process.send_signal(signal.SIGSTOP)
     try:
-        yield Switch(process)
+        yield process
     finally:
         process.kill()
         process.wait()
-
-
-class Switch:
-    """Switches a process on or off."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-
-    def __call__(self, on: bool) -> None:
-        self._process.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
 
 
 def start_worker(changes: Mapping[str, str]) -> subprocess.Popen[str]:

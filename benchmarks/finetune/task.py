@@ -10,8 +10,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["KNOWN", "WANTED", "known_codes", "texts", "write_conversations", "write_tokenizer"]
-
 LETTERS = "abcdefghijklmnopqrst"
 END = "<|endoftext|>"
 TEMPLATE = (

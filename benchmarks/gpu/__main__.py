@@ -4,8 +4,6 @@ python -m benchmarks.gpu --parts checks 150m       # the others: 1b, rounds, sha
 python -m benchmarks.gpu --tiny                    # everything in seconds, also on a CPU; the figures mean nothing
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

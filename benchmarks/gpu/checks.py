@@ -1,7 +1,5 @@
 """Checks of code that can fail only on a GPU. A check passes, fails with the difference found, or is skipped."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import socket
@@ -64,8 +62,6 @@ from diloco.train import (
 from diloco.transport import Pending, open_replica_group
 from diloco.units import format_bytes
 from diloco.waiting import in_thread
-
-__all__ = ["CHECKS", "run_checks"]
 
 CPU = torch.device("cpu")
 MODEL = DecoderSettings(layers=2, width=128, ffn_width=256, heads=4, kv_heads=2, qk_norm=True, vocab_size=512)

@@ -1,14 +1,11 @@
 """The figures of a benchmark run, as Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.gpu.sizes import Sizes
+from benchmarks.markdown import table
 from diloco.units import format_bytes, format_count
-
-__all__ = ["report"]
 
 ROUND_GOAL = 0.005
 
@@ -77,5 +74,4 @@ def _rounds(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
+    return [*table(head, rows).splitlines(), ""]

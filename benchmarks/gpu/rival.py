@@ -1,7 +1,5 @@
 """Hugging Face's ``Trainer`` with the same model, batch and precision, in the same job."""
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 import time
@@ -12,8 +10,6 @@ from torch.utils.data import Dataset
 
 from benchmarks.gpu.sessions import Measured, settle
 from benchmarks.gpu.sizes import Job
-
-__all__ = ["time_rival"]
 
 
 class _Rows(Dataset[dict[str, torch.Tensor]]):

@@ -1,7 +1,5 @@
 """The time of a round of the whole model on the device, as a share of the inner steps between two rounds."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable
@@ -24,8 +22,6 @@ from diloco.algorithm import (
 )
 from diloco.devices import to_device, to_host
 from diloco.model import build_model
-
-__all__ = ["measure_rounds"]
 
 
 def measure_rounds(job: Job, sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:

@@ -1,12 +1,10 @@
 """The package's own training, as in ``diloco train``, on random tokens."""
 
-from __future__ import annotations
-
 import gc
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -17,8 +15,6 @@ from diloco.data import ByteTokenizer, Corpus, DataSettings, PackedTokens
 from diloco.model import ModelSettings
 from diloco.train import Fleet, OptimizerSettings, RunSettings, Session, TrainSettings, make_transport, resolve
 from diloco.transport import NetworkSettings
-
-__all__ = ["ADAMW", "Measured", "free", "make_session", "settle", "time_session"]
 
 NO_ROUNDS = 10**6
 """A number of inner steps between rounds that a run never reaches."""
@@ -38,7 +34,7 @@ class Measured:
     loss: float  # of the last step
 
     @classmethod
-    def of(cls, taken_s: list[float], device: torch.device, loss: float) -> Measured:
+    def of(cls, taken_s: list[float], device: torch.device, loss: float) -> Self:
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         return cls(statistics.median(taken_s), min(taken_s), max(taken_s), peak, loss)
 

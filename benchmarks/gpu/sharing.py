@@ -1,7 +1,5 @@
 """Several replicas on one device: taking turns in one process, and in a process each."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -11,8 +9,6 @@ from torch.multiprocessing.spawn import spawn
 
 from benchmarks.gpu.sessions import free, make_session, settle, time_session
 from benchmarks.gpu.sizes import Job, Sizes
-
-__all__ = ["measure_sharing"]
 
 
 def measure_sharing(job: Job, sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:

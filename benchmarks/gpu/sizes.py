@@ -1,13 +1,9 @@
 """The sizes of the measurements: in full, and for a test."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from diloco.model import DecoderSettings, get_preset
-
-__all__ = ["FULL", "TINY", "Job", "Sizes"]
 
 
 @dataclass(frozen=True)

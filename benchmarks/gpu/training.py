@@ -1,7 +1,5 @@
 """Use of the device's peak by the package in several settings, and by Hugging Face's ``Trainer``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -13,8 +11,6 @@ from benchmarks.gpu.sessions import ADAMW, Measured, free, make_session, time_se
 from benchmarks.gpu.sizes import Job, Sizes
 from diloco.devices import flops_utilization, known_peak_flops_per_s
 from diloco.model import build_model
-
-__all__ = ["measure_training"]
 
 COMPILED: dict[str, Any] = {"compile": True}
 

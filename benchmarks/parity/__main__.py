@@ -6,8 +6,6 @@ its checkpoint, which gives the same bits as complete runs. Rows in results.json
 run again.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import json

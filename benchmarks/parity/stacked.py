@@ -9,8 +9,6 @@ A row of ``stacked.jsonl`` is one run: the settings that differ from `Run`, and 
 means of the last `SHARES` of its (global) parameters. Rows that are there are not run again.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """The runs of `benchmarks.parity.stacked`, by the question that they answer."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from typing import Any

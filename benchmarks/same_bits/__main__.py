@@ -2,9 +2,6 @@
 
 ``--transports`` compares runs of this one over all transports instead, by the digests of their global parameters.
 
-CHECKOUT may be older than the settings of 0.6; then each run has the old keys, `config.toml` is not compared, other
-files are compared in what both versions record, and no version resumes a run of the other.
-
 Every run is a `diloco train` in a process whose ``PYTHONPATH`` is the ``src`` of one of the checkouts. The comparison
 covers the digests of the final global parameters, the losses of all steps, and everything in `config.toml`,
 `summary.json` and `metrics.jsonl` except times, paths and prose. Some runs are also stopped and resumed, by the version
@@ -57,7 +54,6 @@ class Version:
 
     def __init__(self, checkout: Path, folder: Path) -> None:
         self.folder = folder
-        self.old = not (checkout / "src" / "diloco" / "cli" / "status.py").exists()
         folder.mkdir(parents=True, exist_ok=True)
         self.environment = os.environ | {"PYTHONPATH": str(checkout.resolve() / "src"), "OMP_NUM_THREADS": "1"}
         self.log = (folder / "output.txt").open("a")
@@ -74,7 +70,7 @@ class Version:
         shutil.rmtree(folder, ignore_errors=True)
         settings = self.folder / case.folder / f"{name}.toml"
         settings.parent.mkdir(parents=True, exist_ok=True)
-        settings.write_text(case.toml(old=self.old), encoding="utf-8")
+        settings.write_text(case.toml(), encoding="utf-8")
         arguments = ["train", str(settings), "--data", str(text), *more]
         if case.transport == "swarm":
             peers = [["--out", str(folder / out), "--replica", replica] for out, replica in (("a", "0"), ("b", "1"))]
@@ -145,10 +141,10 @@ def lasting(value: Any, without: set[str]) -> Any:
     return [lasting(part, without) for part in value] if isinstance(value, list) else value
 
 
-def contents(case: Case, folder: Path, files: Sequence[str]) -> dict[str, list[Any]]:
+def contents(case: Case, folder: Path) -> dict[str, list[Any]]:
     """Return what must be the same in two runs: for each file, its records."""
     found: dict[str, list[Any]] = {}
-    for path in sorted(path for path in folder.rglob("*") if path.name in files):
+    for path in sorted(path for path in folder.rglob("*") if path.name in FILES):
         text, second = path.read_text(), case.transport == "swarm" and path.parent.name == "b"
         without = VARYING | (set() if "emulate.step_time" in case.settings else WAITS) | (LAST_ONE if second else set())
         if path.name == "metrics.jsonl":
@@ -160,18 +156,15 @@ def contents(case: Case, folder: Path, files: Sequence[str]) -> dict[str, list[A
     return found
 
 
-def first_difference(before: Any, after: Any, where: str, *, common: bool) -> str:
-    """Describe the first difference, or return "" if there is none. Later versions may add fields.
-
-    With ``common``, they may also have dropped fields.
-    """
+def first_difference(before: Any, after: Any, where: str) -> str:
+    """Describe the first difference, or return "" if there is none. Later versions may add fields."""
     if isinstance(before, Mapping) and isinstance(after, Mapping):
-        parts = {name: (part, after.get(name, part if common else "nothing")) for name, part in before.items()}
+        parts = {name: (part, after.get(name, "nothing")) for name, part in before.items()}
     elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
         parts = dict(enumerate(zip(before, after, strict=True)))
     else:
         return "" if before == after else f"{where}: {before} before, {after} after"
-    found = (first_difference(*pair, f"{where} {name}", common=common) for name, pair in parts.items())
+    found = (first_difference(*pair, f"{where} {name}") for name, pair in parts.items())
     return next(filter(None, found), "")
 
 
@@ -184,14 +177,13 @@ def compare(case: Case, before: Version, after: Version, text: Path) -> list[str
     runs = [version.train(case, text, "run") for version in (before, after)]
     digests, losses = end(runs[0])
     wrong = [] if len(set(digests)) == 1 else [f"the processes of one run end with different digests: {digests}"]
-    mixed = before.old != after.old
-    old, new = (contents(case, run, FILES[1:] if mixed else FILES) for run in runs)
-    wrong += [found] if (found := first_difference(old, new, "in", common=mixed)) else []
+    old, new = (contents(case, run) for run in runs)
+    wrong += [found] if (found := first_difference(old, new, "in")) else []
     resumed = []
     if case.stop_after is not None:
         mine, theirs = (version.train(case, text, "stopped", *case.stop) for version in (after, before))
         ways = [("old", theirs, before), ("new", mine, after), ("old by new", theirs, after)]
-        for name, stopped, version in ways[:2] if mixed else ways:
+        for name, stopped, version in ways:
             folder = runs[1].parent / f"resumed {name}"
             shutil.copytree(stopped, folder)
             version.resume(case, folder)

@@ -3,14 +3,12 @@
 import json
 import random
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from diloco.model import get_preset, preset_names
-
-__all__ = ["CASES", "NORMED", "OF_TRANSPORTS", "TRANSPORTS", "Case", "write_text"]
 
 Settings = Mapping[str, Any]
 
@@ -38,33 +36,6 @@ SMALL: Settings = {
 NORMED = f"{Path(__file__).with_name('normed.py')}:normed"
 IN_FLIGHT = 9
 """A step after which, with H = 4, P = 3 and tau = 2, a fragment is in flight."""
-
-OLD_COMMON: Settings = {"train.threads": 1}
-OLD: Mapping[str, str | Settings] = {
-    "sync.inner_steps": "schedule.inner_steps",
-    "sync.overlap_steps": "schedule.overlap_steps",
-    "sync.num_fragments": "fragments.num_fragments",
-    "sync.fragment_strategy": "fragments.strategy",
-    "sync.codec": "codec.name",
-    "sync.error_feedback": {"codec.error_feedback": True},
-    "sync.merge_alpha": "merge.alpha",
-    "sync.outer": "outer.name",
-    "sync.arguments.outer.schedule": "outer.learning_rate_schedule",
-    "sync.arguments.outer.momentum_warmup": "outer.momentum_warmup_outer_steps",
-    "sync.arguments.average.max_norm": "outer.max_norm",
-    "network.transport": "transport.name",
-    "network.replicas": "transport.replicas",
-    "network.replica_size": "transport.replica_size",
-    "network.run": "swarm.run",
-    "network.listen": {"swarm.listen": ["/ip4/127.0.0.1/tcp/0"], "swarm.map_ports": False},
-    "emulate.bandwidth": {"transport.bandwidth_bits_per_s": [1e6]},
-    "emulate.latency": {"transport.latency_s": [0.05]},
-    "emulate.step_time": {"transport.step_time_s": [0.1]},
-    "data.packing": {"train.document_masks": True},
-    "data.tokenizer": {"data.tokenizer": "bpe", "data.bpe_vocab_size": 270},
-    "evaluation.sample_prompts": {"evaluation.sample_tokens": 0},
-}
-"""Key -> the key of versions before 0.6, or what was given there instead of the value that occurs here."""
 
 
 @dataclass(frozen=True)
@@ -106,24 +77,10 @@ class Case:
         """The name of its folder, which depends on the settings."""
         return f"{self.name.replace(' ', '-')}-{zlib.crc32(json.dumps(dict(self.settings)).encode()):08x}"
 
-    def toml(self, *, old: bool) -> str:
-        """Return the settings as TOML, with the keys of versions before 0.6 if ``old``."""
-        settings = {**COMMON, **self.settings}
-        pairs = [pair for key, value in settings.items() for pair in _before(key, value, self.transport)] if old else []
-        rows = [*pairs, *OLD_COMMON.items()] if old else list(settings.items())
-        return "".join(f"{key} = {json.dumps(value)}\n" for key, value in rows)  # JSON's values are TOML's
-
-
-def _before(key: str, value: Any, transport: str) -> Iterator[tuple[str, Any]]:
-    section, _, name = key.partition(".")
-    if key == "network.replicas" and transport == "swarm":
-        yield "swarm.start_replicas", value
-    elif isinstance(other := OLD.get(key), Mapping):
-        yield from other.items()
-    elif section == "model":
-        yield f"model.{name.removeprefix('arguments.')}", value
-    else:
-        yield other or (f"inner.{name}" if section == "optimizer" else key), value
+    def toml(self) -> str:
+        """Return the settings as TOML."""
+        rows = {**COMMON, **self.settings}
+        return "".join(f"{key} = {json.dumps(value)}\n" for key, value in rows.items())  # JSON's values are TOML's
 
 
 STREAMING: Settings = {"sync.num_fragments": 3, "sync.overlap_steps": 2}

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor, nn
 
-__all__ = ["normed"]
-
 
 class Normed(nn.Module):
     """Four layers with batch norm."""

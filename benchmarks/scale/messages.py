@@ -17,8 +17,6 @@ from diloco.protocol import Effects, Machine, Rules
 from tests.membership.network import Limits, Network
 from tests.protocol.simulated_rank import Rank
 
-__all__ = ["PHASES", "Counted", "counted"]
-
 _RULES = Rules(continue_without_lost=True, raise_on_loss=False)
 _MOST_TRIPS = 10_000
 

@@ -14,8 +14,6 @@ from typing import Any
 from benchmarks.markdown import table, write_below
 from benchmarks.simulator import real
 
-__all__ = ["accuracy", "main"]
-
 HERE = Path(__file__).parent
 MARK = "<!-- what follows is written by python -m benchmarks.simulator -->"
 

@@ -6,23 +6,20 @@ environment with ``requirements-rivals.txt``; without it they are skipped. A run
 ``--grid``: in grid.json) is not repeated unless ``--again`` is given. Without ``--wan`` only the tables are written.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from benchmarks.wan.counters import wait_for_quiet
 from benchmarks.wan.network import Loopback, Network
 from benchmarks.wan.plan import GRID, LINKS, LOOPBACK, METHODS, Job, Link, Method, Work
-from benchmarks.wan.report import disturbance, least_disturbed, write_report
+from benchmarks.wan.report import write_report
 from benchmarks.wan.run import run_job
 from diloco.errors import ConfigurationError
 
@@ -40,19 +37,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--links", nargs="+", default=["*"], help="the links, as shell-style patterns")
     parser.add_argument("--methods", nargs="+", help="the methods, as shell-style patterns")
-    parser.add_argument("--compute", choices=["pause", "matmul"], default="pause", help="what an inner step does")
     parser.add_argument(
         "--cycles", type=int, default=Work().cycles, help="length of a run, in H; rare events need more"
     )
     parser.add_argument("--limit-s", type=float, default=300.0, help="stop a run that takes longer")
     parser.add_argument("--runs", type=Path, default=Path("runs/wan"), help="folder for logs")
     parser.add_argument("--again", action="store_true", help="repeat runs that have a result")
-    parser.add_argument(
-        "--again-above", type=float, default=1.0, help="... if other programs used more than this share of the CPU"
-    )
-    parser.add_argument(
-        "--quiet", type=float, default=1.0, help="before a run, wait until the CPU is used less than this share"
-    )
     given = parser.parse_args(arguments)
     if given.cycles < 1:
         parser.error(f"--cycles must be at least 1, got {given.cycles}. Nothing was started.")
@@ -94,9 +84,8 @@ def run_one(network: Network, link: Link, method: Method, work: Work, given: arg
     addresses = tuple(network.address(node) for node in range(link.replicas))
     job = Job(method, work, link.replicas, addresses, 2 * given.limit_s, link.rate_bits_per_s, device=network.device)
     python = given.rivals_python if method.rival else Path(sys.executable)
-    name = f"{link.name} {method.name} {work.compute}"
+    name = f"{link.name} {method.name}"
     folder = given.runs.resolve() / "".join(letter if letter.isalnum() else "-" for letter in name)
-    wait_for_quiet(given.quiet)
     with network.up(link):
         started_s = time.monotonic()
         measured = run_job(network, job, python, folder, given.limit_s)
@@ -113,17 +102,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         links, path = (LOOPBACK,), given.runs / "trial.json"
     methods = given.methods or ([METHODS[0].name, "Streaming fp4"] if given.grid else ["*"])
     results = _read(path)
-    work = replace(Work(), compute=given.compute, cycles=given.cycles)
+    work = Work(cycles=given.cycles)
     if given.wan:
         network = Loopback() if loopback else Network(given.wan, given.prefix)
         for link, method in chosen(links, given.links, methods):
-            same = [row for row in results if _key(row) == (link.name, method.name, work.compute)]
+            same = [row for row in results if (row["link"], row["method"]) == (link.name, method.name)]
             if method.rival and not given.rivals_python:
                 print(f"skipped, because --rivals-python is not given: {method.name}")
-            elif given.again or not same or max(map(disturbance, same)) > given.again_above:
-                made = run_one(network, link, method, work, given)
-                kept = made if given.again else least_disturbed([*same, made])
-                results = [row for row in results if row not in same] + [kept]
+            elif given.again or not same:
+                row = run_one(network, link, method, work, given)
+                results = [each for each in results if each not in same] + [row]
                 path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if not loopback:
         write_report(_read(RESULTS), _read(GRID_RESULTS), HERE / "README.md")
@@ -132,10 +120,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _read(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     return rows
-
-
-def _key(row: dict[str, Any]) -> tuple[str, str, str]:
-    return row["link"], row["method"], row["work"]["compute"]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Connects a replica of this package to the others, over TCP or in a swarm."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -22,8 +20,6 @@ from diloco.transport import (
     Transport,
     enter_swarm,
 )
-
-__all__ = ["Connector"]
 
 PORT = 29400
 

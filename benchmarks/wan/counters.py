@@ -1,13 +1,8 @@
 """Counters of the kernel. The rivals' workers import this module, so it must not import ``diloco``."""
 
-from __future__ import annotations
-
 import os
-import time
 from collections.abc import Collection
 from pathlib import Path
-
-__all__ = ["DEVICE", "busy_s", "interface_bytes", "retransmitted_segments", "sessions_s", "wait_for_quiet"]
 
 DEVICE = "wan0"
 """The network interface of every node."""
@@ -68,12 +63,3 @@ def sessions_s(sessions: Collection[int]) -> float:
         if int(fields[3]) in sessions:
             ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def wait_for_quiet(share: float, over_s: float = 5.0) -> None:
-    """Wait until the machine's CPU use has been below ``share`` for ``over_s`` seconds; with 1, return at once."""
-    busy = share
-    while share < 1 and busy >= share:
-        before_s = busy_s()
-        time.sleep(over_s)
-        busy = (busy_s() - before_s) / over_s / (os.cpu_count() or 1)

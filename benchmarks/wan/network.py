@@ -1,7 +1,5 @@
 """An emulated WAN, made by the user's script, and the loopback interface in its place."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -11,8 +9,6 @@ from pathlib import Path
 from benchmarks.wan.counters import DEVICE, interface_bytes
 from benchmarks.wan.plan import Link
 from diloco.errors import ConfigurationError
-
-__all__ = ["Loopback", "Network"]
 
 
 class Network:

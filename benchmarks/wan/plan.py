@@ -1,11 +1,7 @@
 """The links, the work of a replica and the methods to compare, as data. This module does not import torch."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
-
-__all__ = ["GRID", "LINKS", "LOOPBACK", "METHODS", "ROUND_VALUES", "Job", "Link", "Method", "Work"]
+from typing import Any, Self
 
 
 @dataclass(frozen=True)
@@ -99,9 +95,7 @@ class Work:
         overlap_steps: tau of the streaming methods.
         cycles: the length of the measured part, ``cycles * inner_steps`` inner steps.
         data_parallel_steps: the length of the measured part for methods that communicate at every step.
-        compute: what takes the place of an accelerator's step: a pause, which leaves the CPU free, or matrix products.
-        step_s: the length of the pause.
-        matmuls: the number of 1024 x 1024 float32 products instead of the pause.
+        step_s: the length of the pause that takes the place of an accelerator's step.
     """
 
     layers: int = 8
@@ -111,9 +105,7 @@ class Work:
     overlap_steps: int = 10
     cycles: int = 2
     data_parallel_steps: int = 3
-    compute: Literal["pause", "matmul"] = "pause"
     step_s: float = 0.25
-    matmuls: int = 8
 
     @property
     def values(self) -> int:
@@ -204,7 +196,7 @@ class Job:
         return asdict(self)
 
     @classmethod
-    def from_record(cls, record: dict[str, Any]) -> Job:
+    def from_record(cls, record: dict[str, Any]) -> Self:
         """Invert `to_record` after a round trip through JSON."""
         parts = {"method": Method(**record["method"]), "work": Work(**record["work"])}
         return cls(**{**record, **parts, "addresses": tuple(record["addresses"])})

@@ -1,7 +1,5 @@
 """The tables of the WAN benchmark, in Markdown."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,8 +7,6 @@ from typing import Any
 
 from benchmarks.markdown import write_below
 from benchmarks.wan.plan import GRID, LINKS, METHODS, ROUND_VALUES, Link, Work
-
-__all__ = ["baseline_s", "disturbance", "least_disturbed", "round_times", "write_report"]
 
 Row = dict[str, Any]
 MARK = "<!-- what follows is written by python -m benchmarks.wan -->"
@@ -22,9 +18,9 @@ HEAD = (
 
 
 def write_report(results: Sequence[Row], grid: Sequence[Row], path: Path) -> None:
-    """Write the tables below the mark in ``path``: links, rounds alone, the cost of overlap, and the grid."""
-    runs = [row for row in results if not _of_rounds(row) and row["work"]["compute"] == "pause"]
-    lines = _by_link(runs, LINKS, baseline_s(results)) + rounds_table(results) + overlap_table(results)
+    """Write the tables below the mark in ``path``: links, rounds alone, and the grid."""
+    runs = [row for row in results if not _of_rounds(row)]
+    lines = _by_link(runs, LINKS, baseline_s(results)) + rounds_table(results)
     write_below(MARK, "\n".join([*lines, *_by_link(grid, GRID, baseline_s([*results, *grid]), "Grid: ")]), path)
 
 
@@ -43,27 +39,13 @@ def _by_link(rows: Sequence[Row], links: Sequence[Link], base_s: float, title: s
 
 def baseline_s(results: Sequence[Row]) -> float:
     """Return the seconds per inner step of the fastest run without communication; NaN if there is none."""
-    alone = [
-        step_s(row)
-        for row in results
-        if row["method"] == METHODS[0].name and row["work"]["compute"] == "pause" and row["outcome"] == "finished"
-    ]
+    alone = (step_s(row) for row in results if row["method"] == METHODS[0].name and row["outcome"] == "finished")
     return min(alone, default=float("nan"))
 
 
 def step_s(row: Row) -> float:
     """Return the seconds per inner step of the slowest replica."""
     return float(max(replica["wall_s"] / replica["steps"] for replica in row["replicas"]))
-
-
-def disturbance(row: Row) -> float:
-    """Return the share of the CPU used by anything but the workers: the emulated network and other programs."""
-    return float(row["cpu_busy"] - (row["cpu_workers"] or 0)) if row["outcome"] == "finished" else 0.0
-
-
-def least_disturbed(rows: Sequence[Row]) -> Row:
-    """Return the finished run with the lowest `disturbance`, or an unfinished one if none has finished."""
-    return min(rows, key=lambda row: (row["outcome"] != "finished", disturbance(row)))
 
 
 def describe(name: str, row: Row, link: Link, base_s: float) -> str:
@@ -141,25 +123,3 @@ def rounds_table(results: Sequence[Row]) -> list[str]:
             f"{_agreement(row['replicas'])} | {row['cpu_workers']:.0%}, {row['cpu_busy']:.0%} |"
         )
     return [*lines, ""]
-
-
-def overlap_table(results: Sequence[Row]) -> list[str]:
-    """Return the table of an inner step's compute time (matrix products, one thread), in flight and not in flight."""
-    rows = [row for row in results if row["work"]["compute"] == "matmul" and row["outcome"] == "finished"]
-    lines = [
-        "## Compute while a fragment is in flight",
-        "",
-        "| link | method | matrix products of a step, nothing in flight (ms) | fragment in flight (ms) | ratio | CPU |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        quiet = [replica["compute_quiet_s"] for replica in row["replicas"]]
-        flying = [replica["compute_in_flight_s"] for replica in row["replicas"]]
-        if None in quiet or None in flying:
-            continue
-        quiet_s, flying_s = statistics.mean(quiet), statistics.mean(flying)
-        lines.append(
-            f"| {row['link']} | {row['method']} | {1e3 * quiet_s:.1f} | {1e3 * flying_s:.1f} | "
-            f"{flying_s / quiet_s:.3f} | {row['cpu_busy']:.0%} |"
-        )
-    return [*lines, ""] if len(lines) > 4 else []

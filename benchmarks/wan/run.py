@@ -1,7 +1,5 @@
 """One run: start a job's workers in their nodes, conduct them, and collect their measurements."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -18,8 +16,6 @@ from benchmarks.wan.counters import busy_s, sessions_s
 from benchmarks.wan.network import Network
 from benchmarks.wan.plan import Job
 from diloco.errors import TransportError
-
-__all__ = ["run_job"]
 
 
 @dataclass(eq=False)

@@ -1,7 +1,5 @@
 """The model and the inner step: real parameters and a real optimizer, little computation."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Iterable
@@ -10,8 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.wan.plan import Work
-
-__all__ = ["InnerLoop", "Layers", "digest"]
 
 
 class Layer(nn.Module):
@@ -45,33 +41,22 @@ class Layers(nn.Module):
 
 
 class InnerLoop:
-    """Inner steps of one replica: `compute` takes the place of the accelerator's work, `update` changes one layer.
+    """Inner steps of one replica: a pause takes the place of the accelerator's work, `update` changes one layer.
 
     A layer's gradient is noise that differs between replicas. Updating one layer per step, in turn, needs little of
     the CPU, and still every fragment has changed by the time it is sent.
-
-    Attributes:
-        compute_s: the duration of the last `compute`.
     """
 
     def __init__(self, work: Work, model: Layers, replica: int) -> None:
         self.work = work
         self.layers = list(model.layers)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        self.compute_s = 0.0
         generator = torch.Generator().manual_seed(1 + replica)
         self._noise = [torch.randn(parameter.shape, generator=generator) for parameter in self.layers[0].parameters()]
-        self._factors = torch.randn(2, 1024, 1024, generator=generator) if work.compute == "matmul" else None
 
     def compute(self) -> None:
-        """Pause, or multiply matrices, in place of a forward and backward pass."""
-        started_s = time.perf_counter()
-        if self._factors is None:
-            time.sleep(self.work.step_s)
-        else:
-            for _ in range(self.work.matmuls):
-                torch.mm(self._factors[0], self._factors[1])
-        self.compute_s = time.perf_counter() - started_s
+        """Pause in place of a forward and backward pass."""
+        time.sleep(self.work.step_s)
 
     def update(self, step: int) -> None:
         """Take an optimizer step on the layer whose turn it is; ``step`` counts from 1."""

@@ -5,12 +5,9 @@ The worker reports prepared, warm, measured and counted, and waits for an answer
 information about all replicas, that to warm is the time to start.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -22,8 +19,6 @@ import torch
 from benchmarks.wan.counters import interface_bytes, retransmitted_segments
 from benchmarks.wan.methods.base import Program
 from benchmarks.wan.plan import Job
-
-__all__: list[str] = []
 
 
 class Parent:
@@ -71,13 +66,9 @@ def measure(program: Program, parent: Parent) -> dict[str, Any]:
     retransmitted_before = retransmitted_segments()
     payload_before, syncs_before = program.payload_bytes, len(program.waits_s)
     transfers_before = len(program.transfers_s)
-    quiet_s: list[float] = []
-    flying_s: list[float] = []
     started_s = time.perf_counter()
     for step in range(program.warmup_steps + 1, program.warmup_steps + program.measured_steps + 1):
-        flying = program.in_flight
         program.step(step)
-        (flying_s if flying else quiet_s).append(program.loop.compute_s)
         parent.report("step", step=step)
     wall_s = time.perf_counter() - started_s
     parent.ask("measured")
@@ -95,8 +86,6 @@ def measure(program: Program, parent: Parent) -> dict[str, Any]:
         "failures": program.failures,
         "waits_s": [round(value, 4) for value in waits_s],
         "transfers_s": [round(value, 4) for value in transfers_s],
-        "compute_quiet_s": statistics.median(quiet_s) if quiet_s else None,
-        "compute_in_flight_s": statistics.median(flying_s) if flying_s else None,
         "digest": program.digest(),
     }
 

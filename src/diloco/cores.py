@@ -3,14 +3,10 @@
 This module must not import torch: OpenMP reads its environment variables when torch loads it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from pathlib import Path
-
-__all__ = ["set_thread_share", "set_wait_policy", "share", "threads_are_chosen", "usable_cores"]
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _ROOT = Path("/")

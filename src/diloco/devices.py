@@ -15,21 +15,6 @@ from diloco.errors import ConfigurationError
 if TYPE_CHECKING:  # `check_device` is part of the configuration, which must not import torch
     import torch
 
-__all__ = [
-    "beside_training",
-    "check_device",
-    "choose_device",
-    "choose_threads",
-    "flops_utilization",
-    "gpu_of_process",
-    "known_peak_flops_per_s",
-    "release_memory",
-    "side_stream",
-    "to_device",
-    "to_host",
-    "use_device",
-]
-
 TERA = 1e12
 
 PEAKS: tuple[tuple[str, float, float, float], ...] = (

@@ -3,8 +3,6 @@
 An error message says what was given, what would work and, if that is not obvious, what happens now.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

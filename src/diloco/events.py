@@ -5,8 +5,6 @@ event is a frozen dataclass of plain values. `to_record` turns it into the flat 
 ``metrics.jsonl``: its keys are the field names, plus ``event`` (the class name) and ``schema`` (`SCHEMA_VERSION`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os
@@ -47,7 +45,7 @@ class RunStarted(Event):
     facts: Mapping[str, str] = field(default_factory=dict)
     """What tells the user that this is the right run, as name -> readable value, in the order to print it."""
     details: Mapping[str, str] = field(default_factory=dict)
-    """Further facts about the run and this process, which the console prints with --verbose."""
+    """Further facts about the run and this process, which the console does not print."""
     names: Mapping[str, str] = field(default_factory=dict)  # the names of replicas that have one, by number
     best_heldout_loss: float | None = None  # the lowest held-out loss before this start, if the run resumes
     rounds_committed: int = 0  # before this start, as the next one

@@ -4,8 +4,6 @@
 name a class or function. Only the user names code: what a folder, a checkpoint or a peer says is compared (`confirm`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Files and folders that are their owner's alone, whatever the umask, and files and URLs that others may have made."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -11,8 +9,6 @@ import sys
 from pathlib import Path
 
 from diloco.errors import ConfigurationError
-
-__all__ = ["check_url", "create_private", "make_private_folder", "read_private", "read_regular", "replace_private"]
 
 MAX_BYTES = 1 << 16
 

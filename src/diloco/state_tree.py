@@ -17,8 +17,6 @@ import torch
 
 from diloco.errors import CheckpointError, DiLoCoError
 
-__all__ = ["DTYPE_NAMES", "JSON", "UNREADABLE", "flatten", "readable_state", "unflatten"]
-
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 
 DTYPE_NAMES = {

@@ -5,8 +5,6 @@ or set the title of the window. A display that draws with such sequences itself 
 show control characters in what it draws.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -4,8 +4,6 @@ Scales are decimal (1 MB = 1000 kB = 1,000,000 bytes). Values below 100 have one
 the width of a column stays the same as a value grows.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence

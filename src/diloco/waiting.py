@@ -1,7 +1,5 @@
 """Work in a thread, messages on standard error, and reports of long waits: for what, since when, until when."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

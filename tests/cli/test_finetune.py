@@ -48,7 +48,7 @@ def planned(words: str, capsys: pytest.CaptureFixture[str]) -> Configuration:
     return build(Configuration, typed_values(tomllib.loads(text), Configuration, "stdout"))
 
 
-@pytest.mark.parametrize("flags", ["--full --epochs 2", "--lora-rank 4 --steps 30 --inner-steps 5 --seed 3"])
+@pytest.mark.parametrize("flags", ["--lora-rank 0 --epochs 2", "--lora-rank 4 --steps 30 --inner-steps 5 --seed 3"])
 def test_a_fine_tuning_run_also_a_resumed_one_prints_how_others_join_it(
     flags: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -141,51 +141,35 @@ def test_a_line_of_the_card_is_one_line_whatever_a_log_from_elsewhere_says(
         assert words in said.out + said.err
 
 
-def test_a_public_repository_gets_nothing_that_was_to_be_private(
-    files: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"public": True}, "it is public. Leave --private out"),
+        # transformers loads an adapter that is in the repository of a whole model, and ignores the model
+        ({"files": {"adapter_config.json": b"{}"}}, "its adapter_config.json would be loaded instead"),
+        ({"refuses": ("create", 400)}, ""),
+        ({"refuses": ("commit", 403)}, ""),
+    ],
+    ids=str,
+)
+def test_what_can_not_be_pushed_is_said_and_the_export_stays(
+    state: dict[str, Any], words: str, files: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hub.public = True
-    words = ["export", str(files / "run"), "--out", str(tmp_path / "out"), "--push", "me/model", "--private"]
-    assert main(words) == 1
-    assert "it is public. Leave --private out" in capsys.readouterr().err
-    assert hub.files == {}
-
-
-def test_what_would_be_loaded_instead_of_the_push_is_named(
-    files: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """transformers loads an adapter that is in the repository of a whole model, and ignores the model."""
-    hub.files = before = {"adapter_config.json": b"{}"}
-    assert main(["export", str(files / "run"), "--out", str(tmp_path / "out"), "--push", "me/model"]) == 1
-    assert "its adapter_config.json would be loaded instead" in capsys.readouterr().err
+    vars(hub).update(state)
+    before, out = dict(hub.files), tmp_path / "out"
+    assert main(["export", str(files / "run"), "--out", str(out), "--push", "me/model", "--private"]) == 1
+    said = capsys.readouterr().err
+    assert f"{out} is complete, but can't be pushed to me/model: " in said
+    assert words in said
     assert hub.files == before
-
-
-@pytest.mark.parametrize("refuses", [("create", 400), ("commit", 403), ("preupload", 404)])
-def test_what_the_hub_refuses_is_said_and_the_export_stays(
-    refuses: tuple[str, int], files: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hub.refuses, out = refuses, tmp_path / "out"
-    assert main(["export", str(files / "run"), "--out", str(out), "--push", "me/model"]) == 1
-    assert f"{out} is complete, but can't be pushed to me/model: " in capsys.readouterr().err
-    assert hub.files == {}
     assert (out / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(
     ("words", "why"),
-    [
-        ("RUN --private", "need --push USER/NAME"),
-        ("RUN --push name", "--push name must be USER/NAME"),
-        ("EXPORTED --push me/model", "--push needs a run"),
-    ],
+    [("--private", "need --push USER/NAME"), ("--push name", "--push name must be USER/NAME")],
 )
-def test_what_can_not_be_pushed(
-    words: str, why: str, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_push_that_can_not_be_meant_is_refused(
+    words: str, why: str, files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if "EXPORTED" in words:
-        assert main(["export", str(files / "run"), "--out", str(tmp_path / "exported")]) == 0
-        capsys.readouterr()
-    words = words.replace("RUN", str(files / "run")).replace("EXPORTED", str(tmp_path / "exported"))
-    assert why in refused(["export", *words.split(), "--out", str(tmp_path / "out")], capsys)
-    assert not (tmp_path / "out").exists()
+    assert why in refused(["export", str(files / "run"), *words.split(), "--out", "out"], capsys)

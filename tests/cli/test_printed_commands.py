@@ -45,7 +45,6 @@ def place(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             (tmp_path / name / f"{copy}.txt").write_text(f"document {copy}: " + "abc " * 9)
     (tmp_path / "beginning.txt").write_text("document ")
     (tmp_path / "test.jsonl").write_text('{"body": "abc abc abc abc abc abc abc abc"}\n' * 4)
-    (tmp_path / "data.toml").write_text('[data]\npaths = ["notes"]\n')
     (tmp_path / "run.toml").write_text(SMALL)
     (tmp_path / "study.toml").write_text("[base]\n" + SMALL.replace("\n[", "\n[base.") + "[axes]\nseed = [1, 2]\n")
     monkeypatch.chdir(tmp_path)

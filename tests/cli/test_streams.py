@@ -79,11 +79,8 @@ def test_training_goes_on_without_its_output(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count('"StepFinished"') == 2
 
 
-ASCII = ({"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"})
-
-
-@pytest.mark.parametrize("environment", ASCII, ids=["encoding", "locale"])
-def test_characters_that_a_stream_lacks_are_escaped(environment: dict[str, str], tmp_path: Path) -> None:
+def test_characters_that_a_stream_lacks_are_escaped(tmp_path: Path) -> None:
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     code = "import sys; sys.argv[1:] = ['caf\\u00e9']; from diloco.cli import main; sys.exit(main())"
     spoken = "from diloco.cli import make_streams_safe as make; make(); print('caf\\u00e9 \\udcff', input())"
     for source, expected in ((code, (2, b"")), (spoken, (0, b"caf\\xe9 \\udcff \\u6771\n"))):

@@ -173,11 +173,6 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Ask:
     return replace
 
 
-def test_relay_without_a_place_for_its_key(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["relay", "--identity", "/proc/absent/relay.key"]) == 2
-    assert "the private key /proc/absent/relay.key can't be created" in capsys.readouterr().err
-
-
 STATUS = ["status", "--run", "mine", "--join", "/ip4/127.0.0.1/tcp/1/p2p/QmHere"]
 HERE = {"step": 7, "members": [0, 2], "digest": "ab"}
 

@@ -115,7 +115,7 @@ def test_two_replicas_of_two_ranks_are_two_replicas(replicas: Replicas, data: Pa
 def test_a_fully_fine_tuned_model_is_sharded_and_trained_by_muon(tmp_path: Path) -> None:
     """Two ranks learn as one does, and stop and resume with the same bits."""
     base, sums = write_base(tmp_path / "base"), write_sums(tmp_path / "sums.jsonl")
-    words = f"""finetune {base} --full --data {sums} --optimizer.name Muon --learning-rate 3e-3 --replicas 1
+    words = f"""finetune {base} --lora-rank 0 --data {sums} --optimizer.name Muon --learning-rate 3e-3 --replicas 1
         --steps 12 --inner-steps 4 --batch-size 2 --sequence-length 48 --evaluation.every-steps 0
         --evaluation.sequences 8 --checkpoint.every-steps 0 --device cpu"""
     assert main([*words.split(), "--out", str(tmp_path / "alone"), "--monitor.console", "quiet"]) == 0

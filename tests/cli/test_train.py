@@ -107,10 +107,6 @@ def test_a_run_that_never_began_leaves_no_folder(
     wrong = [*arguments[:3], str(tmp_path / "absent"), *arguments[4:]]
     assert "absent does not exist" in refused(wrong, capsys)
     assert not out.exists()
-    (tmp_path / "empty.txt").touch()
-    empty = [*arguments[:3], str(tmp_path / "empty.txt"), *arguments[4:]]
-    assert "empty.txt holds no text" in refused(empty, capsys)
-    assert not out.exists()
     assert "torch.optim" in refused([*arguments, "--optimizer.name", "AdamZ"], capsys)
     assert not out.exists()
     assert main(arguments) == 0
@@ -136,10 +132,6 @@ def test_a_folder_that_can_not_be_made_is_a_sentence(
     in_the_way = files / "text.jsonl" / "run"
     message = refused(train(files, "--out", str(in_the_way)), capsys)
     assert message == f"diloco: {in_the_way} can't be written: Not a directory. Nothing was started."
-    if Path("/proc/self").exists():  # even root can't create folders there
-        assert "/proc/run can't be written: " in refused(train(files, "--out", "/proc/run"), capsys)
-    rank = ["--transport", "tcp", "--replica", "1", "--join", "127.0.0.1:1", "--out", str(in_the_way)]
-    assert "can't be written: Not a directory" in refused(train(files, *rank), capsys)
     (tmp_path / "runs").touch()
     monkeypatch.chdir(tmp_path)
     assert "can't be created: File exists. Choose another --out" in refused(train(files), capsys)

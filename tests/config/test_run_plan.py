@@ -86,41 +86,18 @@ def test_a_resumed_run_names_what_its_folder_does_not_keep() -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        "--join",
-        "--join=",
-        "--data '' a",
-        "--run ''",
-        "--join a --run b --join",
-    ],
-)
-def test_an_empty_value_is_refused(words: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"not empty|--join needs a value"):
-        parse_arguments(shlex.split(words))
-
-
-@pytest.mark.parametrize(
-    ("flag", "near"),
-    [
-        ("--warmup-steps", "--optimizer.warmup-steps"),
-        ("--train.step", "--train.steps"),
-        ("--no-compres", "--network.no-compress"),
-    ],
-)
-def test_a_wrong_flag_is_told_the_nearest(flag: str, near: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"there is no flag {flag}; did you mean {near}"):
-        parse_arguments([flag, "3"])
-
-
-@pytest.mark.parametrize(
     ("words", "said"),
     [
         ("--optimizer.arguments..a 3", "there is no flag --optimizer.arguments..a"),
+        ("--warmup-steps 3", "there is no flag --warmup-steps; did you mean --optimizer.warmup-steps"),
+        ("--no-compres", "there is no flag --no-compres; did you mean --network.no-compress"),
+        ("--compile=False", "takes no value, got False. Use --compile or --no-compile"),
+        ("--compile no", "takes no value, got no. Use --compile or --no-compile"),
+        ("--join a --run b --join", "--join needs a value"),
+        ("--data '' a", "expected a value that is not empty"),
+        ("--join=", "expected a value that is not empty"),
         ("--optimizer.arguments.betas [0.8,0.9", "[0.8,0.9 is not valid TOML"),
-        ("--optimizer.arguments.x {a=1", "{a=1 is not valid TOML"),
         ("--optimizer.arguments $'{a=1}\nb=2'", "is not valid TOML"),
-        ("--tyro-print-completion", "there is no flag --tyro-print-completion"),
         ("-- --help x", "too many arguments: x"),
     ],
 )
@@ -136,12 +113,6 @@ def test_an_entry_of_a_table_is_a_value_of_toml_or_a_text() -> None:
     values = compose(parse_arguments(flags)).optimizer.arguments
     entries = [values[f"x{number}"] for number in range(len(words))]
     assert entries == ["1979-05-27", "x y", (1, "a b"), {"a": 1}, True, 1000.0, "[INST]", -1, "1\nb = 2"]
-
-
-@pytest.mark.parametrize("words", ["--compile=False", "--compile=x", "--compile no", "--compile True"])
-def test_a_switch_with_a_value_is_refused(words: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"takes no value, .* Use --compile or --no-compile"):
-        parse_arguments(words.split())
 
 
 @pytest.mark.parametrize("value", ["none", "None", "NONE"])

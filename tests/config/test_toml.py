@@ -20,7 +20,6 @@ WRONG_FILES = [
     ("[sync]\ninner-steps = 5", ["'sync.inner-steps'", "did you mean 'sync.inner_steps'?"]),
     ("[checkpoint]\ncolour = 1", ["'checkpoint.colour'", "unknown key"]),
     ("[train]\nsteps = 5.0", ["train.steps = 5.0", "Expected int, got"]),
-    ("[train]\nsteps = true", ["train.steps = true", "Expected int, got"]),
     ("[train]\ninit_from = 3", ["train.init_from = 3", "path in quotes"]),
     ('[data]\npaths = "a.txt"', ["data.paths", "Expected array, got str"]),
     ("[network]\nsilence = 15", ["network.silence = 15 is not valid", "expected a number with us, ms, s,"]),
@@ -32,7 +31,6 @@ WRONG_FILES = [
     ("[optimizer.arguments]\nwhen = 2020-01-01", ["optimizer.arguments", "a number, a string, a list or a table"]),
     ('[train]\ninit_from = "a\\u0000b"', ["train.init_from", "without null characters"]),
     ("steps = " + "[" * 3000, ["run.toml", "not valid TOML"]),
-    ("steps = " + "9" * 5000, ["run.toml", "not valid TOML"]),
     ('preset = "tinny"', ["there is no preset 'tinny'", "did you mean 'tiny'?"]),
     ("[train]\nsteps = 0", ["train.steps must be a whole number of at least 1, got 0"]),
     ("[monitor]\nprometheus = ':0'", ["monitor.prometheus must be PORT or HOST:PORT, got ':0'"]),
@@ -59,9 +57,6 @@ def test_a_byte_order_mark_is_no_part_of_the_settings(tmp_path: Path, ends: str)
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"absent\.toml cannot be read: No such file"):
         load_configuration([str(tmp_path / "absent.toml")])
-    (tmp_path / "binary.toml").write_bytes(b"preset = '\xff'")
-    with pytest.raises(ConfigurationError, match=r"binary\.toml cannot be read: .*byte 0xff in position 10"):
-        load_configuration([str(tmp_path / "binary.toml")])
     (tmp_path / "binary.toml").write_text("preset = 'tiny'", encoding="utf-16")
     with pytest.raises(ConfigurationError, match=r"binary\.toml cannot be read: .* Convert it to UTF-8"):
         load_configuration([str(tmp_path / "binary.toml")])

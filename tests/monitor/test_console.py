@@ -101,8 +101,6 @@ def test_plain_output_of_a_whole_run() -> None:
     stream, clock = io.StringIO(), Clock()
     tell(PlainConsole(stream, clock=clock), clock)
     assert stream.getvalue() == PLAIN
-    tell(PlainConsole(stream, clock=clock, verbose=True), clock, until=0)
-    assert "  codec   fp4\n" in stream.getvalue(), "a detail"
 
 
 def test_json_lines_have_time_level_and_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,15 +172,6 @@ def test_the_live_display_half_way() -> None:
     kept = stream.getvalue()
     for words in ("round void: " + REASON, "checkpoint runs/heron/step-8", "perplexity 12.18", "  rounds  2 fragments"):
         assert kept.count(words) == 1
-
-
-def test_the_summary_and_the_sample_follow_the_last_picture() -> None:
-    stream, clock, sink = terminal()
-    tell(sink, clock)
-    end = stream.getvalue()[stream.getvalue().rindex("tokens/s") :]
-    assert end.index("(final)") < end.index("\nsample") < end.index("\nfinished\n")
-    assert "  def [bold]f[/bold](x):\n" in end
-    assert "return \\x1b[31mx\\r" in end
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, 1e9])

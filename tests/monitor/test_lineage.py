@@ -83,12 +83,8 @@ def test_replicas_that_say_different_things_are_named(run: Path) -> None:
     "change",
     [
         {"weight": float("nan")},
-        {"weight": -1.0},
-        {"total_weight": float("inf")},
         {"total_weight": 0.0},
         {"contributors": ([1], 0)},
-        {"view": "1"},
-        {"fragment": None},
     ],
     ids=str,
 )
@@ -107,16 +103,6 @@ def test_a_run_that_goes_on_without_its_key_begins_a_file(run: Path) -> None:
     assert "of 4 rounds" in table
     (before,) = run.glob("lineage-*.jsonl")
     assert before.read_bytes().count(b"\n") == 4
-
-
-def test_a_start_leaves_what_is_there_on_disk(run: Path) -> None:
-    """It is lost otherwise if the process is killed before its first round, or if the disk is full."""
-    path = run / "lineage.jsonl"
-    before = path.read_bytes()
-    path.write_bytes(before + b'{"entry": {"vi')
-    sink = make_sinks(MonitorSettings(console="quiet", sinks=("lineage",)), run, is_terminal=False)
-    assert path.read_bytes() == before
-    sink.close()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no FIFO")
@@ -138,3 +124,13 @@ def test_a_run_is_verified_by_the_command(tmp_path: Path, capsys: pytest.Capture
     assert all(line["digest"] for line in lines[1:])
     assert main(["status", str(tmp_path), "--verify"]) == 1
     assert "has no lineage.jsonl" in capsys.readouterr().err
+
+
+def test_a_start_leaves_what_is_there_on_disk(run: Path) -> None:
+    """It is lost otherwise if the process is killed before its first round, or if the disk is full."""
+    path = run / "lineage.jsonl"
+    before = path.read_bytes()
+    path.write_bytes(before + b'{"entry": {"vi')
+    sink = make_sinks(MonitorSettings(console="quiet", sinks=("lineage",)), run, is_terminal=False)
+    assert path.read_bytes() == before
+    sink.close()

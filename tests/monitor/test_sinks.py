@@ -75,7 +75,6 @@ def test_closed_streams_end_their_output_and_not_the_run(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("settings", "is_terminal", "names"),
     [
-        ({}, True, ("metrics.jsonl", "the progress display")),
         ({}, False, ("metrics.jsonl", "the plain output")),
         ({"console": "live"}, True, ("metrics.jsonl", "the progress display")),
         ({"console": "plain", "sinks": ("tensorboard",)}, True, ("tensorboard", "metrics.jsonl", "the plain output")),
@@ -97,7 +96,6 @@ def test_the_sinks_that_settings_ask_for(
     [
         ({"console": "live"}, "needs a terminal"),
         ({"sinks": ("tensorbord",)}, "did you mean 'tensorboard'"),
-        ({"sinks": ("my_sinks:Stops",)}, "no function or class 'Stops'"),
         ({"sinks": ("my_sinks:number",)}, "no function or class 'number'"),
     ],
 )

@@ -132,18 +132,6 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_command(
     assert not (tmp_path / "run").exists()
 
 
-def test_wandb_without_a_key_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    with pytest.raises(ConfigurationError, match=r"needs an API key: run `wandb login`, or set WANDB_API_KEY or"):
-        tracker("wandb", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_run_trains_where_no_tracker_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("wandb", "tensorboard", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, name, None)

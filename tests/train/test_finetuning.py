@@ -144,7 +144,6 @@ def test_all_tokens_that_count_weigh_the_same_in_a_batch(base: Path, accumulatio
 
 REFUSED: tuple[tuple[list[str], str], ...] = (
     (["llama"], "diloco finetune needs a model and conversations"),
-    (["llama", "--data", "a.jsonl", "--full", "--lora-rank", "8"], "--full can't be combined with --lora-rank"),
     (["llama", "--data", "a.jsonl", "--epochs", "1", "--steps", "5"], "--epochs can't be combined with --steps"),
 )
 

@@ -1,7 +1,5 @@
 """The interface of a method to measure."""
 
-from __future__ import annotations
-
 import abc
 import time
 from collections.abc import Mapping, Sequence
@@ -14,8 +12,6 @@ from torch import Tensor
 
 from benchmarks.wan.plan import ROUND_VALUES, Job
 from benchmarks.wan.work import InnerLoop, Layers, digest
-
-__all__ = ["Program", "Rounds", "ring_bytes"]
 
 REPEATS, PAUSE_S = 4, 1.5
 GLOO_PORT = 29500
@@ -31,10 +27,7 @@ class Program(abc.ABC):
         transfers_s: for each synchronisation, the time from submitting to having the average, if the method reports it.
         payload_bytes: the payload sent by this replica so far, without framing, votes and heartbeats.
         failures: the number of synchronisations that failed or were abandoned.
-        in_flight: whether a payload of this replica is in flight.
     """
-
-    in_flight = False
 
     def __init__(self, job: Job, replica: int) -> None:
         self.job = job

@@ -1,7 +1,5 @@
 """torch's DistributedDataParallel on gloo: an all-reduce of all float32 gradients at every step."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,8 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.wan.methods import base
 from benchmarks.wan.plan import Job
 from benchmarks.wan.work import digest
-
-__all__ = ["Program"]
 
 
 class Program(base.Program):

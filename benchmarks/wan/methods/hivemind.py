@@ -4,8 +4,6 @@ Matchmaking starts before the average is due, so that it costs no time if it suc
 average is due. The outer step is torch's SGD with Nesterov momentum, on every replica.
 """
 
-from __future__ import annotations
-
 import importlib
 import time
 from collections.abc import Mapping, Sequence
@@ -16,8 +14,6 @@ import torch
 from benchmarks.wan.methods import base
 from benchmarks.wan.plan import Job
 from benchmarks.wan.work import digest
-
-__all__ = ["Program"]
 
 MATCHMAKING_S = 5.0
 """How long before an average is due the matchmaking for it starts; hivemind's default."""

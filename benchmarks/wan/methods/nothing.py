@@ -1,10 +1,6 @@
 """No communication: the baseline of all other methods."""
 
-from __future__ import annotations
-
 from benchmarks.wan.methods import base
-
-__all__ = ["Program"]
 
 
 class Program(base.Program):

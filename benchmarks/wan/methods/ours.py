@@ -1,7 +1,5 @@
 """This package: DiLoCo and Streaming DiLoCo over its own transports."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,8 +10,6 @@ from benchmarks.wan.plan import Job
 from benchmarks.wan.work import digest
 from diloco import DiLoCo, SyncSchedule
 from diloco.transport import PeerTransport
-
-__all__ = ["Program"]
 
 
 class Program(base.Program):
@@ -60,10 +56,6 @@ class Program(base.Program):
             self._blocked_s = 0.0
             if isinstance(self.transport, PeerTransport) and self.transport.last_transfer is not None:
                 self.transfers_s.append(self.transport.last_transfer[1])
-
-    @property
-    def in_flight(self) -> bool:  # type: ignore[override] # depends on the rounds in flight
-        return bool(self.diloco.in_flight)
 
     def digest(self) -> str:
         return digest(self.diloco.named_global_params().values())

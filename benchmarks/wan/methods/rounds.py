@@ -1,7 +1,5 @@
 """Only rounds, of several sizes in turn, each after a pause, to time them: those of this package."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,8 +9,6 @@ from benchmarks.wan.connector import Connector
 from benchmarks.wan.methods import base
 from benchmarks.wan.plan import Job
 from diloco.algorithm import Contribution, MeanEncoding, RoundId, make_codec
-
-__all__ = ["Program"]
 
 
 class Program(base.Rounds):

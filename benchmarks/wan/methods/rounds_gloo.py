@@ -1,7 +1,5 @@
 """Only rounds: torch's all-reduce of one flat tensor over gloo, unencrypted and with a coordinator."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,8 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.wan.methods import base
-
-__all__ = ["Program"]
 
 
 class Program(base.Rounds):

@@ -1,7 +1,5 @@
 """Only rounds: Hivemind's DecentralizedAverager. Matchmaking takes place before a round and is not timed."""
 
-from __future__ import annotations
-
 import importlib
 import time
 from collections.abc import Mapping, Sequence
@@ -11,8 +9,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.wan.methods import base
-
-__all__ = ["Program"]
 
 
 class Program(base.Rounds):

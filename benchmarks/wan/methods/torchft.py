@@ -1,7 +1,5 @@
 """torchft's DiLoCo: a lighthouse and a manager per replica, gloo between them, one all-reduce per tensor."""
 
-from __future__ import annotations
-
 import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +13,6 @@ from torch import nn
 from benchmarks.wan.methods import base
 from benchmarks.wan.plan import Job
 from benchmarks.wan.work import digest
-
-__all__ = ["Program"]
 
 LIGHTHOUSE_PORT = 29510
 STORE_PORT = 29511
@@ -90,10 +86,6 @@ class Program(base.Program):
     def step(self, step: int) -> None:
         self.loop.compute()
         self.loop.update(step)  # torchft acts in a hook of the optimizer
-
-    @property
-    def in_flight(self) -> bool:  # type: ignore[override] # depends on the all-reduces in flight
-        return any(fragment._allreduce_work for fragment in self.diloco._fragments)
 
     def digest(self) -> str:
         fragments = self.diloco._fragments

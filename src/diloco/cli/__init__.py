@@ -1,7 +1,5 @@
 """The command `diloco`. Each subcommand is a module of this package that is imported when it is called."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import os

@@ -237,7 +237,7 @@ class WatchOptions(SwarmOptions):
     out: Path | None = None
     """Write the page to this self-contained file and exit."""
     host: str = "127.0.0.1"
-    """Address to listen at. The printed address holds a token, which opens the page in one browser."""
+    """Address to listen at. The printed address holds a token, without which nothing is shown."""
     port: int | None = None
     """Port to listen at. Default: 8500, or the next free one."""
     every: Duration = 2.0
@@ -283,17 +283,14 @@ def run_watch(arguments: Sequence[str]) -> int:
         print(f"diloco: wrote {options.out}, a self-contained page for any browser")
         return 0
     with _listening(options.host, options.port) as server, contextlib.suppress(KeyboardInterrupt):
-        seen = "the first browser that opens it sees losses, settings, samples, peers and paths, but can change nothing"
-        seen = "from this machine only" if server.is_local else f"{seen}; the connection is not encrypted"
-        print(f"diloco: watch at {_address(server)} ({seen}; Ctrl-C stops)", flush=True)
+        seen = "who has it sees losses, settings, samples, peers and paths, but can change nothing; it is not encrypted"
+        seen = "from this machine only" if server.is_local else seen
+        host = f"[{server.host}]" if ":" in server.host else server.host
+        host = socket.gethostname() if server.host in ("0.0.0.0", "::") else host
+        at = f"http://{host}:{server.port}/?token={server.token}"
+        print(f"diloco: watch at {at} ({seen}; Ctrl-C stops)", flush=True)
         asyncio.run(follow(server))
     return 0
-
-
-def _address(server: PageServer) -> str:
-    host = server.host
-    at = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    return f"http://{at}:{server.port}/?token={server.token}"
 
 
 def _listening(host: str, port: int | None) -> PageServer:
@@ -303,7 +300,7 @@ def _listening(host: str, port: int | None) -> PageServer:
     ports = [*range(8500, 8520), 0] if port is None else [port]
     for each in ports:
         try:
-            return PageServer(host, each, lambda it: print(f"diloco: for another browser: {_address(it)}", flush=True))
+            return PageServer(host, each)
         except (OSError, OverflowError) as error:
             failure = error
     raise ConfigurationError(f"can't listen at {host}:{ports[0]} ({failure}). Choose another --port or --host.")

@@ -1,7 +1,5 @@
 """``diloco sweep``: run a study, which is a set of runs that differ in some settings."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Sequence

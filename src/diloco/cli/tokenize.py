@@ -1,7 +1,5 @@
 """``diloco tokenize``: turn text into a folder of packed tokens, which training maps into memory."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,41 +8,31 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from diloco.config import build, flatten, parse_flags, read_toml, to_toml
+from diloco.config import parse_options
 from diloco.data import DataSettings
-from diloco.errors import ConfigurationError
 from diloco.units import format_bytes
 from diloco.waiting import waiting_for
 
-DESCRIPTION = """Turn text into a folder of packed tokens, for `diloco train --data FOLDER`.
-
-Examples:
-  diloco tokenize --data books/ --out books-tokens
-  diloco tokenize --data hf:allenai/c4/en --tokenizer hf:gpt2 --out c4-tokens
-  diloco tokenize data.toml --out tokens     a [data] table, as for `diloco train`
-
-Documents are read one at a time, so the text may be larger than memory."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizeSettings:
-    """The settings of `diloco tokenize`."""
+class TokenizeOptions:
+    """Turn text into a folder of packed tokens, for `diloco train --data FOLDER`.
 
-    out: Annotated[Path | None, arg(aliases=["-o"])] = None
+    Documents are read one at a time, so the text may be larger than memory.
+
+    Examples:
+      diloco tokenize --data books/ --out books-tokens
+      diloco tokenize --data hf:allenai/c4/en --tokenizer hf:gpt2 --out c4-tokens
+    """
+
+    out: Annotated[Path, arg(aliases=["-o"])]
     """Folder to create."""
     data: DataSettings = field(default_factory=DataSettings)
 
 
 def run_tokenize(arguments: Sequence[str]) -> int:
     """Tokenise the text and print a summary."""
-    line = parse_flags(TokenizeSettings, "tokenize", DESCRIPTION, arguments, shown=flatten(TokenizeSettings()))
-    from_file = {} if line.file is None else read_toml(line.file, TokenizeSettings)
-    settings = build(TokenizeSettings, from_file | line.values)
-    if line.print_config:
-        print(to_toml(settings))
-        return 0
-    if settings.out is None:
-        raise ConfigurationError("--out FOLDER is required: it is where the tokens are written.")
+    settings: TokenizeOptions = parse_options(TokenizeOptions, "tokenize", arguments)
 
     from diloco.data import tokenize
 

@@ -129,21 +129,21 @@ def with_torchrun(line: CommandLine) -> CommandLine:
 
 FINETUNE_DESCRIPTION = """Fine-tune a transformers model on conversations, with DiLoCo between replicas.
 
-By default only adapters (LoRA, --lora-rank) are trained and exchanged; --full trains
-all weights. --help-all shows all flags, which are those of `diloco train`, with the defaults of this command.
+By default only adapters (LoRA) are trained and exchanged; --lora-rank 0 trains all
+weights. --help-all shows all flags, which are those of `diloco train`, with the defaults of this command.
 
 Examples:
   diloco finetune llama --data chat.jsonl              on this machine alone
   diloco finetune llama --data chat.jsonl --transport swarm --run mine
                                                        with others; prints how to join
-  diloco finetune llama --data chat.jsonl --full       all weights
+  diloco finetune llama --data chat.jsonl --lora-rank 0  all weights
   diloco finetune --resume runs/mine                   continue a stopped run
 
 `diloco generate RUN --chat` chats with the model, `diloco export RUN --out PATH --merge`
 writes it as a whole model, and with `--to adapter` an adapter for peft."""
 
 COMMON = (
-    *("data.paths", "epochs", "full", "model.lora_rank", "model.quantization", "optimizer.learning_rate"),
+    *("data.paths", "epochs", "model.lora_rank", "model.quantization", "optimizer.learning_rate"),
     *("train.steps", "train.batch_size", "train.sequence_length", "train.precision", "data.format"),
     *("network.replicas", "network.transport", "network.run", "network.join", "out", "checkpoint.resume"),
 )
@@ -152,7 +152,7 @@ COMMON = (
 SHOWN = {
     "preset": None,
     "data.tokenizer": "that of the model",
-    "optimizer.learning_rate": "0.0002, or 2e-05 with --full",
+    "optimizer.learning_rate": "0.0002, or 2e-05 with --lora-rank 0",
     "train.steps": "from --epochs and the data",
     "sync.inner_steps": "a tenth of the steps, at most 20",
     "sync.outer": "nesterov, or sgd with fewer than 50 rounds",
@@ -162,12 +162,10 @@ SHOWN = {
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneSettings(Configuration):
-    """The settings of a run, its model, and two options from which some of its settings are derived."""
+    """The settings of a run, its model, and from what its number of steps is derived."""
 
     folder: Annotated[Positional[Path | None], arg(metavar="MODEL")] = None
     """Folder of a transformers model."""
-    full: bool = False
-    """Train all weights instead of adapters (--lora-rank 0)."""
     epochs: float = 3.0
     """Number of passes over all conversations. Use this or --steps."""
 
@@ -178,16 +176,12 @@ def run_finetune(arguments: Sequence[str]) -> int:
     line = parse_flags(FinetuneSettings, "finetune", FINETUNE_DESCRIPTION, arguments, shown=shown, common=COMMON)
     line, typed = with_beginning(line), ["finetune", *arguments]
     values = dict(line.values)
-    folder = values.pop("folder", None)
-    full, epochs, resumes = values.pop("full", False), values.pop("epochs", None), "checkpoint.resume" in values
-    for flag, others, both in (
-        ("--full", "--lora-rank", full and "model.lora_rank" in values),
-        ("--epochs", "--steps", epochs is not None and "train.steps" in values),
-        ("--resume", "a model, --full or --epochs", resumes and (folder or full or epochs is not None)),
-    ):
-        if both:
-            raise ConfigurationError(f"{flag} can't be combined with {others}. Leave one of them out.")
-    if resumes:
+    folder, epochs = values.pop("folder", None), values.pop("epochs", None)
+    if epochs is not None and "train.steps" in values:
+        raise ConfigurationError("--epochs can't be combined with --steps. Leave one of them out.")
+    if "checkpoint.resume" in values:
+        if folder or epochs is not None:
+            raise ConfigurationError("--resume can't be combined with a model or --epochs. Leave one of them out.")
         return run_line(line, typed)
     epochs = FinetuneSettings.epochs if epochs is None else epochs
     check_number("--epochs", epochs, gt=0, lt=1_000_000)
@@ -202,7 +196,6 @@ def run_finetune(arguments: Sequence[str]) -> int:
             "as --model hf:NAME --tokenizer hf:NAME instead."
         )
     values = {"preset": "finetune"} | ({} if folder is None else {"model.source": f"hf:{folder}"}) | values
-    values |= {"model.lora_rank": 0} if full else {}
     line = with_torchrun(dataclasses.replace(line, file=None, values=values))
     if "train.steps" not in values:
         from diloco.data import build_corpus

@@ -1,7 +1,5 @@
 """The configuration of `diloco train`, composed from a preset, a TOML file and the command line."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,9 +49,8 @@ class Configuration(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # The dataclass is frozen, so object.__setattr__ replaces an alias by the listed name.
         if self.preset != FINETUNE:
-            object.__setattr__(self, "preset", get_preset(self.preset).name)
+            get_preset(self.preset)  # which refuses an unknown one
 
 
 def parse_arguments(arguments: Sequence[str]) -> CommandLine:
@@ -126,7 +123,6 @@ def preset_values(name: str, asked: Mapping[str, Any] = {}) -> Values:
         ConfigurationError: for an unknown name.
     """
     preset = None if name == FINETUNE else get_preset(name)
-    name = name if preset is None else preset.name
     tables = read_tables(Path(__file__).with_name("presets.toml"))
     values: Values = {"preset": name} | typed_values(tables[name], RunSettings, name)
     if preset is None:

@@ -4,8 +4,6 @@ Words are collected by flag here and converted as values of a TOML file are. A w
 unless it is a number; ``=`` gives any word as a value. tyro prints the help.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import itertools
@@ -20,7 +18,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict, get_args, ge
 
 import msgspec
 import tyro
-from tyro.conf import Positional, Suppress, UseCounterAction, arg
+from tyro.conf import Positional, UseCounterAction, arg
 
 from diloco.algorithm import check_ranges
 from diloco.config.keys import (
@@ -58,8 +56,8 @@ class CommandLine:
     """As --resume, or else begin (with this mirror)."""
     help_all: bool = False
     """Show all settings."""
-    values: Suppress[Values] = field(default_factory=dict)  # the keys that were set by flags
-    defaults: Suppress[Values] = field(default_factory=dict)  # keys below the file, as for a start by ``torchrun``
+    values: Values = field(default_factory=dict)  # the keys that were set by flags
+    defaults: Values = field(default_factory=dict)  # keys below the file, as for a start by ``torchrun``
 
 
 def parse_flags(
@@ -69,7 +67,7 @@ def parse_flags(
     arguments: Sequence[str],
     *,
     shown: Mapping[str, Any],
-    common: Collection[str] | None = None,
+    common: Collection[str] = (),
 ) -> CommandLine:
     """Parse a command line that has a flag for every key of ``settings_type``, and a TOML file or its own place.
 
@@ -77,16 +75,15 @@ def parse_flags(
 
     Args:
         shown: the values that the help shows as defaults.
-        common: the keys that --help shows, in this order; --help-all shows all. None: those whose flag has no section.
+        common: the keys that --help shows, in this order; by default, those whose flag has no section.
 
     Raises:
         ConfigurationError: as in `parse_options`.
         SystemExit: with code 0, for --help and --help-all.
     """
-    trains = command in ("train", "finetune")
     known = keys_of(settings_type)
     places = [name for name, key in known.items() if key.is_positional]
-    unfit = {*([] if trains else ["resume_or_start"]), *(["file"] if places else [])}
+    unfit = {"values", "defaults", "resume_or_start" if command == "plan" else "", "file" if places else ""}
     own = {name: key for name, key in keys_of(CommandLine).items() if name not in unfit}
     if asked := _help_asked(arguments):
         everything = asked == {"--help-all"}

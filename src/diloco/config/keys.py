@@ -5,8 +5,6 @@ Settings are nested dataclasses (``RunSettings.train.steps``). A key is the path
 merged as dictionaries. Only the result becomes a dataclass, so that the checks of the settings see only final values.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
-from tyro.conf import Positional, Suppress
+from tyro.conf import Positional
 
 from diloco.errors import ConfigurationError
 from diloco.units import DURATION, RATE, Duration, Rate, parse, visible
@@ -29,7 +27,7 @@ from diloco.units import DURATION, RATE, Duration, Rate, parse, visible
 Values = dict[str, Any]
 T = TypeVar("T")
 
-POSITIONAL, _HIDDEN = (get_args(mark[int])[1] for mark in (Positional, Suppress))
+POSITIONAL = get_args(Positional[int])[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +85,6 @@ def _keys(settings_type: Any) -> dict[str, Key]:
     for field in dataclasses.fields(settings_type):
         hint: Any = hints[field.name]
         annotation, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        if _HIDDEN in marks:
-            continue
         if dataclasses.is_dataclass(annotation):
             keys = {f"{field.name}.{name}": key for name, key in keys_of(annotation).items()}
             nested |= {name: dataclasses.replace(key, name=name) for name, key in keys.items()}

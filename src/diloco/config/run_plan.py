@@ -3,8 +3,6 @@
 The commands are made from the resolved settings and not from what was typed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import operator

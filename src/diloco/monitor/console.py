@@ -1,7 +1,5 @@
 """The output of a run for people: a live progress display on a terminal, or plain lines."""
 
-from __future__ import annotations
-
 import math
 import shlex
 import sys
@@ -42,12 +40,12 @@ _STYLES = {
 
 
 class _Console:
-    """What both consoles print: the facts of a run (if verbose, all), notable events, samples and the summary."""
+    """What both consoles print: the facts of a run, notable events, samples and the summary."""
 
     encoding = "utf-8"
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic, verbose: bool = False) -> None:
-        self._clock, self._progress = clock, RunProgress(verbose=verbose)
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._progress = clock, RunProgress()
 
     def _print(self, text: str, style: str = "") -> None:
         raise NotImplementedError
@@ -59,8 +57,7 @@ class _Console:
         match event:
             case events.RunStarted():
                 self._print(_title(event), "bold")
-                details = {"resumed from": event.resumed_from or "", **event.details} if progress.verbose else {}
-                self._table({**event.facts, **{name: words for name, words in details.items() if words}})
+                self._table(event.facts)
             case events.SampleGenerated():
                 at = "" if event.final else f" at step {event.step:,}"
                 self._print(f"\nsample{at}, prompt {event.prompt!r}", "bold")
@@ -144,8 +141,8 @@ class JsonConsole:
     Every tenth step has a line, and each event of which a console tells; ``process`` is the name of this process.
     """
 
-    def __init__(self, process: str, *, verbose: bool = False) -> None:
-        self._process, self._progress = process, RunProgress(verbose=verbose)
+    def __init__(self, process: str) -> None:
+        self._process, self._progress = process, RunProgress()
 
     def handle(self, event: events.Event) -> None:
         """Write the line for ``event``, if there is one."""
@@ -167,10 +164,7 @@ class JsonConsole:
             case events.ViewChanged() if event.lost:
                 level = "warning"
         if line:
-            record = events.json_ready(events.to_record(event))
-            if not self._progress.verbose:
-                record.pop("details", None)
-            say(line, level, process=self._process, **record)
+            say(line, level, process=self._process, **events.json_ready(events.to_record(event)))
 
     def close(self) -> None:
         """Do nothing: every line has been flushed."""

@@ -4,8 +4,6 @@ An entry has the digest of the line before, so that none can be left out or inse
 of all signatures. A start supersedes the rounds after its step. A round has what its replica saw and gave.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The current state of a run, gathered from its events, and the line that an event deserves. Nothing here does I/O."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics
@@ -21,13 +19,9 @@ class RunProgress:
 
     A round counts once, however many replicas report it: as committed as soon as one replica reports that it applied
     the round, and as void as soon as one reports that the round was void.
-
-    Args:
-        verbose: whether details deserve a line, too.
     """
 
-    def __init__(self, *, verbose: bool = False) -> None:
-        self.verbose = verbose
+    def __init__(self) -> None:
         self.names: Mapping[str, str] = {}  # the names of replicas that have one, by number
         self.step = self.total_steps = 0  # inner steps finished, and to train
         self.last: events.StepFinished | None = None  # the last finished step
@@ -87,13 +81,12 @@ class RunProgress:
                 reason, is_new = event.reason.replace(name, ""), self._is_new(event)
                 self.void += is_new
                 # a change of the members has a line of its own
-                told = not self.verbose and re.search(r"; [^;]* continues?\.?$", reason)
-                if is_new and reason != self._void_reason and not told:
+                if is_new and reason != self._void_reason and not re.search(r"; [^;]* continues?\.?$", reason):
                     self._void_reason = reason
                     return f"round void: {event.reason if name in event.reason else f'{name}: {event.reason}'}"
             case events.ViewChanged():
                 self.names = event.names
-                return f"{_change(event)}\n{event.reason}" if self.verbose else _change(event)
+                return _change(event)
             case events.Lost():
                 return f"{event.reason} It is searching for the other replicas."
             case events.Note():

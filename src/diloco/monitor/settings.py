@@ -1,7 +1,5 @@
 """The ``monitor`` section of the settings: what a run prints and writes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -16,8 +14,6 @@ class MonitorSettings:
 
     console: Annotated[Literal["auto", "live", "plain", "json", "quiet"], arg(aliases=["--log"])] = "auto"
     """auto: live (a display) on a terminal, else plain (a row each ten steps); json: lines on stderr."""
-    verbose: Annotated[bool, arg(aliases=["--verbose"])] = False
-    """Also print all facts and whole reasons."""
     prometheus: str | None = None
     """Port at which the run answers /metrics (for Prometheus) and /healthz (for orchestrators), on this machine alone;
     HOST:PORT: on that interface, to everybody who reaches it. Of several processes that one command starts, each takes

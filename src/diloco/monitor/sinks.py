@@ -10,8 +10,6 @@ it writes leaves an incomplete line at the end. Readers skip it, and the next ru
 Trackers are sinks that pass the curves of a run to a program that draws them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -286,11 +284,11 @@ def make_sinks(
     sinks = {text: _make_sink(text, folder, offered) for text in settings.sinks}
     sinks["metrics.jsonl"] = MetricsFile(folder / "metrics.jsonl")
     if kind == "live" or (kind == "auto" and is_terminal):
-        sinks["the progress display"] = LiveConsole(verbose=settings.verbose)
+        sinks["the progress display"] = LiveConsole()
     elif kind == "json":
-        sinks["the log"] = JsonConsole(name or folder.resolve().name, verbose=settings.verbose)
+        sinks["the log"] = JsonConsole(name or folder.resolve().name)
     elif kind != "quiet":
-        sinks["the plain output"] = PlainConsole(verbose=settings.verbose)
+        sinks["the plain output"] = PlainConsole()
     return Sinks(sinks)
 
 

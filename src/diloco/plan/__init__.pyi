@@ -4,7 +4,6 @@ from .prediction import table as table
 from .simulate import ACCURACY as ACCURACY
 from .simulate import IDEAL as IDEAL
 from .simulate import Conditions as Conditions
-from .simulate import CongestionControl as CongestionControl
 from .simulate import Exchange as Exchange
 from .simulate import Parcel as Parcel
 from .simulate import Simulated as Simulated

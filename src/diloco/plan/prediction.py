@@ -1,7 +1,5 @@
 """What a run costs on its links: utilisation, bytes and waiting of its settings, and of others in their place."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Studies: the same run with settings varied along axes, how its runs are executed, and the table of their results."""
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import itertools

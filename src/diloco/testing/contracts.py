@@ -1,7 +1,5 @@
 """Tests of the contracts of codecs, outer optimizers, average rules, merge rules and inner optimizers."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence

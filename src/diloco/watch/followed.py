@@ -3,8 +3,6 @@
 Neither is trusted: a record that does not fit the declaration of its event in `diloco.events` is skipped.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

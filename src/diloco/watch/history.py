@@ -1,7 +1,5 @@
 """The history of a run, gathered from the events of its processes. Nothing here does I/O or reads a clock."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import Counter, deque

@@ -3,8 +3,6 @@
 A new alert is a function that yields `Alert`, and its line in `_ALERTS`.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

@@ -13,7 +13,6 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from importlib.resources import files
 from pathlib import Path
@@ -155,54 +154,34 @@ class LocalHandler(BaseHTTPRequestHandler):
 
 
 class PageServer(LocalServer):
-    """Serves the page within a ``with`` block.
+    """Serves the page within a ``with`` block to browsers that know its token, which they then have as a cookie."""
 
-    Args:
-        host: the address to listen at, and ``port`` its port; see `LocalServer`.
-        on_used: called when a token has been used, and another one is needed for the next visitor.
-    """
-
-    def __init__(self, host: str, port: int, on_used: Callable[[PageServer], None] = lambda server: None) -> None:
+    def __init__(self, host: str, port: int) -> None:
         super().__init__(host, port, _Handler)
         self.token = secrets.token_urlsafe(16)
-        """The token of the next visitor, which counts once: it is exchanged for a cookie."""
-        # the name of the cookie has the port, since browsers send cookies to all ports
-        self.cookie = f"diloco-watch-{self.port}", secrets.token_urlsafe(16)
         self.content: dict[str, tuple[str, bytes, str]] = {}  # path -> type, compressed content, and its entity tag
         self.show(export_page(b"").encode(), "/", "text/html; charset=utf-8")
         self.show(b"{}")
-        self._on_used, self._lock = on_used, threading.Lock()
 
     def show(self, content: bytes, path: str = "/data.json", kind: str = "application/json") -> None:
         """Replace the content at a path, by default a result of `diloco.watch.page_data`."""
         self.content[path] = kind, gzip.compress(content, 1, mtime=0), f'"{hashlib.sha256(content).hexdigest()}"'
-
-    def use(self, token: str) -> bool:
-        """Return whether a visitor has the right token, which is then replaced."""
-        with self._lock:
-            if not hmac.compare_digest(token.encode(), self.token.encode()):
-                return False
-            self.token = secrets.token_urlsafe(16)
-        self._on_used(self)
-        return True
 
 
 class _Handler(LocalHandler):
     server: PageServer
 
     def answer(self) -> None:
-        server, (path, _, query), (name, secret) = self.server, self.path.partition("?"), self.server.cookie
+        (path, _, query), right = self.path.partition("?"), self.server.token
+        cookie = f"diloco-watch-{self.server.port}"  # browsers send cookies to all ports
         cookies = dict(each.strip().partition("=")[::2] for each in self.headers.get("Cookie", "").split(";"))
         token = parse_qs(query).get("token", [""])[0]
-        if hmac.compare_digest(cookies.get(name, "").encode(), secret.encode()):
-            if token:  # the address was opened again
-                self.send(303, Location="/")
-            else:
-                self._show(path)
-        elif server.use(token):
-            self.send(303, Location="/", Set_Cookie=f"{name}={secret}; HttpOnly; SameSite=Lax; Path=/")
+        if not hmac.compare_digest((token or cookies.get(cookie, "")).encode(), right.encode()):
+            self.send(403, b"This page needs the address that `diloco watch` has printed: /?token=...")
+        elif token:
+            self.send(303, Location="/", Set_Cookie=f"{cookie}={right}; HttpOnly; SameSite=Lax; Path=/")
         else:
-            self.send(403, b"This page needs the address that `diloco watch` printed last: /?token=...")
+            self._show(path)
 
     def _show(self, path: str) -> None:
         kind, content, tag = self.server.content.get(path, ("", b"", ""))
