@@ -187,7 +187,7 @@ def test_nobody_else_says_that_a_member_was_started_again(meet: Meet) -> None:
     fleets = meet(3)
     directory = fleets[2].connected
     identities = dict(fleets[2].transport.connections.identities)
-    directory.election = replace(directory.election, views=LastViews(fleets[2].view, identities=identities))
+    directory.election = replace(directory.election, views=LastViews(fleets[2].transport.view, identities=identities))
     words = "answers in the name of replica 1, which is another one"
     with answering(Looking(Candidate(1, 30))) as liar, pytest.raises(TransportError, match=words):
         fleets[2].transport.connections.call(directory.ask(liar))

@@ -21,18 +21,16 @@ from diloco.transport import (
     Directory,
     Lost,
     PeerStreams,
+    PeerTransport,
     Place,
     ReplicaGroup,
     SwarmPlace,
-    Transport,
     connect,
     enter_swarm,
     parse_address,
     same_port,
 )
 from diloco.waiting import waiting_for
-
-__all__ = ["Held", "PeerFleet"]
 
 _ROUND_MAY_TAKE_S = 4.0  # time for a round in flight to end before a replica of a swarm that is to stop leaves
 
@@ -70,6 +68,7 @@ class PeerFleet(Fleet):
         batch_tokens: in a swarm, tokens per batch.
     """
 
+    transport: PeerTransport
     connected: Directory
     addresses: tuple[str, ...]  # where others can join; loopback addresses come last
 
@@ -85,7 +84,6 @@ class PeerFleet(Fleet):
         batch_size: int = 1,
         batch_tokens: int = 1,
     ) -> None:
-        super().__init__(None)
         self._place, self._rules = place, rules
         self.group = group or ReplicaGroup()
         self._replicas, self._margin, self._batch_size, self._batch_tokens = replicas, margin, batch_size, batch_tokens
@@ -156,25 +154,6 @@ class PeerFleet(Fleet):
         if self._listening is not None:
             self._listening.close()
             self._listening = None
-
-    @property
-    def local(self) -> tuple[int, ...]:
-        return (self.transport.replica,)
-
-    def endpoint(self, replica: int) -> Transport:
-        return self.transport
-
-    @property
-    def view(self) -> View:
-        """The current view."""
-        return self.transport.view
-
-    @property
-    def num_members(self) -> int:
-        return len(self.view.members) if self.elastic else self._replicas
-
-    def leads(self) -> bool:
-        return bool(self.group.share(self.transport.replica == self.view.members[0]))
 
     def failure(self) -> TransportError | None:
         if self.group.size == 1:

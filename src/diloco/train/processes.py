@@ -27,8 +27,6 @@ from diloco.cores import set_thread_share
 from diloco.errors import ConfigurationError
 from diloco.transport import Address, NetworkSettings, parse_address
 
-__all__ = ["LAUNCHED", "Role", "StopAsked", "StopRequest", "launch", "read_torchrun", "role_of", "start_process"]
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LAUNCHED = "DILOCO_LAUNCHED"  # set for a process that `launch` has started
 
@@ -51,19 +49,13 @@ def read_torchrun(environment: Mapping[str, str]) -> TorchRun | None:
     """Return the environment set by ``torchrun``, or None if it did not start this process."""
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
-    try:
-        return TorchRun(
-            int(environment["RANK"]),
-            int(environment["WORLD_SIZE"]),
-            int(environment["LOCAL_RANK"]),
-            Address(environment["MASTER_ADDR"], int(environment["MASTER_PORT"])),
-            environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
-        )
-    except (KeyError, ValueError) as error:
-        raise ConfigurationError(
-            f"The environment set by torchrun is not usable ({error!r}). It must set RANK, WORLD_SIZE, LOCAL_RANK, "
-            "MASTER_ADDR and MASTER_PORT."
-        ) from error
+    return TorchRun(
+        int(environment["RANK"]),
+        int(environment["WORLD_SIZE"]),
+        int(environment["LOCAL_RANK"]),
+        Address(environment["MASTER_ADDR"], int(environment["MASTER_PORT"])),
+        environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+    )
 
 
 @dataclass(frozen=True)
@@ -214,23 +206,17 @@ def start_process(
     """
     environment = {**os.environ, **(variables or {})}
     set_thread_share(environment, processes)
-    try:
-        with shared_lock(lock) as (files, shared):
-            return subprocess.Popen(
-                [sys.executable, "-m", "diloco", *arguments],
-                env=environment | shared,
-                stdin=None if output is None else subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=files,
-                start_new_session=True,
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
-            )
-    except OSError as error:
-        raise ConfigurationError(
-            f"The process of a replica could not be started: {error}. Use fewer --replicas, or allow more processes "
-            "and memory on this machine."
-        ) from error
+    with shared_lock(lock) as (files, shared):
+        return subprocess.Popen(
+            [sys.executable, "-m", "diloco", *arguments],
+            env=environment | shared,
+            stdin=None if output is None else subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=files,
+            start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        )
 
 
 def _end_with_parent() -> None:
