@@ -18,7 +18,8 @@ from diloco.transport import (
     PeerTransport,
     SwarmPlace,
     Transport,
-    enter_swarm,
+    connect,
+    join,
 )
 
 PORT = 29400
@@ -59,7 +60,7 @@ class Connector:
             connected = self._make_peer(known[0]["addresses"])
             transport = connected.transport
             if connected.joining:
-                connected.join(self._job.timeout_s)
+                join(connected, self._job.timeout_s)
         until_s = time.monotonic() + self._job.timeout_s
         while len(transport.view.members) < self._job.num_replicas:
             if time.monotonic() > until_s:
@@ -92,6 +93,6 @@ class Connector:
         )
         limit_s = self._job.timeout_s
         rules = Rules(round_timeout_s=limit_s, rendezvous_timeout_s=limit_s, continue_without_lost=True)
-        connected = enter_swarm(place, rules)
+        connected = connect(place, rules)
         self._open.callback(connected.transport.close)
         return connected

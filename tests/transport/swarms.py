@@ -20,7 +20,8 @@ from diloco.transport import (
     PeerStreams,
     PeerTransport,
     SwarmPlace,
-    enter_swarm,
+    connect,
+    join,
     open_status_client,
 )
 from tests.transport.wires import at_once
@@ -66,7 +67,6 @@ class Swarms:
         hidden: bool = False,
         listen: Sequence[str] = LOOPBACK,
         held_step: int = -1,
-        swarm: str = "",
         held_swarm: str = "",
         join_window_s: float = 0.5,
         **rules: Any,
@@ -79,7 +79,7 @@ class Swarms:
             listen: multiaddresses to listen at.
         """
         status = PeerStatus()
-        status.seen["words"] = f"of peer {number}"
+        status.seen["name"] = f"peer {number}"
         place = SwarmPlace(
             identity=self._keys / f"{number}.key",
             admission=Admission(run, secret, allowed),
@@ -89,12 +89,11 @@ class Swarms:
                 map_ports=False,
             ),
             replica=number,
-            swarm=swarm,
             held_swarm=held_swarm,
             join_window_s=join_window_s,
             status=status,
         )
-        connected = enter_swarm(place, Rules(**(QUICK | rules)), held_step=held_step)
+        connected = connect(place, Rules(**(QUICK | rules)), held_step=held_step)
         self.transports.append(connected.transport)
         return connected
 
@@ -138,7 +137,7 @@ class Swarms:
     def _joined(self, number: int, first: PeerTransport, options: dict[str, Any]) -> PeerTransport:
         connected = self.peer(number, [first], **options)
         assert connected.joining
-        connected.join(LIMIT_S)
+        join(connected, LIMIT_S)
         return connected.transport
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from diloco.membership import BootstrapElection
 from diloco.protocol import Registry, Rules
 from diloco.transport import (
     Address,
@@ -27,10 +26,9 @@ QUICK: dict[str, Any] = {"heartbeat_s": 0.2, "silence_s": 5.0, "round_timeout_s"
 @contextmanager
 def rendezvous(ranks: int | Registry, ranks_per_replica: int = 1, secret: str = "") -> Iterator[Address]:
     """A rendezvous of so many ranks at an address that belongs to none of them."""
-    transport = PeerTransport(rules := Rules(rank=-1), TcpStreams(secret))
+    transport = PeerTransport(Rules(rank=-1), TcpStreams(secret))
     registry = ranks if isinstance(ranks, Registry) else Registry(ranks, ranks_per_replica)
-    election = BootstrapElection(number=-1, alone=True, window_s=0.0, policy=rules.policy)
-    TcpDirectory(transport, registry, election, 0.0, None, gathers=True)
+    TcpDirectory(transport, registry, Address("", 0), gathers=True)
     try:
         yield transport.connections.listen("127.0.0.1", range(1), "127.0.0.1")
     finally:

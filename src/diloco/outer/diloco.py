@@ -399,7 +399,7 @@ class DiLoCo:
         self._on_event(committed)
 
     def _on_event(self, event: Event) -> None:
-        self._reports.pass_on(event, self.transport)
+        self._reports.pass_on(event)
 
     def _note(self, *texts: str) -> None:
         for text in texts:

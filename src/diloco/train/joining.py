@@ -37,7 +37,7 @@ def _join_run(session: Session, fleet: PeerFleet) -> None:
             f"Replica {replica.number} can't join a run of algorithm={session.settings.algorithm!r} that is already "
             "training; only DiLoCo and Streaming DiLoCo can be joined. Restart all replicas."
         )
-    if not fleet.elastic or fleet.connected.step > 0:  # in a swarm they may have no state yet
+    if not fleet.elastic or fleet.directory.step > 0:  # in a swarm they may have no state yet
         _adopt_state(session, replica, fleet)
     _become_member(session, replica, fleet)
 
