@@ -18,7 +18,7 @@ from diloco.errors import TransportError
 from diloco.events import Event, RoundCommitted, RoundVoid
 from diloco.outer import DiLoCo
 from diloco.protocol import Rules
-from diloco.transport import Address, Place, Transport, connect
+from diloco.transport import Address, Place, Transport, connect, join
 from tests.processes import PRELOADED, receive, report
 from tests.replicas import quadratic
 
@@ -172,7 +172,7 @@ def replica(index: int, scenario: Scenario, address: Address) -> None:
         signal.signal(signal.SIGTERM, lambda *_: transport.ask_to_stop())
     if connected.joining:
         diloco.take_over(transport.view.members)
-        diloco.steps = connected.join(LIMIT_S)
+        diloco.steps = join(connected, LIMIT_S)
         report("joined")
     try:
         while scenario.rejoins or number not in scenario.goes_on or diloco.steps < LAST:

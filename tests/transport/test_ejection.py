@@ -22,6 +22,7 @@ from diloco.transport import (
     Order,
     PeerStreams,
     PeerTransport,
+    join,
     load_identity,
     new_secret,
     read_secret,
@@ -86,7 +87,7 @@ def test_the_founder_ejects_a_member_of_a_running_swarm(
     assert (code, "without replica 2, too few of replicas 0, 1, 2 would be left to continue" in words) == (1, True)
 
     joiner = swarms.peer(4, [peers[0]], run=RUN, secret=new, min_replicas=3)
-    joiner.join(LIMIT_S)
+    join(joiner, LIMIT_S)
     members = [*peers[:3], joiner.transport]
     for transport in members:
         wait_for_members(transport, 4)
@@ -184,7 +185,7 @@ def test_only_the_founder_orders_and_only_who_stays_is_told_the_secret(order: Or
     assert "it is for run run" in order.problem("another", order.founder, "QmHonest")
     assert not order.public.problem("run", order.founder, "QmLiar")
     assert order.public.secret == ""
-    founder, newer = load_identity(keys / "0.key"), Admission("run", "passphrase:one of a long time ago")
+    founder, newer = load_identity(keys / "0.key"), Admission("run", new_secret())
     admission = order.applied(newer)
     with pytest.raises(ConfigurationError, match="It can't eject itself"):
         Order.sign(founder, admission, founder.peer_id, new_secret(), order)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from diloco.transport import join
 from tests.processes import Processes, receive, report
 from tests.transport.swarms import LIMIT_S, Swarms, wait_for_members
 
@@ -19,7 +20,7 @@ def member(rank: int, keys: Path, number: int, at: Sequence[str], off_s: float, 
     swarms = Swarms(keys)
     connected = swarms.peer(number, at=at, rendezvous_timeout_s=30.0)
     if connected.joining:
-        connected.join(LIMIT_S)
+        join(connected, LIMIT_S)
     wait_for_members(connected.transport, among)
     report(swarms.addresses_of(connected.transport))
     while (by_s := receive(LIMIT_S)) is not None:

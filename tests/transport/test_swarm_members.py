@@ -24,6 +24,7 @@ from diloco.transport import (
     PeerRecord,
     PeerStreams,
     PeerTransport,
+    join,
     load_identity,
     new_secret,
 )
@@ -54,9 +55,9 @@ def member(lasting: Swarms) -> PeerTransport:
 def test_a_peer_to_which_nobody_can_open_a_connection_is_a_full_member(swarms: Swarms) -> None:
     first = swarms.peer(0).transport
     hidden = swarms.peer(1, [first], hidden=True)
-    hidden.join(LIMIT_S)
+    join(hidden, LIMIT_S)
     third = swarms.peer(2, [first])
-    third.join(LIMIT_S)  # it has to connect to the hidden peer, too
+    join(third, LIMIT_S)  # it has to connect to the hidden peer, too
     transports = [first, hidden.transport, third.transport]
     for transport in transports:
         wait_for_members(transport, 3)
@@ -79,7 +80,7 @@ def test_peers_of_programs_with_one_seed_find_each_other(swarms: Swarms) -> None
         peer = swarms.peer(number, known[:1])
         assert peer.joining == bool(known)
         if peer.joining:
-            peer.join(LIMIT_S)
+            join(peer, LIMIT_S)
         known.append(peer.transport)
     wait_for_members(known[0], 3)
 
@@ -88,7 +89,7 @@ def test_a_key_that_was_copied_to_another_machine_is_named(swarms: Swarms) -> No
     """Before, the two took each other's place without a word."""
     first = swarms.peer(0).transport
     owner = swarms.peer(1, [first])
-    owner.join(LIMIT_S)
+    join(owner, LIMIT_S)
     with pytest.raises(RendezvousError, match=r"still answers\. It has the same key: was identity\.key copied\?"):
         swarms.peer(1, [first])
     assert owner.transport.failure is None
@@ -132,7 +133,7 @@ def test_one_member_that_refuses_for_good_keeps_nobody_out(swarms: Swarms) -> No
     refuses_for_good(members[0])
     connected = swarms.peer(2, members)
     assert connected.joining
-    connected.join(LIMIT_S)
+    join(connected, LIMIT_S)
     wait_for_members(members[1], 3)
 
 

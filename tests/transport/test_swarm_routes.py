@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.transport import Address, PeerStreams, PeerTransport, parse_address
+from diloco.transport import Address, PeerStreams, PeerTransport, join, parse_address
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import nobody_at
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, Swarms, wait_for_members
@@ -21,7 +21,7 @@ def over_libp2p(transports: list[PeerTransport]) -> bool:
 def test_payloads_go_directly_where_one_can_reach_the_other(swarms: Swarms, hidden: bool) -> None:
     one = swarms.peer(0).transport
     connected = swarms.peer(1, [one], hidden=hidden)
-    connected.join(LIMIT_S)
+    join(connected, LIMIT_S)
     both = [one, connected.transport]
     for each in both:
         wait_for_members(each, 2)
