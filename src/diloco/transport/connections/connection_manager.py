@@ -13,7 +13,7 @@ import itertools
 import secrets
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Union
 
 from msgspec import Meta
 
@@ -24,14 +24,11 @@ from diloco.protocol import (
     Entry,
     Excluded,
     GivenUp,
-    Loss,
     Message,
-    Pulse,
     Refused,
     Rules,
     Store,
     WireMessage,
-    silent_ones,
 )
 from diloco.transport.address import Address
 from diloco.transport.connections.control_thread import ControlThread
@@ -107,7 +104,6 @@ class ConnectionManager(ControlThread):
         self._arrivals = ArrivalLimit(MOST_ARRIVALS, ARRIVALS_S)
         self._numbers = itertools.count(1)
         self._watch: asyncio.Task[None] | None = None
-        self.pulse = Pulse(rules)  # detects stalls of this process itself
 
     # From any thread.
 
@@ -162,7 +158,7 @@ class ConnectionManager(ControlThread):
         if other is None or streams.process(other.writer) == streams.process(writer):
             return ""
         is_copy = streams.identity(other.writer) == streams.identity(writer)
-        if not await other.answers(self.rules.heartbeat_s):
+        if not await other.answers(self.machine.roster.heard_s.get(rank, 0.0), self.rules.heartbeat_s):
             return ""
         copied = ". It has the same key: was identity.key copied? Each replica needs its own" if is_copy else ""
         return f"rank {rank} is connected from {other.address}, which still answers{copied}"
@@ -204,18 +200,18 @@ class ConnectionManager(ControlThread):
         if peer := self.peers.pop(rank, None):
             peer.hang_up()
 
-    def drop(self, reasons: Mapping[Peer, str], kind: Literal["cut", "silent"] = "cut") -> None:
+    def drop(self, reasons: Mapping[Peer, str], *, silent: bool = False) -> None:
         """End connections, all of them before the first loss is reported, as others would hear of that one alone."""
         dropped = {peer: why for peer, why in reasons.items() if self.peers.get(peer.rank) is peer}
         for peer in dropped:
-            if kind == "silent":
+            if silent:
                 peer.writer.write(pack(GivenUp()))  # in case the other process only stalled
             else:
                 peer.writer.transport.abort()  # discards what the peer has not read
             self.hang_up(peer.rank)
             self.handle(self.machine.disconnect, peer.rank)
         for peer, why in dropped.items():
-            self.handle(self.machine.lose, peer.rank, Loss(kind, f"the connection to {peer.address} was ended: {why}"))
+            self.handle(self.machine.views.lose, peer.rank, f"the connection to {peer.address} was ended: {why}")
 
     async def listen_at(self, *where: Any) -> Address:
         """Accept connections as `listen` does, from within the control thread."""
@@ -293,9 +289,8 @@ class ConnectionManager(ControlThread):
         self.arrived.set()
 
     def _deliver(self, rank: int, message: Message) -> None:
-        if not isinstance(message, Store):
-            self.handle(self.machine.receive, rank, message)
-        elif receive := self.receivers.get(message.key):
+        self.handle(self.machine.receive, rank, message)
+        if isinstance(message, Store) and (receive := self.receivers.get(message.key)):
             receive(rank, message.value)
 
     async def _listen_to(self, peer: Peer, reader: asyncio.StreamReader) -> None:
@@ -304,26 +299,26 @@ class ConnectionManager(ControlThread):
             return
         self.hang_up(peer.rank)
         self.handle(self.machine.disconnect, peer.rank)
-        was_suspended, longest_s = self.pulse.was_suspended(self.loop.time()), min(2.0, self.rules.silence_s)
-        if peer.trusted:
-            loss = await peer.why_lost(ended, self.open, longest_s, was_suspended=was_suspended)
-        else:  # nobody is dialled on a stranger's word
-            loss = Loss("cut", f"the connection to {peer.address} ended ({ended})")
+        was_suspended = self.machine.roster.was_suspended(self.loop.time())
+        why, gone = f"the connection to {peer.address} ended ({ended})", False
+        if peer.trusted:  # nobody is dialled on a stranger's word
+            longest_s = min(2.0, self.rules.silence_s)
+            why, gone = await peer.why_lost(ended, self.open, longest_s, was_suspended=was_suspended)
         if peer.rank not in self.peers:  # else a new process of that rank has connected, and was reported
-            self.handle(self.machine.lose, peer.rank, loss)
+            self.handle(self.machine.views.lose, peer.rank, why, gone=gone)
 
     async def _beat(self) -> None:
-        beat = pack(Beat())
-        self.pulse.begin(self.loop.time())
+        beat, roster = pack(Beat()), self.machine.roster
+        roster.beat(self.loop.time())
         while True:
             await asyncio.sleep(self.rules.heartbeat_s)
             now_s = self.loop.time()
-            if self.pulse.beat(now_s):  # this process itself stalled
+            if roster.beat(now_s):  # this process itself stalled
                 for peer in self.peers.values():
-                    peer.heard_s = peer.bare_s = now_s
-            quiet_s = {rank: now_s - each.heard_s for rank, each in self.peers.items()}
-            silent = f"nothing was received for {self.rules.silence_s:g} s"
-            self.drop({self.peers[rank]: silent for rank in silent_ones(quiet_s, self.rules, self._members)}, "silent")
+                    peer.bare_s = now_s
+            quiet = {*roster.silent(self._members, now_s)}
+            why = f"nothing was received for {self.rules.silence_s:g} s"
+            self.drop({peer: why for rank, peer in self.peers.items() if rank in quiet}, silent=True)
             bare: dict[Peer, str] = {}
             for peer in self.peers.values():
                 patience_s = self.rules.silence_s if peer.uses else self.rules.connect_timeout_s
