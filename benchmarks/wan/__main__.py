@@ -55,9 +55,8 @@ def chosen(of: Sequence[Link], links: Sequence[str], methods: Sequence[str]) -> 
         return any(fnmatchcase(name, pattern) for pattern in patterns)
 
     first = {link.replicas: link for link in reversed(of)}
-    pairs = [
-        (link, method) for link in of for method in METHODS if named(link.name, links) and named(method.name, methods)
-    ]
+    picked = [method for method in METHODS if named(method.name, methods)]
+    pairs = [(link, method) for link in of if named(link.name, links) for method in picked]
     if not pairs:
         names = "; ".join(each.name for each in (*of, *METHODS))
         raise SystemExit(f"--links and --methods match nothing of: {names}. Nothing was started.")
