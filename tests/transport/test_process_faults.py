@@ -201,11 +201,12 @@ def test_a_new_process_takes_the_place_of_one_that_was_killed_or_stands_still(sc
         assert processes.next_report(new, LIMIT_S) == "joined"
         if scenario.fault == "freeze":
             go_on(processes, scenario.others)
+        are_one(scenario, stopped_together(processes, (*scenario.others, new)), joins=1)
+        if scenario.fault == "freeze":
             processes.thaw(scenario.victim)
             left = outcomes_of(processes, [scenario.victim])[scenario.victim]
             assert left.error is not None
             assert left.error[0] in ("ReplicaLostError", "failure"), "the second if it stops before its next round"
-        are_one(scenario, stopped_together(processes, (*scenario.others, new)), joins=1)
 
 
 def test_who_comes_back_may_be_lost_and_come_back_again() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import selectors
 import ssl
 import threading
 from collections.abc import Callable, Coroutine
@@ -27,6 +28,19 @@ CANCELLING_S = 1.0
 _ROUNDS_OF_ENDING = 5
 
 
+class _Selector(selectors.DefaultSelector):
+    """Looks again after each wait, as the process may have been stopped at its end, and more has arrived since.
+
+    A timer that runs before that was read may write to a connection that the other end has closed. asyncio then
+    discards what had arrived over it, such as why, and the other process is taken for crashed.
+    """
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout != 0:
+            super().select(timeout)
+        return super().select(0)
+
+
 class ControlThread:
     """A daemon thread with an event loop, running when the constructor returns."""
 
@@ -37,7 +51,7 @@ class ControlThread:
         self._closing = False
         self._ending: asyncio.Task[None] | None = None
         self._transports: WeakSet[asyncio.WriteTransport] = WeakSet()  # of connections that are still referenced
-        self.loop = asyncio.new_event_loop()
+        self.loop = asyncio.SelectorEventLoop(_Selector())
         self.loop.set_exception_handler(self._log_failure)
         self._thread = threading.Thread(target=self._run, name=f"diloco-control-{rank}", daemon=True)
         self._thread.start()
@@ -69,9 +83,12 @@ class ControlThread:
             raise TransportError(why) from error
 
     def post(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call ``function`` soon in this thread. Do nothing if the thread has ended."""
+        """Call ``function`` soon in this thread, once what has arrived until now was read; see `_Selector`.
+
+        Nothing happens if the thread has ended.
+        """
         with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(function, *arguments)
+            self.loop.call_soon_threadsafe(self.loop.call_soon, function, *arguments)
 
     def close(self) -> None:
         """End everything that runs in this thread, and the thread, within seconds, whatever the network does."""

@@ -26,6 +26,7 @@ _LEAST_BITS_PER_S = 1e6  # a transfer that is slower than this has stood still, 
 _FUTILE = 32  # full transfers without a pace after one that did not lower the loss
 
 
+_SHARE = 1.1  # of the uplink, so that a rate which has become higher is found
 _STRIPES = 32  # to all other replicas together
 
 
@@ -136,7 +137,7 @@ class UplinkMeter:
     ...     meter.note(link, sending, now_s)
     ...     meter.written_bytes += 1_250_000
     >>> meter.uplink(full=True).bits_per_s
-    100000000
+    111111111
     """
 
     def __init__(self, counters: Callable[[], TcpCounters]) -> None:
@@ -157,9 +158,18 @@ class UplinkMeter:
             now, seconds = self._counters(), now_s - self._began_s
             num_bytes, trip_s = min(now.acked - self._acked, self.written_bytes - self._written_bytes), now.round_trip_s
             if num_bytes >= _FULL_BYTES and seconds > _LONG_TRIPS * trip_s:
-                self._bits_per_s = max(8 * num_bytes / seconds, self._fading * self._bits_per_s)
+                self._bits_per_s = max(8 * num_bytes / (seconds - trip_s), self._fading * self._bits_per_s)
                 self._fading, self._was_full = 1.0, trip_s > NEAR_S
         (self._sending.add if sending else self._sending.discard)(link)
+
+    @property
+    def share_bits_per_s(self) -> float:
+        """The pace of each of several links that send, at which they end together; infinite while none is needed.
+
+        Without it, links that are ahead leave the uplink to the last one, which takes many round trips to fill it.
+        """
+        number = len(self._sending)
+        return _SHARE * self._bits_per_s / number if self._was_full and number > 1 else math.inf
 
     def uplink(self, *, full: bool) -> Uplink:
         """Return what is known; ``full``: whether a link has a pace, so that the rate is that of the path."""

@@ -99,6 +99,7 @@ class Peer:
         self._in_flight: set[Outgoing] = set()
         self._incoming: dict[int, Incoming] = {}  # by tag, the messages that this rank waits for
         self._early: dict[int, Early] = {}  # by round, of those whose messages are not known yet
+        self._needed = 1  # number of stripes that the transfer has use for
         self._wake_scheduled = False  # whether `wake` is about to run
         self._look_scheduled = False  # whether it runs in a moment
         self._error: TransportError | None = None
@@ -299,9 +300,10 @@ class Peer:
         """Give each free stripe one part at a time, in turns, as long as there are any."""
         if self._wake_scheduled:
             self._wake_scheduled = False
-            number = max(1, min(len(self.stripes), self._missing_bytes // LEAST_PART_BYTES))  # that are needed
-            for stripe in self.stripes.values():
-                stripe.limit(self.pace.bits_per_s / number, self.pace.seen_bits_per_s / number)
+            self._needed = max(1, min(len(self.stripes), self._missing_bytes // LEAST_PART_BYTES))
+        most = min(self.pace.bits_per_s, self.meter.share_bits_per_s)
+        for stripe in self.stripes.values():
+            stripe.limit(most / self._needed, self.pace.seen_bits_per_s / self._needed)
         free = deque(self.stripes.values())
         while free and (self._unsent or self._to_resend):
             stripe = free.popleft()
