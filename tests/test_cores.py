@@ -71,13 +71,6 @@ def test_a_number_of_threads_that_the_user_chose_stays(name: str) -> None:
     assert environment == {name: "7"}
 
 
-@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
-def test_a_waiting_policy_that_the_user_chose_stays(name: str) -> None:
-    environment = {name: "infinity"}
-    set_wait_policy(environment)
-    assert environment == {name: "infinity"}
-
-
 def environment_after(program: str) -> str:
     """Run ``program`` in a new process, and return ``GOMP_SPINCOUNT`` and whether torch has been loaded at its end."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
