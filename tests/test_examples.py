@@ -2,10 +2,8 @@
 
 import contextlib
 import copy
-import importlib
 import io
 import json
-import multiprocessing
 import os
 import runpy
 import sys
@@ -96,18 +94,6 @@ def test_a_codec_of_your_own() -> None:
     (plain, plain_bytes), (one_bit, one_bit_bytes) = found["float32"], found["one-bit"]
     assert one_bit_bytes < plain_bytes / 20
     assert plain < one_bit < 0.5
-
-
-def test_a_swarm_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes are forked from one that has imported torch, while the example itself spawns them."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    swarm = importlib.import_module("swarm")
-    forked = multiprocessing.get_context("forkserver")
-    monkeypatch.setattr(multiprocessing, "get_context", lambda _: forked)
-    with Processes():  # starts the fork server
-        digests = swarm.main()
-    assert len(digests) == swarm.REPLICAS
-    assert len(set(digests)) == 1
 
 
 def in_a_cluster(rank: int, port: int, out: Path) -> None:

@@ -12,13 +12,13 @@ from diloco import connect_tcp
 from diloco.protocol import Rules
 from diloco.transport import (
     Admission,
-    Connected,
+    Directory,
     NodePlace,
     PeerStreams,
     PeerTransport,
     SwarmPlace,
     Transport,
-    enter_swarm,
+    connect,
     join,
 )
 
@@ -82,7 +82,7 @@ class Connector:
         )
         return self._open.enter_context(connecting)
 
-    def _make_peer(self, known: Sequence[str]) -> Connected:
+    def _make_peer(self, known: Sequence[str]) -> Directory:
         """Return a peer that contacts ``known`` peers; without any, it founds the swarm."""
         address = self._job.addresses[self._replica]
         place = SwarmPlace(
@@ -93,6 +93,6 @@ class Connector:
         )
         limit_s = self._job.timeout_s
         rules = Rules(round_timeout_s=limit_s, rendezvous_timeout_s=limit_s, continue_without_lost=True)
-        connected = enter_swarm(place, rules)
+        connected = connect(place, rules)
         self._open.callback(connected.transport.close)
         return connected

@@ -28,7 +28,6 @@ from .transport import InProcessTransport as InProcessTransport
 from .transport import Link as Link
 from .transport import VirtualNetwork as VirtualNetwork
 from .transport import connect_process_group as connect_process_group
-from .transport import connect_swarm as connect_swarm
 from .transport import connect_tcp as connect_tcp
 
 __version__: str

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from diloco.model import build_model, get_preset, preset_names
+from diloco.model import PRESETS, build_model, get_preset
 
 NOMINAL = {  # the companion paper's table, and the tolerance that its digits allow
     "streaming-35m": (35e6, 0.03),
@@ -17,7 +17,7 @@ NOMINAL = {  # the companion paper's table, and the tolerance that its digits al
 }
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", PRESETS)
 def test_the_count_is_that_of_the_model_and_near_the_papers(name: str) -> None:
     preset = get_preset(name)
     settings = dataclasses.replace(preset.model, vocab_size=preset.vocab_size)

@@ -3,7 +3,6 @@
 import copy
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from diloco import (
     InProcessTransport,
     Nesterov,
     SyncSchedule,
-    connect_swarm,
     connect_tcp,
     make_codec,
     partition,
@@ -69,12 +67,6 @@ def tcp(**arguments: Any) -> None:
         pass
 
 
-def swarm(**arguments: Any) -> None:
-    given: dict[str, Any] = {"run": "r", "num_replicas": 2, "identity": Path("/nowhere/key")} | arguments
-    with connect_swarm(**given):
-        pass
-
-
 @pytest.mark.parametrize(
     ("call", "arguments", "words"),
     [
@@ -85,9 +77,6 @@ def swarm(**arguments: Any) -> None:
         (tcp, {"round_timeout": 3}, "There is no argument 'round_timeout'; did you mean 'round_timeout_s'"),
         (tcp, {"round_timeout_s": "60"}, "round_timeout_s must be a finite number above 0, got '60'"),
         (tcp, {"facts": ["codec"]}, "facts must be a mapping of names to texts"),
-        (swarm, {"replica": -1}, "replica must be a whole number from 0 to .*, got -1"),
-        (swarm, {"replica": 1 << 31}, "replica must be a whole number from 0 to 2147483647"),
-        (swarm, {"secrets": "x"}, "There is no argument 'secrets'"),
         (make_codec, {"name": 4}, "'fp4', got 4"),
         (SyncSchedule, {"inner_steps": 4, "offsets": 3}, "offsets must be 1 whole numbers.*got 3"),
     ],

@@ -7,9 +7,7 @@ Muon's matrices have at most eight values, which torch multiplies without vector
 import copy
 import hashlib
 import itertools
-import queue
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,15 +23,13 @@ from diloco import (
     InProcessTransport,
     Nesterov,
     SyncSchedule,
-    connect_swarm,
     connect_tcp,
     muon,
     partition,
 )
-from diloco.transport import NodePlace
 from tests.processes import Processes, free_port
 from tests.replicas import quadratic
-from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LOOPBACK
+from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms
 from tests.transport.wires import at_once
 
 STEPS, STOP = 30, 14
@@ -226,28 +222,20 @@ def over_sockets_resumed(case: Case, keys: Path) -> str:
 
 
 def over_the_swarm(case: Case, keys: Path) -> str:
-    addresses: queue.Queue[str] = queue.Queue()
-
-    def connect(number: int) -> AbstractContextManager[Any]:
-        return connect_swarm(
-            run="golden",
-            num_replicas=case.num_replicas,
-            replica=number,
-            identity=keys / f"{number}.key",
-            join_at=[addresses.get(timeout=60.0)] if number else (),
-            on_address=lambda address: [addresses.put(address) for _ in range(case.num_replicas - 1) if not number],
-            node=NodePlace(listen=LOOPBACK, map_ports=False),
-        )
+    swarms = Swarms(keys)
+    transports = swarms.meet(case.num_replicas, run="golden")
 
     def live(number: int) -> str:
-        with connect(number) as transport:
-            replica = Replica(number, transport, case)
-            with replica.diloco:
-                replica.train_alone(STEPS)
-                transport.meet("end", 0)
-                return replica.digest()
+        replica = Replica(number, transports[number], case)
+        with replica.diloco:
+            replica.train_alone(STEPS)
+            transports[number].meet("end", 0)
+            return replica.digest()
 
-    return at_once([lambda m=m: live(m) for m in range(case.num_replicas)])[0]
+    try:
+        return at_once([lambda m=m: live(m) for m in range(case.num_replicas)])[0]
+    finally:
+        swarms.close()
 
 
 RUNS = [in_process, in_process_resumed, over_sockets, over_sockets_resumed]

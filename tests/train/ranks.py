@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.algorithm import Codec, RoundId, SyncSchedule, ValueSchedule, make_codec, partition
+from diloco.algorithm import SyncSchedule, ValueSchedule, make_codec, partition
 from diloco.checkpoint import Checkpoint, save_checkpoint
 from diloco.model import DecoderSettings, build_model
 from diloco.outer import DiLoCo
 from diloco.train import InnerLoop, OptimizerSettings, ReplicaState, Strategy, make_inner_optimizer, parallelise
-from diloco.transport import ReplicaGroup, Transport, open_replica_group
+from diloco.transport import ReplicaGroup, open_replica_group
 
 CPU = torch.device("cpu")
 MODEL = DecoderSettings(layers=2, width=16, ffn_width=33, heads=2, vocab_size=17, max_sequence_length=16)
@@ -38,8 +38,6 @@ class Setup:
     accumulation: int = 2
     batch_size: int = 5
     optimizer: str = "AdamW"
-    copies: int = 1
-    """How often each sequence is repeated in a batch."""
 
 
 def open_group(setup: Setup, position: int, folder: Path, replica: int = 0) -> ReplicaGroup:
@@ -51,20 +49,11 @@ def open_group(setup: Setup, position: int, folder: Path, replica: int = 0) -> R
 
 
 class Rank:
-    """One rank that is ready to train. Batches depend on the step and the replica."""
+    """One rank that is ready to train. Batches depend on the step."""
 
-    def __init__(
-        self,
-        setup: Setup,
-        group: ReplicaGroup,
-        *,
-        transport: Transport | None = None,
-        codec: Codec | None = None,
-        replica: int = 0,
-    ) -> None:
+    def __init__(self, setup: Setup, group: ReplicaGroup) -> None:
         self.setup = setup
         self.group = group
-        self.replica = replica
         model = build_model(MODEL, seed=0)
         self.parallel = parallelise(model, setup.strategy, group, CPU, setup.precision)
         self.model = self.parallel.model
@@ -79,10 +68,9 @@ class Rank:
         self.diloco = DiLoCo(
             self.model,
             self.inner.optimizer,
-            transport=transport,
             schedule=SCHEDULE,
             fragments=partition(self.model, num_fragments=3),
-            codec=codec or make_codec(setup.codec),
+            codec=make_codec(setup.codec),
             error_feedback=setup.error_feedback,
         )
         self.state = ReplicaState(self.inner, self.diloco)
@@ -90,8 +78,8 @@ class Rank:
     def step(self) -> tuple[float, Any]:
         """Run one inner step and the synchronisation after it; return the loss and the step's result."""
         step = self.diloco.steps
-        generator = torch.Generator().manual_seed(1000 * self.replica + step)
-        batch = torch.randint(0, 17, (self.setup.batch_size, 13), generator=generator).repeat(self.setup.copies, 1)
+        generator = torch.Generator().manual_seed(step)
+        batch = torch.randint(0, 17, (self.setup.batch_size, 13), generator=generator)
         loss = self.inner.accumulate_gradients(batch[:, :-1], batch[:, 1:])
         self.inner.unscale()
         done = self.inner.apply(step)
@@ -105,9 +93,12 @@ class Rank:
 
     def values(self) -> dict[str, Tensor]:
         """Return all values with the shape of a parameter as whole tensors: weights, inner, global and outer state."""
-        agreed = {f"global/{name}": value for name, value in self.state.global_params().items()}
-        agreed |= {f"outer/{name}": value for name, value in self.state.outer_state().items()}
-        return {name: whole(value).clone() for name, value in (self.state.values() | agreed).items()}
+        values = self.state.values() | {f"global/{name}": v for name, v in self.state.global_params().items()}
+        values |= {f"outer/{name}": value for name, value in self.state.outer_state().items()}
+        for parameter, slots in self.inner.optimizer.state.items():
+            shaped = {slot: value for slot, value in slots.items() if value.dim() > 0}
+            values |= {f"inner/{slot}/{self.state.names[id(parameter)]}": value for slot, value in shaped.items()}
+        return {name: whole(value).clone() for name, value in values.items()}
 
 
 def whole(value: Tensor) -> Tensor:
@@ -116,10 +107,10 @@ def whole(value: Tensor) -> Tensor:
     return full
 
 
-def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor], prefix: str = "") -> float:
-    """Return the largest difference over values whose names start with ``prefix``; both must have the same names."""
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Return the largest difference over all values; both must have the same names."""
     assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one if name.startswith(prefix))
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 def unequal(one: dict[str, Tensor], other: dict[str, Tensor]) -> Sequence[str]:
@@ -145,9 +136,6 @@ def save(rank: Rank, folder: Path, keep: int = 5) -> Path:
     )
 
 
-def load(rank: Rank, checkpoint: Checkpoint) -> tuple[RoundId, ...]:
-    """Load the rank's state from a checkpoint and return the void rounds."""
-    shards = rank.parallel.num_shards
-    same = sum(part.startswith("replica-0-own-") for part in checkpoint.parts) == shards
-    own = checkpoint.load(f"replica-0-own-{rank.group.position % shards if same else 0}")
-    return rank.state.load(checkpoint, "replica-0-values", own, resubmit=same)
+def load(rank: Rank, checkpoint: Checkpoint) -> None:
+    own = checkpoint.load(f"replica-0-own-{rank.group.position % rank.parallel.num_shards}")
+    rank.state.load(checkpoint, "replica-0-values", own)

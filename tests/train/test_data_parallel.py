@@ -1,7 +1,6 @@
 """Averaging of gradients equals one replica on the joined batch, with the same bits everywhere; bad gradients."""
 
 import math
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import pytest
@@ -39,8 +38,6 @@ class Replicas:
         num_replicas: int,
         codec: str = "float32",
         precision: Literal["float32", "bfloat16", "float16"] = "float32",
-        *,
-        frozen: Sequence[str] = (),
         **transport: Any,
     ) -> None:
         self.hub = FaultyTransport(num_replicas, **transport)
@@ -48,8 +45,6 @@ class Replicas:
         self.events: list[Event] = []
         for m in range(num_replicas):
             model = build_model(MODEL, seed=0)
-            for name in frozen:
-                model.get_parameter(name).requires_grad_(False)
             optimizer = make_inner_optimizer(OptimizerSettings(), model)
             rate = ValueSchedule(peak=1e-2)
             loop = InnerLoop(ParallelModel(model), optimizer, learning_rate=rate, precision=precision)
@@ -139,12 +134,16 @@ def test_with_a_scaler_all_skip_and_stay_alike() -> None:
     assert states[0] == states[1] == states[2]
 
 
-def test_a_rank_skips_the_step_if_the_round_of_another_rank_of_its_replica_is_void() -> None:
-    """Each rank that holds a shard has a round of its own. With other loss scales, their gradients would not add up."""
+@pytest.mark.parametrize("judge", ["any", "all"])
+def test_a_rank_skips_the_step_if_another_rank_of_its_replica_does(judge: str) -> None:
+    """Each has a round of its own for its shard. With other loss scales, their gradients would not add up."""
 
     class Other(ReplicaGroup):
         def any(self, flag: bool) -> bool:
-            return True
+            return flag or judge == "any"
+
+        def all(self, flag: bool) -> bool:
+            return flag and judge != "all"
 
     replicas = Replicas(2, precision="float16")
     for averager in replicas.averagers:

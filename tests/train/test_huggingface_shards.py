@@ -1,25 +1,20 @@
 """Models of ``transformers`` whose ranks each read their own part of the stored weights."""
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from diloco.algorithm import local_shard
-from diloco.cli import main
 from diloco.model import ModelSettings, build_language_model
 from diloco.train import parallelise
 from tests.finetuning import write_base
 from tests.processes import Processes
-from tests.runs import of_torchrun
 from tests.train.ranks import CPU, Setup, open_group, whole
 
 TOKENS = torch.arange(24).reshape(2, 12) % 11 + 40
@@ -91,24 +86,3 @@ def test_no_rank_but_the_first_ever_holds_a_whole_model(
         assert rank["loss"] == pytest.approx(float(parts.loss.detach()), abs=1e-5)
         for key, gradient in rank["gradients"].items():
             torch.testing.assert_close(gradient, model.get_parameter(key).grad, rtol=1e-4, atol=1e-6)
-
-
-def rank_trains(position: int, ports: list[int], commands: list[str]) -> None:
-    for port, command in zip(ports, commands, strict=True):
-        os.environ.update(of_torchrun(position, 2, port))
-        assert main(["train", *command.split(), "--monitor.console", "quiet"]) == 0
-
-
-def test_a_run_on_shards_stops_and_goes_on(data: Path, tmp_path: Path) -> None:
-    """The shards are filled from the stored weights at the beginning, and from the checkpoint when it is resumed."""
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    begin = f"--model hf:{write_base(tmp_path / 'base')} --data {data} --replicas 1 --replica-size 2 --device cpu"
-    begin += " --train.parallelism fsdp --steps 4 --inner-steps 2 --batch-size 2 --sequence-length 16"
-    begin += " --data-parallel-steps 0 --optimizer.warmup-steps 0 --evaluation.sample-prompts --network.silence 60s"
-    commands = [f"{begin} --out {whole}", f"{begin} --out {run} --stop-after 2", f"--resume {run} --stop-after 4"]
-    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in commands]
-    with Processes() as processes:
-        processes.start(2, rank_trains, [store.port for store in stores], commands)
-        processes.results(timeout_s=300)
-    one, other = (json.loads((folder / "summary.json").read_text())["global_params_digest"] for folder in (whole, run))
-    assert one == other

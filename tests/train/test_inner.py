@@ -75,7 +75,11 @@ def spoil(loop: InnerLoop, value: float) -> None:
 def test_pieces_have_the_gradient_and_the_loss_of_the_batch(pieces: int, precision: str) -> None:
     """The batch has six sequences; 5 pieces are uneven, 7 are more than the batch has sequences."""
     whole, parts = make_loop(precision), make_loop(precision, accumulation=pieces)
-    losses = [float(loop.accumulate_gradients(*batch(0))) for loop in (whole, parts)]
+    tokens, targets = batch(0)
+    targets = targets.clone()
+    targets[0, :7] = targets[1, :3] = targets[3] = -100  # these don't count, and the others weigh the same
+    losses = [float(loop.accumulate_gradients(tokens, targets)) for loop in (whole, parts)]
+    assert parts.counted == pytest.approx(30 / 48)
     for loop in (whole, parts):
         loop.unscale()
     tolerance = 1e-5 if precision == "float32" else 2e-2
@@ -150,26 +154,6 @@ def test_half_precision_trains_near_float32_with_float32_parameters_and_state(pr
     assert losses[-1] < 0.7 * losses[0]
     tensors = [t for state in loop.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
     assert {t.dtype for t in [*loop.model.parameters(), *tensors]} == {torch.float32}
-
-
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("optimizer", [DECAY, MOMENTUM])
-def test_going_on_from_a_saved_state_is_never_stopping(precision: str, optimizer: Any) -> None:
-    """The bits are equal (invariant 6), also after a skipped step where a precision has one."""
-    rate = inner_learning_rate(OptimizerSettings(warmup_steps=3, learning_rate=1e-2), 12)
-    first, second = (make_loop(precision, optimizer, rate) for _ in range(2))
-    train(first, 4)
-    if precision == "float16":
-        first.accumulate_gradients(*batch(99))
-        spoil(first, math.inf)
-        first.unscale()
-        first.apply(4)
-    second.model.load_state_dict(first.model.state_dict())
-    second.load_state_dict(first.state_dict())
-    expected = train(first, 6, start=5)  # the first continues: the second must have loaded a copy
-    assert train(second, 6, start=5) == expected
-    assert torch.equal(state_of(first), state_of(second))
-    assert first.scaler.state_dict() == second.scaler.state_dict()
 
 
 # Optimizer and learning rate.
@@ -327,12 +311,9 @@ def test_with_diloco_around_it_a_skipped_step_desynchronises_nothing() -> None:
         for diloco in swarm:
             diloco.finish()
         assert [result.skipped for result in results] == [False, step in (3, 4, 9)]
-        assert results[0].learning_rate == results[1].learning_rate
-        assert swarm[0].in_flight == swarm[1].in_flight
         for one, other in zip(swarm[0].fragments, swarm[1].fragments, strict=True):
             assert one.state.digest() == other.state.digest()
     assert [diloco.rounds_void for diloco in swarm] == [0, 0]
-    assert swarm[0].rounds_committed == swarm[1].rounds_committed == sum(schedule.rounds_of(p, 23) for p in range(2))
     assert [loop.scaler.get_scale() for loop in loops] == [2.0**16, 2.0**13]
     largest = max(float(fragment.global_params.abs().max()) for fragment in swarm[0].fragments)
     assert largest < 10, "the outer optimizer never saw a scaled value"

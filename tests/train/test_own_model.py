@@ -192,21 +192,3 @@ def test_a_function_of_ones_own(nets: Path, data: Path, tmp_path: Path) -> None:
             tmp_path / "run",
             plan_run(command_line(checkpoint__resume=tmp_path / "run", train__steps=16, model__source=f"{file}:build")),
         )
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch about quantised and sparse tensors
-@pytest.mark.parametrize(
-    ("value", "why"),
-    [
-        ("torch.eye(8).to_sparse()", "is not a dense tensor"),
-        ("torch.quantize_per_tensor(torch.ones(8), 0.1, 0, torch.qint8)", "is not a dense tensor"),
-    ],
-)
-def test_a_frozen_parameter_that_no_checkpoint_can_hold_is_refused_before_training(
-    value: str, why: str, data: Path, tmp_path: Path
-) -> None:
-    file = tmp_path / "nets.py"
-    file.write_text(NETS.replace("torch.rand(width), requires_grad", f"{value}, requires_grad"), encoding="utf-8")
-    with pytest.raises(ConfigurationError, match=rf"'scale' of .* {why}.*no checkpoint can hold it"):
-        trained(tmp_path / "run", plan_of(f"{file}:build", data))
-    assert not (tmp_path / "run" / "checkpoints").exists()

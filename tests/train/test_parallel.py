@@ -7,22 +7,20 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.algorithm import SyncSchedule, bind, digest_tensors, flatten, local_shard, make_codec, partition, unflatten_
+from diloco.algorithm import SyncSchedule, bind, digest_tensors, flatten, local_shard, partition, unflatten_
 from diloco.data import build_corpus
-from diloco.errors import ReplicaLostError
 from diloco.model import build_model
 from diloco.outer import DiLoCo
 from diloco.train import (
     Fleet,
-    GradientAverager,
     OptimizerSettings,
     Session,
     make_inner_optimizer,
     make_transport,
     parallelise,
 )
-from diloco.transport import InProcessTransport, ReplicaGroup
-from tests.processes import Processes, receive, report
+from diloco.transport import ReplicaGroup
+from tests.processes import Processes
 from tests.runs import settings_of
 from tests.train.ranks import CPU, MODEL, STEPS, Rank, Setup, largest_difference, open_group, unequal, whole
 
@@ -37,7 +35,6 @@ def ranks_do(position: int, setup: Setup, folder: Path) -> dict[str, Any]:
         [
             (rank_trains, replace(setup, **CLIPPED)),
             (rank_overflows, replace(setup, precision="float16")),
-            (rank_averages_gradients, setup),
             (rank_trains_in_bfloat16, replace(setup, precision="bfloat16")),
         ]
     ):
@@ -146,37 +143,6 @@ def test_in_bfloat16_ranks_train_as_one(ranks: tuple[str, list[dict[str, Any]]])
         assert rank["rank_trains_in_bfloat16"] == pytest.approx(expected, abs=2e-3)
 
 
-def rank_averages_gradients(setup: Setup, group: ReplicaGroup) -> dict[str, Any]:
-    """Average gradients of a single replica; then one rank has a value that is not finite."""
-    rank = Rank(setup, group)
-    averager = GradientAverager(rank.model, InProcessTransport(1).endpoint(0), make_codec("float32"), group)
-    batch = torch.arange(52).view(4, 13) % 17
-    rank.inner.accumulate_gradients(batch[:, :-1], batch[:, 1:])
-
-    def gradients() -> dict[str, torch.Tensor]:
-        return {name: local_shard(p.grad) for name, p in rank.model.named_parameters() if p.grad is not None}
-
-    before = {name: gradient.clone() for name, gradient in gradients().items()}
-    averager.begin(0)
-    applied = [averager.finish() is None]
-    changed = unequal(gradients(), before)
-    if group.position == 1:
-        gradients()["model.norm.weight"][-1] = float("nan")
-    averager.begin(1)
-    applied.append(averager.finish() is None)
-    return {"parameters": len(before), "changed": changed, "applied": applied}
-
-
-def test_ranks_average_gradients_together_or_not_at_all(ranks: tuple[str, list[dict[str, Any]]]) -> None:
-    for rank in ranks[1]:
-        done = rank["rank_averages_gradients"]
-        assert done == {
-            "parameters": len(list(build_model(MODEL, seed=0).parameters())),
-            "changed": [],
-            "applied": [True, False],
-        }
-
-
 def rank_of_a_session(position: int, data: Path, folder: Path) -> dict[str, Any]:
     """Return the global parameters of a new session of two ranks, and of one that begins from other weights."""
     group = open_group(Setup(strategy="fsdp", size=2), position, folder)
@@ -253,27 +219,3 @@ def test_a_rank_may_hold_nothing_of_a_fragment(tmp_path: Path) -> None:
     assert all(rank["agreed"] == ranks[0]["agreed"] for rank in ranks)
     assert [value for rank in ranks for value in rank["local"]] == ranks[0]["agreed"]
     assert min(ranks[0]["agreed"]) > 1.0, "the pseudo-gradient was applied"
-
-
-def rank_that_dies(position: int, setup: Setup, folder: Path) -> str:
-    group = open_group(setup, position, folder, replica=3)
-    rank = Rank(setup, group)
-    rank.step()
-    report("ready")
-    receive(timeout_s=300)
-    try:
-        while True:
-            rank.step()
-    except ReplicaLostError as error:
-        return f"{error.replicas} {error}"
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_the_loss_of_a_rank_is_named(strategy: Any, tmp_path: Path) -> None:
-    with Processes() as processes:
-        processes.start(2, rank_that_dies, Setup(strategy=strategy, size=2), tmp_path)
-        assert [processes.next_report(rank, timeout_s=300) for rank in (0, 1)] == ["ready", "ready"]
-        processes.kill(1)
-        processes.send(0, "continue")
-        words = processes.results(timeout_s=300)[0]
-    assert words.startswith("(3,) A rank of replica 3 has ended or does not respond, so its position 0 can't continue")

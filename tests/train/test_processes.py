@@ -3,6 +3,7 @@
 import signal
 import subprocess
 from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -35,23 +36,23 @@ def test_a_process_takes_its_share_unless_the_user_chose_a_number(monkeypatch: p
 class Started:
     """A process that has ended, or that waits for a signal, which the launcher receives when it first polls."""
 
-    waits = False
+    all: ClassVar[list["Started"]] = []
+    waits = True
     dead: int | None = None  # the one that dies at its start
     interrupted: int | None = None  # the one during whose start the launcher is interrupted
 
-    def __init__(self, arguments: list[str], *, env: dict[str, str], start_new_session: bool, **_: object) -> None:
-        self.arguments = arguments[3:]
-        self.env, self.signals, self.looks = env, list[int](), 0
+    def __init__(self, arguments: list[str], *, start_new_session: bool, **_: object) -> None:
+        self.arguments, self.signals, self.looks = arguments[3:], list[int](), 0
         assert start_new_session, "Ctrl-C in the terminal does not reach it"
-        STARTED.append(self)
-        if len(STARTED) - 1 == self.interrupted:
+        Started.all.append(self)
+        if len(Started.all) - 1 == self.interrupted:
             signal.raise_signal(signal.SIGINT)
 
     def poll(self) -> int | None:
         self.looks += 1
-        if self.dead is not None and self is STARTED[self.dead]:
+        if self.dead is not None and self is Started.all[self.dead]:
             return 1
-        if self.waits and self.dead is None and self is STARTED[0] and self.looks == 1:
+        if self.waits and self.dead is None and self is Started.all[0] and self.looks == 1:
             signal.raise_signal(signal.SIGINT)
         return 0 if not self.waits else -self.signals[0] if self.signals else None
 
@@ -64,44 +65,29 @@ class Started:
     wait = kill
 
 
-STARTED: list[Started] = []
+INT, TERM = [signal.SIGINT], [signal.SIGTERM]
 
 
-def launched(monkeypatch: pytest.MonkeyPatch, listen: str | None = None) -> int:
-    """Run a launcher of four replicas and return its exit code."""
+@pytest.mark.parametrize(
+    ("how", "code", "signals"),
+    [
+        ({"waits": False}, 0, [[]] * 4),
+        ({}, 130, [INT] * 4),  # a signal to the launcher reaches all that run
+        ({"dead": 1}, 1, [TERM, [], TERM, TERM]),  # those that wait for one that died at its start are stopped
+        ({"interrupted": 1}, 130, [INT, TERM]),  # a signal while replicas are started stops those and starts no other
+    ],
+)
+def test_replicas_meet_where_the_user_says_and_end_together(
+    how: dict[str, Any], code: int, signals: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("diloco.cores.usable_cores", lambda: 8)
     monkeypatch.setattr(subprocess, "Popen", Started)
-    settings = NetworkSettings(transport="tcp", replicas=4, listen=listen, silence=0.1)
-    return launch(settings, lambda replica, address: ["train", str(address)], print)
-
-
-def test_replicas_meet_at_the_host_that_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    STARTED.clear()
-    assert launched(monkeypatch, "[::1]:0") == 0
-    assert all(process.arguments[1].startswith("[::1]:") for process in STARTED)
-
-
-def test_a_signal_to_the_launcher_reaches_all_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    STARTED.clear()
-    monkeypatch.setattr(Started, "waits", True)
-    assert launched(monkeypatch) == 130
-    assert [process.signals for process in STARTED] == [[signal.SIGINT]] * 4
-
-
-def test_replicas_that_wait_for_one_that_died_at_its_start_are_stopped(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    STARTED.clear()
-    monkeypatch.setattr(Started, "waits", True)
-    monkeypatch.setattr(Started, "dead", 1)
-    assert launched(monkeypatch) == 1
-    assert [process.signals[:1] for process in STARTED] == [[signal.SIGTERM], [], [signal.SIGTERM], [signal.SIGTERM]]
-    assert capsys.readouterr().out == "replica 1 ended with exit code 1.\n"
-
-
-def test_a_signal_while_replicas_are_started_stops_those_and_starts_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    STARTED.clear()
-    monkeypatch.setattr(Started, "waits", True)
-    monkeypatch.setattr(Started, "interrupted", 1)
-    assert launched(monkeypatch) == 130
-    assert len(STARTED) == 2
+    monkeypatch.setattr(Started, "all", [])
+    for name, value in how.items():
+        monkeypatch.setattr(Started, name, value)
+    said: list[str] = []
+    settings = NetworkSettings(transport="tcp", replicas=4, listen="[::1]:0", silence=0.1)
+    assert launch(settings, lambda replica, address: ["train", str(address)], said.append) == code
+    assert [process.signals[:1] for process in Started.all] == signals
+    assert all(process.arguments[1].startswith("[::1]:") for process in Started.all)
+    assert said == (["replica 1 ended with exit code 1."] if "dead" in how else [])

@@ -161,7 +161,7 @@ def test_who_looks_when_the_others_have_finished_hears_that_the_run_is_over(meet
         return await open_one(connections, address)
 
     with mock.patch.object(manager, "open", open_or_fail):
-        first.connected.finish()
+        first.directory.finish()
     first.close()
     for _ in range(1000):
         if second.transport.finishers:
@@ -185,9 +185,9 @@ def test_nobody_else_votes_for_a_member(meet: Meet) -> None:
 def test_nobody_else_says_that_a_member_was_started_again(meet: Meet) -> None:
     """Before, any process that a searcher asked could end a member that lives by speaking in its name."""
     fleets = meet(3)
-    directory = fleets[2].connected.directory
+    directory = fleets[2].directory
     identities = dict(fleets[2].transport.connections.identities)
-    directory.election = replace(directory.election, views=LastViews(fleets[2].view, identities=identities))
+    directory.election = replace(directory.election, views=LastViews(fleets[2].transport.view, identities=identities))
     words = "answers in the name of replica 1, which is another one"
     with answering(Looking(1, 30, "", None, None, None)) as liar, pytest.raises(TransportError, match=words):
         fleets[2].transport.connections.call(directory.ask(liar))

@@ -101,14 +101,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sync.num_fragments": 6}, "num_fragments=6 is too many for a model of 4 layers.*1 to 5.*balanced"),
     # what only Streaming DiLoCo can do
     ({"algorithm": "diloco", "sync.num_fragments": 2}, "2 fragments.*Use --algorithm streaming"),
-    ({"algorithm": "diloco", "sync.overlap_steps": 1}, "overlap_steps=1 .* use --algorithm streaming"),
     ({"algorithm": "diloco", "sync.merge_alpha": 0.5}, "alpha=0.5 .* use --algorithm streaming"),
     # what would have no effect without an outer loop
     ({"algorithm": "data-parallel", "sync.codec": "fp4"}, "sync.codec='fp4'.*--codec float32"),
-    (
-        {"algorithm": "data-parallel", "sync.arguments.average.codec": "fp4"},
-        "average.codec='fp4' .* use --algorithm streaming or diloco",
-    ),
     (
         {"algorithm": "data-parallel", "sync.arguments.average.max_norm": 1.0},
         "max_norm=1.0 .* use --algorithm streaming or diloco",

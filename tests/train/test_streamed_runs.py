@@ -8,7 +8,6 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from diloco.errors import CheckpointError
 from tests.data.streams import numbered
 from tests.lazy import Lazy
 from tests.runs import train
@@ -55,9 +54,3 @@ def test_stopping_and_resuming_is_never_stopping(
     for name in ("global_params_digest", "heldout_loss", "epochs"):
         assert resumed[name] == whole[name]
     assert not [thread for thread in threading.enumerate() if "batches" in thread.name], "all threads have ended"
-
-
-def test_a_stream_of_other_documents_is_refused(data: Path, tmp_path: Path) -> None:
-    train(data, tmp_path / "run", f"{STREAMING} --stop-after 2")
-    with pytest.raises(CheckpointError, match="and this run has data = "):
-        train(data, tmp_path / "run", f"{STREAMING} --data.heldout-fraction 0.3 --resume {tmp_path / 'run'}")

@@ -58,7 +58,7 @@ def test_who_comes_when_the_others_have_finished_is_told_so_at_once(make: Make) 
     second = make(1, standing, first)
     second.join(LIMIT_S)
     assert first.names() == second.names() == {"0": "anna-pc/0", "1": "anna-pc/1"}
-    first.connected.finish()
+    first.directory.finish()
     first.close()
     second.transport.close()
     with pytest.raises(RunFinishedError, match="the others have finished run 'run', and no member is left"):

@@ -13,14 +13,14 @@ import pytest
 from diloco.protocol import Rules
 from diloco.transport import (
     Admission,
-    Connected,
+    Directory,
     NodePlace,
     PeerReport,
     PeerStatus,
     PeerStreams,
     PeerTransport,
     SwarmPlace,
-    enter_swarm,
+    connect,
     join,
     open_status_client,
 )
@@ -67,11 +67,10 @@ class Swarms:
         hidden: bool = False,
         listen: Sequence[str] = LOOPBACK,
         held_step: int = -1,
-        swarm: str = "",
         held_swarm: str = "",
         join_window_s: float = 0.5,
         **rules: Any,
-    ) -> Connected:
+    ) -> Directory:
         """Start a peer that knows ``known``.
 
         Args:
@@ -80,7 +79,7 @@ class Swarms:
             listen: multiaddresses to listen at.
         """
         status = PeerStatus()
-        status.seen["words"] = f"of peer {number}"
+        status.seen["name"] = f"peer {number}"
         place = SwarmPlace(
             identity=self._keys / f"{number}.key",
             admission=Admission(run, secret, allowed),
@@ -90,12 +89,11 @@ class Swarms:
                 map_ports=False,
             ),
             replica=number,
-            swarm=swarm,
             held_swarm=held_swarm,
             join_window_s=join_window_s,
             status=status,
         )
-        connected = enter_swarm(place, Rules(**(QUICK | rules)), held_step=held_step)
+        connected = connect(place, Rules(**(QUICK | rules)), held_step=held_step)
         self.transports.append(connected.transport)
         return connected
 

@@ -12,7 +12,7 @@ from torch import nn
 from diloco import AlphaMerge, DiLoCo, Nesterov, SyncSchedule, connect_tcp
 from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError
 from diloco.protocol import Rules
-from diloco.transport import Connected, InProcessTransport, Place, Transport, connect, join
+from diloco.transport import Directory, InProcessTransport, Place, Transport, connect, join
 from tests.processes import free_port
 from tests.transport.wires import QUICK, Wires, at_once
 
@@ -89,7 +89,7 @@ def test_a_joiner_with_other_arguments_is_refused_and_the_others_train_on(wires:
     ways[1].close()
     train(members[0], 2)
 
-    def come() -> Connected:
+    def come() -> Directory:
         place = Place(replica=1, num_replicas=2, rendezvous=ways[0].address)
         return connect(place, Rules(**(QUICK | {"continue_without_lost": True})))
 

@@ -166,20 +166,18 @@ def order(keys: Path) -> Order:
     return Order.sign(load_identity(keys / "0.key"), Admission("run", new_secret()), "QmLiar", new_secret(), None)
 
 
-FORGERIES: dict[str, dict[str, Any]] = {
-    "changed after it had been signed": {"ejected": ("QmHonest",)},
-    "changed after": {"version": 2},
-    "it was changed": {"run": "another"},
-    "its secret is not the signed one": {"secret": new_secret()},
-    "its secret is not": {"secret": ""},
-    "it was": {"signature": b""},
-}
-
-
-@pytest.mark.parametrize("words", FORGERIES)
-def test_an_order_that_was_changed_is_none(order: Order, words: str) -> None:
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        *(({name: value}, "it was changed after it had been signed")
+          for name, value in (("ejected", ("QmHonest",)), ("version", 2), ("run", "another"), ("signature", b""))),
+        *(({"secret": secret}, "its secret is not the signed one") for secret in (new_secret(), "")),
+    ],
+    ids=range(6),  # each run has other secrets
+)  # fmt: skip
+def test_an_order_that_was_changed_is_none(order: Order, fields: dict[str, Any], words: str) -> None:
     assert not order.problem("run", order.founder, "QmHonest")
-    assert words in replace(order, **FORGERIES[words]).problem("run", order.founder, "QmHonest")
+    assert replace(order, **fields).problem("run", order.founder, "QmHonest") == words
 
 
 def test_only_the_founder_orders_and_only_who_stays_is_told_the_secret(order: Order, keys: Path) -> None:

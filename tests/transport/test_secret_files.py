@@ -88,15 +88,14 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o601, 0o610])
-def test_a_file_that_others_can_read_or_change_is_refused(tmp_path: Path, reader: str, mode: int) -> None:
-    path = written(tmp_path, f"{SECRET}\n".encode())
-    path.chmod(mode)
-    link = tmp_path / "link"
+def test_a_file_that_others_can_read_or_change_is_refused(tmp_path: Path, reader: str) -> None:
+    path, link = written(tmp_path, f"{SECRET}\n".encode()), tmp_path / "link"
     link.symlink_to(path)
-    for each in (path, link):
-        with pytest.raises(ConfigurationError, match=rf"by others \(mode {mode:o}\)\. Run chmod 600"):
-            READERS[reader](each)
+    for mode in (0o640, 0o604, 0o620, 0o602, 0o601, 0o610):
+        path.chmod(mode)
+        for each in (path, link):
+            with pytest.raises(ConfigurationError, match=rf"by others \(mode {mode:o}\)\. Run chmod 600"):
+                READERS[reader](each)
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -133,6 +132,7 @@ def test_a_key_is_made_once_only_its_owner_can_read_it_and_what_is_none_is_named
     assert [each.name for each in made.path.parent.iterdir()] == ["identity.key"]
     with pytest.raises(ConfigurationError, match="holds no usable private key"):
         load_identity(written(tmp_path, b"no key"))
+    assert main(["relay", "--identity", "/proc/absent/relay.key"]) == 2
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
@@ -153,20 +153,22 @@ def test_the_command_writes_a_secret_that_only_its_owner_can_read(
     assert secret not in told.out + told.err
 
 
-@pytest.mark.parametrize("there", ["a file", "a folder", "a link", "no folder"])
+THERE: dict[str, Callable[[Path], object]] = {
+    "a file": lambda path: path.write_text("mine"),
+    "a folder": Path.mkdir,
+    "a link": lambda path: path.symlink_to(path.with_name("elsewhere")),
+    "no folder": lambda path: path.parent.rmdir(),
+}
+
+
+@pytest.mark.parametrize("there", THERE)
 def test_the_command_overwrites_nothing(tmp_path: Path, there: str, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "run.secret"
-    if there == "a file":
-        path.write_text("mine")
-    elif there == "a folder":
-        path.mkdir()
-    elif there == "a link":
-        path.symlink_to(tmp_path / "elsewhere")
-    else:
-        path = tmp_path / "missing" / "run.secret"
+    path = tmp_path / "folder" / "run.secret"
+    path.parent.mkdir()
+    THERE[there](path)
     assert main(["secret", str(path)]) == 2
     assert str(path) in capsys.readouterr().err
-    assert not (tmp_path / "elsewhere").exists()
+    assert not path.with_name("elsewhere").exists()
     assert there != "a file" or path.read_text() == "mine"
 
 

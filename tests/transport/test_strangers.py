@@ -195,11 +195,11 @@ def test_who_does_not_read_what_it_is_told_is_lost(wires: Wires, relays: Relays)
 def test_an_address_that_is_none_is_not_taken_from_an_answer() -> None:
     """Before, it ended each later search of the process that had asked, which could not ask at that address."""
     known = Members(Entries.of([Entry(1, "nowhere"), Entry(2, "127.0.0.1:1")]), (1, 2))
-    connected = connect(place(0, 1, Address("127.0.0.1", 0)), rules())
-    with answering(known) as liar, closing(connected.transport):
-        connected.directory.registry.num_ranks = 3
-        connected.transport.connections.call(connected.directory.ask(liar))
-        found = connected.transport.connections.call(connected.directory.addresses())
+    directory = connect(place(0, 1, Address("127.0.0.1", 0)), rules())
+    with answering(known) as liar, closing(directory.transport):
+        directory.registry.num_ranks = 3
+        directory.transport.connections.call(directory.ask(liar))
+        found = directory.transport.connections.call(directory.addresses())
     assert found == [Address("127.0.0.1", 1)]
 
 
@@ -209,18 +209,18 @@ def test_nor_is_another_address_of_a_rank_that_is_connected() -> None:
         both = at_once([lambda m=m: connect(place(m, 2, address), rules(**QUICK)) for m in range(2)])
     with answering(Members(Entries.of([Entry(1, "6.6.6.6:1")]), (0, 1))) as liar, ExitStack() as open_ones:
         first, second = (open_ones.enter_context(closing(each.transport)) for each in both)
-        first.connections.call(both[0].directory.ask(liar))
+        first.connections.call(both[0].ask(liar))
         assert first.connections.entries[1].address == str(second.address)
 
 
 def test_a_joiner_takes_the_table_that_most_members_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, the first one that answered could have it join the members that it named."""
-    connected = connect(place(0, 1, Address("127.0.0.1", 0)), rules())
-    directory, honest = connected.directory, Members(Entries.of([Entry(1, "a:1"), Entry(2, "a:2")]), (1, 2))
-    with ExitStack() as open_ones, closing(connected.transport):
+    directory = connect(place(0, 1, Address("127.0.0.1", 0)), rules())
+    honest = Members(Entries.of([Entry(1, "a:1"), Entry(2, "a:2")]), (1, 2))
+    with ExitStack() as open_ones, closing(directory.transport):
         liar = open_ones.enter_context(answering(Members(Entries.of([Entry(3, "a:3")]), (3,))))
         others = [open_ones.enter_context(answering(honest)) for _ in range(2)]
         monkeypatch.setattr(directory, "addresses", mock.AsyncMock(return_value=[liar, *others]))
         monkeypatch.setattr(directory, "connect", mock.AsyncMock(side_effect=lambda found: found))
-        view, _ = connected.transport.connections.call(directory.find())
+        view = directory.transport.connections.call(directory.find())
     assert view.members == (1, 2)

@@ -12,8 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from diloco.membership import NextView, Report, View, Vote
-from diloco.protocol import Header
+from diloco.membership import NextView, View, Vote
 from diloco.transport import Credentials, Node, NodePlace, PeerStreams, PeerTransport, load_identity, new_secret
 from tests.transport.contract import contribution, exchange
 from tests.transport.relays import frame, unframe
@@ -46,18 +45,12 @@ OPENINGS: dict[str, bytes] = {
 """Openings of a stream from a peer that knows the secret; `ME` is its own identity. Frames that are none: over TCP."""
 FOLLOWING = NextView(View(3, (9,)), View(2, (9,)), 0, {}, "")
 AFTER_HELLO: dict[str, dict[str, Any]] = {
-    "a header of a round": {"kind": "header", **msgspec.structs.asdict(Header(2, (0, 0), 1, 1e300, 1.0, "d"))},
     "a vote": {"kind": "vote", "view": 2, "round": [0, 0], "vote": Vote(False, reason="no")},
-    "a change that loses everybody": {"kind": "change", "report": Report(9, 2, gone=frozenset({0, 1})), "why": "me"},
-    "an adopted view": {"kind": "adopted", "following": FOLLOWING},
     "a welcome": {"kind": "welcome", "following": FOLLOWING},
-    "an exclusion": {"kind": "excluded", "view": 2, "reason": "go away"},
-    "a leaving": {"kind": "leaving", "view": 2, "step": 3},
     "a value for the mailbox": {"kind": "store", "key": "x" * 100, "value": b"y"},
-    "a meeting": {"kind": "meet", "name": "stop", "value": 1},
     "a wish to join in another's name": {"kind": "join", "entry": ENTRY | {"rank": 1}, "connected": [0, 1]},
 }
-"""Messages of a connected peer that is not a member."""
+"""Messages of a connected peer that is not a member; tests/protocol has all of them."""
 SECRET = new_secret()
 
 

@@ -43,7 +43,7 @@ def test_who_has_another_secret_or_none_is_told_so_and_so_is_the_doctor(mine: st
         assert "different secret, or only one" in words
         finding = asyncio.run(examine(address, 1000, LIMIT_S, mine))
         assert "secret" in finding.problem
-        assert "--secret-file" in finding.advice
+        assert "--secret-file" in finding.problem
 
 
 @pytest.mark.parametrize("secret", ["", SECRET], ids=["no secret", "secret"])

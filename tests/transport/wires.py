@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from diloco.membership import BootstrapElection
 from diloco.protocol import Registry, Rules
 from diloco.transport import (
     Address,
-    Connected,
     ConnectionManager,
+    Directory,
     PeerTransport,
     Place,
     TcpDirectory,
@@ -37,10 +36,9 @@ def deaf_manager(rank: int = -1, secret: str = "") -> Iterator[ConnectionManager
 @contextmanager
 def rendezvous(ranks: int | Registry, ranks_per_replica: int = 1, secret: str = "") -> Iterator[Address]:
     """A rendezvous of so many ranks at an address that belongs to none of them."""
-    transport = PeerTransport(rules := Rules(rank=-1), TcpStreams(secret))
+    transport = PeerTransport(Rules(rank=-1), TcpStreams(secret))
     registry = ranks if isinstance(ranks, Registry) else Registry(ranks, ranks_per_replica)
-    election = BootstrapElection(number=-1, alone=True, window_s=0.0, policy=rules.policy)
-    TcpDirectory(transport, registry, election, 0.0, None, gathers=True)
+    TcpDirectory(transport, registry, Address("", 0), gathers=True)
     try:
         yield transport.connections.listen("127.0.0.1", range(1), "127.0.0.1")
     finally:
@@ -88,7 +86,7 @@ class Wires:
 
         where = {name: rules.pop(name) for name in ("secret",) if name in rules}
 
-        def one(rank: int) -> Connected:
+        def one(rank: int) -> Directory:
             place = Place(
                 replica=rank // ranks_per_replica,
                 num_replicas=num_replicas,

@@ -10,7 +10,8 @@ import pytest
 
 from diloco import events
 from diloco.events import Event, to_record
-from diloco.transport import PeerReport, PeerStatus, status_of
+from diloco.protocol import MessageError, decode, encode
+from diloco.transport import PeerReport, PeerStatus, Status
 from diloco.watch import FollowedSwarm
 from tests.monitor import made_events as made
 from tests.watch.runs import NOW_S, shown, write
@@ -33,11 +34,18 @@ EVENTS: tuple[Event, ...] = (
 )  # fmt: skip
 
 
+def line(event: Event, **fields: Any) -> bytes:
+    return json.dumps({**to_record(event), "time_s": NOW_S, **fields}).encode()
+
+
 def report(number: int, *told: Event, peer: str = "", **status: Any) -> PeerReport:
     """Return the report of a peer of its own events, as a client receives it."""
-    records = [{**to_record(event), "time_s": NOW_S} for event in told]
-    answer = {"state": "training", "events": records, "next_event": len(records), **status}
-    return PeerReport(peer or f"Qm{number}", number, status_of(json.dumps(answer).encode()))
+    answer = {"kind": "status", "state": "training", "events": [*map(line, told)], "next_event": len(told), **status}
+    try:
+        said = decode(encode(answer), Status)
+    except (MessageError, OverflowError, UnicodeError):  # it can't be sent, or is refused
+        said = None
+    return PeerReport(peer or f"Qm{number}", number, said)
 
 
 def swarm_of(*reports: PeerReport) -> FollowedSwarm:
@@ -50,9 +58,8 @@ def swarm_of(*reports: PeerReport) -> FollowedSwarm:
 def test_no_value_of_any_field_ends_the_page(event: Event, tmp_path: Path) -> None:
     for name in [*(field.name for field in dataclasses.fields(event)), "time_s", "schema", "unknown"]:
         for value in HOSTILE:
-            forged = {**to_record(event), "time_s": NOW_S, name: value}
-            records = [forged, forged, *map(to_record, EVENTS), forged]
-            (run,) = shown(swarm_of(report(0, events=records, next_event=9, **{name: value})))
+            forged = line(event, **{name: value})
+            (run,) = shown(swarm_of(report(0, events=[forged, forged, *map(line, EVENTS), forged], next_event=9)))
             assert len(str(run)) < 100_000
         write(tmp_path, [event], **{name: "Infinity"})
     shown(tmp_path)
@@ -61,9 +68,9 @@ def test_no_value_of_any_field_ends_the_page(event: Event, tmp_path: Path) -> No
 
 
 def test_peer_with_the_number_of_another_has_its_own_row() -> None:
-    honest = report(0, made.started(), made.step(5), made.sent(0, 0, 0, digest="a"))
+    honest = report(0, made.started(), made.step(5), made.sent(0, 0, 0, digest="a"), step=5)
     told = made.step(2**40), made.evaluated(2**40, 0.001), made.sent(0, 0, 0, digest="b")
-    liar = report(0, *told, events.RunFinished(step=1, summary={"heldout_loss": 0.001}), peer="QmLiar")
+    liar = report(0, *told, events.RunFinished(step=1, summary={"heldout_loss": 0.001}), peer="QmLiar", step=2**40)
     for order in ([honest, liar], [liar, honest]):
         swarm = swarm_of(honest)
         swarm.take(order, NOW_S)
@@ -109,8 +116,7 @@ def test_rounds_of_one_peer_fill_no_memory_and_hide_none_of_the_others() -> None
     swarm, note = swarm_of(*(report(m, made.sent(m, 0, 0)) for m in (0, 1))), "\U0001f469" * 4_000
     flood = [made.committed(2, fragment, k, note=note) for k in range(64) for fragment in range(80)]
     for first in range(0, len(flood), 600):
-        events = [to_record(event) for event in flood[first : first + 600]]
-        swarm.take([report(2, events=events, next_event=first + 600)], NOW_S)
+        swarm.take([report(2, *flood[first : first + 600], next_event=first + 600)], NOW_S)
     cells = shown(swarm)[0]["grid"]["cells"]
     assert sum(len(cell["why"].encode()) for cell in cells.values()) < 64 << 20
     assert cells["0:0"]["sent"] == [0, 1]
@@ -149,6 +155,10 @@ def test_peer_that_does_not_answer_stays_in_the_table(members: list[int], state:
     assert len([alert for alert in run["alerts"] if alert["kind"] == "silent"]) == alerts
 
 
-def test_member_list_of_a_status_is_bounded() -> None:
-    for number, shown_fields in ((4_096, ["members"]), (4_097, [])):
-        assert [*status_of(json.dumps({"members": [*range(number)]}).encode())] == shown_fields
+@pytest.mark.parametrize("name", Status.__struct_fields__)
+def test_no_value_of_any_field_of_a_status_ends_the_page(name: str) -> None:
+    for value in (*HOSTILE, "\x1b[2J", "\u202e"):
+        answer = report(0, made.started(), **{name: value})
+        assert answer.status is None or str(getattr(answer.status, name)).isprintable()
+        assert len(str(shown(swarm_of(answer)))) < 100_000
+    assert report(0, members=[*range(4_097)]).status is None

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 from tyro.conf import Positional, arg
 
 from diloco.config import parse_options
@@ -159,7 +160,7 @@ async def _show_peers(options: StatusOptions) -> int:
                     raise
                 say(f"the peers could not be queried; trying again: {error}", "warning")
             else:
-                as_json = json.dumps([asdict(each) for each in reports], indent=2) if options.json else ""
+                as_json = msgspec.json.format(msgspec.json.encode(reports)).decode() if options.json else ""
                 print(as_json or _table(reports), flush=True)
                 for words in _remarks(reports, options.run):
                     say(words, "warning")
@@ -178,21 +179,22 @@ def _table(reports: Sequence[PeerReport]) -> str:
 
 def _row(peer: PeerReport, absent: str) -> list[str]:
     status = peer.status
-    if not status:
+    if status is None:
         return [peer.peer_id, str(peer.number), absent, *["-"] * 7]
-    forms = {"tokens_per_s": "{:,.0f}".format, "pace": "{:.0%}".format, "link_bits_per_s": format_rate}
-    state, expected = str(status.get("state", "?")), int(status.get("state_expected_bytes") or 0)
-    if state == "joining" and expected > 0:  # the share of the others' state that it has received
-        state += f", {100 * int(status.get('state_received_bytes') or 0) // expected} %"
+    state, expected = status.state, status.state_expected_bytes
+    if state == "joining" and expected:  # the share of the others' state that it has received
+        state += f", {100 * status.state_received_bytes // expected} %"
     return [
         peer.peer_id,
-        str(status.get("name") or status.get("replica", peer.number)),
+        status.name or str(status.replica),
         state,
-        str(status.get("step", "?")),
-        f"{status.get('view', '?')} of {len(status.get('members', []))}",
-        *("-" if status.get(key) is None else form(float(status[key])) for key, form in forms.items()),
-        format_bytes(int(status.get("sent_bytes") or 0) + int(status.get("received_bytes") or 0)),
-        str(status.get("digest", "-"))[:8],
+        str(status.step),
+        f"{status.view} of {len(status.members)}",
+        "-" if status.tokens_per_s is None else f"{status.tokens_per_s:,.0f}",
+        "-" if status.pace is None else f"{status.pace:.0%}",
+        "-" if status.link_bits_per_s is None else format_rate(status.link_bits_per_s),
+        format_bytes(status.sent_bytes + status.received_bytes),
+        status.digest[:8],
     ]
 
 
@@ -207,8 +209,7 @@ def _remarks(reports: Sequence[PeerReport], run: str | None) -> Iterator[str]:
         }
         if absent and each.problem:
             yield f"{each.peer_id}: {reasons[absent]}"
-    statuses = [each.status for each in reports if each.status.get("digest", "-") != "-"]
-    states = {(status.get("step"), status["digest"]) for status in statuses}
+    states = {(each.status.step, each.status.digest) for each in reports if each.status and each.status.digest != "-"}
     if len(states) > len({step for step, _ in states}):
         yield (
             "peers at the same step show different digests. If they still do in the next query, their states differ, "

@@ -30,12 +30,12 @@ _PROCESS_KEYS = ("network.replica", "network.join", "network.listen", "network.a
 _PER_CALL_KEYS = ("out", "train.stop_after", "checkpoint.resume")  # settings of one call of the command
 
 _CHANGEABLE = (
-    *("train.steps", "train.stop_after", "train.parallelism", "out", "evaluation", "checkpoint", "monitor"),
+    *("train.steps", "train.stop_after", "out", "evaluation", "checkpoint", "monitor"),
     *("network", "emulate", "data.skip_bad"),
 )
 """Keys and sections that may change when a run resumes. None of them changes what a step of a replica computes, except
-that `train.steps` stretches the learning-rate schedule, which the run prints a note about. Only a swarm may change
-`network.replicas`, and it can't change its transport."""
+that `train.steps` stretches the learning-rate schedule, which the run prints a note about. The processes of a replica
+stay as they are; only a swarm may change `network.replicas`."""
 
 _PLACES = (
     *("data.paths", "data.tokenizer", "data.format", "model.source", "network.secret_file"),
@@ -103,13 +103,15 @@ def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
     saved = flatten(read_record(path))
     confirm(source, saved, line.values)
     wanted = flatten(_with_absolute_paths(build(Configuration, layered(saved, line.values))))
-    swarm = "swarm" in (saved["network.transport"], wanted["network.transport"])  # it divides the data otherwise
-    decided = "network.transport" if swarm else "network.replicas"
+    transports = {saved["network.transport"], wanted["network.transport"]}
+    decided = {"network.replica_size"} | ({"network.replicas"} if transports != {"swarm"} else set())
+    if transports != {"tcp", "torch"}:  # others divide replicas or data in another way
+        decided.add("network.transport")
     fixed = [
         f"{name} from {in_toml(saved[name])} to {in_toml(wanted[name])}"
         for name in line.values
         if not same_code(wanted[name], saved[name])
-        and (name == decided or not {name, name.partition(".")[0]} & {*_CHANGEABLE})
+        and (name in decided or not {name, name.partition(".")[0]} & {*_CHANGEABLE})
     ]
     if fixed:
         raise ConfigurationError(

@@ -244,7 +244,7 @@ def tokenize(
         "heldout_fraction": settings.heldout_fraction,
     }
     try:
-        with new_folder(place, last=_MANIFEST) as folder:
+        with new_folder(place) as folder:
             with ExitStack() as files:
                 paths = [folder / f"{name}-00000.tokens" for name in SPLITS]
                 writers = [_SplitWriter(files.enter_context(path.open("wb"))) for path in paths]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from diloco.errors import from_extra
 from diloco.integrations.host import (
     StepWatch,
     load_state,
-    of_one_job,
     refuse_unfit,
+    replace_method,
     replica_of_each_rank,
     save_state,
     unwrapped,
@@ -61,19 +62,16 @@ class AcceleratedDiLoCo(DiLoCo):
     ) -> None:
         refuse_unfit(accelerator.distributed_type.name)
         bare, inner = unwrapped(model, optimizer, transport)
-        self._connected = ExitStack()
+        self._connected, self._hooks = ExitStack(), ExitStack()
         if transport is None:
             transport = self._connected.enter_context(replica_of_each_rank(model))
         super().__init__(bare, inner, transport=transport, **arguments)
         self._accelerator, self._inner = accelerator, inner
         self._watch = StepWatch(inner)
-        self._hooks = (
-            accelerator.register_save_state_pre_hook(self._save),
-            accelerator.register_load_state_pre_hook(self._load),
-        )
-        self._own = _OwnState(self)
-        if of_one_job(self):
-            accelerator.register_for_checkpointing(self._own)
+        self._hooks.callback(self._watch.close)
+        self._hooks.callback(accelerator.register_save_state_pre_hook(self._save).remove)
+        self._hooks.callback(accelerator.register_load_state_pre_hook(self._note_folder).remove)
+        replace_method(self._hooks, accelerator, "load_state", self._load)
 
     def begin(self, trained: float = 1.0) -> None:
         """Run the first half of `step`; do nothing while gradients are accumulated."""
@@ -90,11 +88,7 @@ class AcceleratedDiLoCo(DiLoCo):
 
     def close(self) -> None:
         """Remove all hooks from the optimizer and the accelerator. Leaving a ``with`` block does the same."""
-        self._watch.close()
-        for hook in self._hooks:
-            hook.remove()
-        if self._own in self._accelerator._custom_objects:
-            self._accelerator._custom_objects.remove(self._own)
+        self._hooks.close()
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         super().__exit__(kind, *error)
@@ -104,23 +98,9 @@ class AcceleratedDiLoCo(DiLoCo):
     def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
         save_state(Path(folder), self, inner=self._inner)
 
-    def _load(self, models: list[nn.Module], folder: str) -> None:
-        self._own.folder = Path(folder)
-        if not of_one_job(self):
-            load_state(Path(folder), self, check_model=False)
+    def _note_folder(self, models: list[nn.Module], folder: str) -> None:
+        self._folder = Path(folder)
 
-
-class _OwnState:
-    """What a rank that is a replica saves itself, because Accelerate saves the model and the optimizer of the first.
-
-    Accelerate loads objects that it does not know last, and so this after the model and the optimizer.
-    """
-
-    def __init__(self, diloco: AcceleratedDiLoCo) -> None:
-        self._diloco, self.folder = diloco, Path()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Any) -> None:
-        load_state(self.folder, self._diloco, check_model=False, inner=self._diloco._inner)
+    def _load(self, loading: Callable[..., None], *given: Any, **more: Any) -> None:
+        loading(*given, **more)  # the model and the optimizer, which may be those of another rank that is a replica
+        load_state(self._folder, self, check_model=False, inner=self._inner)

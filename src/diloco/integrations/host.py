@@ -8,10 +8,10 @@ verified when read, and contain no pickle.
 from __future__ import annotations
 
 import gc
-import inspect
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from torch.utils.data import Subset
 
 from diloco.algorithm import (
-    all_parameters,
     check_choice,
     check_replica,
     content_of,
@@ -121,6 +120,12 @@ def _is_sharded(model: nn.Module) -> bool:
     return any(hasattr(parameter, "to_local") for parameter in named_parameters(model).values())
 
 
+def replace_method(at_end: ExitStack, owner: Any, name: str, ours: Callable[..., None]) -> None:
+    """Until ``at_end`` closes, let ``ours``, whose first argument is the method, replace a method of ``owner``."""
+    setattr(owner, name, partial(ours, getattr(owner, name)))
+    at_end.callback(delattr, owner, name)
+
+
 class StepWatch:
     """Observes whether an optimizer takes its steps or a gradient scaler skips them.
 
@@ -168,25 +173,31 @@ class HostedReplica:
 
     def __init__(self, parameters: Parameters, arguments: Mapping[str, Any]) -> None:
         check_choice("parameters", parameters, get_args(Parameters))
-        known = [name for name in inspect.signature(DiLoCo).parameters if name not in ("model", "inner_optimizer")]
-        for name in arguments:
-            check_choice("argument", name, known)
         check_kinds(arguments)
         self.parameters = parameters
         self.training = False  # whether training has started and not ended
         self.diloco: DiLoCo | None = None  # None until training starts
         self.hidden: dict[str, Tensor] | None = None  # name -> local value while the model holds the global ones
         self._arguments = arguments
+        self._loaded: Mapping[str, Any] = {}  # the state to restore when training starts
         self._shown = ExitStack()
-        self._connected = ExitStack()
+        self.at_end = ExitStack()  # closes the connection, and what an integration adds
 
-    def begin(self, model: nn.Module, optimizer: Any, transport: Transport | None) -> DiLoCo:
-        """Create the `DiLoCo` for the model and optimizer that a framework has wrapped."""
+    def begin(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        transport: Transport | Callable[[], AbstractContextManager[Transport]] | None,
+    ) -> DiLoCo:
+        """Create the `DiLoCo` for the model and optimizer that a framework has wrapped; a callable connects first."""
+        if callable(transport):
+            transport = self.at_end.enter_context(transport())
         bare, self.inner = unwrapped(model, optimizer, transport)
         if transport is None:
-            transport = self._connected.enter_context(replica_of_each_rank(model))
+            transport = self.at_end.enter_context(replica_of_each_rank(model))
         self.diloco = DiLoCo(bare, self.inner, transport=transport, **self._arguments)
         self._watch = StepWatch(self.inner)
+        self.at_end.callback(self._watch.close)
         self.training = True
         return self.diloco
 
@@ -214,6 +225,17 @@ class HostedReplica:
             self._shown.close()
             self.hidden = None
 
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show the chosen parameters inside a ``with`` block."""
+        before = self.hidden
+        self.show()
+        try:
+            yield
+        finally:
+            if before is None:
+                self.hide()
+
     def end(self, instead: Mapping[str, Tensor] | None = None) -> None:
         """Merge what is in flight, and leave the model with the chosen `parameters`, or with ``instead`` if given."""
         self.hide()
@@ -222,7 +244,7 @@ class HostedReplica:
             instead = self.begun.named_global_params()
         if instead is not None:
             _hold(self.begun, instead)
-        self._connected.close()
+        self.at_end.close()
         self.abandon()
 
     def abandon(self) -> None:
@@ -230,33 +252,44 @@ class HostedReplica:
         self.hide()
         error = sys.exception() or TransportError("training was abandoned")
         with suppress(type(error)):  # the connection ends with the error of the caller
-            self._connected.__exit__(type(error), error, None)
-        if self.training:
-            self._watch.close()
-            self.training = False
+            self.at_end.__exit__(type(error), error, None)
+        self.training = False
 
-    def chosen_state(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the entries of the ``state_dict`` of ``module`` that differ if the global parameters are chosen."""
-        if self.parameters == "local":
-            return {}
-        agreed, parameters = self.begun.named_global_params(), self.begun.named_parameters()
-        values = {id(parameters[name]): value for name, value in agreed.items()}
-        # hooks of some wrappers take their own prefix out of the names in a state_dict
-        names = dict(module.named_parameters(remove_duplicate=False)) | dict(all_parameters(module))
-        return {
-            name: values[id(parameter)].to(parameter.device, parameter.dtype, copy=True)
-            for name, parameter in names.items()
-            if id(parameter) in values
-        }
+    def resume(self, folder: Path | None, *, check_model: bool = False) -> None:
+        """Restore the state in ``folder``, or the one that the framework has loaded."""
+        if folder is not None and saved_states(folder):
+            load_state(folder, self.begun, check_model=check_model, inner=self.inner)
+        elif self._loaded:
+            restore(self.begun, self._loaded)
+        else:
+            raise CheckpointError(
+                f"{folder or 'The checkpoint'} has no DiLoCo state. Resume from one that DiLoCoCallback has saved (if "
+                "it is outside the Trainer's output_dir: resume_from_checkpoint=...), or begin with its weights."
+            )
+
+    def beside(self, checkpoint: Any) -> Path | None:
+        """Return the folder for what the ranks of one job save beside a checkpoint file, or the one it links to.
+
+        None: the framework saves the whole state.
+        """
+        if not of_one_job(self.begun):
+            return None
+        if "://" in str(checkpoint):
+            raise ConfigurationError(f"The replicas of one job save into folders, but the checkpoint is {checkpoint}.")
+        return Path(f"{Path(checkpoint).resolve()}.replicas")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a framework saves beside a model, which holds the chosen `parameters`."""
+        if self.diloco is None:
+            return dict(self._loaded)
+        if of_one_job(self.diloco):  # see `beside`
+            return {}
         saves_globals = self.training and self.parameters == "global"
-        return state_of(self.begun, (self.hidden or held_values(self.begun)) if saves_globals else None)
+        return state_of(self.diloco, (self.hidden or held_values(self.diloco)) if saves_globals else None)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned. The framework loads the model before or after this call."""
-        restore(self.begun, state)
+        """Keep what `state_dict` returned for `resume`."""
+        self._loaded = state
 
 
 def held_values(diloco: DiLoCo) -> dict[str, Tensor]:

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-from diloco.errors import CheckpointError, ConfigurationError, from_extra
-from diloco.integrations.host import (
-    HostedReplica,
-    Parameters,
-    load_state,
-    of_one_job,
-    refuse_unfit,
-    save_state,
-    saved_states,
-)
+from diloco.errors import ConfigurationError, from_extra
+from diloco.integrations.host import HostedReplica, Parameters, refuse_unfit, replace_method, save_state
 from diloco.outer import DiLoCo
 from diloco.transport import Transport
 
@@ -41,7 +31,6 @@ class DiLoCoCallback(Callback):
             replica, and DDP averages no gradients (`connect_process_group`). Lightning saves the first one's state, so
             each also saves its own, in the folder ``FILE.ckpt.replicas`` beside the file. A single rank trains alone.
         parameters: those that are validated, saved as the ``state_dict``, and left in the module at the end.
-        begin_from_checkpoint: whether ``fit`` may resume from a checkpoint without DiLoCo's state.
         arguments: further arguments of `DiLoCo`.
     """
 
@@ -50,13 +39,10 @@ class DiLoCoCallback(Callback):
         *,
         transport: Transport | Connect | None = None,
         parameters: Parameters = "global",
-        begin_from_checkpoint: bool = False,
         **arguments: Any,
     ) -> None:
-        self.transport, self.begin_from_checkpoint = transport, begin_from_checkpoint
+        self.transport = transport
         self._replica = HostedReplica(parameters, arguments)
-        self._loaded: Mapping[str, Any] = {}
-        self._at_end = ExitStack()
 
     @property
     def diloco(self) -> DiLoCo | None:  # None until training starts
@@ -66,44 +52,24 @@ class DiLoCoCallback(Callback):
         refuse_unfit(trainer.strategy)
         if self.diloco is not None or len(trainer.optimizers) != 1:
             raise ConfigurationError("A DiLoCoCallback serves one fit() of a module with one optimizer.")
-        transport = self._at_end.enter_context(self.transport()) if callable(self.transport) else self.transport
-        diloco = self._replica.begin(trainer.strategy.model or pl_module, trainer.optimizers[0], transport)
-        if of_one_job(diloco):
-            self._save_each(trainer.strategy)
-        if of_one_job(diloco) and trainer.ckpt_path and saved_states(folder := _beside(trainer.ckpt_path)):
-            load_state(folder, diloco, check_model=False, inner=self._replica.inner)
-        elif self._loaded:
-            self._replica.load_state_dict(self._loaded)
-        elif trainer.global_step and not self.begin_from_checkpoint:
-            raise CheckpointError("The checkpoint has no state of DiLoCoCallback. Set begin_from_checkpoint=True.")
-        self._counted, saving = trainer.global_step, pl_module.on_save_checkpoint
+        self._replica.begin(trainer.strategy.model or pl_module, trainer.optimizers[0], self.transport)
+        self._counted = trainer.global_step
+        if trainer.global_step:
+            self._replica.resume(self._replica.beside(trainer.ckpt_path))
+        # Lightning calls no callback when it saves only weights, or deletes
+        replace_method(self._replica.at_end, trainer, "save_checkpoint", self._save)
+        replace_method(self._replica.at_end, trainer.strategy, "remove_checkpoint", self._remove)
 
-        def put_first(checkpoint: dict[str, Any]) -> None:
-            checkpoint["state_dict"].update(self._replica.chosen_state(pl_module))
-            saving(checkpoint)
+    def _save(self, saving: Any, path: Any, weights_only: bool | None = None, *given: Any, **more: Any) -> None:
+        with self._replica.shown():
+            saving(path, weights_only, *given, **more)
+            if not weights_only and (folder := self._replica.beside(path)):
+                save_state(folder, self._replica.begun, self._replica.hidden, self._replica.inner)
 
-        # Lightning calls no callback when it saves weights only; on the instance, as its class may have others
-        object.__setattr__(pl_module, "on_save_checkpoint", put_first)
-        self._at_end.callback(object.__delattr__, pl_module, "on_save_checkpoint")
-
-    def _save_each(self, strategy: Any) -> None:
-        """Let each rank, which is a replica, save its own state whenever Lightning saves the first one's."""
-        saving, removing = strategy.save_checkpoint, strategy.remove_checkpoint
-
-        def save(checkpoint: dict[str, Any], filepath: Any, *given: Any, **more: Any) -> None:
-            saving(checkpoint, filepath, *given, **more)
-            if "callbacks" in checkpoint:  # not only the weights
-                replica = self._replica
-                save_state(_beside(filepath), replica.begun, replica.hidden, replica.inner)
-
-        def remove(filepath: Any) -> None:
-            removing(filepath)
-            if strategy.is_global_zero:
-                shutil.rmtree(_beside(filepath), ignore_errors=True)
-
-        strategy.save_checkpoint, strategy.remove_checkpoint = save, remove
-        self._at_end.callback(delattr, strategy, "save_checkpoint")
-        self._at_end.callback(delattr, strategy, "remove_checkpoint")
+    def _remove(self, removing: Any, path: Any) -> None:
+        removing(path)
+        if folder := self._replica.beside(path):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         steps, self._counted = trainer.global_step - self._counted, trainer.global_step
@@ -121,23 +87,12 @@ class DiLoCoCallback(Callback):
 
     def on_train_end(self, *_: Any) -> None:
         self._replica.end()
-        self._at_end.close()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, *_: Any) -> None:
         self._replica.abandon()
-        self._at_end.__exit__(type(exception), exception, sys.exc_info()[2])
 
     def state_dict(self) -> dict[str, Any]:
-        if self.diloco is None:
-            return dict(self._loaded)
-        return {} if of_one_job(self.diloco) else self._replica.state_dict()
+        return self._replica.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._loaded = state_dict  # restored when training starts
-
-
-def _beside(checkpoint: Any) -> Path:
-    """Return the folder for the states of the ranks of one job, beside a checkpoint or the one that it links to."""
-    if "://" in str(checkpoint):
-        raise ConfigurationError(f"The replicas of one job save into folders, but the checkpoint is {checkpoint}.")
-    return Path(f"{Path(checkpoint).resolve()}.replicas")
+        self._replica.load_state_dict(state_dict)

@@ -6,8 +6,8 @@ import warnings
 from pathlib import Path
 from typing import Any, Self
 
-from diloco.errors import CheckpointError, ConfigurationError, from_extra
-from diloco.integrations.host import HostedReplica, Parameters, held_values, load_state, save_state, saved_states
+from diloco.errors import ConfigurationError, from_extra
+from diloco.integrations.host import HostedReplica, Parameters, held_values, save_state
 from diloco.outer import DiLoCo
 from diloco.transport import Transport
 
@@ -35,8 +35,6 @@ class DiLoCoCallback(TrainerCallback):
             end. With "global", which all replicas agree on, a decision based on an evaluation is the same on all of
             them. Resuming is still exact, because the local parameters are saved as well.
         resume_from_checkpoint: the folder that ``trainer.train`` resumes from, if it is not in ``output_dir``.
-        begin_from_checkpoint: whether training may resume from a checkpoint without DiLoCo's state. DiLoCo then starts
-            there; all replicas must use the same checkpoint.
         arguments: further arguments of `DiLoCo`: schedule, codec, outer_optimizer, merge, on_event and more.
 
     Raises:
@@ -49,12 +47,10 @@ class DiLoCoCallback(TrainerCallback):
         transport: Transport | None = None,
         parameters: Parameters = "global",
         resume_from_checkpoint: str | Path | None = None,
-        begin_from_checkpoint: bool = False,
         **arguments: Any,
     ) -> None:
         self.transport = transport
         self.resume_from_checkpoint = resume_from_checkpoint
-        self.begin_from_checkpoint = begin_from_checkpoint
         self._replica = HostedReplica(parameters, arguments)
         self._began: TrainerState | None = None  # the state of the train() call that started DiLoCo
 
@@ -76,10 +72,12 @@ class DiLoCoCallback(TrainerCallback):
         """Create the `DiLoCo`, and restore its state if training resumes."""
         if self._began is not None:
             raise ConfigurationError("A DiLoCoCallback serves one train() of one Trainer, which has it once.")
-        diloco = self._replica.begin(given["model"], given["optimizer"], self.transport)
+        self._replica.begin(given["model"], given["optimizer"], self.transport)
         self._began = state
         if state.global_step:
-            self._resume(diloco, args, state)
+            place = self.resume_from_checkpoint or args.resume_from_checkpoint
+            folder = Path(place) if isinstance(place, str | Path) and Path(place).is_dir() else None
+            self._replica.resume(folder or _checkpoint_of(args, state), check_model=True)
         if args.eval_on_start:
             self._replica.show()
 
@@ -128,18 +126,6 @@ class DiLoCoCallback(TrainerCallback):
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             best = {name: values.clone() for name, values in held_values(self.diloco).items()}
         self._replica.end(best)
-
-    def _resume(self, diloco: DiLoCo, args: TrainingArguments, state: TrainerState) -> None:
-        given = self.resume_from_checkpoint or args.resume_from_checkpoint
-        folder = Path(given) if isinstance(given, str | Path) and Path(given).is_dir() else _checkpoint_of(args, state)
-        if saved_states(folder):
-            load_state(folder, diloco, check_model=True, inner=self._replica.inner)
-        elif not self.begin_from_checkpoint:
-            raise CheckpointError(
-                f"The Trainer resumes at step {state.global_step}, but {folder} has no DiLoCo state. If it resumes "
-                "from another folder, pass that folder to DiLoCoCallback as resume_from_checkpoint. If the checkpoint "
-                "was saved without DiLoCo, set begin_from_checkpoint=True."
-            )
 
 
 class _FiguresFirst(TrainerCallback):

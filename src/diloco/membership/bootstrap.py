@@ -57,9 +57,7 @@ class BootstrapElection:
         views = () if self.views is None else (self.views.last, self.views.agreed, self.views.vote)
         return Candidate(self.number, self.held_step, *views)
 
-    def founds(
-        self, others: Sequence[Candidate], waited_s: float, *, had_members: bool = False, left: Collection[int] = ()
-    ) -> View | None:
+    def founds(self, others: Sequence[Candidate], waited_s: float, *, left: Collection[int] = ()) -> View | None:
         """Vote, and return the view of this replica alone that it founds for the others to join, or None.
 
         The founder is the replica with the newest step; of several, the one with the lowest number. If any of them was
@@ -71,8 +69,6 @@ class BootstrapElection:
             waited_s: from the moment at which others could see this replica's announcement to the moment at which they
                 were asked. If this is shorter than another replica needs to announce itself, that one may be unknown
                 here.
-            had_members: whether any replica announces that it was a member. In that case a replica without a checkpoint
-                founds none.
             left: replicas that have finished the run; of these, none can be continuing.
 
         >>> newest = BootstrapElection(number=2, held_step=150, alone=False, window_s=3.0, policy=Policy())
@@ -85,8 +81,6 @@ class BootstrapElection:
         >>> lost.founds([Candidate(1, 140, View(7, (0, 1, 2)), vote=lost.me.vote)], 60.0)
         View(id=8, members=(2,))
         """
-        if self.held_step < 0 and had_members:
-            return None
         newest, others = self._credible(others)
         there = (self.me, *others)
         eligible = [each for each in there if newest is None or each.number in newest.members] or [self.me]

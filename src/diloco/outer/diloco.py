@@ -322,10 +322,8 @@ class DiLoCo:
         fragments = [fragment.state_dict() for fragment in self.fragments]
         return {"about": self._saved_facts, "steps": self.steps, "fragments": fragments}
 
-    def load_state_dict(self, state: Mapping[str, Any], *, resubmit: bool = True) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state saved by `state_dict` and resubmit the rounds that were in flight.
-
-        With ``resubmit`` False they count as void; the next rounds contain their work.
 
         Raises:
             CheckpointError: if the state is malformed, or belongs to another schedule, partition, codec, merge rule or
@@ -341,7 +339,7 @@ class DiLoCo:
                 raise CheckpointError(f"The saved state has steps = {steps}. Nothing was loaded.")
             last = [self.schedule.rounds_of(fragment.index, steps) - 1 for fragment in self.fragments]
             loaders = [
-                fragment.loader(saved, outer_step, resubmit=resubmit)
+                fragment.loader(saved, outer_step)
                 for fragment, saved, outer_step in zip(self.fragments, state["fragments"], last, strict=True)
             ]
             lacking = ", ".join(f"{index}" for index, saved in enumerate(state["fragments"]) if saved["fetching"])
@@ -401,7 +399,7 @@ class DiLoCo:
         self._on_event(committed)
 
     def _on_event(self, event: Event) -> None:
-        self._reports.pass_on(event, self.transport)
+        self._reports.pass_on(event)
 
     def _note(self, *texts: str) -> None:
         for text in texts:

@@ -343,24 +343,21 @@ class Fragment:
             "in_flight": in_flight,
         }
 
-    def loader(self, state: Mapping[str, Any], last: int, *, resubmit: bool) -> Callable[[Transport], None]:
+    def loader(self, state: Mapping[str, Any], last: int) -> Callable[[Transport], None]:
         """Check a state that `state_dict` returned, and return the function that restores it.
 
         ``last`` is the round that was sent last by then, or -1. That function submits the round that was in flight to a
-        transport again; with ``resubmit`` False it counts it as void. A state of another fragment is a `FragmentError`;
-        what one lacks raises `UNREADABLE`.
+        transport again. A state of another fragment is a `FragmentError`; what one lacks raises `UNREADABLE`.
         """
         self.state.check(state)
         flight, residual, sent = state["in_flight"], state["residual"], None
         if flight is not None and flight["outer_step"] != last:
             raise FragmentError(f"Round {flight['outer_step']} of fragment {self.index} can't be in flight then.")
-        lost = flight is not None and not resubmit
-        candidate = None if lost else state["candidate"]
-        finished = int(flight["outer_step"]) + 1 if lost else int(state["finished_rounds"])
+        candidate, finished = state["candidate"], int(state["finished_rounds"])
         trained, submitted = float(state["trained"]), float(state["submitted"])
-        committed, void = int(state["committed"]), int(state["void"]) + lost
+        committed, void = int(state["committed"]), int(state["void"])
         contribution: Contribution | None = None
-        if flight is not None and resubmit:
+        if flight is not None:
             fields = {name: flight[name] for name in _SAVED_FIELDS}
             contribution = replace(self._template, **fields, round=RoundId(self.index, last))
             contribution.codec.validate(contribution.payload, self.numel)

@@ -20,7 +20,7 @@ __all__ = ["Reports"]
 
 
 class Reports:
-    """Passes the events of a replica on to its listener and to those who watch the run, and measures its steps.
+    """Passes the events of a replica on to its listener, and measures its steps.
 
     The first inner optimizer has the reported learning rate. ``on_event`` None warns of failures, once for each reason.
     """
@@ -40,11 +40,10 @@ class Reports:
             self._began_s = time.monotonic()
             self._last = step, self._began_s
 
-    def pass_on(self, event: Event, transport: Transport) -> None:
+    def pass_on(self, event: Event) -> None:
         if isinstance(event, RoundCommitted):
             self.wait_s += event.wait_s
             self.contributors = len(event.contributors)
-        transport.report(event)
         self._listen(event)
 
     def step(self, step: int, transport: Transport, *, loss: Any, tokens: Any, gradient_norm: Any) -> StepFinished:

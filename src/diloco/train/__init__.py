@@ -1,4 +1,7 @@
-"""The training loop: settings, the inner step, replicas, sessions and whole runs."""
+"""The training loop. In the order of a run: ``settings``, ``description`` (what the run is), ``processes``,
+``connecting`` (of ``fleet`` and ``peer_fleet``), ``session`` (of ``replica``, ``inner`` and ``parallel``), ``joining``
+(where it begins and goes on after a loss), ``run``, ``state`` (checkpoints).
+"""
 
 import lazy_loader
 

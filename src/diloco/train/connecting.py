@@ -41,13 +41,6 @@ from diloco.transport import (
 from diloco.units import diff, visible
 from diloco.waiting import waiting_for
 
-__all__ = [
-    "begin_attempt",
-    "connect_cluster",
-    "connect_peer",
-    "connect_rank",
-]
-
 _NEW_WINDOW_S, _RESUMED_WINDOW_S = 3.0, 15.0
 """The time that a peer waits for others before it founds a swarm. It is longer after a resume, because machines that
 restart together need some time, and the one with the newest checkpoint should be among them."""
@@ -129,7 +122,7 @@ def connect_cluster(
     except BaseException as error:
         cluster.close(str(error))
         raise
-    return ClusterFleet(cluster, group, settings.replicas, held, attempt)
+    return ClusterFleet(cluster, group, held, attempt)
 
 
 def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> PeerFleet:

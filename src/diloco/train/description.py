@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import platform
-import sys
 from collections.abc import Mapping
-from importlib import metadata
 from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
 
-from diloco import __version__
 from diloco.algorithm import (
     AVERAGES,
     CODECS,
@@ -38,21 +34,6 @@ from diloco.train.inner import check_inner_arguments
 from diloco.train.settings import RunSettings, make_schedule
 from diloco.transport import InProcessTransport, Link, VirtualNetwork
 from diloco.units import format_bytes, format_ratio
-
-__all__ = [
-    "check_components",
-    "describe",
-    "describe_environment",
-    "identity",
-    "make_fragments",
-    "make_links",
-    "make_transport",
-    "outer_arguments",
-    "outer_components",
-    "outline",
-    "replica_bytes",
-    "untrained_digest",
-]
 
 
 def outer_components(sync: SyncSettings, outer_steps: int = 1) -> dict[str, Any]:
@@ -107,24 +88,14 @@ def make_fragments(sync: SyncSettings, model: LanguageModel) -> tuple[FragmentLa
     return partition(model, num_fragments=sync.num_fragments or 1, strategy=sync.fragment_strategy)
 
 
-def make_links(settings: RunSettings) -> list[Link]:
-    """Return the emulated link of each replica. Without settings, bandwidth is infinite and latency is 0."""
-    emulate, replicas = settings.emulate, settings.network.replicas
-    bandwidths = _each(emulate.bandwidth or (math.inf,), replicas)
-    latencies = _each(emulate.latency or (0.0,), replicas)
-    return [Link(bandwidth, latency) for bandwidth, latency in zip(bandwidths, latencies, strict=True)]
-
-
 def make_transport(settings: RunSettings) -> InProcessTransport:
-    """Return the in-process transport with its emulated links."""
-    network, replicas = None, settings.network.replicas
-    if settings.emulate.step_time:
-        network = VirtualNetwork(make_links(settings), _each(settings.emulate.step_time, replicas))
+    """Return the in-process transport with its emulated links; without settings, bandwidth is infinite, latency 0."""
+    network, emulate, replicas = None, settings.emulate, settings.network.replicas
+    if emulate.step_time:
+        rows = (emulate.bandwidth or (math.inf,), emulate.latency or (0.0,), emulate.step_time)
+        bandwidths, latencies, step_times = (row * replicas if len(row) == 1 else row for row in rows)
+        network = VirtualNetwork([*map(Link, bandwidths, latencies)], step_times)
     return InProcessTransport(replicas, round_timeout_s=settings.network.round_timeout, network=network)
-
-
-def _each(values: tuple[float, ...], count: int) -> tuple[float, ...]:
-    return values * count if len(values) == 1 else values
 
 
 def outline(settings: RunSettings, vocab_size: int) -> LanguageModel:
@@ -235,16 +206,3 @@ def replica_bytes(settings: RunSettings, trained: int, frozen: int) -> int:
     kind = model.quantization or (model.huggingface.base_dtype if model.kind == "hf" else "float32")
     per_frozen = {"nf4": 0.5, "int8": 1.0, "bfloat16": 2.0, "float16": 2.0, "float32": 4.0}[kind]
     return per_trained * trained + round(per_frozen * frozen)
-
-
-def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Return the versions, command and device of a run as plain values."""
-    return {
-        "command": sys.argv,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "versions": {name: metadata.version(name) for name in ("torch", "numpy", "safetensors")},
-        "diloco": __version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "threads": torch.get_num_threads(),
-    }

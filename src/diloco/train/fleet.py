@@ -14,16 +14,13 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stu
 from diloco.data import Assignment
 from diloco.errors import TransportError
 from diloco.events import Event
-from diloco.transport import Cluster, InProcessTransport, ReplicaGroup, Transport, VirtualNetwork
-
-__all__ = ["Attempt", "ClusterFleet", "Fleet"]
-
+from diloco.transport import Cluster, InProcessTransport, ReplicaGroup, Transport
 
 FOLDER = "diloco/folder"  # in the store of torchrun
 
 
 class Fleet:
-    """The replicas of a run that all train in this process. `PeerFleet` replaces what several processes need."""
+    """The replicas of a run that all train in this process. Its subclasses replace what several processes need."""
 
     elastic: bool = False  # whether replicas may join and leave
     rejoins: bool = False  # whether this process searches for the other replicas after losing them
@@ -31,34 +28,29 @@ class Fleet:
     restarted: bool = False  # whether a launcher has started all processes again
     group: ReplicaGroup = ReplicaGroup()  # the ranks of the local replica
     notes: tuple[str, ...] = ()  # sentences for the user about the beginning
-    hub: InProcessTransport | None  # the transport of all replicas, if they train in this process
+    hub: InProcessTransport | None = None  # the transport of all replicas, if they train in this process
+    transport: Transport  # of the first local replica
 
-    def __init__(self, hub: InProcessTransport | None) -> None:
-        self.hub = hub
+    def __init__(self, hub: InProcessTransport) -> None:
+        self.hub, self.transport = hub, hub.endpoint(0)
 
     @property
     def local(self) -> tuple[int, ...]:
         """The numbers of the replicas that train in this process."""
-        return self.hub.view.members if self.hub else ()
+        return self.hub.view.members if self.hub else (self.transport.replica,)
 
     @property
     def num_members(self) -> int:
-        """The number of replicas in all processes: the members of an elastic fleet, else the planned number."""
-        return len(self.local)
-
-    @property
-    def network(self) -> VirtualNetwork | None:
-        """The emulated links with a virtual clock, or None."""
-        return self.hub.network if self.hub else None
+        """The number of replicas that train, in all processes."""
+        return len(self.transport.view.members)
 
     def endpoint(self, replica: int) -> Transport:
         """Return the transport of a local replica."""
-        assert self.hub is not None, "the replicas have processes of their own"
-        return self.hub.endpoint(replica)
+        return self.hub.endpoint(replica) if self.hub else self.transport
 
     def leads(self) -> bool:
         """Return whether this process evaluates and reports for all replicas. Call it on all ranks of a replica."""
-        return True
+        return bool(self.group.share(self.local[0] == self.transport.view.members[0]))
 
     def failure(self) -> TransportError | None:
         """Return why the replicas can't continue together, or None. Call it on all ranks of a replica."""
@@ -89,11 +81,7 @@ class Fleet:
         """Act on the user's request to stop as soon as it arrives, in any thread, whatever the training waits for."""
 
     def stop_step(self, step: int, *, wanted: bool) -> int | None:
-        """Return the step after which all replicas stop, or None if no process wants to stop.
-
-        Args:
-            wanted: whether this process wants to stop.
-        """
+        """Return the step after which all replicas stop, or None; ``wanted``: whether this process wants to stop."""
         return step if wanted else None
 
     def finish(self, *, done: bool) -> None:
@@ -132,10 +120,6 @@ class Attempt:
     folder: Path  # the run folder
     restarted: bool  # whether an earlier attempt has trained in that folder
 
-    def keep_folder(self) -> None:
-        """Make later attempts continue in the folder."""
-        self.shared.set(FOLDER, str(self.folder))
-
 
 class ClusterFleet(Fleet):
     """One rank of a replica in a run over process groups, whose replicas are fixed and end together.
@@ -143,40 +127,22 @@ class ClusterFleet(Fleet):
     Args:
         cluster: the connection to all ranks, which torch.distributed holds.
         group: the ranks of the replica.
-        num_replicas: M.
         held: the newest step from which each rank could resume.
         attempt: what torchrun has started.
     """
 
-    def __init__(
-        self, cluster: Cluster, group: ReplicaGroup, num_replicas: int, held: Sequence[int], attempt: Attempt
-    ) -> None:
-        super().__init__(None)
-        self.cluster, self.group, self.restarted = cluster, group, attempt.restarted
-        self._num_replicas, self._held, self._attempt = num_replicas, held, attempt
-
-    @property
-    def local(self) -> tuple[int, ...]:
-        return (self.cluster.replica,)
-
-    @property
-    def num_members(self) -> int:
-        return self._num_replicas
-
-    def leads(self) -> bool:
-        return self.cluster.replica == 0
+    def __init__(self, cluster: Cluster, group: ReplicaGroup, held: Sequence[int], attempt: Attempt) -> None:
+        self.cluster, self.transport, self.group, self.restarted = cluster, cluster.endpoint, group, attempt.restarted
+        self._held, self._attempt = held, attempt
 
     def failure(self) -> TransportError | None:
         return self.cluster.roll.failure
 
-    def endpoint(self, replica: int) -> Transport:
-        return self.cluster.endpoint
-
     def accept_folder(self) -> None:
         roll = self.cluster.roll
         roll.meet("run folder", "", roll.silence_s)
-        if roll.rank == 0:
-            self._attempt.keep_folder()
+        if roll.rank == 0:  # later attempts continue in it
+            self._attempt.shared.set(FOLDER, str(self._attempt.folder))
 
     def stop_step(self, step: int, *, wanted: bool) -> int | None:
         if wanted:
@@ -201,9 +167,9 @@ class ClusterFleet(Fleet):
             dist.destroy_process_group()
 
     def state_dict(self) -> dict[str, Any]:
-        transport = self.cluster.transport
-        return {} if transport is None else {"traffic": [transport.sent_bytes, transport.received_bytes]}
+        transport = self.cluster.transport or self.transport
+        return {"traffic": [transport.sent_bytes, transport.received_bytes]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if (transport := self.cluster.transport) is not None:
-            transport.sent_bytes, transport.received_bytes = map(int, state["traffic"])
+        transport = self.cluster.transport or self.transport
+        transport.sent_bytes, transport.received_bytes = map(int, state["traffic"])

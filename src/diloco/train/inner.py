@@ -27,8 +27,6 @@ from diloco.train.parallel import AUTOCAST, ParallelModel
 from diloco.train.settings import OptimizerSettings
 from diloco.transport import ReplicaGroup
 
-__all__ = ["InnerLoop", "InnerStep", "check_inner_arguments", "inner_learning_rate", "make_inner_optimizer"]
-
 
 @dataclass(frozen=True)
 class InnerStep:
@@ -112,14 +110,15 @@ class InnerLoop:
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         group, batch_size = self.parallel.group, len(tokens)
         rows = group.rows(batch_size)
-        pieces = self.parallel.pieces(batch_size, self.accumulation)
+        pieces = min(self.accumulation, batch_size // group.size)  # fewer if a rank has fewer rows
         counts = targets.numpy() >= 0  # torch would wait for all its threads, 20 ms at worst, for 65,536 values
-        counted, of_pieces = int(counts.sum()), [int(each.sum()) for each in np.array_split(counts[rows], pieces)]
+        counted = int(counts.sum())
         self.counted = counted / targets.numel()
         shares = [to_device(share[rows], self.device).tensor_split(pieces) for share in (tokens, targets)]
-        for number, (piece_tokens, piece_targets) in enumerate(zip(*shares, strict=True), 1):
+        of_pieces = zip(*shares, np.array_split(counts[rows], pieces), strict=True)
+        for number, (piece_tokens, piece_targets, piece_counts) in enumerate(of_pieces, 1):
             # the mean of the ranks' gradients ignores how many targets each rank has, so the divisor corrects for it
-            mine = of_pieces[number - 1] * group.size
+            mine = int(piece_counts.sum()) * group.size
             divisor = counted / mine if mine else math.inf
             documents = documents_of(piece_tokens, piece_targets, self.end_of_document)
             with group.watched(), self.parallel.piece(last=number == pieces):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from diloco.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
@@ -15,11 +15,9 @@ from diloco.train.peer_fleet import Held, PeerFleet
 from diloco.train.processes import StopAsked, StopRequest
 from diloco.train.replica import Replica
 from diloco.train.session import Session
-from diloco.train.state import base_home, load_session, replicas_in
+from diloco.train.state import load_session, replicas_in
 from diloco.units import diff
 from diloco.waiting import waiting_for
-
-__all__ = ["OVER", "find_beginning", "follow_views", "held_checkpoint", "held_step"]
 
 _GATHER_S = 60.0  # wait this long for a founded view, then search: the others may have found each other without it
 _RETRY_S = 1.0
@@ -39,7 +37,7 @@ def _join_run(session: Session, fleet: PeerFleet) -> None:
             f"Replica {replica.number} can't join a run of algorithm={session.settings.algorithm!r} that is already "
             "training; only DiLoCo and Streaming DiLoCo can be joined. Restart all replicas."
         )
-    if not fleet.elastic or fleet.connected.step > 0:  # in a swarm they may have no state yet
+    if not fleet.elastic or fleet.directory.step > 0:  # in a swarm they may have no state yet
         _adopt_state(session, replica, fleet)
     _become_member(session, replica, fleet)
 
@@ -51,7 +49,7 @@ def _adopt_state(session: Session, replica: Replica, fleet: PeerFleet) -> None:
     with waiting_for(lambda: f"a state to adopt ({why or 'the other replicas are sending it'})", math.inf):
         while True:
             try:
-                return diloco.take_over(fleet.view.members)
+                return diloco.take_over(fleet.transport.view.members)
             except TransportError as error:
                 why = str(error).partition(". ")[0]
                 if fleet.sees_nobody():
@@ -110,7 +108,7 @@ def follow_views(session: Session, stop: StopRequest, emit: Callable[[Event], No
         emit(Note(step=step, text=f"{error} The work that this replica has not shared is in its checkpoint."))
         stop.ask(OVER)
         return
-    how = "has rejoined the others" if len(fleet.view.members) > 1 else "continues alone"
+    how = "has rejoined the others" if len(fleet.transport.view.members) > 1 else "continues alone"
     emit(Note(step=session.totals.steps, text=f"This replica {how}."))
 
 
@@ -138,7 +136,7 @@ def _rejoin(session: Session, fleet: PeerFleet, stop: StopRequest) -> None:
         return
     session.open_to_joiners()
     if replica.diloco is not None:
-        replica.diloco.take_over(fleet.view.members, keep_work=True)
+        replica.diloco.take_over(fleet.transport.view.members, keep_work=True)
     else:
         try:
             with stop.interrupting():
@@ -161,7 +159,7 @@ def _become_member(session: Session, replica: Replica, fleet: PeerFleet) -> None
     replica.sampler.join_at(totals.steps, replica.diloco.recovery.data_order if replica.diloco else "")
 
 
-def find_beginning(session: Session, home: Path, emit: Callable[[Event], None]) -> str | None:
+def find_beginning(session: Session, home: Path) -> str | None:
     """Bring a new session to the point from which its run continues: that of the other replicas, or a checkpoint.
 
     Replicas in separate processes that start together continue from the newest checkpoint that all of them have.
@@ -175,29 +173,21 @@ def find_beginning(session: Session, home: Path, emit: Callable[[Event], None]) 
         return None
     path = Path(session.settings.checkpoint.resume)
     if fleet.hub is None and not fleet.elastic:
-        held = fleet.held_steps()
-        if fleet.restarted and min(held.values()) < 0:  # not all had saved, so all begin again
+        steps = fleet.held_steps()
+        if fleet.restarted and min(steps.values()) < 0:  # not all had saved, so all begin again
             return None
-        name = f"step-{_newest_of_all(held):08d}"
-        found = _newest_checkpoints(home, session.replicas[0].number, name)
-        path = found[0].path if found else home / "checkpoints" / name
+        if lacking := ", ".join(str(rank) for rank, step in steps.items() if step < 0):
+            raise CheckpointError(
+                f"--resume needs a checkpoint on every rank, but rank {lacking} has none in its folder. Copy its "
+                "checkpoints there, or start a new run with --init-from from the global parameters of an existing one."
+            )
+        path = home / "checkpoints" / f"step-{min(steps.values()):08d}"
     with fleet.group.all_or_none():  # a rank may not see the file
         checkpoint = open_checkpoint(path)
         _check_same_run(session, checkpoint)
     with readable_state(str(checkpoint.path)):
-        notes = load_session(session, checkpoint, home)
-    for note in notes:
-        emit(Note(step=session.totals.steps, text=note))
+        load_session(session, checkpoint)
     return str(checkpoint.path)
-
-
-def _newest_of_all(held: Mapping[int, int]) -> int:
-    if lacking := ", ".join(str(rank) for rank, step in held.items() if step < 0):
-        raise CheckpointError(
-            f"--resume needs a checkpoint on every rank, but rank {lacking} has none in its folder. Copy its "
-            "checkpoints there, or start a new run with --init-from from the global parameters of an existing one."
-        )
-    return min(held.values())
 
 
 def _check_same_run(session: Session, checkpoint: Checkpoint) -> None:
@@ -229,20 +219,9 @@ def held_checkpoint(resume: str | None) -> Held:
     return Held(checkpoint.step, replicas[0] if len(replicas) == 1 else None, swarm)
 
 
-def held_step(home: Path, replica: int, resume: Path) -> int:
-    """Return the step from which a replica could resume: that of ``resume``, or else the newest; -1 for none."""
-    name = resume.name if resume.name.startswith("step-") else ""
-    return max((checkpoint.step for checkpoint in _newest_checkpoints(home, replica, name)), default=-1)
-
-
-def _newest_checkpoints(home: Path, replica: int, name: str) -> list[Checkpoint]:
-    """Return the newest checkpoints (or those called ``name``) from which a replica in its own process can resume.
-
-    One is in the run folder of replica 0, if the replica was saved there, by one process for all replicas.
-    The other is in the replica's own, ``home``, which is inside that of replica 0.
-    """
-    own, shared = list_checkpoints(home / "checkpoints"), []
-    if replica and (there := list_checkpoints(base_home(home, replica) / "checkpoints")):
-        shared = [checkpoint for checkpoint in there if f"replica-{replica}" in checkpoint.parts]
-    named = ([each for each in found if name in ("", each.path.name)] for found in (shared, own))
-    return [checkpoint for found in named for checkpoint in found[-1:]]
+def held_step(home: Path, resume: Path) -> int:
+    """Return the step from which a rank could resume: that of ``resume``, or else the newest in ``home``; -1: none."""
+    found = list_checkpoints(home / "checkpoints")
+    if resume.name.startswith("step-"):
+        found = [checkpoint for checkpoint in found if checkpoint.path.name == resume.name]
+    return found[-1].step if found else -1

@@ -28,8 +28,6 @@ from diloco.model import LanguageModel, LossParts
 from diloco.train.settings import TrainSettings
 from diloco.transport import ReplicaGroup
 
-__all__ = ["ParallelModel", "Strategy", "blocks_of", "parallelise", "prepare_blocks", "prepare_model"]
-
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _LOSS_CHUNK_TOKENS = 8192  # the logits of a larger batch never exist at once
 
@@ -136,10 +134,6 @@ class ParallelModel:
     def total_norm(self, norm: Tensor) -> Tensor:
         """Return the norm of the whole gradient, ``()``, from the ``norm`` of this rank's part of it."""
         return norm
-
-    def pieces(self, batch_size: int, accumulation: int) -> int:
-        """Return the number of pieces per rank: ``accumulation``, or fewer if a rank has fewer rows."""
-        return min(accumulation, batch_size // self.group.size)
 
 
 class _ReplicatedModel(ParallelModel):

@@ -18,22 +18,18 @@ from diloco.membership import LastViews, NextView, Ranks, View, enough_without
 from diloco.protocol import Rules, WireMessage, decode, encode
 from diloco.train.fleet import Fleet
 from diloco.transport import (
-    Connected,
+    Directory,
     Lost,
     PeerStreams,
+    PeerTransport,
     Place,
     ReplicaGroup,
     SwarmPlace,
-    Transport,
     connect,
-    enter_swarm,
     join,
     parse_address,
-    same_port,
 )
 from diloco.waiting import waiting_for
-
-__all__ = ["Held", "PeerFleet"]
 
 _ROUND_MAY_TAKE_S = 4.0  # time for a round in flight to end before a replica of a swarm that is to stop leaves
 
@@ -71,7 +67,8 @@ class PeerFleet(Fleet):
         batch_tokens: in a swarm, tokens per batch.
     """
 
-    connected: Connected
+    transport: PeerTransport
+    directory: Directory
     addresses: tuple[str, ...]  # where others can join; loopback addresses come last
 
     def __init__(
@@ -86,7 +83,6 @@ class PeerFleet(Fleet):
         batch_size: int = 1,
         batch_tokens: int = 1,
     ) -> None:
-        super().__init__(None)
         self._place, self._rules = place, rules
         self.group = group or ReplicaGroup()
         self._replicas, self._margin, self._batch_size, self._batch_tokens = replicas, margin, batch_size, batch_tokens
@@ -107,75 +103,42 @@ class PeerFleet(Fleet):
         self._leaving: threading.Timer | None = None
         if isinstance(place, SwarmPlace):
             number = held.replica if place.replica is None else place.replica
-            self._place = place = replace(place, replica=number, held_swarm=held.swarm, closed="it is starting")
-            self._connect(enter_swarm(place, rules, held_step=held.step))
-            self.notes = _use_of(held, self.connected, place)
+            self._place = place = replace(place, replica=number, held_swarm=held.swarm)
+        self._connect(connect(place, rules, held_step=held.step, closed="it is starting" if self.elastic else ""))
+        if isinstance(place, SwarmPlace):
+            self.notes = _use_of(held, self.directory, place)
         else:
-            self._connect(connect(place, rules, held_step=held.step))
-            addresses = {rank: parse_address(entry.address).host for rank, entry in self.connected.entries.items()}
+            addresses = {rank: parse_address(entry.address).host for rank, entry in self.directory.entries.items()}
             choose_threads([*addresses.values()].count(addresses[self.transport.rules.rank]))
 
-    def _connect(self, connected: Connected) -> None:
-        self.connected = connected
-        self.transport = connected.transport
+    def _connect(self, directory: Directory) -> None:
+        self.directory = directory
+        self.transport = directory.transport
         self.transport.on_change = lambda following: encode(self._follow(following))
-        self.joining = connected.joining
-        self.addresses = (str(connected.transport.address),)
+        self.joining = directory.joining
+        self.addresses = (str(directory.transport.address),)
         if isinstance(self._place, SwarmPlace):
-            connections = connected.transport.connections
+            connections = directory.transport.connections
             addresses = connections.call(cast(PeerStreams, connections.streams).node.addresses())
             self.addresses = tuple(sorted(addresses, key=lambda address: address.startswith("/ip4/127.")))
             self.note(state="joining", name=self._place.name)
             if not self.joining:
                 self._share(Shares.of(self.local), 1)
 
-    def _find_again(self, views: LastViews, patience_s: float) -> Connected:
+    def _find_again(self, views: LastViews, patience_s: float) -> Directory:
         """Close the lost connection and find the others, or found the view after ``views`` with those that search."""
-        transport, place = self.transport, self._place
-        if isinstance(place, Place):
-            self._listening = self._listening or transport.connections.streams.keep()
-            transport.close()
-            lost = Lost(self.connected, self._listening.dup(), views, patience_s)
-            connected = connect(place, self._rules, lost=lost)
-            self._stop_listening()
-            return connected
-        known = [address for entry in transport.known_entries() for address in entry.places if "/p2p/" in address]
-        listen = same_port(place.node.listen, self.addresses)
-        node = replace(place.node, join=tuple(dict.fromkeys((*place.node.join, *known))), listen=listen, insists=False)
-        transport.close()
-        self._place = replace(
-            place,
-            replica=transport.replica,
-            swarm=self.connected.swarm,
-            views=views,
-            patience_s=patience_s,
-            node=node,
-        )
-        return enter_swarm(self._place, self._rules, held_step=transport.step)
+        self._listening = self._listening or self.transport.connections.streams.keep()
+        self.transport.close()
+        listening = self._listening and self._listening.dup()
+        lost = Lost(self.directory, views, patience_s, listening)
+        directory = connect(self._place, self._rules, lost=lost, closed="it is rejoining itself")
+        self._stop_listening()
+        return directory
 
     def _stop_listening(self) -> None:
         if self._listening is not None:
             self._listening.close()
             self._listening = None
-
-    @property
-    def local(self) -> tuple[int, ...]:
-        return (self.transport.replica,)
-
-    def endpoint(self, replica: int) -> Transport:
-        return self.transport
-
-    @property
-    def view(self) -> View:
-        """The current view."""
-        return self.transport.view
-
-    @property
-    def num_members(self) -> int:
-        return len(self.view.members) if self.elastic else self._replicas
-
-    def leads(self) -> bool:
-        return bool(self.group.share(self.transport.replica == self.view.members[0]))
 
     def failure(self) -> TransportError | None:
         if self.group.size == 1:
@@ -188,7 +151,7 @@ class PeerFleet(Fleet):
 
     def state_dict(self) -> dict[str, Any]:
         with self._changed:
-            more = {"shares": as_message(self.shares), "begun": self.begun, "swarm": self.connected.swarm}
+            more = {"shares": as_message(self.shares), "begun": self.begun, "swarm": self.directory.swarm}
             return self.transport.state_dict() | (more if self.elastic else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -227,7 +190,7 @@ class PeerFleet(Fleet):
         if isinstance(event, StateFetched):
             self.note(state_received_bytes=event.received_bytes, state_expected_bytes=event.expected_bytes)
         elif isinstance(event, StepFinished) and event.trained:
-            self.note(loss=event.loss, tokens_per_s=self._batch_tokens / max(1e-9, event.step_s))
+            self.note(tokens_per_s=self._batch_tokens / max(1e-9, event.step_s))
 
     def names(self) -> dict[str, str]:
         if not isinstance(self._place, SwarmPlace):
@@ -240,12 +203,12 @@ class PeerFleet(Fleet):
 
     def details(self) -> dict[str, str]:
         if not isinstance(self._place, SwarmPlace):
-            entries = sorted(self.connected.entries.items())
+            entries = sorted(self.directory.entries.items())
             return {"control addresses": ", ".join(f"{rank} at {entry.address}" for rank, entry in entries)}
         return {
             "replica": f"{self._place.name}, of {self.num_members} in run {self._place.admission.run!r}",
             "number": f"{self.transport.replica}, peer {self.transport.address}",
-            "swarm": self.connected.swarm,
+            "swarm": self.directory.swarm,
             "listens at": ", ".join(self.addresses) or "no address: it opens all connections itself",
             "payload links": cast(PeerStreams, self.transport.connections.streams).direct_description,
         }
@@ -288,7 +251,7 @@ class PeerFleet(Fleet):
     def finish(self, *, done: bool) -> None:
         if done:
             try:
-                self.connected.finish()
+                self.directory.finish()
             except Exception:  # errors of the DHT have no common base class
                 logging.getLogger(__name__).debug("announcing that the run has ended failed", exc_info=True)
         if not self.elastic:
@@ -323,11 +286,11 @@ class PeerFleet(Fleet):
         return not {*map(rules.replica_of, self.transport.connections.connected)} - {rules.replica}
 
     def held_steps(self) -> dict[int, int]:
-        return {rank: entry.held_step for rank, entry in self.connected.entries.items()}
+        return {rank: entry.held_step for rank, entry in self.directory.entries.items()}
 
     def join(self, timeout_s: float) -> int:
         """Become a member of a running run and return the number of inner steps done."""
-        step = join(self.connected, timeout_s)
+        step = join(self.directory, timeout_s)
         self.joining = False
         try:
             note = decode(self.transport.welcome_note or encode(WelcomeNote()), WelcomeNote)
@@ -364,7 +327,6 @@ class PeerFleet(Fleet):
         self._searching = False
         self.gathering = not self.joining
         self.transport.sent_bytes, self.transport.received_bytes = lost.sent_bytes, lost.received_bytes
-        self.transport.step = lost.step
         if not self.joining:
             self.load_state_dict(state)
 
@@ -421,17 +383,17 @@ class PeerFleet(Fleet):
                 self.note(state="training" if self.begun else "waiting for replicas")
 
 
-def _use_of(held: Held, connected: Connected, place: SwarmPlace) -> tuple[str, ...]:
+def _use_of(held: Held, directory: Directory, place: SwarmPlace) -> tuple[str, ...]:
     """Return a sentence about the use of the checkpoint from which this replica could resume; none without one."""
     if held.step < 0:
         return ()
-    if not connected.joining:
+    if not directory.joining:
         alone = "No other peer was found" if place.node.join else "It knows no other peer (no --join)"
         return (f"{alone}, so it founds a new swarm at step {held.step}. Peers that join adopt its state.",)
     lost = "the work that it had not shared by then is lost"
-    if connected.swarm != held.swarm and connected.founded_step < held.step:
-        lost = f"the others continued from step {connected.founded_step} and do not have the later steps either"
+    if directory.swarm != held.swarm and directory.founded_step < held.step:
+        lost = f"the others continued from step {directory.founded_step} and do not have the later steps either"
     return (
-        f"It adopts the state of the others, which are at step {connected.step}. Its own checkpoint of step "
+        f"It adopts the state of the others, which are at step {directory.step}. Its own checkpoint of step "
         f"{held.step} is not used: {lost}.",
     )

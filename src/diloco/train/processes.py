@@ -22,12 +22,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO, Any, Literal, Self
 
-from diloco.checkpoint import shared_lock
 from diloco.cores import set_thread_share
 from diloco.errors import ConfigurationError
 from diloco.transport import Address, NetworkSettings, parse_address
-
-__all__ = ["LAUNCHED", "Role", "StopAsked", "StopRequest", "launch", "read_torchrun", "role_of", "start_process"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LAUNCHED = "DILOCO_LAUNCHED"  # set for a process that `launch` has started
@@ -51,19 +48,13 @@ def read_torchrun(environment: Mapping[str, str]) -> TorchRun | None:
     """Return the environment set by ``torchrun``, or None if it did not start this process."""
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
-    try:
-        return TorchRun(
-            int(environment["RANK"]),
-            int(environment["WORLD_SIZE"]),
-            int(environment["LOCAL_RANK"]),
-            Address(environment["MASTER_ADDR"], int(environment["MASTER_PORT"])),
-            environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
-        )
-    except (KeyError, ValueError) as error:
-        raise ConfigurationError(
-            f"The environment set by torchrun is not usable ({error!r}). It must set RANK, WORLD_SIZE, LOCAL_RANK, "
-            "MASTER_ADDR and MASTER_PORT."
-        ) from error
+    return TorchRun(
+        int(environment["RANK"]),
+        int(environment["WORLD_SIZE"]),
+        int(environment["LOCAL_RANK"]),
+        Address(environment["MASTER_ADDR"], int(environment["MASTER_PORT"])),
+        environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+    )
 
 
 @dataclass(frozen=True)
@@ -154,7 +145,7 @@ def launch(
 
     Args:
         command: returns the arguments of a replica's process, given the address where they meet.
-        lock: the lock of the run's folder, which replica 0 shares; see `diloco.checkpoint.lock`.
+        lock: the lock of the run's folder, which replica 0 shares; see `diloco.checkpoint.lock_folder`.
     """
     host = settings.listen_at[0] or "127.0.0.1"
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
@@ -210,27 +201,20 @@ def start_process(
     """Start ``diloco`` as one of ``processes`` processes with its share of the cores. On Linux, it ends with this one.
 
     It runs in its own session, so that Ctrl-C reaches it only once, through this process. It shares ``lock`` (see
-    `diloco.checkpoint.lock`) and writes to ``output``, with nothing to read; None: where this process does.
+    `diloco.checkpoint.lock_folder`) and writes to ``output``, with nothing to read; None: where this process does.
     """
     environment = {**os.environ, **(variables or {})}
     set_thread_share(environment, processes)
-    try:
-        with shared_lock(lock) as (files, shared):
-            return subprocess.Popen(
-                [sys.executable, "-m", "diloco", *arguments],
-                env=environment | shared,
-                stdin=None if output is None else subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=files,
-                start_new_session=True,
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
-            )
-    except OSError as error:
-        raise ConfigurationError(
-            f"The process of a replica could not be started: {error}. Use fewer --replicas, or allow more processes "
-            "and memory on this machine."
-        ) from error
+    return subprocess.Popen(
+        [sys.executable, "-m", "diloco", *arguments],
+        env=environment,
+        stdin=None if output is None else subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=() if lock is None or sys.platform == "win32" else (lock,),
+        start_new_session=True,
+        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+    )
 
 
 def _end_with_parent() -> None:

@@ -37,8 +37,6 @@ from diloco.train.inner import InnerLoop
 from diloco.train.peer_fleet import PeerFleet
 from diloco.transport import Pending, ReplicaGroup, Transport
 
-__all__ = ["DynamicSteps", "GradientAverager", "RandomState", "Replica", "average_gradients"]
-
 _ATTEMPTS = -LEAST_FRAGMENT
 """Rounds to try for the gradients of one step. No later round contains them, unlike a pseudo-gradient's work."""
 
@@ -121,10 +119,9 @@ class GradientAverager:
         self._sent: tuple[Contribution, Pending]
 
     def begin(self, step: int, weight: float = 1.0) -> None:
-        """Send the gradients of inner step ``step`` (counted from 0). A missing gradient counts as zero.
+        """Send the gradients of inner step ``step`` (counted from 0), which have this weight in the mean.
 
-        Args:
-            weight: the weight of these gradients in the mean. 0: no token of the batch has a target that counts.
+        A missing gradient counts as zero, and a weight of 0 says that no target of the batch counts.
         """
         numel = sum(local_shard(parameter).numel() for parameter in self.parameters)
         values = torch.empty(numel, dtype=torch.float32, device=self.parameters[0].device)
@@ -149,8 +146,7 @@ class GradientAverager:
     def begin_again(self) -> None:
         """Send the same gradients in another round, after the last one was void on all replicas."""
         contribution, _ = self._sent
-        void = contribution.round
-        self._send(replace(contribution, round=replace(void, fragment=void.fragment - 1)))
+        self._send(replace(contribution, round=replace(contribution.round, fragment=contribution.round.fragment - 1)))
 
     def finish(self) -> RoundVoidError | None:
         """Replace the gradients by the mean, in the next view if the current one ends.
@@ -244,14 +240,14 @@ class DynamicSteps:
         self._rate = StepRate()
         self._announced: tuple[int, View] | None = None  # the step and view of the last announcement
 
-    def trains(self, step: int) -> bool:
-        """Return whether this replica trains scheduled step ``step`` (counted from 0), the next to begin."""
-        return self._trains(self._replica, step)
+    def trains(self, step: int, replica: int | None = None) -> bool:
+        """Return whether this replica, or another one, trains scheduled step ``step`` (counted from 0)."""
+        return trains_at(step, self.steps_of(self._replica if replica is None else replica), self._inner_steps)
 
     def members_training(self, step: int, *, trained: bool) -> int:
         """Return how many members train step ``step``, as far as this replica knows; ``trained``: whether it did."""
-        others = (member for member in self._others.view.members if member != self._replica)
-        return trained + sum(self._trains(member, step) for member in others)
+        others = {*self._others.transport.view.members} - {self._replica}
+        return trained + sum(self.trains(step, member) for member in others)
 
     @property
     def fraction(self) -> float:
@@ -264,16 +260,13 @@ class DynamicSteps:
 
     def announce(self, step: int) -> None:
         """Announce this replica's speed after scheduled step ``step``: once every H steps and after a view change."""
-        speed, view = self._rate.steps_per_s, self._others.view
+        speed, view = self._rate.steps_per_s, self._others.transport.view
         if speed is None:
             return
         if self._announced is None or self._announced[1] != view or step - self._announced[0] >= self._inner_steps:
             self._announced = step, view
             self._others.transport.announce_speed(speed)
             self._others.note(pace=self.fraction)
-
-    def _trains(self, replica: int, step: int) -> bool:
-        return trains_at(step, self.steps_of(replica), self._inner_steps)
 
     def steps_of(self, replica: int) -> int:
         """Return how many of H scheduled steps a member trains, as far as this replica knows."""

@@ -33,14 +33,7 @@ from diloco.events import (
 )
 from diloco.model import check_vocabulary, with_vocabulary
 from diloco.private_files import make_private_folder
-from diloco.train.description import (
-    describe,
-    describe_environment,
-    identity,
-    make_transport,
-    outline,
-    untrained_digest,
-)
+from diloco.train.description import describe, identity, make_transport, outline, untrained_digest
 from diloco.train.fleet import Fleet
 from diloco.train.joining import find_beginning, follow_views
 from diloco.train.processes import StopRequest
@@ -50,8 +43,6 @@ from diloco.train.settings import RunSettings
 from diloco.train.state import save_session
 from diloco.trained import evaluate, generate, read_weights
 from diloco.units import format_count
-
-__all__ = ["run_training"]
 
 SAMPLE_TOKENS = 200
 
@@ -68,11 +59,9 @@ def run_training(
     notes: Sequence[str] = (),
     meet: Meet | None = None,
 ) -> Mapping[str, Any]:
-    """Train according to ``settings`` and write all results to ``folder``.
+    """Train according to ``settings`` and write all results to ``folder``, which is created if missing.
 
     Args:
-        folder: the run folder, created if missing.
-        sink: receives all events.
         config_toml: the settings as text, written to ``config.toml`` if the run is new.
         notes: sentences for the sink at the start.
         meet: connects to the processes of the other replicas. None: all replicas train in this process.
@@ -102,14 +91,12 @@ def run_training(
     try:
         session = Session(settings, corpus, fleet, device, emit, initial, mine)
         home = folder.parent if fleet.group.position else folder
-        resumed_from = find_beginning(session, home, emit)
+        resumed_from = find_beginning(session, home)
         with fleet.group.all_or_none():
             if resumed_from is None or not (folder / "config.toml").exists():
                 make_private_folder(folder)
                 write_whole(folder / "config.toml", config_toml)
                 corpus.tokenizer.save(folder)
-            environment = json.dumps(describe_environment(device), indent=2)
-            write_whole(folder / "environment.json", environment + "\n")
         run = _Run(session, emit, folder, home, resumed_from)
         with run.mirroring(), closing(run.writer):
             return run.train(notes)

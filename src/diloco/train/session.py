@@ -28,8 +28,6 @@ from diloco.train.settings import RunSettings
 from diloco.train.state import ReplicaState
 from diloco.trained import load_parameters
 
-__all__ = ["Session", "Totals"]
-
 
 @dataclass
 class Totals:
@@ -49,10 +47,6 @@ class Session:
 
     Args:
         settings: resolved settings.
-        corpus: the data.
-        fleet: the replicas of this process and their connection to the others.
-        device: the device to train on.
-        on_event: receives the events of the session.
         initial: initial values of the parameters by name; None: new values, or those of the model's source.
         identity: what the run is; see `diloco.train.description`.
     """
@@ -140,14 +134,9 @@ class Session:
             skipped_replicas=sum(done.skipped for done in self._inner) if trained else 0,
             trained=trained,
             pace=pace.fraction if pace else 1.0,
-            epoch=self.epoch,
+            epoch=int(self.replicas[0].sampler.epochs) + 1,  # counts from 1
             model_flops_utilization=self.flops_utilization(step_s) if trained else None,
         )
-
-    @property
-    def epoch(self) -> int:
-        """The pass over the data, counting from 1."""
-        return int(self.replicas[0].sampler.epochs) + 1
 
     @property
     def sequences_per_step(self) -> int:
@@ -243,7 +232,7 @@ class Session:
 
         On emulated links the times are virtual; else they are those of this process, with encoding and merging.
         """
-        network = self.fleet.network
+        network = self.fleet.hub.network if self.fleet.hub else None
         if network is not None:
             return sum(map(network.compute_utilization, self.fleet.local)) / len(self.replicas)
         total_s = self.totals.compute_s + self.totals.exchange_s

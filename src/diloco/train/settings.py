@@ -21,18 +21,6 @@ from diloco.model import ModelSettings
 from diloco.private_files import check_url
 from diloco.transport import EmulateSettings, NetworkSettings
 
-__all__ = [
-    "Algorithm",
-    "CheckpointSettings",
-    "EvaluationSettings",
-    "OptimizerSettings",
-    "RunSettings",
-    "TrainSettings",
-    "make_schedule",
-    "notes",
-    "resolve",
-]
-
 Algorithm = Literal["streaming", "diloco", "data-parallel"]
 
 _Count = Annotated[int, Meta(ge=1)]

@@ -67,8 +67,7 @@ def export_huggingface(
     if trained.has_template:
         tokenizer = chat = trained.chat_tokenizer()
         generation.eos_token_id = sorted({chat.eos_id, chat.answer_end})
-    written = new_folder(folder, last="config.json", replaces=overwrite)
-    with _as_checkpoint_error(folder), written as partial:
+    with _as_checkpoint_error(folder), new_folder(folder, replaces=overwrite) as partial:
         made.save_pretrained(partial)
         tokenizer.save(partial)
         stored = json.loads((partial / "tokenizer_config.json").read_text("utf-8"))

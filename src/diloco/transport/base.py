@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from diloco.algorithm import Contribution
 from diloco.errors import TransportError
-from diloco.events import Event
 from diloco.membership import View
 from diloco.protocol import Average
 
@@ -134,9 +133,6 @@ class Transport(abc.ABC):
     def traffic_by_peer(self) -> Mapping[str, tuple[int, int, float]]:
         """Return what `RoundCommitted.peers` says; nothing if this transport does not count it."""
         return {}
-
-    def report(self, event: Event) -> None:  # noqa: B027 - most transports have no observers
-        """Show an event of this replica to those who watch the run, if the transport has such observers."""
 
     def agree(self, facts: Mapping[str, str]) -> None:  # noqa: B027 - a transport without other replicas always agrees
         """Compare with the other replicas what must be the same on all of them, before the first contribution.

@@ -4,7 +4,6 @@ Neither is trusted: a record that does not fit the declaration of its event in `
 """
 
 import contextlib
-import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,14 +15,13 @@ import msgspec
 
 from diloco.errors import ConfigurationError
 from diloco.events import SCHEMA_VERSION, TELEMETRY, Event
-from diloco.transport import PeerReport, absences
+from diloco.transport import PeerReport, Status, absences
 from diloco.watch.history import Record, RunHistory, Seen
 
 _METRICS = "metrics.jsonl"
 _MAX_VALUE = 200  # characters of a setting
 _MAX_SETTINGS = 1 << 20  # bytes of config.toml
 _MAX_PEERS = 1_024
-_MAX_EVENTS = 600  # of one answer
 _MAX_TEXT, _MAX_ITEMS = 4_000, 1_024
 _MAX_FLOAT = 1e30  # sums and ratios of such numbers are finite
 _MAX_INT = 2**53  # JavaScript represents integers exactly up to here
@@ -40,16 +38,15 @@ class _Head(msgspec.Struct):
     time_s: float | None = None
 
 
-def parse(value: object) -> Record | None:
-    """Return the record of a line of ``metrics.jsonl``, or of its JSON-ready values; None if it is not a valid one.
+def parse(line: bytes) -> Record | None:
+    """Return the record of a line of ``metrics.jsonl``, or of a peer; None if it is not a valid one.
 
     >>> parse(b'{"schema": 1, "event": "RoundVoid", "step": 3}'), parse(b'{"schema": 1, "event": "New", "step": 3}')
     (None, (Event(step=3), None))
-    >>> parse(b'{"schema": 1, "event": "No') is None, parse({"schema": 1, "event": "Note", "step": -1}) is None
+    >>> parse(b'{"schema": 1, "event": "No') is None, parse(b'{"schema": 1, "event": "Note", "step": -1}') is None
     (True, True)
     """
     try:
-        line = value if isinstance(value, bytes) else json.dumps(value).encode()
         head = msgspec.json.decode(line, type=_Head)
         kind = _KINDS.get(head.event, Event)  # an unknown event has only its step
         event = msgspec.json.decode(line, type=kind, strict=False)  # not strict, since a number may be "NaN"
@@ -209,19 +206,18 @@ class FollowedSwarm:
             name = self._names.setdefault(report.peer_id, name)
             if report.status:
                 self._heard_s[report.peer_id] = now_s
-                self._take_events(name, report)
-            state = absent or str(report.status.get("state", ""))
+                self._take_events(name, report, report.status)
+            state = absent or (report.status.state if report.status else "")
             seen.append(Seen(name, state, report, self._heard_s.get(report.peer_id)))
         self.run.grid.prune(self.run.expected)
         self.run.seen = seen
         self.run.problems = [] if seen else ["No peer of this run has been seen within the last half hour."]
 
-    def _take_events(self, name: str, report: PeerReport) -> None:
-        records, following = report.status.get("events", []), int(report.status.get("next_event") or 0)
-        asked_from = self.since.get(report.peer_id, 0)
+    def _take_events(self, name: str, report: PeerReport, status: Status) -> None:
+        following, asked_from = status.next_event, self.since.get(report.peer_id, 0)
         # a process that has been restarted counts from 0
         self.since[report.peer_id] = following if following >= asked_from else 0
-        for record in filter(None, map(parse, records[-_MAX_EVENTS:] if following > asked_from else ())):
+        for record in filter(None, map(parse, status.events if following > asked_from else ())):
             subject = getattr(record[0], "replica", None)  # a peer may report only about itself
             if subject is None or (subject == report.number and name == f"replica {subject}"):
                 self.run.take(name, record)

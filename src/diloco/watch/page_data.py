@@ -259,6 +259,7 @@ def _member_rows(run: RunHistory, now_s: float) -> list[dict[str, Any]]:
     for process_name, replica in sorted(numbers.items(), key=lambda each: (each[1], each[0])):
         process, peer = run.processes.get(process_name), seen.get(process_name)
         report, last = peer.report if peer else PeerReport("", replica), process.last if process else None
+        status = report.status
         row = {
             "replica": replica,
             "name": names.get(str(replica)),
@@ -269,11 +270,8 @@ def _member_rows(run: RunHistory, now_s: float) -> list[dict[str, Any]]:
             "way": report.route,
             "round_trip_s": report.round_trip_s,
             "steps_per_s": 1 / process.step_s if process and process.step_s else None,
-            **{name: report.status.get(name) for name in ("link_bits_per_s", "pace", "codec")},
-            **{
-                name: report.status.get(name, getattr(last, name, None))
-                for name in ("step", "sent_bytes", "received_bytes")
-            },
+            **{name: getattr(status, name, None) for name in ("link_bits_per_s", "pace", "codec")},
+            **{name: getattr(status or last, name, None) for name in ("step", "sent_bytes", "received_bytes")},
         }
         if process_name == f"replica {replica}":
             row |= of_rounds.get(replica, {})

@@ -170,7 +170,7 @@ class TcpStreams:
     def me(self) -> str:
         return self.identity_of(self.credentials.public_key)
 
-    def keep(self) -> socket.socket:
+    def keep(self) -> socket.socket | None:
         """Return the listening socket, for streams that replace these. Its port refuses no connection meanwhile.
 
         A peer whose connection is refused would take this process for terminated. If these streams have already ended

@@ -11,14 +11,26 @@ import asyncio
 import contextlib
 import functools
 import math
+import socket
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from msgspec import Meta
 
 from diloco.errors import ConfigurationError, RendezvousError, RunFinishedError, TransportError
-from diloco.membership import GREATEST, BootstrapElection, Candidate, Count, Rank, Ranks, View, byzantine_quorum
+from diloco.membership import (
+    GREATEST,
+    BootstrapElection,
+    Candidate,
+    Count,
+    LastViews,
+    Rank,
+    Ranks,
+    View,
+    byzantine_quorum,
+)
 from diloco.protocol import Entries, Entry, Introduce, Refused, Registry, WireMessage
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
@@ -28,13 +40,14 @@ from diloco.transport.peers.transport import PeerTransport
 
 _LEAST_S = 0.1
 _OVER_S = 2.0
-_YIELDS = 2 / 3  # for how much of its search a process leaves it to one that can't be asked to found a view
+_FAREWELL_S = 10.0  # for a leaving process to announce that the run has ended
 
 _Name = Annotated[str, Meta(max_length=64)]
 
 
 class Ask(WireMessage):
     entry: Entry
+    unreachable: Rank | None = None  # a member that is to open the connection to the asking process, which can't
 
 
 class Members(WireMessage, dict=True):
@@ -66,17 +79,18 @@ class Looking(WireMessage):
     vote: View | None
 
 
-class CallBack(WireMessage):
-    to: Rank
-    entry: Entry
-
-
-class Introduced(WireMessage):
-    """The member was asked to connect."""
-
-
 class Over(WireMessage):
     replica: Rank
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A view that a rank has lost, and what it needs to find the others again."""
+
+    directory: Directory  # with which it had found them; its transport is closed
+    views: LastViews  # what the rank has been and promised; its vote is recorded there
+    patience_s: float  # how long it searches
+    listening: socket.socket | None = None  # over TCP, what `TcpStreams.keep` returned; closed with the next transport
 
 
 class Directory:
@@ -84,31 +98,44 @@ class Directory:
 
     Args:
         registry: the entries of all known ranks, that of this one included.
-        election: of the process that founds a view if no member is found.
-        patience_s: how long a search lasts at most, in seconds.
-        was: the swarm that this process was a member of; "": none.
+        held_step: the newest step that this process could resume from; -1 for none.
+        join_window_s: how long a process that finds no member waits for others that search before one founds a view.
+        alone: whether it knows no other process to ask.
+        lost: the view that this process has lost; None: it begins.
+        held_swarm: the swarm of ``held_step``; "": none, or unknown.
     """
 
     def __init__(
         self,
         transport: PeerTransport,
         registry: Registry,
-        election: BootstrapElection,
-        patience_s: float,
-        was: str = "",
+        *,
+        held_step: int = -1,
+        join_window_s: float = 0.0,
+        alone: bool = False,
+        lost: Lost | None = None,
+        held_swarm: str = "",
     ) -> None:
+        self.found: Members | None = None  # the members that it has found; None: none yet, or it is one from the start
         self.swarm = ""  # the swarm that this process has found or founded
         self.founded_step = 0  # step of the checkpoint from which the swarm was founded
-        self.patience_s = patience_s
-        self.election = election
+        self.patience_s = lost.patience_s if lost else transport.rules.rendezvous_timeout_s
+        self.election = BootstrapElection(
+            number=transport.replica,
+            held_step=held_step,
+            views=lost.views if lost else None,
+            alone=alone,
+            window_s=join_window_s,
+            policy=transport.rules.policy,
+        )
         self.looking: list[Candidate] = []  # the other processes that were looking at the last check
         self.searches = False  # whether it looks for the members at present
         self.registry = registry
-        self.was = was
+        self.was = lost.directory.swarm if lost else held_swarm  # the swarm that this process was a member of
         self.transport = transport
         self.connections: ConnectionManager = transport.connections
         services = self.connections.services
-        services[Ask], services[CallBack], services[Over] = self._answer, self._introduce, self._note_end
+        services[Ask], services[Over] = self._answer, self._note_end
 
     # What differs between networks.
 
@@ -124,8 +151,11 @@ class Directory:
         """
         return None
 
-    def settle(self, found: Members | None) -> None:
-        """Take note of the members that were found; None: this process founds a view."""
+    def settle(self) -> None:
+        """Take note of the members that were found, or that this process founds a view."""
+
+    def open_up(self) -> None:
+        """Let others know of this process, which has begun. For the training thread."""
 
     async def addresses(self) -> Collection[Address]:
         """Return the addresses at which members may answer, and let others find this process."""
@@ -134,12 +164,9 @@ class Directory:
     def check(self, found: Members) -> None:
         """Raise `RendezvousError` if this process must not join these members."""
 
-    def had_members(self) -> bool:
-        return False
-
-    def is_behind_another(self, answers: Mapping[Address, object]) -> bool:
-        """Return whether another process, which can't be asked yet, is to found a view instead of this one."""
-        return False
+    def may_found(self, answers: Mapping[Address, object], waited_s: float) -> bool:
+        """Return whether this process may found a view if it is elected, ``waited_s`` after others could know of it."""
+        return True
 
     def over(self) -> str:
         """Return why there is nobody left to join; "" if there may be."""
@@ -163,7 +190,7 @@ class Directory:
         """Tell former members, where they listen, that the run has ended; one may be frozen just now."""
         rules, members = self.transport.rules, self.transport.view.members
         clock = asyncio.get_running_loop()
-        until_s, backoff = clock.time() + rules.silence_s, Backoff(*self.pauses_s, seed=self._entry.address)
+        until_s, backoff = clock.time() + rules.silence_s, Backoff(*self.pauses_s, seed=self.entry.address)
 
         async def tell(entry: Entry) -> Any:
             while True:
@@ -180,10 +207,35 @@ class Directory:
         absent = [entry for entry in self.transport.known_entries() if rules.replica_of(entry.rank) not in members]
         await asyncio.gather(*map(tell, absent))
 
+    # What was found.
+
+    @property
+    def joining(self) -> bool:
+        """Whether the run had already begun: the transport is ready for `fetch`, and then for `join`."""
+        return self.found is not None
+
+    @property
+    def step(self) -> int:
+        """The inner steps done when this rank asked; 0 unless it joins."""
+        return self.found.step if self.found else 0
+
+    @property
+    def entries(self) -> Mapping[int, Entry]:
+        """The entries of all ranks, this one included, by rank."""
+        return dict(sorted({**(self.found.entries if self.found else {}), **self.registry.entries}.items()))
+
+    @property
+    def entry(self) -> Entry:
+        return self.registry.entries[self.connections.rank]
+
+    def finish(self) -> None:
+        """Announce to late joiners and replicas that are not members at present that the run has ended."""
+        self.connections.call(self.announce_end(), self.transport.rules.silence_s + _FAREWELL_S)
+
     # Looking for the members.
 
-    async def find(self) -> tuple[View, Members | None]:
-        """Connect to all members and return their view; or return the view to found, and None.
+    async def find(self) -> View:
+        """Connect to all members and return their view; or return the view to found.
 
         A member that can't be reached may just have ended, so the search goes on with the next answers.
 
@@ -197,9 +249,9 @@ class Directory:
         finally:
             self.searches = False
 
-    async def _find(self) -> tuple[View, Members | None]:
+    async def _find(self) -> View:
         clock, known_s = asyncio.get_running_loop(), math.inf  # when others could first know of this process
-        until_s, backoff = clock.time() + self.patience_s, Backoff(*self.pauses_s, seed=self._entry.address)
+        until_s, backoff = clock.time() + self.patience_s, Backoff(*self.pauses_s, seed=self.entry.address)
         why: dict[str, str] = {}  # place -> why it was of no use
         heard: set[Address] = set()  # what has answered before; the last question may have too little time
 
@@ -215,7 +267,7 @@ class Directory:
             answers = dict(zip(places, await few_at_once(ask, places), strict=True))
             heard |= {place for place, each in answers.items() if not isinstance(each, Exception)}
             if view := await self.begin(answers):
-                return view, None
+                return view
             tables = {place: each for place, each in answers.items() if isinstance(each, Members)}
             alike = Counter((each.members, each.swarm) for each in tables.values())
             votes = {place: alike[each.members, each.swarm] for place, each in tables.items()}
@@ -229,8 +281,8 @@ class Directory:
                     if isinstance(answer, Members):
                         self.check(answer)
                         there = True
-                        found = await self.connect(answer)
-                        return View(-1, tuple(each for each in found.members if each != self.election.number)), found
+                        self.found = await self.connect(answer)
+                        return View(-1, tuple(each for each in self.found.members if each != self.election.number))
                 except RendezvousError as error:  # this one refuses, but another one may not
                     refusals.append(error)
                     why[str(place)] = str(error)
@@ -249,10 +301,9 @@ class Directory:
             if not there and not self.begins:
                 if over := self.over():
                     raise RunFinishedError(over)
-                left, had = self.transport.finishers, self.had_members()
-                yields = waited_s < self.patience_s * _YIELDS and self.is_behind_another(answers)
-                if not yields and (view := self.election.founds(self.looking, waited_s, had_members=had, left=left)):
-                    return view, None
+                may, left = self.may_found(answers, waited_s), self.transport.finishers
+                if may and (view := self.election.founds(self.looking, waited_s, left=left)):
+                    return view
             if clock.time() >= until_s:
                 raise RendezvousError(self.nobody(why) + self.election.missing(self.looking))
             await asyncio.sleep(backoff.next_s())
@@ -261,12 +312,8 @@ class Directory:
         views = (answer.last, answer.agreed, answer.vote) if answer.was == self.was else ()
         return Candidate(answer.number, answer.held_step, *views)
 
-    @property
-    def _entry(self) -> Entry:
-        return self.registry.entries[self.connections.rank]
-
-    async def ask(self, address: Address) -> Members | Looking:
-        """Ask a process who the members are.
+    async def ask(self, address: Address, unreachable: int | None = None) -> Members | Looking:
+        """Ask a process who the members are; it has a member open the connection to this process that can't be reached.
 
         Raises:
             RendezvousError: it refuses for good.
@@ -275,7 +322,7 @@ class Directory:
         """
         stream = await self.connections.open(address)
         identity = self.connections.streams.identity(stream[1])
-        answer = await question(stream, address, Ask(self._entry), self.answers)
+        answer = await question(stream, address, Ask(self.entry, unreachable), self.answers)
         if isinstance(answer, Looking) and self.election.views is not None:
             known = self.election.views.identities.get(self.transport.rules.ranks([answer.number])[0], identity)
             # over TCP a restarted process has another identity; it says that it was a member of no view, and listens
@@ -343,18 +390,12 @@ class Directory:
     async def _called_back(self, found: Members, rank: int) -> bool:
         """Ask the members to have ``rank`` open the connection, and return whether it did."""
         streams = self.connections.streams
-        if not streams.named or rank not in found.members:
-            return False
-        for other in found.members:
-            if other == rank or other not in found.entries:
-                continue
-            try:
-                place = streams.locate(found.entries[other])
-                await question(await self.connections.open(place), place, CallBack(rank, self._entry), Introduced)
-            except (OSError, EOFError, TransportError):
-                continue
-            if await self.arrives(rank, self.transport.rules.silence_s):
-                return True
+        others = (each for each in found.members if each != rank and each in found.entries)
+        for other in others if streams.named and rank in found.members else ():
+            with contextlib.suppress(OSError, EOFError, TransportError):
+                await self.ask(streams.locate(found.entries[other]), unreachable=rank)
+                if await self.arrives(rank, self.transport.rules.silence_s):
+                    return True
         return False
 
     async def arrives(self, rank: int, wait_s: float) -> bool:
@@ -404,6 +445,8 @@ class Directory:
             entries = self.registry.entries
             ranks = sorted(entries if not streams.named else keep & entries.keys())
             known = Entries.of(entries[rank] for rank in ranks)
+            if streams.named and asked.unreachable in self.members:
+                self.connections.send(asked.unreachable, Introduce(entry))
             answer = Members(known, self.members, self.transport.step, self.swarm, self.founded_step)
         await say(answer, reader, writer)
 
@@ -414,14 +457,9 @@ class Directory:
             return f"replica {entry.rank} is {known.address} already; choose another number"
         if not self._fits(entry.rank):
             return f"rank {entry.rank} is none of the run's {self.registry.num_ranks} ranks"
-        if words := self._entry.diff(entry, size):
+        if words := self.entry.diff(entry, size):
             return f"{words}; both sides need the same value"
         return await self.connections.claimed(entry.rank, writer)
-
-    async def _introduce(self, asked: CallBack, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if asked.entry.address == self.connections.streams.identity(writer) and asked.to in self.members:
-            self.connections.send(asked.to, Introduce(asked.entry))
-            await say(Introduced(), reader, writer)
 
     async def _note_end(self, asked: Over, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.is_from(asked.replica, self.connections.streams.identity(writer)):

@@ -12,7 +12,6 @@ from typing import Any
 
 from diloco.algorithm import Contribution, RoundId, Uplink
 from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError, RoundVoidError, TransportError
-from diloco.events import Event
 from diloco.membership import NextView, View
 from diloco.protocol import (
     Answer,
@@ -80,7 +79,6 @@ class PeerTransport(Transport):
         self.welcome_note = b""  # the result of a member's `on_change` when this rank joined
         # payload bytes of the last committed contribution, and the seconds until its round was decided; or None
         self.last_transfer: tuple[int, float] | None = None
-        self.on_report: Callable[[Event], None] | None = None  # shows events to those who watch the run
         self._step_s = math.inf  # time of an inner step without waiting, measured between contributions
         # since the last contribution: the steps, when it was, and the time spent waiting for averages
         self._ticks, self._measured_s, self._waited_s = 0, time.monotonic(), 0.0
@@ -175,10 +173,6 @@ class PeerTransport(Transport):
             others = len(self.view.members) - 1
             self.sent_bytes += others * pending.payload_bytes
             self.received_bytes += others * pending.payload_bytes
-
-    def report(self, event: Event) -> None:
-        if self.on_report is not None:
-            self.on_report(event)
 
     # State.
 

@@ -17,7 +17,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from diloco.errors import ConfigurationError, EjectedError
-from diloco.membership import Count, Ranks
+from diloco.membership import Count
 from diloco.private_files import read_private, replace_private
 from diloco.protocol import WireMessage, decode, encode
 from diloco.transport.swarm.identity import Admission, Identity, identity_of
@@ -130,10 +130,9 @@ class Govern(WireMessage):
 
 
 class Governed(WireMessage):
-    """The last order, without its secret, and the ejected replicas that are still members."""
+    """The last order, without its secret."""
 
     order: Order | None
-    remaining: Ranks = ()
 
 
 def founder_of(swarm: str) -> str:

@@ -9,15 +9,16 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
 from diloco.errors import RendezvousError, TransportError
+from diloco.transport.connections.sockets import stop_listening
 from diloco.transport.connections.streams import Stream, within
-from diloco.transport.swarm.engine import Daemon, Handler, load_engine, plainly
+from diloco.transport.swarm.engine import in_short, load_engine
 from diloco.transport.swarm.identity import (
     Admission,
     Identity,
@@ -35,24 +36,37 @@ _RECORD_S = 1800.0  # lifetime of a record, after which a peer that has ended is
 _PING_S = 3.0
 _MOST_RECORDS = 4096  # the most records of a run that are examined
 _GONE_S = 0.2  # how long a daemon that failed to start takes to end
-_ENDING_S = 2.0  # how long the DHT may take to shut down
+_ENDING_S = 2.0  # how long the DHT, the daemon, and tasks may take to end
+_ANSWER_S = 60.0  # longer than libp2p takes to notice that a peer does not answer
 _STARTING_S = 120.0  # how long the daemon may take to start on a busy machine
 _PROBE_S = 5.0  # how long a connection to a peer may take
 _DAEMON_IDLE_S = 3.0  # how long a daemon outlives its process
-
-
+_HOST = re.compile(r"^/ip[46]/([^/]+)")
 _TCP = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d{1,5})")
 
 
-class Node:
-    """A running peer, created by `start`."""
+Handler = Callable[[str, str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+"""Handles an incoming stream; the arguments are the identity of the peer, its host ("" if unknown), and the stream."""
 
-    def __init__(self, identity: Identity, daemon: Daemon, dht: Any, place: NodePlace) -> None:
+
+class Node:
+    """A running peer, created by `start`.
+
+    Args:
+        p2p: Hivemind's object for the daemon that it has started.
+        folder: Holds the sockets of the daemon, over which anyone could act as this peer; removed with it.
+    """
+
+    def __init__(self, identity: Identity, place: NodePlace, p2p: Any, folder: Path) -> None:
         self.peer_id = identity.peer_id
-        self._daemon = daemon
-        self._dht = dht
-        self._subkey = make_subkey(identity)
         self._place = place
+        self._p2p = p2p
+        self._folder = folder
+        self._dht: Any = None
+        self._subkey = make_subkey(identity)
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Future[None]] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
 
     @classmethod
     async def start(cls, identity: Identity, place: NodePlace) -> Node:
@@ -86,7 +100,7 @@ class Node:
         except (engine.P2PDaemonError, OSError, ValueError) as error:
             await asyncio.sleep(_GONE_S)
             shutil.rmtree(folder, ignore_errors=True)
-            why = plainly(error)
+            why = in_short(error)
             if "failed to start in" in str(error):
                 raise TransportError(
                     f"the libp2p daemon was not ready within {_STARTING_S:g} s: this machine is too busy, or can't run "
@@ -97,10 +111,10 @@ class Node:
             raise TransportError(
                 f"the libp2p daemon can't be started for {', '.join(place.listen)}: {why}. Change network.listen."
             ) from error
-        daemon = Daemon(p2p, folder, _PROTOCOL)
+        node = cls(identity, place, p2p, folder)
         try:
             engine.clock.enter(await _clocks_ahead_s(p2p, [_peer_of(address) for address in entrance]))
-            dht = await engine.DHTNode.create(
+            node._dht = await engine.DHTNode.create(
                 p2p=p2p,
                 # Hivemind draws it from `random`, which programs of one run often seed alike
                 node_id=engine.DHTID.generate(source=str(p2p.peer_id).encode()),
@@ -110,9 +124,9 @@ class Node:
                 record_validator=make_validator(identity.private_key),
             )
         except Exception as error:  # Hivemind raises plain RuntimeErrors and errors of libp2p
-            await daemon.close()
-            raise RendezvousError(await _no_entrance(entrance, plainly(error))) from error
-        return cls(identity, daemon, dht, place)
+            await node.close()
+            raise RendezvousError(await _no_entrance(entrance, in_short(error))) from error
+        return node
 
     async def enter(self) -> None:
         """Try to reach the peers of `NodePlace.join` that the DHT does not know, as the network may be up again."""
@@ -122,21 +136,20 @@ class Node:
         async def reach(address: str) -> None:
             peer_id = _peer_of(address)
             with contextlib.suppress(OSError, TimeoutError, load_engine().P2PDaemonError):
-                await within(_PING_S, self._daemon.connect(peer_id, [_bare(address)]))
+                await within(_PING_S, self._connect(peer_id, [address]))
                 await within(_PING_S, protocol.call_ping(load_engine().PeerID.from_base58(peer_id), validate=False))
 
         asked = [address for address in self._place.join if _peer_of(address) not in known | {self.peer_id}]
         await asyncio.gather(*map(reach, asked))
 
     async def addresses(self) -> tuple[str, ...]:
-        return await self._daemon.addresses()
+        answer = await self._ask_once(self._request("IDENTIFY"))
+        return tuple(f"{load_engine().Multiaddr(each)}/p2p/{self.peer_id}" for each in answer.identify.addrs)
 
     @property
     def daemon_pid(self) -> int:
-        return self._daemon.pid
-
-    async def handle(self, handler: Handler) -> None:
-        await self._daemon.handle(handler)
+        pid: int = self._p2p._child.pid
+        return pid
 
     async def open(self, peer_id: str, addresses: Sequence[str] = ()) -> Stream:
         """Open a stream to another peer, and try ``addresses`` if the network does not find it by itself.
@@ -144,13 +157,38 @@ class Node:
         Raises:
             OSError: if the peer can't be reached.
         """
+        asked = load_engine().p2pd_pb2.StreamOpenRequest(peer=_bytes_of(peer_id), proto=[_PROTOCOL])
+        request = self._request("STREAM_OPEN", streamOpen=asked)
         try:
-            return await self._daemon.open(peer_id)
+            _, reader, writer = await self._ask(request, about=peer_id)
         except OSError:
             if not addresses:
                 raise
-        await self._daemon.connect(peer_id, [_bare(each) for each in addresses])
-        return await self._daemon.open(peer_id)
+            await self._connect(peer_id, addresses)
+            _, reader, writer = await self._ask(request, about=peer_id)
+        return reader, writer
+
+    async def handle(self, handler: Handler) -> None:
+        engine = load_engine()
+
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                info = engine.p2pd_pb2.StreamInfo()
+                await engine.read_pbmsg_safe(reader, info)
+                found = _HOST.search(str(engine.Multiaddr(info.addr)))
+                await handler(str(engine.PeerID(info.peer)), found[1] if found else "", reader, writer)
+            except (OSError, EOFError, ValueError, asyncio.CancelledError):
+                writer.close()  # the daemon or the peer is ending
+
+        def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self._writers = {each for each in self._writers if not each.is_closing()} | {writer}
+            self._tasks.add(task := asyncio.ensure_future(accept(reader, writer)))
+            task.add_done_callback(self._tasks.discard)
+
+        self._server = await asyncio.start_unix_server(accepted, self._folder / "streams")
+        listening = engine.Multiaddr(f"/unix{self._folder}/streams").to_bytes()
+        asked = engine.p2pd_pb2.StreamHandlerRequest(addr=listening, proto=[_PROTOCOL], balanced=False)
+        await self._ask_once(self._request("STREAM_HANDLER", streamHandler=asked))
 
     async def announce(self, admission: Admission, record: PeerRecord) -> None:
         expires_s, data = load_engine().clock.now_s() + _RECORD_S, record.to_bytes(self._subkey, admission)
@@ -169,10 +207,68 @@ class Node:
         return sorted((each for each in records if each.peer_id != self.peer_id), key=lambda each: each.peer_id)
 
     async def close(self) -> None:
-        """Leave the network and end the daemon, even if the daemon no longer answers."""
-        with contextlib.suppress(TimeoutError, load_engine().P2PDaemonError, OSError):
-            await within(_ENDING_S, self._dht.shutdown())
-        await self._daemon.close()
+        """Leave the network and end the daemon with all of its streams, even if it no longer answers."""
+        if self._dht is not None:
+            with contextlib.suppress(TimeoutError, load_engine().P2PDaemonError, OSError):
+                await within(_ENDING_S, self._dht.shutdown())
+        if self._server is not None:
+            await stop_listening(self._server)
+        for _ in range(4):  # iterations of the event loop, in which connections just accepted reach `accepted`
+            await asyncio.sleep(0)
+        for task in list(self._tasks):
+            task.cancel()
+        for writer in self._writers:
+            writer.transport.abort()
+        ending = {task for task in (self._p2p._listen_task, self._p2p._reader_task) if task is not None} | self._tasks
+        try:
+            await within(_ENDING_S, self._p2p.shutdown())
+        except TimeoutError:
+            self._p2p._child.kill()
+            await self._p2p._child.wait()
+        if ending:
+            await asyncio.wait(ending, timeout=_ENDING_S)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # Requests to the daemon.
+
+    async def _connect(self, peer_id: str, addresses: Sequence[str]) -> None:
+        engine = load_engine()
+        try:
+            places = [engine.Multiaddr(_bare(each)).to_bytes() for each in addresses]
+        except Exception as error:  # the parser raises errors of many types
+            raise OSError(f"the addresses of {peer_id} are invalid ({in_short(error)})") from error
+        asked = engine.p2pd_pb2.ConnectRequest(peer=_bytes_of(peer_id), addrs=places)
+        await self._ask_once(self._request("CONNECT", connect=asked), about=peer_id)
+
+    def _request(self, kind: str, **fields: Any) -> Any:
+        request = load_engine().p2pd_pb2.Request
+        return request(type=getattr(request, kind), **fields)
+
+    async def _ask_once(self, request: Any, about: str = "the daemon") -> Any:
+        answer, _, writer = await self._ask(request, about)
+        writer.close()
+        return answer
+
+    async def _ask(self, request: Any, about: str) -> tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]:
+        engine, writer = load_engine(), None
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                reader, writer = await self._p2p._client.control.daemon_connector.open_connection()
+                await engine.write_pbmsg(writer, request)
+                answer = engine.p2pd_pb2.Response()
+                await engine.read_pbmsg_safe(reader, answer)
+                engine.raise_if_failed(answer)
+                return answer, reader, writer
+        except BaseException as error:
+            if writer is not None:
+                writer.close()
+            if isinstance(error, TimeoutError):
+                raise OSError(f"{about} can't be reached: the libp2p daemon of this peer does not answer") from error
+            if isinstance(error, engine.P2PDaemonError | EOFError):
+                raise OSError(f"{about} can't be reached: {in_short(error)}") from error
+            if writer is None and isinstance(error, OSError):  # this does not concern the other peer
+                raise OSError("the libp2p daemon of this peer has ended") from error
+            raise
 
 
 async def run_peer(identity: Path, place: NodePlace, ready: Callable[[tuple[str, ...]], None]) -> None:
@@ -224,10 +320,9 @@ async def _no_entrance(addresses: Sequence[str], why: str) -> str:
     async def examine(address: str) -> str:
         if not (place := _TCP.match(address)):
             return f"{address} has no host and TCP port. Give an address as the peer printed it"
-        problem, advice = await obstacle(place[1], int(place[2]), _PROBE_S)
-        if not problem:
-            problem, advice = f"it is not the peer {_peer_of(address)}", "copy the whole address that it printed"
-        return f"{place[1]}:{place[2]}: {problem}; {advice}"
+        problem = await obstacle(place[1], int(place[2]), _PROBE_S)
+        another = f"it is not the peer {_peer_of(address)}; copy the whole address that it printed"
+        return f"{place[1]}:{place[2]}: {problem or another}"
 
     found = dict.fromkeys(await asyncio.gather(*map(examine, addresses)))
     return f"the network can't be entered through {', '.join(addresses)} ({why}). {'. '.join(found)}."
@@ -241,3 +336,11 @@ def _bare(address: str) -> str:
     """Return a multiaddress without the identity at its end, which the daemon gets separately."""
     head, marker, tail = address.rpartition("/p2p/")
     return head if marker and "/" not in tail else address
+
+
+def _bytes_of(peer_id: str) -> bytes:
+    try:
+        data: bytes = load_engine().PeerID.from_base58(peer_id).to_bytes()
+    except ValueError as error:
+        raise OSError(f"{peer_id} is not the identity of a peer ({error})") from error
+    return data

@@ -11,17 +11,16 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
-import msgspec
 import xxhash
 from msgspec import Meta
 
 from diloco.errors import RendezvousError, TransportError
 from diloco.events import Event, json_ready, to_record
-from diloco.membership import GREATEST, MOST_RANK, Count
+from diloco.membership import GREATEST, Count, Rank
 from diloco.private_files import create_private
 from diloco.protocol import Refused, WireMessage
 from diloco.transport.connections.limits import few_at_once
@@ -51,8 +50,43 @@ KEPT = {
 
 _KEPT_PRIVATE = ("facts", "details", "resumed_from", "path", "summary", "peers")  # they describe this machine
 
-_MOST_REPORTED = 600
+_MOST_EVENTS = 600  # in an answer
 _LONGEST_TEXT = 2_000
+
+_Figure = Annotated[float, Meta(ge=0, le=GREATEST)] | None
+_Text = Annotated[str, Meta(max_length=200)]
+
+
+class StatusAsked(WireMessage):
+    since: Count | None = None  # the number of the first event to report; None: none
+    of: _Text | None = None  # another peer, which the asked one is to ask
+
+
+class Status(WireMessage):
+    """What a peer says of itself. Its texts print."""
+
+    state: _Text = ""
+    name: _Text = ""
+    replica: Rank = 0
+    swarm: _Text = ""
+    step: Count = 0
+    view: Annotated[int, Meta(ge=-1, le=GREATEST)] = -1
+    members: Annotated[tuple[Rank, ...], Meta(max_length=4_096)] = ()
+    sent_bytes: Count = 0
+    received_bytes: Count = 0
+    digest: _Text = "-"
+    codec: _Text = ""
+    link_bits_per_s: _Figure = None
+    pace: _Figure = None
+    tokens_per_s: _Figure = None
+    state_received_bytes: Count = 0  # of the others' state, while it joins
+    state_expected_bytes: Count = 0
+    events: Annotated[tuple[bytes, ...], Meta(max_length=_MOST_EVENTS)] = ()  # lines of JSON, the oldest first
+    next_event: Count = 0  # the number of the first event to ask for later
+
+    def __post_init__(self) -> None:
+        if not "".join((self.state, self.name, self.swarm, self.digest, self.codec)).isprintable():
+            raise ValueError("its texts do not print")
 
 
 class PeerStatus:
@@ -63,16 +97,13 @@ class PeerStatus:
     >>> for outer_step in (4, 5):
     ...     status.add(RoundVoid(step=7, replica=1, fragment=0, outer_step=outer_step, reason="late"))
     >>> told = status.since(1)
-    >>> told["next_event"], [record["outer_step"] for record in told["events"]]
+    >>> told["next_event"], [json.loads(line)["outer_step"] for line in told["events"]]
     (2, [5])
     """
 
     def __init__(self) -> None:
-        self.seen: dict[str, Any] = {"state": "joining"}  # further reported facts, by name
-        self._started_s = time.monotonic()
-        self._kept: dict[str, deque[tuple[int, dict[str, Any]]]] = {
-            kind: deque(maxlen=most) for kind, most in KEPT.items()
-        }
+        self.seen: dict[str, Any] = {"state": "joining"}  # further fields of `Status`
+        self._kept: dict[str, deque[tuple[int, bytes]]] = {kind: deque(maxlen=most) for kind, most in KEPT.items()}
         self._next = 0
         self._lock = threading.Lock()
 
@@ -82,48 +113,34 @@ class PeerStatus:
             return
         fields = {name: value for name, value in to_record(event).items() if name not in _KEPT_PRIVATE}
         short = {name: value[:_LONGEST_TEXT] if isinstance(value, str) else value for name, value in fields.items()}
+        line = json.dumps(json_ready({**short, "time_s": round(time.time(), 3)})).encode()
         with self._lock:
-            kept.append((self._next, {**short, "time_s": round(time.time(), 3)}))
+            kept.append((self._next, line))
             self._next += 1
 
-    def message(self, transport: PeerTransport, swarm: str, codec: str, since: int | None) -> Mapping[str, Any]:
-        """Return the status as JSON, with the events from number ``since`` on, or without events if it is None."""
+    def of(self, transport: PeerTransport, swarm: str, codec: str, since: int | None) -> Status:
+        """Return the status, with the events from number ``since`` on, or without events if it is None."""
         view, moved, digests = transport.view, transport.last_transfer, sorted(transport.digests.items())
-        said = {
-            "kind": "status",
-            "replica": transport.replica,
-            "swarm": swarm,
-            "step": transport.step,
-            "view": view.id,
-            "members": list(view.members),
-            "sent_bytes": transport.sent_bytes,
-            "received_bytes": transport.received_bytes,
-            "uptime_s": round(time.monotonic() - self._started_s, 1),
-            "digest": xxhash.xxh3_64_hexdigest(str(digests).encode()) if digests else "-",
-            "link_bits_per_s": 8 * moved[0] / max(1e-9, moved[1]) if moved else None,
-            "codec": codec,
+        return Status(
+            replica=transport.replica,
+            swarm=swarm,
+            step=transport.step,
+            view=view.id,
+            members=view.members,
+            sent_bytes=transport.sent_bytes,
+            received_bytes=transport.received_bytes,
+            digest=xxhash.xxh3_64_hexdigest(str(digests).encode()) if digests else "-",
+            link_bits_per_s=8 * moved[0] / max(1e-9, moved[1]) if moved else None,
+            codec=codec,
             **self.seen,
             **({} if since is None else self.since(since)),
-        }
-        return cast(Mapping[str, Any], json_ready(said))  # a loss may be NaN
+        )
 
     def since(self, number: int) -> dict[str, Any]:
-        """Return as JSON ``events`` from ``number`` on, oldest first, and the ``next_event`` to ask for later."""
+        """Return the ``events`` from ``number`` on, oldest first, and the ``next_event`` to ask for later."""
         with self._lock:
-            found = [each for kept in self._kept.values() for each in kept if each[0] >= number]
-            events = [record for _, record in sorted(found, key=lambda each: each[0])]
-            return {"events": events[-_MOST_REPORTED:], "next_event": self._next}
-
-
-class StatusAsked(WireMessage):
-    since: Count | None = None  # the number of the first event to report; None: none
-    of: Annotated[str, Meta(max_length=200)] | None = None  # another peer, which the asked one is to ask
-
-
-class StatusAnswer(WireMessage):
-    """The status of a peer as JSON, as it holds the records of events."""
-
-    text: Annotated[bytes, Meta(max_length=1 << 20)]
+            found = sorted(each for kept in self._kept.values() for each in kept if each[0] >= number)
+            return {"events": tuple(line for _, line in found[-_MOST_EVENTS:]), "next_event": self._next}
 
 
 def serve_status(directory: Directory, status: PeerStatus) -> None:
@@ -136,11 +153,10 @@ def serve_status(directory: Directory, status: PeerStatus) -> None:
         reply: WireMessage
         if asked.of is None:
             codec = entries[transport.replica].facts.get("codec", "")
-            text = json.dumps(status.message(transport, directory.swarm, codec, asked.since))
-            reply = StatusAnswer(text.encode())
+            reply = status.of(transport, directory.swarm, codec, asked.since)
         elif other is not None:
             address = connections.streams.locate(other)
-            reply = await question(await connections.open(address), address, StatusAsked(asked.since), StatusAnswer)
+            reply = await question(await connections.open(address), address, StatusAsked(asked.since), Status)
         else:
             reply = Refused(f"{visible(asked.of, 80)} is not another member of this swarm")
         await say(reply, reader, writer)
@@ -150,20 +166,14 @@ def serve_status(directory: Directory, status: PeerStatus) -> None:
 
 _ANSWER_S = 10.0
 _MOST_ANSWERS_BYTES = 64 << 20  # of all peers together; anyone may store a record in the DHT and be asked
-_MOST_CONTAINERS = 1 << 14  # lists and objects in an answer, which take many times more memory than characters
-_MOST_FIELDS, _MOST_CHARACTERS, _MOST_MEMBERS = 64, 64, 4_096
 _MOST_FORWARDERS = 3  # peers that are asked about another one, one after the other; they may never answer
-_NUMBERS = ("replica", "step", "view", "next_event", "sent_bytes", "received_bytes", "uptime_s", "pace",
-            "link_bits_per_s", "tokens_per_s", "state_received_bytes", "state_expected_bytes")  # fmt: skip
-"""The fields of a peer's status that must be numbers."""
 
 
 @dataclass(frozen=True)
 class PeerReport:
     peer_id: str  # the peer's identity
     number: int  # the replica number that the peer has announced
-    # the status that the peer reports; empty if it does not answer
-    status: Mapping[str, Any] = field(default_factory=dict)
+    status: Status | None = None  # what the peer reports; None if it does not answer
     problem: str = ""  # why the peer does not answer; "" if it does
     finished: bool = False  # whether the peer has announced that it has finished all steps of the run
     route: str = ""  # the route to the peer: "direct", "relayed", or "through" another peer; "" if it was not reached
@@ -189,22 +199,21 @@ class StatusClient:
         records = await self._streams.node.find(self._admission)
         for record in records:
             self._streams.know(record.peer_id, record.addresses)
-        asked = {each.peer_id: _question(each.peer_id, since) for each in records}
+        asked = {each.peer_id: StatusAsked(None if since is None else since.get(each.peer_id, 0)) for each in records}
         self._most_bytes = max(UNKNOWN_PEER_BYTES, min(MAX_MESSAGE_BYTES, _MOST_ANSWERS_BYTES // max(1, len(records))))
         seen = await few_at_once(lambda each: self._asked(each, asked[each.peer_id]), records)
         there = [each.peer_id for each in seen if each.status]
         return await few_at_once(lambda each: self._asked_through(there, each, asked[each.peer_id]), seen)
 
-    async def eject(self, peer: str, founder: Identity, file: Path) -> tuple[int, ...]:
+    async def eject(self, peer: str, founder: Identity, file: Path) -> None:
         """Have the members eject a peer, and use a new secret from now on, which is written to ``file``.
+
+        They agree on a view without the peer next, which `ask` shows.
 
         Args:
             peer: the identity of the peer.
             founder: the identity of the peer that has founded the swarm, which signs the order.
             file: does not exist yet.
-
-        Returns:
-            The ejected replicas that are members until a view change ends that is in progress.
 
         Raises:
             RendezvousError: the member that was asked refuses; the file is removed.
@@ -217,14 +226,13 @@ class StatusClient:
         order = Order.sign(founder, self._admission, peer, secret, last)
         create_private(file, f"{secret}\n".encode())
         try:  # no other member is asked, as this one may have followed it
-            answer = await question(await self._streams.open(member), member, Govern(order), Governed)
+            await question(await self._streams.open(member), member, Govern(order), Governed)
         except RendezvousError:
             file.unlink()
             raise
         except (OSError, EOFError, TransportError) as error:
             words = f"It may follow the order: keep {file}, and give the order again with another file"
             raise TransportError(f"{error or type(error).__name__}. {words}.") from error
-        return answer.remaining  # type: ignore[no-any-return]  # of what was asked for
 
     async def _last_order(self) -> tuple[PeerAddress, Order | None]:
         """Return a member that answers, and the founder's last order that it knows."""
@@ -261,46 +269,8 @@ class StatusClient:
         most_bytes = UNKNOWN_PEER_BYTES if asked == StatusAsked() else self._most_bytes
         async with asyncio.timeout(_ANSWER_S):
             stream = await self._streams.open(PeerAddress(peer))
-            answer = await question(stream, PeerAddress(peer), asked, StatusAnswer, most_bytes)
-        took_s = time.monotonic() - asked_s
-        status = status_of(answer.text)
-        if asked.since is None:
-            status.pop("events", None)
-        return replace(report, status=status, problem="", route=route, round_trip_s=took_s)
-
-
-def status_of(text: bytes) -> dict[str, Any]:
-    r"""Return the valid fields of a peer's answer, shortened, and with unprintable characters escaped.
-
-    >>> status_of(rb'{"state": "\u001b[2Jtraining", "step": 3, "sent_bytes": "x", "view": {"deep": []}}')
-    {'state': '\\x1b[2Jtraining', 'step': 3}
-    """
-    if text.count(b"[") + text.count(b"{") > _MOST_CONTAINERS:
-        return {}
-    try:
-        answer = msgspec.json.decode(text, type=dict[str, Any])
-    except (ValueError, RecursionError):
-        return {}
-    fields = [(visible(name, _MOST_CHARACTERS), value) for name, value in answer.items()][:_MOST_FIELDS]
-    shown = {name: visible(value, _MOST_CHARACTERS) if isinstance(value, str) else value for name, value in fields}
-    return {name: value for name, value in shown.items() if _fits(name, value)}
-
-
-def _fits(name: str, value: object) -> bool:
-    if name == "members":
-        return (
-            isinstance(value, list)
-            and len(value) <= _MOST_MEMBERS
-            and all(type(each) is int and 0 <= each <= MOST_RANK for each in value)
-        )
-    if name in ("events", "kind"):
-        return name == "events" and isinstance(value, list)
-    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= GREATEST
-    return value is None or number or (name not in _NUMBERS and isinstance(value, str | bool))
-
-
-def _question(peer_id: str, since: Mapping[str, int] | None) -> StatusAsked:
-    return StatusAsked(None if since is None else since.get(peer_id, 0))
+            status = await question(stream, PeerAddress(peer), asked, Status, most_bytes)
+        return replace(report, status=status, problem="", route=route, round_trip_s=time.monotonic() - asked_s)
 
 
 def absences(reports: Sequence[PeerReport]) -> list[str]:
@@ -308,7 +278,7 @@ def absences(reports: Sequence[PeerReport]) -> list[str]:
 
     It is "" for a peer that answers.
     """
-    members = {member for each in reports for member in each.status.get("members", ())}
+    members = {member for each in reports if each.status for member in each.status.members}
     return [
         "" if each.status
         else "finished" if each.finished

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -23,7 +23,7 @@ from diloco.transport.connections.peer import Peer
 from diloco.transport.connections.sockets import Credentials, TcpStreams
 from diloco.transport.connections.streams import Accept, Stream
 from diloco.transport.secret import TurnedAwayError
-from diloco.transport.swarm.identity import Admission, Identity, NodePlace, identity_of
+from diloco.transport.swarm.identity import Admission, Identity, NodePlace, identity_of, same_port
 from diloco.transport.swarm.node import Node
 
 _HANDSHAKE_S = 10.0
@@ -66,6 +66,9 @@ class PeerStreams(TcpStreams):
         self.admission = admission
         self.credentials = Credentials(f"swarm {admission.run}", admission.secret, self._identity.tls_key)
 
+    def keep(self) -> None:
+        """Return nothing, as the daemon ends: `place` says where to listen again."""
+
     @property
     def node(self) -> Node:
         """The running peer, once `listen` has started it."""
@@ -88,6 +91,7 @@ class PeerStreams(TcpStreams):
 
     async def listen(self, accept: Accept, *where: Any) -> PeerAddress:
         self._node = await Node.start(self._identity, self.place)
+        self.place = replace(self.place, listen=same_port(self.place.listen, await self._node.addresses()))
         self._accept = accept
         for host in hosts_in(self.place.listen):
             port = self.port or self.place.direct_port

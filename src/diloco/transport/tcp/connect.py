@@ -1,11 +1,10 @@
-"""Connecting ranks over TCP, given an address that all know: replicas of the command, or a loop of your own."""
+"""Where ranks meet over TCP: at an address that all know. For replicas of the command, and a loop of your own."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import os
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,14 +14,14 @@ import torch.distributed as dist
 
 from diloco.algorithm import check_choice, check_replica
 from diloco.errors import ConfigurationError, RendezvousError, TransportError
-from diloco.membership import BootstrapElection, LastViews
 from diloco.protocol import Entry, Registry, Rules
 from diloco.transport.address import Address, local_host_towards, parse_address, parse_listen
 from diloco.transport.base import Transport
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.sockets import TcpStreams
 from diloco.transport.connections.streams import within
-from diloco.transport.peers.connected import Connected, connect_all
+from diloco.transport.peers.connect import connect
+from diloco.transport.peers.directory import Lost
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.replica_group import LeaderTransport, ReplicaGroup
 from diloco.transport.secret import TurnedAwayError, check_secret
@@ -31,7 +30,6 @@ from diloco.transport.tcp.rendezvous import TcpDirectory
 
 PORT_TIMEOUT_S = 5.0  # how long the owner of the rendezvous port may take to answer as a diloco or release the port
 _LISTEN_AGAIN_S = 0.2
-_CLOSED = "it is rejoining itself"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,90 +59,41 @@ class Place:
     def rank(self) -> int:
         return self.replica * self.ranks_per_replica + self.position
 
+    def transport(self, rules: Rules, lost: Lost | None) -> PeerTransport:
+        rules = replace(rules, rank=self.rank, ranks_per_replica=self.ranks_per_replica)
+        kept = (lost.listening, lost.directory.connections.streams.credentials) if lost else ()
+        transport = PeerTransport(rules, TcpStreams(self.secret, *kept))
+        serve_probes(transport.connections)
+        return transport
 
-@dataclass(frozen=True)
-class Lost:
-    connected: Connected  # its transport must be closed
-    listening: socket.socket  # at which the rank listened, as `TcpStreams.keep` returned it
-    views: LastViews  # what the rank has been and promised; its vote is recorded there
-    patience_s: float  # how long it searches
-
-
-def connect(place: Place, rules: Rules, *, held_step: int = -1, lost: Lost | None = None) -> Connected:
-    """Find the other ranks and connect to all of them, to begin a run or to join a running one.
-
-    If ``joining`` is true in the result, adopt the others' state and become a member::
-
-        diloco = DiLoCo(model, optimizer, transport=connected.transport, ...)
-        if connected.joining:
-            diloco.take_over(connected.transport.view.members)
-            diloco.steps = join(connected, timeout_s=60)
-
-    A rejoining replica begins after the step that the others' transports have counted. A training loop that resumes
-    from a checkpoint must therefore save and load ``connected.transport.state_dict()`` along with that of `DiLoCo`.
-
-    Args:
-        place: this rank and its rendezvous.
-        rules: the rules of the run.
-        held_step: the newest step that this rank could resume from, which is sent to the others; -1 for none.
-        lost: the view that this rank has lost. It finds the others again, or founds a new view with them.
-
-    Raises:
-        RendezvousError: if this does not succeed in time, or the ranks are incompatible; nothing stays open.
-        TransportError: if this machine can't listen at the given address.
-    """
-    rules = replace(rules, rank=place.rank, ranks_per_replica=place.ranks_per_replica)
-    streams = TcpStreams(place.secret)
-    if lost is not None:
-        before = lost.connected.transport.connections.streams
-        streams = TcpStreams(place.secret, lost.listening, before.credentials)
-    transport = PeerTransport(rules, streams)
-    serve_probes(transport.connections)
-    try:
+    def directory(self, transport: PeerTransport, held_step: int, lost: Lost | None) -> TcpDirectory:
         if lost is None:
-            return connect_all(_first_directory(transport, place, held_step))
-        return connect_all(_next_directory(transport, place, lost), _CLOSED)
-    except BaseException:
-        transport.close()
-        raise
+            registry, meeting, gathers = self._begin(transport, held_step)
+        else:
+            before, connections = lost.directory.transport, transport.connections
+            connections.most_ranks = before.connections.most_ranks
+            connections.listen(before.address.host, range(0), before.address.host)
+            entries = [self._entry(transport, held_step), *before.known_entries()]
+            registry, meeting, gathers = Registry(len(entries), self.ranks_per_replica, entries), self.rendezvous, False
+        window_s = self.join_window_s
+        return TcpDirectory(
+            transport, registry, meeting, gathers=gathers, held_step=held_step, join_window_s=window_s, lost=lost
+        )
 
+    def _begin(self, transport: PeerTransport, held_step: int) -> tuple[Registry, Address, bool]:
+        """Listen; return what this rank knows of the others, where all meet, and whether that is here."""
+        connections, (host, ports) = transport.connections, self.listen
+        connections.most_ranks = self.num_replicas * self.ranks_per_replica
+        host = host or _my_host(self.rendezvous)
+        hosts = self.rank == 0 and connections.call(_host_rendezvous(connections, self.rendezvous, host))
+        if not hosts:
+            connections.listen(host, ports, host)
+        registry = Registry(connections.most_ranks, self.ranks_per_replica)
+        registry.register(self._entry(transport, held_step))
+        return registry, connections.address if hosts else self.rendezvous, hosts
 
-def _election(place: Place, rules: Rules, held_step: int, views: LastViews | None) -> BootstrapElection:
-    return BootstrapElection(
-        number=place.replica,
-        held_step=held_step,
-        views=views,
-        alone=False,
-        window_s=place.join_window_s,
-        policy=rules.policy,
-    )
-
-
-def _next_directory(transport: PeerTransport, place: Place, lost: Lost) -> TcpDirectory:
-    before, rules = lost.connected.transport, transport.rules
-    host, transport.finishers, transport.step = before.address.host, before.finishers, before.step
-    transport.connections.listen(host, range(0), host)
-    entry = Entry(place.rank, str(transport.address), rules.facts, before.step)
-    entries = [entry, *before.known_entries()]
-    registry = Registry(len(entries), place.ranks_per_replica, entries)
-    transport.connections.most_ranks = before.connections.most_ranks
-    election = _election(place, rules, before.step, lost.views)
-    return TcpDirectory(transport, registry, election, lost.patience_s, place.rendezvous)
-
-
-def _first_directory(transport: PeerTransport, place: Place, held_step: int) -> TcpDirectory:
-    connections, size, rules = transport.connections, place.ranks_per_replica, transport.rules
-    connections.most_ranks = place.num_replicas * size
-    host, ports = place.listen
-    host = host or _my_host(place.rendezvous)
-    hosting = place.rank == 0 and connections.call(_host_rendezvous(connections, place.rendezvous, host))
-    if connections.address.port == 0:
-        connections.listen(host, ports, host)
-    meeting = connections.address if hosting else place.rendezvous
-    registry = Registry(connections.most_ranks, size)
-    registry.register(Entry(place.rank, str(connections.address), rules.facts, held_step))
-    election = _election(place, rules, held_step, None)
-    return TcpDirectory(transport, registry, election, rules.rendezvous_timeout_s, meeting, gathers=hosting)
+    def _entry(self, transport: PeerTransport, held_step: int) -> Entry:
+        return Entry(self.rank, str(transport.address), transport.rules.facts, held_step)
 
 
 async def _host_rendezvous(connections: ConnectionManager, address: Address, host: str) -> bool:
@@ -219,7 +168,7 @@ def connect_tcp(
     Raises:
         ConfigurationError: if an argument can't work; at the call, before any connection.
         RendezvousError: if the replicas do not find each other in time, are incompatible, or already train.
-            (`diloco.transport.tcp.connect.connect` can join a running training.)
+            (`diloco.transport.connect` can join a running training.)
 
     >>> with connect_tcp(replica=0, num_replicas=1, rendezvous="127.0.0.1:0") as transport:
     ...     transport.view
@@ -243,10 +192,13 @@ def connect_tcp(
     opened: list[PeerTransport] = []
 
     def begin() -> None:
-        connected = connect(place, settings)
-        opened.append(connected.transport)
-        if connected.joining:
-            raise connected.already_running()
+        directory = connect(place, settings)
+        opened.append(directory.transport)
+        if directory.joining:
+            raise RendezvousError(
+                f"replica {replica} was to start a run, but the other replicas are already running one. Choose another "
+                "rendezvous, or join the run."
+            )
 
     group = group if ranks == "whole" else ReplicaGroup()  # the ranks for which one communicates
     try:

@@ -6,7 +6,6 @@ Every replica answers probes at its control port. `diloco doctor --listen` answe
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import socket
 import statistics
@@ -30,14 +29,10 @@ _HOLD_S = 60.0  # for one chunk, during which others wait
 
 @dataclass(frozen=True)
 class Finding:
-    address: str  # the address as given
-    resolved: tuple[str, ...] = ()  # the IP addresses that the name resolves to
-    ok: bool = False  # whether everything works
-    latency_s: float | None = None  # median of the round trips, or None
-    up_bits_per_s: float | None = None  # throughput to the peer
-    down_bits_per_s: float | None = None  # throughput from the peer
-    problem: str = ""  # what does not work, or ""
-    advice: str = ""  # what to do about it, or ""
+    problem: str = ""  # what does not work, and what to do about it; "": everything works
+    latency_s: float = 0.0  # median of the round trips
+    up_bits_per_s: float = 0.0  # throughput to the peer
+    down_bits_per_s: float = 0.0  # throughput from the peer
 
 
 class Probe(WireMessage):
@@ -67,23 +62,23 @@ def serve_probes(connections: ConnectionManager) -> None:
     connections.services[Probe] = answer
 
 
-async def obstacle(host: str, port: int, timeout_s: float) -> tuple[str, str]:
-    """Return why no connection to a port can be opened, and what to do about it; empty texts if one can."""
+async def obstacle(host: str, port: int, timeout_s: float) -> str:
+    """Return why no connection to a port can be opened, and what to do about it; "" if one can."""
     try:
         _, writer = await within(timeout_s, asyncio.open_connection(host, port))
     except socket.gaierror as error:
-        advice = "use a name that this machine's resolver knows, or an IP address"
-        return f"the name does not resolve: {error.strerror or error}", advice
+        why = error.strerror or error
+        return f"the name does not resolve: {why}; use a name that this machine's resolver knows, or an IP address"
     except ConnectionRefusedError:
         advice = "start a replica or `diloco doctor --listen` there, or give the address that it has now"
-        return "nothing listens there (connection refused)", advice
+        return f"nothing listens there (connection refused); {advice}"
     except TimeoutError:
         advice = "open the port in the firewalls and routers in between, or use another address of that machine"
-        return f"no answer within {timeout_s:g} s", advice
+        return f"no answer within {timeout_s:g} s; {advice}"
     except OSError as error:
-        return str(error), "set up a route to that machine"
+        return f"{error}; set up a route to that machine"
     writer.close()
-    return "", ""
+    return ""
 
 
 async def examine(address: Address, num_bytes: int, timeout_s: float, secret: str = "") -> Finding:
@@ -95,33 +90,23 @@ async def examine(address: Address, num_bytes: int, timeout_s: float, secret: st
         timeout_s: time limit of each step of the check, in seconds.
         secret: secret of the peer's run; "" if it has none.
     """
-    resolved: tuple[str, ...] = ()
-
-    def bad(problem: str, advice: str) -> Finding:
-        return Finding(str(address), resolved, problem=problem, advice=advice)
-
-    problem, advice = await obstacle(address.host, address.port, timeout_s)
-    with contextlib.suppress(OSError):
-        places = await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        resolved = tuple(dict.fromkeys(str(place[4][0]) for place in places))
-    if problem:
-        return bad(problem, advice)
+    if problem := await obstacle(address.host, address.port, timeout_s):
+        return Finding(problem)
     try:
         stream = await within(timeout_s, TcpStreams(secret).open(address))
         try:
-            return Finding(str(address), resolved, True, *await _measure(*stream, num_bytes, timeout_s))
+            return Finding("", *await _measure(*stream, num_bytes, timeout_s))
         finally:
             stream[1].transport.abort()
     except TimeoutError:
         advice = "check that the process is not frozen, or transfer less (--size)"
-        return bad(f"it accepted the connection but did not respond for {timeout_s:g} s", advice)
+        return Finding(f"it accepted the connection but did not respond for {timeout_s:g} s; {advice}")
     except TurnedAwayError as error:
-        return bad(str(error), "give both ends the same --secret-file")
+        return Finding(f"{error}; give both ends the same --secret-file")
     except (OSError, EOFError, TransportError) as error:
         reason = str(error) or "the connection was closed"
-        return bad(
-            f"what answers there is not a diloco: {reason}", "use the control port of a diloco of the same version"
-        )
+        advice = "use the control port of a diloco of the same version"
+        return Finding(f"what answers there is not a diloco: {reason}; {advice}")
 
 
 async def _measure(

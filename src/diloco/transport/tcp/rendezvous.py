@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Collection, Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta
 
 from diloco.errors import RendezvousError, TransportError
-from diloco.membership import BootstrapElection, View, Words
+from diloco.membership import View, Words
 from diloco.protocol import Entries, Entry, Refused, Registry, WireMessage
 from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.limits import Backoff
@@ -45,6 +45,7 @@ class TcpDirectory(Directory):
         registry: if this process collects the ranks, those that have come: at first itself.
         meeting: the address at which the ranks meet; another one at which a member may answer.
         gathers: whether this process collects the ranks.
+        more: see `Directory`.
     """
 
     answers = Members | Looking | Gathering
@@ -53,14 +54,13 @@ class TcpDirectory(Directory):
         self,
         transport: PeerTransport,
         registry: Registry,
-        election: BootstrapElection,
-        patience_s: float,
-        meeting: Address | None,
+        meeting: Address,
         *,
         gathers: bool = False,
+        **more: Any,
     ) -> None:
-        super().__init__(transport, registry, election, patience_s)
-        self.begins = election.views is None
+        super().__init__(transport, registry, **more)
+        self.begins = self.election.views is None
         self.pauses_s = _AGAIN_S if self.begins else self.pauses_s
         self._meeting = meeting
         self._missing = "an answer"
@@ -74,7 +74,7 @@ class TcpDirectory(Directory):
         others = (entry for rank, entry in self.registry.entries.items() if rank != self.connections.rank)
         places = dict.fromkeys([*map(self.connections.streams.locate, others), self._meeting])
         mine = self.connections.address
-        return [each for each in places if each and (each != mine or (self.begins and each == self._meeting))]
+        return [each for each in places if each != mine or (self.begins and each == self._meeting)]
 
     async def _answer(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         identity = self.connections.streams.identity(writer)
@@ -113,7 +113,6 @@ class TcpDirectory(Directory):
     async def begin(self, answers: Mapping[Address, object]) -> View | None:
         if not self.begins:
             return None
-        assert self._meeting is not None, "without it no rank begins"
         answer, num_ranks = answers[self._meeting], self.registry.num_ranks
         if isinstance(answer, Gathering):
             known = {each.rank: each for each in answer.known.whole() if each.rank < num_ranks}
@@ -121,7 +120,7 @@ class TcpDirectory(Directory):
             why = "".join(f" (one was refused: {visible(w.removesuffix('.'), _MOST_REASON)})" for w in answer.refused)
             self._missing = f"rank {missing}{why}" if missing else "a member"
             if not missing:
-                self.registry.entries.update(known | {self.connections.rank: self._entry})
+                self.registry.entries.update(known | {self.connections.rank: self.entry})
                 return await self._begin()
         elif isinstance(answer, TurnedAwayError):
             raise RendezvousError(

@@ -1,0 +1,105 @@
+"""Connecting a rank to the others: to begin a run, to join a running one, or to find them again after a loss.
+
+It is the same over TCP and in a swarm; the `MeetingPlace` says how connections are opened, and whom to ask.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from diloco.errors import RendezvousError
+from diloco.protocol import Rules, Welcome
+from diloco.transport.connections.limits import Backoff
+from diloco.transport.peers.directory import Directory, Lost
+from diloco.transport.peers.transport import PeerTransport
+from diloco.waiting import waiting_for
+
+_ANSWER_S = 30.0
+_AGAIN_S = 0.3, 2.0  # pauses between two requests to join
+
+
+class MeetingPlace(Protocol):
+    """A rank, and where it meets the others."""
+
+    def transport(self, rules: Rules, lost: Lost | None) -> PeerTransport:
+        """Return the transport of this rank, without any connection."""
+
+    def directory(self, transport: PeerTransport, held_step: int, lost: Lost | None) -> Directory:
+        """Listen, and return what knows whom to ask. For the arguments see `connect`."""
+
+
+def connect(
+    place: MeetingPlace, rules: Rules, *, held_step: int = -1, lost: Lost | None = None, closed: str = ""
+) -> Directory:
+    """Find the members and connect to all of them, or found a view if there are none.
+
+    If ``joining`` is true in the result, adopt the others' state and become a member::
+
+        diloco = DiLoCo(model, optimizer, transport=directory.transport, ...)
+        if directory.joining:
+            diloco.take_over(directory.transport.view.members)
+            diloco.steps = join(directory, timeout_s=60)
+
+    A rejoining replica begins after the step that the others' transports have counted. A training loop that resumes
+    from a checkpoint must therefore save and load ``directory.transport.state_dict()`` along with that of `DiLoCo`.
+
+    Args:
+        place: this rank, and where it meets the others.
+        rules: the rules of the run.
+        held_step: the newest step that this rank could resume from, which is sent to the others; -1 for none.
+        lost: the view that this rank has lost. It finds the others again, or founds a new view with them.
+        closed: why nobody can join at first; "" if all can.
+
+    Raises:
+        RendezvousError: if this does not succeed in time, the ranks are incompatible, or a swarm is behind this
+            peer's checkpoint; nothing stays open.
+        EjectedError: if the founder of the swarm has ejected this peer.
+        TransportError: if this machine can't listen at the given address.
+    """
+    transport = place.transport(rules, lost)
+    try:
+        if lost is not None:
+            before = lost.directory.transport
+            transport.finishers, transport.step, held_step = before.finishers, before.step, before.step
+        directory = place.directory(transport, held_step, lost)
+        registry, connections = directory.registry, transport.connections
+        connections.entries = registry.entries
+        with waiting_for(directory.awaited, directory.patience_s):
+            view = connections.call(directory.find())
+        directory.settle()
+        transport.begin(view, registry, member=not directory.joining, closed=closed)
+        directory.open_up()
+    except BaseException:
+        transport.close()
+        raise
+    return directory
+
+
+def join(directory: Directory, timeout_s: float) -> int:
+    """Become a member of the running run.
+
+    Returns:
+        The number of inner steps that are done. The joiner's first step is the next one.
+
+    Raises:
+        RendezvousError: The members refuse, or do not answer in time.
+    """
+    transport, entry = directory.transport, directory.entry
+    deadline_s = time.monotonic() + timeout_s
+    why, backoff = f"no answer within {timeout_s:g} s", Backoff(*_AGAIN_S, seed=entry.address)
+    while True:
+        answer = transport.ask_to_join(entry, min(_ANSWER_S, deadline_s - time.monotonic()))
+        final = False
+        if answer is not None:
+            said, _ = answer
+            if isinstance(said, Welcome):
+                break
+            why = f"the members refuse: {said.reason}"
+            final = said.for_good and not directory.swarm  # another member may let it in
+        if time.monotonic() > deadline_s or final:
+            raise RendezvousError(f"replica {transport.replica} can't join the run: {why}. It stops here.")
+        time.sleep(backoff.next_s())  # the members are not ready for it yet
+        transport.connections.call(directory.refresh())
+    transport.enter(answer)
+    return transport.step
