@@ -145,7 +145,6 @@ class Loses:
 
 class Centres:
     keeps_sent = False
-    elementwise = True
     def merge(self, local, global_params, sent): local.copy_(global_params - global_params.mean())
 
 def broken(): raise KeyError("width")
@@ -176,7 +175,7 @@ def no_rate(params): return torch.optim.SGD(params)
             "can't carry the gradients of algorithm='data-parallel'",
         ),
         ({"sync__merge": "wrong.py:Loses"}, "parameters move although"),
-        ({"sync__merge": "wrong.py:Centres"}, "it claims to be elementwise but merges parts differently"),
+        ({"sync__merge": "wrong.py:Centres"}, "it merges parts of a fragment differently from the whole"),
         ({"sync__merge": "share.py:Share", "sync__merge_alpha": 0.5}, "which has no alpha"),
         ({"optimizer__name": "wrong.py:no_rate"}, "unexpected keyword argument 'lr'"),
     ],

@@ -125,7 +125,6 @@ CASES = (
     small("clipped", STREAMING, {"sync.arguments.average.max_norm": 0.01, "network.replicas": 3}),
     small("buffers", BUFFERS, overlap_steps=2, stop_after=IN_FLIGHT),
     small("buffers, data-parallel", {"model.source": NORMED, "algorithm": "data-parallel"}),
-    small("fragments in sequence", {"model.arguments.layers": 6}, num_fragments=3, fragment_strategy="sequential"),
     small(
         "links",
         STREAMING,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from diloco.algorithm import MeanEncoding, SyncSchedule, make_codec
+from diloco.algorithm import SyncSchedule, make_codec
 from diloco.plan import Conditions, Exchange, Prediction, Site, predict, table
 from diloco.transport import Link
 
@@ -62,7 +62,7 @@ def test_encoded_means_and_whole_contributions_change_the_bytes() -> None:
     place, many = site(1e9, replicas=64), replace(STREAMING, fragment_sizes=(1_024_000,) * 4)
     plain, means, whole = (
         predict(replace(many, **how), place).sent_bytes_per_step
-        for how in ({}, {"mean": MeanEncoding.of("fp4")}, {"whole": True})
+        for how in ({}, {"mean": make_codec("fp4")}, {"whole": True})
     )
     payload = 4 * make_codec("fp4").payload_bytes(1_024_000) / 50
     assert means == pytest.approx(2 * 63 / 64 * payload, rel=0.01)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from diloco.algorithm import Contribution, Exchange, MeanEncoding, RoundId, Uplink, make_codec
+from diloco.algorithm import Contribution, Exchange, RoundId, Uplink, make_codec
 from diloco.membership import View
 from diloco.protocol import Machine, Submitted
 from tests.protocol.simulated import rules_of
@@ -44,7 +44,7 @@ class Ranks:
             codec=CODEC,
             numel=len(VALUES),
             payload=CODEC.encode(VALUES),
-            mean=MeanEncoding.of("auto"),
+            mean="auto",
         )
         self.handle(rank, self.machines[rank].rounds.submit, Submitted(given, 1, 0.0, uplink=uplink))
 

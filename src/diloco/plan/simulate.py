@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from diloco.algorithm import (
     PLAIN_MEAN,
     Codec,
-    MeanEncoding,
+    MeanCodec,
     Send,
     SyncSchedule,
     Uplink,
@@ -59,7 +59,7 @@ class Exchange:
     schedule: SyncSchedule
     fragment_sizes: tuple[int, ...]  # number of values of each fragment
     codec: Codec
-    mean: MeanEncoding = PLAIN_MEAN
+    mean: MeanCodec = PLAIN_MEAN
     whole: bool = False  # whether every replica needs whole contributions
     dynamic_steps: bool = False  # whether slow replicas skip steps
     gradients: bool = False  # whether these are the gradients of data-parallel steps, whose work is not counted
@@ -74,7 +74,7 @@ class Exchange:
             schedule=make_schedule(settings),
             fragment_sizes=tuple(fragment_sizes),
             codec=components["codec"],
-            mean=MeanEncoding.of(components["mean_codec"]),
+            mean=components["mean_codec"],
             whole=settings.sync.whole_contributions,
             dynamic_steps=settings.network.straggler == "dynamic",
         )

@@ -35,7 +35,7 @@ from diloco.config import (
     read_toml,
     typed_values,
 )
-from diloco.cores import usable_cores
+from diloco.devices import usable_cores
 from diloco.errors import ConfigurationError
 from diloco.events import json_ready
 from diloco.plugins import code_digest, find, is_own, own_code

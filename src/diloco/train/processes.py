@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO, Any, Literal, Self
 
-from diloco.cores import set_thread_share
+from diloco.devices import set_thread_share
 from diloco.errors import ConfigurationError
 from diloco.transport import Address, NetworkSettings, parse_address
 

@@ -13,7 +13,6 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +24,6 @@ from diloco.algorithm import (
     RoundId,
     Verdict,
     check_replica,
-    check_type,
     check_whole,
     encode_mean,
     judge,
@@ -81,13 +79,11 @@ class InProcessTransport:
         network: VirtualNetwork | None = None,
     ) -> None:
         num_replicas = check_whole("num_replicas", num_replicas, 1)
-        check_type("network", network, VirtualNetwork | None, "a VirtualNetwork")
         if network is not None and len(network.links) != num_replicas:
             raise ConfigurationError(
                 f"The network must have one link per replica, got {len(network.links)} links for {num_replicas} "
                 "replicas."
             )
-        check_type("round_timeout_s", round_timeout_s, Real, "a number of seconds")
         if not round_timeout_s >= 0:
             raise ConfigurationError(f"round_timeout_s must be at least 0, got {round_timeout_s}.")
         self.view = View.of(num_replicas)

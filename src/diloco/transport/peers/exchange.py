@@ -26,7 +26,6 @@ from diloco.algorithm import (
     Contribution,
     Mean,
     check_mean,
-    combined,
     encode_mean,
     largest_magnitude,
     mean_into_,
@@ -35,10 +34,8 @@ from diloco.algorithm import (
     scale_factors,
     spread,
     spread_terms,
-    vector_norm,
 )
-from diloco.cores import usable_cores
-from diloco.devices import beside_training, to_device, to_host
+from diloco.devices import beside_training, to_device, to_host, usable_cores
 from diloco.errors import CodecError, TransportError
 from diloco.membership import View
 from diloco.protocol import GiveVerdict
@@ -282,10 +279,10 @@ class PayloadExchange:
     ) -> tuple[dict[int, float], tuple[float, float]]:
         """Sum this rank's slice, and send its mean. Return the clipping factors and the terms of the spread."""
         codec, rule = self.contribution.codec, self.contribution.average_rule
-        factors = self._scale_factors(contributors)
+        factors = scale_factors(self.contribution.max_norm, ((m, self._decoded(m)) for m in contributors))
         if rule is not None:
-            decoded = ((member, self._decoded(member)) for member in contributors)
-            self.values.copy_(to_host(combined(rule, decoded, weights, factors, self.contribution.tensors)))
+            pairs = ((weights[m], self._decoded(m).mul_(factors.get(m, 1.0))) for m in contributors)
+            self.values.copy_(to_host(rule.combine(pairs, self.contribution.tensors)))
         at_hand = self.contribution.telemetry and self.plan.pattern == "all-gather"
         watched = sampled_ranges(self.contribution.numel, codec.block_size) if at_hand else []
         squares = of_sum = 0.0
@@ -364,12 +361,6 @@ class PayloadExchange:
             if not largest_magnitude(here) <= LARGEST_MEAN:
                 words = f"replica {member} sent a part of the mean that is not finite or too large"
                 raise CodecError(words, replica=member)
-
-    def _scale_factors(self, contributors: Sequence[int]) -> dict[int, float]:
-        if self.contribution.max_norm is None:
-            return {}
-        norms = {member: vector_norm(self._decoded(member)) for member in contributors}
-        return scale_factors(self.contribution.max_norm, norms)
 
     def _decoded(self, member: int) -> Tensor:
         """Wait for a whole contribution, validate it, and return its values."""
