@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.devices import set_thread_share, set_wait_policy, usable_cores
+from diloco.devices import set_thread_share, usable_cores
 
 
 def machine(root: Path, files: dict[str, str]) -> Path:
