@@ -58,7 +58,7 @@ def chosen(of: Sequence[Link], links: Sequence[str], methods: Sequence[str]) -> 
     picked = [method for method in METHODS if named(method.name, methods)]
     pairs = [(link, method) for link in of if named(link.name, links) for method in picked]
     if not pairs:
-        names = "; ".join(each.name for each in (*of, *METHODS))
+        names = "; ".join([*(each.name for each in of), *(each.name for each in METHODS)])
         raise SystemExit(f"--links and --methods match nothing of: {names}. Nothing was started.")
     return [(link, method) for link, method in pairs if method is not METHODS[0] or link is first[link.replicas]]
 
