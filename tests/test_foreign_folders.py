@@ -20,7 +20,7 @@ from torch import nn
 from diloco.checkpoint import open_checkpoint, read_manifest, write_manifest
 from diloco.cli import main
 from diloco.config import parse_arguments, plan_run, resume_command
-from diloco.data import load_hub_tokenizer
+from diloco.data import DataSettings, make_tokenizer
 from diloco.errors import ConfigurationError, DataError
 from diloco.model import ModelSettings, build_language_model, stored_tensors
 from diloco.plugins import call
@@ -266,7 +266,7 @@ def asking_tokenizer(folder: Path) -> Callable[[], object]:
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config |= {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": [None, "evil.Evil"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return lambda: load_hub_tokenizer(f"hf:{folder}")
+    return lambda: make_tokenizer(DataSettings(tokenizer=f"hf:{folder}"))
 
 
 def asking_model(folder: Path, **changes: Any) -> Callable[[], object]:

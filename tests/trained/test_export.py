@@ -12,7 +12,7 @@ from diloco.checkpoint import open_checkpoint
 from diloco.cli import main
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model import LanguageModel, Transformer
-from diloco.trained import Trained, export_huggingface, load_parameters, load_trained, read_weights
+from diloco.trained import Trained, export_huggingface, load_trained, read_weights
 from tests.command_lines import load_configuration
 from tests.lazy import Lazy
 from tests.runs import train, write_text
@@ -49,29 +49,20 @@ def same(left: Any, right: Any) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_transformers_gives_the_same_loss_and_token_ids(run: Path, exported: Path) -> None:
+def test_transformers_gives_the_same_loss_and_token_ids_and_ends_documents_alike(run: Path, exported: Path) -> None:
     trained, other = load_trained(run), transformers.AutoModelForCausalLM.from_pretrained(exported)
     assert (type(other).__name__, other.dtype) == ("Qwen3ForCausalLM", torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    tokenizer, end = transformers.AutoTokenizer.from_pretrained(exported), trained.tokenizer.eos_id
     for text in TEXTS:
         ids = trained.tokenizer.encode(text)
         assert tokenizer(text)["input_ids"] == ids
         assert tokenizer.decode(ids) == text
     tokens = torch.tensor(trained.tokenizer.encode_documents(TEXTS).astype("int64")).unfold(0, 16, 16)
-    assert loss_of(other, tokens) == pytest.approx(loss_of(trained.model, tokens), rel=1e-6)
-    # the trainer's own computation of the loss
     with torch.no_grad():
-        assert float(other(tokens, labels=tokens).loss) == pytest.approx(loss_of(trained.model, tokens), rel=1e-6)
-
-
-def test_configurations_say_which_token_ends_and_begins_a_document(exported: Path, run: Path) -> None:
-    end = load_trained(run).tokenizer.eos_id
-    other = transformers.AutoModelForCausalLM.from_pretrained(exported)
-    assert (other.config.eos_token_id, other.config.bos_token_id, other.config.pad_token_id) == (end, end, None)
-    generation = other.generation_config
-    assert (generation.eos_token_id, generation.bos_token_id, generation.pad_token_id) == (end, end, end)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
-    assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id) == (end, end, None)
+        losses = [loss_of(other, tokens), float(other(tokens, labels=tokens).loss)]  # the trainer's own computation
+    assert losses == pytest.approx([loss_of(trained.model, tokens)] * 2, rel=1e-6)
+    for each, padding in ((other.config, None), (other.generation_config, end), (tokenizer, None)):
+        assert (each.eos_token_id, each.bos_token_id, each.pad_token_id) == (end, end, padding)
     assert tokenizer.model_max_length == other.config.max_position_embeddings == 16
     assert other.generate(max_new_tokens=5, do_sample=False).shape[1] > 1
 
@@ -130,21 +121,18 @@ def test_the_last_checkpoints_can_be_averaged(run: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision(run: Path, tmp_path: Path, dtype: Any) -> None:
+def test_half_precision_and_what_does_not_fit_it(run: Path, tmp_path: Path, dtype: Any) -> None:
+    trained = load_trained(run)
+    with torch.no_grad():
+        next(trained.model.parameters()).view(-1)[5] = 3.4e38 if dtype == "bfloat16" else 1e6
+    with pytest.raises(CheckpointError, match=rf"embed\S* holds values that are not finite as {dtype}"):
+        export_huggingface(trained, tmp_path / "hf", dtype=dtype)
+    assert list(tmp_path.iterdir()) == []
     export_huggingface(load_trained(run), tmp_path / "hf", dtype=dtype)
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert other.dtype == getattr(torch, dtype)
     expected = {name: value.to(other.dtype).float() for name, value in read_weights(run).items()}
     assert same(read_weights(tmp_path / "hf"), expected)
-
-
-def test_what_does_not_fit_the_type_is_refused(run: Path, tmp_path: Path) -> None:
-    trained = load_trained(run)
-    with torch.no_grad():
-        next(trained.model.parameters()).view(-1)[5] = 1e6
-    with pytest.raises(CheckpointError, match=r"embed\S* holds values that are not finite as float16"):
-        export_huggingface(trained, tmp_path / "hf", dtype="float16")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_overwritten_unless_asked_and_then_only_an_export(
@@ -194,17 +182,9 @@ def test_what_cannot_be_written_is_told_and_nothing_is_left(run: Path, tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_model_without_a_counterpart_says_what_would_work(run: Path, tmp_path: Path) -> None:
-    class Mine(Transformer):
-        to_huggingface = LanguageModel.to_huggingface
-
-    trained = load_trained(run)
-    assert isinstance(trained.model, Transformer)
-    mine = Mine(trained.model.settings)
-    load_parameters(mine, dict(trained.model.named_parameters()))
-    odd = Trained(mine, trained.tokenizer, 1, 16, run)
-    with pytest.raises(ConfigurationError, match="Mine does not define to_huggingface"):
-        export_huggingface(odd, tmp_path / "hf")
+def test_a_model_without_a_counterpart_says_what_would_work(run: Path) -> None:
+    with pytest.raises(ConfigurationError, match="Transformer does not define to_huggingface"):
+        LanguageModel.to_huggingface(load_trained(run).model)
 
 
 SHORT = (

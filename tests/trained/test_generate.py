@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.data import ByteTokenizer, Tokenizer, train_bpe
+from diloco.data import ByteTokenizer, DataSettings, Tokenizer, make_tokenizer
 from diloco.errors import ConfigurationError, NonFiniteError
 from diloco.model import DecoderSettings, Transformer
 from diloco.trained import Sampling, generate, text_of
@@ -172,7 +172,7 @@ def test_arguments_that_cannot_work(changes: dict[str, Any], message: str) -> No
         run(build_lively(SETTINGS), **changes)
 
 
-BPE = train_bpe(["abab cabab ümlaut abc abcd 日本語 ababab"] * 4, 275)
+BPE = make_tokenizer(DataSettings(tokenizer="bpe:275"), ["abab cabab ümlaut abc abcd 日本語 ababab"] * 4)
 
 
 @given(

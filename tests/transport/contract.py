@@ -157,11 +157,11 @@ class PayloadContract:
         endpoints = make_endpoints(3)
         given = [replace(contribution(m, fragment=-1), withdrawn="it fails" if m == 1 else "") for m in range(3)]
         for attempt in (1, 2):
-            given = [replace(each, round=replace(each.round, fragment=-attempt)) for each in given]
+            given = [replace(each, round=each.round._replace(fragment=-attempt)) for each in given]
             for pending in [endpoint.average(each) for endpoint, each in zip(endpoints, given, strict=True)]:
                 with pytest.raises(RoundVoidError, match="replica 1 was refused: it fails"):
                     pending.wait()
-        given = [replace(each, round=replace(each.round, fragment=-3), withdrawn="") for each in given]
+        given = [replace(each, round=each.round._replace(fragment=-3), withdrawn="") for each in given]
         averages, expected = exchange(endpoints, given), weighted_mean(given).values
         assert [torch.equal(average.values, expected) for average in averages] == [True] * 3
 

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 
 from diloco.membership import NextView, View
-from diloco.protocol import Entries, Entry, Welcome
+from diloco.protocol import Entry, Welcome
 from diloco.transport import Address, ArrivalLimit, Members, PeerTransport, connect
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import answering, place, rules
@@ -194,7 +194,7 @@ def test_who_does_not_read_what_it_is_told_is_lost(wires: Wires, relays: Relays)
 
 def test_an_address_that_is_none_is_not_taken_from_an_answer() -> None:
     """Before, it ended each later search of the process that had asked, which could not ask at that address."""
-    known = Members(Entries.of([Entry(1, "nowhere"), Entry(2, "127.0.0.1:1")]), (1, 2))
+    known = Members((Entry(1, "nowhere"), Entry(2, "127.0.0.1:1")), (1, 2))
     directory = connect(place(0, 1, Address("127.0.0.1", 0)), rules())
     with answering(known) as liar, closing(directory.transport):
         directory.registry.num_ranks = 3
@@ -207,7 +207,7 @@ def test_nor_is_another_address_of_a_rank_that_is_connected() -> None:
     """Before, a member could name itself as each donor of a joiner."""
     with rendezvous(2) as address:
         both = at_once([lambda m=m: connect(place(m, 2, address), rules(**QUICK)) for m in range(2)])
-    with answering(Members(Entries.of([Entry(1, "6.6.6.6:1")]), (0, 1))) as liar, ExitStack() as open_ones:
+    with answering(Members((Entry(1, "6.6.6.6:1"),), (0, 1))) as liar, ExitStack() as open_ones:
         first, second = (open_ones.enter_context(closing(each.transport)) for each in both)
         first.connections.call(both[0].ask(liar))
         assert first.connections.entries[1].address == str(second.address)
@@ -216,9 +216,9 @@ def test_nor_is_another_address_of_a_rank_that_is_connected() -> None:
 def test_a_joiner_takes_the_table_that_most_members_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, the first one that answered could have it join the members that it named."""
     directory = connect(place(0, 1, Address("127.0.0.1", 0)), rules())
-    honest = Members(Entries.of([Entry(1, "a:1"), Entry(2, "a:2")]), (1, 2))
+    honest = Members((Entry(1, "a:1"), Entry(2, "a:2")), (1, 2))
     with ExitStack() as open_ones, closing(directory.transport):
-        liar = open_ones.enter_context(answering(Members(Entries.of([Entry(3, "a:3")]), (3,))))
+        liar = open_ones.enter_context(answering(Members((Entry(3, "a:3"),), (3,))))
         others = [open_ones.enter_context(answering(honest)) for _ in range(2)]
         monkeypatch.setattr(directory, "addresses", mock.AsyncMock(return_value=[liar, *others]))
         monkeypatch.setattr(directory, "connect", mock.AsyncMock(side_effect=lambda found: found))

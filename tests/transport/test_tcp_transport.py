@@ -149,11 +149,11 @@ def test_members_hear_each_others_speeds_and_forget_who_leaves(wires: Wires) -> 
 def test_who_tells_a_speed_that_is_none_is_lost_and_named(wires: Wires, value: object) -> None:
     first, second = wires.meet(2, continue_without_lost=True, min_replicas=1)
     adopted = next_view_of(first)
-    message: Any = {"kind": "speed", "steps_per_s": value}
+    message: Any = {"kind": "announcement", "topic": "speed", "value": value}
     second.connections.post(second.connections.send, 0, message)
     assert adopted.wait(LIMIT_S)
     assert "replica 1" in first.reason
-    assert "at `$.steps_per_s`" in first.reason
+    assert "at `$.value`" in first.reason
     assert first.speeds() == {}
 
 

@@ -53,6 +53,7 @@ from .partition import trainable_parameters as trainable_parameters
 from .partition import unflatten_ as unflatten_
 from .rounds import GREATEST_WEIGHT as GREATEST_WEIGHT
 from .rounds import LARGEST_MEAN as LARGEST_MEAN
+from .rounds import LEAST_FRAGMENT as LEAST_FRAGMENT
 from .rounds import LEAST_WEIGHT as LEAST_WEIGHT
 from .rounds import AverageRule as AverageRule
 from .rounds import Contribution as Contribution

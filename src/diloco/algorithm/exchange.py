@@ -10,9 +10,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from diloco.algorithm.codec.base import Codec, Float32, make_codec
@@ -76,7 +77,7 @@ def encode_mean(values: Tensor, codec: Codec) -> Tensor:
 class Uplink:
     """What a replica knows about the bandwidth with which it sends."""
 
-    bits_per_s: int = 0  # the highest rate measured; 0: none
+    bits_per_s: Annotated[int, Meta(ge=0)] = 0  # the highest rate measured; 0: none
     full: bool = False  # whether the uplink was full at that rate
     window_s: float = math.inf  # how long a round may take before its training stands still for more than a little
 

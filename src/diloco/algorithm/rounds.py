@@ -14,10 +14,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from diloco.algorithm.codec.base import Codec, divisor, largest_magnitude
@@ -32,6 +33,9 @@ _CHUNK_VALUES = 1 << 20  # whose squares are summed at a time; it defines the or
 
 LEAST_WEIGHT, GREATEST_WEIGHT = 1e-18, 1e18
 """Bounds of weights. Weights multiply float32 values, where far smaller or larger ones would become 0 or infinite."""
+
+LEAST_FRAGMENT = -3
+"""The least fragment number. Fragments below 0 are gradients: -1, and less for further attempts after a void round."""
 
 _KINDS = "values", "floating buffers", "integer buffers"
 
@@ -83,8 +87,7 @@ class SendersMean:
         return total.div_(sent.masked_fill_(sent == 0, 1.0))
 
 
-@dataclass(frozen=True, order=True)
-class RoundId:
+class RoundId(NamedTuple):
     """One exchange of one fragment.
 
     Attributes:
@@ -93,8 +96,8 @@ class RoundId:
         outer_step: The number of earlier synchronisations of the fragment; the inner step for gradients.
     """
 
-    fragment: int
-    outer_step: int
+    fragment: Annotated[int, Meta(ge=LEAST_FRAGMENT, le=1 << 53)]
+    outer_step: Annotated[int, Meta(ge=0, le=1 << 53)]
 
     def __str__(self) -> str:
         if self.fragment < 0:

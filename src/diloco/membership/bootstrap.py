@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from diloco.membership.next_view import Policy, decide, names_of
+from diloco.membership.next_view import Policy, names_of, refusal
 from diloco.membership.values import View
 
 _MAX_VIEWS_AHEAD = 1000  # a view that a member names can't be later than another one's by more than this
@@ -158,11 +158,8 @@ class BootstrapElection:
         promised = [view for each in there for view in (each.agreed, each.vote) if view and view.id > newest.id]
         ended = {*left, *(each.number for each in there if each.last is None)}
         joining = {each.number for each in there}.difference(counted)
-        return all(
-            decide(
-                view, lost={*view.members}.difference(counted), gone=ended, joining=joining, policy=self.policy
-            ).members
-            is not None
+        return not any(
+            refusal(view, {*view.members}.difference(counted), self.policy, gone=ended, joining=joining)
             for view in (newest, *promised)
             if view != founded
         )

@@ -211,7 +211,7 @@ class Fragment:
         return RoundSent(
             step=step,
             replica=contribution.replica,
-            **vars(contribution.round),
+            **contribution.round._asdict(),
             payload_bytes=payload.numel(),
             saturated=largest > codec.saturation_limit,
             digest=contribution.digest,
@@ -293,7 +293,7 @@ class Fragment:
         """End the round in flight and return what events say of it."""
         assert self.flight is not None, "a round is in flight"
         contribution, self.flight, self.candidate = self.flight.contribution, None, None
-        return {"replica": contribution.replica, **vars(contribution.round)}
+        return {"replica": contribution.replica, **contribution.round._asdict()}
 
     def adopt(self, state: Mapping[str, Any], finished_rounds: int, averages: Sequence[Average] = ()) -> None:
         """Load a received state, see `GlobalState.load`. The work in no mean yet stays in the local parameters."""

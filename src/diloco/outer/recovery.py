@@ -61,7 +61,6 @@ class StateRecovery:
     """
 
     def __init__(self, fragments: Sequence[Fragment], transport: Transport, greatest: Greatest = list) -> None:
-        self.data_order = ""  # how the replicas divide the data, if a joiner can't derive it (see `Batches.order`)
         self.begun_after = 0  # the inner steps of the run before its outer loop began
         self._fragments = fragments
         self._transport = transport
@@ -70,8 +69,7 @@ class StateRecovery:
 
     def snapshot(self, index: int) -> dict[str, Any]:
         """Return a copy of a fragment's global state, and what a joiner needs beside it. Any thread may call it."""
-        order = {"data_order": self.data_order} if self.data_order else {}
-        return {**self._fragments[index].state.snapshot(), "begun_after": self.begun_after, **order}
+        return {**self._fragments[index].state.snapshot(), "begun_after": self.begun_after}
 
     def version(self, index: int) -> int:
         """Return a number that differs after every change of a fragment's global state."""
@@ -118,7 +116,7 @@ class StateRecovery:
                     fragment.state.load(state, finished)
                     fragment.reset_local(AlphaMerge())
                     fragment.trained = fragment.submitted = 0.0
-                self.begun_after, self.data_order = state.get("begun_after", 0), str(state.get("data_order", ""))
+                self.begun_after = state.get("begun_after", 0)
                 yield progress(here=True)
 
     def resync(self, fragment: Fragment, error: DivergedError | None) -> str:

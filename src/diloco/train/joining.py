@@ -156,7 +156,7 @@ def _become_member(session: Session, replica: Replica, fleet: PeerFleet) -> None
     if replica.diloco is not None:
         shared_start = min(session.settings.train.data_parallel_steps, replica.diloco.recovery.begun_after)
         replica.diloco.steps = totals.steps - shared_start
-    replica.sampler.join_at(totals.steps, replica.diloco.recovery.data_order if replica.diloco else "")
+    replica.sampler.join_at(totals.steps)
 
 
 def find_beginning(session: Session, home: Path) -> str | None:

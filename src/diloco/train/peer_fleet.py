@@ -14,7 +14,7 @@ from diloco.data import Assignment, Shares, as_message, read_message
 from diloco.devices import choose_threads
 from diloco.errors import RendezvousError, ReplicaLostError, TransportError
 from diloco.events import Event, StateFetched, StepFinished
-from diloco.membership import LastViews, NextView, Ranks, View, enough_without
+from diloco.membership import LastViews, NextView, Ranks, View, refusal
 from diloco.protocol import Rules, WireMessage, decode, encode
 from diloco.train.fleet import Fleet
 from diloco.transport import (
@@ -351,7 +351,7 @@ class PeerFleet(Fleet):
     def _enough(self, view: View) -> bool:
         """Return whether ``view`` has so many members of the lost view that the rest can't continue without them."""
         last = self._lost_view
-        return last is None or enough_without(last, {*last.members} - {*view.members}, self.transport.rules.policy)
+        return last is None or not refusal(last, {*last.members} - {*view.members}, self.transport.rules.policy)
 
     # View changes, in the control thread.
 

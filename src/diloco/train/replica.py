@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm import (
+    LEAST_FRAGMENT,
     Codec,
     Contribution,
     RoundId,
@@ -30,7 +31,7 @@ from diloco.algorithm import (
 from diloco.data import Batches
 from diloco.errors import RoundVoidError, TransportError, ViewChangedError
 from diloco.events import Event, Note
-from diloco.membership import LEAST_FRAGMENT, View
+from diloco.membership import View
 from diloco.model import LanguageModel
 from diloco.outer import DiLoCo
 from diloco.train.inner import InnerLoop
@@ -146,7 +147,8 @@ class GradientAverager:
     def begin_again(self) -> None:
         """Send the same gradients in another round, after the last one was void on all replicas."""
         contribution, _ = self._sent
-        self._send(replace(contribution, round=replace(contribution.round, fragment=contribution.round.fragment - 1)))
+        void = contribution.round
+        self._send(replace(contribution, round=void._replace(fragment=void.fragment - 1)))
 
     def finish(self) -> RoundVoidError | None:
         """Replace the gradients by the mean, in the next view if the current one ends.

@@ -200,7 +200,6 @@ def load_session(session: Session, checkpoint: Checkpoint) -> None:
         ReplicaState(replica.inner, replica.diloco).load(checkpoint, f"{name}-values", own["state"])
         replica.sampler.load_state_dict(checkpoint.load(name)["sampler"])
         if replica.diloco is not None:
-            replica.diloco.recovery.data_order = replica.sampler.order
             replica.diloco.recovery.begun_after = session.totals.steps - replica.diloco.steps
 
 

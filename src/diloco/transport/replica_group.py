@@ -149,25 +149,26 @@ class ReplicaGroup:
         """Call ``act`` on position 0 only, and return its result on all ranks; JSON must be able to represent it.
 
         Raises:
-            Exception: on position 0, if ``act`` raises it.
-            ReplicaLostError: on the other ranks, if ``act`` raises.
+            DiLoCoError: what ``act`` raises, on every rank with the same class and message.
+            Exception: on position 0, if ``act`` raises any other error, which is a bug.
+            ReplicaLostError: on the other ranks in that case.
         """
-        outcome, error = None, None
+        outcome: dict[str, Any] = {}
+        raised: Exception | None = None
         if self.leads:
             try:
-                outcome = act()
-            except Exception as raised:  # raised again below, once the other ranks know
-                error = raised
-        shared = self.share({"failed": repr(error) if error else "", "value": outcome})
-        if error is not None:
-            raise error
-        if shared["failed"]:
-            raise ReplicaLostError(
-                f"Position 0 of replica {self.replica} has failed, and position {self.position} can't continue without "
-                f"it: {shared['failed']}",
-                replicas=[self.replica],
-            )
-        return shared["value"]
+                outcome["value"] = act()
+            except Exception as error:  # raised again below, once the other ranks know
+                words = f"Position 0 of replica {self.replica} has failed, and none can continue without it: {error!r}"
+                bug = ReplicaLostError(words, replicas=[self.replica])
+                raised, outcome["error"] = error, _described(error if isinstance(error, DiLoCoError) else bug)
+        outcome = self.share(outcome)
+        if "error" in outcome:
+            try:
+                raise raised or _rebuilt(outcome["error"])
+            finally:
+                del raised  # the error refers to this frame, which keeps the caller's round alive
+        return outcome["value"]
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
@@ -317,34 +318,13 @@ class LeaderTransport(Transport):
 
         JSON must be able to represent the result. The view and traffic of every rank become those of position 0.
         """
-        outcome: dict[str, Any] = {}
-        raised: Exception | None = None
-        if self.transport is not None:
-            try:
-                outcome["value"] = ask(self.transport)
-            except DiLoCoError as error:
-                raised, outcome["error"] = error, _described(error)
-            except Exception as error:  # a bug, but the other ranks must not wait forever
-                raised = error
-                outcome["error"] = _described(
-                    ReplicaLostError(
-                        f"Position 0 of replica {self.group.replica}, which communicates with the other replicas, has "
-                        f"failed: {error!r}. This rank can't continue without it.",
-                        replicas=[self.group.replica],
-                    )
-                )
-            outcome["view"] = [self.transport.view.id, *self.transport.view.members]
-            outcome["traffic"] = [self.transport.sent_bytes, self.transport.received_bytes]
-        outcome = self.group.share(outcome)
-        view_id, *members = outcome["view"]
-        self.view = View(view_id, tuple(members))
-        self.sent_bytes, self.received_bytes = outcome["traffic"]
-        if "error" in outcome:
-            try:
-                raise raised or _rebuilt(outcome["error"])
-            finally:
-                del raised  # the error refers to this frame, which keeps the caller's round alive
-        return outcome["value"]
+        leader = self.transport
+        try:
+            return self.group.done_by_leader(lambda: None if leader is None else ask(leader))
+        finally:
+            said = None if leader is None else (*vars(leader.view).values(), leader.sent_bytes, leader.received_bytes)
+            view_id, members, order, self.sent_bytes, self.received_bytes = self.group.share(said)
+            self.view = View(view_id, tuple(members), tuple(order))
 
     def shared_tree(self, ask: Callable[[Transport], Any]) -> Any:
         """Do as `shared` for results that `diloco.state_tree` can represent; tensors keep their device type."""

@@ -24,15 +24,12 @@ from diloco.protocol import (
     Entry,
     Excluded,
     GivenUp,
-    Loss,
     Machine,
     Message,
-    Pulse,
     Refused,
     Rules,
     Store,
     WireMessage,
-    silent_ones,
 )
 from diloco.transport.address import Address
 from diloco.transport.connections.control_thread import ControlThread
@@ -92,7 +89,7 @@ class ConnectionManager(ControlThread):
         # called in the control thread with a method of the machine and its arguments when a connection is made or ends,
         # when a message arrives, and once for each rank that is lost. If it raises `MessageError`, the connection of
         # that message ends
-        self.handle: Callable[..., object] = lambda act, *arguments: None
+        self.handle: Callable[..., object] = lambda act, *arguments, **more: None
         self.streams = streams
         self.address = Address("", 0)  # where this process listens
         self.services: dict[type[WireMessage], Service] = {}  # type of the first message -> service
@@ -115,7 +112,6 @@ class ConnectionManager(ControlThread):
         self._arrivals = ArrivalLimit(ARRIVALS_PER_S, MOST_ARRIVALS)
         self._numbers = itertools.count(1)
         self._watch: asyncio.Task[None] | None = None
-        self.pulse = Pulse(rules)  # detects stalls of this process itself
 
     # From any thread.
 
@@ -170,7 +166,7 @@ class ConnectionManager(ControlThread):
         if other is None or streams.process(other.writer) == streams.process(writer):
             return ""
         is_copy = streams.identity(other.writer) == streams.identity(writer)
-        if not await other.answers(self.rules.heartbeat_s):
+        if not await other.answers(self.machine.roster.heard_s.get(rank, 0.0), self.rules.heartbeat_s):
             return ""
         copied = ". It has the same key: was identity.key copied? Each replica needs its own" if is_copy else ""
         return f"rank {rank} is connected from {other.address}, which still answers{copied}"
@@ -222,14 +218,14 @@ class ConnectionManager(ControlThread):
 
     def drop_silent(self, ranks: Collection[int]) -> None:
         """Drop ranks that have been silent for too long. All connections end before the first loss is reported."""
-        silent = [self.peers[rank] for rank in ranks]
+        silent = [peer for rank, peer in self.peers.items() if rank in ranks]
         for peer in silent:
             peer.writer.write(pack(GivenUp()))  # in case the other process only stalled
             self.hang_up(peer.rank)
             self.handle(self.machine.disconnect, peer.rank)
         for peer in silent:
             text = f"nothing was received from {peer.address} for {self.rules.silence_s:g} s"
-            self.handle(self.machine.lose, peer.rank, Loss("silent", text))
+            self.handle(self.machine.views.lose, peer.rank, text)
 
     async def listen_at(self, *where: Any) -> Address:
         """Accept connections as `listen` does, from within the control thread."""
@@ -297,8 +293,7 @@ class ConnectionManager(ControlThread):
             self.hang_up(peer.rank)
             self.handle(self.machine.disconnect, peer.rank)
         for peer, why in dropped.items():
-            loss = Loss("cut", f"the connection to {peer.address} was ended: {why}")
-            self.handle(self.machine.lose, peer.rank, loss)
+            self.handle(self.machine.views.lose, peer.rank, f"the connection to {peer.address} was ended: {why}")
 
     def _register(
         self, rank: int, address: Address, stream: Stream, token: str, *, opened: bool, crossed: str = ""
@@ -319,9 +314,8 @@ class ConnectionManager(ControlThread):
         self.arrived.set()
 
     def _deliver(self, rank: int, message: Message) -> None:
-        if not isinstance(message, Store):
-            self.handle(self.machine.receive, rank, message)
-        elif receive := self.receivers.get(message.key):
+        self.handle(self.machine.receive, rank, message)
+        if isinstance(message, Store) and (receive := self.receivers.get(message.key)):
             receive(rank, message.value)
 
     async def _listen_to(self, peer: Peer, reader: asyncio.StreamReader) -> None:
@@ -330,25 +324,24 @@ class ConnectionManager(ControlThread):
             return
         self.hang_up(peer.rank)
         self.handle(self.machine.disconnect, peer.rank)
-        was_suspended, longest_s = self.pulse.was_suspended(self.loop.time()), min(2.0, self.rules.silence_s)
-        if peer.trusted:
-            loss = await peer.why_lost(ended, self.open, longest_s, was_suspended=was_suspended)
-        else:  # nobody is dialled on a stranger's word
-            loss = Loss("cut", f"the connection to {peer.address} ended ({ended})")
+        was_suspended = self.machine.roster.was_suspended(self.loop.time())
+        why, gone = f"the connection to {peer.address} ended ({ended})", False
+        if peer.trusted:  # nobody is dialled on a stranger's word
+            longest_s = min(2.0, self.rules.silence_s)
+            why, gone = await peer.why_lost(ended, self.open, longest_s, was_suspended=was_suspended)
         if peer.rank not in self.peers:  # else a new process of that rank has connected, and was reported
-            self.handle(self.machine.lose, peer.rank, loss)
+            self.handle(self.machine.views.lose, peer.rank, why, gone=gone)
 
     async def _beat(self) -> None:
-        beat = pack(Beat())
-        self.pulse.begin(self.loop.time())
+        beat, roster = pack(Beat()), self.machine.roster
+        roster.beat(self.loop.time())
         while True:
             await asyncio.sleep(self.rules.heartbeat_s)
             now_s = self.loop.time()
-            if self.pulse.beat(now_s):  # this process itself stalled
+            if roster.beat(now_s):  # this process itself stalled
                 for peer in self.peers.values():
-                    peer.heard_s = peer.bare_s = now_s
-            quiet_s = {rank: now_s - each.heard_s for rank, each in self.peers.items()}
-            self.drop_silent(silent_ones(quiet_s, self.rules, self._members))
+                    peer.bare_s = now_s
+            self.drop_silent(roster.silent(self._members, now_s))
             bare: dict[Peer, str] = {}
             for peer in self.peers.values():
                 patience_s = self.rules.silence_s if peer.uses else self.rules.connect_timeout_s

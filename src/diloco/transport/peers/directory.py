@@ -31,7 +31,7 @@ from diloco.membership import (
     View,
     byzantine_quorum,
 )
-from diloco.protocol import Entries, Entry, Introduce, Refused, Registry, WireMessage
+from diloco.protocol import Entry, Introduce, Refused, Registry, Table, WireMessage, table_of
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.limits import Backoff, few_at_once
@@ -53,7 +53,7 @@ class Ask(WireMessage):
 class Members(WireMessage, dict=True):
     """The members, as one of them sees them."""
 
-    known: Entries  # of the members and of processes that are about to join
+    known: Table  # of the members and of processes that are about to join
     members: Ranks  # the replicas of the view
     step: Count = 0  # inner steps that the member has begun to synchronise
     swarm: _Name = ""  # the swarm's name, chosen by its founder; "": it is none
@@ -65,7 +65,7 @@ class Members(WireMessage, dict=True):
 
     @functools.cached_property
     def entries(self) -> Mapping[int, Entry]:
-        return {each.rank: each for each in self.known.whole()}
+        return {each.rank: each for each in self.known}
 
 
 class Looking(WireMessage):
@@ -444,7 +444,7 @@ class Directory:
             self.registry.note(entry, keep=keep)
             entries = self.registry.entries
             ranks = sorted(entries if not streams.named else keep & entries.keys())
-            known = Entries.of(entries[rank] for rank in ranks)
+            known = table_of(entries[rank] for rank in ranks)
             if streams.named and asked.unreachable in self.members:
                 self.connections.send(asked.unreachable, Introduce(entry))
             answer = Members(known, self.members, self.transport.step, self.swarm, self.founded_step)

@@ -14,16 +14,15 @@ from diloco.algorithm import Contribution, RoundId, Uplink
 from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError, RoundVoidError, TransportError
 from diloco.membership import NextView, View
 from diloco.protocol import (
+    Announcement,
     Answer,
     Average,
     Effects,
     Entry,
     FactsMessage,
     Join,
-    Meet,
     Registry,
     Rules,
-    Speed,
     Store,
     Submitted,
     Welcome,
@@ -228,16 +227,16 @@ class PeerTransport(Transport):
 
     def announce_speed(self, steps_per_s: float) -> None:
         """Report to the other members how many inner steps per second this replica takes."""
-        self._post(self._machine.announce, Speed(steps_per_s))
+        self._post(self._machine.announce, Announcement("speed", steps_per_s))
 
     def speeds(self) -> Mapping[int, float]:
         """Return the inner steps per second that other members have reported, by replica."""
-        said = self._machine.said.values(Speed)
-        return {self.rules.replica_of(rank): speed for rank, speed in said.items()}
+        said = self._machine.said.values("speed")
+        return {self.rules.replica_of(rank): speed for rank, speed in said.items() if rank != self.rules.rank}
 
     def finish(self) -> None:
         """Wait for the others after this rank's last step, or leave if they take more steps."""
-        self._post(self._machine.announce, Meet("finished", self.step))
+        self._post(self._machine.announce, Announcement("finished", self.step))
         self._met("finished", unless=self._others_continue)
         if self._others_continue():
             self.leave()
@@ -248,7 +247,7 @@ class PeerTransport(Transport):
             return
         others = {*self.rules.ranks(each for each in self.view.members if each != self.replica)}
         with contextlib.suppress(TimeoutError):  # the others then detect the loss themselves
-            self._call(_LEAVING_S, self._machine.leave)
+            self._call(_LEAVING_S, self._machine.views.leave)
         self._wait_for(lambda: not self.connections.connected & others, _LEAVING_S)
 
     def eject(self, replicas: Iterable[int], by: int | None, why: str) -> None:
@@ -261,7 +260,7 @@ class PeerTransport(Transport):
 
     def leave_at_once(self) -> None:
         """Leave without waiting for the others. For any thread."""
-        self._post(self._machine.leave)
+        self._post(self._machine.views.leave)
 
     def close(self) -> None:
         """End all connections within seconds. Operations that wait in other threads fail at once.
@@ -294,9 +293,10 @@ class PeerTransport(Transport):
     def ask_to_join(self, entry: Entry, timeout_s: float) -> Answer | None:
         """Ask all connected ranks for admission, and wait for an answer."""
         self._post(self._machine.announce, Join(entry))
-        self._wait_for(lambda: self._machine.answers, timeout_s)
+        self._wait_for(lambda: self._machine.answer, timeout_s)
         with self._changed:
-            return self._machine.take_answer()
+            answer, self._machine.answer = self._machine.answer, None
+            return answer
 
     def enter(self, welcome: Answer) -> None:
         message, connections = welcome
@@ -335,7 +335,7 @@ class PeerTransport(Transport):
     def ask_to_stop(self) -> None:
         """Ask all ranks to agree soon on the step that `stop_step` returns. For any thread; it does not wait."""
         self._asked_to_stop = True
-        self._post(self._machine.announce, Meet("stop", 0))
+        self._post(self._machine.announce, Announcement("stop", 0))
 
     def stop_step(self) -> int | None:
         """Return the inner step after which this rank stops, or None if it does not.
@@ -354,14 +354,14 @@ class PeerTransport(Transport):
 
     def meet(self, name: str, value: int) -> dict[int, int]:
         """Submit ``value`` to the barrier ``name`` and wait until all connected ranks have. Each name is used once."""
-        self._post(self._machine.announce, Meet(name, value))
+        self._post(self._machine.announce, Announcement(name, value))
         return self._met(name)
 
     def _met(self, name: str, *, unless: Callable[[], bool] = lambda: False) -> dict[int, int]:
         """Wait until all connected ranks have reached a barrier, or ``unless`` holds. Return the values by rank."""
         said, present = self._machine.said, self._machine.present
         self._wait_for(lambda: unless() or not said.awaited(name, present()), self.rules.guard_s)
-        return said.values(name)
+        return {rank: int(value) for rank, value in said.values(name).items()}
 
     # In the control thread.
 

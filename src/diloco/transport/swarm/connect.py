@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import cast
 
 from diloco.errors import RendezvousError
-from diloco.membership import byzantine_quorum, enough_without, names_of
+from diloco.membership import byzantine_quorum, names_of, refusal
 from diloco.protocol import Entry, MessageError, Refused, Registry, Rules, Store, decode, encode
 from diloco.transport.address import Address
 from diloco.transport.connections.limits import Backoff
@@ -227,7 +227,7 @@ class SwarmDirectory(Directory):
         if order != self._order and not self._is_new(order):
             return "it follows a newer order, which was given at the same time. Give this one again"
         ejected = self._ejected_members(order)
-        if ejected and not enough_without(view, ejected, self.transport.rules.policy):
+        if ejected and refusal(view, ejected, self.transport.rules.policy):
             return (
                 f"without {names_of(ejected)}, too few of {names_of(view.members)} would be left to continue. Stop the "
                 "run, and resume it with another secret on the machines that are to stay"
