@@ -5,7 +5,7 @@ and tests are exactly reproducible.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from diloco.algorithm import Contribution
@@ -26,7 +26,7 @@ class _TurnTaking(Transport):
     def publish(self, source: SnapshotSource, version: Callable[[int], object] | None = None) -> None:
         self._transport.publish(source, version)
 
-    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
+    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Any:
         return self._transport.fetch(fragment, donors, expected_bytes)
 
     def tick(self) -> None:

@@ -33,18 +33,6 @@ class Pending(Protocol):
         """
 
 
-class Fetching(Protocol):
-    """A fragment's state that is being fetched."""
-
-    def done(self) -> bool:
-        """Return whether `result` would return or raise without waiting."""
-        ...
-
-    def result(self, timeout: float | None = None) -> Mapping[str, Any]:
-        """Return or raise what `Transport.fetch` does; raise `TimeoutError` if that takes over ``timeout`` seconds."""
-        ...
-
-
 SnapshotSource = Callable[[int], Mapping[str, Any]]
 """A function from a fragment's index to its global parameters and outer state: a nested state whose tensors must not
 change afterwards."""
@@ -116,18 +104,20 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
-    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
-        """Return a copy of the global parameters and outer state of ``fragment`` that ``donors`` hold.
+    def fetch(
+        self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None
+    ) -> Future[Mapping[str, Any]]:
+        """Fetch a copy of the global parameters and outer state of ``fragment`` that ``donors`` hold.
 
-        The caller owns the copy.
+        A transport that can't do that alongside training fetches before it returns. The caller owns the copy.
 
         Args:
             fragment: index of the fragment.
             donors: members of the view to fetch from; an unresponsive donor does not delay the call if another answers.
             expected_bytes: a larger state is refused; None accepts any size.
 
-        Raises:
-            TransportError: if no donor is a member of the view, has published anything, or answers.
+        Returns:
+            The state, or a `TransportError` if no donor is a member of the view, has published anything, or answers.
         """
 
     def traffic_by_peer(self) -> Mapping[str, tuple[int, int, float]]:
@@ -147,18 +137,6 @@ class Transport(abc.ABC):
             ConfigurationError: if two replicas differ; the message names both and their values.
             RendezvousError: if a member sends no facts within the round timeout; the error names it.
         """
-
-    def fetch_in_background(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
-        """Start a `fetch` that runs alongside training.
-
-        A transport that can't do that fetches before it returns. `Fetching.result` raises any error.
-        """
-        fetched: Future[Mapping[str, Any]] = Future()
-        try:
-            fetched.set_result(self.fetch(fragment, donors, expected_bytes))
-        except TransportError as error:
-            fetched.set_exception(error)
-        return fetched
 
     def tick(self) -> None:  # noqa: B027 - a transport without a virtual clock has nothing to do
         """Record that this replica has finished an inner step, which advances a virtual clock.

@@ -49,7 +49,7 @@ from diloco.transport.replica_group import ReplicaGroup
 from diloco.transport.roll_call import RollCall
 from diloco.transport.state_wire import Offer, describe
 from diloco.units import diff
-from diloco.waiting import in_thread
+from diloco.waiting import at_once, in_thread
 
 __all__ = ["ProcessGroupTransport", "weighted_bits"]
 
@@ -283,7 +283,12 @@ class ProcessGroupTransport(Transport):
     def fetched_bytes(self) -> int:
         return self._fetched_bytes
 
-    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
+    def fetch(
+        self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None
+    ) -> Future[Mapping[str, Any]]:
+        return at_once(self._fetch, fragment, donors, expected_bytes)
+
+    def _fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None) -> Mapping[str, Any]:
         donor = next((each for each in donors if each in self.view.members and each != self.replica), None)
         if donor is None:
             raise TransportError(f"None of the donors {list(donors)} is another member of {self.view}.")

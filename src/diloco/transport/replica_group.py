@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -26,6 +27,7 @@ from diloco.membership import View
 from diloco.protocol import Average
 from diloco.state_tree import flatten, unflatten
 from diloco.transport.base import Pending, SnapshotSource, Transport
+from diloco.waiting import at_once
 
 _ENDED: list[dist.ProcessGroup] = []
 """Groups that are no longer in use. If DistributedDataParallel held the last reference to one, it would free the group
@@ -302,9 +304,10 @@ class LeaderTransport(Transport):
         if self.transport is not None:
             self.transport.publish(source, version)
 
-    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
-        state: Mapping[str, Any] = self.shared_tree(lambda leader: dict(leader.fetch(fragment, donors, expected_bytes)))
-        return state
+    def fetch(
+        self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None
+    ) -> Future[Mapping[str, Any]]:
+        return at_once(self.shared_tree, lambda leader: dict(leader.fetch(fragment, donors, expected_bytes).result()))
 
     def tick(self) -> None:
         if self.transport is not None:
