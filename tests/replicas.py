@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from diloco.algorithm import (
     AlphaMerge,
     Codec,
+    FragmentLayout,
     MergeRule,
     Nesterov,
     OuterOptimizer,
@@ -30,9 +31,7 @@ Gradient = Callable[[int, int, nn.Module], None]
 
 
 class Vectors(nn.Module):
-    """A model with three parameters of different sizes, one per fragment with `PATTERNS`."""
-
-    PATTERNS = (("first",), ("second",), ("third",))
+    """A model with three parameters of different sizes."""
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
         super().__init__()
@@ -43,6 +42,12 @@ class Vectors(nn.Module):
 
     def vector(self) -> Tensor:
         return torch.cat([self.first, self.second.flatten(), self.third])
+
+
+def apart(model: nn.Module) -> tuple[FragmentLayout, ...]:
+    """Return a fragment for each parameter, in the order of the model."""
+    named = enumerate(model.named_parameters())
+    return tuple(FragmentLayout(index, (name,), (tuple(each.shape),)) for index, (name, each) in named)
 
 
 class Swarm:
@@ -76,8 +81,7 @@ class Swarm:
                 merge=merge or AlphaMerge(0.0),
                 codec=codec,
                 weight=weights[number] if weights else 1.0,
-                on_event=self.events.append,
-                **arguments,
+                **{"on_event": self.events.append, **arguments},
             )
             for number, (model, inner) in enumerate(zip(self.models, self.inner, strict=True))
         ]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.cores import set_thread_share, set_wait_policy, usable_cores
+from diloco.devices import set_thread_share, usable_cores
 
 
 def machine(root: Path, files: dict[str, str]) -> Path:
@@ -38,18 +38,8 @@ def four_processors(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "300000 100000\n"}, 3),
         ({"proc/self/cgroup": "0::/user/job\n", "sys/fs/cgroup/user/cpu.max": "200000 100000\n"}, 2),
         ({"proc/self/cgroup": "0::/of/the/host\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2),
-        (
-            {
-                "proc/self/cgroup": "5:memory:/\n4:cpu,cpuacct:/job\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-                "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "200000\n",
-                "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000\n",
-            },
-            2,
-        ),
     ],
-    ids=["nothing known", "hardware threads", "no limit", "3", "around it", "container", "v1"],
+    ids=["nothing known", "hardware threads", "no limit", "3", "around it", "container"],
 )
 def test_cores_are_those_that_the_kernel_lets_it_use(files: dict[str, str], cores: int, tmp_path: Path) -> None:
     assert usable_cores(machine(tmp_path, files)) == cores
@@ -57,7 +47,7 @@ def test_cores_are_those_that_the_kernel_lets_it_use(files: dict[str, str], core
 
 @pytest.mark.usefixtures("four_processors")
 def test_processes_that_start_together_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco.cores.usable_cores", lambda: 4)
+    monkeypatch.setattr("diloco.devices.usable_cores", lambda: 4)
     for processes, threads in ((2, "2"), (3, "1"), (9, "1")):
         environment: dict[str, str] = {}
         set_thread_share(environment, processes)
@@ -69,13 +59,6 @@ def test_a_number_of_threads_that_the_user_chose_stays(name: str) -> None:
     environment = {name: "7"}
     set_thread_share(environment, 4)
     assert environment == {name: "7"}
-
-
-@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
-def test_a_waiting_policy_that_the_user_chose_stays(name: str) -> None:
-    environment = {name: "infinity"}
-    set_wait_policy(environment)
-    assert environment == {name: "infinity"}
 
 
 def environment_after(program: str) -> str:

@@ -18,7 +18,6 @@ ORDER = (
     "private_files",
     "units",
     "terminal",
-    "cores",
     "waiting",
     "devices",
     "events",

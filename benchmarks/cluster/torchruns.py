@@ -60,7 +60,7 @@ def kill_one_of_four(folder: Path) -> dict[str, Any]:
     undisturbed = Torchrun(folder / "undisturbed", 4).summaries()
     run = Torchrun(folder / "killed", 4)
     homes = [run.folder, *(run.folder / f"replica-{number}" for number in (1, 2, 3))]
-    while not all((home / "checkpoints" / "latest").exists() for home in homes):
+    while not all(any((home / "checkpoints").glob("step-*")) for home in homes):
         time.sleep(0.1)
         if run.process.poll() is not None:
             run.summaries()

@@ -23,7 +23,6 @@ from diloco import DiLoCo, SyncSchedule, connect_process_group, connect_tcp
 from diloco.algorithm import (
     CODECS,
     Contribution,
-    MeanEncoding,
     Nesterov,
     RoundId,
     SendersMean,
@@ -513,7 +512,7 @@ def _contributions(sizes: Sizes, replica: int, device: torch.device) -> Iterator
             codec=codec,
             numel=len(values),
             payload=codec.encode(values).to(device),
-            mean=MeanEncoding.of(mean),
+            mean=mean,
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco.model import get_preset, preset_names
+from diloco.model import PRESETS, get_preset
 
 Settings = Mapping[str, Any]
 
@@ -102,7 +102,7 @@ def presets() -> list[Case]:
     """Return each preset for ten steps. Those larger than 14m get at most eight layers and heads of eight channels."""
     common = {"train.steps": 10, "network.replicas": 2, "data.tokenizer": "bpe:270", "model.arguments.vocab_size": 270}
     cases = []
-    for name in preset_names():
+    for name in PRESETS:
         model = get_preset(name).model
         sizes = {"layers": min(model.layers, 8), "width": 8 * model.heads, "ffn_width": 16 * model.heads}
         smaller = {} if name in ("tiny", "2m", "14m") else {f"model.arguments.{key}": n for key, n in sizes.items()}
@@ -125,7 +125,6 @@ CASES = (
     small("clipped", STREAMING, {"sync.arguments.average.max_norm": 0.01, "network.replicas": 3}),
     small("buffers", BUFFERS, overlap_steps=2, stop_after=IN_FLIGHT),
     small("buffers, data-parallel", {"model.source": NORMED, "algorithm": "data-parallel"}),
-    small("fragments in sequence", {"model.arguments.layers": 6}, num_fragments=3, fragment_strategy="sequential"),
     small(
         "links",
         STREAMING,

@@ -116,7 +116,7 @@ def _round(network: Counted) -> None:
 
 
 def _leave(network: Counted) -> None:
-    network.rank(1).handle(network.rank(1).machine.leave)
+    network.rank(1).handle(network.rank(1).machine.views.leave)
     network.alive.discard(1)
     _check_without_one(network)
 

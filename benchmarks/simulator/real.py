@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.wan.plan import LINKS, METHODS, Work
 from benchmarks.wan.report import baseline_s, step_s
-from diloco.algorithm import MeanEncoding, SyncSchedule, make_codec
+from diloco.algorithm import SyncSchedule, make_codec
 from diloco.plan import Conditions, Exchange, Prediction, Site, fragment_sizes, predict
 from diloco.transport import Link
 
@@ -65,7 +65,7 @@ def _predict(row: Mapping[str, Any], bare_s: float) -> Prediction:
         schedule=schedule,
         fragment_sizes=fragment_sizes(work.values, work.layers, work.num_fragments),
         codec=make_codec(options["codec"]),
-        mean=MeanEncoding.of(options.get("mean_codec", "auto")),
+        mean=options.get("mean_codec", "auto"),
     )
     links = tuple(Link(rate, link.rtt_s / 2) for rate in rates)
     return predict(exchange, Site(links=links, step_time_s=(bare_s,) * link.replicas, conditions=conditions))

@@ -1,4 +1,7 @@
-"""Devices: choosing one by name, copies to and from it, its peak throughput, and the number of torch's threads."""
+"""What a process computes with: its share of the cores, a device chosen by name, copies to and from it, its peak rate.
+
+This module must not import torch when it is loaded: OpenMP reads its environment variables when torch loads it.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +9,121 @@ import ctypes
 import functools
 import os
 import re
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.cores import share, threads_are_chosen
 from diloco.errors import ConfigurationError
 
-if TYPE_CHECKING:  # `check_device` is part of the configuration, which must not import torch
+if TYPE_CHECKING:
     import torch
+
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_ROOT = Path("/")
+_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+_SPINS = 1000
+"""The number of times that a waiting libgomp thread polls before it sleeps. This takes about 20 to 50 us: longer than
+the gap between most parallel regions, and far shorter than another program's time slice. libgomp's default is 300,000
+(see benchmarks/cores)."""
+
+
+def set_wait_policy(environment: MutableMapping[str, str]) -> None:
+    """Make waiting OpenMP threads sleep soon, so that they don't occupy a core that another program could use.
+
+    Call this before torch is loaded, and only in a process of this package. A choice that the user has made in
+    ``environment`` stays.
+
+    >>> environment = {"OMP_WAIT_POLICY": "ACTIVE"}
+    >>> set_wait_policy(environment)
+    >>> environment
+    {'OMP_WAIT_POLICY': 'ACTIVE'}
+    """
+    if not any(name in environment for name in _WAITING):
+        environment["GOMP_SPINCOUNT"] = str(_SPINS)
+
+
+def set_thread_share(environment: MutableMapping[str, str], processes: int) -> None:
+    """Set the number of OpenMP threads to the share of one of ``processes`` processes, unless the user has set it."""
+    if not threads_are_chosen(environment):
+        environment["OMP_NUM_THREADS"] = str(share(processes))
+
+
+def threads_are_chosen(environment: Mapping[str, str]) -> bool:
+    """Return whether ``environment`` sets the number of threads."""
+    return any(environment.get(name) for name in _THREADS)
+
+
+def share(processes: int) -> int:
+    """Return the largest number of threads for each of ``processes`` that compute at once on this machine; at least 1.
+
+    A single process may use both hardware threads of a core if OpenMP chooses to; several processes get whole cores.
+    """
+    if processes == 1:
+        return max(1, min([len(_processors()), *_quotas(_ROOT)]))
+    return max(1, usable_cores() // processes)
+
+
+def usable_cores(root: Path = _ROOT) -> int:
+    """Return the number of cores that this process may use, at least 1.
+
+    These are the physical cores in its scheduling affinity, limited by the CPU quota of its control groups.
+
+    Args:
+        root: the root of the file system that holds the kernel's ``/proc`` and ``/sys``.
+    """
+    cores = len({_siblings(root, number) for number in _processors()})
+    return max(1, min([cores, *_quotas(root)]))
+
+
+def _processors() -> Collection[int]:
+    """Return the numbers of the hardware threads in this process's scheduling affinity."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+
+
+def _siblings(root: Path, number: int) -> str:
+    """Return an identifier of the core of hardware thread ``number``: the kernel's list of the core's threads, or
+    ``number`` itself if the kernel doesn't report the list."""
+    with suppress(OSError):
+        topology = root / "sys/devices/system/cpu" / f"cpu{number}" / "topology"
+        return (topology / "thread_siblings_list").read_text().strip()
+    return str(number)
+
+
+def _quotas(root: Path) -> Iterable[int]:
+    """Yield the CPU quota, in whole cores, of this process's control group and of its parents (cgroup v2)."""
+    home = root / "sys/fs/cgroup"
+    with suppress(OSError):
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        name = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "")
+        inner = home / name.lstrip("/")  # in a container this may be a path of the host that doesn't exist here
+        for group in (inner, *inner.parents):
+            with suppress(OSError, ValueError):  # "max" means no limit
+                quota, period = (group / "cpu.max").read_text().split()
+                yield int(quota) // int(period)
+            if group == home:
+                break
+
 
 TERA = 1e12
 
-PEAKS: tuple[tuple[str, float, float, float], ...] = (
-    # name pattern, half precision (bfloat16 if supported), TF32, float32; the first matching row counts
-    ("B200", 2250, 1125, 75),
-    ("H200 NVL", 835, 418, 60),
-    ("GH200|H200", 989, 494, 67),
-    ("H100 PCIe", 756, 378, 51),
-    ("H100 NVL", 835, 418, 60),
-    ("H100", 989, 494, 67),
-    ("H800", 989, 494, 67),
-    ("A100|A800", 312, 156, 19.5),
-    ("L40S", 362, 183, 91.6),
-    ("L40", 181, 90.5, 90.5),
-    ("L4", 121, 60, 30.3),
-    ("A40", 150, 75, 37.4),
-    ("A10", 125, 62.5, 31.2),
-    ("V100", 125, 15.7, 15.7),
-    ("T4", 65, 8.1, 8.1),
-    ("RTX 4090", 165, 82.6, 82.6),
-    ("RTX 3090", 71, 35.6, 35.6),
-    ("MI300X", 1307, 654, 163),
+PEAKS: tuple[tuple[str, float, float], ...] = (
+    # name pattern, half precision (bfloat16 if supported), float32; the first matching row counts
+    ("B200", 2250, 75),
+    ("H100 NVL|H200 NVL", 835, 60),
+    ("H100 PCIe", 756, 51),
+    ("H100|H800|H200|GH200", 989, 67),
+    ("A100|A800", 312, 19.5),
+    ("L40S", 362, 91.6),
+    ("L40", 181, 90.5),
+    ("L4", 121, 30.3),
+    ("A40", 150, 37.4),
+    ("A10", 125, 31.2),
+    ("V100", 125, 15.7),
+    ("T4", 65, 8.1),
+    ("RTX 4090", 165, 82.6),
+    ("RTX 3090", 71, 35.6),
+    ("MI300X", 1307, 163),
 )
 """Peak rates of dense matrix products in 10^12 operations per second, from the manufacturers' data sheets. Those of
 consumer cards are the rates with float32 accumulation."""
@@ -166,24 +253,21 @@ def beside_training(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.stream(side_stream(device)) if device.type == "cuda" else nullcontext()
 
 
-def known_peak_flops_per_s(device_name: str, precision: str, matmul_precision: str = "highest") -> float | None:
+def known_peak_flops_per_s(device_name: str, precision: str) -> float | None:
     """Return the peak rate of a device for dense matrix products, in operations per second, or None if it is unknown.
 
     Args:
         device_name: the name from ``torch.cuda.get_device_name``.
         precision: the precision of the products, as in ``train.precision``.
-        matmul_precision: torch's precision of float32 products (``torch.get_float32_matmul_precision``).
 
-    >>> known_peak_flops_per_s("NVIDIA H200", "bfloat16"), known_peak_flops_per_s("NVIDIA L4", "float32", "high")
-    (989000000000000.0, 60000000000000.0)
+    >>> known_peak_flops_per_s("NVIDIA H200", "bfloat16"), known_peak_flops_per_s("NVIDIA L4", "float32")
+    (989000000000000.0, 30300000000000.0)
     >>> [known_peak_flops_per_s(f"NVIDIA {name}", "bfloat16") for name in ("A1000", "GeForce RTX 4090 Laptop GPU")]
     [None, None]
     """
-    for name, half, tf32, float32 in PEAKS:
+    for name, half, float32 in PEAKS:
         if re.search(rf"(?<![A-Za-z0-9])({name})(?![A-Za-z0-9]| Laptop)", device_name):
-            if precision != "float32":
-                return half * TERA
-            return (float32 if matmul_precision == "highest" else tf32) * TERA
+            return (float32 if precision == "float32" else half) * TERA
     return None
 
 

@@ -135,10 +135,6 @@ def find(key: str, text: str, kind: type) -> Callable[..., Any]:
         defined = inspect.isfunction(inner) or inspect.isbuiltin(inner) or inspect.isclass(inner)
         required = {re.split(r"[^\w.-]", each)[0] for each in metadata.requires("diloco") or ()}
         _refuse(key, text, (defined and inner.__module__) or module.__name__, required | sys.stdlib_module_names)
-        makes = type(function).__call__, getattr(function, "__new__", None)  # of a class whose calls make its instances
-        dynamic = hasattr(function, "__getattr__")  # its instances may pass everything on to another object
-        if makes == (type.__call__, object.__new__) and not dynamic and (lack := _lack(function, kind)):
-            raise ConfigurationError(f"{key}={text} can't be used: it is a class which {lack}.")
     return function  # type: ignore[no-any-return]  # callable, as checked above
 
 
@@ -170,22 +166,17 @@ def call(
         raise ConfigurationError(
             f"{text} raised {type(error).__name__}: {error} (diloco --debug shows where)."
         ) from error
-    lack = "is a class and not its instance" if inspect.isclass(result) else _lack(result, kind)
+    lack = ""
+    if inspect.isclass(result):
+        lack = "is a class and not its instance"
+    elif getattr(kind, "_is_protocol", False):
+        methods = (name for name, each in vars(kind).items() if inspect.isfunction(each) and not name.startswith("_"))
+        lack = next((f"has no method {name}" for name in methods if not callable(getattr(result, name, None))), "")
+    elif not isinstance(result, kind):
+        lack = f"is no {kind.__name__} of {kind.__module__.partition('.')[0]}"
     if lack:
         raise ConfigurationError(f"{key}={text} can't be used: it returned a {type(result).__name__}, which {lack}.")
     return result
-
-
-def _lack(found: Any, kind: type) -> str:
-    """Return what an object, or the instances of a class, lack of ``kind``; "" if nothing."""
-    if getattr(kind, "_is_protocol", False):
-        methods = (name for name, each in vars(kind).items() if inspect.isfunction(each) and not name.startswith("_"))
-        constructors = (vars(each).get("__init__") for each in getattr(found, "__mro__", ()))  # which may set methods
-        set_later = {name for each in constructors if inspect.isfunction(each) for name in each.__code__.co_names}
-        lacks = (name for name in methods if not callable(getattr(found, name, None)) and name not in set_later)
-        return next((f"has no method {name}" for name in lacks), "")
-    fits = issubclass(found, kind) if inspect.isclass(found) else isinstance(found, kind)
-    return "" if fits else f"is no {kind.__name__} of {kind.__module__.partition('.')[0]}"
 
 
 def _refuse(key: str, text: str, module: str, libraries: Collection[str]) -> None:

@@ -57,10 +57,7 @@ def flatten(tree: Any) -> tuple[JSON, dict[str, torch.Tensor]]:
         CheckpointError: if a value can't be represented. The message contains its path inside the tree.
     """
     tensors: dict[str, torch.Tensor] = {}
-    try:
-        return _encode(tree, "", tensors), tensors
-    except RecursionError as error:
-        raise CheckpointError("The state is nested too deeply to be saved. Nothing was saved.") from error
+    return _encode(tree, "", tensors), tensors
 
 
 def unflatten(skeleton: JSON, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -97,8 +94,7 @@ def readable_state(what: str) -> Iterator[None]:
 
 # Not closures: a function that refers to itself would keep the tensors until Python collects garbage.
 def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> JSON:
-    # types are compared exactly, because a subclass would be restored as its parent class
-    kind = type(value)
+    kind = type(value)  # compared exactly, because a subclass would be restored as its parent class
     if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return value  # type: ignore[no-any-return]  # narrowed by `kind`, which mypy does not follow
     if kind is float:
@@ -107,9 +103,10 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> JSON:
         items: list[JSON] = [_encode(item, f"{path}.{number}", tensors) for number, item in enumerate(value)]
         return items if kind is list else {"tuple": items}
     if isinstance(value, dict) and all(type(key) in _KEYS for key in value):
-        pairs: list[tuple[Any, JSON]] = [(key, _encode(item, f"{path}.{key}", tensors)) for key, item in value.items()]
-        return {"dict": dict(pairs) if all(type(key) is str for key in value) else [list(pair) for pair in pairs]}
-    if isinstance(value, torch.Tensor) and _fits(value):
+        pairs: list[list[JSON]] = [[key, _encode(item, f"{path}.{key}", tensors)] for key, item in value.items()]
+        return {"dict": dict(pairs) if all(type(key) is str for key in value) else pairs}  # type: ignore[arg-type,dict-item]  # pairs of a text and a value
+    plain = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
+    if plain and value.dtype in DTYPE_NAMES and not value.requires_grad:
         name = path.removeprefix(".") or "value"
         while name in tensors or name == "__metadata__":  # which safetensors reserves
             name += "~"
@@ -132,8 +129,11 @@ def _decode(node: JSON, tensors: Mapping[str, torch.Tensor], unused: set[str]) -
             return tuple(_decode(item, tensors, unused) for item in items)
         case {"dict": dict(items), **rest} if not rest:
             return {key: _decode(item, tensors, unused) for key, item in items.items()}
-        case {"dict": list(pairs), **rest} if not rest:
-            return {_key(pair): _decode(pair[1], tensors, unused) for pair in pairs}  # type: ignore[index]  # checked
+        case {"dict": list(items), **rest} if not rest:
+            pairs = [pair for pair in items if isinstance(pair, list)]
+            if len(pairs) < len(items):
+                raise ValueError(f"{node!r:.100} does not consist of pairs")
+            return {key: _decode(item, tensors, unused) for key, item in pairs}
         case {"tensor": str(name), **rest} if not rest:
             unused.discard(name)
             return tensors[name]
@@ -142,14 +142,3 @@ def _decode(node: JSON, tensors: Mapping[str, torch.Tensor], unused: set[str]) -
         case dict():
             raise ValueError(f"{node!r:.100} is not part of the format")
     return node
-
-
-def _key(pair: JSON) -> Any:
-    if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) not in _KEYS:
-        raise ValueError(f"{pair!r:.100} is not a key and its value")
-    return pair[0]
-
-
-def _fits(tensor: torch.Tensor) -> bool:
-    plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
-    return plain and tensor.dtype in DTYPE_NAMES and not tensor.requires_grad

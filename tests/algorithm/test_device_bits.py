@@ -1,7 +1,7 @@
 """What replicas must agree on to the bit uses only operations that CPUs and GPUs round alike."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,21 +12,18 @@ from torch.utils._pytree import tree_leaves
 
 from diloco.algorithm import (
     AverageRule,
-    Contribution,
     Nesterov,
     OuterOptimizer,
-    RoundId,
     SendersMean,
     Sgd,
     ValueSchedule,
     divisor,
     encode_mean,
-    mean_of_buffers,
-    vector_norm,
     weighted_mean,
 )
 from diloco.testing import spread_values
 from tests.algorithm.codecs import ACCURATE, COARSE
+from tests.algorithm.contributions import contribution
 
 SAME_ON_ALL = re.compile(
     "add|sub|rsub|mul|div|neg|abs|round|_to_copy|copy|fill|zero|"  # rounded once
@@ -62,44 +59,6 @@ class Watched(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-@pytest.mark.parametrize(
-    "act",
-    [
-        lambda x: x / 3.0,
-        lambda x: x.div_(torch.tensor(3.0)),
-        lambda x: x.reciprocal(),
-        lambda x: x.add(x, alpha=0.3),
-        lambda x: x.addcmul_(x, x),
-        lambda x: x.lerp(x, 0.5),
-        lambda x: x.sqrt(),
-        lambda x: x.pow(3),
-        lambda x: x.sum(),
-        lambda x: torch._foreach_div([x], 3.0),
-        lambda x: x.norm(),
-    ],
-)
-def test_the_watch_sees_what_differs(act: Callable[[Tensor], Any]) -> None:
-    with pytest.raises(UnlikeOnGpusError), Watched():
-        act(torch.ones(3))
-
-
-def contributions(codec: str, number: int, **more: Any) -> list[Contribution]:
-    encoder = (ACCURATE | COARSE)[codec]()
-    return [
-        Contribution(
-            round=RoundId(0, 0),
-            replica=m,
-            codec=encoder,
-            numel=600,
-            payload=encoder.encode(spread_values(600, seed=m).clamp_(-1e20, 1e20)),
-            weight=1.0 + 0.3 * m,
-            tensors=(200, 400),
-            **more,
-        )
-        for m in range(number)
-    ]
-
-
 TORCH_CODECS = [name for name in ACCURATE | COARSE if not name.endswith("-built")]
 
 
@@ -111,25 +70,18 @@ def test_codecs(codec: str) -> None:
         encoder.validate(payload, len(values))
         encoder.decode(payload, len(values))
         encoder.accumulate(payload, values, 0.3)
+        encode_mean(values, encoder)
 
 
 @pytest.mark.parametrize("rule", [None, SendersMean()])
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 def test_means(rule: AverageRule | None, max_norm: float | None) -> None:
-    buffers = {m: torch.ones(3) * m for m in range(3)}
-    more = {"average_rule": rule, "max_norm": max_norm}
-    for given in contributions("fp4", 3, **more), contributions("int8", 5, **more):
+    more: dict[str, Any] = {"average_rule": rule, "max_norm": max_norm, "tensors": (200, 400), "buffers": torch.ones(3)}
+    for codec, number in (("fp4", 3), ("int8", 5)):
+        values = [spread_values(600, seed=m).clamp_(-1e20, 1e20) for m in range(number)]
+        given = [contribution(m, each, codec=codec, weight=1.0 + 0.3 * m, **more) for m, each in enumerate(values)]
         with Watched():
             weighted_mean(given)
-            mean_of_buffers(buffers, {0: 1.0, 1: 1.0, 2: 1.0})
-            vector_norm(torch.ones(9))
-
-
-@pytest.mark.parametrize("codec", TORCH_CODECS)
-def test_encoded_means(codec: str) -> None:
-    mean = spread_values(600)
-    with Watched():
-        encode_mean(mean, (ACCURATE | COARSE)[codec]())
 
 
 OUTER = [Sgd(learning_rate=0.7), Nesterov(), Nesterov(learning_rate=ValueSchedule(peak=1))]

@@ -12,11 +12,12 @@ from diloco.algorithm import (
     Codec,
     Exchange,
     Float32,
-    MeanEncoding,
+    MeanCodec,
     Uplink,
     data_parallel_bytes,
     encode_mean,
     make_codec,
+    mean_codecs,
     plan_exchange,
 )
 
@@ -134,7 +135,7 @@ def test_owners_encode_what_one_would_encode_of_all_values(
 
 
 def test_ranges_are_cut_between_the_blocks_of_both_codecs() -> None:
-    mean = MeanEncoding(make_codec("fp4", block_size=4))
+    mean = make_codec("fp4", block_size=4)
     plan = plan_exchange(make_codec("int8", block_size=6), 1000, 5, mean=mean)
     assert plan.pattern == "reduce-scatter"
     assert all(start % 12 == 0 for start, _ in plan.shards)
@@ -165,12 +166,12 @@ def slowest(shares: list[float], rates: list[float], payload: float, mean: float
 def test_no_other_parts_let_the_slowest_finish_much_sooner(rates: list[int], codec: str, means: str) -> None:
     """Against a search over all parts of at most twice an equal one. Unequal parts must save a fifth."""
     uplinks = [Uplink(1_000_000 * rate, full=True) for rate in rates]
-    blocks, contributions, mean = 24 * 64, make_codec(codec), MeanEncoding(make_codec(means))
+    blocks, contributions, mean = 24 * 64, make_codec(codec), make_codec(means)
     numel = blocks * BLOCK
     exchange = plan_exchange(contributions, numel, 3, mean=mean, uplinks=uplinks)
     if exchange.pattern == "all-gather":
         return
-    payload, encoded, steps = contributions.payload_bytes(numel), mean.codec.payload_bytes(numel), 24
+    payload, encoded, steps = contributions.payload_bytes(numel), mean.payload_bytes(numel), 24
     others = (
         [first / steps, second / steps, (steps - first - second) / steps]
         for first, second in product(range(steps + 1), repeat=2)
@@ -196,7 +197,7 @@ def test_parts_hold_all_values_in_whole_blocks_and_none_more_than_twice_an_equal
 ) -> None:
     """Equal parts of the blocks, as the last one counts as whole; each end is rounded to the next boundary."""
     uplinks = [Uplink(1_000_000 * rate, full=True) for rate in rates]
-    mean = MeanEncoding.of("int8")
+    mean = make_codec("int8")
     bounds = plan_exchange(make_codec(codec), numel, len(rates), mean=mean, uplinks=uplinks).shards
     assert (len(bounds), bounds[0][0], bounds[-1][1]) == (len(rates), 0, numel)
     assert all(before[1] == after[0] for before, after in pairwise(bounds))
@@ -207,7 +208,7 @@ def test_parts_hold_all_values_in_whole_blocks_and_none_more_than_twice_an_equal
 
 
 def plan(*uplinks: Uplink) -> Exchange:
-    return plan_exchange(INT8, 64 * BLOCK, 3, mean=MeanEncoding(INT8), uplinks=uplinks)
+    return plan_exchange(INT8, 64 * BLOCK, 3, mean=INT8, uplinks=uplinks)
 
 
 def links(rates: list[int], window_s: float, *, full: bool = False) -> list[Uplink]:
@@ -227,17 +228,16 @@ def test_auto_is_the_usual_choice_where_that_fits_and_never_later_and_never_coar
 ) -> None:
     """Property: also for rates and windows that a member makes up."""
     uplinks, contributions = links(rates, window_s, full=full), make_codec(codec)
-    auto = MeanEncoding.of("auto")
 
-    def planned(mean: MeanEncoding) -> Exchange:
+    def planned(mean: MeanCodec) -> Exchange:
         return plan_exchange(contributions, 1_000_000, len(rates), mean=mean, whole=whole, uplinks=uplinks)
 
     def late_s(plan: Exchange) -> float:
         return max(link.late_s(sent) for link, sent in zip(uplinks, plan.sent, strict=True))
 
-    chosen = planned(auto)
-    usual = planned(MeanEncoding(auto.choices(len(rates), contributions)[0]))
-    assert planned(auto) == chosen, "the same inputs give the same plan"
+    chosen = planned("auto")
+    usual = planned(mean_codecs("auto", len(rates), contributions)[0])
+    assert planned("auto") == chosen, "the same inputs give the same plan"
     if late_s(usual) == 0:
         assert (chosen.mean.name, chosen.shards, chosen.choice) == (usual.mean.name, usual.shards, "")
     assert late_s(chosen) <= late_s(usual)
@@ -262,8 +262,6 @@ def test_the_first_codec_whose_round_fits_into_the_windows_is_taken(
     rates: list[int], window_s: float, name: str
 ) -> None:
     """A fragment of 6.3M values: contributions and fp4 means take 0.5 bytes each, int8 means 1, float32 means 4."""
-    plan = plan_exchange(
-        make_codec("fp4"), 6_300_000, len(rates), mean=MeanEncoding.of("auto"), uplinks=links(rates, window_s)
-    )
+    plan = plan_exchange(make_codec("fp4"), 6_300_000, len(rates), mean="auto", uplinks=links(rates, window_s))
     assert plan.mean.name == name
     assert (name in plan.choice) == (name != "float32")

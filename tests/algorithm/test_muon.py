@@ -114,10 +114,9 @@ def test_matrices_with_inputs_first_move_as_much_as_their_transposes() -> None:
     assert float(torch.linalg.svdvals(moved[0]).max()) > 0.1 * 2 * 0.6  # sqrt(16 / 4) times the learning rate
 
 
-def test_embeddings_heads_and_what_patterns_name_are_left_to_adamw() -> None:
+def test_a_tied_head_is_left_to_adamw() -> None:
     model = Model(tied=True)
     assert orthogonalised_names(model, muon(model)) == HIDDEN
-    assert orthogonalised_names(model, muon(model, adamw=["layers.?.weight"])) == ("down.weight",)
 
 
 def test_a_parameter_without_a_gradient_stays() -> None:
@@ -130,17 +129,11 @@ def test_a_parameter_without_a_gradient_stays() -> None:
     assert [torch.equal(matrix, held) for matrix, held in zip(matrices, before, strict=True)] == [True, False]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"momentum": 1.0}, "momentum"),
-        ({"newton_schulz_steps": 0}, "newton_schulz_steps"),
-        ({"adamw": ["layer.*"]}, r"The pattern 'layer\.\*' matches no trainable matrix .* layers\.0"),
-        ({"adamw": ["layers.*", "down.*"]}, "has none besides its embeddings and head"),
-    ],
-)
-def test_what_can_not_work_is_refused(arguments: dict[str, object], words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        muon(Model(), **arguments)  # type: ignore[arg-type]  # wrong on purpose
+def test_what_can_not_work_is_refused() -> None:
+    for arguments in ({"momentum": 1.0}, {"newton_schulz_steps": 0}):
+        with pytest.raises(ConfigurationError, match="".join(arguments)):
+            muon(Model(), **arguments)
+    with pytest.raises(ConfigurationError, match="has none besides its embeddings and head"):
+        muon(nn.Embedding(3, 2))
     with pytest.raises(ConfigurationError, match=r"shape \(3,\)"):
         Muon([{"params": [nn.Parameter(torch.zeros(3))], "orthogonalise": True}])

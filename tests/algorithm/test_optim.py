@@ -1,13 +1,24 @@
-"""Outer optimizers against those of torch.optim, and the digest of what they agree on."""
+"""Outer optimizers against those of torch.optim, the digest of what they agree on, and merge rules."""
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.algorithm import Nesterov, OuterOptimizer, OuterState, Sgd, ValueSchedule, digest_state, digest_tensors
-from diloco.testing import check_outer_optimizer
+from diloco.algorithm import (
+    AlphaMerge,
+    MergeRule,
+    Nesterov,
+    OuterOptimizer,
+    OuterState,
+    RebaseMerge,
+    Sgd,
+    ValueSchedule,
+    digest_state,
+    digest_tensors,
+)
+from diloco.testing import check_merge_rule, check_outer_optimizer
 from tests.algorithm.codecs import PIECE
 
 OPTIMIZERS = {"sgd": Sgd(learning_rate=0.5), "nesterov": Nesterov(learning_rate=0.4, momentum=0.9)}
@@ -109,3 +120,49 @@ def test_layout_in_memory_does_not_count() -> None:
 def test_it_is_the_same_on_every_machine() -> None:
     """XXH3-128 over name, a zero byte and little-endian bytes. A change here makes old and new replicas diverge."""
     assert digest_tensors({"x": torch.tensor([1.0, -2.0])}) == "8a8afd0bcf978a344cf2b1830dd52557"
+
+
+EPSILON = 2.0**-23
+"""The relative spacing of float32, twice the error of one rounding."""
+
+
+@st.composite
+def vectors(draw_one: st.DrawFn, count: int) -> list[Tensor]:
+    size = draw_one(st.integers(1, 6))
+    numbers = st.lists(st.floats(-1e4, 1e4, width=32), min_size=size, max_size=size)
+    return [torch.tensor(draw_one(numbers)) for _ in range(count)]
+
+
+def near(values: Tensor, expected: Tensor, *terms: Tensor) -> bool:
+    """Return whether values differ by no more than the rounding of the terms."""
+    scale = torch.stack(terms).abs().sum(0).double()
+    return bool(((values.double() - expected).abs() <= EPSILON * scale + 2.0**-148).all())  # or of subnormals
+
+
+@settings(deadline=None)
+@given(vectors(2), st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]))
+def test_alpha_is_the_papers_equation_and_exact_at_its_ends(two: list[Tensor], alpha: float) -> None:
+    """Compare Algorithm 2, line 12, with float64."""
+    local, global_params = two
+    merged = local.clone()
+    AlphaMerge(alpha).merge(merged, global_params, None)
+    assert near(merged, alpha * local.double() + (1 - alpha) * global_params.double(), local, global_params)
+    if alpha in (0.0, 1.0):
+        assert torch.equal(merged, local if alpha else global_params)
+
+
+@settings(deadline=None)
+@given(vectors(3))
+def test_rebase_keeps_the_drift_of_the_overlapped_steps(three: list[Tensor]) -> None:
+    """Property: local - global after the merge equals local - sent before. Without drift, it takes the global bits."""
+    local, global_params, sent = three
+    merged, resting = local.clone(), sent.clone()
+    RebaseMerge().merge(merged, global_params, sent)
+    RebaseMerge().merge(resting, global_params, sent)
+    assert near(merged, global_params.double() + (local.double() - sent.double()), local, global_params, sent)
+    assert torch.equal(resting, global_params)
+
+
+@pytest.mark.parametrize("rule", [AlphaMerge(0.5), RebaseMerge()])
+def test_our_merge_rules_keep_the_contract(rule: MergeRule) -> None:
+    check_merge_rule(rule)

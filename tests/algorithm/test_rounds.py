@@ -16,7 +16,6 @@ from diloco.algorithm import (
     CODECS,
     LARGEST_MEAN,
     Contribution,
-    SyncSchedule,
     Verdict,
     judge,
     make_codec,
@@ -26,7 +25,7 @@ from diloco.algorithm import (
 from diloco.errors import CodecError
 from diloco.testing import check_average_rule
 from tests.algorithm.contributions import SIZE, contribution
-from tests.replicas import Swarm, Vectors, quadratic
+from tests.replicas import Vectors
 
 
 def decide(given: Sequence[Contribution], *, num_replicas: int = 3, least: int = 3, **absent: str) -> Verdict:
@@ -234,10 +233,6 @@ def test_nobody_moves_the_mean_by_more_than_its_weight_times_the_bound(
     assert vector_norm(mean.values) <= bound * (1 + 1e-4)
 
 
-def senders(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    return SendersMean().combine(zip(weights, values, strict=True), [len(values[0])])
-
-
 class Lengthened:
     """A rule of one's own that needs whole tensors: the mean, as long as the longest contribution."""
 
@@ -254,12 +249,6 @@ class Lengthened:
         return total
 
 
-def test_the_mean_over_senders_divides_by_the_weights_of_those_who_sent_the_value() -> None:
-    values = [torch.tensor([2.0, 0.0, -1.0, 0.0]), torch.tensor([0.0, 0.0, 3.0, 8.0])]
-    assert senders(values, [3.0, 1.0]).tolist() == [2.0, 0.0, 0.0, 8.0]  # (3 * -1 + 1 * 3) / 4
-    assert torch.equal(senders([values[0], values[0]], [3.0, 1.0]), values[0])
-
-
 def test_a_broken_rule_is_found_by_the_contract() -> None:
     class Forgetful(SendersMean):
         """A broken rule that keeps contributions although the next one overwrites them, and counts its calls."""
@@ -274,23 +263,6 @@ def test_a_broken_rule_is_found_by_the_contract() -> None:
     check_average_rule(SendersMean())
     with pytest.raises(ContractError, match="average Forgetful: equal contributions give different averages"):
         check_average_rule(Forgetful())
-
-
-@pytest.mark.parametrize("rule", [SendersMean(), Lengthened()])
-def test_replicas_agree_and_go_on_from_a_checkpoint_with_a_round_in_flight(rule: SendersMean | Lengthened) -> None:
-    def make() -> Swarm:
-        return Swarm(3, SyncSchedule(inner_steps=4, overlap_steps=2), average=rule, codec="int8")
-
-    whole, first, second = make(), make(), make()
-    whole.run(12, quadratic())
-    first.run(5, quadratic())
-    second.resume_from(first)
-    second.run(7, quadratic())
-    for m in range(3):
-        assert torch.equal(second.global_params(m), whole.global_params(0))
-    plain = Swarm(3, SyncSchedule(inner_steps=4, overlap_steps=2), codec="int8")
-    plain.run(12, quadratic())
-    assert torch.equal(plain.global_params(0), whole.global_params(0)) == isinstance(rule, SendersMean)
 
 
 def test_whole_tensors_are_refused_where_ranks_share_them_out() -> None:

@@ -22,14 +22,13 @@ def test_what_is_saved_is_what_is_loaded_and_it_says_what_it_holds(tmp_path: Pat
     on_disk = sum(entry.stat().st_size for entry in place.iterdir() if entry.name != "manifest.json")
     assert checkpoint.size_bytes == on_disk
     assert mark_of(place) == 7.0
-    assert checkpoint.load("replica-0", device="meta")["weight"].device.type == "meta"
 
 
 def test_every_way_to_name_it(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     save(folder, 1, 1.0)
     save(folder, 2, 2.0)
-    for path in (tmp_path, folder, folder / "latest", folder / "step-00000002"):
+    for path in (tmp_path, folder, folder / "step-00000002"):
         assert mark_of(path) == 2.0
     assert mark_of(folder / "step-00000001") == 1.0
     (folder / "step-00000001").rename(tmp_path / "best")
@@ -39,7 +38,7 @@ def test_every_way_to_name_it(tmp_path: Path) -> None:
 def test_only_the_last_ones_stay_in_the_order_of_saving(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save(tmp_path, step, float(step), keep=2)
-    assert names(tmp_path) == {"latest", "step-00000020", "step-00000030"}
+    assert names(tmp_path) == {"step-00000020", "step-00000030"}
     # a run that resumes from step 20 again: step 30 belongs to the abandoned run and is the oldest
     save(tmp_path, 20, 20.5, keep=2)
     save(tmp_path, 25, 25.0, keep=2)
@@ -47,7 +46,7 @@ def test_only_the_last_ones_stay_in_the_order_of_saving(tmp_path: Path) -> None:
     assert [mark_of(checkpoint.path) for checkpoint in list_checkpoints(tmp_path)] == [20.5, 25.0]
     assert mark_of(tmp_path) == 25.0
     save(tmp_path, 5, 5.0, keep=1)
-    assert names(tmp_path) == {"latest", "step-00000005"}
+    assert names(tmp_path) == {"step-00000005"}
 
 
 def test_a_checkpoint_stays_until_a_newer_one_is_complete_on_all_replicas(tmp_path: Path) -> None:
@@ -59,7 +58,7 @@ def test_a_checkpoint_stays_until_a_newer_one_is_complete_on_all_replicas(tmp_pa
 
 
 def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order: the files, the manifest, their folder, the rename, the parent folder; ``latest`` in the same way."""
+    """The order: the files, the manifest, their folder, the rename, the parent folder."""
     events: list[str] = []
     place, replace = tmp_path / "step-00000003", os.replace
 
@@ -82,8 +81,5 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monke
         sync(place / "manifest.json"),
         sync(place),
         "name step-00000003",
-        sync(tmp_path),
-        sync(tmp_path / "latest"),
-        "name latest",
         sync(tmp_path),
     ]

@@ -74,7 +74,6 @@ def test_kill_9_at_any_system_call_leaves_the_last_complete_checkpoint(scenario:
             mark_of(checkpoint.path)
         if complete:
             marks.append(mark_of(folder))
-            assert mark_of(folder / "latest") == marks[-1]
         else:
             assert scenario == "first"
             marks.append(0.0)
@@ -85,10 +84,10 @@ def test_kill_9_at_any_system_call_leaves_the_last_complete_checkpoint(scenario:
     # a kill happens before or after the new one is complete; once it was after, every later kill is too
     assert marks == sorted(marks)
     assert set(marks) == {0.0 if scenario == "first" else 2.0, 3.0}
-    assert len(marks) > 25
+    assert len(marks) > 20
     for folder in folders:
         save(folder, 4, 4.0, keep=1)
-        assert names(folder) == {"latest", "step-00000004"}
+        assert names(folder) == {"step-00000004"}
         assert mark_of(folder) == 4.0
 
 
@@ -147,7 +146,7 @@ def test_a_state_that_cannot_be_saved_changes_nothing(parts: Any, about: Any, wo
     save(tmp_path, 1, 1.0)
     with pytest.raises(CheckpointError, match=f"failed: .*{words}"):
         save_checkpoint(tmp_path, 2, parts, about=about, keep=1)
-    assert names(tmp_path) == {"latest", "step-00000001"}
+    assert names(tmp_path) == {"step-00000001"}
     assert mark_of(tmp_path) == 1.0
 
 
@@ -160,46 +159,22 @@ def test_an_interrupt_leaves_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, 2, 2.0)
-    assert names(tmp_path) == {"latest", "step-00000001"}
-
-
-class Held:
-    """The first call of `os.fsync` waits until the test lets it go on, or raises."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: OSError | None = None) -> None:
-        self.go_on, self.error, self.fsync = threading.Event(), error, os.fsync
-        monkeypatch.setattr(os, "fsync", self)
-
-    def __call__(self, descriptor: int) -> None:
-        self.go_on.wait()
-        if self.error is not None:
-            raise self.error
-        self.fsync(descriptor)
+    assert names(tmp_path) == {"step-00000001"}
 
 
 def test_training_goes_on_while_the_state_of_its_step_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held, writer, state = Held(monkeypatch), CheckpointWriter(), tree(2.0)
+    goes_on, fsync = threading.Event(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (goes_on.wait(), fsync(file)))
+    writer, state = CheckpointWriter(), tree(2.0)
     writer.save(tmp_path, 2, {"state": state}, about={}, keep=1)
     assert writer.poll() is None
     state["weight"].fill_(3.0)
-    held.go_on.set()
+    goes_on.set()
     assert writer.poll(wait=True) == tmp_path / "step-00000002"
     assert writer.poll() is None, "each is reported once"
     assert same(open_checkpoint(tmp_path).load("state"), tree(2.0))
-
-
-def test_a_write_that_fails_is_reported_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 1, 1.0)
-    held, writer = Held(monkeypatch, OSError(errno.ENOSPC, "No space left on device")), CheckpointWriter()
-    writer.save(tmp_path, 2, {"state": tree(2.0)}, about={}, keep=1)
-    assert writer.poll() is None
-    held.go_on.set()
-    with pytest.raises(CheckpointError, match=r"step-00000002 failed: .*No space left.* checkpoints are unchanged"):
-        writer.poll(wait=True)
-    assert (names(tmp_path), mark_of(tmp_path)) == ({"latest", "step-00000001"}, 1.0)
-    writer.close()
 
 
 def test_a_run_that_fails_meanwhile_completes_what_is_being_written(tmp_path: Path) -> None:

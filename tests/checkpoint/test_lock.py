@@ -7,31 +7,20 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
-from diloco.checkpoint import LOCK_FILE, lock_folder, shared_lock
+from diloco.checkpoint import LOCK_FILE, lock_folder
 from diloco.errors import ConfigurationError
 from tests.processes import Processes, receive, report
 
-Child = Literal["none", "forked", "started", "shares"]
 
-
-def work_in(rank: int, folder: Path, child: Child) -> None:
-    """Lock the folder, start a child, report the process that would be left, and wait."""
-    waits = [sys.executable, "-c", "input()"]
+def work_in(rank: int, folder: Path, child: str) -> None:
+    """Lock the folder, start a child that gets the lock or not, report the process that would be left, and wait."""
     with lock_folder(folder) as lock:
-        if child == "none":
-            report(os.getpid())
-        elif child == "forked":
-            if (pid := os.fork()) == 0:
-                signal.pause()
-            report(pid)
-        else:
-            with shared_lock(lock if child == "shares" else None) as (files, variables):
-                environment = os.environ | variables
-                report(subprocess.Popen(waits, stdin=subprocess.PIPE, pass_fds=files, env=environment).pid)
+        files = (lock,) if child == "shares" else ()
+        waits = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=files)
+        report((os.getpid(), waits.pid))
         receive()
 
 
@@ -43,34 +32,23 @@ def try_to_lock(folder: Path) -> str:
         return str(error)
 
 
-def test_a_second_process_is_told_who_has_the_folder(tmp_path: Path) -> None:
-    with Processes() as processes:
-        processes.start(1, work_in, tmp_path, "none")
-        pid = processes.next_report(0)
-        refused = try_to_lock(tmp_path)
-        for words in (str(tmp_path), f"process {pid} on {socket.gethostname()}, since 20", "Wait until it has ended"):
-            assert words in refused
-        processes.send(0, "end")
-        processes.results()
-    assert try_to_lock(tmp_path) == ""
-
-
-@pytest.mark.parametrize(("child", "kept"), [("none", False), ("forked", False), ("started", False), ("shares", True)])
+@pytest.mark.parametrize(("child", "kept"), [("started", False), ("shares", True)])
 def test_a_killed_process_leaves_no_lock_except_to_a_child_that_shares_it(
-    child: Child, kept: bool, tmp_path: Path
+    child: str, kept: bool, tmp_path: Path
 ) -> None:
     with Processes() as processes:
         processes.start(1, work_in, tmp_path, child)
-        left = processes.next_report(0)
-        if child == "shares":
-            os.kill(left, signal.SIGSTOP)  # it would end when its parent's pipe does
+        pid, left = processes.next_report(0)
+        refused = try_to_lock(tmp_path)
+        for words in (str(tmp_path), f"process {pid} on {socket.gethostname()}, since 20", "Wait until it has ended"):
+            assert words in refused
+        os.kill(left, signal.SIGSTOP)  # it would end when its parent's pipe does
         processes.kill(0)
         assert (tmp_path / LOCK_FILE).exists(), "nobody has to delete it by hand"
         try:
             assert bool(try_to_lock(tmp_path)) == kept
         finally:
-            if child != "none":
-                os.kill(left, signal.SIGKILL)
+            os.kill(left, signal.SIGKILL)
 
 
 def test_a_file_that_its_owner_deletes_meanwhile_is_not_taken_for_the_lock(

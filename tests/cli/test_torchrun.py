@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from diloco.checkpoint import list_checkpoints
 from diloco.cli import main
 from tests.commands import Command
 from tests.processes import Processes
@@ -77,8 +78,7 @@ def test_a_rank_of_four_is_killed_and_all_start_again_from_the_newest_checkpoint
     torchrun = Torchrun(processes, data, tmp_path / "run", 4)
     ranks = torchrun.start(more)
     folders = (torchrun.out, *(torchrun.out / f"replica-{number}" for number in (1, 2, 3)))
-    newest = [folder / "checkpoints" / "latest" for folder in folders]
-    ranks[0].until(lambda: all(path.exists() for path in newest), "a checkpoint of each")
+    ranks[0].until(lambda: all(list_checkpoints(each / "checkpoints") for each in folders), "a checkpoint of each")
     processes.kill(ranks[2].rank)
     started_s = time.monotonic()
     for rank in (ranks[0], ranks[1], ranks[3]):
@@ -104,7 +104,7 @@ def test_a_signal_to_one_stops_all_ranks_of_all_replicas_at_one_step(
     for command in (first, *others):
         command.end(130)
     folders = (torchrun.out, torchrun.out / "replica-1")
-    assert len({(folder / "checkpoints" / "latest").read_text() for folder in folders}) == 1
+    assert len({list_checkpoints(folder / "checkpoints")[-1].step for folder in folders}) == 1
     by_replica = [json.loads((folder / "summary.json").read_text())["global_params_digest"] for folder in folders]
     assert by_replica[0] == by_replica[1]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.checkpoint import lock_folder
+from diloco.checkpoint import list_checkpoints, lock_folder
 from diloco.cli import main
 from diloco.monitor import read_metrics
 from tests.cli.runs import read_json, refused, train
@@ -180,17 +180,20 @@ def test_a_live_run_is_not_resumed_and_a_killed_one_is_at_once(files: Path, tmp_
     out = tmp_path / "run"
     endless = train(files, "--out", str(out), "--steps", "100000", "--checkpoint.every-steps", "2")
     resume = ["train", "--resume", str(out)]
-    latest = out / "checkpoints" / "latest"
+
+    def saved() -> list[int]:
+        return [checkpoint.step for checkpoint in list_checkpoints(out / "checkpoints")]
+
     with Processes() as processes:
         first = Command(processes, endless, tmp_path / "first.txt")
-        first.until(latest.exists, "a checkpoint")
+        first.until(lambda: bool(saved()), "a checkpoint")
         second = Command(processes, resume, tmp_path / "second.txt")
         second.end(2)
         assert f"{out} is in use by process {first.pid} on" in second.output
         processes.kill(first.rank)
-        before = latest.read_text()
+        before = saved()
         third = Command(processes, resume, tmp_path / "third.txt")
-        third.until(lambda: latest.read_text() != before, "another checkpoint")
+        third.until(lambda: saved()[-1:] > before[-1:], "another checkpoint")
 
 
 LATE = "--data-parallel-steps 0 --emulate.bandwidth 1kbit --emulate.step-time 10ms --network.round-timeout 20ms"

@@ -7,7 +7,7 @@ import pytest
 
 from diloco.config import Configuration, compose, flatten, keys_of, parse_arguments, plan_run, preset_values
 from diloco.errors import ConfigurationError
-from diloco.model import get_preset, preset_names
+from diloco.model import PRESETS, get_preset
 from diloco.train import resolve
 from tests.command_lines import command_line, load_configuration, toml_file
 
@@ -76,7 +76,7 @@ def test_shares_of_a_preset_follow_the_length_of_the_run(tmp_path: Path) -> None
         resolve(compose(command_line(train__steps=steps)), num_layers=4)
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("algorithm", ["streaming", "diloco", "data-parallel"])
 def test_every_preset_runs_with_every_algorithm(name: str, algorithm: str) -> None:
     run = compose(command_line(preset=name, algorithm=algorithm))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from diloco.config import Configuration, build, compose, keys_of, parse_arguments, plan_run, to_toml, typed_values
 from diloco.errors import ConfigurationError
-from diloco.model import preset_names
+from diloco.model import PRESETS
 from diloco.units import Duration, Rate
 from tests.command_lines import command_line, load_configuration, toml_file
 
@@ -139,7 +139,7 @@ def test_settings_survive_with_a_preset_below(
 @pytest.mark.parametrize(
     "flags",
     [
-        *({"preset": name} for name in preset_names()),
+        *({"preset": name} for name in PRESETS),
         {"train.steps": 50, "seed": 3},
         {"optimizer.clip_norm": None},
         {"sync.outer_learning_rate": None},

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ def trained(model: HuggingFaceModel) -> dict[str, torch.Tensor]:
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft's warning about transformers
 @torch.no_grad()
-def test_peft_gives_the_logits_that_we_evaluate_merged_and_unmerged(base: Path, tmp_path: Path) -> None:
+def test_peft_gives_the_logits_that_we_evaluate(base: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -60,12 +59,6 @@ def test_peft_gives_the_logits_that_we_evaluate_merged_and_unmerged(base: Path, 
     logits = model(TOKENS)
     assert torch.equal(logits, theirs(TOKENS).logits)
     assert float((logits - untouched).abs().max()) > 1e-2
-    merged = model.to_huggingface()
-    torch.testing.assert_close(merged(TOKENS).logits, logits, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(merged(TOKENS).logits, theirs.merge_and_unload()(TOKENS).logits, rtol=1e-4, atol=1e-5)
-    merged.save_pretrained(tmp_path / "merged")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
-    assert torch.equal(again(TOKENS).logits, merged(TOKENS).logits)
 
 
 TIED = {"tie_word_embeddings": True}
@@ -169,9 +162,3 @@ def test_targets_that_are_not_there_or_tied_are_refused(llama: Path, tmp_path: P
         build_language_model(
             ModelSettings(source=f"hf:{llama}", lora_rank=2, arguments={"lora_targets": ("qproj",)}), seed=0
         )
-
-
-def test_quantised_weights_need_bitsandbytes(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(ConfigurationError, match="pip install bitsandbytes, or use"):
-        build_language_model(ModelSettings(source=f"hf:{llama}", lora_rank=2, quantization="nf4"), seed=0)

@@ -102,9 +102,6 @@ def test_missing_pickled_and_damaged_files_are_refused(tmp_path: Path) -> None:
     weights.rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is a pickle"):
         native_weights(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../other.safetensors"}}')
-    with pytest.raises(CheckpointError, match=r"has no weights file \.\./other\.safetensors"):
-        native_weights(tmp_path)
     for text in ("[", "[" * 100_000):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(CheckpointError, match=r"config\.json can't be read"):

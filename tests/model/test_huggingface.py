@@ -137,7 +137,7 @@ def test_weights_are_begun_from_as_float32_or_drawn_anew(tmp_path: Path) -> None
         assert torch.equal(model.wrapped.state_dict()[name], value.float())
     assert not torch.equal(fresh.wrapped.lm_head.weight, model.wrapped.lm_head.weight)
     assert torch.equal(fresh.wrapped.lm_head.weight, built(tmp_path, weights="fresh").wrapped.lm_head.weight)
-    with pytest.raises(ConfigurationError, match=r"vocab_size=300.*have 272.*weights fresh"):
+    with pytest.raises(ConfigurationError, match=r"(?s)LlamaConfig can't be used: .*mismatch"):
         built(tmp_path, vocab_size=300)
     with pytest.raises(ConfigurationError, match=r"lack model\.layers\.3.*weights fresh"):
         built(tmp_path, num_hidden_layers=4)
@@ -170,7 +170,7 @@ def test_what_can_not_be_trained_is_refused(tmp_path: Path) -> None:
     (tmp_path / "odd" / "config.json").write_text('{"model_type": "mine", "auto_map": {}}', encoding="utf-8")
     with pytest.raises(ConfigurationError, match="does not know, and code that comes with a model is not run"):
         built(tmp_path / "odd")
-    with pytest.raises(ConfigurationError, match="does not exist and is not a valid name on the hub"):
+    with pytest.raises(ConfigurationError, match="which is not a local folder can't be used: Repo id must be"):
         built(tmp_path / "gone")
 
 

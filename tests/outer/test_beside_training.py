@@ -2,18 +2,19 @@
 
 import copy
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from diloco.algorithm import AlphaMerge, RebaseMerge, SyncSchedule, partition
+from diloco.algorithm import AlphaMerge, RebaseMerge, SyncSchedule
 from diloco.errors import NonFiniteError
 from diloco.outer import DiLoCo
 from diloco.transport import InProcessTransport, Transport
-from tests.replicas import Vectors, quadratic
-from tests.transport.wires import Wires
+from tests.replicas import Vectors, apart, quadratic
+from tests.transport.wires import Wires, at_once
 
 SCHEDULE = SyncSchedule(inner_steps=4, num_fragments=3, overlap_steps=2)
 STEPS = 14
@@ -27,13 +28,12 @@ class Replica:
         for name, numel in (("first", 600_001), ("third", 530_000)):
             self.model.register_parameter(name, torch.nn.Parameter(torch.linspace(-1.0, 1.0, numel)))
         self.inner = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        fragments = partition(self.model, strategy="patterns", patterns=Vectors.PATTERNS)
         self.diloco = DiLoCo(
             self.model,
             self.inner,
             transport=transport,
             schedule=SCHEDULE,
-            fragments=fragments,
+            fragments=apart(self.model),
             codec="fp4",
             **({"error_feedback": True, "merge": RebaseMerge()} | more),
         )
@@ -61,69 +61,56 @@ def in_turns(**more: Any) -> list[Replica]:
     return replicas
 
 
+@pytest.fixture
+def wires() -> Iterator[Wires]:
+    made = Wires()
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize("more", [{}, {"error_feedback": False, "merge": AlphaMerge(0.5)}])
-def test_the_bits_are_those_of_one_thread(more: dict[str, Any]) -> None:
-    expected, wires, replicas = in_turns(**more), Wires(), {}
+def test_the_bits_are_those_of_one_thread(more: dict[str, Any], wires: Wires) -> None:
+    expected, transports = in_turns(**more), wires.meet(2)
 
-    def live(number: int) -> None:
-        replicas[number] = Replica(transports[number], **more)
-        replicas[number].train(STEPS, number)
+    def live(number: int) -> Replica:
+        replica = Replica(transports[number], **more)
+        replica.train(STEPS, number)
+        return replica
 
-    try:
-        transports = wires.meet(2)
-        threads = [threading.Thread(target=live, args=(number,)) for number in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for number, other in enumerate(expected):
-            assert replicas[number].diloco.rounds_committed == other.diloco.rounds_committed > 5
-            assert all(map(torch.equal, replicas[number].values(), other.values()))
-            assert replicas[number].diloco.digest() == other.diloco.digest()
-    finally:
-        wires.close()
+    for replica, other in zip(at_once([lambda m=m: live(m) for m in range(2)]), expected, strict=True):
+        assert replica.diloco.rounds_committed == other.diloco.rounds_committed > 5
+        assert all(map(torch.equal, replica.values(), other.values()))
+        assert replica.diloco.digest() == other.diloco.digest()
 
 
-def test_stopping_right_after_a_send_is_never_stopping() -> None:
-    wires = Wires()
-    try:
-        (transport,) = wires.meet(1)
-        replica = Replica(transport)
-        replica.train(SCHEDULE.inner_steps)
-        assert replica.diloco.in_flight
-        saved = copy.deepcopy((replica.diloco.state_dict(), replica.model.state_dict()))
-        replica.train(5)
-        resumed = Replica(InProcessTransport(1).endpoint(0))
-        resumed.model.load_state_dict(saved[1])
-        resumed.diloco.load_state_dict(saved[0])
-        resumed.train(5)
-        assert all(map(torch.equal, replica.values(), resumed.values()))
-    finally:
-        wires.close()
+def test_stopping_right_after_a_send_is_never_stopping(wires: Wires) -> None:
+    replica = Replica(*wires.meet(1))
+    replica.train(SCHEDULE.inner_steps)
+    assert replica.diloco.in_flight
+    saved = copy.deepcopy((replica.diloco.state_dict(), replica.model.state_dict()))
+    replica.train(5)
+    resumed = Replica(InProcessTransport(1).endpoint(0))
+    resumed.model.load_state_dict(saved[1])
+    resumed.diloco.load_state_dict(saved[0])
+    resumed.train(5)
+    assert all(map(torch.equal, replica.values(), resumed.values()))
 
 
-def test_a_process_that_ends_waits_for_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ends_waits_for_the_threads(wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python ends daemon threads inside torch by an abort of the process."""
-    begun, start, wires = list[threading.Thread](), threading.Thread.start, Wires()
+    begun, start = list[threading.Thread](), threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda thread: (begun.append(thread), start(thread)))
-    try:
-        Replica(*wires.meet(1)).train(STEPS)
-    finally:
-        wires.close()
+    Replica(*wires.meet(1)).train(STEPS)
     daemons = {thread.name: thread.daemon for thread in begun}
     assert [daemons[name] for name in ("room", "encode", "outer-step", "digest")] == [False] * 4
 
 
-def test_what_is_not_finite_is_not_sent_and_named() -> None:
-    wires = Wires()
-    try:
-        (transport,) = wires.meet(1)
-        replica = Replica(transport)
-        replica.train(SCHEDULE.inner_steps - 1)
-        with torch.no_grad():
-            replica.model.first[7] = float("nan")
-        with pytest.raises(NonFiniteError, match="fragment 0 is not finite; the local values of first contain"):
-            replica.train(SCHEDULE.inner_steps)
-        assert transport.sent_bytes == 0
-    finally:
-        wires.close()
+def test_what_is_not_finite_is_not_sent_and_named(wires: Wires) -> None:
+    (transport,) = wires.meet(1)
+    replica = Replica(transport)
+    replica.train(SCHEDULE.inner_steps - 1)
+    with torch.no_grad():
+        replica.model.first[7] = float("nan")
+    with pytest.raises(NonFiniteError, match="fragment 0 is not finite; the local values of first contain"):
+        replica.train(SCHEDULE.inner_steps)
+    assert transport.sent_bytes == 0

@@ -1,16 +1,17 @@
 """`DiLoCo` in a training loop: agreement, resuming with rounds in flight, buffers, and user errors."""
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from diloco.algorithm import CODECS, AlphaMerge, MergeRule, Nesterov, RebaseMerge, RoundId, Sgd, SyncSchedule, partition
+from diloco.algorithm import CODECS, AlphaMerge, MergeRule, RebaseMerge, RoundId, Sgd, SyncSchedule
 from diloco.errors import CheckpointError
 from diloco.outer import DiLoCo
 from tests.faults import Fault, FaultyTransport
-from tests.replicas import STREAMING, Swarm, Vectors, agree, quadratic, streaming
+from tests.replicas import STREAMING, Swarm, Vectors, agree, apart, quadratic, streaming
 
 
 @pytest.mark.parametrize("codec", CODECS.names)
@@ -55,7 +56,7 @@ class TestState:
                 {"outer": Sgd(learning_rate=0.4)},
                 "saved state has outer optimizer = Nesterov and this run has outer optimizer = Sgd",
             ),
-            ({"fragments": partition(Vectors(), strategy="patterns", patterns=Vectors.PATTERNS)}, "fragment 0 = "),
+            ({"fragments": apart(Vectors())}, "fragment 0 = "),
         ],
     )
     def test_a_state_of_another_run_is_refused_by_name(self, change: dict[str, Any], words: str) -> None:
@@ -96,36 +97,14 @@ def test_outer_state_is_float32_whatever_the_model_is() -> None:
     assert fragment.global_params.dtype == fragment.state.outer.slots["momentum"].dtype == torch.float32
 
 
-def test_a_whole_round_late_contributions_are_the_work_of_one_round_each() -> None:
-    """tau = H against an explicit implementation: work that was sent is neither sent again nor lost."""
-    steps, inner_steps, replicas, gradient = 23, 5, 3, quadratic()
-    outer = Nesterov(learning_rate=0.5, momentum=0.5)
-    swarm = Swarm(
-        replicas, SyncSchedule(inner_steps=inner_steps, overlap_steps=inner_steps), outer=outer, merge=RebaseMerge()
-    )
-    swarm.run(steps, gradient)
-
-    def flat(model: Vectors) -> torch.Tensor:
-        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-    models = [Vectors() for _ in range(replicas)]
-    inner = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    theta, velocity = flat(models[0]).clone(), torch.zeros(15)
-    sent: list[torch.Tensor] = []
-    for step in range(steps):
-        for m, model in enumerate(models):
-            gradient(m, step, model)
-            inner[m].step()
-        if (step + 1) % inner_steps == 0:
-            if sent:
-                mean = torch.stack([theta - each for each in sent]).mean(0)
-                velocity = 0.5 * velocity + mean
-                theta = theta - 0.5 * (mean + 0.5 * velocity)
-                for m, model in enumerate(models):
-                    local = theta + flat(model) - sent[m]
-                    torch.nn.utils.vector_to_parameters(local, model.parameters())
-            sent = [flat(model).clone() for model in models]
-    for m, model in enumerate(models):
-        torch.testing.assert_close(swarm.local(m), flat(model), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(swarm.global_params(1), theta, rtol=1e-4, atol=1e-5)
-    assert [len(diloco.in_flight) for diloco in swarm.replicas] == [1] * replicas
+def test_without_a_listener_void_rounds_warn_once_with_the_reason_and_what_to_do() -> None:
+    faults = [Fault(kind="drop", replica=1, round=RoundId(0, outer_step)) for outer_step in range(9)]
+    swarm = Swarm(2, SyncSchedule(inner_steps=1), transport=FaultyTransport(2, faults=faults), on_event=None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        swarm.run(6, quadratic())
+    told = [str(each.message) for each in caught]
+    assert len(told) == len(swarm.replicas), "each replica once, in six rounds"
+    start = "A round failed: fragment 0, outer step 0 is void: 1 of 2 contributions are usable"
+    assert all(words.startswith(start) and "remove the cause" in words and "on_event" in words for words in told)
+    assert swarm.replicas[0].rounds_void == 6

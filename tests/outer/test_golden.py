@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.algorithm import AlphaMerge, MergeRule, Nesterov, OuterOptimizer, RebaseMerge, Sgd, SyncSchedule, partition
-from tests.replicas import Swarm
+from diloco.algorithm import AlphaMerge, MergeRule, Nesterov, OuterOptimizer, RebaseMerge, Sgd, SyncSchedule
+from tests.replicas import Swarm, apart
 
 
 class TwoOnes(nn.Module):
@@ -27,7 +27,6 @@ def history(
     schedule: SyncSchedule, steps: int, outer: OuterOptimizer, merge: MergeRule, num_replicas: int = 2
 ) -> tuple[list[float], list[float]]:
     """Return the local values of a and b after every step, on which all replicas must agree."""
-    patterns = [["a"], ["b"]] if schedule.num_fragments == 2 else [["*"]]
     swarm = Swarm(
         num_replicas,
         schedule,
@@ -35,7 +34,7 @@ def history(
         make_inner=lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
         outer=outer,
         merge=merge,
-        fragments=partition(TwoOnes(), strategy="patterns", patterns=patterns),
+        fragments=apart(TwoOnes()) if schedule.num_fragments == 2 else None,
     )
     values: list[tuple[float, float]] = []
     for _ in range(steps):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,8 @@ from diloco.events import Note
 from diloco.membership import View
 from diloco.outer import DiLoCo, Fragment, StateRecovery
 from diloco.protocol import Average
-from diloco.transport import Fetching, Pending, Transport
+from diloco.transport import Pending, Transport
+from diloco.waiting import at_once
 from tests.replicas import streaming
 
 FRAGMENTS = 2
@@ -38,24 +40,18 @@ def lie(fragment: int, finished_rounds: int) -> dict[str, Any]:
     return make_fragments(7)[fragment].state.snapshot() | {"finished_rounds": finished_rounds}
 
 
-@dataclass
-class Slow:
-    """A fetch that ends when the test sets its outcome."""
+class Slow(Future[Mapping[str, Any]]):
+    """A fetch that ends when the test ends it."""
 
-    fragment: int
-    donors: tuple[int, ...]
-    after: int
-    outcome: Mapping[str, Any] | TransportError | None = None
+    def __init__(self, fragment: int, donors: Sequence[int], after: int) -> None:
+        super().__init__()
+        self.fragment, self.donors, self.after = fragment, tuple(donors), after
 
-    def done(self) -> bool:
-        return self.outcome is not None
-
-    def result(self, timeout: float | None = None) -> Mapping[str, Any]:
-        if self.outcome is None:
-            raise TimeoutError
-        if isinstance(self.outcome, TransportError):
-            raise self.outcome
-        return self.outcome
+    def end(self, outcome: Mapping[str, Any] | TransportError) -> None:
+        if isinstance(outcome, TransportError):
+            self.set_exception(outcome)
+        else:
+            self.set_result(outcome)
 
 
 @dataclass
@@ -74,12 +70,9 @@ class FakeTransport(Transport):
     def publish(self, source: Any, version: Any = None) -> None:
         raise NotImplementedError
 
-    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
-        return self.pair.donor[fragment].state.snapshot()
-
-    def fetch_in_background(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
+    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Any:
         if self.at_once:
-            return super().fetch_in_background(fragment, donors, expected_bytes)
+            return at_once(self.pair.donor[fragment].state.snapshot)
         self.fetches.append(Slow(fragment, tuple(donors), self.pair.rounds[fragment]))
         return self.fetches[-1]
 
@@ -183,8 +176,8 @@ class Pair:
             for fragment in range(FRAGMENTS):
                 self.merge(fragment)
             for fetch in self.transport.fetches:
-                if fetch.outcome is None:
-                    fetch.outcome = self.answer(fetch.fragment)
+                if not fetch.done():
+                    fetch.end(self.answer(fetch.fragment))
             self.recovery.poll()
 
     def miss(self, rounds: int = 1) -> None:
@@ -195,7 +188,7 @@ class Pair:
 
     def arrive(self, outcome: Mapping[str, Any] | TransportError | None = None) -> tuple[str, ...]:
         """End the last fetch with ``outcome`` or the donor's state, and return what `poll` says."""
-        self.transport.fetches[-1].outcome = self.answer(0) if outcome is None else outcome
+        self.transport.fetches[-1].end(self.answer(0) if outcome is None else outcome)
         return self.recovery.poll()
 
 
@@ -299,7 +292,7 @@ def test_in_whatever_order_things_happen_the_end_is_the_donors_state(happenings:
     read: dict[int, dict[str, Any]] = {}  # a donor reads its state some time after the request; it arrives even later
     for what, fragment in happenings:
         flight = pair.flights.get(fragment)
-        open_fetch = next((f for f in pair.transport.fetches if f.outcome is None and f.fragment == fragment), None)
+        open_fetch = next((f for f in pair.transport.fetches if not f.done() and f.fragment == fragment), None)
         if what == "send" and flight is None:
             pair.send(fragment)
         elif what == "void" and flight is not None and not flight.applied:
@@ -314,11 +307,11 @@ def test_in_whatever_order_things_happen_the_end_is_the_donors_state(happenings:
             if pair.donor[fragment].state.finished_rounds >= open_fetch.after:  # else it would ask to try again later
                 read[id(open_fetch)] = pair.donor[fragment].state.snapshot()
         elif what == "arrive" and open_fetch is not None:
-            open_fetch.outcome = read.get(id(open_fetch)) or pair.answer(fragment)
+            open_fetch.end(read.get(id(open_fetch)) or pair.answer(fragment))
         elif what == "fail" and open_fetch is not None:
-            open_fetch.outcome = TransportError("gone.")
+            open_fetch.end(TransportError("gone."))
         elif what == "lie" and open_fetch is not None:
-            open_fetch.outcome = lie(fragment, open_fetch.after + 1)
+            open_fetch.end(lie(fragment, open_fetch.after + 1))
         elif what == "poll":
             pair.recovery.poll()
         elif what == "come back":

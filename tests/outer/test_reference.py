@@ -6,8 +6,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from diloco.algorithm import AlphaMerge, Nesterov, SyncSchedule, partition
-from tests.replicas import Swarm, Vectors
+from diloco.algorithm import AlphaMerge, Nesterov, SyncSchedule
+from tests.replicas import Swarm, Vectors, apart
 
 M, P, H, TAU, ALPHA, STEPS = 3, 3, 10, 2, 0.5, 200
 SIZES = (4, 6, 5)
@@ -72,7 +72,7 @@ def test_algorithm_2_agrees_with_plain_numpy(seed: int) -> None:
         ),
         outer=Nesterov(learning_rate=OUTER_LR, momentum=MU),
         merge=AlphaMerge(ALPHA),
-        fragments=partition(Vectors(), strategy="patterns", patterns=Vectors.PATTERNS),
+        fragments=apart(Vectors()),
     )
     start = swarm.local(0).double().numpy()
     swarm.run(STEPS, gradient)

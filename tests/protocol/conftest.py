@@ -7,11 +7,11 @@ from unittest import mock
 
 import pytest
 
-from diloco.protocol import Lateness
+from diloco.protocol import Rules
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_look() -> Iterator[None]:
     """Make a replica late after one look without a change, so that a single timer is enough."""
-    with mock.patch.object(Lateness, "LOOKS", 1):
+    with mock.patch.object(Rules, "LOOKS", 1):
         yield

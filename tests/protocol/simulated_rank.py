@@ -22,7 +22,6 @@ from diloco.protocol import (
     Entry,
     GiveVerdict,
     Join,
-    Loss,
     Machine,
     Message,
     MessageError,
@@ -174,7 +173,7 @@ class Rank:
                 self.lose(sender, gone=False)
 
     def lose(self, rank: int, *, gone: bool) -> None:
-        self.handle(self.machine.lose, rank, Loss("gone" if gone else "silent", "simulated"))
+        self.handle(self.machine.views.lose, rank, "simulated", gone=gone)
 
     def may(self, what: str) -> bool:
         if what == "timers":
@@ -195,7 +194,7 @@ class Rank:
             del self._exchanges[view_id, round_id]
             self.handle(self.machine.rounds.end_exchange, view_id, round_id, "a payload connection broke")
         elif what == "leaves":
-            self.handle(self.machine.leave)
+            self.handle(self.machine.views.leave)
         else:
             others = [rank for rank in self.network.ranks if rank != self.rank]
             self.receive(others[number % len(others)], self._garbage[number // 8 % len(self._garbage)])
@@ -285,7 +284,7 @@ class Rank:
 
     def _join(self, entry: Entry) -> bool:
         """Do what `connected.join` does, without waiting."""
-        answer = None if self.left else self.machine.take_answer()
+        answer, self.machine.answer = None if self.left else self.machine.answer, None
         if answer is None:
             if not self.left and not self.machine.roster.connections:
                 self._leave("no rank answers")

@@ -1,4 +1,4 @@
-"""One malicious member among four: no other one ends, stalls, grows without bound, or applies another round.
+"""One malicious member among several: no other one ends, stalls, grows without bound, or applies another round.
 
 The attacker is a rank of the package's own classes whose messages are changed, so each attack is one row.
 """
@@ -6,26 +6,28 @@ The attacker is a rank of the package's own classes whose messages are changed, 
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import msgspec
 import pytest
 
-from diloco.membership import NextView, Report, View, Vote
+from diloco.membership import Accepted, NextView, Report, View
 from diloco.protocol import (
     Accept,
+    Adopted,
+    Announcement,
     Beat,
     Change,
+    Excluded,
     Header,
     Leaving,
-    Meet,
     Message,
     Propose,
     Refused,
     RoundVote,
-    Speed,
     Welcome,
     WireMessage,
     decode,
@@ -33,14 +35,12 @@ from diloco.protocol import (
     encode,
 )
 from tests.membership.network import Limits, Network
-from tests.protocol.simulated import instead, rules_of
+from tests.protocol.simulated import begin, finish, instead, rank, rules_of, simulated
 from tests.protocol.simulated_rank import LATE_S, TIMEOUT_S, Rank
 
 Forgery = Callable[[int, Any], Iterable[Any]]
 """(receiver, message of an honest member) -> the messages that the attacker sends instead."""
 
-HONEST = (0, 1, 2)
-LIAR = 3
 MAX_MEMORY_BYTES = 64 << 20
 RULES = rules_of()
 
@@ -64,13 +64,12 @@ def also(kind: type[WireMessage], times: int = 1, **fields: Any) -> Forgery:
 
 def once(*messages: WireMessage | bytes, times: int = 1) -> Forgery:
     """Send these messages once to each of the others, before the first header."""
-    unsent = {*HONEST}
+    told: set[int] = set()
 
     def forgery(receiver: int, message: Any) -> Iterable[Any]:
-        if isinstance(message, Header) and receiver in unsent:
-            unsent.remove(receiver)
-            for _ in range(times):
-                yield from messages
+        if isinstance(message, Header) and receiver not in told:
+            told.add(receiver)
+            yield from messages * times
         yield message
 
     return forgery
@@ -80,9 +79,9 @@ def without(kind: type[WireMessage]) -> Forgery:
     return lambda receiver, message: [] if isinstance(message, kind) else [message]
 
 
-def report(**facts: Any) -> WireMessage:
+def report(liar: int, **facts: Any) -> WireMessage:
     """A report that begins a view change."""
-    return Change(Report(LIAR, facts.pop("view_id", 0), **facts), "a lie")
+    return Change(Report(liar, facts.pop("view_id", 0), **{"number": 1, **facts}), "a lie")
 
 
 def both(first: Forgery, second: Forgery) -> Forgery:
@@ -103,69 +102,117 @@ def another_for_each(receiver: int, message: Any) -> Iterable[Any]:
     yield message
 
 
-NO = Vote(False, reason="no")
 LISTS = b"\x82\xa4kind\xa7welcome\xa4note\xdc\xea\x60" + b"\x90" * 60_000
-ATTACKS: dict[str, Callable[[], Forgery]] = {
-    "none": lambda: without(Speed),
-    "32 strangers join": lambda: once(report(joining=frozenset(range(10, 42)))),
-    "4000 strangers join": lambda: once(report(joining=frozenset(range(10, 4010)))),
-    "reports full of rounds": lambda: once(
-        *(report(number=n, commits={(n, step): "d" * 64 for step in range(4000)}) for n in range(20))
-    ),
-    "ballots that end as they begin": lambda: both(once(report()), ballots),
-    "no acceptance": lambda: both(once(report()), without(Accept)),
-    "accepts something else": lambda: both(once(report()), instead(Accept, digest="else")),
-    "no proposal": lambda: both(once(report()), without(Propose)),
-    "another proposal for each": lambda: both(once(report()), another_for_each),
-    "it leaves at ever other steps": lambda: once(*(Leaving(0, n) for n in range(800))),
-    "reports about a far view": lambda: once(report(view_id=1 << 40, gone=frozenset(range(4000))), times=200),
-    "reports about a later view": lambda: once(report(view_id=9, gone=frozenset(range(4000))), times=400),
-    "a report nested 30 levels deep": lambda: once(encode(report())[:-1] + b"\x91" * 30),
-    "a welcome": lambda: once(Welcome(NextView(View(1, (3,)), View(0, (3,)), 1, {}, "")), times=30),
-    "welcomes full of lists": lambda: once(LISTS, times=30),
-    "refusals": lambda: once(Refused("x" * 9000, for_good=True), times=50),
-    "a stop that never comes": lambda: once(Meet("stop", 1 << 53)),
-    "an infinite speed": lambda: once(b"\x82\xa4kind\xa5speed\xabsteps_per_s\xcb\x7f\xf0\0\0\0\0\0\0"),
-    "an unknown kind": lambda: once(encode({"kind": "k" * 60_000})),
-    "no to every round": lambda: instead(RoundVote, vote=NO),
-    "no vote": lambda: without(RoundVote),
-    "another state": lambda: instead(Header, digest="another"),
-    "all have diverged": lambda: instead(RoundVote, vote=NO, diverged=HONEST, donor=LIAR),
-    "a reason with escapes": lambda: instead(RoundVote, vote=Vote(False, reason="\x1b]0;owned\x07" * 500)),
-    "votes on rounds that don't exist": lambda: also(RoundVote, times=40, round=lambda number: (0, number + 50)),
-    "headers of rounds that don't exist": lambda: also(Header, times=40, round=lambda number: (0, number + 50)),
-    "a round 2^50 ahead": lambda: also(Header, round=(0, 1 << 50)),
-    "a second header": lambda: also(Header, weight=3.0),
-    "a weight of 1e308": lambda: instead(Header, weight=1e308),
-    "a negative weight": lambda: instead(Header, weight=-1.0),
-    "2^53 values": lambda: instead(Header, numel=1 << 53),
-    "2^60 buffers": lambda: instead(Header, buffers=1 << 60),
-    "fetching the state for ever": lambda: instead(Header, taking_over=True),
-    "no header": lambda: without(Header),
-    "everything twice": lambda: lambda receiver, message: [message, message],
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+def lies_of(liar: int, size: int) -> Mapping[str, Iterable[WireMessage]]:
+    """Return false messages by what they claim: the others are lost, or another view follows."""
+    others, view = frozenset(range(size)) - {liar}, View.of(size)
+    alone = NextView(View(1, (liar,)), view, 1, {}, "the others are lost")
+    commits = {(fragment, step): "mean" for fragment in range(3) for step in range(3)}
+    digests = {liar: digest_of(Report(liar, 0, gone=others))}
+    late = Excluded(0, "late")
+    return {
+        "all others have ended": [report(liar, gone=others)],
+        "it hears nobody": [report(liar, apart=others)],
+        "no other member has contributed": [report(liar, behind=others)],
+        "all others are unsteady": [report(liar, unsteady=others)],
+        "all others leave": [report(liar, left=others, gone=others)],
+        "an absent replica joins": [report(liar, joining=frozenset({99}))],
+        "one of them joins": [report(liar, joining=others)],
+        "it has accepted a view of its own": [report(liar, ballot=2, accepted=Accepted(1, alone, again=True))],
+        "a far ballot": [report(liar, ballot=1 << 50)],
+        "ballot after ballot": [report(liar, ballot=number, number=number) for number in range(1, 40)],
+        "it proposes itself": [report(liar, gone=others), Propose(0, alone, digests)],
+        "it proposes itself again": [report(liar, gone=others), Propose(0, alone, {})],
+        "it has accepted something else": [report(liar), *(Accept(0, number, "else") for number in range(3))],
+        "all rounds are committed": [report(liar, commits=commits)],
+        "it is far ahead": [report(liar, step=1 << 50)],
+        "others went on alone": [late, Excluded(1 << 50, "late")],
+        "it has adopted a view of its own": [report(liar), Adopted(alone)],
+    }
+
+
+def attacks_of(liar: int, size: int) -> Mapping[str, Forgery]:
+    others, begins = tuple(each for each in range(size) if each != liar), once(report(liar))
+    return {name: once(*lies) for name, lies in lies_of(liar, size).items()} | {
+        "none": without(Announcement),
+        "32 strangers join": once(report(liar, joining=frozenset(range(10, 42)))),
+        "4000 strangers join": once(report(liar, joining=frozenset(range(10, 4010)))),
+        "reports full of rounds": once(
+            *(report(liar, number=n, commits={(n, step): "d" * 64 for step in range(4000)}) for n in range(20))
+        ),
+        "ballots that end as they begin": both(begins, ballots),
+        "no acceptance": both(begins, without(Accept)),
+        "accepts something else": both(begins, instead(Accept, digest="else")),
+        "no proposal": both(begins, without(Propose)),
+        "another proposal for each": both(begins, another_for_each),
+        "it leaves at ever other steps": once(*(Leaving(0, n) for n in range(800))),
+        "reports about a far view": once(report(liar, view_id=1 << 40, gone=frozenset(range(4000))), times=200),
+        "reports about a later view": once(report(liar, view_id=9, gone=frozenset(range(4000))), times=400),
+        "a report nested 30 levels deep": once(encode(report(liar))[:-1] + b"\x91" * 30),
+        "a welcome": once(Welcome(NextView(View(1, (3,)), View(0, (3,)), 1, {}, "")), times=30),
+        "welcomes full of lists": once(LISTS, times=30),
+        "refusals": once(Refused("x" * 9000, for_good=True), times=50),
+        "a stop that never comes": once(Announcement("stop", 1 << 53)),
+        "an infinite speed": once(Announcement("speed", float("inf"))),
+        "an unknown kind": once(encode({"kind": "k" * 60_000})),
+        "no to every round": instead(RoundVote, digest="", reason="no"),
+        "no vote": without(RoundVote),
+        "another state": instead(Header, digest="another"),
+        "all have diverged": instead(RoundVote, digest="", diverged=others),
+        "a reason with escapes": instead(RoundVote, digest="", reason="\x1b]0;owned\x07" * 500),
+        "votes on rounds that don't exist": also(RoundVote, times=40, round=lambda number: (0, number + 50)),
+        "headers of rounds that don't exist": also(Header, times=40, round=lambda number: (0, number + 50)),
+        "a round 2^50 ahead": also(Header, round=(0, 1 << 50)),
+        "a second header": also(Header, weight=3.0),
+        "a weight of 1e308": instead(Header, weight=1e308),
+        "a negative weight": instead(Header, weight=-1.0),
+        "2^53 values": instead(Header, numel=1 << 53),
+        "2^60 buffers": instead(Header, buffers=1 << 60),
+        "fetching the state for ever": instead(Header, taking_over=True),
+        "no header": without(Header),
+        "everything twice": lambda receiver, message: [message, message],
+    }
+
+
+@pytest.mark.parametrize("name", attacks_of(3, 4))
 def test_a_malicious_member_harms_nobody(name: str) -> None:
-    network = Network(range(4), Limits())
-    honest = [Member(network, rank, 4, 1, RULES) for rank in HONEST]
-    liar = Member(network, LIAR, 4, 1, RULES)
-    liar.lie = ATTACKS[name]()
-    network.nodes.update(enumerate([*honest, liar]))
+    liar, size = 3, 4
+    network = Network(range(size), Limits())
+    members = [Member(network, rank, size, 1, RULES) for rank in range(size)]
+    members[liar].lie = attacks_of(liar, size)[name]
+    network.nodes.update(enumerate(members))
+    honest = [each for each in members if each.rank != liar]
     tracemalloc.start()
     longest_s = run(network, honest)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert [each.left for each in honest] == ["", "", ""]
-    assert [len(each.outcomes) for each in honest] == [Member.STEPS] * 3, "a round was never decided"
+    assert {each.left for each in honest} == {""}
+    assert {each.view for each in honest} == {honest[0].view}
+    assert [len(each.outcomes) for each in honest] == [Member.STEPS] * len(honest), "a round was never decided"
     assert len({tuple(sorted(each.outcomes.items())) for each in honest}) == 1, "a round was applied by some"
     for step in honest[0].averages:
         assert len({each.averages[step].contributors for each in honest}) == 1
+    assert name not in lies_of(liar, size) or {*honest[0].outcomes.values()} == {True}, "it is about members alone"
     assert longest_s <= TIMEOUT_S + 2 * LATE_S, "a liar costs a ballot, besides a round"
     assert peak_bytes < MAX_MEMORY_BYTES
     shown = [str(each) for member in honest for each in (*member.errors.values(), *(v.reason for v in member.changes))]
     assert all(text.isprintable() for text in shown)
+
+
+@pytest.mark.parametrize("name", lies_of(0, 3))
+@pytest.mark.parametrize("size", [3, 5])
+def test_what_the_first_one_says_of_all_others_ends_none_of_them(name: str, size: int) -> None:
+    """The proposer of the first ballot. With n > 2 f, at most the liar is excluded."""
+    network = simulated(size)
+    begin(network, *range(size))
+    for other, message in product(range(1, size), lies_of(0, size)[name]):
+        network.send(0, other, encode(message))
+    finish(network)
+    honest = [rank(network, number) for number in range(1, size)]
+    assert {(each.left, each.view) for each in honest} == {("", honest[0].view)}
+    assert all({*each.outcomes.values()} == {True} for each in honest)
 
 
 def run(network: Network, honest: list[Member]) -> float:
@@ -196,7 +243,7 @@ def run(network: Network, honest: list[Member]) -> float:
             for other in network.ranks:
                 if other != each.rank:
                     network.send(other, each.rank, encode(Beat()))
-        honest[rank].suffer("timers", number)
+        network.nodes[rank].suffer("timers", number)
     return longest_s
 
 

@@ -70,13 +70,12 @@ def test_one_that_does_not_hear_two_others_is_the_one_to_go(
     numbers: list[int], replicas: int, data: st.DataObject
 ) -> None:
     """Property: with whatever number, if the others hear each other. It declares both lost at one heartbeat."""
-    deaf, one, other = data.draw(st.permutations(range(replicas)))[:3]
+    deaf, *others = data.draw(st.permutations(range(replicas)))[:3]
     network = simulated(replicas, Limits(deaf=2))
-    for number in (one, other):
+    for number in others:
         network.happen("deaf", deaf, number, 0)
-    for number in (one, other):
         network.hang_up(deaf, number)
-    for number in (one, other):
+    for number in others:
         rank(network, deaf).lose(number, gone=False)
     wander(network, numbers)
     finish(network)

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.algorithm import SyncSchedule, bind, digest_tensors, flatten, local_shard, partition, unflatten_
+from diloco.algorithm import (
+    FragmentLayout,
+    SyncSchedule,
+    bind,
+    digest_tensors,
+    flatten,
+    local_shard,
+    partition,
+    unflatten_,
+)
 from diloco.data import build_corpus
 from diloco.model import build_model
 from diloco.outer import DiLoCo
@@ -183,9 +192,14 @@ def rank_with_an_empty_shard(position: int, folder: Path) -> dict[str, Any]:
     group = open_group(Setup(strategy="fsdp", size=3), position, folder)
     narrow = replace(MODEL, width=4, layers=1)
     model = parallelise(build_model(narrow, seed=0), "fsdp", group, CPU).model
-    fragments = partition(
-        model, num_fragments=2, strategy="patterns", patterns=[["model.norm.*"], ["model.[!n]*", "lm_head.*"]]
-    )
+    (everything,) = partition(model)
+    parts: list[list[tuple[str, tuple[int, ...]]]] = [[], []]
+    for name, shape in zip(everything.names, everything.shapes, strict=True):
+        parts[not name.startswith("model.norm.")].append((name, shape))
+    fragments = [
+        FragmentLayout(index, tuple(name for name, _ in part), tuple(shape for _, shape in part))
+        for index, part in enumerate(parts)
+    ]
     diloco = DiLoCo(
         model,
         make_inner_optimizer(OptimizerSettings(), model),

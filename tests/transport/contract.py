@@ -16,7 +16,7 @@ import torch
 from diloco.algorithm import (
     PLAIN_MEAN,
     Contribution,
-    MeanEncoding,
+    MeanCodec,
     RoundId,
     SendersMean,
     encode_mean,
@@ -55,7 +55,7 @@ def contribution(
     digest: str = "d",
     max_norm: float | None = None,
     scale: float = 1.0,
-    mean: MeanEncoding = PLAIN_MEAN,
+    mean: MeanCodec = PLAIN_MEAN,
 ) -> Contribution:
     generator = torch.Generator().manual_seed(17 * replica + outer_step)
     encoder = make_codec(codec)
@@ -135,7 +135,7 @@ class PayloadContract:
     def is_that_of_the_plan(self, endpoints: Sequence[Transport]) -> None:
         """1000 values can't be divided evenly among 3. Means of 4 blocks are not worth dividing and use an all-gather,
         except with int8 means among 8 replicas."""
-        num_replicas, mean = len(endpoints), MeanEncoding.of("auto")
+        num_replicas, mean = len(endpoints), "auto"
         sent, received = ([getattr(each, name) for each in endpoints] for name in ("sent_bytes", "received_bytes"))
         for outer_step, codec in enumerate(["float32", "float16", "int8"]):
             given = [contribution(m, outer_step=outer_step, codec=codec, mean=mean) for m in range(num_replicas)]
@@ -157,11 +157,11 @@ class PayloadContract:
         endpoints = make_endpoints(3)
         given = [replace(contribution(m, fragment=-1), withdrawn="it fails" if m == 1 else "") for m in range(3)]
         for attempt in (1, 2):
-            given = [replace(each, round=replace(each.round, fragment=-attempt)) for each in given]
+            given = [replace(each, round=each.round._replace(fragment=-attempt)) for each in given]
             for pending in [endpoint.average(each) for endpoint, each in zip(endpoints, given, strict=True)]:
                 with pytest.raises(RoundVoidError, match="replica 1 was refused: it fails"):
                     pending.wait()
-        given = [replace(each, round=replace(each.round, fragment=-3), withdrawn="") for each in given]
+        given = [replace(each, round=each.round._replace(fragment=-3), withdrawn="") for each in given]
         averages, expected = exchange(endpoints, given), weighted_mean(given).values
         assert [torch.equal(average.values, expected) for average in averages] == [True] * 3
 
@@ -193,7 +193,7 @@ class PayloadContract:
         endpoints = make_endpoints(2)
         held = {"global_params": torch.ones(3), "outer_step": 5, "slots": {"momentum": torch.zeros(3)}}
         endpoints[1].publish(lambda fragment: {**held, "outer_step": fragment})
-        got = endpoints[0].fetch(4, [1])
+        got = endpoints[0].fetch(4, [1]).result()
         got["global_params"].fill_(9)
         got["slots"]["momentum"].fill_(9)
         assert got["outer_step"] == 4
@@ -294,7 +294,7 @@ class TransportContract(PayloadContract):
         """The second round of each fragment is void."""
         endpoints, weights = make_endpoints(4), (1.0, 2.0, 0.5, 3.0)
         for fragment, (codec, name, parameters) in enumerate(LOSSY_MEANS):
-            mean = MeanEncoding(make_codec(name, **parameters))
+            mean = make_codec(name, **parameters)
             for outer_step in range(4):
                 given = [
                     contribution(m, fragment=fragment, outer_step=outer_step, codec=codec, weight=w, mean=mean)
@@ -310,7 +310,7 @@ class TransportContract(PayloadContract):
                 averages, expected = exchange(endpoints, given), weighted_mean(given).values
                 plan = plan_exchange(make_codec(codec), SIZE, 4, 2 * 4 + 2, mean=mean)
                 assert plan.pattern == "reduce-scatter"
-                encode_mean(expected, mean.codec)
+                encode_mean(expected, mean)
                 for position, average in enumerate(averages):
                     assert torch.equal(average.values, expected)
                     assert average.sent_bytes == plan.sent[position]
@@ -318,7 +318,7 @@ class TransportContract(PayloadContract):
 
     def test_where_everybody_sums_everything_nothing_is_encoded(self, make_endpoints: MakeEndpoints) -> None:
         """This is so with clipping, which needs whole contributions."""
-        given = [contribution(m, mean=MeanEncoding(make_codec("fp4")), max_norm=1e9) for m in range(3)]
+        given = [contribution(m, mean=make_codec("fp4"), max_norm=1e9) for m in range(3)]
         for average in exchange(make_endpoints(3), given):
             assert torch.equal(average.values, weighted_mean(given).values)
 
@@ -358,4 +358,4 @@ class TransportContract(PayloadContract):
 
     def test_a_donor_with_nothing_to_give_is_named(self, make_endpoints: MakeEndpoints) -> None:
         with pytest.raises(TransportError, match="replica 1 was asked for fragment 0"):
-            make_endpoints(2)[0].fetch(0, [1])
+            make_endpoints(2)[0].fetch(0, [1]).result()

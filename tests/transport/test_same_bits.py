@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.algorithm import AlphaMerge, Codec, Nesterov, SyncSchedule, Uplink, make_codec, partition
+from diloco.algorithm import AlphaMerge, Codec, Nesterov, SyncSchedule, Uplink, make_codec
 from diloco.events import Event, RoundCommitted
 from diloco.outer import DiLoCo
 from diloco.transport import PeerTransport
-from tests.replicas import Swarm, Vectors, quadratic
+from tests.replicas import Swarm, Vectors, apart, quadratic
 from tests.transport.wires import Wires
 
 SCHEDULE = SyncSchedule(inner_steps=7, num_fragments=3, overlap_steps=2)
@@ -38,7 +38,7 @@ def in_process(num_replicas: int, codec: Codec | str, **more: Any) -> list[tuple
         merge=AlphaMerge(0.5),
         codec=codec,
         weights=[1.0 + m for m in range(num_replicas)],
-        fragments=partition(big(), strategy="patterns", patterns=Vectors.PATTERNS),
+        fragments=apart(big()),
         **more,
     )
     swarm.run(STEPS, quadratic(1))
@@ -60,7 +60,7 @@ def over_sockets(num_replicas: int, codec: Codec | str, **more: Any) -> list[tup
             inner,
             transport=transports[number],
             schedule=SCHEDULE,
-            fragments=partition(model, strategy="patterns", patterns=Vectors.PATTERNS),
+            fragments=apart(model),
             outer_optimizer=Nesterov(learning_rate=0.4),
             merge=AlphaMerge(0.5),
             codec=codec,

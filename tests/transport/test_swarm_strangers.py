@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from diloco.membership import NextView, View, Vote
+from diloco.membership import NextView, View
 from diloco.transport import Credentials, Node, NodePlace, PeerStreams, PeerTransport, load_identity, new_secret
 from tests.transport.contract import contribution, exchange
 from tests.transport.relays import frame, unframe
@@ -45,7 +45,7 @@ OPENINGS: dict[str, bytes] = {
 """Openings of a stream from a peer that knows the secret; `ME` is its own identity. Frames that are none: over TCP."""
 FOLLOWING = NextView(View(3, (9,)), View(2, (9,)), 0, {}, "")
 AFTER_HELLO: dict[str, dict[str, Any]] = {
-    "a vote": {"kind": "vote", "view": 2, "round": [0, 0], "vote": Vote(False, reason="no")},
+    "a vote": {"kind": "vote", "view": 2, "round": [0, 0], "reason": "no"},
     "a welcome": {"kind": "welcome", "following": FOLLOWING},
     "a value for the mailbox": {"kind": "store", "key": "x" * 100, "value": b"y"},
     "a wish to join in another's name": {"kind": "join", "entry": ENTRY | {"rank": 1}, "connected": [0, 1]},
@@ -98,8 +98,7 @@ def named(data: bytes, me: str) -> bytes:
     """Insert the sender's identity into the text of a frame."""
     if ME.encode() not in data:
         return data
-    message, blob = unframe(data)
-    return frame(msgspec.json.decode(msgspec.json.encode(message).replace(ME.encode(), me.encode())), blob)
+    return frame(msgspec.json.decode(msgspec.json.encode(unframe(data)).replace(ME.encode(), me.encode())))
 
 
 class Live:

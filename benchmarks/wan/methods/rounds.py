@@ -8,7 +8,7 @@ from torch import Tensor
 from benchmarks.wan.connector import Connector
 from benchmarks.wan.methods import base
 from benchmarks.wan.plan import Job
-from diloco.algorithm import Contribution, MeanEncoding, RoundId, make_codec
+from diloco.algorithm import Contribution, RoundId, make_codec
 
 
 class Program(base.Rounds):
@@ -17,7 +17,6 @@ class Program(base.Rounds):
     def __init__(self, job: Job, replica: int) -> None:
         super().__init__(job, replica)
         self._codec = make_codec(self.options["codec"])
-        self._mean_encoding = MeanEncoding.of(self.options["mean_codec"])
         self._connector = Connector(job, replica)
 
     def prepare(self) -> Mapping[str, Any]:
@@ -37,7 +36,7 @@ class Program(base.Rounds):
                 codec=self._codec,
                 numel=values.numel(),
                 payload=self._payload,
-                mean=self._mean_encoding,
+                mean=self.options["mean_codec"],
             )
         )
         average = pending.wait()

@@ -8,7 +8,6 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from numbers import Integral, Real
-from types import UnionType
 from typing import Any, get_args, get_type_hints
 
 from msgspec import Meta
@@ -31,12 +30,6 @@ def check_replica(replica: Any, num_replicas: Any) -> int:
     """Return the number of a replica as an int, which must be from 0 to ``num_replicas - 1``."""
     last = check_whole("num_replicas", num_replicas, 1) - 1
     return check_whole(f"replica with num_replicas={num_replicas}", replica, 0, last)
-
-
-def check_type(name: str, value: Any, kind: type | UnionType, works: str) -> None:
-    """Raise `ConfigurationError`, which says what ``works``, if ``value`` is not a ``kind``."""
-    if not isinstance(value, kind):
-        raise ConfigurationError(f"{name} must be {works}, got {value!r}.")
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:

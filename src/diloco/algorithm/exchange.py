@@ -8,27 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from diloco.algorithm.codec.base import Codec, Float32, make_codec
 from diloco.algorithm.codec.blockwise import FP4, Int8
 from diloco.algorithm.settings import AUTO_MEANS_FROM_REPLICAS
-
-__all__ = [
-    "PLAIN_MEAN",
-    "UNKNOWN_UPLINK",
-    "Exchange",
-    "MeanEncoding",
-    "Uplink",
-    "data_parallel_bytes",
-    "encode_mean",
-    "plan_exchange",
-]
 
 _WORTH_IT = 0.8  # what a slow uplink changes must take at most this part of the time, as measured rates are not exact
 
@@ -40,50 +30,30 @@ MEASURED_COSTS = {"int8": "0.01 %", "fp4": "0.23 %"}
 """The largest change of the loss by encoded means, in runs of 4 to 16 replicas with contributions in fp4."""
 
 
-@dataclass(frozen=True)
-class MeanEncoding:
-    """How the owner of a range encodes the mean that it sends to the other replicas.
+MeanCodec = Codec | str
+"""The codec in which the owner of a range sends its mean to the other replicas, its name, or "auto" (`mean_codecs`)."""
 
-    Args:
-        codec: The codec; default: float32, which is exact.
-        auto: Whether the codec follows from the number of replicas, their contributions and their uplinks instead.
+PLAIN_MEAN: MeanCodec = Float32()
+
+
+def mean_codecs(mean: MeanCodec, num_replicas: int, contributions: Codec) -> tuple[Codec, ...]:
+    """Return the codecs of means in question: the one for uplinks that are fast enough, then coarser ones.
+
+    "auto" begins with int8 among at least 8 replicas, where it saves much and cost nothing in measurements, and with
+    float32 among fewer. Means are never coarser than contributions, and float32 if these take at least 2 bytes per
+    value.
+
+    >>> [[each.name for each in mean_codecs("auto", number, make_codec("fp4"))] for number in (7, 8)]
+    [['float32', 'int8', 'fp4'], ['int8', 'fp4']]
+    >>> [[each.name for each in mean_codecs("auto", 8, make_codec(name))] for name in ("int8", "bfloat16")]
+    [['int8'], ['float32']]
     """
-
-    codec: Codec = field(default_factory=Float32)
-    auto: bool = False
-
-    @classmethod
-    def of(cls, codec: Codec | str) -> MeanEncoding:
-        """Return the encoding for a codec, its name, or "auto"; see `choices`."""
-        if codec == "auto":
-            return cls(auto=True)
-        return cls(make_codec(codec) if isinstance(codec, str) else codec)
-
-    def choices(self, num_replicas: int, contributions: Codec) -> tuple[Codec, ...]:
-        """Return the codecs in question: the one for uplinks that are fast enough, then coarser ones.
-
-        "auto" begins with int8 among at least 8 replicas, where it saves much and cost nothing in measurements, and
-        with float32 among fewer. Means are never coarser than contributions, and float32 if these take at least 2 bytes
-        per value.
-
-        >>> auto = MeanEncoding.of("auto")
-        >>> [[each.name for each in auto.choices(number, make_codec("fp4"))] for number in (7, 8)]
-        [['float32', 'int8', 'fp4'], ['int8', 'fp4']]
-        >>> [[each.name for each in auto.choices(8, make_codec(name))] for name in ("int8", "bfloat16")]
-        [['int8'], ['float32']]
-        """
-        if not self.auto:
-            return (self.codec,)
-        block = contributions.block_size
-        size = contributions.payload_bytes(block) / block
-        codecs = _AUTO[: 1 + (size < 2) + (size < 1)]
-        return codecs[1:] if len(codecs) > 1 and num_replicas >= AUTO_MEANS_FROM_REPLICAS else codecs
-
-    def __str__(self) -> str:
-        return "auto" if self.auto else str(self.codec)
-
-
-PLAIN_MEAN = MeanEncoding()  # float32 means
+    if mean != "auto":
+        return (make_codec(mean) if isinstance(mean, str) else mean,)
+    block = contributions.block_size
+    size = contributions.payload_bytes(block) / block
+    codecs = _AUTO[: 1 + (size < 2) + (size < 1)]
+    return codecs[1:] if len(codecs) > 1 and num_replicas >= AUTO_MEANS_FROM_REPLICAS else codecs
 
 
 def encode_mean(values: Tensor, codec: Codec) -> Tensor:
@@ -107,7 +77,7 @@ def encode_mean(values: Tensor, codec: Codec) -> Tensor:
 class Uplink:
     """What a replica knows about the bandwidth with which it sends."""
 
-    bits_per_s: int = 0  # the highest rate measured; 0: none
+    bits_per_s: Annotated[int, Meta(ge=0)] = 0  # the highest rate measured; 0: none
     full: bool = False  # whether the uplink was full at that rate
     window_s: float = math.inf  # how long a round may take before its training stands still for more than a little
 
@@ -158,7 +128,7 @@ def plan_exchange(
     num_replicas: int,
     extra_bytes: int = 0,
     *,
-    mean: MeanEncoding = PLAIN_MEAN,
+    mean: MeanCodec = PLAIN_MEAN,
     whole: bool = False,
     uplinks: Sequence[Uplink] = (),
 ) -> Exchange:
@@ -178,7 +148,7 @@ def plan_exchange(
 
     Args:
         extra_bytes: The bytes that each replica sends in addition to its payload (model buffers), always all-gathered.
-        mean: The encoding of means. Ranges consist of whole blocks of both codecs.
+        mean: The codec of means. Ranges consist of whole blocks of both codecs.
         uplinks: What is known about the uplink of each replica; empty: nothing.
 
     >>> plan = plan_exchange(make_codec("float16"), 1002, 4)
@@ -187,15 +157,15 @@ def plan_exchange(
     >>> plan.sent, plan.received
     ((4504, 4514, 4504, 4514), (4508, 4510, 4508, 4510))
     >>> slow, fast = Uplink(20_000_000, full=True), Uplink(100_000_000)
-    >>> plan_exchange(make_codec("int8"), 4096, 3, mean=MeanEncoding.of("int8"), uplinks=[slow, fast, fast]).shards
+    >>> plan_exchange(make_codec("int8"), 4096, 3, mean=make_codec("int8"), uplinks=[slow, fast, fast]).shards
     ((0, 0), (0, 2048), (2048, 4096))
     >>> home = [Uplink(15_000_000, window_s=2.6)] * 4
-    >>> plan_exchange(make_codec("fp4"), 6_000_000, 4, mean=MeanEncoding.of("auto"), uplinks=home).mean.name
+    >>> plan_exchange(make_codec("fp4"), 6_000_000, 4, mean="auto", uplinks=home).mean.name
     'fp4'
     """
     plans: list[Exchange] = []
     late_s: list[float] = []
-    for each in mean.choices(num_replicas, codec):
+    for each in mean_codecs(mean, num_replicas, codec):
         plans.append(_cheaper(codec, each, numel, num_replicas, extra_bytes, whole=whole, uplinks=uplinks))
         late_s.append(max((link.late_s(sent) for link, sent in zip(uplinks, plans[-1].sent, strict=False)), default=0))
         if late_s[-1] == 0:

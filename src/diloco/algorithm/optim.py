@@ -1,8 +1,9 @@
-"""Outer optimizers, which update the flat global parameters of a fragment with the mean pseudo-gradient.
+"""Outer optimizers, which update the flat global parameters of a fragment, and rules that merge them into local ones.
 
-Each has two methods, ``init`` and ``update``, like the transformations of optax, and keeps its state per fragment in an
-`OuterState`. All arithmetic is float32, elementwise and in pieces, and every product is rounded before it is added (no
-fused multiply-add). So the result has the same bits on every machine and needs no tensor-sized temporary.
+An outer optimizer has two methods, ``init`` and ``update``, like the transformations of optax, and keeps its state per
+fragment in an `OuterState`. All arithmetic is float32, elementwise and in pieces, and every product is rounded before
+it is added (no fused multiply-add). So the result has the same bits on every machine and needs no tensor-sized
+temporary.
 """
 
 from __future__ import annotations
@@ -107,6 +108,63 @@ class Nesterov:
             velocity.mul_(momentum).add_(delta)
             theta.sub_(velocity.mul(momentum).add_(delta).mul_(learning_rate))
         state.step += 1
+
+
+@runtime_checkable
+class MergeRule(Protocol):
+    """A rule that merges new global parameters into the local ones, each value by the same value of the others."""
+
+    @property
+    def keeps_sent(self) -> bool:
+        """Whether the rule needs the local parameters when sent, which cost 4 bytes per value while in flight."""
+
+    def merge(self, local: Tensor, global_params: Tensor, sent: Tensor | None) -> None:
+        """Update ``local`` in place, given the global parameters after the outer step; all ``(n,)`` float32.
+
+        ``sent`` are the local parameters when sent if ``keeps_sent``, else None. A call gets a part of a fragment.
+        """
+
+
+@dataclass(frozen=True)
+class AlphaMerge:
+    """``local <- alpha * local + (1 - alpha) * global`` (Streaming DiLoCo, Algorithm 2, line 12).
+
+    alpha = 0 drops the work of the overlapped steps; alpha = 1 ignores the other replicas.
+
+    >>> import torch
+    >>> local = torch.tensor([1.0, 2.0])
+    >>> AlphaMerge(0.25).merge(local, torch.tensor([5.0, 6.0]), None)
+    >>> local.tolist()
+    [4.0, 5.0]
+    """
+
+    alpha: float = 0.0
+    keeps_sent = False
+
+    def __post_init__(self) -> None:
+        check_number("merge alpha", self.alpha, ge=0, le=1)
+
+    def merge(self, local: Tensor, global_params: Tensor, sent: Tensor | None) -> None:
+        local.mul_(self.alpha).add_(global_params * (1 - self.alpha))
+
+
+@dataclass(frozen=True)
+class RebaseMerge:
+    """``local <- global + (local - local when sent)``, which keeps all work of the overlapped steps
+    (as LOSCAR-SGD).
+
+    >>> import torch
+    >>> local, sent = torch.tensor([1.5]), torch.tensor([1.0])
+    >>> RebaseMerge().merge(local, torch.tensor([3.0]), sent)
+    >>> local.tolist()
+    [3.5]
+    """
+
+    keeps_sent = True
+
+    def merge(self, local: Tensor, global_params: Tensor, sent: Tensor | None) -> None:
+        assert sent is not None, "RebaseMerge needs the local parameters when sent"
+        local.sub_(sent).add_(global_params)
 
 
 _PIECE_BYTES = 1 << 25  # GPU memory is copied and hashed in pieces of this size

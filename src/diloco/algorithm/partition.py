@@ -10,22 +10,20 @@ parameters, and each rank copies its own shard, which may be empty.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm.checks import check_choice, check_type, check_whole
-from diloco.algorithm.tensors import all_parameters, local_shard, named_parameters, same_memory, unfit_parameter
+from diloco.algorithm.checks import check_choice, check_whole
+from diloco.algorithm.tensors import local_shard, named_parameters, same_memory, unfit_parameter
 from diloco.errors import FragmentError
 
-Strategy = Literal["strided", "sequential", "balanced", "patterns"]
+Strategy = Literal["strided", "balanced"]
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,6 @@ def partition(
     *,
     num_fragments: int = 1,
     strategy: Strategy = "strided",
-    patterns: Sequence[Sequence[str]] = (),
 ) -> tuple[FragmentLayout, ...]:
     """Divide the trainable parameters of ``model`` into ``num_fragments`` fragments.
 
@@ -97,41 +94,32 @@ def partition(
     - ``strided`` (Streaming DiLoCo's default): fragment 0 holds everything outside the layers (embeddings, head, final
       norm), fragment i >= 1 the layers i-1, i-1 + (P-1), i-1 + 2(P-1), ... If the layers hold all parameters, fragment
       0 holds layers, too.
-    - ``sequential``: like ``strided``, but with blocks of neighbouring layers.
     - ``balanced``: single tensors packed into fragments of nearly equal size, the largest first.
-    - ``patterns``: fragment i holds the names that match one of ``patterns[i]`` (shell-style, ``layers.[01].*``). A
-      pattern may match any name of a tied weight, and must match at least one.
 
-    A single fragment holds the whole model under every strategy except ``patterns``.
+    A single fragment holds the whole model. For fragments of your own, construct `FragmentLayout` objects.
 
     Raises:
-        FragmentError: if a parameter belongs to no fragment or to two, or a fragment would be empty. The message names
-            them.
+        FragmentError: if there are too few layers or parameters for so many fragments. The message says what works.
 
     >>> model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 3, bias=False), nn.Linear(3, 2, bias=False))
     >>> [fragment.names for fragment in partition(model, num_fragments=2, strategy="balanced")]
     [('1.weight', '0.weight'), ('2.weight',)]
     """
     check_choice("strategy", strategy, get_args(Strategy))
-    check_type("model", model, nn.Module, "a torch.nn.Module")
     num_fragments, parameters = check_whole("num_fragments", num_fragments, 1), trainable_parameters(model)
     if not parameters:
         raise FragmentError("The model has no trainable parameters, so there is nothing to synchronise.")
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}
-    if strategy == "patterns":
-        groups = _matching(model, parameters, patterns)
-    elif num_fragments == 1:
+    if num_fragments == 1:
         groups = [list(parameters)]
     elif strategy == "balanced":
         groups = _balanced(sizes, num_fragments)
     else:
-        groups = _layered(sizes, num_fragments, strategy)
-    fragments = tuple(
+        groups = _strided(sizes, num_fragments)
+    return tuple(
         FragmentLayout(index, tuple(names), tuple(tuple(local_shard(parameters[name]).shape) for name in names))
         for index, names in enumerate(groups)
     )
-    check_coverage(model, fragments)
-    return fragments
 
 
 def check_coverage(model: nn.Module, fragments: Sequence[FragmentLayout]) -> None:
@@ -220,27 +208,7 @@ def holding(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> I
             shard.copy_(before[name])
 
 
-def _matching(
-    model: nn.Module, parameters: Mapping[str, nn.Parameter], patterns: Sequence[Sequence[str]]
-) -> list[list[str]]:
-    if any(isinstance(group, str) for group in (patterns, *patterns)):
-        raise FragmentError(f"patterns must be a list of patterns for each fragment, got {patterns!r}.")
-    first = {id(parameter): name for name, parameter in parameters.items()}
-    # all names of every parameter, those of wrappers too
-    named = [*all_parameters(model), *model.named_parameters(remove_duplicate=False)]
-    groups = []
-    for index, group in enumerate(patterns):
-        names: set[str] = set()
-        for pattern in group:
-            hits = {first[id(p)] for name, p in named if id(p) in first and fnmatchcase(name, pattern)}
-            if not hits:
-                raise FragmentError(f"The pattern {pattern!r} of fragment {index} matches no trainable parameter.")
-            names |= hits
-        groups.append([name for name in parameters if name in names])
-    return groups
-
-
-def _layered(sizes: Mapping[str, int], num_fragments: int, strategy: str) -> list[list[str]]:
+def _strided(sizes: Mapping[str, int], num_fragments: int) -> list[list[str]]:
     rest, layers = group_layers(sizes)
     outside = [rest] if rest else []
     blocks = num_fragments - len(outside)
@@ -249,16 +217,11 @@ def _layered(sizes: Mapping[str, int], num_fragments: int, strategy: str) -> lis
         balanced = f'partition(model, num_fragments={num_fragments}, strategy="balanced")'
         raise FragmentError(
             f"A model with {len(layers) or 'no numbered'} layers"
-            f"{' and parameters outside them' if outside and layers else ''} can't have {num_fragments} {strategy} "
+            f"{' and parameters outside them' if outside and layers else ''} can't have {num_fragments} strided "
             f"fragments, which consist of whole layers. Use {works}, or fragments={balanced}, which divides parameters "
             "by size alone."
         )
-    if strategy == "strided":
-        members = [layers[block::blocks] for block in range(blocks)]
-    else:
-        bounds = [block * len(layers) // blocks for block in range(blocks + 1)]
-        members = [layers[low:high] for low, high in itertools.pairwise(bounds)]
-    return [*outside, *([name for layer in block for name in layer] for block in members)]
+    return [*outside, *([name for layer in layers[block::blocks] for name in layer] for block in range(blocks))]
 
 
 def _balanced(sizes: Mapping[str, int], num_fragments: int) -> list[list[str]]:

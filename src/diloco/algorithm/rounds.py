@@ -12,21 +12,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from diloco.algorithm.codec.base import Codec, divisor, largest_magnitude
-from diloco.algorithm.exchange import PLAIN_MEAN, Exchange, MeanEncoding, Uplink, plan_exchange
+from diloco.algorithm.exchange import PLAIN_MEAN, Exchange, MeanCodec, Uplink, plan_exchange
 from diloco.algorithm.optim import digest_tensors
 from diloco.algorithm.telemetry import sampled_ranges, spread, spread_terms
 from diloco.errors import CodecError, DivergedError
-
-Value = TypeVar("Value", bound=Hashable)
 
 LARGEST_MEAN = 2.0**100  # a larger mean makes the round void: momentum and outer steps would overflow
 
@@ -34,6 +33,9 @@ _CHUNK_VALUES = 1 << 20  # whose squares are summed at a time; it defines the or
 
 LEAST_WEIGHT, GREATEST_WEIGHT = 1e-18, 1e18
 """Bounds of weights. Weights multiply float32 values, where far smaller or larger ones would become 0 or infinite."""
+
+LEAST_FRAGMENT = -3
+"""The least fragment number. Fragments below 0 are gradients: -1, and less for further attempts after a void round."""
 
 _KINDS = "values", "floating buffers", "integer buffers"
 
@@ -69,8 +71,8 @@ class SendersMean:
     mean over all replicas. Templar's code, which trained a 72B model, does this; the SparseLoCo paper divides by the
     number of all replicas.
 
-    >>> SendersMean().combine([(1.0, torch.tensor([4.0, 0.0, 3.0])), (1.0, torch.tensor([2.0, 0.0, 0.0]))], [3])
-    tensor([3., 0., 3.])
+    >>> SendersMean().combine([(3.0, torch.tensor([4.0, 0.0, 3.0])), (1.0, torch.tensor([2.0, 0.0, 0.0]))], [3])
+    tensor([3.5000, 0.0000, 3.0000])
     """
 
     elementwise = True
@@ -85,8 +87,7 @@ class SendersMean:
         return total.div_(sent.masked_fill_(sent == 0, 1.0))
 
 
-@dataclass(frozen=True, order=True)
-class RoundId:
+class RoundId(NamedTuple):
     """One exchange of one fragment.
 
     Attributes:
@@ -95,8 +96,8 @@ class RoundId:
         outer_step: The number of earlier synchronisations of the fragment; the inner step for gradients.
     """
 
-    fragment: int
-    outer_step: int
+    fragment: Annotated[int, Meta(ge=LEAST_FRAGMENT, le=1 << 53)]
+    outer_step: Annotated[int, Meta(ge=0, le=1 << 53)]
 
     def __str__(self) -> str:
         if self.fragment < 0:
@@ -124,7 +125,7 @@ class Contribution:
     average_rule: AverageRule | None = None  # None: the weighted mean; the same on all replicas
     tensors: tuple[int, ...] = ()  # the sizes of the tensors that the values consist of, for ``average_rule``
     telemetry: bool = False  # whether to measure the spread of the round's contributions where they are available
-    mean: MeanEncoding = PLAIN_MEAN  # the encoding of means in a reduce-scatter; the same on all replicas
+    mean: MeanCodec = PLAIN_MEAN  # the codec of means in a reduce-scatter; the same on all replicas
     transfer_steps: float = math.inf  # see `SyncSchedule`; infinite: the uplinks change no means
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable; where a payload in host memory is averaged
 
@@ -195,25 +196,10 @@ class Verdict:
         return DivergedError(message, donor=self.donor, digest=digest, round=str(round_id), replicas=self.diverged)
 
 
-class Header(Protocol):
-    """What a verdict needs of a contribution; see the fields of `Contribution`."""
-
-    @property
-    def digest(self) -> str: ...
-    @property
-    def withdrawn(self) -> str: ...
-    @property
-    def weight(self) -> float: ...
-    @property
-    def base_weight(self) -> float: ...
-    @property
-    def layout(self) -> tuple[int | None, ...]: ...
-
-
-def _refusal(contribution: Header, expected: Sequence[int | None]) -> str:
+def _refusal(contribution: Any, expected: Sequence[int | None]) -> str:
     """Return why ``contribution`` can't be averaged with those of the ``expected`` layout, or "" if it can."""
     if contribution.withdrawn:
-        return contribution.withdrawn
+        return str(contribution.withdrawn)
     for kind, mine, theirs in zip(_KINDS, contribution.layout, expected, strict=True):
         if mine != theirs:
             sizes = [f"{'no' if size is None else size} {kind}" for size in (mine, theirs)]
@@ -225,14 +211,14 @@ def _refusal(contribution: Header, expected: Sequence[int | None]) -> str:
 
 
 def judge(
-    contributions: Mapping[int, Header],
+    contributions: Mapping[int, Any],
     *,
     members: Sequence[int],
     min_contributors: int,
     absent: Mapping[int, str],
     holders: int = 1,
 ) -> Verdict:
-    """Decide about a round, given the `Contribution.checked` of each member or the reason for its absence.
+    """Decide about a round, given the `Contribution.checked` of each member, or its header, or why it is absent.
 
     A replica has diverged if its digest is not the most frequent one; on a tie the digest of the lowest replica counts.
     The most frequent sizes are determined in the same way, and contributions of other sizes are refused.
@@ -247,7 +233,7 @@ def judge(
     if not contributions:
         return Verdict((), "; ".join(reasons[replica] for replica in sorted(reasons)) or "no replica contributed")
     ordered = sorted(contributions)
-    majority = _most_frequent([contributions[replica].digest for replica in ordered])
+    ((majority, _),) = Counter(contributions[replica].digest for replica in ordered).most_common(1)  # first of equals
     diverged = tuple(replica for replica in ordered if contributions[replica].digest != majority)
     donor = next(replica for replica in ordered if replica not in diverged)
     what = "global parameters or outer state of"
@@ -257,7 +243,7 @@ def judge(
     if diverged:
         names = ", ".join(map(str, diverged))
         return Verdict((), f"{what} replica {names} differ from those of replica {donor}", diverged, donor)
-    layout = _most_frequent([contributions[replica].layout for replica in ordered])
+    ((layout, _),) = Counter(contributions[replica].layout for replica in ordered).most_common(1)
     for replica in ordered:
         if why := _refusal(contributions[replica], layout):
             reasons[replica] = f"the contribution of replica {replica} was refused: {why}"
@@ -268,10 +254,6 @@ def judge(
         few = f"{len(usable)} of {len(members)} contributions are usable, {min_contributors} are needed: {reason}"
         return Verdict((), few, refused=refused)
     return Verdict(usable, reason, donor=donor, refused=refused)
-
-
-def _most_frequent(values: Sequence[Value]) -> Value:
-    return Counter(values).most_common(1)[0][0]  # the first of equals
 
 
 def weighted_mean(contributions: Sequence[Contribution]) -> Mean:
@@ -292,17 +274,18 @@ def weighted_mean(contributions: Sequence[Contribution]) -> Mean:
         {m: each.weight for m, each in ordered.items()}, {m: each.base_weight for m, each in ordered.items()}
     )
     total = sum(weights.values())
-    factors: dict[int, float] = {}
-    if first.max_norm is not None:
-        norms = {m: vector_norm(each.codec.decode(each.payload, numel)) for m, each in ordered.items()}
-        factors = scale_factors(first.max_norm, norms)
+
+    def decoded() -> Iterable[tuple[int, Tensor]]:
+        return ((m, each.codec.decode(each.payload, numel)) for m, each in ordered.items())
+
+    factors = scale_factors(first.max_norm, decoded())
     addends = {m: (each.codec, each.payload, weights[m] * factors.get(m, 1.0)) for m, each in ordered.items()}
     if first.average_rule is None:
         values = torch.empty(numel, dtype=torch.float32, device=first.payload.device)
         mean_into_(values, addends.values(), total)
     else:
-        decoded = ((m, each.codec.decode(each.payload, numel)) for m, each in ordered.items())
-        values = combined(first.average_rule, decoded, weights, factors, first.tensors)
+        pairs = ((weights[m], each.mul_(factors.get(m, 1.0))) for m, each in decoded())
+        values = first.average_rule.combine(pairs, first.tensors)
     check_mean(values, addends)
     buffers = {m: each.buffers for m, each in ordered.items() if each.buffers is not None}
     distance = None
@@ -355,29 +338,16 @@ def mean_of_buffers(buffers: Mapping[int, Tensor], weights: Mapping[int, float])
     return torch.where(divisor > 0, (total / divisor).float(), first)
 
 
-def combined(
-    rule: AverageRule,
-    decoded: Iterable[tuple[int, Tensor]],
-    weights: Mapping[int, float],
-    factors: Mapping[int, float],
-    tensors: Sequence[int],
-) -> Tensor:
-    """Return the average by ``rule``. ``decoded`` are the replicas and their values, ascending, which it overwrites."""
-    pairs = ((weights[replica], values.mul_(factors.get(replica, 1.0))) for replica, values in decoded)
-    return rule.combine(pairs, tensors)
+def scale_factors(max_norm: float | None, decoded: Iterable[tuple[int, Tensor]]) -> dict[int, float]:
+    """Return ``max_norm / n``, rounded to float32, for each replica whose values have a norm n above ``max_norm``.
 
-
-def scale_factors(max_norm: float, norms: Mapping[int, float]) -> dict[int, float]:
-    """Return ``max_norm / n``, rounded to float32, for each replica whose norm n exceeds ``max_norm``.
-
-    >>> scale_factors(1.0, {0: 0.5, 1: 1.0, 2: 4.0})
+    >>> scale_factors(1.0, [(0, torch.tensor([0.5])), (1, torch.tensor([1.0])), (2, torch.tensor([4.0]))])
     {2: 0.25}
     """
-    return {
-        replica: float(torch.tensor(max_norm / norm, dtype=torch.float32, device="cpu"))
-        for replica, norm in sorted(norms.items())
-        if norm > max_norm
-    }
+    if max_norm is None:
+        return {}
+    norms = {replica: vector_norm(values) for replica, values in decoded}
+    return {m: float(np.float32(max_norm / norm)) for m, norm in norms.items() if norm > max_norm}
 
 
 def vector_norm(values: Tensor) -> float:

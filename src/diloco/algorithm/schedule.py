@@ -6,14 +6,14 @@ Schedule: Streaming DiLoCo, Algorithm 2, lines 6 and 9.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
-from diloco.algorithm.checks import check_choice, check_ranges, check_type, check_whole
+from diloco.algorithm.checks import check_choice, check_ranges, check_whole
 from diloco.errors import ConfigurationError
 
 _STANDING = 0.03  # share of the time for which training may stand still
@@ -76,7 +76,6 @@ class SyncSchedule:
             object.__setattr__(self, name, check_whole(words, getattr(self, name), least, self.inner_steps))
         spread = (p * self.inner_steps // self.num_fragments for p in range(self.num_fragments))
         values = spread if self.offsets is None else self.offsets
-        check_type("offsets", values, Iterable, f"{self.num_fragments} whole numbers, one for each fragment")
         object.__setattr__(self, "offsets", tuple(check_whole("an offset", value) for value in values))
         offsets = self.fragment_offsets
         if len(offsets) != self.num_fragments or any(not 0 <= offset < self.inner_steps for offset in offsets):

@@ -1,11 +1,16 @@
-"""The settings of the algorithm. This module imports no torch, so that `diloco train --help` is quick.
+"""The settings of the algorithm, and the components that they name: codecs, outer optimizers, merge rules and averages.
 
-``None`` means that the value is derived from the algorithm or the preset; each run prints the derived values when it
-starts.
+To add a component, write its class (or a function that makes one) and add a line to the table of its kind. This module
+imports no torch, so that `diloco train --help` is quick: the code of a component is imported when it is used.
+
+``None`` in a setting means that the value is derived from the algorithm or the preset; each run prints the derived
+values when it starts.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -14,10 +19,96 @@ from msgspec import Meta
 from tyro.conf import arg
 
 from diloco.errors import ConfigurationError, nearest
+from diloco.plugins import call, is_own, takes
 
 AUTO_MEANS_FROM_REPLICAS = 8  # the least number of replicas for which the mean codec "auto" encodes means
 
-ROLES = ("codec", "outer", "merge", "average")
+
+@dataclass(frozen=True)
+class Registry:
+    """The components of one kind, by name.
+
+    >>> CODECS.make("int8", {"block_size": 64}).payload_bytes(1000)
+    1064
+    >>> CODECS.make("int8", {"blocksize": 64})
+    Traceback (most recent call last):
+    diloco.errors.ConfigurationError: The codec 'int8' has no parameter 'blocksize'; did you mean 'block_size'?
+    """
+
+    kind: str  # what they are, for messages
+    key: str  # the setting that names one
+    base: str  # ``file:Class`` in this package that they are instances of, or whose methods they have
+    known: Mapping[str, str]  # name -> ``file:Class`` in this package
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.known)
+
+    def check(self, name: str) -> None:
+        """Raise `ConfigurationError` if ``name`` is neither known nor written as code of your own, ``module:Class``."""
+        if name not in self.known and not is_own(name):
+            raise ConfigurationError(
+                f"There is no {self.kind} {name!r}; {nearest(name, self.known)} Name your own as module:Class or "
+                "FILE.py:Class."
+            )
+
+    def make(self, name: str, arguments: Mapping[str, Any] | None = None, **offered: Any) -> Any:
+        """Make the component that is known as ``name``, or the user's own if it is ``module:Class``.
+
+        It must take all ``arguments``; of those ``offered`` it gets what it takes.
+
+        Raises:
+            ConfigurationError: if a name or value is invalid. The message has the nearest name or the valid values.
+        """
+        self.check(name)
+        arguments = arguments or {}
+        if is_own(name):
+            return call(self.key, name, kind=_load(self.base), arguments=arguments, offered=offered)
+        make = _load(self.known[name])
+        known = list(inspect.signature(make).parameters)
+        for argument in arguments:
+            if argument not in known:
+                hint = nearest(argument, known) if known else "it has none."
+                raise ConfigurationError(f"The {self.kind} {name!r} has no parameter {argument!r}; {hint}")
+        return make(**{key: value for key, value in offered.items() if takes(make, key)} | dict(arguments))
+
+
+def _load(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(f"diloco.algorithm.{module.replace('/', '.')}"), name)
+
+
+def plain_mean() -> None:
+    """Return the rule of the average ``mean``: none."""
+
+
+CODECS = Registry(
+    "codec",
+    "sync.codec",
+    "codec/base:Codec",
+    {
+        "float32": "codec/base:Float32",
+        "float16": "codec/base:Float16",
+        "bfloat16": "codec/base:BFloat16",
+        "int8": "codec/blockwise:Int8",
+        "fp4": "codec/blockwise:FP4",
+        "topk2": "codec/topk2:TopK2",
+    },
+)
+OUTER_OPTIMIZERS = Registry(
+    "outer optimizer",
+    "sync.outer",
+    "optim:OuterOptimizer",
+    {"nesterov": "optim:Nesterov", "sgd": "optim:Sgd"},
+)
+MERGE_RULES = Registry(
+    "merge rule", "sync.merge", "optim:MergeRule", {"alpha": "optim:AlphaMerge", "rebase": "optim:RebaseMerge"}
+)
+AVERAGES = Registry(
+    "average", "sync.average", "rounds:AverageRule", {"mean": "settings:plain_mean", "senders": "rounds:SendersMean"}
+)
+REGISTRIES = {"codec": CODECS, "outer": OUTER_OPTIMIZERS, "merge": MERGE_RULES, "average": AVERAGES}
+"""Role -> the components that ``sync`` may name in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +121,9 @@ class SyncSettings:
     """Inner steps between sending a fragment and merging its average (tau). Default: 1 for streaming, else 0."""
     num_fragments: Annotated[int | None, Meta(ge=1), arg(aliases=["--fragments"])] = None
     """Number of fragments (P). Default: 1 for diloco; for streaming one per three layers and one for the rest."""
-    fragment_strategy: Literal["strided", "sequential", "balanced"] = "strided"
-    """strided or sequential: blocks of whole layers, and one fragment for all parameters outside the layers; balanced:
-    parameters packed into fragments of nearly equal size. A single fragment holds the whole model."""
+    fragment_strategy: Literal["strided", "balanced"] = "strided"
+    """strided: every n-th layer, and one fragment for all parameters outside the layers; balanced: parameters packed
+    into fragments of nearly equal size. A single fragment holds the whole model."""
     codec: Annotated[str | None, arg(aliases=["--codec"])] = None
     """float32, float16, bfloat16, int8, fp4, topk2, or module:class. Default: fp4 for streaming, else float32."""
     error_feedback: Annotated[float, Meta(ge=0, le=1), arg(aliases=["--error-feedback"])] = 0.0
@@ -71,7 +162,7 @@ class SyncSettings:
 
     @property
     def mean_codec(self) -> str:
-        """The codec of means; auto: see `MeanEncoding.choices`."""
+        """The codec of means; auto: see `mean_codecs`."""
         name: str = self.arguments_of("average").get("codec", "auto")
         return name
 
@@ -88,8 +179,8 @@ class SyncSettings:
 
     def __post_init__(self) -> None:
         for role, arguments in self.arguments.items():
-            if role not in ROLES:
-                raise ConfigurationError(f"sync.arguments has no table {role!r}; {nearest(role, ROLES)}")
+            if role not in REGISTRIES:
+                raise ConfigurationError(f"sync.arguments has no table {role!r}; {nearest(role, REGISTRIES)}")
             if not isinstance(arguments, Mapping):
                 raise ConfigurationError(
                     f"sync.arguments.{role} must be a table such as {{block_size = 64}}, got {arguments!r}."

@@ -3,7 +3,6 @@
 ::
 
     checkpoints/
-      latest                      the newest checkpoint's name as text (not every Windows user may make symlinks)
       step-00001000/
         manifest.json             the content, with the size and digest of every file
         NAME.json                 the values of part NAME that are no tensors (see `diloco.state_tree`)
@@ -11,10 +10,10 @@
         NAME-rank-S.safetensors   the shards of rank S of those that the ranks of a replica share
 
 A checkpoint is written as ``.step-00001000.TOKEN.partial`` next to its final place and renamed when all of it is on
-disk. Only then is ``latest`` updated, and only then are the oldest checkpoints renamed to ``....deleted`` and deleted.
-A checkpoint that is saved again is first renamed to ``....replaced`` and stays loadable until its successor has its
-name. Every move is a single rename, so a kill happens either before or after it. Only one process may write to a
-folder (`diloco.checkpoint.lock`); any number may read it.
+disk. Only then are the oldest checkpoints renamed to ``....deleted`` and deleted. A checkpoint that is saved again is
+first renamed to ``....replaced`` and stays loadable until its successor has its name. Every move is a single rename, so
+a kill happens either before or after it. Each has a serial number, and the last one is where a run resumes. Only one
+process may write to a folder (`lock_folder`); any number may read it.
 """
 
 import lazy_loader

@@ -1,9 +1,8 @@
+from .disk import LOCK_FILE as LOCK_FILE
+from .disk import lock_folder as lock_folder
 from .disk import new_folder as new_folder
+from .disk import one_at_a_time as one_at_a_time
 from .disk import write_whole as write_whole
-from .lock import LOCK_FILE as LOCK_FILE
-from .lock import lock_folder as lock_folder
-from .lock import one_at_a_time as one_at_a_time
-from .lock import shared_lock as shared_lock
 from .mirror import Mirror as Mirror
 from .mirror import fetch_run as fetch_run
 from .reading import Checkpoint as Checkpoint

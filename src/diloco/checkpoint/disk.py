@@ -1,4 +1,4 @@
-"""Durable writes of files, the facts recorded about them to detect damage, and moves of folders.
+"""A run's folder: its lock, durable writes of files, the facts recorded about them to detect damage, and moves.
 
 No move leaves a checkpoints folder without the checkpoints that were complete before: see `diloco.checkpoint`.
 """
@@ -7,25 +7,31 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
 import re
 import secrets
 import shutil
+import socket
 import stat
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import xxhash
 
-from diloco.errors import CheckpointError, DiLoCoError
+from diloco.errors import CheckpointError, ConfigurationError, DiLoCoError
+from diloco.private_files import make_private_folder
 
-__all__ = ["FileFacts", "new_folder", "replace_file", "write_whole"]
+if sys.platform != "win32":
+    import fcntl
 
-LATEST = "latest"
+LOCK_FILE = "diloco.lock"  # says who has the folder, for people; only the lock on the open file counts
 STEP_NAME = re.compile(r"step-\d{8,}\Z")
-HIDDEN_NAME = re.compile(r"\.(?P<name>step-\d{8,}|latest)\.[0-9a-f]{8}\.(?P<fate>partial|replaced|deleted)\Z")
+HIDDEN_NAME = re.compile(r"\.(?P<name>step-\d{8,})\.[0-9a-f]{8}\.(?P<fate>partial|replaced|deleted)\Z")
 
 _PIECE_BYTES = 1 << 20  # small enough to be hashed and written while in the processor's cache
 
@@ -55,10 +61,21 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace a file as `replace_file` does; a failure is a `DiLoCoError`. Text is written as UTF-8."""
+    """Write a temporary file, sync it to disk and rename it to ``path``. Text is written as UTF-8.
+
+    Raises:
+        DiLoCoError: it failed; what was there before is unchanged.
+    """
+    partial = hidden_name(path, "partial")
     try:
-        replace_file(path, [content.encode() if isinstance(content, str) else content])
-    except OSError as error:
+        write_file(partial, [content.encode() if isinstance(content, str) else content])
+        os.replace(partial, path)
+        sync_folder(path.parent)
+    except BaseException as error:
+        with suppress(OSError):  # it does not exist, or its parent is a file
+            partial.unlink()
+        if not isinstance(error, OSError):
+            raise
         raise DiLoCoError(
             f"{path} can't be written: {error.strerror or error}. Its folder must be writable and have free space. "
             "Nothing was changed."
@@ -118,40 +135,22 @@ def move_in(partial: Path, place: Path) -> None:
         delete(aside)
 
 
-def replace_file(place: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write a temporary file, sync it to disk and rename it to ``place``. A failure leaves what was there before."""
-    partial = hidden_name(place, "partial")
-    try:
-        write_file(partial, chunks)
-        os.replace(partial, place)
-    except BaseException:
-        with suppress(OSError):  # it does not exist, or its parent is a file
-            partial.unlink()
-        raise
-    sync_folder(place.parent)
-
-
 @contextmanager
-def new_folder(place: Path, *, last: str, replaces: bool = False) -> Iterator[Path]:
+def new_folder(place: Path, *, replaces: bool = False) -> Iterator[Path]:
     """Yield a folder to fill, which becomes ``place`` when the block ends and is deleted if the block raises.
 
-    An existing empty folder at ``place`` is kept, as it may be a mount point or a shell's working directory. The files
-    are then moved into it, the one called ``last`` last. If it ``replaces`` a folder, that stays until the block ends.
+    There may be an empty folder at ``place``, unless another disk is mounted there. If it ``replaces`` a folder, that
+    stays until the block ends.
     """
-    fills = place.is_dir() and not any(place.iterdir())
-    partial = hidden_name(place / place.name if fills else place, "partial")
+    partial = hidden_name(place, "partial")
     try:
         partial.mkdir(parents=True)
         yield partial
+        for path in partial.iterdir():
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
         sync_folder(partial)
-        if fills:
-            if os.listdir(place) != [partial.name]:
-                raise FileExistsError(errno.EEXIST, "another process has written to it meanwhile", str(place))
-            for path in sorted(partial.iterdir(), key=lambda path: path.name == last):
-                os.replace(path, place / path.name)
-            partial.rmdir()
-            sync_folder(place)
-        elif replaces:
+        if replaces:
             move_in(partial, place)
         else:
             os.replace(partial, place)
@@ -171,3 +170,74 @@ def delete(path: Path) -> None:
     doomed = hidden_name(path.with_name(hidden["name"] if hidden else path.name), "deleted")
     os.replace(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[int]:
+    """Create a folder if it is missing, and lock it until the block ends. Then remove it if nothing is in it.
+
+    Yield the open lock file. The lock ends with this process, even if that is killed, and with every child that has the
+    file in ``pass_fds``. On NFS it also holds between machines. Where the file system has no locks, and on Windows, a
+    warning says that nothing prevents a second run.
+
+    Raises:
+        ConfigurationError: another process has the folder, or it can't be written.
+    """
+    try:
+        make_private_folder(folder)
+        file = _lock(folder / LOCK_FILE)
+    except OSError as error:
+        raise ConfigurationError(f"{folder} can't be written: {error.strerror or error}.") from error
+    try:
+        yield file
+    finally:
+        with suppress(OSError):
+            (folder / LOCK_FILE).unlink()
+            folder.rmdir()  # fails if the block has left anything there
+        os.close(file)
+
+
+def _lock(path: Path) -> int:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    try:
+        if sys.platform == "win32":
+            raise OSError(errno.ENOTSUP, "Windows has no such lock")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.read(file, 2000).decode(errors="replace").strip()
+        os.close(file)
+        raise ConfigurationError(
+            f"{path.parent} is in use by {holder or 'another process'}, or by a process that it started. Wait until it "
+            "has ended, stop it, or choose another folder."
+        ) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP):
+            os.close(file)
+            raise
+        why = f"{path.parent} can't be locked ({error.strerror}): nothing prevents a second run in it."
+        logging.getLogger(__name__).warning(why)
+    with suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(file), os.stat(path)):
+            since = datetime.now().astimezone().isoformat(" ", "seconds")
+            with suppress(OSError):  # a full disk does not weaken the lock
+                os.ftruncate(file, 0)
+                os.write(file, f"process {os.getpid()} on {socket.gethostname()}, since {since}\n".encode())
+            return file
+    os.close(file)
+    return _lock(path)  # the process that had it has just deleted it
+
+
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Wait until no other process of this machine is in such a block of the same folder, where locks exist."""
+    make_private_folder(folder)
+    if sys.platform == "win32":
+        yield
+        return
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)

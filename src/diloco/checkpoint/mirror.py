@@ -24,24 +24,21 @@ import secrets
 import shutil
 import socket
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from diloco.checkpoint.disk import LATEST, check_content, new_folder, replace_file
-from diloco.checkpoint.reading import Manifest, list_checkpoints, read_manifest
+from diloco.checkpoint.disk import check_content, new_folder, write_whole
+from diloco.checkpoint.reading import MANIFEST, Manifest, list_checkpoints, parse_manifest, write_manifest
 from diloco.errors import CheckpointError, ConfigurationError, DiLoCoError, from_extra
 from diloco.private_files import check_url, make_private_folder
 from diloco.units import diff
-from diloco.waiting import in_thread, waiting_for
+from diloco.waiting import waiting_for
 
-__all__ = ["Mirror", "fetch_run"]
-
-_MANIFEST, _WRITER, _HOME = "manifest.json", "writer.json", "home/"
+_WRITER, _HOME = "writer.json", "home/"
 _MAX_MANIFEST_BYTES = 64 << 20
 _CONFIG = "config.toml"
 _COPIED = re.compile(
@@ -119,16 +116,22 @@ class _Place:
             by_replica.setdefault(folders[folder].replica, []).append(folders[folder])
         return by_replica
 
+    def run_files(self, upload: _Upload) -> dict[str, bytes]:
+        """Return the files of the run folder in an upload by name; read once, as what is there may change."""
+        names = [file.removeprefix(_HOME) for file in upload.sizes if file.startswith(_HOME)]
+        return {
+            name: self.store.cat_file(f"{upload.folder}/{_HOME}{name}") for name in filter(_COPIED.fullmatch, names)
+        }
+
     def read(self, upload: _Upload) -> Manifest | None:
         """Return the manifest of an upload, or None if it is not whole."""
-        if not 0 < upload.sizes.get(_MANIFEST, 0) <= _MAX_MANIFEST_BYTES:
+        path = f"{upload.folder}/{MANIFEST}"
+        if not 0 < upload.sizes.get(MANIFEST, 0) <= _MAX_MANIFEST_BYTES:
             return None
-        with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
-            try:
-                self.store.get_file(f"{upload.folder}/{_MANIFEST}", f"{folder}/{_MANIFEST}")
-                manifest = read_manifest(Path(folder))
-            except (CheckpointError, FileNotFoundError):  # damaged, or deleted since
-                return None
+        try:
+            manifest = parse_manifest(self.store.cat_file(path), path)
+        except (CheckpointError, FileNotFoundError):  # damaged, or deleted since
+            return None
         files = [item for entries in manifest.parts.values() for item in entries.items()]
         whole = all(upload.sizes.get(name) == facts.size_bytes for name, facts in files)
         return manifest if whole and upload.name == f"step-{manifest.step:08d}" else None
@@ -146,12 +149,10 @@ class Mirror:
     def __init__(self, url: str, home: Path, keep: int) -> None:
         self._place, self._home, self._keep = _Place(url), home, keep
         about = {"token": secrets.token_hex(16), "host": socket.gethostname(), "pid": os.getpid()}
-        self._writer = json.dumps(about).encode()
-        self._lock = threading.Lock()
-        self._waiting: tuple[Path, dict[str, BinaryIO], ExitStack] | None = None
-        self._work: Future[None] | None = None
-        self._number, self._last = 0, None  # type: int, Path | None
-        self._problem = ""  # of the last upload
+        self._writer, self._number = json.dumps(about).encode(), 0
+        self._thread = ThreadPoolExecutor(1, "diloco-mirror")
+        self._last, self._work = home, Future[None]()  # what was offered last, and its upload
+        self._work.set_result(None)
         self.sentences: list[str] = []
         """Sentences for the user about what has failed, which the caller removes."""
 
@@ -174,7 +175,7 @@ class Mirror:
                 raise ConfigurationError(f"{words}. Use another place.")
             for written in (False, True):  # the first listing may be empty because nothing may be listed
                 sizes = place.sizes()
-                if fresh and any(name.endswith(f"/{_MANIFEST}") for name in sizes):
+                if fresh and any(name.endswith(f"/{MANIFEST}") for name in sizes):
                     why = f"{place.url} has the checkpoints of a run already"
                     raise ConfigurationError(f"{why}: use --resume-or-start to continue it, or another place.")
                 if not written:
@@ -188,26 +189,20 @@ class Mirror:
 
         Its files are opened now, so they may be deleted meanwhile. If that fails, it counts as an upload that fails.
         """
+        self._work.cancel()
         files: dict[str, BinaryIO] = {}
-        waiting, problem = None, ""
-        try:
-            with ExitStack() as stack:
+        problem: OSError | None = None
+        with ExitStack() as stack:
+            try:
                 home = [each for each in self._home.iterdir() if _COPIED.fullmatch(each.name) and each.is_file()]
                 named = {f"{_HOME}{each.name}": each for each in home} | {each.name: each for each in path.iterdir()}
                 for name, file in named.items():
                     files[name] = stack.enter_context(open(file, "rb"))
-                waiting = path, files, stack.pop_all()
-        except OSError as error:
-            problem = str(error)
-        with self._lock:
-            if self._waiting:
-                self._waiting[2].close()
-            self._waiting, self._last = waiting, path
-            if problem:
-                self._problem = f"It can't be read: {problem}."
-                self.sentences.append(f"{path.name} was not uploaded, which is tried again with the next: {problem}")
-            elif self._work is None:
-                self._work = in_thread(self._upload_all, "diloco-mirror")
+            except OSError as error:
+                problem = error
+            opened = stack.pop_all()
+        self._last, self._work = path, self._thread.submit(self._upload, path.name, files, problem)
+        self._work.add_done_callback(lambda _: opened.close())
 
     def close(self) -> None:
         """Wait until the last checkpoint is uploaded; if that fails, try once more.
@@ -216,45 +211,35 @@ class Mirror:
             CheckpointError: it is not there.
         """
         for last_try in (False, True):
-            if (work := self._work) is not None:
-                with waiting_for(lambda: f"{self._last} to be uploaded to {self._place.url}"):
-                    work.result()
-            if not self._problem or self._last is None:
+            with waiting_for(lambda: f"{self._last} to be uploaded to {self._place.url}"):
+                error = self._work.exception()
+            if error is None:
                 return
-            if not last_try:
-                self.offer(self._last)
-        raise CheckpointError(f"{self._problem} {self._last} is complete on this machine.")
+            if last_try:
+                raise CheckpointError(f"{error} {self._last} is complete on this machine.") from error
+            self.offer(self._last)
 
-    def _upload_all(self) -> None:
-        while True:
-            with self._lock:
-                if (waiting := self._waiting) is None:
-                    self._work = None  # under the lock, so that the next offer starts another thread
-                    return
-                self._waiting, self._problem = None, ""
-            path, files, opened = waiting
-            sentence = "was not uploaded, which is tried again with the next"
-            try:
-                with opened, self._place.reached("written to"):
-                    folder = self._upload(path.name, files)
-                sentence = "was uploaded, but the oldest ones stay"
-                with self._place.reached("deleted from"):
-                    self._delete_old(folder)
-            except DiLoCoError as error:
-                if "not" in sentence:
-                    self._problem = str(error)
-                self.sentences.append(f"{path.name} {sentence}: {error}")
-
-    def _upload(self, name: str, files: Mapping[str, BinaryIO]) -> str:
-        store, folder = self._place.store, f"checkpoints/{self._number + 1:08d}-{name}-{secrets.token_hex(4)}"
-        self._check_writer()
-        for file in sorted(files, key=lambda file: file == _MANIFEST):
-            if file == _MANIFEST:
+    def _upload(self, name: str, files: Mapping[str, BinaryIO], problem: OSError | None) -> None:
+        place, folder = self._place, f"checkpoints/{self._number + 1:08d}-{name}-{secrets.token_hex(4)}"
+        try:
+            if problem is not None:
+                raise CheckpointError(f"It can't be read: {problem}.") from problem
+            with place.reached("written to"):
                 self._check_writer()
-            with store.open(f"{folder}/{file}", "wb") as there:
-                shutil.copyfileobj(files[file], there, 16 << 20)
+                for file in sorted(files, key=lambda file: file == MANIFEST):
+                    if file == MANIFEST:
+                        self._check_writer()
+                    with place.store.open(f"{folder}/{file}", "wb") as there:
+                        shutil.copyfileobj(files[file], there, 16 << 20)
+        except DiLoCoError as error:
+            self.sentences.append(f"{name} was not uploaded, which is tried again with the next: {error}")
+            raise
         self._number += 1
-        return folder
+        try:
+            with place.reached("deleted from"):
+                self._delete_old(folder)
+        except DiLoCoError as error:
+            self.sentences.append(f"{name} was uploaded, but the oldest ones stay: {error}")
 
     def _check_writer(self) -> None:
         self._place.store.invalidate_cache()
@@ -264,11 +249,11 @@ class Mirror:
 
     def _delete_old(self, newest: str) -> None:
         uploads = self._own()
-        kept = [each for each in uploads if _MANIFEST in each.sizes][: self._keep]
+        kept = [each for each in uploads if MANIFEST in each.sizes][: self._keep]
         for upload in uploads:
             if upload not in kept and upload.folder < newest:
-                if _MANIFEST in upload.sizes:
-                    self._place.store.rm_file(f"{upload.folder}/{_MANIFEST}")  # first, so that it is never half
+                if MANIFEST in upload.sizes:
+                    self._place.store.rm_file(f"{upload.folder}/{MANIFEST}")  # first, so that it is never half
                 self._place.store.rm(upload.folder, recursive=True)
 
     def _own(self) -> list[_Upload]:
@@ -297,21 +282,20 @@ def fetch_run(
     place = _Place(url)
     with place.reached("read"), waiting_for(lambda: f"a checkpoint from {url}"):
         uploads = place.uploads()
-        if not any(_MANIFEST in each.sizes for group in uploads.values() for each in group):
+        if not any(MANIFEST in each.sizes for group in uploads.values() for each in group):
             return False
         chosen = _newest(place, uploads)
         own = f"replica-{replica}"
         if replica is not None:
             chosen = {own: chosen[own]} if own in chosen else {"": chosen[""]}
-        checked: dict[str, bytes] = {}  # what is there may change meanwhile
-        for home, (upload, _) in chosen.items():
-            if (settings := f"{_HOME}{_CONFIG}") in upload.sizes:
-                checked[home] = place.store.cat_file(f"{upload.folder}/{settings}")
+        homes = {home: place.run_files(upload) for home, (upload, _) in chosen.items()}
+        for files in homes.values():
+            if _CONFIG in files:
                 with tempfile.TemporaryDirectory(prefix="diloco-") as beside:
-                    Path(beside, _CONFIG).write_bytes(checked[home])
+                    Path(beside, _CONFIG).write_bytes(files[_CONFIG])
                     check(Path(beside, _CONFIG))
         for home, (upload, manifest) in chosen.items():
-            _fetch(place, upload, manifest, folder / home, checked.get(home, b""))
+            _fetch(place, upload, manifest, folder / home, homes[home])
     return True
 
 
@@ -341,27 +325,19 @@ def _newest(place: _Place, uploads: Mapping[str, list[_Upload]]) -> dict[str, tu
     )
 
 
-def _fetch(place: _Place, upload: _Upload, manifest: Manifest, home: Path, settings: bytes) -> None:
-    folder, target = home / "checkpoints", home / "checkpoints" / upload.name
-    before = list_checkpoints(folder)
-    newer = before[-1].path.name if before and before[-1].serial > manifest.serial else ""  # and not uploaded
-    there = any(vars(each) == vars(manifest) | {"path": target} for each in before)
-    if there and (folder / LATEST).exists() and (folder / LATEST).read_text().strip() == (newer or upload.name):
+def _fetch(place: _Place, upload: _Upload, manifest: Manifest, home: Path, run_files: Mapping[str, bytes]) -> None:
+    target = home / "checkpoints" / upload.name
+    before = list_checkpoints(target.parent)
+    newer = bool(before) and before[-1].serial > manifest.serial  # and not uploaded
+    if any(vars(each) == vars(manifest) | {"path": target} for each in before):
         return  # without a change: a run may be training here, which is found out later
-    if not there:
-        make_private_folder(home)
-        with new_folder(target, last=_MANIFEST, replaces=target.exists()) as partial:
-            for files in manifest.parts.values():
-                for name, facts in files.items():
-                    place.store.get_file(f"{upload.folder}/{name}", str(partial / name))
-                    check_content(partial / name, facts)
-            place.store.get_file(f"{upload.folder}/{_MANIFEST}", str(partial / _MANIFEST))
-            read_manifest(partial)
-    if newer:
-        return
-    for file in upload.sizes:
-        name = file.removeprefix(_HOME)
-        if file != name and _COPIED.fullmatch(name) and not (name == "metrics.jsonl" and (home / name).exists()):
-            content = settings if name == _CONFIG else place.store.cat_file(f"{upload.folder}/{file}")
-            replace_file(home / name, [content])
-    replace_file(folder / LATEST, [f"{upload.name}\n".encode()])
+    make_private_folder(home)
+    with new_folder(target, replaces=target.exists()) as partial:
+        for files in manifest.parts.values():
+            for name, facts in files.items():
+                place.store.get_file(f"{upload.folder}/{name}", str(partial / name))
+                check_content(partial / name, facts)
+        write_manifest(partial, manifest)
+        for name, content in run_files.items():
+            if not newer and not (name == "metrics.jsonl" and (home / name).exists()):
+                write_whole(home / name, content)

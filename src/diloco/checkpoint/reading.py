@@ -9,30 +9,27 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
-from diloco.checkpoint.disk import HIDDEN_NAME, LATEST, STEP_NAME, FileFacts, check_content, check_size, write_file
-from diloco.checkpoint.tensors import Lazy, OpenFiles, SavedTensor, find_tensors
+from diloco.checkpoint.disk import HIDDEN_NAME, STEP_NAME, FileFacts, check_content, check_size, write_file
+from diloco.checkpoint.tensors import Lazy, SavedTensor, find_tensors
 from diloco.errors import CheckpointError, NoCheckpointError, nearest
 from diloco.private_files import read_regular
 from diloco.state_tree import UNREADABLE, unflatten
 
-__all__ = ["Checkpoint", "Manifest", "list_checkpoints", "open_checkpoint", "read_manifest", "write_manifest"]
-
 T = TypeVar("T")
 
 _FORMAT_VERSION = 3  # incremented if a reader of the previous version can't read new checkpoints
-_MANIFEST_NAME = "manifest.json"
+MANIFEST = "manifest.json"
 _PART = re.compile(r"(?!manifest\Z)[a-z0-9][a-z0-9_-]*")  # lower case, as some file systems ignore case
 
 
@@ -50,7 +47,7 @@ class Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write ``manifest.json`` into ``folder``."""
-    write_file(folder / _MANIFEST_NAME, [_sealed({"format_version": _FORMAT_VERSION, **asdict(manifest)})])
+    write_file(folder / MANIFEST, [_sealed({"format_version": _FORMAT_VERSION, **asdict(manifest)})])
 
 
 def _sealed(members: Mapping[str, Any]) -> bytes:
@@ -61,14 +58,20 @@ def _sealed(members: Mapping[str, Any]) -> bytes:
 
 def read_manifest(folder: Path) -> Manifest:
     """Read and verify ``folder/manifest.json``. The files that it names, all in ``folder``, are not checked yet."""
-    path = folder / _MANIFEST_NAME
+    path = folder / MANIFEST
     try:
         raw = read_regular(path)
-        members = json.loads(raw)
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} has no {_MANIFEST_NAME}, so it is not a complete checkpoint.") from None
+        raise CheckpointError(f"{folder} has no {MANIFEST}, so it is not a complete checkpoint.") from None
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error}.") from error
+    return parse_manifest(raw, path)
+
+
+def parse_manifest(raw: bytes, path: object) -> Manifest:
+    """Verify and return the manifest that was at ``path``."""
+    try:
+        members = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}.") from error
     number = members.get("format_version") if isinstance(members, dict) else None
@@ -114,45 +117,39 @@ class Checkpoint(Manifest):
             raise CheckpointError(f"{self.path} says {name} = {value!r:.100}, which is not valid. Nothing was loaded.")
         return value
 
-    def load(self, part: str, device: torch.device | str = "cpu") -> Any:
-        """Return the tree that was saved as ``part``, with its tensors, which are whole, on ``device``."""
+    def load(self, part: str) -> Any:
+        """Return the tree that was saved as ``part``, with its tensors, which are whole, on the CPU."""
         with self._reading(part):
-            opened: OpenFiles = {}
-            for name, facts in self.parts[part].items():
-                check_content(self.path / name, facts)
-                if name.endswith(".safetensors"):
-                    opened[self.path / name] = safe_open(self.path / name, framework="pt", device="cpu")
-            skeleton = json.loads((self.path / f"{part}.json").read_bytes())
-            tensors = {name: saved.load(device, opened) for name, saved in self.tensors(part).items()}
-            return unflatten(skeleton, tensors)
+            skeleton = self.path / f"{part}.json"
+            check_content(skeleton, self.parts[part][skeleton.name])
+            tensors = {name: saved.load() for name, saved in self._tensors(part).items()}
+            return unflatten(json.loads(skeleton.read_bytes()), tensors)
 
-    def tensors(self, part: str) -> dict[str, SavedTensor]:
-        """Return the tensors of a part by name, without loading them."""
+    def _tensors(self, part: str) -> dict[str, SavedTensor]:
         with self._reading(part):
             files = self.parts[part].items()
             return find_tensors({self.path / name: facts for name, facts in files if name.endswith(".safetensors")})
 
     def values(self, part: str) -> Mapping[str, Tensor]:
         """Return the tensors of a part by name, each of which is read when it is asked for."""
-        opened: OpenFiles = {}
 
         def read(saved: SavedTensor) -> Tensor:
             with self._reading(part):
-                return saved.load("cpu", opened)
+                return saved.load()
 
-        return Lazy(self.tensors(part), read)
+        return Lazy(self._tensors(part), read)
 
     def load_into(self, part: str, values: Mapping[str, Tensor]) -> None:
         """Fill ``values`` in place from the tensors of a part with the same names; in a DTensor, this rank's shard.
 
         The ranks exchange nothing: each reads the files that it needs.
         """
-        tensors, opened = self.tensors(part), OpenFiles()
+        tensors = self._tensors(part)
         with self._reading(part):
             for name, value in values.items():
                 if name not in tensors:
                     raise CheckpointError(f"It has no value {name}, so it belongs to another model.")
-                tensors[name].load_into(value, opened)
+                tensors[name].load_into(value)
 
     @contextmanager
     def _reading(self, part: str) -> Iterator[None]:
@@ -168,42 +165,61 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Open the checkpoint that ``path`` names; none that is complete and readable is a `CheckpointError`.
 
     Args:
-        path: a ``step-XXXXXXXX`` folder; or a run folder, its ``checkpoints`` folder or ``latest`` in that, for the
-            latest checkpoint.
+        path: a ``step-XXXXXXXX`` folder; or a run folder or its ``checkpoints`` folder, for the checkpoint that was
+            saved last. A damaged one there is an error too, as it may be that one.
     """
     try:
-        place = _resolve(path)
+        alone = bool(STEP_NAME.match(path.name)) or (path / MANIFEST).exists()
+        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+        places = {path} if alone else _places(folder)
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error}. Nothing was loaded.") from error
-    try:
-        return _open_complete(place)
-    except CheckpointError as error:
-        raise _refused(place, error) from error
+    if not (alone or folder.is_dir()):
+        raise NoCheckpointError(
+            f"{path} {'is not a folder' if path.exists() else 'does not exist'}. Use a run folder, its checkpoints "
+            "folder or a step-XXXXXXXX folder in that. Nothing was loaded."
+        )
+    saved = []
+    for place in places:
+        try:
+            saved.append(_open(place))
+        except (CheckpointError, OSError) as error:
+            if alone or place.exists():  # else a run that saves there has just deleted it
+                raise _refused(place, error) from error
+    if not saved:
+        raise CheckpointError(
+            f"{folder} holds no complete checkpoint. Use a folder in which a run has saved one. Nothing was loaded."
+        )
+    return max(saved, key=_order)
 
 
 def list_checkpoints(folder: Path) -> list[Checkpoint]:
     """Return the complete checkpoints in a checkpoints folder, in the order in which they were saved."""
-    names = set()
-    for entry in folder.iterdir() if folder.is_dir() else ():
-        hidden = HIDDEN_NAME.match(entry.name)
-        if STEP_NAME.match(entry.name):
-            names.add(entry.name)
-        elif hidden and hidden["fate"] == "replaced":
-            names.add(hidden["name"])
-    complete = [checkpoint for name in names if (checkpoint := find_checkpoint(folder / name)) is not None]
-    return sorted(complete, key=lambda checkpoint: (checkpoint.serial, checkpoint.path))
+    complete = []
+    for place in _places(folder):
+        with suppress(CheckpointError):
+            complete.append(_open(place))
+    return sorted(complete, key=_order)
 
 
-def find_checkpoint(place: Path) -> Checkpoint | None:
-    """Return the complete checkpoint ``place``, possibly renamed by a save that was killed while replacing it."""
-    try:
-        return _open_complete(_stand_in(place))
-    except CheckpointError:
-        return None
+def _places(folder: Path) -> set[Path]:
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    hidden = [match["name"] for match in map(HIDDEN_NAME.match, names) if match and match["fate"] == "replaced"]
+    return {folder / name for name in (*filter(STEP_NAME.match, names), *hidden)}
 
 
-def _open_complete(place: Path) -> Checkpoint:
-    """Open a checkpoint after checking that all files exist and have the right size. Digests are not checked."""
+def _order(checkpoint: Checkpoint) -> tuple[int, Path]:
+    return checkpoint.serial, checkpoint.path
+
+
+def _open(place: Path) -> Checkpoint:
+    """Open a checkpoint, perhaps under the name that it got from a save that was killed while replacing it.
+
+    All files exist then and have the right sizes. Digests are not checked.
+    """
+    for aside in () if place.exists() else sorted(place.parent.glob(f".{place.name}.*.replaced")):
+        with suppress(CheckpointError):
+            return _open(aside)
     manifest = read_manifest(place)
     for files in manifest.parts.values():
         for name, facts in files.items():
@@ -211,51 +227,8 @@ def _open_complete(place: Path) -> Checkpoint:
     return Checkpoint(path=place, **vars(manifest))
 
 
-def _stand_in(place: Path) -> Path:
-    """Return the current folder of the checkpoint ``place``, which may be incomplete."""
-    if not place.exists():
-        for aside in sorted(place.parent.glob(f".{place.name}.*.replaced")):
-            try:
-                return _open_complete(aside).path
-            except CheckpointError:
-                continue
-    return place
-
-
-def _resolve(path: Path) -> Path:
-    if STEP_NAME.match(path.name):
-        return _stand_in(path)
-    if path.name == LATEST and not path.is_dir():
-        return _newest(path.parent)
-    if (path / _MANIFEST_NAME).exists():
-        return path
-    if path.is_dir():
-        return _newest(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-    raise NoCheckpointError(
-        f"{path} {'is not a folder' if path.exists() else 'does not exist'}. Use a run folder, its checkpoints folder "
-        "or a step-XXXXXXXX folder in that. Nothing was loaded."
-    )
-
-
-def _newest(folder: Path) -> Path:
-    latest = folder / LATEST
-    if latest.is_dir():  # a symlink that the user made
-        return latest
-    if latest.exists():
-        name = read_regular(latest).decode(errors="replace").strip()
-        if STEP_NAME.match(name):
-            return _stand_in(folder / name)
-        raise _refused(latest, f"{latest} contains {name!r:.100}, which is not the name of a checkpoint.")
-    # `latest` is missing if a save was killed right after the first checkpoint was complete
-    if complete := list_checkpoints(folder):
-        return complete[-1].path
-    raise CheckpointError(
-        f"{folder} holds no complete checkpoint. Use a folder in which a run has saved one. Nothing was loaded."
-    )
-
-
 def _refused(place: Path, why: object) -> CheckpointError:
-    """Return the error for ``place``, with the name of a complete checkpoint in the same folder."""
+    """Return the error with the name of a complete checkpoint beside ``place``."""
     others = [checkpoint.path.name for checkpoint in list_checkpoints(place.parent) if checkpoint.path != place]
     advice = f"{others[-1]} in the same folder is complete." if others else "Its folder has no other checkpoint."
     return CheckpointError(f"{str(why).removesuffix('Nothing was loaded.').rstrip()} {advice} Nothing was loaded.")

@@ -16,28 +16,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
-from diloco.checkpoint.disk import (
-    HIDDEN_NAME,
-    LATEST,
-    FileFacts,
-    delete,
-    hidden_name,
-    move_in,
-    replace_file,
-    sync_folder,
-    write_file,
-)
-from diloco.checkpoint.reading import Manifest, find_checkpoint, list_checkpoints, write_manifest
+from diloco.checkpoint.disk import HIDDEN_NAME, FileFacts, delete, hidden_name, move_in, sync_folder, write_file
+from diloco.checkpoint.reading import Manifest, list_checkpoints, write_manifest
 from diloco.checkpoint.tensors import shards_of, tensor_chunks
 from diloco.errors import CheckpointError
 from diloco.state_tree import flatten
 from diloco.transport import ReplicaGroup
 from diloco.waiting import in_thread
-
-__all__ = ["CheckpointWriter", "save_checkpoint"]
 
 
 class CheckpointWriter:
@@ -91,7 +80,7 @@ class CheckpointWriter:
     def poll(self, *, wait: bool = False) -> Path | None:
         """Return the path of the checkpoint that has been completed since the last call, or None.
 
-        It is then on disk and named by ``folder/latest``. Between checkpoints the ranks exchange nothing.
+        It is then on disk. Between checkpoints the ranks exchange nothing.
 
         Args:
             wait: whether to wait for it.
@@ -159,10 +148,10 @@ class CheckpointWriter:
             facts: dict[str, dict[str, FileFacts]] = {}
             with _on_all_or_none(group, *failed):
                 facts = written.result()
-            rows = group.gather_texts(json.dumps({p: {n: vars(f) for n, f in fs.items()} for p, fs in facts.items()}))
             files: dict[str, dict[str, FileFacts]] = {}
-            for part, entries in (item for row in rows for item in json.loads(row).items()):
-                files.setdefault(part, {}).update({name: FileFacts(**entry) for name, entry in entries.items()})
+            for row in group.gather_texts(msgspec.json.encode(facts).decode()):
+                for part, entries in msgspec.json.decode(row, type=dict[str, dict[str, FileFacts]]).items():
+                    files.setdefault(part, {}).update(entries)
             versions = {"diloco": version("diloco"), "torch": torch.__version__, "python": platform.python_version()}
             manifest = Manifest(step=int(place.name[5:]), serial=serial, versions=versions, about=about, parts=files)
             completed = in_thread(lambda: _complete(partial, place, manifest) if group.leads else None, "checkpoint")
@@ -211,14 +200,10 @@ def _begin(partial: Path) -> int:
     for entry in sorted(folder.iterdir()):
         if not (hidden := HIDDEN_NAME.match(entry.name)):
             continue
-        place = folder / hidden["name"]
-        there = find_checkpoint(place) if hidden["fate"] == "replaced" else None
-        if there is not None and there.path == entry:
-            os.replace(entry, place)
-        elif entry.is_dir():
-            delete(entry)
+        if hidden["fate"] == "replaced" and not (folder / hidden["name"]).exists():
+            os.replace(entry, folder / hidden["name"])
         else:
-            entry.unlink()
+            delete(entry)
     partial.mkdir()
     return 1 + max((checkpoint.serial for checkpoint in list_checkpoints(folder)), default=-1)
 
@@ -254,7 +239,6 @@ def _complete(partial: Path, place: Path, manifest: Manifest) -> None:
     write_manifest(partial, manifest)
     sync_folder(partial)
     move_in(partial, place)
-    replace_file(place.parent / LATEST, [f"{place.name}\n".encode()])
 
 
 def _delete_all_but(folder: Path, keep: int, agreed: int | None) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from diloco import __version__
-from diloco.cores import set_wait_policy
+from diloco.devices import set_wait_policy
 from diloco.errors import DEBUG, ConfigurationError, DiLoCoError, nearest
 from diloco.terminal import StandardOutput, make_streams_safe, show_visibly
 from diloco.waiting import log_to_stderr, say

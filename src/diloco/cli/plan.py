@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from diloco.algorithm import SyncSettings
 from diloco.config import Configuration, compose, flatten, parse_flags, parse_options, preset_values, to_toml
 from diloco.errors import ConfigurationError
-from diloco.model import get_preset, preset_names, with_vocabulary
+from diloco.model import PRESETS, with_vocabulary
 from diloco.transport import EmulateSettings
 from diloco.units import (
     COUNT,
@@ -255,7 +255,7 @@ def run_presets(arguments: Sequence[str]) -> int:
     """Print the table."""
     parse_options(PresetsOptions, "presets", arguments)
     rows = []
-    for preset in map(get_preset, preset_names()):
+    for preset in PRESETS.values():
         values, model = preset_values(preset.name), preset.model
         heads = str(model.heads) if model.kv_heads is None else f"{model.heads}/{model.kv_heads}"
         inner_steps = values.get("sync.inner_steps", SyncSettings().inner_steps)

@@ -12,7 +12,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -321,7 +321,8 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool, again: bool) -> int:
             raise
         return fleet
 
-    with _claimed(folder, plan, of_rank=True, again=again) as (_, occupied):
+    locked = LAUNCHED in os.environ and role.is_first
+    with _claimed(folder, plan, of_rank=True, again=again, locked=locked) as (_, occupied):
         plan = dataclasses.replace(plan, configuration=settings, notes=plan.notes if role.is_first else ())
         return _train(plan, folder, meet, role)
 
@@ -378,17 +379,20 @@ def _train(
 
 
 @contextmanager
-def _claimed(folder: Path, plan: RunPlan, *, of_rank: bool = False, again: bool = False) -> Iterator[tuple[int, bool]]:
+def _claimed(
+    folder: Path, plan: RunPlan, *, of_rank: bool = False, again: bool = False, locked: bool = False
+) -> Iterator[tuple[int, bool]]:
     """Create and lock a folder; yield its lock, and whether there is anything in it but the run to resume.
 
-    ``again``: a run that was killed before its first checkpoint begins again in its folder.
+    ``again``: a run that was killed before its first checkpoint begins again in its folder. ``locked``: by the process
+    that started this one, whose lock this one has inherited.
 
     The folder of a run that did not start is cleared and removed, so that the next attempt can use it.
     """
     resumes = plan.source is not None and (of_rank or folder.resolve() == plan.source.resolve())
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError(f"--out {folder} is not a folder. Choose another --out.")
-    with lock_folder(folder) as lock:
+    with nullcontext(-1) if locked else lock_folder(folder) as lock:
         begins_again = again and (folder / CONFIG_FILE).exists()
         occupied = not (resumes or begins_again) and bool(_files(folder, of_rank=of_rank))
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from diloco.membership.values import NextView, Report, View
 
@@ -25,61 +25,37 @@ class Policy:
     split: Literal["stop", "go-on"] = "stop"
 
 
-class Decision(NamedTuple):
-    """The members of the next view, or None if this side may not continue; and the reason."""
+def refusal(
+    view: View, lost: Collection[int], policy: Policy, *, gone: Collection[int] = (), joining: Collection[int] = ()
+) -> str:
+    """Return why the members of ``view`` that are not ``lost`` may not continue, or "" if they may.
 
-    members: tuple[int, ...] | None
-    reason: str
+    If all of the lost ones are known to have ended (``gone``), the survivors are all there are, and they continue.
+    Under ``split="stop"``, a side that merely can't reach some members continues only with more than half of the view,
+    or with half of it and the lowest-numbered member. So a network partition never makes two histories. Replicas that
+    have ended stay in the count, as they may have continued with the silent ones before they ended.
 
-
-def decide(
-    view: View,
-    *,
-    lost: Collection[int],
-    gone: Collection[int],
-    joining: Collection[int],
-    policy: Policy,
-    left: Collection[int] = (),
-) -> Decision:
-    """Decide which members follow ``view``, of which some are ``lost``: they can't be reached, or have left.
-
-    If all of these are known to have ended (``gone``), the survivors are all there are, and they continue. Under
-    ``split="stop"``, a side that merely can't reach some members continues only with more than half of the view, or
-    with half of it and the lowest-numbered member. So a network partition never makes two histories. Replicas that have
-    ended stay in the count, as they may have continued with the silent ones before they ended. Those that ``left``
-    announced it, and count as ended.
-
-    >>> decide(View.of(3), lost={2}, gone=(), joining=(), policy=Policy())
-    Decision(members=(0, 1), reason='replica 2 is lost; replicas 0, 1 continue')
-    >>> decide(View.of(3), lost={0, 1}, gone=(), joining=(), policy=Policy()).members is None
-    True
-    >>> decide(View.of(3), lost={0, 1}, gone={0, 1}, joining=(), policy=Policy()).members
-    (2,)
-    >>> decide(View.of(3), lost={0, 1}, gone=(), joining=(), policy=Policy(split="go-on")).members
-    (2,)
+    >>> refusal(View.of(3), {2}, Policy())
+    ''
+    >>> refusal(View.of(3), {0, 1}, Policy())
+    "replicas 0, 1 can't be reached and may be continuing without replica 2, which is the smaller side"
+    >>> refusal(View.of(3), {0, 1}, Policy(), gone={0, 1}), refusal(View.of(3), {0, 1}, Policy(split="go-on"))
+    ('', '')
     """
     survivors = [member for member in view.members if member not in lost]
-    silent = [member for member in view.members if member in lost and member not in gone and member not in left]
-    members = tuple(sorted({*survivors, *joining}))
+    silent = [member for member in view.members if member in lost and member not in gone]
     half = len(view.members) / 2
     smaller = len(survivors) < half or (len(survivors) == half and view.members[0] in lost)
     if silent and policy.split == "stop" and smaller:
-        return Decision(
-            None,
+        return (
             f"{names_of(silent)} can't be reached and may be continuing without {names_of(survivors)}, which "
-            f"{'is' if len(survivors) == 1 else 'are'} the smaller side",
+            f"{'is' if len(survivors) == 1 else 'are'} the smaller side"
         )
     # Joiners may be on only one side of a partition, so they don't make up for lost members there.
-    counted = survivors if silent and policy.split == "go-on" else members
+    counted = survivors if silent and policy.split == "go-on" else {*survivors, *joining}
     if lost and len(counted) < policy.min_replicas:
-        return Decision(None, f"{len(counted)} of at least {policy.min_replicas} replicas are left")
-    missed = [member for member in lost if member not in left]
-    words = [f"{names_of(missed)} {'is' if len(missed) == 1 else 'are'} lost"] if missed else []
-    words += [f"{names_of(left)} {'has' if len(left) == 1 else 'have'} left"] if left else []
-    words += [f"{names_of(joining)} {'joins' if len(joining) == 1 else 'join'}"] if joining else []
-    return Decision(
-        members, "; ".join([*words, f"{names_of(members)} {'continues' if len(members) == 1 else 'continue'}"])
-    )
+        return f"{len(counted)} of at least {policy.min_replicas} replicas are left"
+    return ""
 
 
 def names_of(replicas: Collection[int]) -> str:
@@ -97,15 +73,6 @@ def byzantine_quorum(members: int) -> int:
     return (members - 1) // 2 + 1
 
 
-def enough_without(view: View, lost: Collection[int], policy: Policy) -> bool:
-    """Return whether the other members of ``view`` may continue without the ``lost`` ones, which may still be running.
-
-    >>> enough_without(View.of(3), {2}, Policy()), enough_without(View.of(3), {1, 2}, Policy())
-    (True, False)
-    """
-    return decide(view, lost=lost, gone=(), joining=(), policy=policy).members is not None
-
-
 def staying_members(
     view: View, reports: Collection[Report], there: Collection[int], size: int, policy: Policy
 ) -> tuple[int, ...]:
@@ -116,11 +83,8 @@ def staying_members(
     (`byzantine_quorum`) have recently received nothing for a while, else the one that joined later.
 
     Args:
-        view: the view that ends.
-        reports: what the ranks have reported.
         there: the members that may stay.
         size: the number of ranks per replica.
-        policy: decides which survivors may continue.
     """
     broken = {(report.rank // size, other) for report in reports for other in report.lost}
     unsteady = _accused(view, size, {report.rank: report.unsteady for report in reports})
@@ -129,10 +93,7 @@ def staying_members(
     if late.intersection(there):
         in_time = largest_set([each for each in order if each not in late], broken)
         gone = frozenset().union(*(report.gone for report in reports))
-        if (
-            decide(view, lost={*view.members}.difference(in_time), gone=gone, joining=(), policy=policy).members
-            is not None
-        ):
+        if not refusal(view, {*view.members}.difference(in_time), policy, gone=gone):
             return in_time
     return largest_set(order, broken)
 
@@ -147,10 +108,7 @@ def next_view(
     in a replica, and none calls it void or one has committed it.
 
     Args:
-        view: the view that ends.
         reports: of all ranks of these members, in ascending order of ranks.
-        staying: the members that stay.
-        policy: decides which survivors may continue.
         alive: replicas that the caller hears, so that they have not ended, whatever a report says.
     """
     size, lost = len(reports) // len(staying), frozenset(view.members).difference(staying)
@@ -163,11 +121,9 @@ def next_view(
     if not lost <= apart | gone | late or not (apart | gone).isdisjoint(staying):
         return None
     joining = frozenset.intersection(*(report.joining for report in reports)) - apart - gone - {*view.members}
-    ended = gone.difference(alive)
-    if decide(view, lost=lost, gone=ended, joining=joining, policy=policy).members is None:
+    if refusal(view, lost, policy, gone=gone.difference(alive), joining=joining):
         return None
-    members, reason = decide(view, lost=lost, gone=gone, joining=joining, policy=policy, left=left)
-    assert members is not None
+    members = sorted({*staying, *joining})
     held, commits = [report.held for report in reports], union("commits")
     digests = {key: tuple(each.get(key, "") for each in held[:size]) for key in held[0]}
     void = union("void")
@@ -178,11 +134,20 @@ def next_view(
         and all(key in votes and votes[key] == each[index % size] for index, votes in enumerate(held))
     }
     return NextView(
-        view=view.followed_by(view.id + 1, members, sorted(joining)),
+        view=view.followed_by(members, sorted(joining)),
         previous=view,
         from_step=max(report.step for report in reports) + 1,
         commits=agreed,
-        reason=reason,
+        reason="; ".join(
+            f"{names_of(some)} {one if len(some) == 1 else several}"
+            for some, one, several in (
+                (lost - left, "is lost", "are lost"),
+                (left, "has left", "have left"),
+                (joining, "joins", "join"),
+                (members, "continues", "continue"),
+            )
+            if some
+        ),
         joined=tuple(sorted(joining)),
         void=void.difference(agreed),
         left=tuple(sorted(left)),

@@ -11,14 +11,12 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from diloco.algorithm import RoundId
 from diloco.errors import ConfigurationError
 from diloco.units import visible
 
 GREATEST = 1 << 53
 """The upper bound of every step, size and count."""
-
-LEAST_FRAGMENT = -3
-"""The least fragment number. Fragments below 0 are gradients: -1, and less for further attempts after a void round."""
 
 MOST_RANK = (1 << 31) - 1
 """The greatest number of a rank or a replica."""
@@ -30,16 +28,14 @@ _MOST_WORDS = 500
 Count = Annotated[int, Meta(ge=0, le=GREATEST)]
 Rank = Annotated[int, Meta(ge=0, le=MOST_RANK)]
 Ranks = Annotated[tuple[Rank, ...], Meta(max_length=MAX_MEMBERS)]
-RoundKey = tuple[Annotated[int, Meta(ge=LEAST_FRAGMENT, le=GREATEST)], Count]
-"""A round as (fragment, outer step)."""
-RoundKeys = Annotated[frozenset[RoundKey], Meta(max_length=_MAX_ROUNDS)]
+RoundIds = Annotated[frozenset[RoundId], Meta(max_length=_MAX_ROUNDS)]
 Digest = Annotated[str, Meta(max_length=64)]  # with the bounds above, a report fits into a message of 1 MiB
 Words = Annotated[str, Meta(max_length=1 << 16)]
 """A text for users, which is made printable and cut as soon as it is part of a value."""
-Votes = Annotated[Mapping[RoundKey, Digest], Meta(max_length=_MAX_ROUNDS)]
+Votes = Annotated[Mapping[RoundId, Digest], Meta(max_length=_MAX_ROUNDS)]
 """Rounds with the digest of the average that one rank holds."""
 Commits = Annotated[
-    Mapping[RoundKey, Annotated[tuple[Digest, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]],
+    Mapping[RoundId, Annotated[tuple[Digest, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]],
     Meta(max_length=_MAX_ROUNDS),
 ]
 """Rounds with the digests of their averages, one for each position in a replica."""
@@ -76,25 +72,13 @@ class View:
         """The first view of ``num_replicas`` replicas, numbered from 0."""
         return cls(0, tuple(range(num_replicas)))
 
-    def followed_by(self, identity: int, members: Sequence[int], joined: Sequence[int]) -> View:
-        """Return view ``identity`` with ``members``, of which ``joined`` are not in this one.
+    def followed_by(self, members: Sequence[int], joined: Sequence[int] = ()) -> View:
+        """Return the next view with ``members``, of which ``joined`` are not in this one.
 
-        >>> View.of(3).followed_by(1, (1, 2), ()).followed_by(2, (0, 1, 2), (0,)).order
+        >>> View.of(3).followed_by((1, 2)).followed_by((0, 1, 2), (0,)).order
         (1, 2, 0)
         """
-        return View(identity, tuple(members), (*(each for each in self.order if each in members), *sorted(joined)))
-
-
-@dataclass(frozen=True)
-class Vote:
-    """One member's final vote on a round."""
-
-    ok: bool  # whether the voter holds the average and is ready to apply it
-    digest: Digest = ""  # of the average that the voter holds; "" if not ok
-    reason: Words = ""  # why the voter is against the round; "" if ok
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "reason", visible(self.reason, _MOST_WORDS))
+        return View(self.id + 1, tuple(members), (*(each for each in self.order if each in members), *sorted(joined)))
 
 
 @dataclass(frozen=True)
@@ -109,7 +93,7 @@ class NextView:
     commits: Commits  # the committed rounds that a survivor may not have committed itself
     reason: Words
     joined: Ranks = ()  # replicas that were not members before
-    void: RoundKeys = frozenset()  # rounds that are void; `carries_over` decides about undecided ones
+    void: RoundIds = frozenset()  # rounds that are void; `carries_over` decides about undecided ones
     left: Ranks = ()  # members of the old view that left voluntarily; ascending
     silent: Ranks = ()  # members that were left out, and that may still be running; ascending
 
@@ -153,7 +137,7 @@ class Report:
     joining: Replicas = frozenset()  # replicas that have asked the rank to be members of the next view
     step: Count = 0  # the number of inner steps that the rank has begun to synchronise
     commits: Votes = field(default_factory=dict)  # the rounds that it has committed recently
-    void: RoundKeys = frozenset()  # the rounds that the rank has decided void recently
+    void: RoundIds = frozenset()  # the rounds that the rank has decided void recently
     # rounds that the rank has voted for and not committed; disputed ones are in ``void`` as well
     voted: Votes = field(default_factory=dict)
     ballot: Count = 0
@@ -181,7 +165,7 @@ class Report:
         )
 
     @property
-    def held(self) -> Mapping[RoundKey, Digest]:
+    def held(self) -> Mapping[RoundId, Digest]:
         """The rounds that the rank has voted for, committed or not."""
         return {**self.voted, **self.commits}
 

@@ -15,11 +15,11 @@ from .loss import ENDS as ENDS
 from .loss import NOT_COUNTED as NOT_COUNTED
 from .loss import cross_entropy_with_z_loss as cross_entropy_with_z_loss
 from .loss import projected_cross_entropy as projected_cross_entropy
+from .settings import PRESETS as PRESETS
 from .settings import DecoderSettings as DecoderSettings
 from .settings import ModelSettings as ModelSettings
 from .settings import get_preset as get_preset
 from .settings import parse_source as parse_source
-from .settings import preset_names as preset_names
 from .settings import with_vocabulary as with_vocabulary
 from .transformer import Transformer as Transformer
 from .transformer import attend as attend

@@ -38,8 +38,8 @@ def lora_config(settings: ModelSettings) -> LoraConfig:
     )
 
 
-def add_adapters(model: HuggingFaceModel, settings: ModelSettings) -> None:
-    """Freeze ``model`` and add adapters to the modules that ``settings`` name; only the adapters are trained.
+def add_adapters(model: HuggingFaceModel) -> None:
+    """Freeze ``model`` and add adapters to the modules that its settings name; only the adapters are trained.
 
     The output of the model stays the same, because one factor of each adapter is initialised to zero. The other is
     drawn from the global generator. Adapters are float32 whatever the type of the frozen weights, which is
@@ -48,7 +48,8 @@ def add_adapters(model: HuggingFaceModel, settings: ModelSettings) -> None:
     Raises:
         ConfigurationError: ``peft`` is not installed, or refuses the targets.
     """
-    config, wrapped = lora_config(settings), model.wrapped
+    settings, wrapped = model.settings, model.wrapped
+    config = lora_config(settings)
     from peft.tuners.lora import LoraModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -72,7 +73,7 @@ def add_adapters(model: HuggingFaceModel, settings: ModelSettings) -> None:
         elif settings.quantization is None:  # after injection, which draws the adapters in the type of the weights
             parameter.data = parameter.data.to(getattr(torch, settings.huggingface.base_dtype))
     trained = {name for name, parameter in named_parameters(model).items() if parameter.requires_grad}
-    model.adapters, model.tuner = settings, (tuner,)
+    model.tuner = (tuner,)
     model.source_has = frozenset(model_state(model).keys() - trained)
 
 
@@ -83,14 +84,15 @@ def merge_adapters(model: HuggingFaceModel) -> None:
     Raises:
         ConfigurationError: the weights are quantised, so merging would round them once more.
     """
-    settings, wrapped = model.adapters, model.wrapped
-    if settings is not None and settings.quantization is not None:
+    quantization, wrapped = model.settings.quantization, model.wrapped
+    if quantization is not None:
         raise ConfigurationError(
-            f"Merging an adapter into {settings.quantization} weights would round them once more. Merge into weights "
+            f"Merging an adapter into {quantization} weights would round them once more. Merge into weights "
             "that are not quantised."
         )
     wrapped.float()  # a small change would vanish in the rounding of 16-bit weights
     model.tuner[0].merge_and_unload()
+    model.tuner = ()
     wrapped.requires_grad_(True)
 
 
@@ -101,11 +103,9 @@ def save_adapter(folder: Path, model: HuggingFaceModel, values: Mapping[str, Ten
         folder: created if it is missing; existing files are overwritten.
         values: name of a trained parameter -> its value.
     """
-    settings = model.adapters
-    assert settings is not None
     folder.mkdir(parents=True, exist_ok=True)
-    config = lora_config(settings)
-    config.base_model_name_or_path = parse_source(settings.source or "").place
+    config = lora_config(model.settings)
+    config.base_model_name_or_path = parse_source(model.settings.source or "").place
     config.inference_mode = True
     config.fan_in_fan_out = vars(model.tuner[0].peft_config[_NAME])["fan_in_fan_out"]
     tensors = {_file_name(name): value.detach().float().cpu().contiguous() for name, value in values.items()}

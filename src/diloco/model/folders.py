@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from diloco.model.transformer import Transformer
 
 
-CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG_NAME, WEIGHTS_NAME, SHARDS = "config.json", "model.safetensors", "model-*.safetensors"
 MODEL_TYPES: dict[tuple[Literal["swiglu", "gelu"], bool], str] = {
     ("swiglu", False): "llama",
     ("swiglu", True): "qwen3",
@@ -128,9 +128,10 @@ def is_huggingface_folder(path: Path) -> bool:
     return (path / CONFIG_NAME).is_file()
 
 
-def has_weights(folder: Path) -> bool:
-    """Return whether ``folder`` contains weights."""
-    return any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME))
+def weights_files(folder: Path) -> list[Path]:
+    """Return the files of the weights in ``folder``, one or its shards; none if there are no weights."""
+    whole = folder / WEIGHTS_NAME
+    return [whole] if whole.is_file() else sorted(folder.glob(SHARDS))
 
 
 def stored_tensors(folder: Path) -> Mapping[str, Tensor]:
@@ -139,19 +140,13 @@ def stored_tensors(folder: Path) -> Mapping[str, Tensor]:
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-    files = [WEIGHTS_NAME]
-    if (folder / INDEX_NAME).is_file():
-        shards = read_json(folder / INDEX_NAME).get("weight_map")
-        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-            raise CheckpointError(f"{folder / INDEX_NAME} has no valid weight_map of file names.")
-        files = sorted(set(shards.values()))
+    files = weights_files(folder)
+    if not files:
+        pickles = sorted(entry.name for entry in folder.glob("*.bin"))
+        why = f" ({pickles[0]} is a pickle, which could run any code, and is not read)" if pickles else ""
+        raise CheckpointError(f"{folder} has no weights file {WEIGHTS_NAME}{why}.")
     places: dict[str, tuple[Path, str]] = {}
-    for file in files:
-        path = folder / file
-        if Path(file).name != file or not path.is_file():
-            pickles = sorted(entry.name for entry in folder.glob("*.bin"))
-            why = f" ({pickles[0]} is a pickle, which could run any code, and is not read)" if pickles else ""
-            raise CheckpointError(f"{folder} has no weights file {file}{why}.")
+    for path in files:
         try:
             with safe_open(path, framework="pt") as opened:
                 places |= {name: (path, name) for name in opened.keys()}  # noqa: SIM118  # not a dict

@@ -9,7 +9,6 @@ import copy
 import importlib.util
 import inspect
 import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -22,11 +21,13 @@ from diloco.algorithm import model_state, named_parameters, persistent_buffers, 
 from diloco.errors import ConfigurationError, DiLoCoError, nearest
 from diloco.model.folders import (
     CONFIG_NAME,
-    has_weights,
+    SHARDS,
+    WEIGHTS_NAME,
     import_transformers,
     read_json,
     stored_tensors,
     weights_digest,
+    weights_files,
 )
 from diloco.model.language_model import LanguageModel, LossParts, build_language_model
 from diloco.model.settings import HuggingFaceSettings, ModelSettings, parse_source
@@ -56,7 +57,6 @@ IMPLEMENTATIONS = {
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names of their number in configurations
 _NAMES_OF_CODE = {"auto_map", "transformers_weights", "fusion_config"}  # of a configuration; never passed on
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 
 
 class HuggingFaceModel(LanguageModel):
@@ -80,8 +80,7 @@ class HuggingFaceModel(LanguageModel):
         self.wrapped.get_input_embeddings().padding_idx = None
         self.settings, self.base = settings, base
         self.z_loss = settings.huggingface.z_loss
-        self.adapters: ModelSettings | None = None  # the settings of its adapters; None: it has none
-        self.tuner: tuple[LoraModel, ...] = ()  # peft's, which has added them; in a tuple, so that it is no submodule
+        self.tuner: tuple[LoraModel, ...] = ()  # peft's, if it has adapters; in a tuple, so that it is no submodule
         config, head = self.wrapped.config, self.wrapped.get_output_embeddings()
         self.vocab_size = int(config.vocab_size if head is None else head.weight.shape[0])
         self.max_sequence_length = int(getattr(config, "max_position_embeddings", None) or UNLIMITED)
@@ -91,7 +90,10 @@ class HuggingFaceModel(LanguageModel):
         coefficient = getattr(config, "router_aux_loss_coef", None) or 0.0
         self.balance_loss = float(coefficient) if "output_router_logits" in accepted else 0.0
         experts = next((int(n) for name in _EXPERTS if (n := getattr(config, name, None))), 1)
-        self._expert_share = int(getattr(config, "num_experts_per_tok", None) or experts) / experts
+        self.expert_share = int(getattr(config, "num_experts_per_tok", None) or experts) / experts
+        heads = int(getattr(config, "num_attention_heads", 0) or 0)
+        head_width = getattr(config, "head_dim", None) or (getattr(config, "hidden_size", 0) // heads if heads else 0)
+        self.attention_width = heads * head_width * self.num_layers  # as if every layer were full attention
         kinds = set(getattr(config, "layer_types", None) or ())
         attends = kinds <= {"full_attention", "sliding_attention", "chunked_attention"}
         # a recurrent state would carry one document into the next
@@ -126,20 +128,6 @@ class HuggingFaceModel(LanguageModel):
         output = self._call(self.wrapped, tokens, documents, output_router_logits=True)
         parts = self.loss_of_logits(output.logits, targets)
         return LossParts(parts.loss + self.balance_loss * output.aux_loss, parts.cross_entropy)
-
-    def fits_shards(self) -> bool:
-        """Return whether every value is stored under its own name, or a checkpoint has it.
-
-        Others are fresh or adapters, or stored in a form that transformers converts.
-        """
-        if self.settings.lora_rank or not self.reads:
-            return not self.settings.lora_rank
-        folder = _find_folder(self.settings, with_weights=True)
-        if not _has_stored(folder, self.settings):
-            return False
-        state = self.wrapped.state_dict(keep_vars=True)
-        stored = {id(state[name]) for name in stored_tensors(folder).keys() & state.keys()}
-        return all(id(value) in stored for value in state.values())  # one value has several names if it is tied
 
     def fill(self, device: torch.device, *, seed: int, group: ReplicaGroup) -> None:
         folder, buffers = _find_folder(self.settings, with_weights=True), dict(self.named_buffers())
@@ -177,16 +165,6 @@ class HuggingFaceModel(LanguageModel):
 
         return DynamicCache(config=self.wrapped.config) if self._caches else None
 
-    def used_share(self, name: str) -> float:
-        return self._expert_share if ".experts." in name else 1.0
-
-    def attended(self, length: int) -> float:
-        """Count every layer as full attention; recurrent and windowed ones take fewer operations."""
-        config = self.wrapped.config
-        heads = int(getattr(config, "num_attention_heads", 0) or 0)
-        head_width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-        return float(heads * head_width * self.num_layers * (length + 1) / 2)
-
     def definition(self) -> dict[str, Any]:
         config = json.loads(self.wrapped.config.to_json_string(use_diff=False))
         definition: dict[str, Any] = {"architecture": type(self.wrapped).__name__, "config": config}
@@ -195,11 +173,10 @@ class HuggingFaceModel(LanguageModel):
     def to_huggingface(self) -> PreTrainedModel:
         """Return the model itself, in evaluation mode. Adapters are merged into the weights."""
         self.eval()
-        if self.adapters is not None:
+        if self.tuner:
             from diloco.model.adapters import merge_adapters
 
             merge_adapters(self)
-            self.adapters = None
         return self.wrapped  # type: ignore[no-any-return]  # declared as Any above
 
     def _call(self, module: Any, tokens: Tensor, documents: Tensor | None, **arguments: Any) -> Any:
@@ -257,13 +234,6 @@ def build_huggingface(
         folder = _find_folder(settings, with_weights=not on_meta)
         config = _config_of(read_json(folder / CONFIG_NAME), settings.config_changes, str(folder), options)
         stored = not on_meta and _has_stored(folder, settings)
-        if options.vocab_size not in (None, config.vocab_size):
-            if options.weights != "fresh" and has_weights(folder):
-                raise ConfigurationError(
-                    f"model.arguments.vocab_size={options.vocab_size} does not fit the weights in {folder}, which have "
-                    f"{config.vocab_size}. Leave it out, or use --model.arguments.weights fresh."
-                )
-            config.vocab_size = options.vocab_size
         if stored and base not in ("", there := weights_digest(folder)):
             raise ConfigurationError(
                 f"The adapters in the checkpoint were trained with other weights ({base}) than those in "
@@ -305,18 +275,12 @@ def _find_folder(settings: ModelSettings, *, with_weights: bool) -> Path:
     local = Path(place).expanduser()
     if local.is_dir():
         return local
-    if local.exists() or not _HUB_NAME.fullmatch(place):
-        what = "is not a folder" if local.exists() else "does not exist and is not a valid name on the hub"
-        raise ConfigurationError(
-            f"model.source=hf:{place} {what}. Give a folder with a config.json, or a name such as "
-            "hf:HuggingFaceTB/SmolLM2-135M."
-        )
     from huggingface_hub import snapshot_download
 
     name, _, revision = place.partition("@")
-    patterns = ["config.json", "generation_config.json"]
+    patterns = [CONFIG_NAME, "generation_config.json"]
     if with_weights and settings.huggingface.weights != "fresh":
-        patterns += ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
+        patterns += [WEIGHTS_NAME, SHARDS]
     with _refusals(f"model.source=hf:{place}, which is not a local folder"), fetching(name):
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
 
@@ -327,7 +291,7 @@ def _has_stored(folder: Path, settings: ModelSettings) -> bool:
     """
     weights, local = settings.huggingface.weights, Path(parse_source(settings.source or "").place).expanduser()
     needed = weights == "stored" or settings.lora_rank > 0 or not local.is_dir() or any(folder.glob("pytorch_*.bin"))
-    return weights != "fresh" and (needed or has_weights(folder))
+    return weights != "fresh" and (needed or bool(weights_files(folder)))
 
 
 def _config_of(stored: Any, changes: Mapping[str, Any], where: str, options: HuggingFaceSettings) -> PretrainedConfig:
@@ -401,13 +365,6 @@ def _load(folder: Path, config: PretrainedConfig, settings: ModelSettings) -> Pr
 
     arguments: dict[str, Any] = {}
     if settings.quantization is not None:
-        try:
-            import bitsandbytes  # noqa: F401  # transformers imports it later, with a less specific error
-        except Exception as error:  # its native library raises other types
-            raise ConfigurationError(
-                f"model.quantization={settings.quantization!r} needs bitsandbytes, which can't be imported ({error}): "
-                "pip install bitsandbytes, or use --model.arguments.base-dtype bfloat16."
-            ) from error
         dtype = getattr(torch, settings.huggingface.base_dtype)
         four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
         bits = four if settings.quantization == "nf4" else {"load_in_8bit": True}

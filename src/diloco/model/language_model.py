@@ -40,6 +40,8 @@ class LanguageModel(nn.Module):
     max_sequence_length: int  # the longest supported sequence, in tokens
     num_layers: int  # the number of blocks, from which fragments are made
     z_loss: float = 0.0  # weight of the squared log-partition in the loss
+    attention_width: int = 0  # of all heads, summed over the layers; 0: unknown
+    expert_share: float = 1.0  # of a layer's experts that one token passes through
     # the most tokens whose logits exist at once in a `loss` that is computed in chunks together with the output
     # projection, where the model supports that; 0: all. Training sets it
     loss_chunk_tokens: int = 0
@@ -107,8 +109,10 @@ class LanguageModel(nn.Module):
         """Return the estimated floating-point operations of training on one token, forward and backward.
 
         ``6 * N + 12 * A``. There are two operations per weight forward and four backward, and N counts the matrices
-        that a token passes through: the output projection also when it is tied, but no embeddings. A is `attended`.
-        Left out are the embedding lookup, norms, positions, softmax, activation functions, loss and optimizer.
+        that a token passes through: the output projection also when it is tied, but no embeddings. A is
+        ``attention_width`` times the average number of tokens that one sees (PaLM's appendix B counts all of them; half
+        are masked). Left out are the embedding lookup, norms, positions, softmax, activation functions, loss and
+        optimizer.
 
         Args:
             sequence_length: tokens per sequence; default: ``max_sequence_length``.
@@ -118,18 +122,8 @@ class LanguageModel(nn.Module):
         skipped = tables - products - {id(self.projection)}
         matrices = [(name, p) for name, p in self.named_parameters() if p.dim() >= 2 and id(p) not in skipped]
         length = self.max_sequence_length if sequence_length is None else sequence_length
-        return 6.0 * sum(p.numel() * self.used_share(name) for name, p in matrices) + 12.0 * self.attended(length)
-
-    def used_share(self, name: str) -> float:
-        """Return the share of a parameter that one token passes through; less than 1 for experts."""
-        return 1.0
-
-    def attended(self, length: int) -> float:
-        """Return the width of all heads times the average number of tokens that one sees, summed over the layers.
-
-        PaLM's appendix B counts all of them; half are masked. Here 0: the attention of a module is unknown.
-        """
-        return 0.0
+        passed = sum(p.numel() * (self.expert_share if ".experts." in name else 1.0) for name, p in matrices)
+        return 6.0 * passed + 12.0 * self.attention_width * (length + 1) / 2
 
     def definition(self) -> dict[str, Any]:
         """Return, as JSON, what its settings do not say about the model: an argument of `build_language_model`, which
@@ -266,7 +260,7 @@ def build_language_model(
             from diloco.model.adapters import add_adapters
 
             with _drawing_from(seed):  # reseeded, so that the number of draws during loading does not matter
-                add_adapters(model, settings)
+                add_adapters(model)
         return model if on_meta else model.to(device)
     with _drawing_from(seed):
         if on_meta:

@@ -113,7 +113,6 @@ class HuggingFaceSettings:
     """What ``model.arguments`` says about a model of ``transformers``, beside changes of its configuration."""
 
     weights: Literal["auto", "stored", "fresh"] = "auto"  # auto is stored if there are any, else fresh
-    vocab_size: _Size | None = None  # of fresh weights; None: the configuration's
     z_loss: _Weight = 0.0
     attn_implementation: str | dict[str, Any] | None = None  # None: the choice of the library
     lora_alpha: _Positive | None = None  # None: twice the rank
@@ -246,15 +245,6 @@ def get_preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-def preset_names() -> tuple[str, ...]:
-    """Return the names, smallest model first within each family.
-
-    >>> preset_names()[:3]
-    ('tiny', 'tiny-muon', '2m')
-    """
-    return tuple(PRESETS)
-
-
 def _presets() -> Iterator[Preset]:
     for name in ("tiny", "tiny-muon"):
         model = DecoderSettings(ffn_width=352)
@@ -285,3 +275,4 @@ def _presets() -> Iterator[Preset]:
 
 
 PRESETS = {preset.name: preset for preset in _presets()}
+"""The presets by name, the smallest model first within each family."""

@@ -65,6 +65,7 @@ class Transformer(LanguageModel):
         self.vocab_size = settings.vocab_size
         self.max_sequence_length = settings.max_sequence_length
         self.num_layers = settings.layers
+        self.attention_width = settings.layers * settings.width
         self.z_loss = settings.z_loss
         self.model = Decoder(settings, settings.vocab_size)
         self.lm_head = None if settings.tie_embeddings else _linear(settings.width, settings.vocab_size)
@@ -126,9 +127,6 @@ class Transformer(LanguageModel):
 
         return as_huggingface(self)
 
-    def attended(self, length: int) -> float:
-        return self.settings.layers * self.settings.width * (length + 1) / 2
-
 
 def build_model(settings: DecoderSettings, *, seed: int, device: torch.device | str = "cpu") -> Transformer:
     """Build a model whose initial weights depend only on ``settings`` and ``seed``, to the bit, on every device.
@@ -187,7 +185,9 @@ class Decoder(nn.Module):
             )
         cosine, sine = self.rotary_cosine[start:end], self.rotary_sine[start:end]
         hidden: Tensor = self.embed_tokens(tokens)
-        mask = None if documents is None else _within_documents(documents)
+        mask: Tensor | BlockMask | None = None
+        if documents is not None:
+            mask = block_mask(documents) if documents.is_cuda else boolean_mask(documents)
         for layer in self.layers:
             hidden = layer(hidden, cosine, sine, cache, mask)
         if cache is not None:
@@ -353,10 +353,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask |
     # is_causal aligns queries and keys at the first token, so it is right only if nothing came before.
     causal = mask is None and query.shape[2] == key.shape[2]
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
-
-
-def _within_documents(documents: Tensor) -> Tensor | BlockMask:
-    return block_mask(documents) if documents.is_cuda else boolean_mask(documents)
 
 
 def boolean_mask(documents: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ from diloco.algorithm import (
     AlphaMerge,
     AverageRule,
     Codec,
-    MeanEncoding,
     MergeRule,
     Nesterov,
     OuterOptimizer,
@@ -44,8 +43,6 @@ from diloco.algorithm import (
 from diloco.errors import ConfigurationError, ContractError
 from diloco.plugins import code_digest
 from diloco.testing import check_average_rule, check_codec, check_merge_rule, check_outer_optimizer
-
-__all__ = ["Saved", "Shared", "argument_facts", "check_kinds", "complete", "frozen_digests"]
 
 T = TypeVar("T")
 Shared = Annotated[T, "shared"]
@@ -122,7 +119,7 @@ def complete(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
     check_kinds(arguments)
     schedule = arguments["schedule"] or SyncSchedule(inner_steps=100)
     layouts = tuple(arguments["fragments"] or partition(model, num_fragments=schedule.num_fragments))
-    codec = arguments["codec"]
+    codec, mean = arguments["codec"], arguments["mean_codec"]
     return {
         **arguments,
         "schedule": schedule,
@@ -130,7 +127,7 @@ def complete(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
         "outer_optimizer": arguments["outer_optimizer"] or Nesterov(learning_rate=0.7 if len(layouts) == 1 else 0.4),
         "merge": arguments["merge"] or (RebaseMerge() if schedule.overlap_steps else AlphaMerge()),
         "codec": make_codec(codec) if isinstance(codec, str) else codec,
-        "mean_codec": MeanEncoding.of(arguments["mean_codec"]),
+        "mean_codec": make_codec(mean) if isinstance(mean, str) and mean != "auto" else mean,
     }
 
 
@@ -145,14 +142,22 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             f"codec={codec.name!r} drops most of the values, which are lost without error feedback, but error_feedback "
             f"is {arguments['error_feedback']!r}. Use error_feedback=0.95, or another codec."
         )
-    if arguments["mean_codec"].codec.needs_error_feedback:
+    mean = arguments["mean_codec"]
+    if isinstance(mean, Codec) and mean.needs_error_feedback:
         raise ConfigurationError(
-            f"mean_codec={arguments['mean_codec'].codec.name!r} drops most of the values, and means have no error "
-            "feedback. Use another."
+            f"mean_codec={mean.name!r} drops most of the values, and means have no error feedback. Use another."
         )
     check_coverage(model, fragments)
     trainable = trainable_parameters(model)
     check_buffers(model, trainable)
+    inner = arguments["inner_optimizer"]
+    groups = [group for each in (inner if isinstance(inner, Sequence) else [inner]) for group in each.param_groups]
+    held = {id(parameter) for group in groups for parameter in group["params"]}
+    if left_out := [name for name, parameter in trainable.items() if id(parameter) not in held]:
+        raise ConfigurationError(
+            f"The inner optimizer does not hold {', '.join(left_out[:3])} of this model, so no step would train it. "
+            "Pass all optimizers of the model, or freeze the parameter with requires_grad_(False)."
+        )
     by_device = {str(parameter.device): name for name, parameter in trainable.items()}
     if len(by_device) > 1 or "meta" in by_device:  # copies between devices synchronise only one
         places = ", ".join(f"{name} on {device}" for device, name in by_device.items())
@@ -227,7 +232,7 @@ def _described(value: object) -> str:
     >>> _described(Nesterov(learning_rate=1, momentum=max))
     'Nesterov(learning_rate=1.0, momentum=max)'
     """
-    if isinstance(value, SyncSchedule | Codec | MeanEncoding):
+    if isinstance(value, SyncSchedule | Codec):
         return str(value)
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_described, value))})"

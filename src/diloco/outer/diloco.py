@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ from diloco.algorithm import (
     restore_buffers_,
 )
 from diloco.errors import CheckpointError, ConfigurationError, DivergedError, RoundVoidError, TransportError
-from diloco.events import Event, Note
+from diloco.events import Event, Note, RoundCommitted, RoundVoid
 from diloco.outer.arguments import (
     Saved,
     Shared,
@@ -49,13 +50,10 @@ from diloco.outer.arguments import (
 )
 from diloco.outer.fragment import Fragment
 from diloco.outer.recovery import StateRecovery
-from diloco.outer.reports import Reports
 from diloco.outer.state import greatest_of_ranks
 from diloco.state_tree import readable_state
 from diloco.transport import InProcessTransport, Transport
 from diloco.units import diff
-
-__all__ = ["DiLoCo"]
 
 
 class DiLoCo:
@@ -87,8 +85,8 @@ class DiLoCo:
         mean_codec: How means are encoded in rounds in which each replica sums a part of the values (see
             `plan_exchange`): a codec, its name, or "auto". "auto" is int8 among at least 8 replicas whose contributions
             take less than 16 bits per value, else float32; int8 or fp4 where uplinks are too slow for that.
-        on_event: Called with `RoundSent`, `RoundCommitted`, `RoundVoid` and `StateFetched`, with a `Note` for every
-            other failure, and with the `StepFinished` of `log`. None warns of failures, once for each reason.
+        on_event: Called with `RoundSent`, `RoundCommitted`, `RoundVoid` and `StateFetched`, and with a `Note` for every
+            other failure. None warns of failures, once for each reason.
         compare_arguments: Whether to compare the arguments with the other replicas. False if the caller has done so.
         global_state_of: Another replica of this process, whose global parameters and outer state this one uses instead
             of its own. Both must start from the same weights, and take turns in one thread.
@@ -138,15 +136,10 @@ class DiLoCo:
         self.steps = 0
         self._greatest = greatest_of_ranks(model)
         layouts = arguments["fragments"]
-        shared = [None] * len(layouts) if global_state_of is None else [f.state for f in global_state_of.fragments]
-        self.fragments: tuple[Fragment, ...] = tuple(
-            Fragment(layout, arguments, state=state, greatest=self._greatest)
-            for layout, state in zip(layouts, shared, strict=True)
-        )
-        # ranks that shard the parameters decide together whether all values are finite
-        self._sends_later = self.schedule.overlap_steps > 0 and self._greatest is list
+        self.fragments = tuple(Fragment(layout, arguments, self._greatest) for layout in layouts)
         self.recovery = StateRecovery(self.fragments, self.transport, self._greatest)
-        self._reports = Reports(inner_optimizer, on_event)
+        self._listen = on_event or _Warnings()
+        self._contributors, self._wait_s = 0, 0.0  # of the last committed round, and of all
         self._synchronised = synchronised(model, self.named_parameters())
         self._saved_facts = argument_facts(model, arguments, "saved")
         self._facts = argument_facts(model, arguments) | frozen_facts(model) if compare_arguments else {}
@@ -166,7 +159,6 @@ class DiLoCo:
         """Perform the first half of `step`: count the inner step and send the due fragments. Never blocks on others."""
         if not 0 <= trained <= 1:  # at each step, where naming the fault would cost 10 us
             check_number("trained", trained, ge=0, le=1)
-        self._reports.begin(self.steps)
         actions = self.schedule.actions(self.steps + 1)
         # ranks that shard the parameters agree on what to adopt, which takes an exchange, so not at every step
         if self._greatest is list or any(map(_is_send, actions)):
@@ -178,9 +170,8 @@ class DiLoCo:
         self.transport.tick()
         for action in itertools.takewhile(_is_send, actions):
             self._perform(action)
-        for action in self.schedule.actions(self.steps + 1) if self._sends_later else ():
-            if isinstance(action, Send):
-                self.fragments[action.fragment].make_room(self.transport)
+        for action in filter(_is_send, self.schedule.actions(self.steps + 1) if self.schedule.overlap_steps else ()):
+            self.fragments[action.fragment].make_room(self.transport)
 
     def finish(self) -> None:
         """Perform the second half of `step`: wait for the due averages and merge them."""
@@ -188,34 +179,15 @@ class DiLoCo:
         for action in itertools.dropwhile(_is_send, self.schedule.actions(self.steps)):
             self._perform(action)
 
-    def log(
-        self,
-        *,
-        loss: float | torch.Tensor,
-        tokens: int | None = None,
-        gradient_norm: float | torch.Tensor | None = None,
-    ) -> None:
-        """Report the last step to ``on_event`` and to ``diloco watch`` as `StepFinished`, as ``diloco train`` does.
-
-        Call it after `step`, at every step or now and then. Learning rate, time, bytes and utilisation are measured.
-
-        Args:
-            loss: The training loss, a number or a tensor of one value.
-            tokens: The tokens seen so far, over all replicas.
-            gradient_norm: The norm of the gradients before clipping.
-        """
-        report = self._reports.step
-        self._on_event(report(self.steps, self.transport, loss=loss, tokens=tokens, gradient_norm=gradient_norm))
-
     def figures(self) -> dict[str, float]:
         """Return name -> number for the logs of a framework: rounds, bytes, and seconds waited by this process."""
         return {
             "diloco/rounds": self.rounds_committed,
             "diloco/rounds_void": self.rounds_void,
-            "diloco/contributors": self._reports.contributors,
+            "diloco/contributors": self._contributors,
             "diloco/sent_bytes": self.transport.sent_bytes,
             "diloco/received_bytes": self.transport.received_bytes,
-            "diloco/wait_s": self._reports.wait_s,
+            "diloco/wait_s": self._wait_s,
         }
 
     def change_transport(self, transport: Transport) -> None:
@@ -365,9 +337,7 @@ class DiLoCo:
         if fragment is self.fragments[-1]:
             fields["buffers"], fields["integers"] = collect_buffers(self.model)
         window_steps = self.schedule.window_steps(fragment.index, outer_step)
-        self._on_event(
-            fragment.send(self.transport, outer_step, self.steps, window_steps, later=self._sends_later, **fields)
-        )
+        self._on_event(fragment.send(self.transport, outer_step, self.steps, window_steps, **fields))
 
     def _merge(self, fragment: Fragment) -> None:
         """Wait for the average of the fragment in flight and apply it. Work that it lacks is sent with the next.
@@ -399,7 +369,10 @@ class DiLoCo:
         self._on_event(committed)
 
     def _on_event(self, event: Event) -> None:
-        self._reports.pass_on(event)
+        if isinstance(event, RoundCommitted):
+            self._wait_s += event.wait_s
+            self._contributors = len(event.contributors)
+        self._listen(event)
 
     def _note(self, *texts: str) -> None:
         for text in texts:
@@ -425,6 +398,36 @@ class DiLoCo:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None:
             self.end()
+
+
+class _Warnings:
+    """Stands in for a listener: it warns of failures, once for each reason."""
+
+    def __init__(self) -> None:
+        self._reasons: set[str] = set()  # without their numbers
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case RoundVoid():
+                words = (
+                    f"A round failed: {event.reason.rstrip('.')}. No replica applied it, and its work is sent again "
+                    "with the next one. If every round fails, the replicas train apart: remove the cause."
+                )
+            case RoundCommitted(note=note) if note:
+                words = f"A round was merged with a fault: {note}."
+            case RoundCommitted(choice=choice) if choice:
+                words = f"Rounds have changed: {choice}."
+            case Note():
+                words = event.text
+            case _:
+                return
+        if (reason := re.sub(r"[\d.]+", "#", words)) not in self._reasons:
+            self._reasons.add(reason)
+            warnings.warn(
+                f"{words.rstrip('.')}. (After step {event.step}; told once for each reason. Pass an on_event to learn "
+                "of every round; rounds_void and rounds_committed count them.)",
+                stacklevel=6,
+            )
 
 
 def _is_send(action: Send | Merge) -> bool:

@@ -14,7 +14,6 @@ ranks of a replica shard its parameters, each rank holds this for its own shards
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -29,7 +28,6 @@ from diloco.algorithm import (
     MergeRule,
     RoundId,
     bind,
-    carry_over,
     contribution_weight,
     encode_with_feedback,
     flatten,
@@ -46,12 +44,12 @@ from diloco.protocol import Average
 from diloco.transport import Pending, Transport
 from diloco.waiting import in_thread
 
-__all__ = ["Fragment"]
-
 _LEAST_LATER = 1 << 19  # values from which a thread encodes: starting one takes as long as encoding a tenth of them
 
 _SAVED_FIELDS = ("payload", "weight", "base_weight", "digest", "buffers", "integers")
 """The fields that are saved of a contribution in flight."""
+
+_COUNTERS = {"trained": float, "submitted": float, "committed": int, "void": int}
 
 _OF_AVERAGES = (
     *("contributors", "sent_bytes", "received_bytes", "wait_s", "late_s"),
@@ -78,22 +76,16 @@ class Fragment:
     average contains this replica's contribution. Otherwise they carry over, as the next pseudo-gradient contains all of
     this work again.
 
-    ``arguments`` are those of `DiLoCo` with their defaults; ``state`` is the global state of another replica of this
-    process.
+    ``arguments`` are those of `DiLoCo` with their defaults.
     """
 
-    def __init__(
-        self,
-        layout: FragmentLayout,
-        arguments: Mapping[str, Any],
-        *,
-        state: GlobalState | None = None,
-        greatest: Greatest = list,
-    ) -> None:
+    def __init__(self, layout: FragmentLayout, arguments: Mapping[str, Any], greatest: Greatest) -> None:
         self._model: nn.Module = arguments["model"]
         self._merge: MergeRule = arguments["merge"]
         self._decay = float(arguments["error_feedback"])
         self._greatest = greatest
+        # ranks that shard the parameters decide together whether all values are finite, so no thread does
+        self._overlaps = arguments["schedule"].overlap_steps > 0 and greatest is list
         self._template = Contribution(  # what all contributions of the fragment share
             round=RoundId(layout.index, 0),
             replica=0,
@@ -112,7 +104,10 @@ class Fragment:
         self.parameters = bind(self._model, layout)
         device = arguments["global_device"]
         self.device = self.parameters[0].device if device is None else torch.device(device)
-        self.state = state or GlobalState(self.local(), arguments["outer_optimizer"])
+        other = arguments["global_state_of"]
+        self.state: GlobalState = (
+            other.fragments[self.index].state if other else GlobalState(self.local(), arguments["outer_optimizer"])
+        )
         self.state.users += 1
         self.residual: Tensor | None = None  # e, ``(numel,)`` float32, of the last round that took this replica's work
         if self._decay:
@@ -124,9 +119,10 @@ class Fragment:
         self.flight: InFlight | None = None
         self.committed = 0  # averages applied
         self.void = 0  # rounds that no replica applied, or that this one missed
-        # recovery: the replica whose state to fetch, the rounds in the state adopted since the last send, whether no
-        # header has confirmed it yet, and how many fetched states differed from that of the others
+        # recovery: the replica whose state to fetch, the digest of the state if it is known, the rounds in the state
+        # adopted since the last send, whether no header has confirmed it yet, and how many fetched states differed
         self.donor: int | None = None
+        self.wanted = ""
         self.adopted = -1
         self.unconfirmed = False
         self.mismatches = 0
@@ -169,13 +165,12 @@ class Fragment:
         window_steps: int,
         *,
         base_weight: float,
-        later: bool = False,
         **buffers: Any,
     ) -> RoundSent:
         """Submit the work of this replica to the transport after inner step ``step``. Never blocks on other replicas.
 
-        ``later``: copy the local parameters only, and leave the rest to a thread if the transport and the size of the
-        fragment allow it. `settle` then raises the errors, and tells whether a value was out of range.
+        With overlap, only copy the local parameters of a large fragment, and leave the rest to a thread, if the
+        transport allows it. `settle` then raises the errors, and tells whether a value was out of range.
 
         ``window_steps`` is the number of inner steps that the schedule has since the previous round; the others are
         fields of `Contribution`.
@@ -184,14 +179,15 @@ class Fragment:
         self.adopted = -1  # if the others' digest differs in this round, the current state is out of date
         codec, keeps, ready = self._template.codec, self._merge.keeps_sent, None
         candidate, largest = None, 0.0
-        if later and self._may_fill(transport):
+        if self._may_fill(transport):
             room = self._empty() if self._room is None else self._room.result()
             copying: set[torch.device] = set()
-            ready = Future[tuple[Tensor | None, float]]()
             local, self._room = flatten(self.parameters, room, copying), None
             copies = [torch.cuda.current_stream(device).record_event() for device in copying]
             payload = torch.empty(codec.payload_bytes(self.numel), dtype=torch.uint8, device="cpu")
             sent: Tensor | None = local
+            ready = in_thread(lambda: self._fill(payload, local, copies), "encode", daemon=False)
+            self.state.reader = ready
         else:
             delta, sent, largest = self.pseudo_gradient(keep_local=keeps)
             payload, candidate = self._encoded(delta)
@@ -207,19 +203,15 @@ class Fragment:
             **buffers,
         )
         if transport.averages_later and (ready is not None or self.device.type == "cuda"):
-            pending = transport.average_later(contribution, ready, self._prepare)
+            pending = transport.average_later(contribution, ready, self.state.prepare)
         else:
             pending = transport.average(contribution)
         self.flight = InFlight(contribution, pending, sent if keeps else None, ready)
         self.candidate = candidate  # after submitting, which may fail
-        if ready is not None:
-            self.state.reader = ready
-            arguments = ready, payload, local, copies
-            threading.Thread(target=self._fill, args=arguments, name="encode", daemon=False).start()
         return RoundSent(
             step=step,
             replica=contribution.replica,
-            **vars(contribution.round),
+            **contribution.round._asdict(),
             payload_bytes=payload.numel(),
             saturated=largest > codec.saturation_limit,
             digest=contribution.digest,
@@ -232,7 +224,7 @@ class Fragment:
             self._room = in_thread(lambda: self._empty().zero_(), "room", daemon=False)
 
     def _may_fill(self, transport: Transport) -> bool:
-        return transport.averages_later and self.device.type == "cpu" and self.numel >= _LEAST_LATER
+        return self._overlaps and transport.averages_later and self.device.type == "cpu" and self.numel >= _LEAST_LATER
 
     def settle(self, *, wait: bool = True) -> bool:
         """Wait until the round in flight has been sent, and return whether a value was outside the codec's range.
@@ -252,28 +244,20 @@ class Fragment:
             raise
         return largest > self._template.codec.saturation_limit
 
-    def _fill(self, ready: Future[Any], payload: Tensor, local: Tensor, copies: Sequence[torch.cuda.Event]) -> None:
-        """Compute the payload in a thread, once ``local`` has been copied from the GPUs."""
-        try:
-            for copied in copies:
-                copied.synchronize()
-            delta, _, largest = self.pseudo_gradient(local, keep_local=self._merge.keeps_sent)
-            encoded, candidate = self._encoded(delta)
-            payload.copy_(encoded)
-        except BaseException as error:
-            ready.set_exception(error)
-        else:
-            ready.set_result((candidate, largest))
+    def _fill(self, payload: Tensor, local: Tensor, copies: Sequence[torch.cuda.Event]) -> tuple[Tensor | None, float]:
+        """Compute the payload once ``local`` has been copied from the GPUs. Return the candidate and the magnitude."""
+        for copied in copies:
+            copied.synchronize()
+        delta, _, largest = self.pseudo_gradient(local, keep_local=self._merge.keeps_sent)
+        encoded, candidate = self._encoded(delta)
+        payload.copy_(encoded)
+        return candidate, largest
 
     def _encoded(self, delta: Tensor) -> tuple[Tensor, Tensor | None]:
         codec = self._template.codec
         if self.residual is None:
             return codec.encode(delta), None
         return encode_with_feedback(codec, delta, self.residual, self._decay)
-
-    def _prepare(self, average: Average) -> None:
-        if average.donor is None:
-            self.state.prepare(average)
 
     def merge(self, average: Average, step: int) -> RoundCommitted:
         """Take the outer step of the round in flight and merge the new global parameters into the local ones.
@@ -309,7 +293,7 @@ class Fragment:
         """End the round in flight and return what events say of it."""
         assert self.flight is not None, "a round is in flight"
         contribution, self.flight, self.candidate = self.flight.contribution, None, None
-        return {"replica": contribution.replica, **vars(contribution.round)}
+        return {"replica": contribution.replica, **contribution.round._asdict()}
 
     def adopt(self, state: Mapping[str, Any], finished_rounds: int, averages: Sequence[Average] = ()) -> None:
         """Load a received state, see `GlobalState.load`. The work in no mean yet stays in the local parameters."""
@@ -320,7 +304,7 @@ class Fragment:
     def reset_local(self, rule: MergeRule, sent: Tensor | None = None) -> None:
         """Merge the global parameters into the local ones by ``rule`` (Algorithm 2, line 12)."""
         others = [self.global_params] if sent is None else [self.global_params, sent]
-        for local, values, *kept in self._local_parts(*others, elementwise=getattr(rule, "elementwise", False)):
+        for local, values, *kept in self._local_parts(*others):
             rule.merge(local, values, kept[0] if kept else None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -332,13 +316,7 @@ class Fragment:
             in_flight = {"outer_step": flight.contribution.round.outer_step, **saved, "sent": flight.sent}
         return {
             **self.state.tensors(),
-            "finished_rounds": self.state.finished_rounds,
-            "residual": self.residual,
-            "candidate": self.candidate,
-            "trained": self.trained,
-            "submitted": self.submitted,
-            "committed": self.committed,
-            "void": self.void,
+            **{name: getattr(self, name) for name in ("residual", "candidate", *_COUNTERS)},
             "fetching": self.donor is not None,
             "in_flight": in_flight,
         }
@@ -350,34 +328,32 @@ class Fragment:
         transport again. A state of another fragment is a `FragmentError`; what one lacks raises `UNREADABLE`.
         """
         self.state.check(state)
-        flight, residual, sent = state["in_flight"], state["residual"], None
+        flight, finished = state["in_flight"], int(state["finished_rounds"])
+        counters = {name: kind(state[name]) for name, kind in _COUNTERS.items()}
         if flight is not None and flight["outer_step"] != last:
             raise FragmentError(f"Round {flight['outer_step']} of fragment {self.index} can't be in flight then.")
-        candidate, finished = state["candidate"], int(state["finished_rounds"])
-        trained, submitted = float(state["trained"]), float(state["submitted"])
-        committed, void = int(state["committed"]), int(state["void"])
         contribution: Contribution | None = None
+        candidate = sent = None
         if flight is not None:
             fields = {name: flight[name] for name in _SAVED_FIELDS}
             contribution = replace(self._template, **fields, round=RoundId(self.index, last))
             contribution.codec.validate(contribution.payload, self.numel)
-            sent = flight["sent"]
-        sends = contribution is not None and self._merge.keeps_sent
+            candidate, sent = state["candidate"], flight["sent"]
         for name, values, needed in (
-            ("residual", residual, self.residual is not None),
+            ("residual", state["residual"], self.residual is not None),
             ("candidate", candidate, candidate is not None),
-            ("sent", sent, sends),
+            ("sent", sent, contribution is not None and self._merge.keeps_sent),
         ):
-            found = None if values is None else (values.dtype, tuple(values.shape))
-            if found != ((torch.float32, (self.numel,)) if needed else None):
-                raise FragmentError(f"The {name} of fragment {self.index} is {found}, so the state is that of another.")
+            kind = None if values is None else (values.dtype, tuple(values.shape))
+            if kind != ((torch.float32, (self.numel,)) if needed else None):
+                raise FragmentError(f"The {name} of fragment {self.index} is {kind}, so the state is that of another.")
 
         def load(transport: Transport) -> None:
             self.state.load(state, finished)
             if self.residual is not None:
-                self.residual.copy_(residual)
+                self.residual.copy_(state["residual"])
             self.candidate = None if candidate is None else candidate.to(self.device, copy=True)
-            self.trained, self.submitted, self.committed, self.void = trained, submitted, committed, void
+            vars(self).update(counters)
             if contribution is not None:
                 payload = contribution.payload.to(self.device)
                 again = replace(contribution, replica=transport.replica, payload=payload)
@@ -388,24 +364,23 @@ class Fragment:
 
     def _carry_over(self, before: Tensor) -> None:
         """Shift the local parameters by the change of the global ones, so that the pseudo-gradient stays the same."""
-        for local, old, new in self._local_parts(before, self.global_params, elementwise=True):
-            carry_over(local, old, new)
+        for local, old, new in self._local_parts(before, self.global_params):
+            local.add_(new - old)
 
-    def _local_parts(self, *others: Tensor, elementwise: bool) -> Iterator[tuple[Tensor, ...]]:
-        """Yield parts of the local parameters, to be changed in place, with the same parts of other vectors.
+    def _local_parts(self, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield pieces of the local parameters, to be changed in place, with the same pieces of other vectors.
 
-        With ``elementwise`` they fit the cache, and parameters that are contiguous float32 on the device of the global
-        ones are not copied. Otherwise it is one copy of the whole fragment, which is copied back.
+        Only parameters that are not contiguous float32 on the device of the global ones are copied, and copied back.
         """
         reshard(self._model)
         shards = [local_shard(parameter) for parameter in self.parameters]
-        in_place = elementwise and all(
+        in_place = all(
             shard.dtype == torch.float32 and shard.device == self.device and shard.is_contiguous() for shard in shards
         )
         flat = [shard.view(-1) for shard in shards] if in_place else [self.local()]
         sizes = [values.numel() for values in flat]
         for parts in zip(flat, *(torch.split(other, sizes) for other in others), strict=True):
-            yield from in_pieces(*parts) if elementwise else [parts]
+            yield from in_pieces(*parts)
         if not in_place:
             unflatten_(flat[0], self.parameters)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +14,9 @@ from diloco.outer.fragment import Fragment
 from diloco.outer.state import Greatest
 from diloco.protocol import Average
 from diloco.state_tree import UNREADABLE
-from diloco.transport import Fetching, Transport
+from diloco.transport import Transport
 from diloco.units import format_bytes
 from diloco.waiting import waiting_for
-
-__all__ = ["StateRecovery"]
 
 _PROGRESS_INTERVAL_S = 1.0
 
@@ -31,9 +30,8 @@ Outcome = tuple[Mapping[str, Any], int, Sequence[Average]] | TransportError | No
 @dataclass(frozen=True, eq=False)
 class _Fetch:
     fragment: Fragment
-    donor: int
     digest: str  # of the state that the majority held when the fetch began; "" if it is not known
-    fetching: Fetching
+    fetching: Future[Mapping[str, Any]]
     missed: list[Average] = field(default_factory=list)  # averages of the rounds since the fetch began
 
 
@@ -64,18 +62,15 @@ class StateRecovery:
     """
 
     def __init__(self, fragments: Sequence[Fragment], transport: Transport, greatest: Greatest = list) -> None:
-        self.data_order = ""  # how the replicas divide the data, if a joiner can't derive it (see `Batches.order`)
         self.begun_after = 0  # the inner steps of the run before its outer loop began
         self._fragments = fragments
         self._transport = transport
         self._greatest = greatest
-        self._queue: dict[Fragment, str] = {}  # whose states to fetch, with the digest of each if it is known
         self._fetch: _Fetch | None = None
 
     def snapshot(self, index: int) -> dict[str, Any]:
         """Return a copy of a fragment's global state, and what a joiner needs beside it. Any thread may call it."""
-        order = {"data_order": self.data_order} if self.data_order else {}
-        return {**self._fragments[index].state.snapshot(), "begun_after": self.begun_after, **order}
+        return {**self._fragments[index].state.snapshot(), "begun_after": self.begun_after}
 
     def version(self, index: int) -> int:
         """Return a number that differs after every change of a fragment's global state."""
@@ -84,7 +79,6 @@ class StateRecovery:
     def change_transport(self, transport: Transport) -> None:
         """Continue over another transport and abandon the current fetches."""
         self._transport = transport
-        self._queue.clear()
         self._fetch = None
         for fragment in self._fragments:
             fragment.donor, fragment.adopted, fragment.unconfirmed, fragment.mismatches = None, -1, False, 0
@@ -92,7 +86,7 @@ class StateRecovery:
     def fetch_all(self, donors: Sequence[int], *, keep_work: bool, step: int) -> Iterator[StateFetched]:
         """Adopt every fragment now; see `DiLoCo.take_over`. Yield the progress at inner step ``step`` once a second."""
         expected = [fragment.state.num_bytes() for fragment in self._fragments]
-        index, before = 0, self._transport.fetched_bytes
+        total, index, before = sum(expected), 0, self._transport.fetched_bytes
 
         def progress(*, here: bool = False) -> StateFetched:
             # repeated bytes count once
@@ -103,14 +97,17 @@ class StateRecovery:
                 fragment_received_bytes=received,
                 fragment_expected_bytes=expected[index],
                 received_bytes=received + sum(expected[:index]),
-                expected_bytes=sum(expected),
+                expected_bytes=total,
                 here=here,
             )
 
-        with waiting_for(lambda: f"the state of another replica ({_percentages(progress())})"):
+        def wait() -> str:
+            return f"the state of another replica: {format_bytes(progress().received_bytes)} of {format_bytes(total)}"
+
+        with waiting_for(wait):
             for index, fragment in enumerate(self._fragments):
                 before = self._transport.fetched_bytes
-                fetching = self._transport.fetch_in_background(index, donors, expected[index])
+                fetching = self._transport.fetch(index, donors, expected[index])
                 while not _ended(fetching, _PROGRESS_INTERVAL_S):
                     yield progress()
                 state, finished = _checked(fragment, fetching.result())
@@ -120,7 +117,7 @@ class StateRecovery:
                     fragment.state.load(state, finished)
                     fragment.reset_local(AlphaMerge())
                     fragment.trained = fragment.submitted = 0.0
-                self.begun_after, self.data_order = state.get("begun_after", 0), str(state.get("data_order", ""))
+                self.begun_after = state.get("begun_after", 0)
                 yield progress(here=True)
 
     def resync(self, fragment: Fragment, error: DivergedError | None) -> str:
@@ -209,40 +206,29 @@ class StateRecovery:
 
     def _want(self, fragment: Fragment, donor: int, digest: str = "") -> None:
         """Fetch the state of a fragment as soon as no other is being fetched."""
-        fragment.donor = donor
-        self._queue = {**self._queue, fragment: digest}
+        fragment.donor, fragment.wanted = donor, digest
         self._start_next()
 
     def _forget(self, fragment: Fragment) -> None:
         fragment.donor = None
-        self._queue.pop(fragment, None)
         if self._fetch is not None and self._fetch.fragment is fragment:
             self._fetch = None
 
     def _start_next(self) -> None:
-        if self._fetch is None and self._queue:
-            fragment = next(iter(self._queue))
-            digest = self._queue.pop(fragment)
+        fragment = next((each for each in self._fragments if each.donor is not None), None)
+        if self._fetch is None and fragment is not None:
             assert fragment.donor is not None, "it is to be fetched"
             others = [m for m in self._transport.view.members if m not in (fragment.donor, self._transport.replica)]
             asked = [fragment.donor, *others]
             if fragment.mismatches:
                 asked = [asked[(fragment.mismatches - 1) % len(asked)]]
-            fetching = self._transport.fetch_in_background(fragment.index, asked, fragment.state.num_bytes())
-            self._fetch = _Fetch(fragment, fragment.donor, digest, fetching)
+            fetching = self._transport.fetch(fragment.index, asked, fragment.state.num_bytes())
+            self._fetch = _Fetch(fragment, fragment.wanted, fetching)
 
 
-def _ended(fetching: Fetching, within_s: float | None) -> bool:
+def _ended(fetching: Future[Mapping[str, Any]], within_s: float | None) -> bool:
     try:
         fetching.result(within_s)
     except (TimeoutError, TransportError):
         return fetching.done()
     return True
-
-
-def _percentages(now: StateFetched) -> str:
-    # rounded down, so that 100 % means complete
-    of_all = 100 * now.received_bytes // max(1, now.expected_bytes)
-    of_fragment = 100 * now.fragment_received_bytes // max(1, now.fragment_expected_bytes)
-    came, expected = format_bytes(now.received_bytes), format_bytes(now.expected_bytes)
-    return f"{of_all} %, {came} of {expected}; fragment {now.fragment}: {of_fragment} %"

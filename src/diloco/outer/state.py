@@ -27,8 +27,6 @@ from diloco.protocol import Average
 from diloco.units import diff
 from diloco.waiting import in_thread
 
-__all__ = ["GlobalState", "Greatest", "greatest_of_ranks"]
-
 _LARGE_BYTES = 1 << 21
 """From this size a thread hashes the state, beside the training: hashing 2 MiB takes 64 us and starting a thread 62 us,
 while a state of 0.25 MiB takes 14 us where it is sent."""
@@ -122,6 +120,8 @@ class GlobalState:
 
         On a GPU, where the step takes no time, the thread moves the mean there, through pinned memory.
         """
+        if average.donor is not None:  # the average applies to another state
+            return
         if self.values.is_cuda:
             self._moved = in_thread(lambda: self._move(average.values), "mean", daemon=False)
             return
@@ -129,10 +129,9 @@ class GlobalState:
 
     def _copied_step(self, average: Average) -> _Prepared:
         with self._lock:
-            slots = {name: values.clone() for name, values in self.outer.slots.items()}
-            values, outer, version = self.values.clone(), OuterState(self.outer.step, slots), self.version
-        step = self._stepped(average, values, outer)
-        return replace(step, version=version, digest=digest_state(values, outer))
+            copies, version = self._copies(), self.version
+        step = self._stepped(average, *copies)
+        return replace(step, version=version, digest=digest_state(*copies))
 
     def _stepped(self, average: Average, values: Tensor, outer: OuterState) -> _Prepared:
         """Take the outer step of ``average`` on ``values`` and ``outer``, in place."""
@@ -162,19 +161,27 @@ class GlobalState:
                 self.finished_rounds = outer_step + 1
 
     def tensors(self) -> dict[str, Any]:
-        """Return the values and the outer state as nested state, without copying tensors."""
-        return {"global_params": self.values, "outer_step": self.outer.step, "slots": dict(self.outer.slots)}
+        """Return the state as it is saved and sent, as nested state, without copying tensors."""
+        return {
+            "global_params": self.values,
+            "outer_step": self.outer.step,
+            "slots": dict(self.outer.slots),
+            "finished_rounds": self.finished_rounds,
+        }
 
     def snapshot(self) -> dict[str, Any]:
-        """Return a copy of the state together with its ``finished_rounds``."""
+        """Return a copy of the state."""
         # other threads may change the memory of a GPU on streams of their own, so it is waited for at both ends
         settle = torch.cuda.synchronize if self.values.device.type == "cuda" else lambda _: None
         with self._lock:
             settle(self.values.device)
-            slots = {name: values.clone() for name, values in self.outer.slots.items()}
-            copies = {"global_params": self.values.clone(), "slots": slots, "finished_rounds": self.finished_rounds}
+            values, outer = self._copies()
             settle(self.values.device)
-            return self.tensors() | copies
+            return self.tensors() | {"global_params": values, "slots": outer.slots}
+
+    def _copies(self) -> tuple[Tensor, OuterState]:
+        slots = {name: values.clone() for name, values in self.outer.slots.items()}
+        return self.values.clone(), OuterState(self.outer.step, slots)
 
     def check(self, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], int]:
         """Return the tensors and the outer step of a state; raise `FragmentError` unless it is finite and fits."""

@@ -7,7 +7,6 @@ A connection has a number of its own, since a process that takes a rank's place 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import ParamSpec
 
 import msgspec
@@ -19,11 +18,11 @@ from diloco.protocol.members import Announcements, Roster
 from diloco.protocol.registry import Entry
 from diloco.protocol.rounds import Rounds
 from diloco.protocol.rules import Rules
-from diloco.protocol.suspicion import Loss
 from diloco.protocol.views import Views
 from diloco.protocol.wire import (
     Accept,
     Adopted,
+    Announcement,
     Beat,
     Change,
     Excluded,
@@ -32,13 +31,12 @@ from diloco.protocol.wire import (
     Introduce,
     Join,
     Leaving,
-    Meet,
     Message,
     MessageError,
     Propose,
     Refused,
     RoundVote,
-    Speed,
+    Store,
     ViewMessage,
     Welcome,
     decode,
@@ -50,21 +48,11 @@ P = ParamSpec("P")
 Answer = tuple[Welcome | Refused, Mapping[int, int]]
 """A message, and rank -> connection at the time when the message was received."""
 
-_FROM_MEMBERS = (Meet, Introduce, Excluded, Speed)
+_FROM_MEMBERS = (Announcement, Introduce, Excluded)
 _VIEWS_AHEAD = 1000  # the members of a view can't be as many views ahead as this
 _MAX_HELD = 1000  # messages held per sender: many times what a rank sends in a view before all have adopted it
 _MAX_MEMBER_BYTES, _MAX_STRANGER_BYTES = 1 << 22, 1 << 19  # of one sender's held messages
 _MAX_STRANGERS_BYTES = 1 << 22  # of all non-members together, one of which may be about to become a member
-
-
-@dataclass(frozen=True, eq=False)
-class _Held:
-    """A message that waits for a view; encoded, as that takes the least memory."""
-
-    sender: int  # the sender's rank
-    data: bytes
-    connection: int | None  # the connection that it was received on; None: that had ended by then
-    from_member: bool  # whether the sender was a member then
 
 
 class Machine:
@@ -78,10 +66,12 @@ class Machine:
         self.rounds = Rounds(rules, self._outbox)
         self.views = Views(rules, self.roster, self.rounds, self._outbox)
         self.views.on_begin = self._on_view
-        self.answers: dict[int, Answer] = {}  # the last answer of each asked rank to this rank's request to join
+        self.answer: Answer | None = None  # to this rank's request to join: a welcome, or the last other one
         self._asked: frozenset[int] = frozenset()  # the ranks that this rank has asked
         self._began = False
-        self._held: list[_Held] = []  # in the order of their arrival
+        # messages that wait for a view, in the order of their arrival: the sender; the message, encoded, as that takes
+        # the least memory; its connection, None if that had ended by then; and whether the sender was a member
+        self._held: list[tuple[int, bytes, int | None, bool]] = []
 
     def handle(self, now_s: float, act: Callable[P, None], *arguments: P.args, **more: P.kwargs) -> Effects:
         """Make a call, and return the effects to carry out.
@@ -109,11 +99,6 @@ class Machine:
         self.rounds.validate()
         assert not self._outbox.queue, "something was not done"
 
-    def take_answer(self) -> Answer | None:
-        """Return the answer to this rank's request to join: a welcome if there is one, else the last answer."""
-        answers, self.answers = list(self.answers.values()), {}
-        return next((each for each in answers if isinstance(each[0], Welcome)), answers[-1] if answers else None)
-
     def present(self) -> set[int]:
         """Return the connected ranks of the view, and this one."""
         ranks = self.rules.ranks(self.views.view.members)
@@ -137,11 +122,6 @@ class Machine:
         self.roster.disconnect(rank)
         self.roster.in_doubt.add(rank)
         self.said.forget(rank)
-
-    def lose(self, rank: int, loss: Loss) -> None:
-        """The reason is known for which the connection to a rank has ended or was dropped."""
-        self.roster.in_doubt.discard(rank)
-        self.views.lose(rank, loss)
 
     def fire(self, timer: Timer) -> None:
         """A timer has run out."""
@@ -171,7 +151,7 @@ class Machine:
         self._asked = frozenset()
         self.views.enter(following, connections)
 
-    def announce(self, message: Meet | FactsMessage | Speed | Join) -> None:
+    def announce(self, message: Announcement | FactsMessage | Join) -> None:
         """Send a message in this rank's name to whom it concerns."""
         match message:
             case Join():
@@ -181,16 +161,10 @@ class Machine:
             case FactsMessage():
                 self.said.record(self.rules.rank, Entry, message.entry)
                 self._outbox.send(self.roster.connections, message)
-            case Meet("stop"):
+            case Announcement("stop"):
                 self._stop()
-            case Meet(name, value):
-                self._join_barrier(name, value)
-            case Speed() if self._began:
-                self._outbox.send(self.views.others(), message)
-
-    def leave(self) -> None:
-        """Leave for good; the others continue."""
-        self.views.leave(self.rounds.step)
+            case Announcement():
+                self._announce(message)
 
     def close(self, failure: TransportError) -> None:
         """Take no part any more; rounds in flight end with ``failure``."""
@@ -201,12 +175,7 @@ class Machine:
     # What follows.
 
     def _on_view(self, following: NextView | None, mine: Report | None) -> None:
-        """A view has begun.
-
-        Args:
-            following: None: the view is the first one.
-            mine: this rank's final report on the previous view; None: it was no member of that.
-        """
+        """A view has begun: the first one, or what followed one; ``mine`` is this rank's report on the end of that."""
         views = self.views
         self.said.begin_view(views.view.members)
         self._release_held()
@@ -217,11 +186,10 @@ class Machine:
         """Whether all ranks stop at the same step when one has to."""
         return self.rules.together and not self.rules.raise_on_loss
 
-    def _join_barrier(self, name: str, value: int) -> None:
-        self.said.record(self.rules.rank, name, value)
+    def _announce(self, message: Announcement) -> None:
+        self.said.record(self.rules.rank, message.topic, message.value)
         if self._began:
-            there = [rank for rank in self.views.others() if rank in self.roster.connections]
-            self._outbox.send(there, Meet(name, value))
+            self._outbox.send((rank for rank in self.views.others() if rank in self.roster.connections), message)
 
     def _stop(self) -> None:
         """Announce, once, how many inner steps this rank has begun to synchronise.
@@ -230,25 +198,21 @@ class Machine:
         """
         if not self.said.stopping:
             self.said.stopping = True  # set before the step is read, so that training begins at most one more step
-            self._join_barrier("stop", self.rounds.step)
+            self._announce(Announcement("stop", self.rounds.step))
 
     # Received messages.
 
     def receive(self, sender: int, message: Message) -> None:
-        """A control message has arrived, which may be a mere heartbeat.
-
-        Raises:
-            MessageError: see `handle`.
-        """
+        """A control message has arrived, which may be a mere heartbeat. If it is invalid, raise `MessageError`."""
         self.roster.note_message(sender, self._outbox.now_s)
         if isinstance(message, _FROM_MEMBERS) and not self._is_member(sender):
             return
         match message:
-            case Beat():
+            case Beat() | Store():
                 pass
             case Welcome() | Refused():
                 if sender in self._asked and (isinstance(message, Welcome) or self._can_refuse(sender)):
-                    self.answers[sender] = message, dict(self.roster.connections)
+                    self.answer = message, dict(self.roster.connections)
             case FactsMessage():
                 if (mine := self.said.receive(sender, message)) is not None:
                     self._outbox.send([sender], FactsMessage(mine, answer=True))
@@ -259,21 +223,19 @@ class Machine:
                 elif not self._hold(sender, message, connection):
                     raise MessageError("the sender exceeded the hold-back limit before this rank was ready")
 
-    def _receive_meet(self, sender: int, message: Meet) -> None:
-        if message.name == "stop" and message.value > self.rounds.greatest_step:
-            raise MessageError(f"no member can be past step {self.rounds.greatest_step}, got {message.value}")
-        self.said.record(sender, message.name, message.value)
+    def _receive_announcement(self, sender: int, message: Announcement) -> None:
+        if message.topic == "stop" and message.value > self.rounds.greatest_step:
+            raise MessageError(f"no member can be past step {self.rounds.greatest_step}, got {message.value:g}")
+        self.said.record(sender, message.topic, message.value)
         of_mine = self.rules.replica_of(sender) == self.rules.replica
-        if message.name == "stop" and (of_mine or self.stop_is_agreed()):
+        if message.topic == "stop" and (of_mine or self.stop_is_agreed()):
             self._stop()
 
     def _process(self, sender: int, message: Message, connection: int | None) -> None:
         views = self.views
         match message:
-            case Meet():
-                self._receive_meet(sender, message)
-            case Speed():
-                self.said.record(sender, Speed, message.steps_per_s)
+            case Announcement():
+                self._receive_announcement(sender, message)
             case Introduce():
                 self._outbox.effects.introduced.append(message.entry)
             case Join(entry, connected):
@@ -333,39 +295,36 @@ class Machine:
 
         All non-members together have a limit, too: their oldest messages are dropped.
         """
-        held = _Held(sender, encode(message), connection, self._is_member(sender))
-        sizes = [len(each.data) for each in self._held if each.sender == sender]
-        most_bytes = _MAX_MEMBER_BYTES if held.from_member else _MAX_STRANGER_BYTES
-        if len(sizes) >= _MAX_HELD or sum(sizes) + len(held.data) > most_bytes:
+        data, from_member = encode(message), self._is_member(sender)
+        sizes = [len(each) for rank, each, _, _ in self._held if rank == sender]
+        most_bytes = _MAX_MEMBER_BYTES if from_member else _MAX_STRANGER_BYTES
+        if len(sizes) >= _MAX_HELD or sum(sizes) + len(data) > most_bytes:
             return False
-        self._held.append(held)
-        if not held.from_member:
-            strangers = [each for each in self._held if not each.from_member]
-            excess_bytes = sum(len(each.data) for each in strangers) - _MAX_STRANGERS_BYTES
-            for oldest in strangers:
-                if excess_bytes <= 0:
-                    break
-                self._held.remove(oldest)
-                excess_bytes -= len(oldest.data)
+        self._held.append((sender, data, connection, from_member))
+        strangers = [each for each in self._held if not each[3]]
+        while sum(len(each[1]) for each in strangers) > _MAX_STRANGERS_BYTES:
+            self._held.remove(strangers.pop(0))
         return True
 
     def _release_held(self) -> None:
         """Process the messages that were held until this view began; those about later views are held again."""
         waiting, self._held = self._held, []
-        for held in waiting:
-            message: Message = decode(held.data, Message)
-            if isinstance(message, _FROM_MEMBERS) and not self._is_member(held.sender):
+        for sender, data, connection, _ in waiting:
+            message: Message = decode(data, Message)
+            if isinstance(message, _FROM_MEMBERS) and not self._is_member(sender):
                 continue
             try:
-                self._process(held.sender, message, held.connection)
+                self._process(sender, message, connection)
             except MessageError as error:
-                words = f"replica {self.rules.replica_of(held.sender)} sent an invalid message: {error}"
-                self.views.drop(held.sender, words)
+                words = f"replica {self.rules.replica_of(sender)} sent an invalid message: {error}"
+                self.views.drop(sender, words)
         if self.stop_is_agreed():
             self._stop()
 
     def _can_refuse(self, sender: int) -> bool:
         """Return whether a rank that was asked may refuse this one: if a member was asked, non-members may not."""
+        if self.answer is not None and isinstance(self.answer[0], Welcome):
+            return False
         members = {each for each in map(self.rules.replica_of, self._asked) if each in self.views.view.members}
         return self.rules.replica_of(sender) in members or members <= {self.rules.replica}
 

@@ -9,23 +9,28 @@ from typing import Any
 from diloco.membership import NextView, Report, View, byzantine_quorum
 from diloco.protocol.registry import Entry
 from diloco.protocol.rules import Rules
-from diloco.protocol.wire import FactsMessage, MessageError, Speed, digest_of
+from diloco.protocol.wire import FactsMessage, MessageError, digest_of
 
 _MOST_UNSTEADY = 2
-_UNSTEADY_PERIODS = 10  # a quiet period is remembered for this many times the limit that makes it one
-_MOST_TOPICS = 64  # most topics, among them barriers, that one rank may name; a run has two kinds of barriers
+_QUIET_BEATS = 1.5  # a connected rank from which nothing is received for so many heartbeats is unsteady for a while
+_UNSTEADY_PERIODS = 10  # times that: the while
+_MOST_TOPICS = 64  # most topics that one rank may name; a run has three, besides entries
 _MOST_KEPT = 3  # reports kept per rank, as a proposal may name an earlier one
-_MOST_FACTS = 1024  # most non-member ranks whose facts are kept
 
 
 class Roster:
-    """The connections by rank, and which are those of the view's members rather than of processes in their place."""
+    """The connections by rank, when each was last heard, and which are those of the view's members.
+
+    All that silence shows is decided here, of other ranks and of this process, which may have been suspended.
+    """
 
     def __init__(self, rules: Rules) -> None:
         self.connections: dict[int, int] = {}  # rank -> number of its connection
         self.addresses: dict[int, str] = {}  # rank -> the address on which it listens
-        self._heard_s: dict[int, float] = {}  # rank -> when its last message was received
+        self.heard_s: dict[int, float] = {}  # rank -> when its last message was received
         self._quiet_s: dict[int, float] = {}  # rank -> when its last quiet period ended
+        self._beat_s = math.inf  # when this process last beat, once it has
+        self._woke_s = -math.inf  # when it last beat after a pause in which others may have lost it
         self.in_doubt: set[int] = set()  # ranks whose connection has ended for a reason that is still unknown
         self._rules = rules
         # the members' ranks -> their connections, though other processes may have replaced them since; None: it was not
@@ -34,14 +39,42 @@ class Roster:
 
     def connect(self, rank: int, connection: int, address: str, now_s: float) -> None:
         self.connections[rank], self.addresses[rank] = connection, address
-        self._heard_s[rank] = now_s
+        self.heard_s[rank] = now_s
         self.in_doubt.discard(rank)
 
     def note_message(self, rank: int, now_s: float) -> None:
-        if rank in self._heard_s:
-            if now_s - self._heard_s[rank] > self._rules.unsteady_s:
+        if rank in self.heard_s:
+            if now_s - self.heard_s[rank] > _QUIET_BEATS * self._rules.heartbeat_s:
                 self._quiet_s[rank] = now_s
-            self._heard_s[rank] = now_s
+            self.heard_s[rank] = now_s
+
+    def beat(self, now_s: float) -> bool:
+        """Note a heartbeat of this process. Return whether it was suspended since the last one, so all others have time
+        again."""
+        stood_s, self._beat_s = now_s - self._beat_s, now_s
+        if stood_s > self._rules.silence_s - self._rules.heartbeat_s:
+            self._woke_s = now_s
+        if is_late := stood_s > 2 * self._rules.heartbeat_s + 1:
+            self.heard_s = dict.fromkeys(self.heard_s, now_s)
+        return is_late
+
+    def was_suspended(self, now_s: float) -> bool:
+        """Return whether this process was recently silent for so long that others may have declared it lost."""
+        silence_s = self._rules.silence_s
+        return now_s - self._beat_s > silence_s - self._rules.heartbeat_s or now_s - self._woke_s < silence_s
+
+    def silent(self, members: Collection[int], now_s: float) -> list[int]:
+        """Return the ranks that count as lost by silence.
+
+        A process that is cut off from the others, or stood still, hears nothing from most of them. It waits until they
+        are silent as well, up to twice `Rules.silence_s`, and so accuses none of them to another one, which its
+        messages may still reach. A few ``members`` that are quiet, or any number of other processes, delay nothing.
+        """
+        rules, quiet_s = self._rules, {rank: now_s - heard_s for rank, heard_s in self.heard_s.items()}
+        waiting_s = [quiet_s[each] for each in members if quiet_s.get(each, math.inf) <= rules.silence_s]
+        most_are_quiet = 2 * sum(quiet > 2 * rules.heartbeat_s for quiet in waiting_s) > len(waiting_s)
+        longest_s = 2 * rules.silence_s if most_are_quiet else rules.silence_s
+        return [each for each, quiet in quiet_s.items() if quiet > longest_s]
 
     def unsteady(self, view: View, now_s: float) -> frozenset[int]:
         """Return each connected member of ``view`` that is quiet, or has been recently.
@@ -49,17 +82,17 @@ class Roster:
         The set is empty if more than two are quiet: then this replica, or its machine, is more likely to have been
         suspended.
         """
-        limit_s = self._rules.unsteady_s
+        limit_s = _QUIET_BEATS * self._rules.heartbeat_s
         quiet = frozenset(
             self._rules.replica_of(rank)
             for rank in filter(self.is_connected, self._rules.ranks(view.members))
             if now_s - self._quiet_s.get(rank, -math.inf) < _UNSTEADY_PERIODS * limit_s
-            or now_s - self._heard_s[rank] > limit_s
+            or now_s - self.heard_s[rank] > limit_s
         ) - {self._rules.replica}
         return quiet if len(quiet) <= _MOST_UNSTEADY else frozenset()
 
     def disconnect(self, rank: int) -> None:
-        for known in (self.connections, self.addresses, self._heard_s, self._quiet_s):
+        for known in (self.connections, self.addresses, self.heard_s, self._quiet_s):
             known.pop(rank, None)
 
     def set_members(self, view: View) -> None:
@@ -100,11 +133,7 @@ class Roster:
 
 
 class Reports:
-    """What the ranks of a view have reported on its end, and what some say that they have adopted.
-
-    Args:
-        ranks: all ranks of the view.
-    """
+    """What the ``ranks`` of a view have reported on its end, and what some say that they have adopted."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.last: dict[int, Report] = {}  # rank -> its last report, as sent or received
@@ -140,7 +169,7 @@ class Reports:
 
 
 class Announcements:
-    """What ranks have said of themselves, by topic: the name of a barrier, `Entry` or `Speed`.
+    """What ranks have said of themselves, by topic: `Entry`, or as in an `Announcement`.
 
     Each rank sends its entry, with the facts about its training loop, to all connected ranks. A rank that has already
     sent its own answers with it, so that a joining replica learns those of the members. A rank compares once, when its
@@ -165,13 +194,8 @@ class Announcements:
         return self.values(Entry).get(self._rules.rank)
 
     def record(self, rank: int, topic: Hashable, value: Any) -> None:
-        """Record what a rank has said.
-
-        Raises:
-            MessageError: the rank has named too many topics.
-        """
         if topic not in self._values and sum(rank in values for values in self._values.values()) >= _MOST_TOPICS:
-            raise MessageError(f"the sender has named more than {_MOST_TOPICS} barriers")
+            raise MessageError(f"the sender has named more than {_MOST_TOPICS} topics")
         self._values.setdefault(topic, {})[rank] = value
 
     def values(self, topic: Hashable) -> dict[int, Any]:
@@ -183,23 +207,16 @@ class Announcements:
         return set(present) - self._values.get(topic, {}).keys()
 
     def receive(self, sender: int, message: FactsMessage) -> Entry | None:
-        """Record another rank's entry. Return this rank's own if the sender expects it in answer.
-
-        Raises:
-            MessageError: the message names another rank as its source.
-        """
+        """Record another rank's entry. Return this rank's own if the sender expects it in answer."""
         if message.entry.rank != sender:
             raise MessageError("the message holds the facts of another rank")
         self.record(sender, Entry, message.entry)
-        others = [rank for rank in self._values[Entry] if rank not in self._were_members]
-        if sender not in self._were_members and len(others) > _MOST_FACTS:
-            del self._values[Entry][others[0]]
         return None if message.answer else self.mine
 
     def begin_view(self, members: Collection[int]) -> None:
         self._replicas = {*members}
         self._were_members.update(ranks := self._rules.ranks(members))
-        self._values[Speed] = {rank: speed for rank, speed in self.values(Speed).items() if rank in ranks}
+        self._values["speed"] = {rank: speed for rank, speed in self.values("speed").items() if rank in ranks}
 
     def forget(self, rank: int) -> None:
         if rank not in self._were_members:

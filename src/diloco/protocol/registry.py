@@ -47,37 +47,12 @@ class Entry:
         return diff(one.facts, other.facts, *names)
 
 
-@dataclass(frozen=True)
-class Entries:
-    """Entries as they are sent: equal facts are named once, so a thousand ranks fit into a message."""
+Table = Annotated[tuple[Entry, ...], Meta(max_length=_MOST_ENTRIES)]
 
-    entries: Annotated[tuple[Entry, ...], Meta(max_length=_MOST_ENTRIES)]  # without facts
-    facts: Annotated[tuple[Facts, ...], Meta(max_length=_MOST_ENTRIES)]
-    facts_of: Annotated[tuple[int, ...], Meta(max_length=_MOST_ENTRIES)]  # for each entry, the index of its facts
 
-    def __post_init__(self) -> None:
-        if len(self.facts_of) != len(self.entries) or not {*self.facts_of} <= {*range(len(self.facts))}:
-            raise ConfigurationError("each entry needs facts.")
-
-    @classmethod
-    def of(cls, entries: Iterable[Entry]) -> Entries:
-        """Return entries for sending.
-
-        >>> sent = Entries.of([Entry(0, "a:1", {"codec": "fp4"}), Entry(1, "b:1", {"codec": "fp4"})])
-        >>> sent.facts, sent.whole()[1].facts
-        (({'codec': 'fp4'},), {'codec': 'fp4'})
-        """
-        entries, facts = tuple(entries), list[Facts]()
-        for each in entries:
-            if each.facts not in facts:
-                facts.append(each.facts)
-        bare = tuple(replace(each, facts={}) for each in entries)
-        return cls(bare, tuple(facts), tuple(facts.index(each.facts) for each in entries))
-
-    def whole(self) -> list[Entry]:
-        """Return the entries with their facts."""
-        pairs = zip(self.entries, self.facts_of, strict=True)
-        return [replace(each, facts=self.facts[index]) for each, index in pairs]
+def table_of(entries: Iterable[Entry]) -> Table:
+    """Return entries for sending, without their facts: these have kilobytes, and all registered ranks have the same."""
+    return tuple(replace(each, facts={}) for each in entries)
 
 
 class Registry:

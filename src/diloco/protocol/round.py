@@ -9,10 +9,9 @@ from hashlib import blake2b
 
 from diloco.algorithm import Contribution, Exchange, RoundId, Uplink, Verdict, bounded_weights, judge, plan_round
 from diloco.errors import DivergedError, RoundVoidError, TransportError
-from diloco.membership import View, Vote, byzantine_quorum
+from diloco.membership import View, byzantine_quorum
 from diloco.protocol.effects import Commit, Submitted
 from diloco.protocol.rules import Rules
-from diloco.protocol.suspicion import Lateness
 from diloco.protocol.wire import Header, RoundVote
 
 
@@ -24,7 +23,7 @@ class Round:
     view: View
     rules: Rules
     headers: dict[int, Header] = field(default_factory=dict)  # by rank
-    votes: dict[int, Vote] = field(default_factory=dict)  # by rank
+    votes: dict[int, RoundVote] = field(default_factory=dict)  # by rank
     heard_s: dict[int, float] = field(default_factory=dict)  # rank -> when its header came, by this rank's clock
     premature: dict[int, RoundVote] = field(default_factory=dict)  # votes that depend on headers not received yet
     fault: DivergedError | None = None  # set if this rank's state differs from the majority's; reported as the outcome
@@ -39,13 +38,9 @@ class Round:
     reason: str = ""  # why the round is void
     exchanging: bool = False  # whether the payload exchange is running
     concluded: bool = False  # whether the outcome was reported
-    # of replicas that have not contributed; once this rank has voted for the round, at ``voted_s``, that have not voted
-    lateness: Lateness = field(default_factory=Lateness)
-    voted_s: float = math.inf
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.id.fragment, self.id.outer_step
+    voted_s: float = math.inf  # when this rank has voted for it
+    # replica -> how many looks after the first one its contribution is awaited; from ``voted_s`` on, its vote
+    looks: dict[int, int] = field(default_factory=dict)
 
     @property
     def was_begun(self) -> bool:
@@ -100,9 +95,14 @@ class Round:
         )
 
     def late(self) -> frozenset[int]:
-        """Look which other replicas have kept the round waiting for too long."""
-        awaited = self.missing if math.isinf(self.voted_s) else self.without_vote
-        return self.lateness.look({*awaited} - {self.rules.replica})
+        """Look which other replicas are awaited, and return those that have been for too long.
+
+        That is counted in looks, not in seconds: a process that was suspended for an hour has made no more looks than
+        before. It reads what others sent meanwhile before it looks again.
+        """
+        awaited = {*self.missing} - {self.rules.replica} if math.isinf(self.voted_s) else self.without_vote
+        self.looks = {each: self.looks.get(each, -1) + 1 for each in awaited}
+        return frozenset(each for each, looks in self.looks.items() if looks >= Rules.LOOKS)
 
     def sealed_digest(self, digest: str) -> str:
         """Return a digest of an average's digest and the uplinks in the headers.
@@ -167,7 +167,7 @@ def header_of(contribution: Contribution, view_id: int, uplink: Uplink, *, takin
     buffers, integers = contribution.buffers, contribution.integers
     return Header(
         view_id,
-        (contribution.round.fragment, contribution.round.outer_step),
+        contribution.round,
         contribution.numel,
         contribution.weight,
         contribution.base_weight,
@@ -176,9 +176,7 @@ def header_of(contribution: Contribution, view_id: int, uplink: Uplink, *, takin
         None if integers is None else integers.numel(),
         contribution.withdrawn,
         taking_over,
-        uplink.bits_per_s,
-        uplink.full,
-        uplink.window_s,
+        uplink,
     )
 
 
@@ -187,11 +185,6 @@ def judge_headers(headers: Mapping[int, Header], members: Sequence[int], rules: 
 
     The ranks at position s of their replicas, which hold the same shard, are judged together. A replica is in the mean
     if all its positions are. Without `Rules.min_contributors`, all members that have the state are needed.
-
-    Args:
-        headers: rank -> header, for every rank of every member.
-        members: the members of the view.
-        rules: the rules of the run.
     """
     size = rules.ranks_per_replica
     absent = {
@@ -228,20 +221,13 @@ def judge_headers(headers: Mapping[int, Header], members: Sequence[int], rules: 
 # Votes.
 
 
-@dataclass(frozen=True)
-class Tally:
-    """The state of a round, as far as one member can tell from the votes."""
-
-    committed: bool | None  # True: every member applies it; False: void for every member; None: undecided
-    reason: str = ""
-    # this member has voted for the round and others against it, while a third member may have committed it
-    disputed: bool = False
-
-
 def tally(
-    voters: Collection[int], votes: Mapping[int, Vote], *, me: int, groups: Mapping[int, int] | None = None
-) -> Tally:
-    """Return what the ``votes`` received so far, by voter, mean for the voter ``me``.
+    voters: Collection[int], votes: Mapping[int, RoundVote], *, me: int, groups: Mapping[int, int] | None = None
+) -> tuple[bool | None, str]:
+    """Return what the ``votes`` received so far, by voter, mean for the voter ``me``, and the reason.
+
+    True: every member applies the round; False: it is void for every member; None: undecided. With a reason, that means
+    in dispute: this member has voted for the round and others against it, while a third one may have committed it.
 
     A member commits a round once every member has voted for the average that the member itself holds. A member that has
     not voted for the round therefore knows that no other member can commit it, and may declare it void. A member that
@@ -249,19 +235,19 @@ def tally(
     settles the outcome. Digests must be equal within each of the ``groups``: ranks at the same position of their
     replicas hold the same shard.
 
-    >>> tally([0, 1, 2], {0: Vote(True, "a"), 1: Vote(True, "a")}, me=0)
-    Tally(committed=None, reason='', disputed=False)
-    >>> tally([0, 1, 2], {0: Vote(True, "a"), 1: Vote(True, "b")}, me=0)
-    Tally(committed=None, reason='rank 1 holds a different average than rank 0', disputed=True)
-    >>> tally([0, 1, 2], {1: Vote(False, reason="it is late")}, me=0)
-    Tally(committed=False, reason='it is late', disputed=False)
+    >>> a, b, no = (RoundVote(0, RoundId(0, 0), *each) for each in (("a",), ("b",), ("", "it is late")))
+    >>> tally([0, 1, 2], {0: a, 1: a}, me=0), tally([0, 1, 2], {0: a, 1: a, 2: a}, me=0)
+    ((None, ''), (True, ''))
+    >>> tally([0, 1, 2], {0: a, 1: b}, me=0), tally([0, 1, 2], {1: no}, me=0)
+    ((None, 'rank 1 holds a different average than rank 0'), (False, 'it is late'))
     """
     others = [voter for voter in sorted(voters) if voter != me]
-    against = {voter: votes[voter].reason for voter in others if voter in votes and not votes[voter].ok}
+    noes = [voter for voter in others if voter in votes and not votes[voter].ok]
+    against = {voter: votes[voter].reason or f"rank {voter} votes against it" for voter in noes}
     mine = votes.get(me)
     if mine is None or not mine.ok:
         against = against if mine is None else {me: mine.reason}
-        return Tally(False, next(iter(against.values()))) if against else Tally(None)
+        return (False, next(iter(against.values()))) if against else (None, "")
     firsts: dict[int, int] = {}
     for voter in (me, *others):
         if voter in votes and votes[voter].ok:
@@ -269,6 +255,5 @@ def tally(
             if votes[first].digest != votes[voter].digest:
                 against[voter] = f"rank {voter} holds a different average than rank {first}"
     if not against:
-        return Tally(True if all(voter in votes for voter in others) else None)
-    reason = against[min(against)]
-    return Tally(False, reason) if len(against) == len(others) else Tally(None, reason, disputed=True)
+        return True if all(voter in votes for voter in others) else None, ""
+    return False if len(against) == len(others) else None, against[min(against)]

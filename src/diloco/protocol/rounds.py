@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,11 +11,10 @@ from typing import Literal
 
 from diloco.algorithm import RoundId, Verdict
 from diloco.errors import RoundVoidError, TransportError, ViewChangedError
-from diloco.membership import Report, RoundKey, RoundKeys, View, Vote, Votes, enough_without, names_of
+from diloco.membership import Report, RoundIds, View, Votes, names_of, refusal
 from diloco.protocol.effects import GiveVerdict, Outbox, Submitted, Timer
 from diloco.protocol.round import Round, header_of, tally
 from diloco.protocol.rules import Rules
-from diloco.protocol.suspicion import MOST_SPOILT, Lateness, Spoilers
 from diloco.protocol.wire import Header, RoundVote, WireMessage
 
 _LEAST_LEAD_STEPS, _LEAD_WINDOWS = 1000, 4
@@ -23,6 +23,8 @@ _UNKNOWN_LEAD_STEPS = 1 << 32  # the same before this rank has contributed
 _MOST_EARLY = (
     4096  # most rounds that one rank may contribute to before this rank has begun them: more than a view can have
 )
+MOST_SPOILT = 3  # a member that has spoilt this many recent rounds is to be excluded
+_RECENT_ROUNDS = 32  # most recent rounds of a member that count for that
 _MOST_VOID = 8  # void rounds kept per fragment; a rank that is further behind runs into the round's timeout
 
 _NOT_VOTED = "others report that they have committed it, but this rank has not voted for it"
@@ -39,7 +41,6 @@ class Rounds:
         self.step = 0  # the number of inner steps that this rank has begun to synchronise; set by its owner
         self.from_step = 0  # contributions sent before this inner step are too old for the current view
         self.joined = False  # whether this rank joined a run in progress, so that it has to adopt the run's state
-        self.spoilers = Spoilers()
         self.on_failure: Callable[..., None]  # see `Views.handle_failure`
         self.frozen = False  # whether voting and deciding have stopped, because the view is ending
         self._rules = rules
@@ -48,8 +49,9 @@ class Rounds:
         self._positions: Mapping[int, int] = {}  # rank -> its position in its replica
         self._rounds: dict[RoundId, Round] = {}
         self._commits: Votes = {}  # the recently committed rounds of this view
-        self._void: RoundKeys = frozenset()  # the void ones, also of earlier views
+        self._void: RoundIds = frozenset()  # the void ones, also of earlier views
         self._frozen_s = math.inf
+        self._spoilt: dict[int, deque[bool]] = {}  # member -> of which recent rounds its contribution was unusable
         self._last: dict[int, int] = {}  # by fragment: the outer step of the last round begun in this view
         self._waiting: list[Submitted] = []
         self._has_state_of: set[int] = set()  # fragments whose state this rank shares with the majority
@@ -65,16 +67,13 @@ class Rounds:
 
     # The contributions of this rank.
 
-    def open(self, view: View, carried: Sequence[Submitted], void: RoundKeys) -> None:
-        """Begin the rounds of ``view``, unless this rank no longer takes part, and release the waiting contributions.
+    def open(self, view: View, carried: Sequence[Submitted], void: RoundIds) -> None:
+        """Begin the rounds of ``view``, unless this rank takes part no more, and release the waiting contributions.
 
-        Args:
-            view: the new view.
-            carried: contributions to undecided rounds of the previous view.
-            void: rounds of earlier views that others have decided void.
+        ``carried`` are those to undecided rounds of the previous view; others have decided earlier rounds ``void``.
         """
         if self.failure is None:
-            self.spoilers.begin_view(view.members)
+            self._spoilt = {each: self._spoilt.get(each, deque(maxlen=_RECENT_ROUNDS)) for each in view.members}
             self.view, self._ranks, self.frozen, self._frozen_s = view, self._rules.ranks(view.members), False, math.inf
             self._positions = {rank: rank % self._rules.ranks_per_replica for rank in self._ranks}
             self._rounds, self._last = {}, {}
@@ -83,12 +82,8 @@ class Rounds:
                 self._begin(submitted)
         self._begin_waiting()
 
-    def close(self, failure: TransportError, commits: Container[RoundKey] = ()) -> None:
-        """Take part in no more rounds. Those in flight end with ``failure``, or with an earlier failure.
-
-        Args:
-            commits: the rounds that another member has committed.
-        """
+    def close(self, failure: TransportError, commits: Container[RoundId] = ()) -> None:
+        """Take part in no more rounds. Those in flight that nobody has committed end with the first failure."""
         self.failure = self.failure or failure
         if self.view is not None:
             self.freeze()
@@ -127,7 +122,7 @@ class Rounds:
         self._newest = max(self._newest, outer_step)
         each.begun = submitted
         each.taking_over = self.joined and fragment >= 0 and fragment not in self._has_state_of
-        if each.key in self._void and each.committed is None:  # others decided so before this view began
+        if each.id in self._void and each.committed is None:  # others decided so before this view began
             self._decide(each, False, _VOTED_AGAINST)
             return
         each.heard_s[self._rules.rank] = submitted.sent_s
@@ -135,7 +130,7 @@ class Rounds:
         each.headers[self._rules.rank] = header
         self._broadcast(header)
         if each.committed is not None:  # void, by the votes of others
-            self._cast(each, Vote(False, reason=each.reason))
+            self._cast(each, reason=each.reason)
             self._judge(each)
             self._conclude(each)
             return
@@ -145,7 +140,7 @@ class Rounds:
         left_s = limit_s - (self._outbox.now_s - submitted.sent_s - min(submitted.paused_s, limit_s))
         self._set_timer("expire", each, max(0.0, left_s))
         if self._rules.late_s is not None and fragment >= 0:
-            self._set_timer("look", each, self._rules.late_s / Lateness.LOOKS)
+            self._set_timer("look", each, self._rules.late_s / Rules.LOOKS)
             each.late()
         self._judge(each)
 
@@ -162,32 +157,31 @@ class Rounds:
             rank,
             self.view.id,
             commits=self._commits,
-            void=self._void.union(each.key for each in undecided if each.disputed),
-            voted={each.key: each.votes[rank].digest for each in undecided},
+            void=self._void.union(each.id for each in undecided if each.disputed),
+            voted={each.id: each.votes[rank].digest for each in undecided},
         )
 
     def end(
-        self, commits: Container[RoundKey], reason: str, failure: TransportError | None = None, *, carried: bool = False
+        self, commits: Container[RoundId], reason: str, failure: TransportError | None = None, *, carried: bool = False
     ) -> Sequence[Submitted]:
         """End the view. A round that any survivor committed is committed; the others are carried over or void.
 
         Args:
             commits: the rounds that are committed, if this rank has voted for them.
-            reason: why rounds that are not carried over are void.
             failure: why this rank takes part in no more rounds; None if it continues.
             carried: whether undecided rounds continue in the next view.
 
         Returns:
-            This rank's contributions to undecided rounds that are carried over, in the order sent.
+            This rank's contributions to these, in the order sent.
         """
         undecided: list[tuple[float, Submitted]] = []
         for each in list(self._rounds.values()):
             mine = each.votes.get(self._rules.rank)
             if each.committed is not None:
                 pass
-            elif each.key in commits and mine is not None and mine.ok:
+            elif each.id in commits and mine is not None and mine.ok:
                 self._decide(each, True, "")
-            elif each.key in commits and each.begun is not None:
+            elif each.id in commits and each.begun is not None:
                 self._decide(each, False, _NOT_VOTED)
             elif failure is not None or not carried:
                 changed = ViewChangedError(f"{each.id} is void: {reason}.", round=str(each.id))
@@ -204,25 +198,25 @@ class Rounds:
 
     def refuses(self, sender: int, message: Header | RoundVote) -> str:
         """Return why a member can't refer to a round, or "": it is too far ahead, or one of too many."""
-        if message.round[1] > max(self.greatest_step, self._newest + _LEAST_LEAD_STEPS):
-            return f"{message.id}, which no member can have begun"
+        if message.round.outer_step > max(self.greatest_step, self._newest + _LEAST_LEAD_STEPS):
+            return f"{message.round}, which no member can have begun"
         early = (each for each in self._rounds.values() if sender in each.headers and not each.was_begun)
         if isinstance(message, Header) and sum(1 for _ in early) >= _MOST_EARLY:
             return "too many rounds that this rank has not begun"
         return ""
 
     def receive_header(self, sender: int, header: Header) -> None:
-        known = self._rounds.get(header.id)
-        is_old = known is None and header.round[1] + 1 < self._last.get(header.round[0], 0)
+        known = self._rounds.get(header.round)
+        is_old = known is None and header.round.outer_step + 1 < self._last.get(header.round.fragment, 0)
         # the first header of a sender stands; the exchange may still be waiting for this one
         if sender in self._ranks and not is_old and (known is None or sender not in known.headers):
-            each = self._round(header.id)
+            each = self._round(header.round)
             each.headers[sender], each.heard_s[sender] = header, self._outbox.now_s
             self._judge(each)
 
     def receive_vote(self, sender: int, vote: RoundVote) -> None:
         """Process a member's vote on a round to which it has contributed."""
-        each = self._rounds.get(vote.id)
+        each = self._rounds.get(vote.round)
         if each is not None and sender in each.headers and each.committed is None:
             self._count(each, sender, vote)
 
@@ -236,19 +230,21 @@ class Rounds:
         """Return whether another rank has contributed to a round to which this one has not."""
         return any(each.headers and not each.was_begun for each in self._rounds.values())
 
-    def overdue(self) -> frozenset[int]:
-        """Return the replicas whose contribution, or vote, this rank has awaited for half of the time that it may take.
+    def suspects(self) -> frozenset[int]:
+        """Return the replicas that others may accuse of being late, or of spoiling rounds.
 
-        The time begins with this rank's own contribution, or vote. So others may accuse them.
+        This rank has awaited a contribution, or a vote, for half of the time that it may take since its own one; or so
+        many rounds are spoilt that others, which may be a round ahead, know of `MOST_SPOILT`.
         """
-        return frozenset().union(*(each.overdue(self._outbox.now_s) for each in self._rounds.values()))
+        spoilers = {each for each, rounds in self._spoilt.items() if sum(rounds) >= MOST_SPOILT - 1}
+        return frozenset(spoilers).union(*(each.overdue(self._outbox.now_s) for each in self._rounds.values()))
 
     # Payloads and timers.
 
     def compute(self, view_id: int, round_id: RoundId, digest: str) -> None:
         """Vote for a round of which this rank holds the mean; ``digest`` covers everything that it would change."""
         if each := self._find(view_id, round_id):
-            self._cast(each, Vote(True, each.sealed_digest(digest)))
+            self._cast(each, each.sealed_digest(digest))
 
     def end_exchange(
         self, view_id: int, round_id: RoundId, failure: str = "", *, peer_lost: bool = False, spoiler: int | None = None
@@ -263,7 +259,7 @@ class Rounds:
         if (each := self._find(view_id, round_id)) is None:
             return
         if failure and not peer_lost and each.committed is None:
-            self._cast(each, Vote(False, reason=failure))
+            self._cast(each, reason=failure)
         if spoiler is not None:
             self._note_spoilers({spoiler}, failure)
         each.exchanging = False
@@ -282,10 +278,10 @@ class Rounds:
         limit_s = self._rules.round_timeout_s
         if self._rules.rank in each.votes:
             assert self.view is not None
-            self._set_timer("expire", each, limit_s / Lateness.LOOKS)
+            self._set_timer("expire", each, limit_s / Rules.LOOKS)
             late = each.late()
             # if the others can't continue without them, the view change shows whether they have committed the round
-            each.disputed = each.disputed or not enough_without(self.view, late, self._rules.policy)
+            each.disputed = each.disputed or bool(refusal(self.view, late, self._rules.policy))
             if late:
                 have = "have" if len(late) > 1 else "has"
                 why = f"{names_of(late)} {have} not voted on {each.id} within {limit_s:g} s"
@@ -293,14 +289,14 @@ class Rounds:
             return
         missing = each.missing
         awaited = f"received no contribution from {names_of(missing)}" if missing else "did not receive all payloads"
-        self._cast(each, Vote(False, reason=f"replica {self._rules.replica} {awaited} within {limit_s:g} s"))
+        self._cast(each, reason=f"replica {self._rules.replica} {awaited} within {limit_s:g} s")
 
     def look(self, timer: Timer) -> None:
         """Look which replicas keep a round waiting, and exclude those that have done so for too long."""
         each, late_s = self._find(timer.view_id, timer.round), self._rules.late_s
         if each is None or late_s is None or each.committed is not None or self.frozen or math.isfinite(each.voted_s):
             return
-        self._set_timer("look", each, late_s / Lateness.LOOKS)
+        self._set_timer("look", each, late_s / Rules.LOOKS)
         if late := each.late():
             are = "are" if len(late) > 1 else "is"
             why = f"{names_of(late)} {are} late: no contribution to {each.id} arrived within {late_s:g} s"
@@ -317,8 +313,7 @@ class Rounds:
             self._has_state_of.add(each.id.fragment)
         self._give_verdict(each, verdict)
         if verdict.void:
-            donor = verdict.donor if verdict.donor >= 0 else None
-            self._cast(each, Vote(False, reason=verdict.reason), verdict.diverged, donor)
+            self._cast(each, reason=verdict.reason, diverged=verdict.diverged)
         premature, each.premature = each.premature, {}
         for sender, vote in premature.items():
             self._count(each, sender, vote)
@@ -326,7 +321,10 @@ class Rounds:
 
     def _note_spoilers(self, spoilers: Collection[int], reason: str) -> None:
         """Record that replicas have spoilt a round for ``reason``, and have those excluded that did so too often."""
-        if too_often := self.spoilers.note(spoilers) - {self._rules.replica}:
+        for member, rounds in self._spoilt.items():
+            rounds.append(member in spoilers)
+        counts = {each: sum(self._spoilt.get(each, ())) for each in {*spoilers} - {self._rules.replica}}
+        if too_often := frozenset(each for each, count in counts.items() if count and count % MOST_SPOILT == 0):
             has = "have" if len(too_often) > 1 else "has"
             why = f"{names_of(too_often)} {has} spoilt at least {MOST_SPOILT} recent rounds: {reason}"
             self._fail(why, behind=too_often)
@@ -337,56 +335,56 @@ class Rounds:
             given = GiveVerdict(each.view.id, each.id, verdict, each.weights(), each.plan)
             self._outbox.effects.verdicts.append(given)
 
-    def _cast(self, each: Round, vote: Vote, diverged: tuple[int, ...] = (), donor: int | None = None) -> None:
+    def _cast(self, each: Round, digest: str = "", *, reason: str = "", diverged: tuple[int, ...] = ()) -> None:
         """Send a vote, unless this rank has voted or may not; void rounds get votes, too, for the others."""
         if self.frozen or each.begun is None or self._rules.rank in each.votes:
             return
         assert self.view is not None
-        message = RoundVote(self.view.id, each.key, vote, diverged, donor)
-        self._broadcast(message)
+        vote = RoundVote(self.view.id, each.id, digest, reason, diverged)
+        self._broadcast(vote)
         if each.committed is not None:
             each.votes[self._rules.rank] = vote
             return
-        self._count(each, self._rules.rank, message)
+        self._count(each, self._rules.rank, vote)
         if each.committed is None:
-            each.voted_s, each.lateness = self._outbox.now_s, Lateness()
+            each.voted_s, each.looks = self._outbox.now_s, {}
             each.late()
-            self._set_timer("expire", each, self._rules.round_timeout_s / Lateness.LOOKS)
+            self._set_timer("expire", each, self._rules.round_timeout_s / Rules.LOOKS)
 
-    def _count(self, each: Round, sender: int, message: RoundVote) -> None:
+    def _count(self, each: Round, sender: int, vote: RoundVote) -> None:
         """Count a vote. The vote that decides the round ends it, and one that leaves it in doubt ends the view."""
         if self.frozen or each.committed is not None or sender in each.votes:
             return
-        if self._rules.replica in message.diverged and each.begun is not None and each.verdict is None:
-            each.premature.setdefault(sender, message)  # the missing headers will show whether this rank has diverged
+        if self._rules.replica in vote.diverged and each.begun is not None and each.verdict is None:
+            each.premature.setdefault(sender, vote)  # the missing headers will show whether this rank has diverged
             return
-        each.votes[sender] = vote = message.vote
+        each.votes[sender] = vote
         mine = each.votes.get(self._rules.rank)
         agrees = vote.ok and sender != self._rules.rank and (mine is None or mine.digest == vote.digest)
         if agrees and len(each.votes) < len(self._ranks):
             return  # nothing follows before all have voted
-        tallied = tally(self._ranks, each.votes, me=self._rules.rank, groups=self._positions)
-        if tallied.committed is False and mine is None:
+        committed, reason = tally(self._ranks, each.votes, me=self._rules.rank, groups=self._positions)
+        if committed is False and mine is None:
             # a replica named as diverged must wait for the headers with this vote as well
-            self._cast(each, Vote(False, reason=tallied.reason), message.diverged, message.donor)
-        if tallied.committed is not None and each.committed is None:
-            self._decide(each, tallied.committed, tallied.reason)
-        if tallied.disputed and not each.disputed:
+            self._cast(each, reason=reason, diverged=vote.diverged)
+        if committed is not None and each.committed is None:
+            self._decide(each, committed, reason)
+        if committed is None and reason and not each.disputed:
             each.disputed = True
-            self._fail(f"{each.id} is disputed: {tallied.reason}")
+            self._fail(f"{each.id} is disputed: {reason}")
 
     def _decide(self, each: Round, committed: bool, reason: str, failure: TransportError | None = None) -> None:
         """Commit the round, or declare it void for ``reason``; ``failure`` is what this rank gets in that case."""
         each.committed, each.reason = committed, reason
         self._stop_timers(each)
-        fragment, outer_step = each.key
+        fragment, outer_step = each.id
         if committed:
             recent = {key: d for key, d in self._commits.items() if key[0] != fragment or key[1] >= outer_step - 1}
-            self._commits = {**recent, each.key: each.votes[self._rules.rank].digest}
+            self._commits = {**recent, each.id: each.votes[self._rules.rank].digest}
             # all members have contributed to this round, so none asks about earlier ones
             self._void = frozenset(key for key in self._void if key[0] != fragment or key[1] > outer_step)
         else:
-            newest = sorted(key for key in self._void | {each.key} if key[0] == fragment)[-_MOST_VOID:]
+            newest = sorted(key for key in self._void | {each.id} if key[0] == fragment)[-_MOST_VOID:]
             self._void = frozenset(key for key in self._void if key[0] != fragment).union(newest)
         if each.begun is not None:
             self._conclude(each, failure)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from msgspec import Meta
 
@@ -25,6 +25,8 @@ class Rules:
 
     The time-outs form one hierarchy: two heartbeats fit into a silence, and a silence into a round.
     """
+
+    LOOKS: ClassVar[int] = 4  # late is what is awaited from one look to the last of this many after it
 
     rank: int = 0  # of this process; -1 for one that is no replica, such as a launcher
     ranks_per_replica: _Count = 1  # S
@@ -94,11 +96,6 @@ class Rules:
     def policy(self) -> Policy:
         """Which replicas may continue after a loss."""
         return Policy(self.min_replicas, self.split)
-
-    @property
-    def unsteady_s(self) -> float:
-        """A connected rank from which nothing is received for this long is reported as unsteady for a while."""
-        return 1.5 * self.heartbeat_s
 
     @property
     def connect_timeout_s(self) -> float:

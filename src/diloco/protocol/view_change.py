@@ -16,9 +16,9 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
-from diloco.membership import Accepted, NextView, Report, RoundKey, View, decide, next_view, staying_members
+from diloco.algorithm import RoundId
+from diloco.membership import Accepted, NextView, Report, View, next_view, refusal, staying_members
 from diloco.protocol.effects import Outbox, Timer
 from diloco.protocol.members import Reports, Roster
 from diloco.protocol.rounds import Rounds
@@ -34,13 +34,6 @@ _JOIN_WINDOW = 0.2  # times `silence_s`: how long others may still join by a cha
 # parts of a turn, of which a message takes at most 1 / 18: after which a rank is mute; for which a rank may accept
 # something else than another one has; and for which one that could adopt waits for those that may have
 _MUTE, _LATE, _WAIT = 1 / 4, 11 / 24, 2 / 3
-
-
-class Stop(NamedTuple):
-    """This rank stops, as no set of members that it hears may decide."""
-
-    reason: str
-    commits: frozenset[RoundKey]  # the rounds that one of these members has committed
 
 
 class ViewChange:
@@ -72,6 +65,11 @@ class ViewChange:
     def accepts_joiners(self) -> bool:
         """Whether replicas may still join by this change; each one more prolongs it for all."""
         return self._outbox.now_s - self._began_s <= _JOIN_WINDOW * self._rules.silence_s and self.mine.ballot == 0
+
+    @property
+    def committed(self) -> frozenset[RoundId]:
+        """The rounds that a member has committed, as far as is known."""
+        return self._reports.union("commits")
 
     @property
     def admitted(self) -> frozenset[int]:
@@ -107,28 +105,24 @@ class ViewChange:
             self._raise(report.ballot)
         # accusations by others that this rank's own observation supports
         late = report.behind - self.mine.behind
-        late = late and late & (self._rounds.overdue() | {each for each in late if self._rounds.spoilers.may_be(each)})
+        late = late and late & self._rounds.suspects()
         if late or self._rules.replica in report.lost:
             self.extend(behind=late, apart={replica} if self._rules.replica in report.lost else ())
         return True
 
-    def receive_proposal(self, sender: int, proposal: Propose) -> None:
-        """Receive what the proposer of a ballot proposes, which has reported that ballot before."""
-        following = proposal.following
-        if (
-            proposal.ballot == self.mine.ballot
-            and sender == self._proposer
-            and self._first not in self.mine.lost
+    def receive(self, sender: int, message: Propose | Accept) -> None:
+        """Receive what is proposed or accepted in a ballot, by a rank that has reported the ballot before."""
+        if message.ballot != self.mine.ballot or self._rules.replica_of(sender) in self.mine.lost:
+            return
+        if isinstance(message, Accept):
+            self._accepts_s.setdefault(self._accepts.setdefault(sender, message.digest), self._outbox.now_s)
+        elif (
+            sender == self._proposer
             and self._proposal is None
-            and following.previous == self.view
-            and following.from_step - 1 <= self._rounds.greatest_step
+            and message.following.previous == self.view
+            and message.following.from_step - 1 <= self._rounds.greatest_step
         ):
-            self._set_proposal(proposal)
-
-    def receive_accept(self, sender: int, accept: Accept) -> None:
-        """Receive that a rank has accepted what is proposed in a ballot, which it has reported before."""
-        if accept.ballot == self.mine.ballot and self._rules.replica_of(sender) not in self.mine.lost:
-            self._accepts_s.setdefault(self._accepts.setdefault(sender, accept.digest), self._outbox.now_s)
+            self._set_proposal(message)
 
     def receive_adopted(self, sender: int, following: NextView) -> None:
         """Receive what a rank says that it has adopted. It takes no part in this change any more."""
@@ -136,15 +130,18 @@ class ViewChange:
 
     # What follows from that.
 
-    def evaluate(self) -> NextView | Stop | None:
-        """Report, propose and accept what is due. Return what to adopt, or why to stop, or None while it is open."""
+    def evaluate(self) -> NextView | str | None:
+        """Report, propose and accept what is due. Return what to adopt, or None while it is open.
+
+        If no set of members that this rank hears may decide, it stops: then return why.
+        """
         while True:
             before = self.mine
             if self._is_over():
                 self._raise(self.mine.ballot + 1)
             self._report()
-            if (stop := self._stop()) is not None:
-                return stop
+            if why := self._refused():
+                return why
             self._propose()
             self._accept()
             if (following := self._chosen()) is not None:
@@ -271,8 +268,8 @@ class ViewChange:
         there = self._rules.ranks(each for each in self.view.members if each not in self.mine.gone)
         self._outbox.send((rank for rank in there if rank != self._rules.rank and rank not in but), message)
 
-    def _stop(self) -> Stop | None:
-        """Return why this rank stops, or None. It first waits until all that it hears know the same."""
+    def _refused(self) -> str:
+        """Return why this rank stops, or "". It first waits until all that it hears know the same."""
         waited_s, turn_s, members = self._outbox.now_s - self._began_s, _TURN * self._rules.silence_s, self.view.members
         lost, reason, ticked, self._ticked = self.mine.lost.intersection(members), "", self._ticked, False
         joining = self.mine.joining - self.mine.lost
@@ -285,12 +282,11 @@ class ViewChange:
             ended = self._ended()
             best = self._best([each for each in members if each not in ended])
             reason = self._refusal({*members}.difference(best), joining)
-        return Stop(reason, self._reports.union("commits")) if reason else None
+        return reason
 
     def _refusal(self, lost: Collection[int], joining: Collection[int]) -> str:
         """Return why the members that are not ``lost`` may not decide, or "" if they may."""
-        decision = decide(self.view, lost=lost, gone=self._ended(), joining=joining, policy=self._rules.policy)
-        return decision.reason if decision.members is None else ""
+        return refusal(self.view, lost, self._rules.policy, gone=self._ended(), joining=joining)
 
     def _best(self, there: Collection[int]) -> tuple[int, ...]:
         """Return those of ``there`` that stay at best, as far as is known."""
@@ -374,8 +370,7 @@ class ViewChange:
         denying = {each for each in denying if self._hears(each)}
         if not any(naming.values()) and not denying.isdisjoint(following.staying):
             return False
-        joining, policy = following.joined, self._rules.policy
-        return decide(self.view, lost=denying, gone=(), joining=joining, policy=policy).members is not None
+        return not refusal(self.view, denying, self._rules.policy, joining=following.joined)
 
     def _accept(self) -> None:
         proposal, mine, me, ballot = self._proposal, self.mine, self._rules.replica, self.mine.ballot

@@ -6,14 +6,14 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping, 
 from functools import partial
 from typing import Any
 
+from diloco.algorithm import RoundId
 from diloco.errors import ReplicaLostError, TransportError
-from diloco.membership import NextView, Report, RoundKey, RoundKeys, View, byzantine_quorum, enough_without, names_of
+from diloco.membership import NextView, Report, RoundIds, View, byzantine_quorum, names_of, refusal
 from diloco.protocol.effects import Outbox, Submitted, Timer
 from diloco.protocol.members import Roster
 from diloco.protocol.rounds import Rounds
 from diloco.protocol.rules import Rules
-from diloco.protocol.suspicion import Loss
-from diloco.protocol.view_change import MOST_AHEAD, MOST_JOINERS, Stop, ViewChange
+from diloco.protocol.view_change import MOST_AHEAD, MOST_JOINERS, ViewChange
 from diloco.protocol.wire import Accept, Adopted, Change, Excluded, Leaving, Propose, Refused
 
 _TRY_AGAIN = Refused("a view change is in progress")
@@ -95,15 +95,16 @@ class Views:
         self._open((), following.void)
         self._outbox.queue.append(partial(self.on_begin, following, None))
 
-    def leave(self, step: int) -> None:
-        """Leave for good after inner step ``step``, with all ranks of this replica; rounds in flight end here."""
+    def leave(self) -> None:
+        """Leave for good, with all ranks of this replica; the others continue, and rounds in flight end here."""
         if self.failure is None:
+            step = self._rounds.step
             self._outbox.send(self.others(), Leaving(max(0, self.view.id), step))
             # the others hang up once they have received it
             me = self._rules.replica
             self.close(TransportError(f"replica {me} left after step {step} and takes part in no more rounds."))
 
-    def close(self, failure: TransportError, commits: Container[RoundKey] = ()) -> None:
+    def close(self, failure: TransportError, commits: Container[RoundId] = ()) -> None:
         """Take part in no more rounds. Those in flight end with ``failure``, but for what others have committed."""
         self._end_change()
         self._rounds.close(failure, commits)
@@ -143,10 +144,15 @@ class Views:
             self._agreed, self.change = self.agreed_view, None
             self._outbox.effects.timers[Timer("settle", self.view.id)] = None
 
-    def lose(self, rank: int, loss: Loss) -> None:
+    def lose(self, rank: int, why: str, *, gone: bool = False) -> None:
+        """The reason is known for which the connection to a rank has ended; ``gone``: its process has ended.
+
+        Otherwise the process can't be asked, or nothing was received from it though it was connected.
+        """
+        self._roster.in_doubt.discard(rank)
         replica = self._rules.replica_of(rank)
         of_mine = f"rank {rank} of " if replica == self._rules.replica else ""
-        self.drop(rank, f"{of_mine}replica {replica} is lost: {loss.text}", gone=loss.kind == "gone")
+        self.drop(rank, f"{of_mine}replica {replica} is lost: {why}", gone=gone)
 
     def drop(self, rank: int, words: str, *, gone: bool = False) -> None:
         """Declare a rank lost for the reason in ``words``; ``gone``: its process is known to have ended."""
@@ -171,7 +177,7 @@ class Views:
 
     def handle_failure(self, view_id: int, why: str, behind: frozenset[int], *, anyway: bool) -> None:
         """End the view, as rounds could not take place in it; see `Rounds`."""
-        if view_id == self.view.id and (anyway or enough_without(self.view, behind, self._rules.policy)):
+        if view_id == self.view.id and (anyway or not refusal(self.view, behind, self._rules.policy)):
             self.end(why, behind=behind)
 
     def settle(self, view_id: int) -> None:
@@ -232,17 +238,14 @@ class Views:
     def receive_ballot(self, sender: int, message: Propose | Accept) -> None:
         """Process a member's proposal, or that it accepts one."""
         if self.change is not None:
-            if isinstance(message, Propose):
-                self.change.receive_proposal(sender, message)
-            else:
-                self.change.receive_accept(sender, message)
+            self.change.receive(sender, message)
             self._follow()
 
     def receive_leaving(self, sender: int, leaving: Leaving) -> None:
         replica = self._rules.replica_of(sender)
         if replica == self._rules.replica:
             # and announce it, in case this rank's connections end before the other rank's message arrives
-            self.leave(leaving.step)
+            self.leave()
         elif sender not in self._leaving:
             self._leaving.add(sender)
             self.end(f"replica {replica} left after step {leaving.step}", left=frozenset({replica}))
@@ -356,12 +359,11 @@ class Views:
         outcome = None if change is None else change.evaluate()
         if isinstance(outcome, NextView):
             self._adopt(outcome)
-        elif isinstance(outcome, Stop):
-            assert change is not None
+        elif change is not None and outcome is not None:
             lost = sorted(change.mine.lost.intersection(self.view.members))
-            words = f"{change.why}: {outcome.reason}. Committed rounds stay committed."
+            words = f"{change.why}: {outcome}. Committed rounds stay committed."
             self._rounds.reason = change.why
-            self.close(ReplicaLostError(words, replicas=lost), outcome.commits)
+            self.close(ReplicaLostError(words, replicas=lost), change.committed)
             self._hang_up_on(self.others())
 
     def _adopt(self, following: NextView) -> None:
@@ -389,7 +391,7 @@ class Views:
         self._open(carried, following.void)
         self._outbox.queue.append(partial(self.on_begin, following, change.mine))
 
-    def _open(self, carried: Sequence[Submitted], void: RoundKeys) -> None:
+    def _open(self, carried: Sequence[Submitted], void: RoundIds) -> None:
         self._roster.set_members(self.view)
         self._said, self._leaving = {}, set()
         # another process may take the number of one that has gone

@@ -7,7 +7,6 @@ is allocated. What depends on the state, such as how far ahead a round can be, t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from functools import lru_cache
@@ -18,11 +17,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from diloco.algorithm import UNKNOWN_UPLINK, RoundId, Uplink
-from diloco.membership import MAX_MEMBERS, Count, Digest, NextView, Rank, Ranks, Report, RoundKey, Vote, Words
+from diloco.membership import GREATEST, MAX_MEMBERS, Count, Digest, NextView, Rank, Ranks, Report, Words
 from diloco.protocol.registry import Entry
 from diloco.units import visible
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 """The version of the protocol, raised whenever a replica of the previous version would misread this one's messages."""
 
 _MOST_WORDS = 500
@@ -136,21 +135,11 @@ class Store(WireMessage):
 # Of members alone.
 
 
-class Meet(WireMessage):
-    """The sender has reached a barrier, such as the end of a run, or the step at which it stops."""
+class Announcement(WireMessage):
+    """A number of the sender: the step at which it reached a barrier, such as "stop"; or its "speed", in steps/s."""
 
-    name: Annotated[str, Meta(max_length=64)]
-    value: Count
-
-
-class Speed(WireMessage):
-    """How fast the sender trains."""
-
-    steps_per_s: Annotated[float, Meta(gt=0)]
-
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.steps_per_s):
-            raise ValueError("the number is not finite")
+    topic: Annotated[str, Meta(max_length=64)]
+    value: Annotated[float, Meta(ge=0, le=GREATEST)]
 
 
 class Introduce(WireMessage):
@@ -170,7 +159,7 @@ class Header(WireMessage):
     """A contribution without its payload."""
 
     view: Count
-    round: RoundKey
+    round: RoundId
     numel: Count  # the number of values in the payload
     weight: float  # the weight in the mean
     base_weight: float  # the weight of a full window of the sender
@@ -181,39 +170,27 @@ class Header(WireMessage):
     # whether the sender is still adopting the fragment's state from a donor; its digest then does not count
     taking_over: bool = False
     # what the sender knows of its uplink, for the plan of the exchange
-    uplink_bits_per_s: Count = UNKNOWN_UPLINK.bits_per_s
-    uplink_full: bool = UNKNOWN_UPLINK.full
-    uplink_window_s: float = UNKNOWN_UPLINK.window_s
-
-    @property
-    def id(self) -> RoundId:
-        """The round."""
-        return RoundId(*self.round)
+    uplink: Uplink = UNKNOWN_UPLINK
 
     @property
     def layout(self) -> tuple[int | None, ...]:
         """See `Contribution`."""
         return self.numel, self.buffers, self.integers
 
-    @property
-    def uplink(self) -> Uplink:
-        """What the sender knows of its uplink."""
-        return Uplink(self.uplink_bits_per_s, self.uplink_full, self.uplink_window_s)
-
 
 class RoundVote(WireMessage, tag="vote"):
-    """A vote on a round."""
+    """The final vote of a member on a round."""
 
     view: Count
-    round: RoundKey
-    vote: Vote
+    round: RoundId
+    digest: Digest = ""  # of the average that the sender holds and is ready to apply; "": it is against the round
+    reason: Words = ""  # why it is against it
     diverged: Ranks = ()  # replicas whose state differs from the majority's
-    donor: Rank | None = None  # a replica that has the majority's state
 
     @property
-    def id(self) -> RoundId:
-        """The round."""
-        return RoundId(*self.round)
+    def ok(self) -> bool:
+        """Whether the sender is for the round."""
+        return bool(self.digest)
 
 
 class Change(WireMessage):
@@ -273,6 +250,6 @@ ViewMessage = Header | RoundVote | Change | Propose | Accept | Adopted | Leaving
 """Messages about a view."""
 
 Message = (
-    Beat | GivenUp | FactsMessage | Join | Welcome | Refused | Store | Meet | Speed | Introduce | Excluded
+    Beat | GivenUp | FactsMessage | Join | Welcome | Refused | Store | Announcement | Introduce | Excluded
 ) | ViewMessage
 """All messages of a control connection."""

@@ -35,7 +35,7 @@ from diloco.config import (
     read_toml,
     typed_values,
 )
-from diloco.cores import usable_cores
+from diloco.devices import usable_cores
 from diloco.errors import ConfigurationError
 from diloco.events import json_ready
 from diloco.plugins import code_digest, find, is_own, own_code
@@ -69,7 +69,7 @@ class Run:
 
     def command(self, home: Path) -> list[str]:
         """Return the arguments with which the run resumes in ``home``, or begins if there is no checkpoint of it."""
-        saved = (home / "checkpoints" / "latest").exists()
+        saved = any((home / "checkpoints").glob("step-*"))
         if saved and self._is_in(home):  # a folder alone does not choose whose code runs
             own = own_code(flatten(self.plan.configuration)).items()
             return ["train", "--resume", str(home), *(word for key, names in own for word in (f"--{key}", *names))]

@@ -270,11 +270,10 @@ def check_merge_rule(rule: MergeRule) -> None:
             expect(bool(local.isfinite().all()), "the local parameters are not finite after a merge")
             merged.append(local)
         expect(torch.equal(*merged), "equal merges give different parameters")
-        if getattr(rule, "elementwise", False):
-            local, global_params, sent = _draw(0), _draw(1), _draw(2)
-            for part in (slice(_SIZE // 3), slice(_SIZE // 3, _SIZE)):
-                rule.merge(local[part], global_params[part], sent[part] if keeps else None)
-            expect(torch.equal(local, merged[0]), "it claims to be elementwise but merges parts differently")
+        local, global_params, sent = _draw(0), _draw(1), _draw(2)
+        for part in (slice(_SIZE // 3), slice(_SIZE // 3, _SIZE)):
+            rule.merge(local[part], global_params[part], sent[part] if keeps else None)
+        expect(torch.equal(local, merged[0]), "it merges parts of a fragment differently from the whole")
         local = _draw(0)
         rule.merge(local, _draw(0), _draw(0) if keeps else None)
         still = bool((local - _draw(0)).abs().max() <= 1e-6)

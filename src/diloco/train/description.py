@@ -17,7 +17,6 @@ from diloco.algorithm import (
     MERGE_RULES,
     OUTER_OPTIMIZERS,
     FragmentLayout,
-    MeanEncoding,
     ScalarSchedule,
     SyncSettings,
     ValueSchedule,
@@ -171,7 +170,7 @@ def describe(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
 def _describe_rounds(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
     start, replicas = settings.train.data_parallel_steps, settings.network.replicas
     schedule, components = make_schedule(settings), outer_components(settings.sync)
-    codec, mean = components["codec"], MeanEncoding.of(components["mean_codec"])
+    codec, mean = components["codec"], components["mean_codec"]
     whole = settings.sync.whole_contributions
     local_steps = settings.train.steps - start
     sizes = [fragment.numel for fragment in make_fragments(settings.sync, model)]

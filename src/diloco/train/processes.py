@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO, Any, Literal, Self
 
-from diloco.checkpoint import shared_lock
-from diloco.cores import set_thread_share
+from diloco.devices import set_thread_share
 from diloco.errors import ConfigurationError
 from diloco.transport import Address, NetworkSettings, parse_address
 
@@ -146,7 +145,7 @@ def launch(
 
     Args:
         command: returns the arguments of a replica's process, given the address where they meet.
-        lock: the lock of the run's folder, which replica 0 shares; see `diloco.checkpoint.lock`.
+        lock: the lock of the run's folder, which replica 0 shares; see `diloco.checkpoint.lock_folder`.
     """
     host = settings.listen_at[0] or "127.0.0.1"
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
@@ -168,6 +167,8 @@ def launch(
             if not asked:
                 shared = lock if m == 0 else None
                 running.append(start_process(command(m, address), len(numbers), shared, {LAUNCHED: "1"}))
+                if asked:  # while it was started, so that it was not among those that got the signal
+                    running[-1].send_signal(asked[-1])
         while None in (codes := [process.poll() for process in running]):
             if any(code not in (None, 0, 130) for code in codes):
                 failed_s = min(failed_s, time.monotonic())
@@ -202,21 +203,20 @@ def start_process(
     """Start ``diloco`` as one of ``processes`` processes with its share of the cores. On Linux, it ends with this one.
 
     It runs in its own session, so that Ctrl-C reaches it only once, through this process. It shares ``lock`` (see
-    `diloco.checkpoint.lock`) and writes to ``output``, with nothing to read; None: where this process does.
+    `diloco.checkpoint.lock_folder`) and writes to ``output``, with nothing to read; None: where this process does.
     """
     environment = {**os.environ, **(variables or {})}
     set_thread_share(environment, processes)
-    with shared_lock(lock) as (files, shared):
-        return subprocess.Popen(
-            [sys.executable, "-m", "diloco", *arguments],
-            env=environment | shared,
-            stdin=None if output is None else subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=files,
-            start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
-        )
+    return subprocess.Popen(
+        [sys.executable, "-m", "diloco", *arguments],
+        env=environment,
+        stdin=None if output is None else subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=() if lock is None or sys.platform == "win32" else (lock,),
+        start_new_session=True,
+        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+    )
 
 
 def _end_with_parent() -> None:

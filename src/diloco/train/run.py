@@ -16,9 +16,8 @@ import torch
 
 from diloco.algorithm import check_buffers, data_parallel_bytes
 from diloco.checkpoint import CheckpointWriter, Mirror, open_checkpoint, write_whole
-from diloco.cores import usable_cores
 from diloco.data import build_corpus
-from diloco.devices import choose_threads, release_memory, use_device
+from diloco.devices import choose_threads, release_memory, usable_cores, use_device
 from diloco.errors import ReplicaLostError, TransportError
 from diloco.events import (
     CheckpointSaved,

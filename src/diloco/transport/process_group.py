@@ -29,6 +29,7 @@ from diloco.algorithm import (
     Contribution,
     Exchange,
     Mean,
+    RoundId,
     encode_mean,
     plan_round,
     weighted_mean,
@@ -48,7 +49,7 @@ from diloco.transport.replica_group import ReplicaGroup
 from diloco.transport.roll_call import RollCall
 from diloco.transport.state_wire import Offer, describe
 from diloco.units import diff
-from diloco.waiting import in_thread
+from diloco.waiting import at_once, in_thread
 
 __all__ = ["ProcessGroupTransport", "weighted_bits"]
 
@@ -121,7 +122,7 @@ class ProcessGroupTransport(Transport):
         self.ranks_per_replica = len(ranks) // self._peers.size
         self._rules = Rules(rank=ranks.index(self._everyone.position), ranks_per_replica=self.ranks_per_replica)
         self._source: SnapshotSource | None = None
-        self._in_flight: set[Any] = set()
+        self._in_flight: set[RoundId] = set()
         self._agreements, self._fetched_bytes = itertools.count(), 0
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # why a collective has failed: gloo ends a process in which another one meets what is left of it
@@ -138,10 +139,10 @@ class ProcessGroupTransport(Transport):
         self._in_flight.add(round_id)
         plan = plan_round(contribution, len(self.view.members))
         if contribution.payload.is_cuda:
-            return _Round(self, round_id, plan, self._begin(contribution, plan))
+            return Pending(partial(self._take, round_id, plan, [self._begin(contribution, plan)]))
         outcome: Future[Average] = Future()
         self._jobs.put(partial(self._run, outcome, contribution, plan))
-        return _Round(self, round_id, plan, outcome)
+        return Pending(partial(self._take, round_id, plan, [partial(self._await, round_id, outcome)]))
 
     def _begin(self, mine: Contribution, plan: Exchange) -> Callable[[], Average]:
         """Queue the collectives of a round, and return the function that waits for them and decides the round."""
@@ -166,8 +167,8 @@ class ProcessGroupTransport(Transport):
         rows = heads()
         headers = {index: decode(_content(rows[rank]), Header) for index, rank in enumerate(self._ranks)}
         for rank, header in headers.items():
-            if header.id != mine.round:
-                raise TransportError(f"Rank {rank} is in {header.id}, and this rank in {mine.round}.")
+            if header.round != mine.round:
+                raise TransportError(f"Rank {rank} is in {header.round}, and this rank in {mine.round}.")
         verdict = judge_headers(headers, self.view.members, self._rules)
         received, extras = payloads(), None if more is None else more()
         rows = received.view(len(self.view.members), received.numel() // len(self.view.members))
@@ -239,12 +240,31 @@ class ProcessGroupTransport(Transport):
         """Raise `ReplicaLostError` if the ranks can't continue, as the next round may be many steps away."""
         self.roll.check()
 
-    def take(self, round_id: Any, plan: Exchange) -> None:
-        """Count the bytes of a round whose outcome is taken: one that is still in flight at a stop is sent again."""
-        self._in_flight.discard(round_id)
-        here = self.view.members.index(self.replica)
-        self.sent_bytes += plan.sent[here]
-        self.received_bytes += plan.received[here]
+    def _take(self, round_id: RoundId, plan: Exchange, outcome: list[Callable[[], Average]]) -> Average:
+        """Return the average that ``outcome`` waits for, and count its bytes, as a round in flight is sent again."""
+        started_s = time.monotonic()
+        try:
+            average = outcome.pop()()
+        except (RuntimeError, ReplicaLostError) as error:
+            raise self.roll.explained(error) from error
+        finally:
+            self._in_flight.discard(round_id)
+            here = self.view.members.index(self.replica)
+            self.sent_bytes += plan.sent[here]
+            self.received_bytes += plan.received[here]
+        return replace(average, wait_s=time.monotonic() - started_s)
+
+    def _await(self, round_id: RoundId, outcome: Future[Average]) -> Average:
+        until_s = time.monotonic() + self.timeout_s
+        try:
+            while wait([outcome], _POLL_S).not_done:
+                self.roll.check_round()
+                if time.monotonic() > until_s:
+                    words = f"{round_id} was not decided within {self.timeout_s:g} s."
+                    raise RoundTimeoutError(words, round=str(round_id))
+            return outcome.result()
+        finally:
+            del outcome  # an error in it refers to this frame, which keeps the caller's round alive
 
     def _run(self, outcome: Future[Average], contribution: Contribution, plan: Exchange) -> None:
         try:
@@ -270,7 +290,12 @@ class ProcessGroupTransport(Transport):
     def fetched_bytes(self) -> int:
         return self._fetched_bytes
 
-    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
+    def fetch(
+        self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None
+    ) -> Future[Mapping[str, Any]]:
+        return at_once(self._fetch, fragment, donors, expected_bytes)
+
+    def _fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None) -> Mapping[str, Any]:
         donor = next((each for each in donors if each in self.view.members and each != self.replica), None)
         if donor is None:
             raise TransportError(f"None of the donors {list(donors)} is another member of {self.view}.")
@@ -325,43 +350,3 @@ class ProcessGroupTransport(Transport):
         """End the threads; the other ranks end too, unless all have finished."""
         self.roll.close(failed)
         self._jobs.put(None)
-
-
-class _Round:
-    """A round in flight: its average, or on CUDA the function that decides it."""
-
-    def __init__(
-        self,
-        transport: ProcessGroupTransport,
-        round_id: Any,
-        plan: Exchange,
-        outcome: Future[Average] | Callable[[], Average],
-    ) -> None:
-        self._transport, self._round, self._plan = transport, round_id, plan
-        self._outcome: Future[Average] | Callable[[], Average] | None = outcome
-
-    def wait(self, timeout_s: float | None = None) -> Average:
-        transport, started_s = self._transport, time.monotonic()
-        outcome, self._outcome = self._outcome, None
-        try:
-            if isinstance(outcome, Future):
-                self._await(outcome, transport.timeout_s if timeout_s is None else timeout_s)
-                average = outcome.result()
-            else:
-                assert outcome is not None, "the average of a round is taken once"
-                average = outcome()
-        except (RuntimeError, ReplicaLostError) as error:
-            raise transport.roll.explained(error) from error
-        finally:
-            transport.take(self._round, self._plan)
-            del outcome  # an error in it refers to this frame, which keeps the caller's round alive
-        return replace(average, wait_s=time.monotonic() - started_s)
-
-    def _await(self, outcome: Future[Average], timeout_s: float) -> None:
-        roll, until_s = self._transport.roll, time.monotonic() + timeout_s
-        while wait([outcome], _POLL_S).not_done:
-            roll.check_round()
-            if time.monotonic() > until_s:
-                raise RoundTimeoutError(
-                    f"{self._round} was not decided within {timeout_s:g} s.", round=str(self._round)
-                )

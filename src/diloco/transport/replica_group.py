@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -20,12 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from diloco import errors
-from diloco.algorithm import Contribution, RoundId
+from diloco.algorithm import Contribution
 from diloco.errors import ConfigurationError, DiLoCoError, RendezvousError, ReplicaLostError
 from diloco.membership import View
 from diloco.protocol import Average
 from diloco.state_tree import flatten, unflatten
 from diloco.transport.base import Pending, SnapshotSource, Transport
+from diloco.waiting import at_once
 
 _ENDED: list[dist.ProcessGroup] = []
 """Groups that are no longer in use. If DistributedDataParallel held the last reference to one, it would free the group
@@ -149,25 +151,26 @@ class ReplicaGroup:
         """Call ``act`` on position 0 only, and return its result on all ranks; JSON must be able to represent it.
 
         Raises:
-            Exception: on position 0, if ``act`` raises it.
-            ReplicaLostError: on the other ranks, if ``act`` raises.
+            DiLoCoError: what ``act`` raises, on every rank with the same class and message.
+            Exception: on position 0, if ``act`` raises any other error, which is a bug.
+            ReplicaLostError: on the other ranks in that case.
         """
-        outcome, error = None, None
+        outcome: dict[str, Any] = {}
+        raised: Exception | None = None
         if self.leads:
             try:
-                outcome = act()
-            except Exception as raised:  # raised again below, once the other ranks know
-                error = raised
-        shared = self.share({"failed": repr(error) if error else "", "value": outcome})
-        if error is not None:
-            raise error
-        if shared["failed"]:
-            raise ReplicaLostError(
-                f"Position 0 of replica {self.replica} has failed, and position {self.position} can't continue without "
-                f"it: {shared['failed']}",
-                replicas=[self.replica],
-            )
-        return shared["value"]
+                outcome["value"] = act()
+            except Exception as error:  # raised again below, once the other ranks know
+                words = f"Position 0 of replica {self.replica} has failed, and none can continue without it: {error!r}"
+                bug = ReplicaLostError(words, replicas=[self.replica])
+                raised, outcome["error"] = error, _described(error if isinstance(error, DiLoCoError) else bug)
+        outcome = self.share(outcome)
+        if "error" in outcome:
+            try:
+                raise raised or _rebuilt(outcome["error"])
+            finally:
+                del raised  # the error refers to this frame, which keeps the caller's round alive
+        return outcome["value"]
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
@@ -290,9 +293,18 @@ class LeaderTransport(Transport):
         self.replica = int(self.shared(lambda leader: leader.replica))
 
     def average(self, contribution: Contribution) -> Pending:
-        kept: list[Pending] = []
+        kept, round_id = list[Pending](), contribution.round
         self.shared(lambda leader: kept.append(leader.average(contribution)))
-        return _LeaderPending(self, contribution.round, kept[0] if kept else None)
+
+        def taken(_: Transport) -> dict[str, Any]:
+            average = kept[0].wait()
+            return vars(average) | {"round": None, "view": (average.view.id, average.view.members)}
+
+        def wait() -> Average:
+            fields = self.shared_tree(taken)
+            return Average(**fields | {"round": round_id, "view": View(*fields["view"])})
+
+        return Pending(wait)
 
     def agree(self, facts: Mapping[str, str]) -> None:
         self.shared(lambda leader: leader.agree(facts))
@@ -301,9 +313,10 @@ class LeaderTransport(Transport):
         if self.transport is not None:
             self.transport.publish(source, version)
 
-    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
-        state: Mapping[str, Any] = self.shared_tree(lambda leader: dict(leader.fetch(fragment, donors, expected_bytes)))
-        return state
+    def fetch(
+        self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None
+    ) -> Future[Mapping[str, Any]]:
+        return at_once(self.shared_tree, lambda leader: dict(leader.fetch(fragment, donors, expected_bytes).result()))
 
     def tick(self) -> None:
         if self.transport is not None:
@@ -317,34 +330,13 @@ class LeaderTransport(Transport):
 
         JSON must be able to represent the result. The view and traffic of every rank become those of position 0.
         """
-        outcome: dict[str, Any] = {}
-        raised: Exception | None = None
-        if self.transport is not None:
-            try:
-                outcome["value"] = ask(self.transport)
-            except DiLoCoError as error:
-                raised, outcome["error"] = error, _described(error)
-            except Exception as error:  # a bug, but the other ranks must not wait forever
-                raised = error
-                outcome["error"] = _described(
-                    ReplicaLostError(
-                        f"Position 0 of replica {self.group.replica}, which communicates with the other replicas, has "
-                        f"failed: {error!r}. This rank can't continue without it.",
-                        replicas=[self.group.replica],
-                    )
-                )
-            outcome["view"] = [self.transport.view.id, *self.transport.view.members]
-            outcome["traffic"] = [self.transport.sent_bytes, self.transport.received_bytes]
-        outcome = self.group.share(outcome)
-        view_id, *members = outcome["view"]
-        self.view = View(view_id, tuple(members))
-        self.sent_bytes, self.received_bytes = outcome["traffic"]
-        if "error" in outcome:
-            try:
-                raise raised or _rebuilt(outcome["error"])
-            finally:
-                del raised  # the error refers to this frame, which keeps the caller's round alive
-        return outcome["value"]
+        leader = self.transport
+        try:
+            return self.group.done_by_leader(lambda: None if leader is None else ask(leader))
+        finally:
+            said = None if leader is None else (*vars(leader.view).values(), leader.sent_bytes, leader.received_bytes)
+            view_id, members, order, self.sent_bytes, self.received_bytes = self.group.share(said)
+            self.view = View(view_id, tuple(members), tuple(order))
 
     def shared_tree(self, ask: Callable[[Transport], Any]) -> Any:
         """Do as `shared` for results that `diloco.state_tree` can represent; tensors keep their device type."""
@@ -361,22 +353,6 @@ class LeaderTransport(Transport):
                 tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
             self.group.share_(tensors[name])
         return unflatten(skeleton, tensors)
-
-
-class _LeaderPending:
-    def __init__(self, transport: LeaderTransport, round_id: RoundId, pending: Pending | None) -> None:
-        self._transport = transport
-        self._round = round_id
-        self._pending = pending
-
-    def wait(self, timeout_s: float | None = None) -> Average:
-        def taken(_: Transport) -> dict[str, Any]:
-            assert self._pending is not None, "position 0 has the pending average"
-            average = self._pending.wait(timeout_s)
-            return vars(average) | {"round": None, "view": (average.view.id, average.view.members)}
-
-        fields = self._transport.shared_tree(taken)
-        return Average(**fields | {"round": self._round, "view": View(*fields["view"])})
 
 
 def _described(error: DiLoCoError) -> dict[str, Any]:

@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from diloco.algorithm.checks import check_type
 from diloco.algorithm.codec import native
-from diloco.algorithm.registry import CODECS
+from diloco.algorithm.settings import CODECS
 from diloco.errors import CodecError
 
 
@@ -236,7 +235,6 @@ def make_codec(name: str, **parameters: Any) -> Codec:
     >>> make_codec("fp4", block_size=64).payload_bytes(1000)
     516
     """
-    check_type("a codec's name", name, str, "a text such as 'fp4'")
     codec: Codec = CODECS.make(name, parameters)
     return codec
 

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import secrets
 import sys
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Annotated, Any, Union
 
 from msgspec import Meta
@@ -24,15 +24,11 @@ from diloco.protocol import (
     Entry,
     Excluded,
     GivenUp,
-    Loss,
-    Machine,
     Message,
-    Pulse,
     Refused,
     Rules,
     Store,
     WireMessage,
-    silent_ones,
 )
 from diloco.transport.address import Address
 from diloco.transport.connections.control_thread import ControlThread
@@ -41,7 +37,6 @@ from diloco.transport.connections.pace import UplinkMeter, sum_of
 from diloco.transport.connections.peer import FLUSH_S, Peer
 from diloco.transport.connections.sockets import TcpStreams, raw_transport
 from diloco.transport.connections.streams import (
-    RefusedError,
     Stream,
     ask,
     pack,
@@ -71,8 +66,8 @@ Service = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[
 FIRST_MESSAGE_S = 10.0
 MOST_OPEN, MOST_OPEN_OF_ONE = 512, 256
 """Limits on connections that are not control connections: they request a service or have sent nothing yet."""
-ARRIVALS_PER_S, MOST_ARRIVALS = 64.0, 1024
-"""Limits on how fast an origin may open connections: a tenth of a core's time for handshakes, and a start at once."""
+MOST_ARRIVALS, ARRIVALS_S = 1024, 16.0
+"""Limit on how fast an origin may open connections: a tenth of a core's time for handshakes, and a start at once."""
 _MOST_UNKNOWN_PEERS, _MOST_UNKNOWN_PEERS_OF_ONE = 256, 4
 """Limits on control connections of ranks that are not members, on networks that prove identities."""
 MOST_UNSENT_BYTES, MOST_UNSENT_TO_UNKNOWN_PEER_BYTES = 4 << 20, 1 << 18  # per rank; one that reads too little is lost
@@ -86,20 +81,14 @@ class ConnectionManager(ControlThread):
     """
 
     def __init__(self, rules: Rules, streams: TcpStreams) -> None:
-        super().__init__(rules.rank)
-        self.rules = rules
-        self.machine = Machine(rules)
-        # called in the control thread with a method of the machine and its arguments when a connection is made or ends,
-        # when a message arrives, and once for each rank that is lost. If it raises `MessageError`, the connection of
-        # that message ends
-        self.handle: Callable[..., object] = lambda act, *arguments: None
+        super().__init__(rules)
         self.streams = streams
         self.address = Address("", 0)  # where this process listens
         self.services: dict[type[WireMessage], Service] = {}  # type of the first message -> service
         # topic of a `Store` -> what is called with the sender's rank and the value
         self.receivers: dict[str, Callable[[int, bytes], None]] = {}
         self.arrived = asyncio.Event()  # set when a connection is made and when its first message arrives
-        self.most_ranks = sys.maxsize  # only lower ranks may connect
+        self.most_ranks = sys.maxsize if self.rank >= 0 else 0  # only lower ranks may connect
         self.entries: Mapping[int, Entry] = {}  # known ranks; a peer with another proven identity can't claim them
         self.peers: dict[int, Peer] = {}
         self.meter = UplinkMeter(lambda: sum_of(each.counters() for each in list(self.peers.values())))
@@ -112,10 +101,9 @@ class ConnectionManager(ControlThread):
         self._members: frozenset[int] = frozenset()
         self._open_limit = ConnectionLimit[asyncio.StreamWriter](MOST_OPEN, MOST_OPEN_OF_ONE)
         self._unknown_peers = ConnectionLimit[int](_MOST_UNKNOWN_PEERS, _MOST_UNKNOWN_PEERS_OF_ONE)
-        self._arrivals = ArrivalLimit(ARRIVALS_PER_S, MOST_ARRIVALS)
+        self._arrivals = ArrivalLimit(MOST_ARRIVALS, ARRIVALS_S)
         self._numbers = itertools.count(1)
         self._watch: asyncio.Task[None] | None = None
-        self.pulse = Pulse(rules)  # detects stalls of this process itself
 
     # From any thread.
 
@@ -140,7 +128,7 @@ class ConnectionManager(ControlThread):
         peer.writer.write(pack(message))
         most_bytes = MOST_UNSENT_BYTES if peer.trusted else MOST_UNSENT_TO_UNKNOWN_PEER_BYTES
         if peer.writer.transport.get_write_buffer_size() > most_bytes:
-            self.loop.call_soon(self._drop, {peer: f"{peer.address} does not read its messages"})
+            self.loop.call_soon(self.drop, {peer: f"{peer.address} does not read its messages"})
 
     def trust(self, ranks: Iterable[int]) -> None:
         """Make ``ranks`` the members, which may send large messages and are exempt from the limits on other peers."""
@@ -170,7 +158,7 @@ class ConnectionManager(ControlThread):
         if other is None or streams.process(other.writer) == streams.process(writer):
             return ""
         is_copy = streams.identity(other.writer) == streams.identity(writer)
-        if not await other.answers(self.rules.heartbeat_s):
+        if not await other.answers(self.machine.roster.heard_s.get(rank, 0.0), self.rules.heartbeat_s):
             return ""
         copied = ". It has the same key: was identity.key copied? Each replica needs its own" if is_copy else ""
         return f"rank {rank} is connected from {other.address}, which still answers{copied}"
@@ -188,7 +176,6 @@ class ConnectionManager(ControlThread):
             return
         mine = self._hellos[rank] = secrets.token_hex(8), asyncio.Event()
         try:
-            self.streams.tune(writer)
             answer = await ask((reader, writer), Hello(self.rank, str(self.address), mine[0]), Greeting)
             if answer.rank != rank:
                 raise TransportError(
@@ -198,8 +185,6 @@ class ConnectionManager(ControlThread):
             self._register(rank, address, (reader, writer), mine[0], opened=True, crossed=answer.crossed)
         except BaseException as error:
             writer.close()
-            if isinstance(error, RefusedError):
-                raise TransportError(f"{address} refuses: {error}") from error
             if not isinstance(error, EOFError) or rank not in self.peers:
                 raise
             return  # the connection that it opened stays instead
@@ -215,21 +200,18 @@ class ConnectionManager(ControlThread):
         if peer := self.peers.pop(rank, None):
             peer.hang_up()
 
-    def drop(self, rank: int, why: str) -> None:
-        """End the connection to ``rank``, if there is one, and report its loss."""
-        if peer := self.peers.get(rank):
-            self._drop({peer: why})
-
-    def drop_silent(self, ranks: Collection[int]) -> None:
-        """Drop ranks that have been silent for too long. All connections end before the first loss is reported."""
-        silent = [self.peers[rank] for rank in ranks]
-        for peer in silent:
-            peer.writer.write(pack(GivenUp()))  # in case the other process only stalled
+    def drop(self, reasons: Mapping[Peer, str], *, silent: bool = False) -> None:
+        """End connections, all of them before the first loss is reported, as others would hear of that one alone."""
+        dropped = {peer: why for peer, why in reasons.items() if self.peers.get(peer.rank) is peer}
+        for peer in dropped:
+            if silent:
+                peer.writer.write(pack(GivenUp()))  # in case the other process only stalled
+            else:
+                peer.writer.transport.abort()  # discards what the peer has not read
             self.hang_up(peer.rank)
             self.handle(self.machine.disconnect, peer.rank)
-        for peer in silent:
-            text = f"nothing was received from {peer.address} for {self.rules.silence_s:g} s"
-            self.handle(self.machine.lose, peer.rank, Loss("silent", text))
+        for peer, why in dropped.items():
+            self.handle(self.machine.views.lose, peer.rank, f"the connection to {peer.address} was ended: {why}")
 
     async def listen_at(self, *where: Any) -> Address:
         """Accept connections as `listen` does, from within the control thread."""
@@ -252,7 +234,7 @@ class ConnectionManager(ControlThread):
             async with asyncio.timeout(FIRST_MESSAGE_S):
                 if not await self.streams.admit(reader, writer):
                     return
-                message, _ = await read_frame(reader, Union[(Hello, *self.services)])  # of a list of types
+                message = await read_frame(reader, Union[(Hello, *self.services)])  # of a list of types
             if not self.streams.is_current(writer):
                 return
             if isinstance(message, Hello):
@@ -284,21 +266,9 @@ class ConnectionManager(ControlThread):
             return
         unknown = self.streams.named and rank not in self._members
         if unknown and (out := self._unknown_peers.enter(rank, (identity,))) is not None:
-            self._drop({self.peers[out]: "too many connected peers are not members"})
-        self.streams.tune(writer)
+            self.drop({self.peers[out]: "too many connected peers are not members"})
         writer.write(pack(Greeting(self.rank, crossed)))
         self._register(rank, address, (reader, writer), hello.hello, opened=False)
-
-    def _drop(self, reasons: Mapping[Peer, str]) -> None:
-        """End connections, all of them before the first loss is reported, as others would hear of that one alone."""
-        dropped = {peer: why for peer, why in reasons.items() if self.peers.get(peer.rank) is peer}
-        for peer in dropped:
-            peer.writer.transport.abort()  # discards what the peer has not read
-            self.hang_up(peer.rank)
-            self.handle(self.machine.disconnect, peer.rank)
-        for peer, why in dropped.items():
-            loss = Loss("cut", f"the connection to {peer.address} was ended: {why}")
-            self.handle(self.machine.lose, peer.rank, loss)
 
     def _register(
         self, rank: int, address: Address, stream: Stream, token: str, *, opened: bool, crossed: str = ""
@@ -319,9 +289,8 @@ class ConnectionManager(ControlThread):
         self.arrived.set()
 
     def _deliver(self, rank: int, message: Message) -> None:
-        if not isinstance(message, Store):
-            self.handle(self.machine.receive, rank, message)
-        elif receive := self.receivers.get(message.key):
+        self.handle(self.machine.receive, rank, message)
+        if isinstance(message, Store) and (receive := self.receivers.get(message.key)):
             receive(rank, message.value)
 
     async def _listen_to(self, peer: Peer, reader: asyncio.StreamReader) -> None:
@@ -330,25 +299,26 @@ class ConnectionManager(ControlThread):
             return
         self.hang_up(peer.rank)
         self.handle(self.machine.disconnect, peer.rank)
-        was_suspended, longest_s = self.pulse.was_suspended(self.loop.time()), min(2.0, self.rules.silence_s)
-        if peer.trusted:
-            loss = await peer.why_lost(ended, self.open, longest_s, was_suspended=was_suspended)
-        else:  # nobody is dialled on a stranger's word
-            loss = Loss("cut", f"the connection to {peer.address} ended ({ended})")
+        was_suspended = self.machine.roster.was_suspended(self.loop.time())
+        why, gone = f"the connection to {peer.address} ended ({ended})", False
+        if peer.trusted:  # nobody is dialled on a stranger's word
+            longest_s = min(2.0, self.rules.silence_s)
+            why, gone = await peer.why_lost(ended, self.open, longest_s, was_suspended=was_suspended)
         if peer.rank not in self.peers:  # else a new process of that rank has connected, and was reported
-            self.handle(self.machine.lose, peer.rank, loss)
+            self.handle(self.machine.views.lose, peer.rank, why, gone=gone)
 
     async def _beat(self) -> None:
-        beat = pack(Beat())
-        self.pulse.begin(self.loop.time())
+        beat, roster = pack(Beat()), self.machine.roster
+        roster.beat(self.loop.time())
         while True:
             await asyncio.sleep(self.rules.heartbeat_s)
             now_s = self.loop.time()
-            if self.pulse.beat(now_s):  # this process itself stalled
+            if roster.beat(now_s):  # this process itself stalled
                 for peer in self.peers.values():
-                    peer.heard_s = peer.bare_s = now_s
-            quiet_s = {rank: now_s - each.heard_s for rank, each in self.peers.items()}
-            self.drop_silent(silent_ones(quiet_s, self.rules, self._members))
+                    peer.bare_s = now_s
+            quiet = {*roster.silent(self._members, now_s)}
+            why = f"nothing was received for {self.rules.silence_s:g} s"
+            self.drop({peer: why for rank, peer in self.peers.items() if rank in quiet}, silent=True)
             bare: dict[Peer, str] = {}
             for peer in self.peers.values():
                 patience_s = self.rules.silence_s if peer.uses else self.rules.connect_timeout_s
@@ -356,7 +326,7 @@ class ConnectionManager(ControlThread):
                     what = f"{'reopened' if peer.uses else 'opened'} in {patience_s:g} s: {peer.why}"
                     bare[peer] = f"no payload connection could be {what}"
                 peer.writer.write(beat)
-            self._drop(bare)
+            self.drop(bare)
 
     async def end_connections(self) -> None:
         if self._watch is not None:

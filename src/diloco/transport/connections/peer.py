@@ -12,6 +12,7 @@ acknowledged and dropped, so a round is cancelled by its tag alone.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -19,17 +20,16 @@ from dataclasses import dataclass, field
 
 from diloco.algorithm import RoundId
 from diloco.errors import TransportError
-from diloco.protocol import GivenUp, Header, Loss, Message, MessageError, decode
+from diloco.protocol import GivenUp, Header, Message, MessageError, decode
 from diloco.transport.address import Address
-from diloco.transport.connections.limits import Backoff, TokenBucket
+from diloco.transport.connections.limits import TokenBucket, pauses
 from diloco.transport.connections.pace import Pace, TcpCounters, UplinkMeter, sum_of
 from diloco.transport.connections.sockets import raw_transport
 from diloco.transport.connections.streams import (
     MAX_MESSAGE_BYTES,
     UNKNOWN_PEER_BYTES,
     Stream,
-    read_body,
-    read_head,
+    read_bytes,
     within,
 )
 from diloco.transport.connections.stripe import (
@@ -89,7 +89,6 @@ class Peer:
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.heard_s = self._loop.time()  # when a control message was last received
         self._paces = {trusted: TokenBucket(*pace) for trusted, pace in _PACES.items()}
         self._began_s = 0.0  # when the current transfer began
         self._transfer_bytes = self._missing_bytes = 0  # acknowledged of it, as sent, and not acknowledged, as data
@@ -122,7 +121,7 @@ class Peer:
                 if isinstance(message, GivenUp):
                     return ""
                 if isinstance(message, Header):  # it need not have acknowledged the round just before yet
-                    decided = RoundId(message.round[0], message.round[1] - 2)
+                    decided = message.round._replace(outer_step=message.round.outer_step - 2)
                     self._stop_sending(round_tag(message.view, decided))
                 deliver(self.rank, message)
             except MessageError as error:
@@ -132,20 +131,18 @@ class Peer:
 
     async def _next(self, reader: asyncio.StreamReader) -> bytes:
         """Read the next message; raises the errors of `read_frame`."""
-        head = await read_head(reader)
-        data, _ = await read_body(reader, head, MAX_MESSAGE_BYTES if self.trusted else UNKNOWN_PEER_BYTES)
-        self.heard_s = self._loop.time()
-        if wait_s := self._paces[self.trusted].take(self.heard_s, _MESSAGE_BYTES + len(data)):
+        data = await read_bytes(reader, lambda: MAX_MESSAGE_BYTES if self.trusted else UNKNOWN_PEER_BYTES)
+        if wait_s := self._paces[self.trusted].take(self._loop.time(), _MESSAGE_BYTES + len(data)):
             await asyncio.sleep(wait_s)
         self.num_messages += 1
         return data
 
-    async def answers(self, heartbeat_s: float) -> bool:
-        """Return whether a message arrives within two heartbeats of the last one.
+    async def answers(self, heard_s: float, heartbeat_s: float) -> bool:
+        """Return whether a message arrives within two heartbeats of the last one, at ``heard_s``.
 
         A live process keeps its rank: where the network proves no identities, any peer could claim to be that rank.
         """
-        num_messages, until_s = self.num_messages, self.heard_s + 2 * heartbeat_s
+        num_messages, until_s = self.num_messages, heard_s + 2 * heartbeat_s
         while not self.writer.is_closing() and self._loop.time() < until_s:
             if self.num_messages > num_messages:
                 return True
@@ -154,10 +151,11 @@ class Peer:
 
     async def why_lost(
         self, why: str, open_stream: Callable[[Address], Awaitable[Stream]], longest_s: float, *, was_suspended: bool
-    ) -> Loss:
-        """Find out why the process behind this connection, which has ended, is lost. A refusing port means it is gone.
+    ) -> tuple[str, bool]:
+        """Return why the process behind this connection, which has ended, is lost, and whether it has ended itself.
 
-        The port is tried several times, as a process that is terminating may keep it for a moment.
+        That shows as its port refuses. It is tried several times, as a process that is terminating may keep it for a
+        moment.
 
         Args:
             longest_s: The time to wait for each answer.
@@ -166,22 +164,21 @@ class Peer:
         """
         if not why or was_suspended:
             what = f"ended the connection ({why})" if why else "dropped it"
-            return Loss("cut", f"{self.address} received nothing from this process for too long and {what}")
+            return f"{self.address} received nothing from this process for too long and {what}", False
         ended = f"the connection to {self.address} ended ({why})"
-        backoff = Backoff(*_BETWEEN_INQUIRIES_S, seed=f"{self.rank} {self.number}")
-        for _ in range(_INQUIRIES):
+        for pause_s in itertools.islice(pauses(*_BETWEEN_INQUIRIES_S, f"{self.rank} {self.number}"), _INQUIRIES):
             try:
                 _, writer = await within(longest_s, open_stream(self.address))
             except ConnectionRefusedError:
-                return Loss("gone", f"its process at {self.address} has ended")
+                return f"its process at {self.address} has ended", True
             except ConnectionResetError:
                 pass  # it was terminating at that moment
             except (OSError, EOFError, TransportError) as error:
-                return Loss("cut", f"{ended} and can't be reopened ({error})")
+                return f"{ended} and can't be reopened ({error})", False
             else:
                 writer.close()
-            await asyncio.sleep(backoff.next_s())
-        return Loss("cut", f"{ended}, though a process still listens there")
+            await asyncio.sleep(pause_s)
+        return f"{ended}, though a process still listens there", False
 
     def hang_up(self) -> None:
         """End everything, in good order."""

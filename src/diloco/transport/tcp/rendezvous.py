@@ -15,9 +15,9 @@ from msgspec import Meta
 
 from diloco.errors import RendezvousError, TransportError
 from diloco.membership import View, Words
-from diloco.protocol import Entries, Entry, Refused, Registry, WireMessage
+from diloco.protocol import Entry, Refused, Registry, Table, WireMessage, table_of
 from diloco.transport.address import Address, parse_address
-from diloco.transport.connections.limits import Backoff
+from diloco.transport.connections.limits import pauses
 from diloco.transport.connections.streams import say, within
 from diloco.transport.peers.directory import Ask, Directory, Looking, Members
 from diloco.transport.peers.transport import PeerTransport
@@ -34,7 +34,7 @@ _LOOKING = "the replica that listens there is looking for it, too"
 class Gathering(WireMessage):
     """The asked process collects the ranks of a run that begins."""
 
-    known: Entries  # of those that have come
+    known: Table  # of those that have come
     refused: Annotated[tuple[Words, ...], Meta(max_length=1)] = ()  # why the last one was refused that did not fit
 
 
@@ -93,7 +93,7 @@ class TcpDirectory(Directory):
             registry.withdraw(other)
         if self._founders.get(rank) != identity and registry.running:
             return None
-        if self._founders.get(rank) != identity or rank not in registry.entries:
+        if not registry.running and (self._founders.get(rank) != identity or rank not in registry.entries):
             if self._new.get(rank, ("", 0.0))[0] != identity:
                 self._new[rank] = identity, now_s
             # who has not asked since then may have ended, and may be the one that has this rank
@@ -108,19 +108,20 @@ class TcpDirectory(Directory):
                 self._founders[rank] = identity
         if self._founders.get(rank) == identity:
             self._asked_s[rank] = now_s
-        return Gathering(Entries.of(each for _, each in sorted(registry.entries.items())), self._refused)
+        return Gathering(table_of(each for _, each in sorted(registry.entries.items())), self._refused)
 
     async def begin(self, answers: Mapping[Address, object]) -> View | None:
         if not self.begins:
             return None
         answer, num_ranks = answers[self._meeting], self.registry.num_ranks
         if isinstance(answer, Gathering):
-            known = {each.rank: each for each in answer.known.whole() if each.rank < num_ranks}
+            known = {each.rank: each for each in answer.known if each.rank < num_ranks}
             missing = ", ".join(str(rank) for rank in range(num_ranks) if rank not in known)
             why = "".join(f" (one was refused: {visible(w.removesuffix('.'), _MOST_REASON)})" for w in answer.refused)
             self._missing = f"rank {missing}{why}" if missing else "a member"
             if not missing:
-                self.registry.entries.update(known | {self.connections.rank: self.entry})
+                if not self._gathers:  # else they come from it
+                    self.registry.entries.update(known | {self.connections.rank: self.entry})
                 return await self._begin()
         elif isinstance(answer, TurnedAwayError):
             raise RendezvousError(
@@ -156,7 +157,7 @@ class TcpDirectory(Directory):
     async def _dial(self, rank: int, wait_s: float) -> str:
         """Connect to a rank, or wait for a higher one to do it. Return why it can't be reached; "" if it was."""
         connections, clock = self.connections, self.connections.loop
-        address, backoff = parse_address(self.registry.entries[rank].address), Backoff(*_AGAIN_S, seed=f"{rank}")
+        address, pauses_s = parse_address(self.registry.entries[rank].address), pauses(*_AGAIN_S, seed=f"{rank}")
         until_s, is_dialled = clock.time() + wait_s, rank > connections.rank
         while True:
             if is_dialled and await self.arrives(rank, _REFUSED_S):
@@ -170,7 +171,7 @@ class TcpDirectory(Directory):
                 why = str(error) or "no answer"
             if clock.time() >= until_s:
                 return "" if rank in connections.connected else why
-            await asyncio.sleep(backoff.next_s())
+            await asyncio.sleep(next(pauses_s))
 
     def awaited(self) -> str:
         return f"{self._missing} at the rendezvous {self._meeting}" if self.begins else super().awaited()
