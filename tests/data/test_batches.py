@@ -130,8 +130,7 @@ def test_a_file_that_is_gone_for_a_while_costs_no_batch(make: Make, tmp_path: Pa
     (tmp_path / "stream-0.jsonl").rename(tmp_path / "aside")
     for _ in range(2):
         with pytest.raises(DataError, match="No such file"):
-            while len(drawn) < 400:
-                drawn.append(lists(gone.next_batch()))
+            drawn.extend(lists(gone.next_batch()) for _ in range(400))
     assert 1 < len(drawn) < 400
     (tmp_path / "aside").rename(tmp_path / "stream-0.jsonl")
     assert [*drawn, *(lists(gone.next_batch()) for _ in range(400 - len(drawn)))] == expected
