@@ -30,15 +30,12 @@ def write_base(
 
 def write_tokenizer(place: Path, *, template: str | None = TEMPLATE) -> Path:
     """Save only the tokenizer."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    from diloco.data import byte_letters
+    from diloco.data import ByteTokenizer
 
-    vocabulary = {letter: number for number, letter in enumerate([*byte_letters(), *SPECIAL])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer.from_str(ByteTokenizer().to_json())
     tokenizer.add_special_tokens(list(SPECIAL))
     library = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[0])
     library.chat_template = template

@@ -2,6 +2,7 @@
 
 import json
 import random
+from hashlib import sha512
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,11 @@ def write_text(folder: Path, *, documents: int = 40, seed: int = 0) -> Path:
             text = " ".join(rng.choice(words) for _ in range(30)) + f" {number}."
             file.write(json.dumps({"text": text}) + "\n")
     return path
+
+
+def numbered(count: int, *, prefix: str = "", longest: int = 30) -> list[str]:
+    """Return documents of many lengths, all different; some of them are held out."""
+    return [f"{prefix}<{n}:{sha512(bytes([n % 256])).hexdigest() * 2:.{n * 7 % longest}}>" for n in range(count)]
 
 
 def settings_of(data: Path, arguments: str = "", file: Path | None = None) -> Configuration:

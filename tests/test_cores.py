@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.devices import set_thread_share, set_wait_policy, usable_cores
+from diloco.devices import set_thread_share, usable_cores
 
 
 def machine(root: Path, files: dict[str, str]) -> Path:
@@ -59,13 +59,6 @@ def test_a_number_of_threads_that_the_user_chose_stays(name: str) -> None:
     environment = {name: "7"}
     set_thread_share(environment, 4)
     assert environment == {name: "7"}
-
-
-@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
-def test_a_waiting_policy_that_the_user_chose_stays(name: str) -> None:
-    environment = {name: "infinity"}
-    set_wait_policy(environment)
-    assert environment == {name: "infinity"}
 
 
 def environment_after(program: str) -> str:

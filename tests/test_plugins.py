@@ -51,11 +51,6 @@ def made(key: str, file: str, name: str, **arguments: Any) -> Any:
     return call(key, f"{file}.py:{name}", kind=KINDS[key], arguments=arguments)
 
 
-def test_the_page_has_one_short_example_of_each() -> None:
-    assert set(EXAMPLES) == {"signs", "largest", "median", "share", "lion"}
-    assert all(text.count("\n") <= 40 for text in EXAMPLES.values())
-
-
 def test_the_examples_keep_their_contracts(own: Path) -> None:
     testing.check_outer_optimizer(made("sync.outer", "signs", "Signs"))
     testing.check_codec(lambda: made("sync.codec", "largest", "Largest", kept=8))

@@ -1,7 +1,6 @@
 """Throughput of every codec compared with a plain copy of the same float32 values, measured in alternation.
 
-    python -m benchmarks.codecs [--values N] [--repeats N] [--threads N] [--device cpu|cuda] [--block-size N]
-                                [--codec NAME ...]
+    python -m benchmarks.codecs [--values N] [--repeats N] [--threads N] [--device cpu|cuda]
 
 Prints a Markdown table. ``encode`` includes the allocation of its payload, as in training; ``decode`` and
 ``accumulate`` write to an existing tensor. Every operation is timed right after a copy, and the ratio is the median
@@ -56,14 +55,14 @@ class Case:
         )
 
 
-def make_codecs(block_size: int, device: torch.device) -> Iterator[Codec]:
+def make_codecs(device: torch.device) -> Iterator[Codec]:
     """Yield every codec, those with C kernels in each implementation that can run on ``device``."""
     yield from (Float32(), Float16(), BFloat16())
     kernels = device.type == "cpu" and Int8().implementation != "torch"
     for codec in (Int8, FP4):
-        yield codec(block_size, implementation="torch")
+        yield codec(implementation="torch")
         if kernels:
-            yield codec(block_size, implementation="native")
+            yield codec(implementation="native")
     yield TopK2(implementation="torch")
     if kernels:
         yield TopK2(implementation="native")
@@ -120,8 +119,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="timings of each operation (default: 7)")
     parser.add_argument("--threads", type=int, help="threads of torch (default: chosen by torch)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--block-size", type=int, default=256, help="values that share a scale")
-    parser.add_argument("--codec", nargs="*", default=[], help="measure only these codecs (default: all)")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -131,9 +128,7 @@ def main() -> None:
     out = torch.zeros_like(values)
     copies: list[float] = []
     rows = []
-    for codec in make_codecs(arguments.block_size, device):  # one codec at a time: its payload is up to 4 bytes a value
-        if arguments.codec and codec.name not in arguments.codec:
-            continue
+    for codec in make_codecs(device):  # one codec at a time: its payload is up to 4 bytes a value
         cases = list(make_cases(codec, values, out.zero_()))
         copies += measure(cases, lambda: out.copy_(values), arguments.repeats, device)
         rows += [case.row(values.nbytes) for case in cases]
@@ -142,7 +137,7 @@ def main() -> None:
     print(
         f"{processor_name(device)}; torch {torch.__version__}, {torch.get_num_threads()} threads; C kernels: 1 thread"
     )
-    print(f"{arguments.values:,} float32 values, blocks of {arguments.block_size}, median of {arguments.repeats}")
+    print(f"{arguments.values:,} float32 values, median of {arguments.repeats}")
     print(f"copy: {copy_s * 1e3:.1f} ms, {values.nbytes / copy_s / 1e9:.1f} GB/s of float32 input")
     if Int8().implementation == "torch":
         print("without compiled kernels")

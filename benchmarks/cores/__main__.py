@@ -16,10 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-LIBGOMP_DEFAULT = {"GOMP_SPINCOUNT": "300000"}
-"""The default of libgomp."""
 POLICIES: dict[str, Mapping[str, str]] = {
-    "libgomp's own, 300,000 spins": LIBGOMP_DEFAULT,
+    "libgomp's own, 300,000 spins": {"GOMP_SPINCOUNT": "300000"},
     "10,000 spins": {"GOMP_SPINCOUNT": "10000"},
     "1,000 spins (chosen)": {"GOMP_SPINCOUNT": "1000"},
     "100 spins": {"GOMP_SPINCOUNT": "100"},
@@ -65,11 +63,6 @@ def print_waiting(rounds: int) -> None:
         print(f"| {name} | {' | '.join(cells)} |")
 
 
-def clean_environment() -> dict[str, str]:
-    chosen = ("OMP_", "GOMP_", "MKL_", "KMP_")
-    return {name: value for name, value in os.environ.items() if not name.startswith(chosen)}
-
-
 @contextmanager
 def busy_process() -> Iterator[subprocess.Popen[bytes]]:
     """Provide a process that uses one core unless it is stopped."""
@@ -83,8 +76,11 @@ def busy_process() -> Iterator[subprocess.Popen[bytes]]:
 
 def start_worker(changes: Mapping[str, str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "benchmarks.cores", "--worker"]
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "MKL_", "KMP_"))
+    }
     pipe = subprocess.PIPE
-    worker = subprocess.Popen(command, env={**clean_environment(), **changes}, stdin=pipe, stdout=pipe, text=True)
+    worker = subprocess.Popen(command, env=clean | dict(changes), stdin=pipe, stdout=pipe, text=True)
     take_turn(worker, 2)
     return worker
 

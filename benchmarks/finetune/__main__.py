@@ -27,6 +27,7 @@ from diloco.trained import Sampling, evaluate, generate, load_trained
 LAYERS, WIDTH = 6, 256
 SEQUENCES, LENGTH = 8, 39
 STEP_S = 0.5
+QUESTIONS = 100  # names that are held out for them
 BASE_LENGTH = 72
 COMMON = f"""--sequence-length {LENGTH} --lora-rank 8 --evaluation.every-steps 0 --evaluation.sequences 0
  --checkpoint.every-steps 0 --device cpu --monitor.console quiet --optimizer.warmup-steps 10"""
@@ -69,13 +70,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("base", "runs", "table"))
     parser.add_argument("work", type=Path)
-    parser.add_argument(
-        "--base-steps", type=int, default=802, help="steps of the base model, whose learning rate is scheduled for 1100"
-    )
-    parser.add_argument("--questions", type=int, default=100, help="number of names held out for the questions")
     given = parser.parse_args()
     if given.what == "base":
-        make_base(given.work, given.base_steps, given.questions)
+        make_base(given.work)
     elif given.what == "runs":
         for name in ("base, asked as it was taught", "base"):
             run_one(given.work, Method(name, "", steps=0), 0, 0)
@@ -88,7 +85,7 @@ def main() -> int:
     return 0
 
 
-def make_base(work: Path, steps: int, questions: int) -> None:
+def make_base(work: Path) -> None:
     """Train the base model on sentences with names and codes, and write the conversations."""
     from transformers import LlamaConfig
 
@@ -96,7 +93,7 @@ def make_base(work: Path, steps: int, questions: int) -> None:
     learned = texts(30_000)
     with (work / "text.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in learned)
-    asked, trained = known_codes()[:questions], known_codes()[questions:]
+    asked, trained = known_codes()[:QUESTIONS], known_codes()[QUESTIONS:]
     write_conversations(work / "train.jsonl", trained, WANTED)
     write_conversations(work / "test.jsonl", asked, WANTED)
     write_conversations(work / "known.jsonl", asked, KNOWN)
@@ -115,7 +112,7 @@ def make_base(work: Path, steps: int, questions: int) -> None:
     config.save_pretrained(shell)
     diloco(
         f"train --model hf:{shell} --data {work / 'text.jsonl'} --algorithm data-parallel --replicas 1 --steps 1100 "
-        f"--stop-after {steps} --optimizer.schedule wsd --sequence-length {BASE_LENGTH} --batch-size 8 "
+        f"--stop-after 802 --optimizer.schedule wsd --sequence-length {BASE_LENGTH} --batch-size 8 "
         "--learning-rate 2e-3 "
         "--data-parallel-steps 0 --evaluation.every-steps 200 --evaluation.sequences 32 --checkpoint.every-steps 200 "
         f"--evaluation.sample-prompts --device cpu --out {work / 'base-run'}"

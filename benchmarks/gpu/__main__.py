@@ -71,15 +71,8 @@ def about(device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if on_cuda else f"CPU, {platform.machine()}",
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
-        "versions": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+        "versions": {each.name: each.version for each in metadata.distributions() if each.name in PACKAGES},
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 if __name__ == "__main__":

@@ -37,16 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def peak_mib(source: Path, replicas: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "diloco",
-            *TRAIN.split(),
-            "--replicas",
-            f"{replicas}",
-            "--out",
-            f"{folder}/run",
-        ]
+        words = f"{TRAIN} --replicas {replicas} --out {folder}/run"
+        command = [sys.executable, "-m", "diloco", *words.split()]
         process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(source)}, cwd=folder)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)

@@ -21,7 +21,6 @@ from benchmarks.wan.network import Loopback, Network
 from benchmarks.wan.plan import GRID, LINKS, LOOPBACK, METHODS, Job, Link, Method, Work
 from benchmarks.wan.report import write_report
 from benchmarks.wan.run import run_job
-from diloco.errors import ConfigurationError
 
 HERE = Path(__file__).parent
 RESULTS, GRID_RESULTS = HERE / "results.json", HERE / "grid.json"
@@ -50,33 +49,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def chosen(of: Sequence[Link], links: Sequence[str], methods: Sequence[str]) -> list[tuple[Link, Method]]:
-    """Return the pairs to run.
+    """Return the pairs of ``of`` and `METHODS` whose names match; without communication, one link for each M."""
 
-    Args:
-        of: the links to choose from.
-        links, methods: patterns of names.
+    def named(name: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
 
-    Raises:
-        ConfigurationError: if no pattern matches a name; the message lists the names.
-    """
-    picked_links = [link for link in of if any(fnmatchcase(link.name, pattern) for pattern in links)]
-    picked_methods = [method for method in METHODS if any(fnmatchcase(method.name, pattern) for pattern in methods)]
-    for flag, given, picked, names in (
-        ("--links", links, picked_links, [link.name for link in of]),
-        ("--methods", methods, picked_methods, [method.name for method in METHODS]),
-    ):
-        if not picked:
-            raise ConfigurationError(
-                f"{flag} {' '.join(given)} matches nothing. Give one of these names, or a pattern: {'; '.join(names)}. "
-                "Nothing was started."
-            )
-    first = {link.replicas: link for link in reversed(of)}  # without communication, one link per number of replicas
-    return [
-        (link, method)
-        for link in picked_links
-        for method in picked_methods
-        if method is not METHODS[0] or link is first[link.replicas]
-    ]
+    first = {link.replicas: link for link in reversed(of)}
+    picked = [method for method in METHODS if named(method.name, methods)]
+    pairs = [(link, method) for link in of if named(link.name, links) for method in picked]
+    if not pairs:
+        names = "; ".join([*(each.name for each in of), *(each.name for each in METHODS)])
+        raise SystemExit(f"--links and --methods match nothing of: {names}. Nothing was started.")
+    return [(link, method) for link, method in pairs if method is not METHODS[0] or link is first[link.replicas]]
 
 
 def run_one(network: Network, link: Link, method: Method, work: Work, given: argparse.Namespace) -> dict[str, Any]:

@@ -30,21 +30,6 @@ def interface_bytes(table: str | None = None, device: str = DEVICE) -> tuple[int
     raise LookupError(f"There is no interface {device} here. Start the worker inside a node of the emulated network.")
 
 
-def retransmitted_segments(table: str | None = None) -> int:
-    """Return the TCP segments retransmitted in this process's network namespace since it was created.
-
-    Args:
-        table: the content of /proc/net/snmp; None: that of this process's network namespace.
-
-    >>> retransmitted_segments("Tcp: InSegs OutSegs RetransSegs\\nTcp: 10 20 3\\n")
-    3
-    """
-    if table is None:
-        table = Path("/proc/net/snmp").read_text(encoding="ascii")
-    names, values = (line.split() for line in table.splitlines() if line.startswith("Tcp:"))
-    return int(values[names.index("RetransSegs")])
-
-
 def busy_s() -> float:
     """Return the CPU seconds that all cores have worked, or that the host took from them (steal), since the boot."""
     ticks = [int(word) for word in Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]]

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import torch
 
-from benchmarks.wan.counters import interface_bytes, retransmitted_segments
+from benchmarks.wan.counters import interface_bytes
 from benchmarks.wan.methods.base import Program
 from benchmarks.wan.plan import Job
 
@@ -63,7 +63,6 @@ def main(arguments: Sequence[str]) -> None:
 def measure(program: Program, parent: Parent) -> dict[str, Any]:
     """Run the measured part. Bytes are counted when every replica has finished, so that late replies are included."""
     received_before, sent_before = interface_bytes(device=program.job.device)
-    retransmitted_before = retransmitted_segments()
     payload_before, syncs_before = program.payload_bytes, len(program.waits_s)
     transfers_before = len(program.transfers_s)
     started_s = time.perf_counter()
@@ -80,7 +79,6 @@ def measure(program: Program, parent: Parent) -> dict[str, Any]:
         "wall_s": wall_s,
         "wire_sent_bytes": sent - sent_before,
         "wire_received_bytes": received - received_before,
-        "retransmitted_segments": retransmitted_segments() - retransmitted_before,
         "payload_sent_bytes": program.payload_bytes - payload_before,
         "syncs": len(waits_s),
         "failures": program.failures,

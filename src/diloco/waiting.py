@@ -11,8 +11,9 @@ from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 LOGGER = logging.getLogger("diloco.waiting")
@@ -41,6 +42,16 @@ def in_thread(function: Callable[[], T], name: str, *, daemon: bool = True) -> F
             future.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=daemon).start()
+    return future
+
+
+def at_once(function: Callable[P, T], *arguments: P.args, **more: P.kwargs) -> Future[T]:
+    """Call ``function`` here. The future has its result or its error."""
+    future: Future[T] = Future()
+    try:
+        future.set_result(function(*arguments, **more))
+    except Exception as error:
+        future.set_exception(error)
     return future
 
 

@@ -121,9 +121,6 @@ def test_values_are_loaded_into_place(checkpoint: Checkpoint) -> None:
     checkpoint.load_into("values", room)
     assert unequal(room, VALUES) == unequal(dict(Lazy(VALUES, whole)), VALUES) == []
     assert unequal(dict(checkpoint.values("values")), VALUES) == []
-    assert {name: (tuple(v.shape), v.dtype) for name, v in VALUES.items()} == {
-        name: (saved.shape, saved.dtype) for name, saved in checkpoint.tensors("values").items()
-    }
     assert checkpoint.load("values-own-0") == {"mine": 1}
 
 

@@ -8,7 +8,6 @@ import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tyro.conf import Positional
@@ -79,11 +78,6 @@ def test_misuse_ends_with_2_and_says_what_would_work(
     assert list(tmp_path.iterdir()) == []
 
 
-def call_command(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
-    """Replace `diloco presets` by ``run``."""
-    monkeypatch.setitem(sys.modules, "diloco.cli.plan", types.SimpleNamespace(run_presets=run))
-
-
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [
@@ -98,7 +92,7 @@ def test_exit_codes(
     def fail(arguments: Sequence[str]) -> int:
         raise error
 
-    call_command(monkeypatch, fail)
+    monkeypatch.setitem(sys.modules, "diloco.cli.plan", types.SimpleNamespace(run_presets=fail))
     assert main(["presets"]) == code
     assert capsys.readouterr().err == words
     assert main(["--debug", "presets"]) == code

@@ -1,27 +1,61 @@
-"""The contract of every kind of batches: order, cursor, another number of replicas; and prefetching."""
+"""Batches of every kind: order, cursor, several replicas, and changes of the members."""
 
 import json
 import random
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from diloco.data import Assignment, Batches, Sampler
+from diloco.data import (
+    Assignment,
+    Batches,
+    ByteTokenizer,
+    DataSettings,
+    DocumentStream,
+    PackedTokens,
+    Sampler,
+    Source,
+    heldout_batches,
+    permute,
+)
 from diloco.errors import CheckpointError, ConfigurationError, DataError
-from tests.data.streams import KINDS, LENGTH, SIZE, lists
+from tests.runs import numbered
+
+LENGTH, SIZE = 8, 2
+"""Tokens per sequence, and sequences per batch."""
+
+DOCUMENTS = numbered(60)
+TOKENS = ByteTokenizer().encode_documents(DOCUMENTS)
+KINDS = ("tokens", "pieces", "stream", "stream of files")
+
+Make = Callable[..., list[Batches]]
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[[str, int], list[Batches]]]:
+def make(tmp_path: Any) -> Iterator[Make]:
     """Return a function that makes the batches of every replica."""
     opened: list[Batches] = []
+    files: dict[str, list[list[Any]]] = {"stream": [2 * DOCUMENTS], "broken stream": [[*DOCUMENTS, *DOCUMENTS, None]]}
+    files["stream of files"] = [DOCUMENTS[:20], DOCUMENTS[20:33], DOCUMENTS[33:], numbered(40, prefix="other")]
+
+    def of_replica(kind: str, **drawing: Any) -> Batches:
+        drawing |= {"sequence_length": LENGTH, "batch_size": SIZE, "seed": 0}
+        if kind not in files:
+            return Sampler(PackedTokens(np.array_split(TOKENS, 5 if kind == "pieces" else 1)), **drawing)
+        paths = [tmp_path / f"{kind}-{number}.jsonl" for number in range(len(files[kind]))]
+        for path, texts in zip(paths, files[kind], strict=True):
+            if not path.exists():  # others may be reading it
+                path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        source = Source(DataSettings(paths=tuple(map(str, paths)), streaming=True, heldout_fraction=0.2))
+        return DocumentStream(source, ByteTokenizer(), data=kind, **drawing)
 
     def make(kind: str, replicas: int) -> list[Batches]:
-        opened.extend(KINDS[kind](replica, replicas) for replica in range(replicas))
+        opened.extend(of_replica(kind, replica=each, num_replicas=replicas) for each in range(replicas))
         return opened[-replicas:]
 
     yield make
@@ -29,10 +63,15 @@ def make() -> Iterator[Callable[[str, int], list[Batches]]]:
         batches.close()
 
 
+def lists(batch: Any) -> tuple[list[list[int]], list[list[int]]]:
+    inputs, targets = batch
+    return inputs.tolist(), targets.tolist()
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_cursor_goes_on_anywhere_and_targets_are_the_next_tokens(kind: str, make: Any) -> None:
-    """Across epochs and through JSON; what was made ahead does not count, and is the same as what was not."""
-    (_, whole), (_, again), (_, plain) = make(kind, 2), make(kind, 2), make(kind.split(",")[0], 2)
+def test_the_cursor_goes_on_anywhere_and_targets_are_the_next_tokens(kind: str, make: Make) -> None:
+    """Across epochs and through JSON."""
+    (_, whole), (_, again) = make(kind, 2), make(kind, 2)
     rng = random.Random(kind)
     for step in range(60):
         if rng.random() < 0.2:
@@ -40,88 +79,126 @@ def test_the_cursor_goes_on_anywhere_and_targets_are_the_next_tokens(kind: str, 
             again = make(kind, 2)[1]
             again.load_state_dict(cursor)
             assert again.state_dict() == cursor
-        for batches in (whole, again, plain) if step % 7 == 3 else ():
+        for batches in (whole, again) if step % 7 == 3 else ():
             batches.skip_batch()
         inputs, targets = batch = whole.next_batch()
         assert inputs.shape == targets.shape == (SIZE, LENGTH)
         assert inputs.dtype == targets.dtype == torch.int64
         assert inputs.is_contiguous() and targets.is_contiguous()  # noqa: PT018  # one fact of both
         assert torch.equal(inputs[:, 1:], targets[:, :-1])
-        assert lists(batch) == lists(again.next_batch()) == lists(plain.next_batch())
-        assert whole.state_dict() == again.state_dict() == plain.state_dict()
-        assert whole.epochs == again.epochs == plain.epochs
+        assert lists(batch) == lists(again.next_batch())
+        assert whole.state_dict() == again.state_dict()
+        assert whole.epochs == again.epochs
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cursor_of_other_data_or_none_at_all_is_refused(kind: str, make: Any) -> None:
-    (batches,) = make(kind, 1)
+def test_a_cursor_of_other_data_or_none_at_all_is_refused(kind: str, make: Make) -> None:
+    (batches,), (another,) = make(kind, 1), make("tokens" if kind == "stream of files" else "stream of files", 1)
     good = batches.state_dict()
-    (another,) = make("stream of files" if kind.startswith(("stream,", "array", "pieces")) else "array", 1)
-    wrong = [{}, another.state_dict(), {**good, "sequence_length": 99}]
-    for cursor in wrong:
+    for cursor in ({}, another.state_dict(), {**good, "sequence_length": 99}):
         with pytest.raises(CheckpointError, match="not loaded"):
             batches.load_state_dict(cursor)
     assert batches.state_dict() == good
+    if isinstance(batches, DocumentStream):
+        with pytest.raises(ConfigurationError, match="can't join a run that streams its data"):
+            batches.assign(Assignment(3, (0,), 0))
 
 
-class Counted(Sampler):
-    """Batches that record the thread that made each, and fail where they are told to."""
-
-    def __init__(self, ahead: int, fails_at: int = -1) -> None:
-        super().__init__(
-            np.arange(4001), sequence_length=4, batch_size=2, replica=0, num_replicas=1, seed=0, ahead=ahead
-        )
-        self.fails_at, self.threads, self.made = fails_at, set[str](), threading.Condition()
-
-    def _draw(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._drawn == self.fails_at:
-            raise DataError("no more")
-        with self.made:
-            self.threads.add(threading.current_thread().name)
-            self.made.notify_all()
-            return super()._draw()
-
-
-def test_so_many_are_made_ahead_and_no_more() -> None:
-    batches = Counted(3)
-    assert not batches.threads, "no batch may be made before the first request"
-    batches.next_batch()
-    with batches.made:
-        assert batches.made.wait_for(lambda: batches._drawn == 4, timeout=10)
-        assert not batches.made.wait_for(lambda: batches._drawn > 4, timeout=0.05)
-    assert batches.threads == {"batches of replica 0_0"}
-    assert batches.state_dict()["drawn"] == 1
-    batches.close()
-    assert "batches of replica 0_0" not in [thread.name for thread in threading.enumerate()]
+def test_an_error_of_a_stream_comes_where_its_batch_would_and_again(make: Make) -> None:
+    (whole,), (broken,) = make("stream", 1), make("broken stream", 1)
+    begin, drawn = broken.state_dict(), 0
+    while drawn < 1000:
+        try:
+            batch = broken.next_batch()
+        except DataError:
+            break
+        assert lists(batch) == lists(whole.next_batch())
+        drawn += 1
+    assert 10 < drawn == broken.state_dict()["drawn"] < 1000
+    with pytest.raises(DataError, match="holds NoneType"):  # again
+        broken.next_batch()
+    broken.load_state_dict(begin)
+    (again,) = make("stream", 1)
+    assert lists(broken.next_batch()) == lists(again.next_batch())
 
 
-def test_an_error_comes_where_its_batch_would_and_again() -> None:
-    batches, plain = Counted(4, fails_at=2), Counted(0)
-    assert [lists(batches.next_batch()) for _ in range(2)] == [lists(plain.next_batch()) for _ in range(2)]
-    for _ in range(2):
-        with pytest.raises(DataError, match="no more"):
-            batches.next_batch()
-    assert batches.state_dict() == plain.state_dict()
-    batches.load_state_dict(Counted(0).state_dict())
-    batches.fails_at = -1
-    assert lists(batches.next_batch()) == lists(Counted(0).next_batch())
-    batches.close()
+def tokens_for(windows: int, rest: int = 0) -> PackedTokens:
+    """Tokens whose values are their positions, so that a sequence of 3 shows its window."""
+    return PackedTokens([np.arange(windows * 3 + 1 + rest, dtype=np.uint32)])
 
 
-def test_assignments_hold_from_their_step_on_though_batches_were_made_ahead() -> None:
-    plain, ahead = (
-        Sampler(np.arange(4001), sequence_length=4, batch_size=2, replica=0, num_replicas=None, seed=0, ahead=number)
-        for number in (0, 5)
-    )
+def windows_of(batch: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
+    """Return the windows of a batch, after checking that they are complete."""
+    inputs, targets = batch
+    assert torch.equal(inputs, inputs[:, :1] + torch.arange(3))
+    assert torch.equal(targets, inputs + 1)
+    assert (inputs[:, 0] % 3 == 0).all()
+    return [int(first) // 3 for first in inputs[:, 0]]
+
+
+SHAPES = st.tuples(st.integers(1, 60), st.integers(1, 5), st.integers(1, 4)).filter(lambda s: s[0] >= s[1] * s[2])
+
+
+@settings(max_examples=30)
+@given(shape=SHAPES, seed=st.integers(0, 2**64))
+def test_replicas_share_out_one_shuffle_after_the_other(shape: tuple[int, int, int], seed: int) -> None:
+    """Replica m's batch at step k is number k * M + m of all epochs. So an epoch has each window once, except for
+    less than a batch, and all replicas together see what one with a larger batch sees."""
+    windows, replicas, batch_size = shape
+    drawing: Any = {"sequence_length": 3, "batch_size": batch_size, "num_replicas": replicas, "seed": seed}
+    members = [Sampler(tokens_for(windows, rest=2), replica=replica, **drawing) for replica in range(replicas)]
+    per_epoch = windows // batch_size
+    steps = 2 * per_epoch // replicas + 1
+    drawn = [windows_of(sampler.next_batch()) for _ in range(steps) for sampler in members]
+    for epoch, first in enumerate(range(0, len(drawn), per_epoch)):
+        order = permute(np.arange(windows), windows, f"seed {seed}, epoch {epoch}").tolist()
+        for place, batch in enumerate(drawn[first : first + per_epoch]):
+            assert batch == order[place * batch_size : (place + 1) * batch_size]
+
+
+def test_assignments_hold_from_their_step_on_also_in_a_resumed_run() -> None:
+    """An epoch is 5 batches; the members of an elastic run change at steps 3 and 9."""
+
+    def begin(replicas: int | None = None) -> Sampler:
+        drawing: Any = {"sequence_length": 3, "batch_size": 2, "replica": 0, "seed": 1}
+        return Sampler(tokens_for(11), **drawing, num_replicas=replicas)
+
+    whole, again = begin(), begin()
     with pytest.raises(ConfigurationError, match="no assignment for step 0"):
-        ahead.next_batch()
+        whole.next_batch()
     first = Assignment(0, (0, 1), 0)
-    later = [first, first.following(3, (0,), 2), first.following(3, (0,), 2).following(9, (0, 4, 7), 2)]
+    second = first.following(3, (0,), 2)
+    changes = {0: [first], 1: [second], 8: [second.following(9, (0, 4, 7), 2)]}
     for step in range(15):
-        for assignment in later:
-            if assignment.from_step in (step, step + 1):
-                plain.assign(assignment)
-                ahead.assign(assignment)
-        assert lists(plain.next_batch()) == lists(ahead.next_batch())
-        assert (plain.state_dict(), plain.order, plain.epochs) == (ahead.state_dict(), ahead.order, ahead.epochs)
-    ahead.close()
+        for batches in (whole, again):
+            for assignment in changes.get(step, ()):
+                batches.assign(assignment)
+        state, again = json.loads(json.dumps(again.state_dict())), begin()
+        again.load_state_dict(state)
+        assert whole.state_dict() == again.state_dict() == state
+        assert lists(whole.next_batch()) == lists(again.next_batch())
+    again.join_at(20)
+    with pytest.raises(ConfigurationError, match="can't draw by the assignment from step 3"):
+        again.assign(second)
+    again.assign(first.following(20, (0, 1), 2))
+    fixed = begin(replicas=2)
+    fixed.join_at(20)
+    assert lists(again.next_batch()) == lists(fixed.next_batch())
+
+
+@settings(deadline=None)
+@given(windows=st.integers(1, 40), batch_size=st.integers(1, 7), most=st.integers(0, 50))
+def test_heldout_windows_are_distinct_spread_and_always_the_same(windows: int, batch_size: int, most: int) -> None:
+    batches, again = (
+        [windows_of(batch) for batch in heldout_batches(tokens_for(windows, rest=1), 3, batch_size, most)]
+        for _ in range(2)
+    )
+    assert batches == again
+    assert all(len(batch) == batch_size for batch in batches[:-1])
+    chosen = [window for batch in batches for window in batch]
+    assert len(chosen) == (min(most, windows) if most else windows)
+    gaps = np.diff([*chosen, windows])
+    assert gaps.min() >= 1
+    assert gaps.max() - gaps.min() <= 1
+    with pytest.raises(DataError, match=r"only 3 held-out tokens, but one sequence of 3 needs 4"):  # at once
+        heldout_batches(PackedTokens([np.arange(3)]), 3, batch_size, most)

@@ -1,10 +1,8 @@
 """Conversations: the shapes in which they are read, the text that a model sees, what counts, is cut and left out."""
 
 import json
-import logging
 import sys
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +19,13 @@ from diloco.data import (
     build_corpus,
     heldout_batches,
     heldout_data,
-    is_heldout,
-    pack_rows,
 )
 from diloco.errors import DataError
 from diloco.model import ENDS, document_numbers
 from tests.finetuning import SPECIAL, TEMPLATE, asked, write_records, write_sums, write_tokenizer
 from tests.lazy import Lazy
 
-pyarrow, parquet = Lazy("pyarrow"), Lazy("pyarrow.parquet")
+datasets, pyarrow, parquet = Lazy("datasets"), Lazy("pyarrow"), Lazy("pyarrow.parquet")
 
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>{% endif %}"
@@ -75,11 +71,10 @@ def read(tokenizer_of: Any, tmp_path: Path) -> Callable[..., list[str]]:
     """Return a function that returns each of some conversations as text: what is learned in «», < and > around a
     message."""
 
-    def rows_of(records: Any, template: str = CALLING, **changes: Any) -> list[str]:
-        data = records if isinstance(records, Path) else write_records(tmp_path / "a.jsonl", records)
-        settings = DataSettings(format="chat", paths=(str(data),), tokenizer="unused", packing="single", **changes)
-        length = 1024
-        rows = heldout_data(settings, tokenizer_of(template), length, [str(data)])
+    def rows_of(records: Any) -> list[str]:
+        data = records if isinstance(records, str) else str(write_records(tmp_path / "a.jsonl", records))
+        settings, length = DataSettings(format="chat", paths=(data,), packing="single"), 1024
+        rows = heldout_data(settings, tokenizer_of(CALLING), length, [data])
         tokens = np.append(rows.inputs, 256)
         learned = [False, *(rows.targets >= 0).ravel().tolist()]
         text = b""
@@ -121,8 +116,12 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
     "messages": (said("q", "a"), BOTH),
     "prompt and completion": ({"prompt": "q", "completion": "a"}, BOTH),
     "system beside messages": (said("q", "a", system="s"), f"<system:s>{BOTH}"),
+    "system beside a system message without a text": (
+        {"messages": [{"role": "system", "tool_calls": [{"name": "f"}]}, *said("q", "a")["messages"]], "system": "s"},
+        "<system:s><system:f{}>" + BOTH,
+    ),
     "an answer to nothing is not learned": (
-        said(answer("w"), {"role": "user", "content": "q"}, answer("a")),
+        {"messages": [answer("w"), *said("q", "a")["messages"]]},
         f"<assistant:w>{BOTH}",
     ),
     "two answers in a row": (said("q", "a", answer("b")), f"{BOTH}<assistant:«b>»"),
@@ -161,13 +160,16 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize("form", ["parquet", "jsonl with all columns"])
+@pytest.mark.parametrize("form", ["parquet", "data set", "jsonl with all columns"])
 def test_columns_of_other_rows_enter_neither_tools_nor_answers(read: Any, tmp_path: Path, form: str) -> None:
-    table, data = pyarrow.Table.from_pylist(TABLE), tmp_path / "table.parquet"
-    parquet.write_table(table, data)
+    table, data = pyarrow.Table.from_pylist(TABLE), str(tmp_path / "table.parquet")
     plain = read(TABLE)
     assert plain[0].endswith('<user:q><assistant:«f{"a": "1"}>»')
-    assert read(data if form == "parquet" else table.to_pylist()) == plain
+    parquet.write_table(table, data)
+    if form == "data set":
+        datasets.Dataset.from_parquet(data, cache_dir=str(tmp_path)).save_to_disk(str(tmp_path / "saved"))
+    forms = {"parquet": data, "data set": f"hf:{tmp_path / 'saved'}", "jsonl with all columns": table.to_pylist()}
+    assert read(forms[form]) == plain
 
 
 def nested(levels: int) -> list[Any]:
@@ -196,35 +198,16 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 @pytest.mark.parametrize(("record", "problem"), BAD, ids=lambda each: str(each)[:40])
-def test_what_cannot_be_followed_is_refused_by_its_line_or_left_out(
-    read: Any, record: dict[str, Any], problem: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(DataError, match=rf"a\.jsonl:2.*{problem}.*--data\.skip-bad"):
+def test_what_cannot_be_followed_is_refused_by_its_line(read: Any, record: dict[str, Any], problem: str) -> None:
+    with pytest.raises(DataError, match=rf"a\.jsonl:2: .*{problem}"):
         read([said("q", "a"), record])
-    assert read([said("q", "a"), record], skip_bad=True) == [BOTH]
-    assert "1 of 2 rows can't be used and are left out" in caplog.text
-    assert "a.jsonl:2" in caplog.text
 
 
-def test_a_system_text_stands_before_a_system_message_without_one(read: Any) -> None:
-    empty = {"role": "system", "tool_calls": [{"name": "f"}]}
-    assert read([said(empty, "q", "a", system="brief")])[0].startswith("<system:brief><system:")
-
-
-UNUSED = (
-    (said("q", "a", source="web"), "the field 'source' is not used"),
-    ({"prompt": "q", "completion": "a", "score": 2}, "the field 'score' is not used"),
-    (said("q", "a", chat_template_kwargs={"chat_template": "x"}), "the field 'chat_template_kwargs' is not used"),
-)
-
-
-@pytest.mark.parametrize(("record", "words"), UNUSED, ids=lambda each: str(each)[:40])
-def test_what_is_not_used_is_named_once(
-    read: Any, record: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("name", ["source", "chat_template_kwargs"])
+def test_what_is_not_used_is_named_once(read: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
-        read([record, record])
-    assert [words in each.getMessage() for each in caplog.records if each.levelno == logging.WARNING] == [True]
+        read([said("q", "a", **{name: "x"}), {"prompt": "q", "completion": "a", name: {}}])
+    assert caplog.messages == [f"The field {name!r} of conversations is not used."]
 
 
 @pytest.mark.parametrize("arguments", [{"a": SPECIAL[2]}, {SPECIAL[2]: 1}, '{"a": "\\u003c|im_end|>"}'], ids=str)
@@ -282,17 +265,6 @@ def test_the_template_decides_what_counts(tokenizer_of: Any, kind: str) -> None:
     assert (counted(example), all_counted) == (answers, all_count)
 
 
-def corpus_of(folder: Path, place: Path, records: list[dict[str, Any]], length: int = 64) -> Any:
-    """Return the corpus of these training records and a held-out one; an unused field decides the split."""
-
-    def drawn(record: dict[str, Any], *, heldout: bool) -> dict[str, Any]:
-        numbered = ({**record, "number": number} for number in count())
-        return next(each for each in numbered if is_heldout(json.dumps(each, sort_keys=True), 0.3) is heldout)
-
-    written = [*(drawn(record, heldout=False) for record in records), drawn(asked("x", "y"), heldout=True)]
-    return build_corpus(settings_of(folder, write_records(place / "data.jsonl", written)), length)
-
-
 def test_messages_need_a_template(tokenizer_of: Any) -> None:
     with pytest.raises(DataError, match="has no chat template, which messages need"):
         tokenizer_of(None).conversation(asked("a", "b")["messages"])
@@ -300,16 +272,18 @@ def test_messages_need_a_template(tokenizer_of: Any) -> None:
 
 def test_what_is_cut_and_left_out_is_told(folder: Path, tmp_path: Path) -> None:
     records = [
-        asked("short", "1"),
+        *(asked(f"x{number}", "y") for number in range(30)),
         asked("long", "1" * 40),
         asked("q" * 70, "too late"),
         asked(f"{SPECIAL[2]} in a question", "1"),
         {"messages": [{"role": "user", "content": "no answer"}]},
     ]
-    told = corpus_of(folder, tmp_path, records).about
+    told = build_corpus(settings_of(folder, write_records(tmp_path / "data.jsonl", records)), 64).about
     unanswered = "2 left out because they have no answer to learn, or none before the cut"
     special = "1 left out because their text contains a special token"
-    assert all(words in told for words in ("2 conversations in", "1 cut at 64 tokens", unanswered, special))
+    assert all(words in told for words in ("conversations in", "1 cut at 64 tokens", unanswered, special))
+    with pytest.raises(DataError, match=r"Of 1 conversations, data.heldout_fraction=0\.3 leaves none to"):
+        build_corpus(settings_of(folder, write_records(tmp_path / "data.jsonl", records[:1])), 64)
 
 
 def test_the_same_conversations_are_held_out_afterwards(folder: Path, tmp_path: Path) -> None:
@@ -341,13 +315,11 @@ def examples_of(sizes: list[int]) -> list[Example]:
 def test_rows_are_full_and_each_token_that_counts_is_a_target_once_behind_its_own_example(
     sizes: list[int], together: bool
 ) -> None:
-    packing = pack_rows(sizes, LENGTH)
-    assert sorted(number for row in packing for number in row) == list(range(len(sizes)))
-    filled = [sum(sizes[number] for number in row) for row in packing]
-    assert max(filled) <= LENGTH
-    assert sum(size <= LENGTH // 2 for size in filled) <= 1, "best fit: no two rows would fit into one"
     examples = examples_of(sizes)
     rows = PackedRows(examples, LENGTH, padding=0, together=together)
+    assert sorted(rows.inputs[rows.inputs > 0].tolist()) == list(range(1, sum(sizes) + 1)), "each token once"
+    filled = (rows.inputs > 0).sum(1)
+    assert not together or sum(filled <= LENGTH // 2) <= 1, "best fit: no two rows would fit into one"
     number_of = {int(token): n for n, each in enumerate(examples) for token in each.tokens}
     seen: list[int] = []
     for inputs, targets in heldout_batches(rows, LENGTH, 1, 0):

@@ -10,11 +10,15 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from diloco.data import ByteTokenizer, DataSettings, Tokenizer, load_tokenizer, make_tokenizer, train_bpe
+from diloco.data import ByteTokenizer, DataSettings, Tokenizer, load_tokenizer, make_tokenizer
 from diloco.errors import DataError
 
 EOS = "<|endoftext|>"
 DOCUMENTS = [f"def function_{i}(argument):\n    return argument + {i}  # déjà vu 漢字\n" for i in range(50)]
+
+
+def bpe(documents: list[str], size: int) -> Tokenizer:
+    return make_tokenizer(DataSettings(tokenizer=f"bpe:{size}"), documents)
 
 
 def library(model: Any, *added: AddedToken, **parts: Any) -> LibraryTokenizer:
@@ -57,7 +61,7 @@ def llama(*, prepend: bool) -> Tokenizer:
 
 TOKENIZERS = {
     "bytes": ByteTokenizer(),
-    "bpe": train_bpe(DOCUMENTS, 300),
+    "bpe": bpe(DOCUMENTS, 300),
     "llama": llama(prepend=False),
     "llama that adds a space": llama(prepend=True),
 }
@@ -106,13 +110,13 @@ def test_saved_bytes_mean_the_same_to_the_tokenizers_library(tmp_path: Path) -> 
 
 
 def test_a_trained_bpe_has_the_size_asked_for_or_says_what_the_text_gives() -> None:
-    first, second = train_bpe(DOCUMENTS, 300), train_bpe(DOCUMENTS, 300)
+    first, second = bpe(DOCUMENTS, 300), bpe(DOCUMENTS, 300)
     assert (first.vocab_size, first.to_json()) == (300, second.to_json())
     assert len(first.encode(DOCUMENTS[0])) < len(DOCUMENTS[0].encode()) / 2
     with pytest.raises(DataError, match=r"too few for a BPE .*: they give (\d+)") as caught:
-        train_bpe(["abab abab"], 4096)
+        bpe(["abab abab"], 4096)
     largest = int(str(caught.value).split("bpe:")[1].split()[0])
-    assert train_bpe(["abab abab"], largest).vocab_size == largest
+    assert bpe(["abab abab"], largest).vocab_size == largest
 
 
 @pytest.mark.parametrize("special", [True, False])

@@ -5,9 +5,9 @@ Each trainer is a replica that sends its adapters but not its frozen parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -69,23 +69,12 @@ def values(model: nn.Module) -> dict[str, Tensor]:
     return {name: local_shard(value).clone() for name, value in model.named_parameters()}
 
 
-class Trained:
+class Trained(NamedTuple):
     """The parameters of a replica before and after training."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.before = values(model)
-
-    def end(self, model: nn.Module, diloco: DiLoCo | None) -> Trained:
-        assert diloco is not None
-        self.after, self.diloco = values(model), diloco
-        return self
-
-
-def train_by_trl(trainer: Any, transport: Transport) -> Trained:
-    trained = Trained(trainer.model)
-    callback = ours_of_transformers.DiLoCoCallback(transport=transport, **OURS).add_to(trainer)
-    trainer.train()
-    return trained.end(trainer.model, callback.diloco)
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+    diloco: DiLoCo
 
 
 def sft(base: Path, out: Path, transport: Transport) -> Trained:
@@ -97,7 +86,10 @@ def sft(base: Path, out: Path, transport: Transport) -> Trained:
         processing_class=transformers.AutoTokenizer.from_pretrained(base),
         peft_config=lora(),
     )
-    return train_by_trl(trainer, transport)
+    before = values(trainer.model)
+    callback = ours_of_transformers.DiLoCoCallback(transport=transport, **OURS).add_to(trainer)
+    trainer.train()
+    return Trained(before, values(trainer.model), callback.diloco)
 
 
 @pytest.fixture
@@ -121,7 +113,7 @@ def by_accelerate(base: Path, out: Path, transport: Transport) -> Trained:
     assert accelerator.is_fsdp2
     model = adapted(base, lora())
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    trained = Trained(model)
+    before = values(model)
     model, optimizer = accelerator.prepare(model, optimizer)
     with ours_of_accelerate.AcceleratedDiLoCo(accelerator, model, optimizer, transport=transport, **OURS) as diloco:
         for tokens in batches(transport.replica):
@@ -131,14 +123,16 @@ def by_accelerate(base: Path, out: Path, transport: Transport) -> Trained:
             diloco.step()
     assert all(hasattr(parameter, "to_local") for parameter in model.parameters())
     with diloco.global_model():
-        return trained.end(model, diloco)
+        return Trained(before, values(model), diloco)
 
 
-Train = Callable[[Path, Path, Transport], Trained]
-
-
-def check_two_replicas(train: Train, base: Path, tmp_path: Path) -> None:
-    """Check that all replicas end with the same adapters and that nothing else has changed."""
+@pytest.mark.parametrize("train", [sft, by_accelerate])
+def test_two_replicas_end_with_the_same_adapters(
+    train: Any, base: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Nothing else changes."""
+    if train is by_accelerate:
+        request.getfixturevalue("one_rank")
 
     def run(replica: int, transport: Transport) -> Trained:
         torch.manual_seed(0)  # seeds the adapters
@@ -154,15 +148,6 @@ def check_two_replicas(train: Train, base: Path, tmp_path: Path) -> None:
         if name.removeprefix("model.") not in travelled and name not in travelled:
             assert torch.equal(value, one.before[name]), name
     assert any(not torch.equal(one.after[name], one.before[name]) for name in travelled)
-
-
-def test_two_replicas_end_with_the_same_adapters(base: Path, tmp_path: Path) -> None:
-    check_two_replicas(sft, base, tmp_path)
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_two_sharded_replicas_end_with_the_same_adapters(base: Path, tmp_path: Path) -> None:
-    check_two_replicas(by_accelerate, base, tmp_path)
 
 
 def test_what_is_frozen_may_lie_where_a_device_map_says_and_what_is_trained_may_not(base: Path, tmp_path: Path) -> None:

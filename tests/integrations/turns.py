@@ -5,7 +5,7 @@ and tests are exactly reproducible.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from diloco.algorithm import Contribution
@@ -21,29 +21,25 @@ class _TurnTaking(Transport):
         self.view = transport.view
 
     def average(self, contribution: Contribution) -> Pending:
-        return _TurnTakingPending(self._transport.average(contribution), self._turn)
+        pending = self._transport.average(contribution)
+
+        def wait() -> Average:
+            self._turn.release()
+            try:
+                return pending.wait()
+            finally:
+                self._turn.acquire()
+
+        return Pending(wait)
 
     def publish(self, source: SnapshotSource, version: Callable[[int], object] | None = None) -> None:
         self._transport.publish(source, version)
 
-    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
+    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Any:
         return self._transport.fetch(fragment, donors, expected_bytes)
 
     def tick(self) -> None:
         self._transport.tick()
-
-
-class _TurnTakingPending:
-    def __init__(self, pending: Pending, turn: threading.Lock) -> None:
-        self._pending = pending
-        self._turn = turn
-
-    def wait(self, timeout_s: float | None = None) -> Average:
-        self._turn.release()
-        try:
-            return self._pending.wait(60.0)
-        finally:
-            self._turn.acquire()
 
 
 def in_turns(train: Callable[[int, Transport], Any], replicas: int = 2) -> list[Any]:

@@ -20,7 +20,8 @@ from diloco.events import Note
 from diloco.membership import View
 from diloco.outer import DiLoCo, Fragment, StateRecovery
 from diloco.protocol import Average
-from diloco.transport import Fetching, Pending, Transport
+from diloco.transport import Pending, Transport
+from diloco.waiting import at_once
 from tests.replicas import streaming
 
 FRAGMENTS = 2
@@ -69,13 +70,10 @@ class FakeTransport(Transport):
     def publish(self, source: Any, version: Any = None) -> None:
         raise NotImplementedError
 
-    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
-        return self.pair.donor[fragment].state.snapshot()
-
-    def fetch_in_background(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
+    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Any:
         if self.at_once:
-            return super().fetch_in_background(fragment, donors, expected_bytes)
-        self.fetches.append(Slow(fragment, donors, self.pair.rounds[fragment]))
+            return at_once(self.pair.donor[fragment].state.snapshot)
+        self.fetches.append(Slow(fragment, tuple(donors), self.pair.rounds[fragment]))
         return self.fetches[-1]
 
 

@@ -217,11 +217,11 @@ def test_a_void_round_counts_as_finished() -> None:
     found, saved = [], []
     for steps in (6, 4, 4):
         swarm.run(steps, quadratic())
-        fetched = swarm.transport.endpoint(1).fetch(0, [0])
+        fetched = swarm.transport.endpoint(1).fetch(0, [0]).result()
         found.append((fetched["finished_rounds"], fetched["outer_step"]))
         saved.append(swarm.replicas[0].state_dict()["fragments"][0]["finished_rounds"])
     assert found == [(1, 1), (2, 1), (3, 2)]
     assert saved == [1, 2, 3]
     again = streaming()
     again.replicas[0].load_state_dict(swarm.replicas[0].state_dict())
-    assert again.transport.endpoint(1).fetch(0, [0])["finished_rounds"] == 3
+    assert again.transport.endpoint(1).fetch(0, [0]).result()["finished_rounds"] == 3

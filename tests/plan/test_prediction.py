@@ -1,12 +1,15 @@
 """Predictions for an exchange at a site, and the table of others."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.simulator.__main__ import accuracy
 from diloco.algorithm import SyncSchedule, make_codec
-from diloco.plan import Conditions, Exchange, Prediction, Site, predict, table
+from diloco.plan import ACCURACY, Conditions, Exchange, Site, predict, table
 from diloco.transport import Link
 
 NO_WORK = Conditions(average_s_per_value=0.0, send_s_per_value=0.0, merge_s_per_value=0.0)
@@ -20,6 +23,13 @@ STREAMING = Exchange(
 def site(bandwidth: float, *, latency: float = 0.05, replicas: int = 2, step_s: float = 0.25, **how: Any) -> Site:
     links, times = (Link(bandwidth, latency),) * replicas, (step_s,) * replicas
     return Site(links=links, step_time_s=times, conditions=replace(NO_WORK, **how))
+
+
+def test_the_stated_errors_are_those_of_the_committed_results_of_the_benchmark() -> None:
+    file = Path(__file__).parents[2] / "benchmarks" / "simulator" / "results.jsonl"
+    results = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert accuracy(results) == ACCURACY
+    assert len(results) > 20
 
 
 def test_the_cost_of_each_fragment_by_hand() -> None:
@@ -75,26 +85,22 @@ def test_data_parallel_steps_exchange_all_gradients_in_each_step() -> None:
     (whole,) = cost.fragments
     assert (cost.inner_steps, cost.codec, cost.sent_bytes_per_step) == (1, "float32", 4e6)
     assert whole.waited_s == pytest.approx(4)
-    rows = table(Exchange.of_gradients(1_000_000), site(8e6), inner_steps=(10,), codecs=("float32",))
-    assert [(row.inner_steps, row.sent_bytes_per_step) for row in rows] == [(10, 4e5)], "DiLoCo in its place"
+    rows = table(Exchange.of_gradients(1_000_000), site(8e6))
+    bytes_of = {(row.inner_steps, row.codec): row.sent_bytes_per_step for row in rows}
+    assert bytes_of[10, "float32"] == 4e5, "DiLoCo in its place"
 
 
-def rows_of(exchange: Exchange = STREAMING, **how: Any) -> tuple[Prediction, ...]:
-    return table(exchange, site(1e7), inner_steps=(3, 10, 100), codecs=("float32", "int8"), **how)
-
-
-def test_the_table_has_every_h_and_codec_and_its_own() -> None:
-    rows = rows_of()
+def test_the_table_has_every_h_and_codec_and_its_own_sorted_by_utilisation_and_then_by_bytes() -> None:
+    schedule = SyncSchedule(inner_steps=60, num_fragments=4, overlap_steps=15)
+    exchange = replace(STREAMING, schedule=schedule, codec=make_codec("topk2"))
+    rows = table(exchange, site(1e7), most_steps=99)
     assert {(row.inner_steps, row.codec) for row in rows} == {
-        (inner_steps, codec) for inner_steps in (10, 50, 100) for codec in ("float32", "int8", "fp4")
-    }, "H = 3 is fewer steps than fragments"
-    assert predict(STREAMING, site(1e7)) in rows
-    assert all((row.num_fragments, row.overlap_steps) == (4, 5) for row in rows)
-    assert {row.inner_steps for row in rows_of(most_steps=99)} == {10, 50}
-
-
-def test_the_table_is_sorted_by_utilisation_and_then_by_bytes() -> None:
-    rows = table(STREAMING, site(1e9))
-    keys = [(-round(row.compute_utilization, 3), row.sent_bytes_per_step) for row in rows]
+        (inner_steps, codec)
+        for inner_steps in (20, 50, 60)  # H = 10 is fewer steps than overlap
+        for codec in ("float32", "bfloat16", "int8", "fp4", "topk2")
+    }
+    assert predict(exchange, site(1e7)) in rows
+    assert all((row.num_fragments, row.overlap_steps) == (4, 15) for row in rows)
+    keys = [(-round(row.compute_utilization, 3), row.sent_bytes_per_step) for row in table(STREAMING, site(1e9))]
     assert keys == sorted(keys)
     assert len({utilization for utilization, _ in keys}) < len(keys), "some are equal but for their bytes"

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from diloco.errors import RendezvousError, RunFinishedError, TransportError
-from diloco.membership import LastViews
+from diloco.membership import Candidate, LastViews
 from diloco.protocol import Entry, Rules
 from diloco.train import PeerFleet
 from diloco.transport import Looking, PeerTransport, Place
@@ -189,9 +189,9 @@ def test_nobody_else_says_that_a_member_was_started_again(meet: Meet) -> None:
     identities = dict(fleets[2].transport.connections.identities)
     directory.election = replace(directory.election, views=LastViews(fleets[2].transport.view, identities=identities))
     words = "answers in the name of replica 1, which is another one"
-    with answering(Looking(1, 30, "", None, None, None)) as liar, pytest.raises(TransportError, match=words):
+    with answering(Looking(Candidate(1, 30))) as liar, pytest.raises(TransportError, match=words):
         fleets[2].transport.connections.call(directory.ask(liar))
-    with answering(Looking(1, 30, "", None, None, None)) as restarted:
+    with answering(Looking(Candidate(1, 30))) as restarted:
         directory.registry.entries[1] = replace(directory.registry.entries[1], address=str(restarted))
         assert isinstance(fleets[2].transport.connections.call(directory.ask(restarted)), Looking)
 

@@ -71,7 +71,7 @@ class Peer:
 
         def drop_all() -> None:
             at_once.wait(LIMIT_S)
-            connections.drop_silent(connections.connected)
+            connections.drop(dict.fromkeys(connections.peers.values(), "it is silent"), silent=True)
 
         connections.post(drop_all)
 

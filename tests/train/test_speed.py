@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from diloco.data import ByteTokenizer
+from diloco.data import ByteTokenizer, PackedTokens
 from diloco.devices import choose_device, gpu_of_process, use_device
 from diloco.errors import ConfigurationError
 from diloco.model import DecoderSettings, build_model, document_numbers
@@ -55,6 +55,6 @@ def test_evaluation_sees_documents_and_precision_as_training_does() -> None:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled="precision" in options):
             logits = model(inputs, documents=documents)
         expected = float(F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()))
-        shape = {"sequence_length": 12, "batch_size": 8}
-        assert evaluate(model, ByteTokenizer(), tokens, **shape, **options).loss == pytest.approx(expected, rel=1e-6)
-        assert evaluate(model, ByteTokenizer(), tokens, **shape).loss != expected
+        packed, shape = PackedTokens([tokens]), {"sequence_length": 12, "batch_size": 8}
+        assert evaluate(model, ByteTokenizer(), packed, **shape, **options).loss == pytest.approx(expected, rel=1e-6)
+        assert evaluate(model, ByteTokenizer(), packed, **shape).loss != expected

@@ -8,9 +8,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from tests.data.streams import numbered
 from tests.lazy import Lazy
-from tests.runs import train
+from tests.runs import numbered, train
 
 datasets = Lazy("datasets")
 

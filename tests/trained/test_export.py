@@ -12,7 +12,7 @@ from diloco.checkpoint import open_checkpoint
 from diloco.cli import main
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model import LanguageModel, Transformer
-from diloco.trained import Trained, export_huggingface, load_parameters, load_trained, read_weights
+from diloco.trained import Trained, export_huggingface, load_trained, read_weights
 from tests.command_lines import load_configuration
 from tests.lazy import Lazy
 from tests.runs import train, write_text
@@ -49,39 +49,39 @@ def same(left: Any, right: Any) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_transformers_gives_the_same_loss_and_token_ids(run: Path, exported: Path) -> None:
+def test_transformers_gives_the_same_loss_and_token_ids_and_ends_documents_alike(run: Path, exported: Path) -> None:
     trained, other = load_trained(run), transformers.AutoModelForCausalLM.from_pretrained(exported)
     assert (type(other).__name__, other.dtype) == ("Qwen3ForCausalLM", torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    tokenizer, end = transformers.AutoTokenizer.from_pretrained(exported), trained.tokenizer.eos_id
     for text in TEXTS:
         ids = trained.tokenizer.encode(text)
         assert tokenizer(text)["input_ids"] == ids
         assert tokenizer.decode(ids) == text
     tokens = torch.tensor(trained.tokenizer.encode_documents(TEXTS).astype("int64")).unfold(0, 16, 16)
-    assert loss_of(other, tokens) == pytest.approx(loss_of(trained.model, tokens), rel=1e-6)
-    # the trainer's own computation of the loss
     with torch.no_grad():
-        assert float(other(tokens, labels=tokens).loss) == pytest.approx(loss_of(trained.model, tokens), rel=1e-6)
-
-
-def test_configurations_say_which_token_ends_and_begins_a_document(exported: Path, run: Path) -> None:
-    end = load_trained(run).tokenizer.eos_id
-    other = transformers.AutoModelForCausalLM.from_pretrained(exported)
-    assert (other.config.eos_token_id, other.config.bos_token_id, other.config.pad_token_id) == (end, end, None)
-    generation = other.generation_config
-    assert (generation.eos_token_id, generation.bos_token_id, generation.pad_token_id) == (end, end, end)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
-    assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id) == (end, end, None)
+        losses = [loss_of(other, tokens), float(other(tokens, labels=tokens).loss)]  # the trainer's own computation
+    assert losses == pytest.approx([loss_of(trained.model, tokens)] * 2, rel=1e-6)
+    for each, padding in ((other.config, None), (other.generation_config, end), (tokenizer, None)):
+        assert (each.eos_token_id, each.bos_token_id, each.pad_token_id) == (end, end, padding)
     assert tokenizer.model_max_length == other.config.max_position_embeddings == 16
     assert other.generate(max_new_tokens=5, do_sample=False).shape[1] > 1
 
 
-def test_a_new_run_begins_from_the_folder_with_its_sizes_and_tokenizer(run: Path, exported: Path) -> None:
+def test_a_new_run_begins_from_the_folder_with_its_sizes_weights_and_tokenizer(
+    run: Path, exported: Path, tmp_path: Path
+) -> None:
+    """At a learning rate near 0, it ends with the weights with which it began."""
     begun = load_configuration(["--init-from", str(exported), "--preset", "2m"])
     before = open_checkpoint(run).about["model"]
     assert begun.model.described()["arguments"] == before["arguments"] | {"max_sequence_length": 16}
     assert (begun.data.tokenizer, begun.sync.inner_steps) == (str(exported), 500)
     assert same(read_weights(exported, begun.model), read_weights(run))
+    flags = f"train --init-from {exported} --data {run.parent / 'text.jsonl'} --out {tmp_path / 'on'} --steps 1"
+    tiny = "--sequence-length 8 --optimizer.warmup-steps 0 --learning-rate 1e-30 --monitor.console quiet"
+    places = "--device cpu --replicas 1 --evaluation.sample-prompts"
+    assert main(f"{flags} {tiny} {places} --algorithm data-parallel".split()) == 0
+    assert same(read_weights(tmp_path / "on"), read_weights(exported))
+    assert load_trained(tmp_path / "on").tokenizer.encode(TEXTS[0]) == load_trained(run).tokenizer.encode(TEXTS[0])
 
 
 def test_a_folder_of_others_is_seen_as_much_of_as_is_usual(run: Path, tmp_path: Path) -> None:
@@ -95,16 +95,6 @@ def test_a_folder_of_others_is_seen_as_much_of_as_is_usual(run: Path, tmp_path: 
         assert load_trained(place).weights == "global parameters"
         (place / "diloco.json").unlink()
         assert (load_trained(place).sequence_length, load_trained(place).weights) == (expected, "as stored")
-
-
-def test_training_goes_on_from_the_folder(run: Path, exported: Path, tmp_path: Path) -> None:
-    """At a learning rate near 0, it ends with the weights with which it began."""
-    flags = f"train --init-from {exported} --data {run.parent / 'text.jsonl'} --out {tmp_path / 'on'} --steps 1"
-    tiny = "--sequence-length 8 --optimizer.warmup-steps 0 --learning-rate 1e-30 --monitor.console quiet"
-    places = "--device cpu --replicas 1 --evaluation.sample-prompts"
-    assert main(f"{flags} {tiny} {places} --algorithm data-parallel".split()) == 0
-    assert same(read_weights(tmp_path / "on"), read_weights(exported))
-    assert load_trained(tmp_path / "on").tokenizer.encode(TEXTS[0]) == load_trained(run).tokenizer.encode(TEXTS[0])
 
 
 def test_an_earlier_checkpoint_can_be_taken(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,21 +120,18 @@ def test_the_last_checkpoints_can_be_averaged(run: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision(run: Path, tmp_path: Path, dtype: Any) -> None:
+def test_half_precision_and_what_does_not_fit_it(run: Path, tmp_path: Path, dtype: Any) -> None:
+    trained = load_trained(run)
+    with torch.no_grad():
+        next(trained.model.parameters()).view(-1)[5] = 3.4e38 if dtype == "bfloat16" else 1e6
+    with pytest.raises(CheckpointError, match=rf"embed\S* holds values that are not finite as {dtype}"):
+        export_huggingface(trained, tmp_path / "hf", dtype=dtype)
+    assert list(tmp_path.iterdir()) == []
     export_huggingface(load_trained(run), tmp_path / "hf", dtype=dtype)
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert other.dtype == getattr(torch, dtype)
     expected = {name: value.to(other.dtype).float() for name, value in read_weights(run).items()}
     assert same(read_weights(tmp_path / "hf"), expected)
-
-
-def test_what_does_not_fit_the_type_is_refused(run: Path, tmp_path: Path) -> None:
-    trained = load_trained(run)
-    with torch.no_grad():
-        next(trained.model.parameters()).view(-1)[5] = 1e6
-    with pytest.raises(CheckpointError, match=r"embed\S* holds values that are not finite as float16"):
-        export_huggingface(trained, tmp_path / "hf", dtype="float16")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_overwritten_unless_asked_and_then_only_an_export(
@@ -194,17 +181,9 @@ def test_what_cannot_be_written_is_told_and_nothing_is_left(run: Path, tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_model_without_a_counterpart_says_what_would_work(run: Path, tmp_path: Path) -> None:
-    class Mine(Transformer):
-        to_huggingface = LanguageModel.to_huggingface
-
-    trained = load_trained(run)
-    assert isinstance(trained.model, Transformer)
-    mine = Mine(trained.model.settings)
-    load_parameters(mine, dict(trained.model.named_parameters()))
-    odd = Trained(mine, trained.tokenizer, 1, 16, run)
-    with pytest.raises(ConfigurationError, match="Mine does not define to_huggingface"):
-        export_huggingface(odd, tmp_path / "hf")
+def test_a_model_without_a_counterpart_says_what_would_work(run: Path) -> None:
+    with pytest.raises(ConfigurationError, match="Transformer does not define to_huggingface"):
+        LanguageModel.to_huggingface(load_trained(run).model)
 
 
 SHORT = (

@@ -193,7 +193,7 @@ class PayloadContract:
         endpoints = make_endpoints(2)
         held = {"global_params": torch.ones(3), "outer_step": 5, "slots": {"momentum": torch.zeros(3)}}
         endpoints[1].publish(lambda fragment: {**held, "outer_step": fragment})
-        got = endpoints[0].fetch(4, [1])
+        got = endpoints[0].fetch(4, [1]).result()
         got["global_params"].fill_(9)
         got["slots"]["momentum"].fill_(9)
         assert got["outer_step"] == 4
@@ -358,4 +358,4 @@ class TransportContract(PayloadContract):
 
     def test_a_donor_with_nothing_to_give_is_named(self, make_endpoints: MakeEndpoints) -> None:
         with pytest.raises(TransportError, match="replica 1 was asked for fragment 0"):
-            make_endpoints(2)[0].fetch(0, [1])
+            make_endpoints(2)[0].fetch(0, [1]).result()

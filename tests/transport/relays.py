@@ -3,8 +3,8 @@
 Both ends are in this process, where `Credentials.secure` is replaced, so that the relay sees messages. With `observed`
 it sees what is really on the wire.
 
-It reads the wire format by itself, as another implementation would: a frame is 16 bytes (magic, size of the message,
-size of the blob), the message in MessagePack and the blob. The first frame says what the connection is for. After the
+It reads the wire format by itself, as another implementation would: a frame is 8 bytes (magic, size of the message) and
+the message in MessagePack. The first frame says what the connection is for. After the
 first frames, a connection for payloads (``link``) consists of parts: `PART` and a body.
 """
 
@@ -24,21 +24,21 @@ from unittest import mock
 from diloco.protocol import decode, encode
 from diloco.transport import Credentials
 
-FRAME = struct.Struct(">4sIQ")
+FRAME = struct.Struct(">4sI")
 PART = struct.Struct(">cQIII")  # kind, tag of the message, total, start, size of the body
 LIMIT_S = 30.0
 
 
-def frame(message: Any, blob: bytes = b"", *, magic: bytes = b"DLC2") -> bytes:
+def frame(message: Any, *, magic: bytes = b"DLC3") -> bytes:
     """Return the bytes of a control message; ``message`` may be any bytes."""
     text = message if isinstance(message, bytes) else encode(message)
-    return FRAME.pack(magic, len(text), len(blob)) + text + blob
+    return FRAME.pack(magic, len(text)) + text
 
 
-def unframe(data: bytes) -> tuple[dict[str, Any], bytes]:
-    """Return the message and the blob of a frame."""
-    _, size, _ = FRAME.unpack_from(data)
-    return decode(data[FRAME.size : FRAME.size + size], dict[str, Any]), data[FRAME.size + size :]
+def unframe(data: bytes) -> dict[str, Any]:
+    """Return the message of a frame."""
+    message: dict[str, Any] = decode(data[FRAME.size :], dict[str, Any])
+    return message
 
 
 def part(body: bytes, *, kind: bytes = b"D", tag: int = 7, total: int, start: int = 0) -> bytes:
@@ -125,7 +125,7 @@ class Relays:
                 while (size := _size(data, parts=number > 0 and about["kind"] == "link")) is not None:
                     unit, data = data[:size], data[size:]
                     if number == 0 and not answers:
-                        message = unframe(unit)[0]
+                        message = unframe(unit)
                         about |= {"kind": message["kind"], "rank": message.get("rank", -1)}
                         self.opened.append(message["kind"])
                         told.set()
@@ -154,7 +154,7 @@ def _size(data: bytes, *, parts: bool) -> int | None:
     if len(data) < head.size:
         return None
     fields = head.unpack_from(data)
-    size = head.size + (fields[4] if parts else fields[1] + fields[2])
+    size = head.size + fields[-1]
     return size if len(data) >= size else None
 
 

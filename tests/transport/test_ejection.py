@@ -185,7 +185,7 @@ def test_only_the_founder_orders_and_only_who_stays_is_told_the_secret(order: Or
     assert "it is for run run" in order.problem("another", order.founder, "QmHonest")
     assert not order.public.problem("run", order.founder, "QmLiar")
     assert order.public.secret == ""
-    founder, newer = load_identity(keys / "0.key"), Admission("run", "passphrase:one of a long time ago")
+    founder, newer = load_identity(keys / "0.key"), Admission("run", new_secret())
     admission = order.applied(newer)
     with pytest.raises(ConfigurationError, match="It can't eject itself"):
         Order.sign(founder, admission, founder.peer_id, new_secret(), order)

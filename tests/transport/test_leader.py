@@ -84,11 +84,11 @@ def rank_hears(position: int, folder: Path) -> dict[str, Any]:
     pending = transport.average(contribution(1, outer_step=2, digest="odd"))
     heard["diverged"] = outcome(pending.wait)
 
-    heard["nothing published"] = outcome(lambda: transport.fetch(0, [0]))
+    heard["nothing published"] = outcome(lambda: transport.fetch(0, [0]).result())
     if replica.hub:
         state = {"global_params": torch.arange(5.0), "outer_step": 7, "slots": {"momentum": torch.ones(5)}, "none": {}}
         replica.hub.endpoint(0).publish(lambda fragment: {"fragment": fragment, **state})
-    heard["state"] = transport.fetch(3, [0])
+    heard["state"] = transport.fetch(3, [0]).result()
 
     heard["timeout"] = outcome(transport.average(contribution(1, outer_step=3)).wait)
     heard["twice"] = outcome(lambda: transport.average(contribution(1, outer_step=3)))

@@ -185,7 +185,7 @@ def test_a_donor_that_can_not_copy_its_state_says_so(groups: Groups) -> None:
     donor, other = groups.meet(2)
     donor.publish(copy)
     with pytest.raises(TransportError, match="it can't copy its state: no room is left"):
-        in_thread(lambda: other.fetch(0, [0]), "fetch").result(20.0)
+        in_thread(lambda: other.fetch(0, [0]).result(), "fetch").result(20.0)
 
 
 def test_all_stop_after_the_last_step_that_one_of_them_has_begun(groups: Groups) -> None:

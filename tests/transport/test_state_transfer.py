@@ -79,7 +79,7 @@ ODD: list[dict[str, Any]] = [
 @pytest.mark.parametrize("held", ODD, ids=range(4))
 def test_what_arrives_is_the_donors_bit_for_bit(wires: Wires, held: dict[str, Any]) -> None:
     first, _ = meet(wires, held)
-    assert same_values(first.fetch(4, [1]), {**held, "fragment": 4})
+    assert same_values(first.fetch(4, [1]).result(), {**held, "fragment": 4})
 
 
 def test_a_cut_connection_goes_on_where_it_stopped(wires: Wires, relays: Relays) -> None:
@@ -95,29 +95,10 @@ def test_a_cut_connection_goes_on_where_it_stopped(wires: Wires, relays: Relays)
         return unit.data
 
     relays.hook = cut
-    assert same_values(first.fetch(0, [1]), {**source.held, "fragment": 0})
+    assert same_values(first.fetch(0, [1]).result(), {**source.held, "fragment": 0})
     assert relays.opened.count("fetch") == 1 + seen[0] // 7 + 1 > 2, "one for the offer"
     assert SIZE <= first.fetched_bytes <= SIZE + lost[0]
     assert source.copies == 1
-
-
-def test_a_donor_that_breaks_off_is_made_up_for_and_the_last_one_is_named(wires: Wires, relays: Relays) -> None:
-    first, sources = meet(wires, state(), state())
-    broken = {first.registry.entries[1].address.rpartition(":")[2]}
-
-    def cut(unit: Unit) -> bytes:
-        if chunks(unit) and str(unit.port) in broken:
-            raise Cut
-        return unit.data
-
-    relays.hook = cut
-    assert same_values(first.fetch(0, [1, 2]), {**sources[0].held, "fragment": 0})
-    broken.add(first.registry.entries[2].address.rpartition(":")[2])
-    with pytest.raises(
-        TransportError, match=r"replicas 1, 2 were asked for fragment 0.*replica 1: .*replica 2: "
-    ) as caught:
-        first.fetch(0, [1, 2])
-    assert caught.value.replicas == (1, 2)
 
 
 @pytest.mark.parametrize("lies", [False, True])
@@ -133,19 +114,18 @@ def test_the_next_donor_goes_on_where_one_stopped_unless_its_bytes_were_wrong(
             if seen[0] > 4:
                 lost[0] += len(unit.data)
                 raise Cut
-            message, blob = unframe(unit.data)
-            return frame(message, bytes(len(blob))) if lies else unit.data
+            return frame(zeros(unframe(unit.data))) if lies else unit.data
         return unit.data
 
     relays.hook = break_off
-    assert same_values(first.fetch(0, [1, 2]), {**source.held, "fragment": 0})
+    assert same_values(first.fetch(0, [1, 2]).result(), {**source.held, "fragment": 0})
     assert (first.fetched_bytes > SIZE + lost[0]) == lies
 
 
 def test_the_majority_of_the_foremost_is_taken(wires: Wires) -> None:
     """A liar that claims more rounds is not believed beside two, and one that is behind is not chosen."""
     first, sources = meet(wires, state(7, finished=1 << 50), state(3, finished=5), state(3, finished=5))
-    assert same_values(first.fetch(0, [1, 2, 3]), {**sources[1].held, "fragment": 0})
+    assert same_values(first.fetch(0, [1, 2, 3]).result(), {**sources[1].held, "fragment": 0})
 
 
 def test_who_lags_is_waited_for_until_it_has_caught_up(wires: Wires) -> None:
@@ -153,7 +133,7 @@ def test_who_lags_is_waited_for_until_it_has_caught_up(wires: Wires) -> None:
     transports = [first, wires.transports[1]]
     for outer_step in range(2):
         exchange(transports, [contribution(m, outer_step=outer_step) for m in range(2)])
-    fetching = first.fetch_in_background(0, [1])
+    fetching = first.fetch(0, [1])
     assert source.asked.wait(30)
     source.held = state(7, finished=2)
     assert same_values(fetching.result(30), {**source.held, "fragment": 0})
@@ -172,9 +152,9 @@ def test_a_state_that_moves_on_is_the_old_one_or_the_new_one_and_never_a_mixture
         return unit.data
 
     relays.hook = move
-    fetched = first.fetch(0, [1])
+    fetched = first.fetch(0, [1]).result()
     assert any(same_values(fetched, {**each, "fragment": 0}) for each in (old, new))
-    assert same_values(first.fetch(0, [1]), {**new, "fragment": 0})
+    assert same_values(first.fetch(0, [1]).result(), {**new, "fragment": 0})
 
 
 def test_all_are_named_with_their_reasons(wires: Wires) -> None:
@@ -184,13 +164,13 @@ def test_all_are_named_with_their_reasons(wires: Wires) -> None:
     never = threading.Event()
     wires.transports[3].publish(lambda fragment: {"x": never.wait(30)})
     with pytest.raises(TransportError, match=r"replica 1: it has published nothing; replica 2: KeyError: 0") as caught:
-        first.fetch(0, [1, 2])
+        first.fetch(0, [1, 2]).result()
     assert caught.value.replicas == (1, 2)
     with pytest.raises(TransportError, match=r"none provided it within 2 s \(replica 3: it has not answered"):
-        first.fetch(0, [3])
+        first.fetch(0, [3]).result()
     never.set()
     with pytest.raises(TransportError, match="no such other member"):
-        first.fetch(0, [7])
+        first.fetch(0, [7]).result()
     assert (failing.copies, silent.copies) == (0, 0)
 
 
@@ -199,36 +179,37 @@ def test_all_are_named_with_their_reasons(wires: Wires) -> None:
 Message = dict[str, Any]
 
 
-def offers(**fields: Any) -> Callable[[Message, bytes], tuple[Message, bytes]]:
-    return lambda message, blob: ({**message, **fields}, blob)
+def zeros(chunk: Message) -> Message:
+    return {**chunk, "data": bytes(len(chunk["data"]))}
 
 
-def one(value: Any, *path: str) -> Callable[[Message, bytes], tuple[Message, bytes]]:
-    """Offer a state of one entry."""
-    return offers(entries=[[path or ("a",), value]])
+def entries(*paths_and_values: Any) -> Callable[[Message], Message]:
+    """Offer a state of these entries."""
+    return lambda offer: {**offer, "entries": paths_and_values}
 
 
-def tensor(shape: list[int], dtype: str = "torch.uint8") -> Callable[[Message, bytes], tuple[Message, bytes]]:
-    return one({"type": "tensor", "dtype": dtype, "shape": shape})
+def tensor(shape: list[int], dtype: str = "torch.uint8") -> Callable[[Message], Message]:
+    return entries([["a"], {"type": "tensor", "dtype": dtype, "shape": shape}])
 
 
-LIES: dict[str, tuple[str, Callable[[Message, bytes], tuple[Message, bytes]], str]] = {
-    "other bytes": ("chunk", lambda m, b: (m, bytes(len(b))), "it does not match the digest"),
-    "another place": ("chunk", lambda m, b: ({**m, "offset": 7}, b), "bytes at 7 arrived where byte 0"),
-    "too much": ("chunk", lambda m, b: (m, 20 * b), "was announced, more than the limit"),
-    "another answer": ("offer", lambda m, b: ({"kind": "what"}, b), "unreadable message"),
-    "another digest": ("offer", offers(snapshot="0" * 16), "matching regex"),
-    "another size": ("offer", lambda m, b: ({**m, "bytes": m["bytes"] + 1}, b), "announces .* bytes, but its tensors"),
-    "no path": ("offer", offers(entries=[[[], 1]]), "of length >= 1"),
-    "a value that holds others": ("offer", offers(entries=[[["a"], 1], [["a", "b"], 2]]), "has two values"),
-    "two values": ("offer", offers(entries=[[["a"], 1], [["a"], 2]]), "has two values"),
+LIES: dict[str, tuple[str, Callable[[Message], Message], str]] = {
+    "other bytes": ("chunk", zeros, "it does not match the digest"),
+    "another place": ("chunk", lambda m: {**m, "offset": 7}, "bytes at 7 arrived where byte 0"),
+    "too much": ("chunk", lambda m: {**m, "data": 20 * m["data"]}, "was announced, more than the limit"),
+    "nothing": ("chunk", lambda m: {**m, "data": b""}, "of length >= 1"),
+    "another answer": ("offer", lambda m: {"kind": "what"}, "unreadable message"),
+    "another digest": ("offer", lambda m: {**m, "snapshot": "0" * 16}, "matching regex"),
+    "another size": ("offer", lambda m: {**m, "bytes": m["bytes"] + 1}, "announces .* bytes, but its tensors"),
+    "no path": ("offer", entries([[], 1]), "of length >= 1"),
+    "a value that holds others": ("offer", entries([["a"], 1], [["a", "b"], 2]), "has two values"),
+    "two values": ("offer", entries([["a"], 1], [["a"], 2]), "has two values"),
     "a huge shape": ("offer", tensor([1 << 30, 1 << 30]), "excessive shape"),
     "a negative shape": ("offer", tensor([-1]), "Expected `int` >= 0"),
     "nine dimensions": ("offer", tensor([1] * 9), "of length <= 8"),
     "another type": ("offer", tensor([1], "torch.bool"), "'torch.bool'"),
-    "many entries": ("offer", offers(entries=[[[str(n)], 0] for n in range(5000)]), "of length <= 4096"),
-    "nine levels": ("offer", one(1, *"abcdefghi"), "of length <= 8"),
-    "infinity": ("offer", one(math.inf), "whose a is inf"),
+    "many entries": ("offer", entries(*([[str(n)], 0] for n in range(5000))), "of length <= 4096"),
+    "nine levels": ("offer", entries([[*"abcdefghi"], 1]), "of length <= 8"),
+    "infinity": ("offer", entries([["a"], math.inf]), "whose a is inf"),
 }
 
 
@@ -239,15 +220,15 @@ def test_a_donor_that_lies_is_survived_and_named(wires: Wires, relays: Relays, l
 
     def lies(unit: Unit) -> bytes:
         if unit.kind == "fetch" and unit.answers and unit.port == liar:
-            message, blob = unframe(unit.data)
+            message = unframe(unit.data)
             if message["kind"] == kind:
-                return frame(*change(message, blob))
+                return frame(change(message))
         return unit.data
 
     relays.hook = lies
-    assert same_values(first.fetch(0, [1, 2, 3]), {**sources[0].held, "fragment": 0})
+    assert same_values(first.fetch(0, [1, 2, 3]).result(), {**sources[0].held, "fragment": 0})
     with pytest.raises(TransportError, match=f"replica 1: .*{words}"):
-        first.fetch(0, [1])
+        first.fetch(0, [1]).result()
 
 
 SCRAPS = st.sampled_from(["type", "tensor", "empty", "dtype", "shape", "torch.float32", "torch.bool", "a", ""])
@@ -274,11 +255,11 @@ def test_whatever_is_offered_is_refused_and_costs_nobody_else(wires: Wires, rela
     def refused(path: Any, value: Any) -> None:
         offered.append({"kind": "offer", "entries": [[["a"], 1], [path, value]], "bytes": 0})
         with pytest.raises(TransportError, match="replica 1: "):
-            first.fetch(0, [1])
+            first.fetch(0, [1]).result()
 
     refused()
     offered.clear()
-    assert same_values(first.fetch(0, [1]), {**source.held, "fragment": 0})
+    assert same_values(first.fetch(0, [1]).result(), {**source.held, "fragment": 0})
 
 
 @pytest.mark.parametrize("place", ["global_params", "momentum"])
@@ -287,23 +268,23 @@ def test_what_is_not_finite_is_refused_and_named(wires: Wires, place: str) -> No
     {**bad, **bad["slots"]}[place][3] = math.nan if place == "momentum" else -math.inf
     first, sources = meet(wires, bad, bad, state())
     with pytest.raises(TransportError, match=rf"replica 1: its .*{place} hold NaN or infinity"):
-        first.fetch(0, [1])
-    assert same_values(first.fetch(0, [1, 2, 3]), {**sources[2].held, "fragment": 0})
+        first.fetch(0, [1]).result()
+    assert same_values(first.fetch(0, [1, 2, 3]).result(), {**sources[2].held, "fragment": 0})
 
 
 def test_more_than_expected_is_refused_before_it_comes(wires: Wires) -> None:
     first, _ = meet(wires, state())
     with pytest.raises(TransportError, match=f"at most {SIZE - 1} are expected"):
-        first.fetch(0, [1], expected_bytes=SIZE - 1)
+        first.fetch(0, [1], expected_bytes=SIZE - 1).result()
     assert not first.fetched_bytes
-    assert first.fetch(0, [1], expected_bytes=SIZE)
+    assert first.fetch(0, [1], expected_bytes=SIZE).result()
 
 
 @pytest.mark.parametrize("value", [torch.zeros(1, dtype=torch.complex64), math.nan, [1], {1}, 1 << 70], ids=str)
 def test_a_state_that_nobody_would_take_is_refused_by_its_donor(wires: Wires, value: Any) -> None:
     first, _ = meet(wires, {"global_params": value})
     with pytest.raises(TransportError, match="replica 1: its state can't be sent: "):
-        first.fetch(0, [1])
+        first.fetch(0, [1]).result()
 
 
 # What fetchers may not do.
@@ -314,11 +295,11 @@ def ask(fragment: Any = 0, snapshot: Any = "", **more: Any) -> bytes:
 
 
 def heard(stranger: Any) -> Message:
-    data = stranger.recv(16)
-    size = 16 + int.from_bytes(data[4:8], "big") + int.from_bytes(data[8:16], "big")
+    data = stranger.recv(8)
+    size = 8 + int.from_bytes(data[4:8], "big")
     while len(data) < size:
         data += stranger.recv(size - len(data))
-    return unframe(data)[0]
+    return unframe(data)
 
 
 STRANGE: list[dict[str, Any]] = [
@@ -340,8 +321,12 @@ def test_a_request_that_is_none_ends_its_connection_only(wires: Wires) -> None:
             assert stranger.recv(1) == b""
     with closing(stranger_at(wires.transports[1].address)) as stranger:
         stranger.sendall(ask(0, "feed" * 16, offset=0))
-        assert heard(stranger) == {"kind": "later", "reason": "its state has changed in the meantime"}
-    assert same_values(first.fetch(0, [1]), {**source.held, "fragment": 0})
+        assert heard(stranger) == {
+            "kind": "refused",
+            "reason": "its state has changed in the meantime",
+            "for_good": False,
+        }
+    assert same_values(first.fetch(0, [1]).result(), {**source.held, "fragment": 0})
 
 
 def test_a_few_are_served_at_once_and_the_others_come_again(wires: Wires) -> None:
@@ -351,9 +336,9 @@ def test_a_few_are_served_at_once_and_the_others_come_again(wires: Wires) -> Non
             stranger = leaving.enter_context(closing(stranger_at(wires.transports[1].address)))
             stranger.sendall(ask())
             answer = heard(stranger)
-        assert answer["kind"] == "later"
+        assert not answer["for_good"]
         assert "it is serving 4 others" in answer["reason"]
-        fetching = first.fetch_in_background(0, [1])
+        fetching = first.fetch(0, [1])
         assert not fetching.done()
     assert same_values(fetching.result(30), {**source.held, "fragment": 0})
     assert source.copies == 1, "one copy for all"
@@ -368,8 +353,8 @@ def test_nobody_keeps_a_donor_on_an_old_state_for_longer_than_it_takes_to_send(w
         assert stranger.recv(1)
         source.held = state(1)
         with pytest.raises(TransportError, match="still sending an earlier state"):
-            first.fetch(0, [1])
-        assert same_values(first.fetch(0, [1]), {**source.held, "fragment": 0})
+            first.fetch(0, [1]).result()
+        assert same_values(first.fetch(0, [1]).result(), {**source.held, "fragment": 0})
 
 
 def test_a_donor_in_the_middle_of_a_change_goes_on_meanwhile(wires: Wires) -> None:
@@ -383,7 +368,7 @@ def test_a_donor_in_the_middle_of_a_change_goes_on_meanwhile(wires: Wires) -> No
         return source.copied(fragment)
 
     donor.publish(slow)
-    fetching = first.fetch_in_background(0, [1])
+    fetching = first.fetch(0, [1])
     assert entered.wait(30)
     averages = exchange([first, donor], [contribution(m) for m in range(2)])
     assert averages[0].contributors == (0, 1)

@@ -17,10 +17,10 @@ import pytest
 
 from diloco.membership import NextView, View
 from diloco.protocol import Entry, Welcome
-from diloco.transport import Address, ArrivalLimit, Members, PeerTransport, connect
+from diloco.transport import Address, Members, PeerTransport, connect
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import answering, place, rules
-from tests.transport.relays import Relays, Unit, frame, plain_stranger_at, said_to, stranger_at, unframe
+from tests.transport.relays import Relays, Unit, frame, part, plain_stranger_at, said_to, stranger_at, unframe
 from tests.transport.wires import QUICK, Wires, at_once, rendezvous
 
 SOON_S = 5.0  # less than the time that a silent stranger has
@@ -30,10 +30,8 @@ OPENINGS = {
     "http": b"GET / HTTP/1.1\r\nHost: me\r\n\r\n",
     "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64),
     "another version": frame(HELLO, magic=b"DLC0"),
-    "a text of 4 GB": b"DLC2" + (0xFFFFFFFF).to_bytes(4, "big") + bytes(8),
-    "a blob of 4 EB": b"DLC2" + (2).to_bytes(4, "big") + (1 << 62).to_bytes(8, "big") + b"{}",
+    "a text of 4 GB": b"DLC3" + (0xFFFFFFFF).to_bytes(4, "big") + bytes(8),
     "17 kB of text": frame(HELLO | {"more": "x" * 17_000}),
-    "a blob": frame({"kind": "who"}, bytes(1)),
     "16 kB of lists": frame({"kind": "who", "more": [[]] * 5000}),
     "no message": frame(b"{kind: hello}"),
     "a deep message": frame(b"\x91" * 10_000),
@@ -45,6 +43,9 @@ OPENINGS = {
     "no address": frame(HELLO | {"address": "a:b"}),
     "an address with escapes": frame(HELLO | {"address": "\x1b[2J:1"}),
     "a state of no fragment": frame({"kind": "fetch", "fragment": -1, "after": 0, "snapshot": ""}),
+    "a stripe": frame({"kind": "link", "token": "0123456789abcdef", "number": 0, "rank": 1}) + part(b"x", total=1),
+    "a stripe of a high number": frame({"kind": "link", "token": "0123456789abcdef", "number": 1 << 40, "rank": 0}),
+    "an address that is none": frame({"kind": "ask", "entry": Entry(0, "nowhere")}),
     "a probe of 1 TB": frame({"kind": "probe", "give": 1 << 40}),
 }
 
@@ -84,25 +85,24 @@ def test_a_stranger_harms_nobody_and_takes_no_memory(live: Live, opening: str) -
     live.still_works()
 
 
-BEFORE: dict[str, tuple[dict[str, Any], int, int]] = {
-    "nothing": ({}, (1 << 14) + 1, 1),
-    "probe": ({"kind": "probe"}, 1 << 20, 1 << 20),
-    "fetch": ({"kind": "fetch", "fragment": 0, "after": 0, "snapshot": ""}, 1 << 20, 1 << 20),
-}
-"""What is answered before, and sizes above the limits on a message and its blob."""
-
-
-@pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize("what", ["message", "blob"])
-def test_what_is_announced_above_the_limits_ends_the_connection_at_once(live: Live, before: str, what: str) -> None:
-    asked, text, blob = BEFORE[before]
-    text, blob = (text, 0) if what == "message" else (2, blob)
+@pytest.mark.parametrize(
+    ("asked", "size"),
+    [
+        ({}, (1 << 14) + 1),
+        ({"kind": "probe"}, (1 << 19) + 1),
+        ({"kind": "fetch", "fragment": 0, "after": 0, "snapshot": ""}, (1 << 14) + 1),
+    ],
+    ids=["at first", "after a probe", "after a request"],
+)
+def test_what_is_announced_above_the_limit_ends_the_connection_at_once(
+    live: Live, asked: dict[str, Any], size: int
+) -> None:
     with closing(stranger_at(live.transports[0].address)) as stranger:
         if asked:
             stranger.sendall(frame(asked))
             assert stranger.recv(4096)
         stranger.settimeout(SOON_S)
-        stranger.sendall(b"DLC2" + text.to_bytes(4, "big") + blob.to_bytes(8, "big"))
+        stranger.sendall(b"DLC3" + size.to_bytes(4, "big"))
         assert stranger.recv(1) == b""
 
 
@@ -116,7 +116,7 @@ def test_connections_that_do_nothing_keep_nobody_out(live: Live) -> None:
         assert first.recv(1) == b"", "the oldest one is closed"
         with closing(stranger_at(address)) as honest:
             honest.sendall(frame({"kind": "probe"}))
-            assert honest.recv(4) == b"DLC2"
+            assert honest.recv(4) == b"DLC3"
         live.still_works()
 
 
@@ -125,7 +125,7 @@ def test_who_opens_connections_all_the_time_takes_a_tenth_of_the_processor_at_mo
 ) -> None:
     """Each handshake takes more than a millisecond of the thread that hears the others' heartbeats."""
     transport = live.transports[0]
-    monkeypatch.setattr(transport.connections, "_arrivals", ArrivalLimit(per_s=0.001, burst=2))
+    monkeypatch.setattr(transport.connections, "_arrivals", type(transport.connections._arrivals)(most=2, span_s=1e9))
     for _ in range(2):
         stranger_at(transport.address).close()
     for _ in range(20):
@@ -150,7 +150,7 @@ def test_nobody_changes_the_address_of_a_rank_that_is_connected(live: Live, rank
     entry = {"rank": rank, "address": "6.6.6.6:1", "facts": {}, "held_step": -1, "places": []}
     with closing(stranger_at(asked.address)) as stranger:
         stranger.sendall(frame({"kind": "ask", "entry": entry}))
-        answer, _ = unframe(stranger.recv(1 << 16))
+        answer = unframe(stranger.recv(1 << 16))
     assert answer["kind"] == "refused"
     assert words in answer["reason"]
     places = {each: known.address for each, known in asked.connections.entries.items()}

@@ -98,8 +98,7 @@ def named(data: bytes, me: str) -> bytes:
     """Insert the sender's identity into the text of a frame."""
     if ME.encode() not in data:
         return data
-    message, blob = unframe(data)
-    return frame(msgspec.json.decode(msgspec.json.encode(message).replace(ME.encode(), me.encode())), blob)
+    return frame(msgspec.json.decode(msgspec.json.encode(unframe(data)).replace(ME.encode(), me.encode())))
 
 
 class Live:

@@ -1,24 +1,26 @@
-"""The transport over TCP: the contract, refused contributions, speeds of members, closing, and who sees whom."""
+"""The transport over TCP: the contract, speeds of members, closing, and internal errors, which end it and no other."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
-from diloco.algorithm import UNKNOWN_UPLINK, Contribution
-from diloco.errors import ReplicaLostError, RoundVoidError, TransportError
-from diloco.protocol import header_of
+from diloco.algorithm import Contribution, make_codec
+from diloco.errors import RoundVoidError, TransportError
 from diloco.transport import PeerTransport, Pending, Transport
 from diloco.waiting import in_thread
+from tests.gpus import Cuda, on_gpu
 from tests.transport.contract import MakeEndpoints, TransportContract, contribution, exchange
+from tests.transport.relays import stranger_at
 from tests.transport.wires import Wires, at_once
 
 LIMIT_S = 60.0
@@ -54,22 +56,6 @@ def _averaged_elsewhere(average: Callable[[Contribution], Pending], given: Contr
     return average(replace(given, device=torch.device("cpu", 0)))
 
 
-def say(transport: PeerTransport, to: int, contribution: Any, **fields: Any) -> None:
-    """Send a header that nothing follows."""
-    header = header_of(contribution, transport.view.id, UNKNOWN_UPLINK, taking_over=False)
-    message = msgspec.structs.replace(header, **fields)
-    transport.connections.post(transport.connections.send, to, message)
-
-
-def test_of_two_contributions_the_first_one_stands(wires: Wires) -> None:
-    first, second = wires.meet(2)
-    pending = second.average(contribution(1))
-    say(second, 0, contribution(1), weight=5.0)
-    average = first.average(contribution(0)).wait()
-    assert torch.equal(average.values, pending.wait().values)
-    assert (average.weight, average.note) == (2.0, "")
-
-
 def test_what_is_left_out_of_a_mean_is_told_of(wires: Wires) -> None:
     transports = wires.meet(3, min_contributors=2)
     given = [contribution(m) for m in range(3)]
@@ -77,40 +63,6 @@ def test_what_is_left_out_of_a_mean_is_told_of(wires: Wires) -> None:
     averages = exchange(transports, given)
     assert {average.contributors for average in averages} == {(0, 2)}
     assert {average.note.partition(":")[0] for average in averages} == {"the contribution of replica 1 was refused"}
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"numel": 999}, "replica 1 was refused: it holds 999 values instead of 1000 values"),
-        ({"buffers": None}, "replica 1 was refused: it holds no floating buffers"),
-        ({"weight": 1e19}, "replica 1 was refused: its weight is 1e\\+19"),
-        ({"withdrawn": "gradients that are not finite"}, "replica 1 was refused: gradients that are not finite"),
-    ],
-)
-def test_whose_contribution_makes_a_round_void_is_named(wires: Wires, change: dict[str, Any], words: str) -> None:
-    transports = wires.meet(3)
-    pending = [transports[m].average(contribution(m)) for m in (0, 2)]
-    for rank in (0, 2):
-        say(transports[1], rank, contribution(1), **change)
-    for each in pending:
-        with pytest.raises(RoundVoidError, match=words):
-            each.wait()
-
-
-def test_whose_values_spoil_three_means_is_put_out(wires: Wires) -> None:
-    """Each replica notices the fault unless another one has before; in this test all stop when one is lost."""
-    transports = wires.meet(3)
-
-    def contribute() -> None:
-        for outer_step in range(32):  # in some of them the vote of another one comes first
-            given = [contribution(m, outer_step=outer_step, scale=1e37 if m == 1 else 1.0) for m in range(3)]
-            for each in [transport.average(one) for transport, one in zip(transports, given, strict=True)]:
-                with suppress(RoundVoidError):
-                    each.wait()
-
-    with pytest.raises(ReplicaLostError, match="replica 1 has spoilt at least 3 recent rounds: the mean has values up"):
-        contribute()
 
 
 # Speeds that members report to each other.
@@ -171,7 +123,7 @@ def test_closing_wakes_all_that_wait_and_what_comes_afterwards_is_refused(
         in_thread(transport.average(contribution(0)).wait, "waiting"),
         in_thread(lambda: transport.meet("the end", 1), "waiting"),
         in_thread(lambda: transport.agree({"seed": "0"}), "waiting"),
-        transport.fetch_in_background(0, [1]),
+        transport.fetch(0, [1]),
     ]
     assert asked.wait(20)
     # the control thread never processes what is submitted while it ends
@@ -191,15 +143,108 @@ def test_closing_wakes_all_that_wait_and_what_comes_afterwards_is_refused(
             late()
 
 
-def test_of_two_that_do_not_see_each_other_the_third_keeps_one(wires: Wires) -> None:
-    """A replica that the third has lost can't accuse another one: two of three continue, whichever they are."""
+# Internal errors.
+
+
+BAD = 1  # the replica in which the error happens
+
+
+class Bug(Exception):
+    """An error that no code expects."""
+
+
+def fail(*_: Any) -> Any:
+    raise Bug("in a method")
+
+
+def broken(method: str) -> Contribution:
+    """Return a contribution whose codec has a defect."""
+    codec, given = make_codec("float32"), contribution(BAD)
+    setattr(codec, method, fail)
+    return replace(given, codec=codec)
+
+
+def averaged(transport: PeerTransport) -> tuple[int, ...]:
+    """Contribute until a round is committed, and return its contributors."""
+    for outer_step in range(20):
+        try:
+            return transport.average(contribution(transport.replica, outer_step=outer_step)).wait(LIMIT_S).contributors
+        except RoundVoidError:
+            continue
+    raise AssertionError("no round was committed")
+
+
+def test_an_internal_error_ends_one_transport_at_once_and_the_others_go_on(wires: Wires) -> None:
+    """Those that wait do not wait for the 30 minutes after which a round would count as forgotten."""
+    transports = wires.meet(3, continue_without_lost=True, round_timeout_s=600.0)
+    good = [in_thread(functools.partial(averaged, each), "round") for each in transports if each.replica != BAD]
+    bad = transports[BAD]
+    waiting: list[Future[Any]] = [
+        in_thread(lambda: bad.average(broken("payload_bytes")).wait(), "waiting"),
+        in_thread(lambda: bad.meet("the end", 1), "waiting"),
+        in_thread(lambda: bad.agree({"seed": "0"}), "waiting"),
+    ]
+    for each in waiting:
+        with pytest.raises(TransportError, match=r"rank 1 has ended all .*internal error \(Bug: in a method\)"):
+            each.result(LIMIT_S)
+    assert "Bug" in str(bad.failure)
+    assert [each.result(LIMIT_S) for each in good] == [(0, 2), (0, 2)]
+    for late in (lambda: bad.average(contribution(BAD, outer_step=50)).wait(), lambda: bad.meet("later", 1)):
+        with pytest.raises(TransportError, match="Bug"):
+            late()
+
+
+@pytest.mark.parametrize("method", ["accumulate", "cut"])
+def test_an_error_in_an_exchange_makes_the_round_void_for_all_with_its_reason(wires: Wires, method: str) -> None:
+    transports = wires.meet(2)
+    pending = [transports[0].average(contribution(0)), transports[1].average(broken(method))]
+    for each in pending:
+        with pytest.raises(RoundVoidError, match="in a method"):
+            each.wait()
+    exchange(transports, [contribution(m, outer_step=1) for m in range(2)])
+
+
+def test_a_message_over_the_limit_ends_its_own_sender(wires: Wires) -> None:
+    first, second = wires.meet(2, continue_without_lost=True)
+    with pytest.raises(TransportError, match=r"internal error \(TransportError: a control message of 105\d+ bytes"):
+        second.agree({str(number): "0" * 4096 for number in range(256)})
+    assert averaged(first) == (0,)
+
+
+def test_an_error_in_the_owners_callback_ends_its_transport_and_the_others_go_on(wires: Wires) -> None:
     transports = wires.meet(3, continue_without_lost=True)
-    told = [next_view_of(each) for each in transports]
-    for mine, other in ((transports[0], 1), (transports[1], 0)):
-        mine.connections.post(mine.connections.drop_silent, [other])
-    assert told[2].wait(LIMIT_S)
-    going = transports[2].view.members
-    assert going in ((0, 2), (1, 2))
-    assert all(told[number].wait(LIMIT_S) for number in going)
-    assert transports[going[0]].view == transports[2].view
-    assert transports[2].failure is None
+    transports[0].on_change = fail
+    transports[2].leave()
+    with pytest.raises(TransportError, match=r"internal error \(Bug: in a method\)"):
+        averaged(transports[0])
+    assert averaged(transports[1]) == (1,)
+    with pytest.raises(ConnectionRefusedError), closing(stranger_at(transports[0].address)):
+        pass
+
+
+def test_an_error_of_who_takes_the_average_ends_the_wait_for_it(wires: Wires) -> None:
+    first, second = wires.meet(2)
+    pending = first.average(contribution(0), on_commit=fail), second.average(contribution(1))
+    with pytest.raises(TransportError, match=r"internal error \(Bug: in a method\)"):
+        pending[0].wait(LIMIT_S)
+    assert pending[1].wait(LIMIT_S).contributors == (0, 1)
+
+
+def test_a_payload_is_copied_on_a_stream_of_its_own_gpu(wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy runs on the stream of its source: an event of another GPU's stream would come too early."""
+    cuda, empty = Cuda().install(monkeypatch), torch.empty
+    monkeypatch.setattr(Cuda, "synchronize", lambda event: None, raising=False)
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **kind: empty(*shape, **kind))
+    transports = wires.meet(2)
+    for outer_step, index in enumerate((1, 0, 1)):
+        given = [contribution(m, outer_step=outer_step) for m in range(2)]
+        given[0] = replace(given[0], payload=on_gpu(given[0].payload, index))
+        averages = exchange(transports, given)
+        assert torch.equal(averages[0].values, averages[1].values)
+        assert {place for _, place in cuda.log} == {torch.device("cuda", index)}
+        assert [what for what, _ in cuda.log][:3] == ["follows", "copies in", "marks"]
+        cuda.log.clear()
+    monkeypatch.setattr(Cuda, "synchronize", fail)
+    given = contribution(0, outer_step=4)
+    with pytest.raises(TransportError, match="Bug"):
+        transports[0].average(replace(given, payload=on_gpu(given.payload, 0))).wait()

@@ -24,16 +24,6 @@ QUICK: dict[str, Any] = {"heartbeat_s": 0.2, "silence_s": 5.0, "round_timeout_s"
 
 
 @contextmanager
-def deaf_manager(rank: int = -1, secret: str = "") -> Iterator[ConnectionManager]:
-    """A connection manager that ignores all messages."""
-    connections = ConnectionManager(Rules(rank=rank), TcpStreams(secret))
-    try:
-        yield connections
-    finally:
-        connections.close()
-
-
-@contextmanager
 def rendezvous(ranks: int | Registry, ranks_per_replica: int = 1, secret: str = "") -> Iterator[Address]:
     """A rendezvous of so many ranks at an address that belongs to none of them."""
     transport = PeerTransport(Rules(rank=-1), TcpStreams(secret))
@@ -48,9 +38,12 @@ def rendezvous(ranks: int | Registry, ranks_per_replica: int = 1, secret: str = 
 @contextmanager
 def answering_probes(host: str = "127.0.0.1") -> Iterator[Address]:
     """An address that answers the doctor's probes."""
-    with deaf_manager() as connections:
+    connections = ConnectionManager(Rules(rank=-1), TcpStreams())
+    try:
         serve_probes(connections)
         yield connections.listen(host, range(1), host)
+    finally:
+        connections.close()
 
 
 def at_once(functions: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -146,6 +146,9 @@ def new_folder(place: Path, *, replaces: bool = False) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
         yield partial
+        for path in partial.iterdir():
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
         sync_folder(partial)
         if replaces:
             move_in(partial, place)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import torch
 import xxhash
 from safetensors import SafetensorError
 from torch import Tensor
@@ -118,16 +117,15 @@ class Checkpoint(Manifest):
             raise CheckpointError(f"{self.path} says {name} = {value!r:.100}, which is not valid. Nothing was loaded.")
         return value
 
-    def load(self, part: str, device: torch.device | str = "cpu") -> Any:
-        """Return the tree that was saved as ``part``, with its tensors, which are whole, on ``device``."""
+    def load(self, part: str) -> Any:
+        """Return the tree that was saved as ``part``, with its tensors, which are whole, on the CPU."""
         with self._reading(part):
             skeleton = self.path / f"{part}.json"
             check_content(skeleton, self.parts[part][skeleton.name])
-            tensors = {name: saved.load(device) for name, saved in self.tensors(part).items()}
+            tensors = {name: saved.load() for name, saved in self._tensors(part).items()}
             return unflatten(json.loads(skeleton.read_bytes()), tensors)
 
-    def tensors(self, part: str) -> dict[str, SavedTensor]:
-        """Return the tensors of a part by name, without loading them."""
+    def _tensors(self, part: str) -> dict[str, SavedTensor]:
         with self._reading(part):
             files = self.parts[part].items()
             return find_tensors({self.path / name: facts for name, facts in files if name.endswith(".safetensors")})
@@ -137,16 +135,16 @@ class Checkpoint(Manifest):
 
         def read(saved: SavedTensor) -> Tensor:
             with self._reading(part):
-                return saved.load("cpu")
+                return saved.load()
 
-        return Lazy(self.tensors(part), read)
+        return Lazy(self._tensors(part), read)
 
     def load_into(self, part: str, values: Mapping[str, Tensor]) -> None:
         """Fill ``values`` in place from the tensors of a part with the same names; in a DTensor, this rank's shard.
 
         The ranks exchange nothing: each reads the files that it needs.
         """
-        tensors = self.tensors(part)
+        tensors = self._tensors(part)
         with self._reading(part):
             for name, value in values.items():
                 if name not in tensors:

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: written one at a time, by one process or by several ranks, and read in any division.
+"""Tensors in safetensors files: written one at a time, by a process or several ranks, and read whole or by as many.
 
 This module writes the files itself, because the safetensors library would hold all tensors in host memory at once. The
 library reads them, as it guards against malformed ones. A file of shards says in its metadata where in the whole tensor
@@ -108,11 +108,7 @@ class SavedTensor:
         self.shape = shape
         self.dtype = dtype
         self._opened = opened  # safetensors' handle of each file that was checked
-        self._pieces: dict[tuple[int, ...], tuple[Path, FileFacts, tuple[int, ...]]] = {}  # offsets -> file and sizes
-
-    def add(self, path: Path, facts: FileFacts, offsets: Sequence[int], sizes: Sequence[int]) -> None:
-        """Note a file that contains the piece of ``sizes`` that begins at ``offsets``."""
-        self._pieces[tuple(offsets)] = path, facts, tuple(sizes)
+        self.pieces: dict[tuple[int, ...], tuple[Path, FileFacts, tuple[int, ...]]] = {}  # offsets -> file and sizes
 
     def load_into(self, value: Tensor) -> None:
         """Fill a tensor from the files, in a DTensor this rank's shard."""
@@ -123,31 +119,25 @@ class SavedTensor:
             )
         target, first = _shard(value)
         copied = 0
-        for offsets, (path, facts, sizes) in self._pieces.items():
-            begins = [max(a, b) for a, b in zip(first, offsets, strict=True)]
-            ends = [min(a + n, b + m) for a, n, b, m in zip(first, target.shape, offsets, sizes, strict=True)]
-            if any(end <= begin for begin, end in zip(begins, ends, strict=True)):
-                continue
+        for offsets, (path, facts, sizes) in self.pieces.items():
+            begins = [offset - start for offset, start in zip(offsets, first, strict=True)]
+            room = [slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)]
+            if any(part.start < 0 or part.stop > size for part, size in zip(room, target.shape, strict=True)):
+                continue  # another rank's
             if path not in self._opened:
                 check_content(path, facts)
                 self._opened[path] = safe_open(path, framework="pt", device="cpu")
-            here, there = (
-                tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, origin, strict=True))
-                for origin in (first, offsets)
-            )
-            file = self._opened[path]
-            with torch.device("cpu"):  # a slice would be on the caller's default device
-                target[here].copy_(file.get_slice(self.name)[there] if there else file.get_tensor(self.name))
-            copied += math.prod(end - begin for begin, end in zip(begins, ends, strict=True))
+            target[tuple(room)].copy_(self._opened[path].get_tensor(self.name))
+            copied += math.prod(sizes)
         if copied != target.numel():
-            raise CheckpointError(f"The checkpoint is incomplete: it lacks values of {self.name}.")
+            raise CheckpointError(f"The checkpoint lacks values of {self.name}, or other ranks have saved it.")
 
-    def load(self, device: torch.device | str) -> Tensor:
+    def load(self) -> Tensor:
         # Filled, because mapped tensors have another alignment than torch's own, and a matrix product may round
         # differently there, so that a resumed run would not repeat the bits of an uninterrupted one.
         value = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.load_into(value)
-        return value.to(device)
+        return value
 
 
 def find_tensors(files: Mapping[Path, FileFacts]) -> dict[str, SavedTensor]:
@@ -164,7 +154,7 @@ def find_tensors(files: Mapping[Path, FileFacts]) -> dict[str, SavedTensor]:
                     shape, offsets = places.get(name) or (sizes, [0] * len(sizes))
                     dtype = _DTYPES[part.get_dtype()]
                     saved = tensors.setdefault(name, SavedTensor(name, tuple(shape), dtype, opened))
-                    saved.add(path, facts, offsets, sizes)
+                    saved.pieces[tuple(offsets)] = path, facts, sizes
         except (SafetensorError, *UNREADABLE) as error:
             raise CheckpointError(f"{path} is damaged: {error}.") from error
     return tensors

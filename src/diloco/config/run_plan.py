@@ -31,7 +31,7 @@ _PER_CALL_KEYS = ("out", "train.stop_after", "checkpoint.resume")  # settings of
 
 _CHANGEABLE = (
     *("train.steps", "train.stop_after", "out", "evaluation", "checkpoint", "monitor"),
-    *("network", "emulate", "data.skip_bad"),
+    *("network", "emulate"),
 )
 """Keys and sections that may change when a run resumes. None of them changes what a step of a replica computes, except
 that `train.steps` stretches the learning-rate schedule, which the run prints a note about. The processes of a replica

@@ -8,27 +8,34 @@ Its targets say which tokens the loss counts and where conversations end.
 from __future__ import annotations
 
 import json
+import os
 import re
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from diloco.data.chat_tokenizer import ChatTokenizer, Example
-from diloco.data.files import RowError, checked_text, read_rows, usable, warn_once
 from diloco.data.settings import DataSettings
-from diloco.data.source import is_heldout
-from diloco.errors import DataError
+from diloco.data.source import Source, checked_text, is_heldout, warn_once
+from diloco.data.tokenizer import Tokenizer, library_tokenizer
+from diloco.errors import ConfigurationError, DataError
 from diloco.model import ENDS, NOT_COUNTED
 
-__all__ = ["PackedRows", "all_rows", "chat_rows", "pack_rows"]
+Message: TypeAlias = Mapping[str, Any]  # ``role``, ``content``, and whatever else the template accepts
+Tools: TypeAlias = Sequence[Mapping[str, Any]]  # descriptions of tools, for the template
+
+_MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")
+_NOW = re.compile(r"""strftime_now\((['"])(.*?)\1\)""")
+_DATE = datetime(2024, 7, 26)  # instead of the current date, on which no example may depend
 
 _NOTES = {
-    "bad": "left out because they can't be used (data.skip_bad)",
     "cut": "cut at {length} tokens",
     "unanswered": "left out because they have no answer to learn, or none before the cut",
     "special": "left out because their text contains a special token of the tokenizer",
@@ -37,84 +44,68 @@ _NOTES = {
 """How conversations are changed or left out."""
 
 
+@dataclass(frozen=True, eq=False)
+class Example:
+    """A conversation as tokens."""
+
+    tokens: NDArray[Any]  # ``(n,)`` integers
+    # ``(n,)`` bool: whether the loss counts a token; False for the first, which is not predicted
+    counted: NDArray[np.bool_]
+
+
 def chat_rows(
-    settings: DataSettings, tokenizer: ChatTokenizer, length: int
+    settings: DataSettings, tokenizer: ChatTokenizer, length: int, *, split: bool = True
 ) -> tuple[PackedRows, PackedRows, Sequence[str]]:
-    """Read, split and tokenise conversations: rows to train on, held-out ones, and what was cut or left out."""
+    """Read, split and tokenise conversations: rows to train on, held-out ones, and what was cut or left out.
+
+    Unless they are ``split``, all are held out.
+    """
     counts: Counter[str] = Counter()
     sides: tuple[list[Example], list[Example]] = ([], [])
-    for example, heldout in _examples(tokenizer, settings, length, counts):
-        sides[heldout].append(example)
+    for place, record in Source(settings).rows():
+        counts["read"] += 1
+        try:
+            example = _example(tokenizer, record, length, counts)
+            key = json.dumps(record, sort_keys=True, default=str)
+        except (DataError, RecursionError) as error:
+            why = error if isinstance(error, DataError) else "it is nested too deeply."
+            raise DataError(f"{place}: {why}") from error
+        if example is not None:
+            sides[not split or is_heldout(key, settings.heldout_fraction)].append(example)
     changes = ((counts[name], note) for name, note in _NOTES.items())
     notes = [f"{count:,} {note.format(length=length)}" for count, note in changes if count]
     for side, use in zip(sides, ("train", "evaluate"), strict=True):
-        if not side:
+        if not side and (split or use == "evaluate"):
             raise DataError(
                 f"Of {counts['read']} conversations, data.heldout_fraction={settings.heldout_fraction:g} leaves "
                 f"none to {use} on ({'; '.join(notes)}). Give more conversations, or change the fraction."
             )
-    train, heldout_part = (_rows(side, settings, tokenizer, length) for side in sides)
-    return train, heldout_part, notes
+    together = settings.packing != "single"
+    train, heldout = (PackedRows(side, length, padding=tokenizer.eos_id, together=together) for side in sides)
+    return train, heldout, notes
 
 
-def all_rows(settings: DataSettings, tokenizer: ChatTokenizer, length: int) -> PackedRows:
-    """Return the rows of all conversations."""
-    if not (examples := [example for example, _ in _examples(tokenizer, settings, length, Counter())]):
-        raise DataError("There are no conversations to evaluate on.")
-    return _rows(examples, settings, tokenizer, length)
+def _example(tokenizer: ChatTokenizer, record: Any, length: int, counts: Counter[str]) -> Example | None:
+    """Tokenise a record, at most ``length`` tokens; return None if there is nothing to learn from it.
 
-
-def _rows(examples: Sequence[Example], settings: DataSettings, tokenizer: ChatTokenizer, length: int) -> PackedRows:
-    return PackedRows(examples, length, padding=tokenizer.eos_id, together=settings.packing != "single")
-
-
-def _examples(
-    tokenizer: ChatTokenizer, settings: DataSettings, length: int, counts: Counter[str]
-) -> Iterator[tuple[Example, bool]]:
-    """Yield what is learned from each record, at most ``length`` tokens, and whether it is held out.
-
-    Count the records, and by `_NOTES` what is left out or changed.
+    Count by `_NOTES` what is left out or changed.
     """
-
-    def read(place: str, record: Any) -> tuple[Example | str, bool]:
-        text = json.dumps(record, sort_keys=True, default=str)
-        return _example(tokenizer, place, record, counts), is_heldout(text, settings.heldout_fraction)
-
-    bad: tuple[Example | str, bool] = "bad", False
-    for example, heldout in usable(read_rows(settings.paths), read, bad, skip_bad=settings.skip_bad):
-        counts["read"] += 1
-        if isinstance(example, str):
-            counts[example] += 1
-        elif not (short := Example(example.tokens[:length], example.counted[:length])).counted.any():
-            counts["unanswered"] += 1
-        else:
-            counts["cut"] += len(short.tokens) < len(example.tokens)
-            yield short, heldout
-
-
-def _example(tokenizer: ChatTokenizer, place: str, record: Any, counts: Counter[str]) -> Example | str:
-    """Tokenise a record. If there is nothing to learn from it, return why, as one of `_NOTES`."""
-    try:
-        messages, learned, tools, unused = _read(_without_nulls(record))
-    except RowError as error:
-        raise RowError(f"{place}: {error}") from error
+    messages, learned, tools, unused = _read(_without_nulls(record))
     for name in sorted(unused):
-        if not counts[f"unused {name}"]:  # each is named once
-            warn_once(f"{place}: the field {name!r} is not used.")
-        counts[f"unused {name}"] += 1
-    if any(map(tokenizer.holds_special, texts_of([messages, tools]))):
-        return "special"
-    if not any(learned):
-        return "unanswered"
-    size = len(learned) - learned[::-1].index(True)  # what follows the last answer is left out
-    try:
-        example, all_count = tokenizer.conversation(messages[:size], learned[:size], tools)
-    except DataError as error:
-        if tokenizer.template is None:
-            raise
-        raise RowError(f"{place}: {error}") from error
-    counts["partial"] += not all_count
-    return example
+        warn_once(f"The field {name!r} of conversations is not used.")
+    if any(map(tokenizer.holds_special, _texts([messages, tools]))):
+        counts["special"] += 1
+        return None
+    if any(learned):
+        size = len(learned) - learned[::-1].index(True)  # what follows the last answer is left out
+        whole, all_count = tokenizer.conversation(messages[:size], learned[:size], tools)
+        counts["partial"] += not all_count
+        example = Example(whole.tokens[:length], whole.counted[:length])
+        if example.counted.any():
+            counts["cut"] += len(example.tokens) < len(whole.tokens)
+            return example
+    counts["unanswered"] += 1
+    return None
 
 
 class PackedRows:
@@ -139,13 +130,12 @@ class PackedRows:
             for number in numbers:
                 example, end = examples[number], begin + sizes[number]
                 self.inputs[row, begin:end] = example.tokens
-                self.targets[row, begin : end - 1] = np.where(
-                    example.counted, self.inputs[row, begin:end], NOT_COUNTED
-                )[1:]
+                targets = np.where(example.counted, self.inputs[row, begin:end], NOT_COUNTED)
+                self.targets[row, begin : end - 1] = targets[1:]
                 self.targets[row, end - 1] = ENDS
                 begin = end
         self.documents, self.marks_ends = len(examples), together
-        self.efficiency = sum(sizes) / self.inputs.size  # fraction of the tokens that are not padding
+        self.num_tokens = sum(sizes)  # without padding
         self.counted_tokens = int((self.targets >= 0).sum())  # tokens that the loss counts
 
     @property
@@ -194,10 +184,12 @@ _MARKS = re.compile("(^|_)(weights?|mask(s|ed)?|loss|train(ing|able)?)(_|$)")
 """Names of fields that may say what is learned. Only ``weight`` of a message can be followed."""
 
 
-def _read(fields: dict[str, Any]) -> tuple[list[dict[str, Any]], list[bool], list[dict[str, Any]], set[str]]:
+def _read(fields: Any) -> tuple[list[dict[str, Any]], list[bool], list[dict[str, Any]], set[str]]:
     """Return the messages, of each whether it is learned, the tools, and the names of the fields that are not used."""
+    if not isinstance(fields, dict):
+        raise DataError("This is text. Conversations are read from .jsonl, .json and .parquet files.")
     if marks := [name for name in sorted(fields) if _MARKS.search(name) and isinstance(fields[name], str | list)]:
-        raise RowError(
+        raise DataError(
             f"{marks[0]} marks parts of the record, which can't be followed: give messages a weight of 0 or 1."
         )
     if "messages" in fields:
@@ -208,14 +200,16 @@ def _read(fields: dict[str, Any]) -> tuple[list[dict[str, Any]], list[bool], lis
             *_turns("completion", fields.pop("completion"), "assistant"),
         ]
     else:
-        raise RowError(
+        raise DataError(
             f"It has the fields {', '.join(map(repr, sorted(fields)))}. A conversation needs 'messages', or 'prompt' "
             "and 'completion'."
         )
-    tools = [_tool(tool) for tool in _listed(fields.pop("tools", None))]
-    messages = [_message(turn) for turn in turns]
     if content := checked_text(fields.pop("system", ""), "a record", "system"):
-        messages.insert(0, ({"role": "system", "content": content}, False))
+        turns.insert(0, {"role": "system", "content": content})
+    tools = _listed(fields.pop("tools", None))
+    if odd := [tool for tool in tools if not isinstance(tool, dict)]:
+        raise DataError(f"tools must be a list of objects, or the same as JSON, got {odd[0]!r:.80}.")
+    messages = [_message(turn) for turn in turns]
     return [message for message, _ in messages], [learned for _, learned in messages], tools, {*fields}
 
 
@@ -223,14 +217,11 @@ def _turns(name: str, value: Any, role: str = "") -> list[Any]:
     """Return the messages of a field; with a role, it may be the text of one instead."""
     if role and isinstance(value, str):
         return [{"role": role, "content": value}]
-    if not isinstance(value, list) or not value or not all(map(_is_message, value)):
+    turns = value if isinstance(value, list) else []
+    if not turns or not all(isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in turns):
         also = "text or " if role else ""
-        raise RowError(f"{name} must be {also}a list of messages whose role and content are text, got {value!r:.80}.")
-    return value
-
-
-def _is_message(turn: Any) -> bool:
-    return isinstance(turn, dict) and isinstance(turn.get("role"), str)
+        raise DataError(f"{name} must be {also}a list of messages whose role and content are text, got {value!r:.80}.")
+    return turns
 
 
 def _message(turn: dict[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -238,13 +229,13 @@ def _message(turn: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     rest = dict(turn)
     role, content = rest.pop("role"), rest.pop("content", None)
     calls = [_tool_call(call) for call in _listed(rest.pop("tool_calls", None))]
-    message: dict[str, Any] = {"role": role}
     weight = rest.pop("weight", 1)
     for name, mark in {"weight": weight, **rest}.items():
         if _MARKS.search(name) and (name != "weight" or mark not in (0, 1)):
-            raise RowError(
+            raise DataError(
                 f"{name} is {mark!r:.80}, which can't be followed: an answer is learned or not (weight = 1 or 0)."
             )
+    message: dict[str, Any] = {"role": role}
     if content is not None or not calls:
         message["content"] = _text(content)
     message |= rest | ({"tool_calls": calls} if calls else {})
@@ -258,7 +249,7 @@ def _text(content: Any) -> str:
         for part in parts:
             kind = part.get("type", "text") if isinstance(part, dict) else None
             if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-                raise RowError(f"a message has the part {part!r:.80}, but only text can be learned from.")
+                raise DataError(f"a message has the part {part!r:.80}, but only text can be learned from.")
         content = "".join(part["text"] for part in parts)
     return checked_text(content, "a message", "content")
 
@@ -266,35 +257,27 @@ def _text(content: Any) -> str:
 def _tool_call(call: Any) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RowError(f"a call of a tool needs a function with a name, got {call!r:.80}.")
+        raise DataError(f"a call of a tool needs a function with a name, got {call!r:.80}.")
     arguments = _from_json(function.get("arguments") or {})
     if not isinstance(arguments, dict):
-        raise RowError(f"the arguments of {function['name']} are not a JSON object, got {arguments!r:.80}.")
+        raise DataError(f"the arguments of {function['name']} are not a JSON object, got {arguments!r:.80}.")
     return (call if "function" in call else {"type": "function"}) | {"function": {**function, "arguments": arguments}}
 
 
-def _tool(tool: Any) -> dict[str, Any]:
-    if not isinstance(tool, dict):
-        raise RowError(f"tools must be a list of objects, or the same as JSON, got {tool!r:.80}.")
-    return tool
-
-
-def texts_of(value: Any) -> Iterator[str]:
+def _texts(value: Any) -> Iterator[str]:
     """Yield every string in a JSON value, also the names of fields."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for each in (*value.keys(), *value.values()) if isinstance(value, Mapping) else value:
-            yield from texts_of(each)
+    elif isinstance(value, dict | list):
+        for each in (*value.keys(), *value.values()) if isinstance(value, dict) else value:
+            yield from _texts(each)
 
 
 def _without_nulls(value: Any) -> Any:
     """Return a value without the nulls of its objects; those in lists stay."""
-    if isinstance(value, list) and value and all(isinstance(each, tuple) for each in value):  # a map of a table
-        value = dict(value)
     if isinstance(value, list):
         return [_without_nulls(each) for each in value]
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
     return value
 
@@ -311,3 +294,138 @@ def _listed(value: Any) -> list[Any]:
     """Return the elements of a list, or a value alone, which tables often hold as JSON."""
     value = _from_json(value) or []
     return [_from_json(each) for each in (value if isinstance(value, list) else [value])]
+
+
+class ChatTokenizer(Tokenizer):
+    """The tokenizer of a ``transformers`` folder, with its chat template and special tokens.
+
+    It renders and tokenises conversations and finds the answers in them.
+
+    Args:
+        place: the folder, or ``hf:NAME``.
+        template: a Jinja file to use instead of the folder's own template.
+    """
+
+    def __init__(self, place: str, template: Path | None = None) -> None:
+        library = library_tokenizer(place, "finetune", "A conversation needs transformers")
+        super().__init__(library.backend_tokenizer.to_str(), eos=str(library.eos_token), source=place)
+        if template is not None:
+            try:
+                library.chat_template = template.read_text("utf-8-sig")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigurationError(f"data.format={template} can't be read: {error}.") from error
+        self._library, self._place = library, place
+        added = library.added_tokens_decoder.values()
+        special = sorted({*library.all_special_tokens, *(str(token) for token in added if token.special)})
+        self._special = re.compile("|".join(re.escape(each) for each in sorted(special, key=len, reverse=True)))
+        self.answer_end = self.eos_id  # the token that ends an answer: the first special one after it
+        if library.chat_template:
+            answer = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+            _, shown, rest = self._render(answer, ()).rpartition("answer")
+            ids = {*library.convert_tokens_to_ids(special)} if shown else set()
+            self.answer_end = next((int(index) for index in self._tokens(rest)[0] if index in ids), self.eos_id)
+
+    def save(self, folder: Path) -> None:
+        """Write the files of `Tokenizer.save`, the template, and everything else that the library saves."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._library.save_pretrained(folder)
+
+    def holds_special(self, text: str) -> bool:
+        """Return whether a text spells out a special token, which would end its own part of a conversation."""
+        return self._special.search(text) is not None
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of the prompt for the answer to ``messages``, as `conversation` tokenises them."""
+        text = self._render(messages, (), answer_next=True)
+        return [int(token) for token in self._tokens(text)[0]]
+
+    def conversation(
+        self, messages: Sequence[Message], learned: Sequence[bool] | None = None, tools: Tools = ()
+    ) -> tuple[Example, bool]:
+        """Tokenise a conversation. Its answers count, each with the tokens that end it.
+
+        The template decides which tokens are answers: an answer runs from the end of the prompt for it to the end of
+        the conversation up to it. If the template marks answers itself (``{% generation %}``), only what it marks
+        counts. If the end of the prompt (``<think>``) is missing before an answer, the answer runs from where it
+        differs from the prompt. ``learned`` says for each message whether it counts, if it is an answer.
+
+        Returns:
+            The example, and whether all answers to learn count. Some templates render earlier answers differently once
+            another message follows (without their reasoning), or refuse what precedes them; these don't count.
+
+        Raises:
+            DataError: the template refuses the conversation, or does not render the last answer after its prompt.
+        """
+        whole = self._render(messages, tools)
+        tokens, spans = self._tokens(whole)
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        chosen = [number for number in answers if learned is None or learned[number]]
+        marked = np.ones(len(tokens), dtype=np.bool_)
+        counted, all_count = np.zeros_like(marked), True
+        if _MARKS_ANSWERS.search(self._template_for(tools)):
+            masks = self._applied(messages, tools, return_assistant_tokens_mask=True, return_dict=True)
+            marked = np.array(masks["assistant_masks"], dtype=np.bool_)
+            if chosen == answers:
+                chosen, counted = [], marked.copy()
+        for number in chosen:
+            span = self._span(messages, number, whole, tools)
+            if span is not None:
+                counted |= (spans[:, 1] > span[0]) & (spans[:, 0] < span[1])
+            elif number == answers[-1]:
+                raise DataError(
+                    f"The chat template of {self._place} does not render an answer after the prompt for it, so the "
+                    f"tokens to learn can't be found. The conversation begins with {whole[:60]!r}. Give a template "
+                    "with {% generation %} (--data.format FILE.jinja)."
+                )
+            else:
+                all_count = False
+        counted &= marked
+        counted[:1] = False
+        return Example(tokens, counted), all_count
+
+    def _span(self, messages: Sequence[Message], number: int, whole: str, tools: Tools) -> tuple[int, int] | None:
+        """Return where an answer begins and ends in the text of its conversation; None if that isn't clear."""
+        is_last = number == len(messages) - 1
+        try:
+            after = whole if is_last else self._render(messages[: number + 1], tools)
+            prompt = self._render(messages[:number], tools, answer_next=True)
+            if not whole.startswith(after):
+                return None
+            if after.startswith(prompt):
+                return len(prompt), len(after)
+            begin = len(os.path.commonprefix([after, prompt]))  # noqa: RUF071  # of characters, not of paths
+            return (begin, len(after)) if begin > len(self._render(messages[:number], tools)) else None
+        except DataError:
+            if is_last:
+                raise
+            return None
+
+    def _tokens(self, text: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Return the ``(n,)`` tokens of a text, special ones included, and their character ranges, ``(n, 2)``."""
+        encoded = self._library(text, add_special_tokens=False, return_offsets_mapping=True)
+        spans = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        return np.array(encoded["input_ids"], dtype=self.dtype), spans
+
+    def _template_for(self, tools: Tools) -> str:
+        """Return the template, of several the one that the library takes; it shows one date, whatever the day is."""
+        if not self._library.chat_template:
+            raise DataError(
+                f"{self._place} has no chat template, which messages need. Give a template (--data.format "
+                "FILE.jinja), or the folder of a chat model."
+            )
+        template = self._library.get_chat_template(tools=tools or None)
+        return _NOW.sub(lambda now: repr(_DATE.strftime(now[2])), template)
+
+    def _render(self, messages: Sequence[Message], tools: Tools, *, answer_next: bool = False) -> str:
+        text = str(self._applied(messages, tools, tokenize=False, add_generation_prompt=answer_next))
+        return checked_text(text, self._place, "conversation")  # a role may hold what is no text
+
+    def _applied(self, messages: Sequence[Message], tools: Tools, **how: Any) -> Any:
+        template = self._template_for(tools)
+        try:
+            return self._library.apply_chat_template(messages, chat_template=template, tools=tools or None, **how)
+        except Exception as error:  # Jinja's errors, and whatever a template raises
+            raise DataError(
+                f"The chat template of {self._place} refused a conversation with the roles "
+                f"{', '.join(str(message['role']) for message in messages)}: {str(error).rstrip('.')}."
+            ) from error

@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Unpack
+from typing import Any, Unpack
 
+import msgspec
 import numpy as np
+import torch
 import xxhash
+from numpy.typing import NDArray
 
-from diloco.data.chat import PackedRows, all_rows, chat_rows
-from diloco.data.chat_tokenizer import ChatTokenizer
-from diloco.data.loader import Batches, DocumentStream, Drawing, Sampler
+from diloco.data.batches import Batch, Batches, Cursor, Drawing, Sampler, as_message, read_message
+from diloco.data.chat import ChatTokenizer, PackedRows, chat_rows
 from diloco.data.settings import DataSettings
 from diloco.data.source import Source, is_heldout
 from diloco.data.tokenizer import Tokenizer, make_tokenizer
-from diloco.data.tokens import (
-    SPLITS,
-    PackedTokens,
-    TokenFolder,
-    encode_splits,
-    pack,
-    token_folders,
-    training_texts,
-)
+from diloco.data.tokens import SPLITS, PackedTokens, TokenFolder, encode_splits, pack, token_folders
 from diloco.errors import ConfigurationError, DataError
 from diloco.units import format_bytes
 
-__all__ = ["Corpus", "build_corpus", "corpus_vocabulary_size", "heldout_data"]
-
-_AHEAD = 4
 _BPE_DOCUMENTS = 10_000  # while streaming, a BPE is trained on the first ones
 _HELDOUT_DOCUMENTS = 256  # while streaming, the first ones that the hash holds out are evaluated on
 
@@ -46,12 +38,10 @@ class Corpus:
     fingerprint: str
     """Equal for equal tokens, split and vocabulary size. It tells data sets apart and is not a cryptographic hash."""
     about: str  # what there is to train and to evaluate on
-    ahead: int = 0  # batches that a thread prepares, because drawing them reads files
     stream: Callable[..., Batches] | None = None  # opens the batches of a replica that reads during training
 
     def batches(self, **drawing: Unpack[Drawing]) -> Batches:
         """Return the batches of one replica."""
-        drawing.setdefault("ahead", self.ahead)
         return self.stream(**drawing) if self.stream else Sampler(self.train, **drawing)
 
 
@@ -75,11 +65,10 @@ def build_corpus(settings: DataSettings, sequence_length: int = 1024) -> Corpus:
         _check_settings(settings, folders)
         tokenizer = folders[0].tokenizer()
     else:
-        tokenizer = make_tokenizer(settings, training_texts(Source(settings)))
+        tokenizer = make_tokenizer(settings, Source(settings).documents(heldout=False))
     train, heldout = _splits(settings, folders, tokenizer)
     about = f"{_size(train)}, {len(train):,} tokens{', in files' if folders else ''}; held out: {_size(heldout)}"
-    digest = _fingerprint(tokenizer, train, heldout)
-    return Corpus(train, heldout, tokenizer, digest, about, ahead=_AHEAD if folders else 0)
+    return Corpus(train, heldout, tokenizer, _fingerprint(tokenizer, train, heldout), about)
 
 
 def _chat_corpus(settings: DataSettings, length: int) -> Corpus:
@@ -92,7 +81,7 @@ def _chat_corpus(settings: DataSettings, length: int) -> Corpus:
     train, heldout, notes = chat_rows(settings, tokenizer, length)
     size = (
         f"{train.documents:,} conversations in {train.num_windows(length):,} rows of {length} tokens, "
-        f"{train.efficiency:.0%} full; {train.counted_tokens:,} tokens count"
+        f"{train.num_tokens / len(train):.0%} full; {train.counted_tokens:,} tokens count"
     )
     about = "; ".join([size, *notes, f"held out: {heldout.documents:,} conversations"])
     return Corpus(train, heldout, tokenizer, _fingerprint(tokenizer, train, heldout), about)
@@ -100,13 +89,13 @@ def _chat_corpus(settings: DataSettings, length: int) -> Corpus:
 
 def _streamed_corpus(settings: DataSettings) -> Corpus:
     source, fraction = Source(settings), settings.heldout_fraction
-    tokenizer = make_tokenizer(settings, islice(_documents(source, heldout=False), _BPE_DOCUMENTS))
-    heldout, field = _first_heldout(source, tokenizer), settings.text_field
-    origin = f"{field} {len(source.parts)} {fraction} {tokenizer.to_json()} {heldout.digest}"
+    tokenizer = make_tokenizer(settings, islice(source.documents(heldout=False), _BPE_DOCUMENTS))
+    heldout = _first_heldout(source, tokenizer)
+    origin = f"{settings.text_field} {len(source.parts)} {fraction} {tokenizer.to_json()} {heldout.digest}"
     digest = xxhash.xxh3_128_hexdigest(origin.encode())
-    stream = partial(DocumentStream, source, tokenizer, data=digest, heldout_fraction=fraction)
+    stream = partial(DocumentStream, source, tokenizer, data=digest)
     about = f"read while training; held out: {_size(heldout)}"
-    return Corpus(PackedTokens([]), heldout, tokenizer, digest, about, ahead=_AHEAD, stream=stream)
+    return Corpus(PackedTokens([]), heldout, tokenizer, digest, about, stream)
 
 
 def corpus_vocabulary_size(settings: DataSettings) -> int:
@@ -123,13 +112,12 @@ def heldout_data(
 
     ``tokenizer`` is the one that a run saved; a `ChatTokenizer` for conversations.
     """
-    if isinstance(tokenizer, ChatTokenizer):
-        if paths:
-            return all_rows(replace(settings, paths=tuple(paths)), tokenizer, sequence_length)
-        return chat_rows(settings, tokenizer, sequence_length)[1]
     if paths:
-        source = Source(replace(settings, paths=tuple(paths), streaming=False))
-        return pack(list(source.documents()), tokenizer)
+        settings = replace(settings, paths=tuple(paths), streaming=False)
+    if isinstance(tokenizer, ChatTokenizer):
+        return chat_rows(settings, tokenizer, sequence_length, split=not paths)[1]
+    if paths:
+        return pack(list(Source(settings).documents()), tokenizer)
     if settings.streaming:
         return _first_heldout(Source(settings), tokenizer)
     return _splits(settings, token_folders(settings), tokenizer)[1]
@@ -147,24 +135,11 @@ def _splits(settings: DataSettings, folders: Sequence[TokenFolder], tokenizer: T
     """Return the tokens to train on and the held-out ones: of folders, or of the text if there are none."""
     if folders:
         return [PackedTokens.joined([folder.splits[name] for folder in folders]) for name in SPLITS]
-    return [
-        PackedTokens(
-            [np.concatenate([part[:] for part in parts])],
-            vocab_size=tokenizer.vocab_size,
-            documents=sum(part.documents for part in parts),
-            num_bytes=sum(part.num_bytes for part in parts),
-        )
-        for parts in zip(*encode_splits(Source(settings), tokenizer), strict=True)
-    ]
-
-
-def _documents(source: Source, *, heldout: bool) -> Iterator[str]:
-    fraction = source.settings.heldout_fraction
-    return (text for text in source.documents() if is_heldout(text, fraction) is heldout)
+    return [PackedTokens.joined(parts) for parts in zip(*encode_splits(Source(settings), tokenizer), strict=True)]
 
 
 def _first_heldout(source: Source, tokenizer: Tokenizer) -> PackedTokens:
-    if not (texts := list(islice(_documents(source, heldout=True), _HELDOUT_DOCUMENTS))):
+    if not (texts := list(islice(source.documents(heldout=True), _HELDOUT_DOCUMENTS))):
         raise DataError(
             f"data.heldout_fraction={source.settings.heldout_fraction:g} holds out none of the documents. Use a larger "
             "fraction, or more documents."
@@ -192,3 +167,97 @@ def _check_settings(settings: DataSettings, folders: Sequence[TokenFolder]) -> N
         raise ConfigurationError(
             f"data.tokenizer={settings.tokenizer!r} has no effect: {first.path} was made with another one."
         )
+
+
+_BLOCK = 64  # documents that are tokenised at a time
+
+
+class _Place(msgspec.Struct, kw_only=True):
+    """Where a replica is in its documents; part of its cursor."""
+
+    rows: Any = None  # the state of the data set before the block of documents to draw from; None: at the beginning
+    offset: int = 0  # the tokens of the block that have been drawn
+    last: int  # the token before the next one to draw
+    epoch: int = 0
+
+
+class DocumentStream(Batches):
+    """The `Batches` of one replica that reads, tokenises and packs its documents meanwhile, in the order of the source.
+
+    ``datasets.distributed.split_dataset_by_node`` divides them among the replicas, whose number can't change. Documents
+    are packed end to end, each followed by the end-of-document token, so every token is a target once.
+    """
+
+    def __init__(self, source: Source, tokenizer: Tokenizer, *, data: str, **drawing: Unpack[Drawing]) -> None:
+        super().__init__({"stream": data}, drawing)
+        self._source, self._tokenizer, self._stream = source, tokenizer, source.stream()
+        self._thread = ThreadPoolExecutor(1, f"batches of replica {self._replica}")  # it starts with the first batch
+        self._next: Future[tuple[Batch, Cursor]] | None = None
+        self._restore({**self._origin, "drawn": 0, "place": as_message(_Place(last=tokenizer.eos_id))})
+
+    @property
+    def epochs(self) -> float:
+        return float(self._cursor["place"]["epoch"])
+
+    def next_batch(self) -> Batch:
+        self._next = self._next or self._thread.submit(self._draw)
+        try:
+            batch, self._cursor = self._next.result()
+        except BaseException:
+            self._restore(self._cursor)
+            raise
+        self._next = self._thread.submit(self._draw)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._cursor)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        del self._blocks  # iterators of `datasets` that end with the interpreter print errors
+
+    def _restore(self, state: Cursor) -> None:
+        wait([self._next] if self._next else [])
+        self._next, self._cursor, self._place = None, state, read_message(state["place"], _Place)
+        self._blocks = self._read(self._place.rows, self._place.epoch)
+        self._tokens = next(self._blocks)[2] if self._place.offset else np.zeros(0, np.int64)
+
+    def _draw(self) -> tuple[Batch, Cursor]:
+        """Make the batch after the last one that was returned."""
+        rows = torch.tensor([self._row() for _ in range(self._batch_size)], dtype=torch.int64, device="cpu")
+        cursor = {**self._origin, "drawn": self._cursor["drawn"] + 1, "place": as_message(self._place)}
+        return (rows[:, :-1].contiguous(), rows[:, 1:].contiguous()), cursor
+
+    def _row(self) -> list[int]:
+        """Return the token before the next ones to draw, and those."""
+        place, row = self._place, [self._place.last]
+        while len(row) <= self._length:
+            if place.offset == len(self._tokens):
+                (place.rows, place.epoch, self._tokens), place.offset = next(self._blocks), 0
+            tokens = self._tokens[place.offset :][: self._length + 1 - len(row)].tolist()
+            row += tokens
+            place.offset += len(tokens)
+        place.last = row[-1]
+        return row
+
+    def _read(self, rows: Any, epoch: int) -> Iterator[tuple[Any, int, NDArray[Any]]]:
+        """Yield the tokens of one block of documents after the other, each with the state of the data set before it."""
+        from datasets.distributed import split_dataset_by_node
+
+        source = self._source
+        while True:
+            documents = split_dataset_by_node(self._stream, rank=self._replica, world_size=self._num_replicas or 1)
+            if rows is not None:
+                documents.load_state_dict(rows)
+            is_empty, texts = rows is None, (source.text("a record of the stream", row) for row in documents)
+            while block := list(islice(texts, _BLOCK)):
+                train = [text for text in block if text and not is_heldout(text, source.settings.heldout_fraction)]
+                is_empty = is_empty and not train
+                yield rows, epoch, self._tokenizer.encode_documents(train)
+                rows = documents.state_dict()
+            if is_empty:
+                raise DataError(
+                    "There are no documents to train on: all are empty, held out, or those of other replicas. Give "
+                    "more text or a smaller data.heldout_fraction."
+                )
+            rows, epoch = None, epoch + 1

@@ -14,8 +14,6 @@ from diloco.algorithm import check_ranges
 from diloco.errors import ConfigurationError, nearest
 from diloco.private_files import check_url
 
-__all__ = ["HUB_PREFIX", "DataSettings"]
-
 HUB_PREFIX = "hf:"  # marks a data set of the ``datasets`` library, or a tokenizer of the Hugging Face hub
 
 
@@ -29,14 +27,12 @@ class DataSettings:
     text_field: str = "text"
     """Field of records that holds the text."""
     format: Annotated[str, arg(metavar="{text,chat,FILE.jinja}")] = "text"
-    """text: plain documents. chat: conversations, in which the loss counts only the answers, from .jsonl, .json or
-    .parquet records with the field messages, or the fields prompt and completion. A Jinja file: the same, with this
-    chat template instead of the tokenizer's own."""
+    """text: plain documents. chat: conversations, in which the loss counts only the answers: records with the field
+    messages, or the fields prompt and completion. A Jinja file: the same, with this chat template instead of the
+    tokenizer's own."""
     packing: Literal["joined", "masked", "single"] | None = None
     """joined: documents follow each other in a sequence, and attention crosses their borders. masked: it does not.
     single: each sequence holds one conversation. Default: joined, or masked with format chat."""
-    skip_bad: bool = False
-    """Leave out rows that can't be used (null, malformed, not UTF-8), and print how many and which. Default: stop."""
     tokenizer: Annotated[str, arg(aliases=["--tokenizer"])] = "bytes"
     """bytes; bpe or bpe:SIZE, trained on the training text (4096 tokens); the path of a tokenizer.json; or hf:NAME."""
     heldout_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.02
@@ -83,11 +79,8 @@ class DataSettings:
                 "data.streaming can't be combined with data.format='chat', which reads all conversations before "
                 "training. Leave it out."
             )
-        if self.chat and (not self.paths or any(path.startswith(HUB_PREFIX) for path in self.paths)):
-            raise ConfigurationError(
-                "data.format='chat' needs conversations in .jsonl, .json or .parquet files: --data FILE.jsonl. Save "
-                "a data set of the datasets library with Dataset.to_parquet."
-            )
+        if self.chat and not self.paths:
+            raise ConfigurationError("data.format='chat' needs conversations: --data FILE.jsonl or hf:NAME.")
         for place in self.paths:
             check_url(place)
 

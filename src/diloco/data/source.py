@@ -1,28 +1,64 @@
-"""A source of documents: files and data sets of the ``datasets`` library, one after the other."""
+"""The documents of a run: files at a path or any URL of fsspec, data sets, or the running Python's standard library.
+
+The suffix of a file says what it holds, behind one that says how it is compressed. The order of records depends only on
+names and contents: the files of a folder sorted by their path, records in file order. Nothing is unpickled.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+import bz2
+import functools
+import glob
+import gzip
+import io
+import json
+import logging
+import lzma
+import os
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import xxhash
 
-from diloco.data.files import File, Row, RowError, StandardLibrary, as_data_error, checked_text, files_of, usable
 from diloco.data.settings import HUB_PREFIX, DataSettings
 from diloco.errors import ConfigurationError, DataError, NoDataError, from_extra, nearest
 from diloco.waiting import fetching
 
-__all__ = ["Source", "is_heldout", "split_documents"]
+FROM_HUB = "Check the name, and the connection to the hub (HF_HUB_OFFLINE=1 disables it)."
+"""What to do if something of the Hugging Face hub can't be read."""
+
+LOGGER = logging.getLogger("diloco.data")
+"""The logger of what is not read. Its warnings go to stderr unless a program configures logging."""
+
+Row: TypeAlias = tuple[str, Any]
+"""Where a record or document is, in words, and its content: a dictionary or a text."""
+
+# fmt: off
+DOCUMENT_SUFFIXES = frozenset({
+    ".txt", ".text", ".md", ".rst", ".tex",
+    ".py", ".c", ".h", ".cpp", ".hpp", ".rs", ".go", ".java", ".js", ".ts",
+})
+RECORD_SUFFIXES = frozenset({".jsonl", ".jsonlines", ".ndjson", ".parquet"})
+"""The files that are read of a folder. ``.json`` is not among them, because it often describes a folder."""
+
+STANDARD_LIBRARY_LEFT_OUT = frozenset({
+    "site-packages", "dist-packages",  # installed packages
+    "test", "tests", "idlelib", "turtledemo", "tkinter", "lib2to3", "distutils", "ensurepip",  # often split off
+    "encodings", "pydoc_data",  # character tables, and one long string
+    "__pycache__",
+})
+"""Folders of the standard library that do not belong to the built-in data set."""
+# fmt: on
 
 
 class Source:
     """The records of ``data.paths``: files and data sets one after the other, in the same order at every reading.
 
-    What there is to read is listed here, but nothing is read yet. A record without text is an empty string and no
-    document.
+    What there is to read is listed here, but nothing is read yet.
 
     Raises:
         DataError: something does not exist, or can't be read.
@@ -32,27 +68,42 @@ class Source:
     def __init__(self, settings: DataSettings) -> None:
         self.settings = settings
         self.parts: list[File | StandardLibrary | DataSet] = [] if settings.paths else [StandardLibrary()]
+        suffixes = RECORD_SUFFIXES if settings.chat else RECORD_SUFFIXES | DOCUMENT_SUFFIXES
         for place in settings.paths:
-            self.parts += [_data_set(place, settings)] if place.startswith(HUB_PREFIX) else files_of(place)
-        sets = sum(isinstance(part, DataSet) for part in self.parts)
-        if settings.streaming and sets and len(self.parts) > 1:
+            self.parts += [_data_set(place, settings)] if place.startswith(HUB_PREFIX) else _files(place, suffixes)
+        if settings.streaming and len(self.parts) > 1 and any(isinstance(part, DataSet) for part in self.parts):
             raise ConfigurationError(
                 f"data.streaming reads files or one data set, got {', '.join(settings.paths)}. Give one of them, or "
                 "make a folder of tokens of each (diloco tokenize)."
             )
 
-    def documents(self) -> Iterator[str]:
-        """Yield every document; raise `DataError` if one can't be read, or if there is none."""
+    def rows(self) -> Iterator[Row]:
+        """Yield every record, and every file without records as one text."""
+        for part in self.parts:
+            yield from part.rows()
+
+    def documents(self, *, heldout: bool | None = None) -> Iterator[str]:
+        """Yield every document, or only those that are held out or are not.
+
+        Raises:
+            DataError: one can't be read, or there is none at all.
+        """
         empty = True
-        for text in filter(None, self.texts(row for part in self.parts for row in part.rows())):
-            empty = False
-            yield text
+        for text in (self.text(*row) for row in self.rows()):
+            empty = empty and not text
+            if text and heldout in (None, is_heldout(text, self.settings.heldout_fraction)):
+                yield text
         if empty:
             raise NoDataError(f"{', '.join(self.settings.paths) or 'the standard library'} holds no text.")
 
-    def texts(self, rows: Iterable[Row]) -> Iterator[str]:
-        """Yield the text of each row, "" for one without text and for one that is left out."""
-        return usable(rows, self._text, "", skip_bad=self.settings.skip_bad)
+    def text(self, place: str, content: Any) -> str:
+        """Return the text of a row; an empty one is no document."""
+        field = self.settings.text_field
+        if isinstance(content, str):
+            return content
+        if field not in content:
+            raise DataError(f"{place} has no field {field!r} (data.text_field); {nearest(field, content)}")
+        return checked_text(content[field], place, field)
 
     def stream(self) -> Any:
         """Return a ``datasets.IterableDataset`` of the records, which can be split and continued from a state."""
@@ -61,20 +112,42 @@ class Source:
         first = self.parts[0]
         if isinstance(first, DataSet):
             return first.all_rows
-        return IterableDataset.from_generator(_records, gen_kwargs={"source": self, "parts": self.parts})
-
-    def _text(self, place: str, content: Any) -> str:
-        field = self.settings.text_field
-        if isinstance(content, str):
-            return content
-        if field not in content:
-            raise RowError(f"{place} has no field {field!r} (data.text_field); {nearest(field, content)}")
-        return checked_text(content[field], place, field)
+        return IterableDataset.from_generator(_texts, gen_kwargs={"source": self, "parts": self.parts})
 
 
-def _records(source: Source, parts: Sequence[File | StandardLibrary]) -> Iterator[dict[str, str]]:
-    for text in source.texts(row for part in parts for row in part.rows()):
-        yield {source.settings.text_field: text}
+def _texts(source: Source, parts: Sequence[File | StandardLibrary]) -> Iterator[dict[str, str]]:
+    for part in parts:
+        yield from ({source.settings.text_field: source.text(*row)} for row in part.rows())
+
+
+def checked_text(value: Any, place: str, field: str) -> str:
+    """Return ``value`` if it can be a document; raise `DataError` if it is not text or UTF-8 can't encode it."""
+    try:
+        value.encode("utf-8")
+    except (AttributeError, UnicodeEncodeError) as error:  # JSON can contain half of a surrogate pair
+        what = "half of a surrogate pair" if isinstance(value, str) else type(value).__name__
+        raise DataError(f"{place}: the field {field!r} holds {what}, not text.") from error
+    return str(value)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Log a warning, unless this process has logged the same one: data may be read several times."""
+    LOGGER.warning(message)
+
+
+@contextmanager
+def as_data_error(what: str, advice: str = "") -> Iterator[None]:
+    """Turn any error of a library, of which there are many types, into a `DataError`."""
+    try:
+        yield
+    except (DataError, ConfigurationError):
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        if "trust_remote_code" in reason:
+            raise DataError(f"{what} is code of its own, which is not run. Use another.") from error
+        raise DataError(f"{what} cannot be read: {reason}.{advice and f' {advice}'}") from error
 
 
 @dataclass(frozen=True)
@@ -86,12 +159,12 @@ class DataSet:
 
     def rows(self) -> Iterator[Row]:
         """Yield every record."""
-        with _reading(self.name):
+        with as_data_error(self.name, FROM_HUB):
             yield from ((f"{self.name}, row {number}", row) for number, row in enumerate(self.all_rows))
 
 
 def _data_set(place: str, settings: DataSettings) -> DataSet:
-    """Open the text of ``hf:NAME[/CONFIG][:SPLIT]``, of the hub or a local folder; nothing is read yet."""
+    """Open ``hf:NAME[/CONFIG][:SPLIT]``, of the hub or a local folder; nothing is read yet."""
     path, _, split = place.removeprefix(HUB_PREFIX).partition(":")
     folder, config = Path(path).expanduser(), None
     if not path or not folder.exists():
@@ -104,11 +177,11 @@ def _data_set(place: str, settings: DataSettings) -> DataSet:
         path, config = "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
     with from_extra("hf", f"{place} needs datasets"):
         import datasets
-    with _reading(place):
+    with as_data_error(place, FROM_HUB):
         if (folder / "state.json").is_file():
             rows = datasets.load_from_disk(str(folder))
         else:
-            with fetching(path) if "/" in path else nullcontext():
+            with fetching(path):
                 rows = datasets.load_dataset(
                     str(folder) if folder.exists() else path,
                     config,
@@ -116,54 +189,186 @@ def _data_set(place: str, settings: DataSettings) -> DataSet:
                     streaming=settings.streaming,
                     trust_remote_code=False,
                 )
-        known, column = rows.column_names, settings.text_field
-        if known is not None:  # unknown for some streams
-            if column not in known:
-                raise DataError(f"{place} has no field {column!r} (data.text_field); {nearest(column, known)}")
-            rows = rows.select_columns([column])
+        if rows.column_names is not None and not settings.chat:  # unknown for some streams
+            rows = rows.select_columns([settings.text_field])
         streams = settings.streaming and isinstance(rows, datasets.Dataset)
         return DataSet(place, rows.to_iterable_dataset() if streams else rows)
 
 
-def _reading(place: str) -> Any:
-    advice = "Check the name, config (hf:NAME/CONFIG) and split (:SPLIT), and the connection to the hub"
-    return as_data_error(place, f"{advice} (HF_HUB_OFFLINE=1 disables it).")
+class StandardLibrary:
+    """The source files of the standard library of the running Python: about 390 files, 8 MB, with Python 3.11.
+
+    Left out are `STANDARD_LIBRARY_LEFT_OUT`, files that describe the machine (``_sysconfigdata*``, ``sitecustomize``,
+    ``config-*``), and files that are empty or not UTF-8. The same version of Python gives the same documents unless its
+    distributor changed the files.
+    """
+
+    def rows(self) -> Iterator[Row]:
+        """Yield every file as a document."""
+        root, files = Path(sysconfig.get_path("stdlib")), []
+        machine = ("_sysconfigdata", "sitecustomize", "usercustomize", "config-")
+        for parent, folders, names in os.walk(root):
+            folders[:] = [name for name in folders if name[0] != "." and name not in STANDARD_LIBRARY_LEFT_OUT]
+            files += [Path(parent, name).relative_to(root) for name in names if name[0] != "." and name[-3:] == ".py"]
+        for file in sorted(files, key=Path.as_posix):
+            if not file.parts[0].startswith(machine):
+                with suppress(UnicodeDecodeError):
+                    yield str(file), (root / file).read_bytes().decode("utf-8")
+
+
+def _files(place: str, suffixes: Iterable[str]) -> list[File]:
+    """Return the files at a path or URL: itself, what it matches as a pattern, or what a folder holds, sorted by path.
+
+    Raises:
+        DataError: the place does not exist, can't be listed or holds no such files.
+        ConfigurationError: a package for this kind of URL is not installed.
+    """
+    with as_data_error(place), from_extra("cloud", f"{place} needs a package"):
+        import fsspec
+
+        system, path = fsspec.url_to_fs(place)
+        if system.isdir(path):
+            names = _data_of_folder(system, path, suffixes)
+        elif system.exists(path):
+            names = [path]
+        else:
+            names = sorted(system.glob(path)) if glob.has_magic(path) else []
+            if not names:
+                raise NoDataError(f"{place} does not exist.")
+        remote = "://" in place
+        return [File(system, name, system.unstrip_protocol(name) if remote else name) for name in names]
+
+
+def _data_of_folder(system: Any, folder: str, suffixes: Iterable[str]) -> list[str]:
+    """Return the files of a folder that hold data. What is left out is named."""
+    data: list[str] = []
+    others: list[str] = []
+    for name, about in sorted(system.find(folder, detail=True).items()):
+        below = name.removeprefix(folder).lstrip("/")
+        hidden = any(part.startswith(".") for part in below.split("/"))
+        plain = about["type"] == "file" or (about.get("islink") and not os.path.isdir(name))
+        is_data = plain and not hidden and _suffixes(name)[0] in suffixes
+        (data if is_data else others).append(below if plain else f"{below}/")
+    if others:
+        more = f"; and {len(others) - 5:,} more" if len(others) > 5 else ""
+        why = "hidden, links to folders or files of another type"
+        warn_once(f"{folder}: not read, because they are {why}: {'; '.join(others[:5])}{more}.")
+    if not data:
+        raise NoDataError(f"{folder} holds no files to read, which end in {' '.join(sorted(suffixes))}.")
+    return [f"{folder.rstrip('/')}/{below}" for below in data]
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of records, or of one document."""
+
+    system: Any  # the file system of fsspec
+    path: str
+    name: str  # the path or URL, for messages
+
+    def rows(self) -> Iterator[Row]:
+        """Yield its records, or its document."""
+        suffix, packing = _suffixes(self.path)
+        with as_data_error(self.name):
+            if self.system.info(self.path)["type"] == "other" and not os.path.isfile(self.path):
+                raise DataError(f"{self.name} is a pipe, socket or device, but data may be read several times.")
+            with self.system.open(self.path, "rb") as packed, _UNPACK[packing](packed) as file:
+                yield from _READ.get(suffix, _read_document)(file, self.name)
+
+
+def _suffixes(path: str) -> tuple[str, str]:
+    """Return the suffix that says what a file holds, and the one that says how it is compressed, or ""."""
+    if path.startswith(("http://", "https://")):
+        path = path.partition("?")[0]
+    *_, first, last = ["", "", *(suffix.lower() for suffix in Path(path).suffixes)]
+    return (first, last) if last in _UNPACK else (last, "")
+
+
+def _read_document(file: Any, name: str) -> Iterator[Row]:
+    content = file.read()
+    if b"\0" in content[:512]:
+        raise DataError(
+            f"{name} is no text, since it holds zero bytes. Unpack an archive (zip, tar), convert UTF-16 to UTF-8, and "
+            "give a table the suffix .parquet."
+        )
+    yield name, content.decode("utf-8-sig")
+
+
+def _read_lines(lines: Iterable[bytes], name: str) -> Iterator[Row]:
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                record = json.loads(line)  # a byte order mark may begin any line of files that were joined
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{name}:{number} is not JSON: {error}.") from error
+            yield _record(f"{name}:{number}", record)
+
+
+def _read_json(file: Any, name: str) -> Iterator[Row]:
+    """Yield the records of an array, a record alone, or lines."""
+    content = file.read()
+    try:
+        records = json.loads(content)
+    except (ValueError, RecursionError):
+        yield from _read_lines(io.BytesIO(content), name)
+        return
+    for number, record in enumerate(records if isinstance(records, list) else [records]):
+        yield _record(f"{name}, record {number}", record)
+
+
+def _read_parquet(file: Any, name: str) -> Iterator[Row]:
+    with from_extra("hf", f"{name} needs datasets"):
+        import datasets  # noqa: F401  # the extra installs pyarrow with it
+        from pyarrow.parquet import ParquetFile
+    rows = (row for batch in ParquetFile(file).iter_batches(1024) for row in batch.to_pylist())
+    yield from ((f"{name}, row {number}", row) for number, row in enumerate(rows))
+
+
+def _record(place: str, value: Any) -> Row:
+    if not isinstance(value, dict):
+        raise DataError(f"{place} must be a JSON object with the fields of a record, got a {type(value).__name__}.")
+    return place, value
+
+
+_READ: dict[str, Callable[[Any, str], Iterator[Row]]] = {
+    **dict.fromkeys((".jsonl", ".jsonlines", ".ndjson"), _read_lines),
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+}
+"""Suffix -> what reads the records of a file. Every other file is one document."""
+
+_UNPACK: dict[str, Callable[[Any], Any]] = {
+    "": lambda file: file,
+    ".gz": lambda file: gzip.GzipFile(fileobj=file),
+    ".bz2": bz2.BZ2File,
+    ".xz": lzma.LZMAFile,
+}
+"""The suffix of a compressed file -> what decompresses it."""
 
 
 def split_documents(texts: Iterable[str], heldout_fraction: float) -> Iterator[tuple[str, bool]]:
-    """Yield documents, each with whether it is held out.
-
-    That depends only on its text and the fraction: adding documents moves no other document, and copies of a document
-    stay together.
-
-    Raises:
-        DataError: one of the splits is empty, after the last document; the message says which fractions would work.
+    """Yield documents, each with whether it is held out; raise `DataError` after the last if a split is empty.
 
     >>> list(split_documents(["one", "four"], heldout_fraction=0.3))
     [('one', True), ('four', False)]
     """
-    counts, keys = [0, 0], [1.0, 0.0]  # of both splits; the lowest and the highest
+    counts = [0, 0]
     for text in texts:
-        key = _key(text)
-        heldout = key < heldout_fraction
+        heldout = is_heldout(text, heldout_fraction)
         counts[heldout] += 1
-        keys = [min(keys[0], key), max(keys[1], key)]
         yield text, heldout
     if not all(counts):
-        advice = "Give more files, or a .jsonl with one document per line"
-        if keys[0] < keys[1]:
-            advice = f"Use a fraction between {keys[0]:.6g} and {keys[1]:.6g}, or more documents"
         raise DataError(
             f"data.heldout_fraction={heldout_fraction:g} holds out {counts[1]} of {sum(counts)} documents and leaves "
-            f"{counts[0]} to train on; at least one of each is needed. {advice}."
+            f"{counts[0]} to train on; at least one of each is needed. Use another fraction, or give more documents, "
+            "such as a .jsonl with one per line."
         )
 
 
 def is_heldout(text: str, heldout_fraction: float) -> bool:
-    """Return whether a document is held out."""
-    return _key(text) < heldout_fraction
+    """Return whether a document is held out.
 
-
-def _key(text: str) -> float:
-    """Return a number in [0, 1) that only the text decides."""
-    return (xxhash.xxh3_128_intdigest(text.encode("utf-8")) >> 75) / (1 << 53)  # a float holds 53 bits exactly
+    Only its text and the fraction decide: adding documents moves no other one, and copies of one stay together.
+    """
+    key = xxhash.xxh3_128_intdigest(text.encode("utf-8")) >> 75  # a float holds 53 bits exactly
+    return key / (1 << 53) < heldout_fraction

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,25 +17,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from diloco.data.files import as_data_error
 from diloco.data.settings import HUB_PREFIX, DataSettings
+from diloco.data.source import FROM_HUB, as_data_error
 from diloco.errors import ConfigurationError, DataError, from_extra, nearest
 from diloco.private_files import read_regular
 from diloco.waiting import fetching
 
 if TYPE_CHECKING:
     import tokenizers
-
-__all__ = [
-    "ByteTokenizer",
-    "Tokenizer",
-    "byte_letters",
-    "library_tokenizer",
-    "load_hub_tokenizer",
-    "load_tokenizer",
-    "make_tokenizer",
-    "train_bpe",
-]
 
 EOS = "<|endoftext|>"
 """The end-of-document token of the vocabularies made here. In a text, these characters are plain text."""
@@ -77,11 +65,11 @@ class Tokenizer:
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._eos, self._source = eos, source
         self._token_bytes = _token_bytes(self._tokenizer, source)
         self.vocab_size = len(self._token_bytes)  # number of ids, the end-of-document token included
+        self.dtype = smallest_dtype(self.vocab_size)
         self.eos_id = eos_id  # the token that ends every document
-        self._eos = eos
-        self._source = source
         self._num_bytes = np.array([len(token) for token in self._token_bytes], dtype=np.int64)
         spelled, probe = self.as_bytes(self._encoded([_PROBE])[0].ids), _PROBE.encode()
         if spelled not in (probe, b" " + probe):
@@ -91,11 +79,6 @@ class Tokenizer:
                 "or one with byte fallback and no normaliser, such as Llama 2's."
             )
         self._num_bytes[eos_id] = len(probe) - len(spelled)  # less a space that is added before every document
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The smallest type that holds every id: uint16 for up to 65536 ids, else uint32."""
-        return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of ``text``, without an end-of-document token."""
@@ -178,6 +161,11 @@ class ByteTokenizer(Tokenizer):
         return tokens
 
 
+def smallest_dtype(vocab_size: int) -> np.dtype[Any]:
+    """Return the smallest type that holds every id: uint16 for up to 65536 ids, else uint32."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
 @cache
 def _byte_vocabulary() -> str:
     from tokenizers import models
@@ -187,6 +175,7 @@ def _byte_vocabulary() -> str:
 
 
 def _byte_level(model: Any, *, words: bool = True) -> tokenizers.Tokenizer:
+    """Return a tokenizer in which each byte is a letter of `byte_letters`."""
     from tokenizers import Tokenizer, decoders, pre_tokenizers
 
     tokenizer = Tokenizer(model)
@@ -228,24 +217,38 @@ def _token_bytes(tokenizer: tokenizers.Tokenizer, source: str) -> list[bytes]:
 
 
 def make_tokenizer(settings: DataSettings, documents: Iterable[str] = ()) -> Tokenizer:
-    """Return the tokenizer that ``settings.tokenizer`` names; train a BPE on ``documents``, the training documents."""
+    """Return the tokenizer that ``settings.tokenizer`` names; train a BPE on ``documents``, the training documents.
+
+    ``hf:NAME`` is that of a model on the hub, or of a local folder with a model or a tokenizer. If there is no
+    ``tokenizer.json``, transformers converts the tokenizer.
+    """
+    name = settings.tokenizer
     if settings.bpe_vocab_size is not None:
-        return train_bpe(documents, settings.bpe_vocab_size)
-    if settings.tokenizer == "bytes":
+        return _train_bpe(documents, settings.bpe_vocab_size)
+    if name == "bytes":
         return ByteTokenizer()
-    if settings.tokenizer.startswith(HUB_PREFIX):
-        return load_hub_tokenizer(settings.tokenizer)
-    path = Path(settings.tokenizer).expanduser()
-    if not path.exists():
+    path = Path(place := name.removeprefix(HUB_PREFIX)).expanduser()
+    if name.startswith(HUB_PREFIX):
+        if not path.exists():
+            from huggingface_hub import snapshot_download
+
+            with as_data_error(f"The tokenizer of {name}", FROM_HUB), fetching(place):
+                path = Path(snapshot_download(place, allow_patterns=["tokenizer.json", "tokenizer_config.json"]))
+        if not path.is_file() and not (path / "tokenizer.json").is_file():
+            library = library_tokenizer(
+                name, "hf", f"data.tokenizer={name!r} has no tokenizer.json and needs transformers"
+            )
+            return Tokenizer(library.backend_tokenizer.to_str(), eos=str(library.eos_token), source=name)
+    elif not path.exists():
         raise ConfigurationError(
-            f"data.tokenizer={settings.tokenizer!r} is neither 'bytes' nor 'bpe' nor an existing path; "
-            f"{nearest(settings.tokenizer, ['bytes', 'bpe'])} Otherwise give the path of a tokenizer.json, or hf:NAME "
-            "for a tokenizer of the Hugging Face hub."
+            f"data.tokenizer={name!r} is neither 'bytes' nor 'bpe' nor an existing path; "
+            f"{nearest(name, ['bytes', 'bpe'])} Otherwise give the path of a tokenizer.json, or hf:NAME for a "
+            "tokenizer of the Hugging Face hub."
         )
     return load_tokenizer(path)
 
 
-def train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
+def _train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE with ``vocab_size`` ids: the end-of-document token, 256 bytes, and merges.
 
     The same documents give the same tokenizer. Too few repeated pairs for that many merges raise `DataError`.
@@ -282,46 +285,20 @@ def load_tokenizer(path: Path) -> Tokenizer:
         eos = json.loads(read_regular(config)).get("eos_token") if config.exists() else None
     except (OSError, ValueError, RecursionError, AttributeError) as error:
         raise DataError(f"{file} and the {config.name} next to it can't be read: {error}.") from error
-    if isinstance(eos, dict):  # the longer of the two forms in which a token is written there
-        eos = eos.get("content")
-    eos = eos if isinstance(eos, str) else EOS
-    tokenizer = Tokenizer(content, eos=eos, source=str(file))
+    eos = eos.get("content") if isinstance(eos, dict) else eos  # a token is written there in one of two forms
+    tokenizer = Tokenizer(content, eos=eos if isinstance(eos, str) else EOS, source=str(file))
     plain = ByteTokenizer()
     return plain if tokenizer.to_json() == plain.to_json() else tokenizer
-
-
-def load_hub_tokenizer(name: str) -> Tokenizer:
-    """Load the tokenizer of ``hf:NAME``: of a model on the hub, or of a local folder with a model or a tokenizer.
-
-    If there is no ``tokenizer.json``, transformers converts the tokenizer.
-    """
-    place = name.removeprefix(HUB_PREFIX)
-    file = Path(place).expanduser()
-    if not file.exists():
-        from huggingface_hub import snapshot_download
-
-        with _loading(name), fetching(place):
-            file = Path(snapshot_download(place, allow_patterns=["tokenizer.json", "tokenizer_config.json"]))
-    if file.is_file() or (file / "tokenizer.json").is_file():
-        return load_tokenizer(file)
-    library = library_tokenizer(name, "hf", f"data.tokenizer={name!r} has no tokenizer.json and needs transformers")
-    return Tokenizer(library.backend_tokenizer.to_str(), eos=str(library.eos_token), source=name)
 
 
 def library_tokenizer(name: str, extra: str, needs: str) -> Any:
     """Load the tokenizer of ``hf:NAME`` or of a folder as an object of transformers, which ``extra`` installs."""
     with from_extra(extra, needs):
         from transformers import AutoTokenizer
-    place = name.removeprefix(HUB_PREFIX)
-    local = Path(place).expanduser()
-    with _loading(name), fetching(place):
+    local = Path(place := name.removeprefix(HUB_PREFIX)).expanduser()
+    with as_data_error(f"The tokenizer of {name}", FROM_HUB), fetching(place):
         library: Any = AutoTokenizer.from_pretrained(str(local) if local.exists() else place, trust_remote_code=False)
         library.backend_tokenizer.to_str()
     if library.eos_token is None:
         raise DataError(f"{name} has no token to end a document with.")
     return library
-
-
-def _loading(name: str) -> AbstractContextManager[None]:
-    advice = "Check the name (or give a local folder or tokenizer.json), and the connection to the hub"
-    return as_data_error(f"The tokenizer of {name}", f"{advice} (HF_HUB_OFFLINE=1 disables it).")

@@ -13,12 +13,13 @@ from __future__ import annotations
 import json
 import os
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -27,23 +28,9 @@ from numpy.typing import NDArray
 from diloco.checkpoint import new_folder
 from diloco.data.settings import DataSettings
 from diloco.data.source import Source, split_documents
-from diloco.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
+from diloco.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, smallest_dtype
 from diloco.errors import ConfigurationError, DataError
 from diloco.private_files import read_regular
-
-__all__ = [
-    "SPLITS",
-    "PackedTokens",
-    "TokenArray",
-    "TokenFolder",
-    "encode_splits",
-    "pack",
-    "token_folders",
-    "tokenize",
-    "training_texts",
-]
-
-TokenArray: TypeAlias = NDArray[np.integer[Any]]
 
 
 class PackedTokens:
@@ -65,7 +52,7 @@ class PackedTokens:
 
     def __init__(
         self,
-        pieces: Sequence[TokenArray],
+        pieces: Sequence[NDArray[Any]],
         digest: str | None = None,
         *,
         vocab_size: int | None = None,
@@ -83,9 +70,10 @@ class PackedTokens:
         """Return the tokens of several, end to end."""
         if len(parts) == 1:
             return parts[0]
+        known = [part._digest for part in parts if part._digest is not None]
         return cls(
             [piece for part in parts for piece in part.pieces],
-            xxhash.xxh3_64_hexdigest(" ".join(part.digest for part in parts).encode()),
+            xxhash.xxh3_64_hexdigest(" ".join(known).encode()) if len(known) == len(parts) else None,
             vocab_size=parts[0].vocab_size,
             documents=sum(part.documents for part in parts),
             num_bytes=sum(part.num_bytes for part in parts),
@@ -108,8 +96,14 @@ class PackedTokens:
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def __getitem__(self, where: slice, /) -> TokenArray:
-        tokens = self._slice(*where.indices(len(self))[:2])
+    def __getitem__(self, where: slice, /) -> NDArray[Any]:
+        begin, end, _ = where.indices(len(self))
+        number, parts = bisect_right(self._ends, begin), []
+        while begin < end:
+            before = self._ends[number] - len(self.pieces[number])
+            parts.append(self.pieces[number][begin - before : end - before])
+            begin, number = self._ends[number], number + 1
+        tokens = parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, self.dtype), *parts])
         if self.vocab_size is not None and len(tokens) and (highest := int(tokens.max())) >= self.vocab_size:
             raise DataError(
                 f"The tokens contain the id {highest}, but their vocabulary ends at {self.vocab_size - 1}: one of "
@@ -127,20 +121,6 @@ class PackedTokens:
         tokens = self[begin : begin + length + 1]
         inputs[:], targets[:] = tokens[:-1], tokens[1:]
 
-    def _slice(self, begin: int, end: int) -> TokenArray:
-        number = bisect_right(self._ends, begin)
-        if begin >= end:
-            return np.zeros(0, dtype=self.dtype)
-        before = self._ends[number - 1] if number else 0
-        if end <= self._ends[number]:
-            return self.pieces[number][begin - before : end - before]
-        parts = []
-        while begin < end:
-            parts.append(self.pieces[number][begin - before : end - before])
-            begin = before = self._ends[number]
-            number += 1
-        return np.concatenate(parts)
-
 
 def pack(documents: Sequence[str], tokenizer: Tokenizer) -> PackedTokens:
     """Return the tokens of documents, as `Tokenizer.encode_documents` encodes them."""
@@ -154,7 +134,6 @@ SPLITS = ("train", "heldout")
 _FORMAT = "diloco tokens"
 _VERSION = 2
 _MANIFEST = "manifest.json"
-_DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 _BATCH_CHARACTERS = 4 << 20  # text tokenised at a time: enough to use all threads of the tokenizers library
 
 
@@ -167,7 +146,6 @@ class TokenFolder:
             manifest = json.loads(read_regular(path / _MANIFEST))
             if (written := manifest["format_version"]) != _VERSION:
                 raise ValueError(f"version {written}, but diloco {version('diloco')} reads {_VERSION}")
-            self._dtype = np.dtype(_DTYPES[manifest["dtype"]])
             self.vocab_size, self._eos_id = int(manifest["vocab_size"]), int(manifest["eos_id"])
             self.made: Mapping[str, Any] = dict(manifest["made"])  # how the folder was made
             self.splits = {name: self._split(name, manifest[name]) for name in SPLITS}
@@ -189,11 +167,12 @@ class TokenFolder:
         return tokenizer
 
     def _split(self, name: str, about: Mapping[str, Any]) -> PackedTokens:
-        file, size = self.path / f"{name}-00000.tokens", int(about["tokens"]) * self._dtype.itemsize
+        dtype = smallest_dtype(self.vocab_size).newbyteorder("<")
+        file, size = self.path / f"{name}-00000.tokens", int(about["tokens"]) * dtype.itemsize
         if file.stat().st_size != size:
             raise ValueError(f"{file.name} has {file.stat().st_size:,} bytes, but should have {size:,}")
         counts = {"documents": int(about["documents"]), "num_bytes": int(about["bytes"])}
-        tokens = np.memmap(file, dtype=self._dtype, mode="r")
+        tokens = np.memmap(file, dtype=dtype, mode="r")
         return PackedTokens([tokens], str(about["digest"]), vocab_size=self.vocab_size, **counts)
 
 
@@ -236,35 +215,30 @@ def tokenize(
     place = Path(os.path.realpath(place))  # keeps a link, and gives "." a name
     _require_free(place)
     source = Source(settings)
-    tokenizer = make_tokenizer(settings, training_texts(source))
-    made = {
-        "diloco": version("diloco"),
-        "data": list(settings.paths) or ["the standard library"],
-        "tokenizer": settings.tokenizer,
-        "heldout_fraction": settings.heldout_fraction,
-    }
+    tokenizer = make_tokenizer(settings, source.documents(heldout=False))
+    counts: dict[str, Counter[str]] = {name: Counter() for name in SPLITS}
     try:
         with new_folder(place) as folder:
-            with ExitStack() as files:
-                paths = [folder / f"{name}-00000.tokens" for name in SPLITS]
-                writers = [_SplitWriter(files.enter_context(path.open("wb"))) for path in paths]
+            with ExitStack() as opened:
+                files = [opened.enter_context((folder / f"{name}-00000.tokens").open("wb")) for name in SPLITS]
+                digests = {name: xxhash.xxh3_64() for name in SPLITS}
                 for parts in encode_splits(source, tokenizer):
-                    for writer, part in zip(writers, parts, strict=True):
-                        writer.add(part)
-                    progress(sum(writer.documents for writer in writers), sum(writer.bytes for writer in writers))
-                manifest = {
-                    "format": _FORMAT,
-                    "format_version": _VERSION,
-                    "dtype": tokenizer.dtype.name,
-                    "vocab_size": tokenizer.vocab_size,
-                    "eos_id": tokenizer.eos_id,
-                    **{name: writer.finish() for name, writer in zip(SPLITS, writers, strict=True)},
-                    "made": made,
-                }
+                    for name, file, part in zip(SPLITS, files, parts, strict=True):
+                        counts[name].update(tokens=len(part), documents=part.documents, bytes=part.num_bytes)
+                        tokens = part[:].astype(part.dtype.newbyteorder("<"), copy=False)
+                        digests[name].update(tokens.data)
+                        file.write(tokens.data)
+                    progress(*(sum(count[unit] for count in counts.values()) for unit in ("documents", "bytes")))
             tokenizer.save(folder)
-            with (folder / _MANIFEST).open("w", encoding="utf-8") as file:
-                file.write(json.dumps(manifest, indent=2) + "\n")
-                os.fsync(file.fileno())
+            manifest = {
+                "format": _FORMAT,
+                "format_version": _VERSION,
+                "vocab_size": tokenizer.vocab_size,
+                "eos_id": tokenizer.eos_id,
+                **{name: {**counts[name], "digest": digests[name].hexdigest()} for name in SPLITS},
+                "made": {"diloco": version("diloco"), **vars(settings)},
+            }
+            (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
     except OSError as error:
         _require_free(place)  # another process may have made it meanwhile
         raise DataError(
@@ -279,12 +253,6 @@ def _require_free(place: Path) -> None:
         raise ConfigurationError(f"{place} already exists and is not an empty folder. Give another path.")
 
 
-def training_texts(source: Source) -> Iterator[str]:
-    """Yield the documents that are not held out."""
-    documents = split_documents(source.documents(), source.settings.heldout_fraction)
-    return (text for text, heldout in documents if not heldout)
-
-
 def encode_splits(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[PackedTokens, PackedTokens]]:
     """Yield the tokens of the training and of the held-out documents of some text at a time."""
     sides: tuple[list[str], list[str]] = ([], [])
@@ -296,26 +264,3 @@ def encode_splits(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[Packed
             yield pack(sides[0], tokenizer), pack(sides[1], tokenizer)
             sides, size = ([], []), 0
     yield pack(sides[0], tokenizer), pack(sides[1], tokenizer)
-
-
-class _SplitWriter:
-    """Writes the file of one split."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.tokens = self.documents = self.bytes = 0
-        self._file, self._digest = file, xxhash.xxh3_64()
-
-    def add(self, part: PackedTokens) -> None:
-        self.tokens += len(part)
-        self.documents += part.documents
-        self.bytes += part.num_bytes
-        tokens = part[:].astype(part.dtype.newbyteorder("<"), copy=False)
-        self._digest.update(tokens.data)
-        self._file.write(tokens.data)
-
-    def finish(self) -> dict[str, Any]:
-        """Return what the manifest says of the split, once all of it is on disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        counts = {"tokens": self.tokens, "documents": self.documents, "bytes": self.bytes}
-        return {**counts, "digest": self._digest.hexdigest()}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from diloco.errors import ConfigurationError, from_extra
-from diloco.integrations.host import HostedReplica, Parameters, held_values, save_state
+from diloco.integrations.host import HostedReplica, Parameters, held_values, replace_method, save_state
 from diloco.outer import DiLoCo
 from diloco.transport import Transport
 
@@ -60,16 +60,17 @@ class DiLoCoCallback(TrainerCallback):
         return self._replica.diloco
 
     def add_to(self, trainer: Trainer) -> Self:
-        """Add this callback to ``trainer``, so that its figures reach TensorBoard, W&B and other trackers.
-
-        With ``Trainer(callbacks=[...])`` they do not, because the callbacks of trackers run before all others.
-        """
-        trainer.callback_handler.callbacks.insert(0, _FiguresFirst(self))
+        """Add this callback to ``trainer``, and its figures to what ``trainer`` logs while it trains."""
         trainer.add_callback(self)
+        replace_method(self._replica.at_end, trainer, "log", self._log)
         return self
 
+    def _log(self, logging: Any, logs: dict[str, Any], *given: Any, **more: Any) -> None:
+        if self.diloco is not None and {"loss", "train_loss"} & logs.keys():
+            logs = logs | self.diloco.figures()
+        logging(logs, *given, **more)
+
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **given: Any) -> None:
-        """Create the `DiLoCo`, and restore its state if training resumes."""
         if self._began is not None:
             raise ConfigurationError("A DiLoCoCallback serves one train() of one Trainer, which has it once.")
         self._replica.begin(given["model"], given["optimizer"], self.transport)
@@ -82,13 +83,11 @@ class DiLoCoCallback(TrainerCallback):
             self._replica.show()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Put the local parameters back for training."""
         self._replica.hide()
 
     on_epoch_begin = on_step_begin
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Run `DiLoCo.step` after the optimizer has stepped or a gradient scaler has skipped the step."""
         self._replica.step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -99,7 +98,6 @@ class DiLoCoCallback(TrainerCallback):
     on_epoch_end = on_step_end
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Save DiLoCo's state with the checkpoint, unless the Trainer saves only the model."""
         assert self.diloco is not None, "training has started"
         folder = _checkpoint_of(args, state)
         if self._replica.parameters == "global" and self._replica.hidden is None:
@@ -111,14 +109,6 @@ class DiLoCoCallback(TrainerCallback):
         if not args.save_only_model:
             save_state(folder, self.diloco, self._replica.hidden, self._replica.inner)
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **given: Any) -> None:
-        """Add the figures to the Trainer's training logs and to its history."""
-        logs = given["logs"]
-        if self.diloco is not None and {"loss", "train_loss"} & logs.keys():
-            figures = self._replica.begun.figures()
-            logs.update(figures)
-            state.log_history[-1].update(figures)
-
     def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Merge what is in flight, and leave the model with the chosen parameters, or the best that were loaded."""
         assert self.diloco is not None, "training has started"
@@ -126,16 +116,6 @@ class DiLoCoCallback(TrainerCallback):
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             best = {name: values.clone() for name, values in held_values(self.diloco).items()}
         self._replica.end(best)
-
-
-class _FiguresFirst(TrainerCallback):
-    """Runs `DiLoCoCallback.on_log` before the trackers, so that they see the figures that it adds."""
-
-    def __init__(self, callback: DiLoCoCallback) -> None:
-        self._callback = callback
-
-    def on_log(self, *given: Any, **more: Any) -> None:
-        self._callback.on_log(*given, **more)
 
 
 def _checkpoint_of(args: TrainingArguments, state: TrainerState) -> Path:

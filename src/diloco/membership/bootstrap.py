@@ -11,9 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from msgspec import Meta
 
 from diloco.membership.next_view import Policy, names_of, refusal
-from diloco.membership.values import View
+from diloco.membership.values import GREATEST, Rank, View
 
 _MAX_VIEWS_AHEAD = 1000  # a view that a member names can't be later than another one's by more than this
 
@@ -33,8 +36,8 @@ class LastViews:
 class Candidate:
     """The announcement of a replica that searches for the others."""
 
-    number: int  # the replica's number
-    held_step: int = -1  # the newest step that it could resume from; -1 for none
+    number: Rank  # the replica's number
+    held_step: Annotated[int, Meta(ge=-1, le=GREATEST)] = -1  # the newest step that it could resume from; -1 for none
     last: View | None = None  # see `LastViews`, as for the next one; None: none since its process began
     agreed: View | None = None
     vote: View | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from diloco.outer.fragment import Fragment
 from diloco.outer.state import Greatest
 from diloco.protocol import Average
 from diloco.state_tree import UNREADABLE
-from diloco.transport import Fetching, Transport
+from diloco.transport import Transport
 from diloco.units import format_bytes
 from diloco.waiting import waiting_for
 
@@ -30,7 +31,7 @@ Outcome = tuple[Mapping[str, Any], int, Sequence[Average]] | TransportError | No
 class _Fetch:
     fragment: Fragment
     digest: str  # of the state that the majority held when the fetch began; "" if it is not known
-    fetching: Fetching
+    fetching: Future[Mapping[str, Any]]
     missed: list[Average] = field(default_factory=list)  # averages of the rounds since the fetch began
 
 
@@ -61,7 +62,6 @@ class StateRecovery:
     """
 
     def __init__(self, fragments: Sequence[Fragment], transport: Transport, greatest: Greatest = list) -> None:
-        self.data_order = ""  # how the replicas divide the data, if a joiner can't derive it (see `Batches.order`)
         self.begun_after = 0  # the inner steps of the run before its outer loop began
         self._fragments = fragments
         self._transport = transport
@@ -70,8 +70,7 @@ class StateRecovery:
 
     def snapshot(self, index: int) -> dict[str, Any]:
         """Return a copy of a fragment's global state, and what a joiner needs beside it. Any thread may call it."""
-        order = {"data_order": self.data_order} if self.data_order else {}
-        return {**self._fragments[index].state.snapshot(), "begun_after": self.begun_after, **order}
+        return {**self._fragments[index].state.snapshot(), "begun_after": self.begun_after}
 
     def version(self, index: int) -> int:
         """Return a number that differs after every change of a fragment's global state."""
@@ -108,7 +107,7 @@ class StateRecovery:
         with waiting_for(wait):
             for index, fragment in enumerate(self._fragments):
                 before = self._transport.fetched_bytes
-                fetching = self._transport.fetch_in_background(index, donors, expected[index])
+                fetching = self._transport.fetch(index, donors, expected[index])
                 while not _ended(fetching, _PROGRESS_INTERVAL_S):
                     yield progress()
                 state, finished = _checked(fragment, fetching.result())
@@ -118,7 +117,7 @@ class StateRecovery:
                     fragment.state.load(state, finished)
                     fragment.reset_local(AlphaMerge())
                     fragment.trained = fragment.submitted = 0.0
-                self.begun_after, self.data_order = state.get("begun_after", 0), str(state.get("data_order", ""))
+                self.begun_after = state.get("begun_after", 0)
                 yield progress(here=True)
 
     def resync(self, fragment: Fragment, error: DivergedError | None) -> str:
@@ -223,11 +222,11 @@ class StateRecovery:
             asked = [fragment.donor, *others]
             if fragment.mismatches:
                 asked = [asked[(fragment.mismatches - 1) % len(asked)]]
-            fetching = self._transport.fetch_in_background(fragment.index, asked, fragment.state.num_bytes())
+            fetching = self._transport.fetch(fragment.index, asked, fragment.state.num_bytes())
             self._fetch = _Fetch(fragment, fragment.wanted, fetching)
 
 
-def _ended(fetching: Fetching, within_s: float | None) -> bool:
+def _ended(fetching: Future[Mapping[str, Any]], within_s: float | None) -> bool:
     try:
         fetching.result(within_s)
     except (TimeoutError, TransportError):

@@ -1,7 +1,6 @@
 """What a run costs on its links: utilisation, bytes and waiting of its settings, and of others in their place."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from diloco.algorithm import make_codec
@@ -83,28 +82,19 @@ def predict(exchange: Exchange, site: Site) -> Prediction:
     )
 
 
-def table(
-    exchange: Exchange,
-    site: Site,
-    *,
-    inner_steps: Sequence[int] = INNER_STEPS,
-    codecs: Sequence[str] = CODECS,
-    most_steps: float = math.inf,
-) -> tuple[Prediction, ...]:
+def table(exchange: Exchange, site: Site, most_steps: float = math.inf) -> tuple[Prediction, ...]:
     """Predict ``exchange`` with every H and codec in place of its own, and with its own.
 
-    In place of gradients, it is the whole model that is sent every H steps.
-
-    Args:
-        most_steps: an H above this is left out, and so is one below the number of fragments or of overlapped steps.
+    In place of gradients, it is the whole model that is sent every H steps. An H above ``most_steps`` is left out, and
+    so is one below the number of fragments or of overlapped steps.
 
     Returns:
         The predictions, the highest utilisation (to 0.1 %) first, then the fewest bytes.
     """
     own = exchange.schedule
     least = max(own.num_fragments, own.overlap_steps)
-    schedules = {H: replace(own, inner_steps=H, offsets=None) for H in inner_steps if least <= H <= most_steps}
-    named = {codec.name: codec for codec in map(make_codec, codecs)}
+    schedules = {H: replace(own, inner_steps=H, offsets=None) for H in INNER_STEPS if least <= H <= most_steps}
+    named = {codec.name: codec for codec in map(make_codec, CODECS)}
     if not exchange.gradients:
         schedules[own.inner_steps], named[exchange.codec.name] = own, exchange.codec
     rows = [

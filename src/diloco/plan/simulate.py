@@ -1,7 +1,7 @@
 """The simulator: what replicas send each other, the links and machines that carry it, and the clocks of all replicas.
 
 ``CU = compute time / (compute time + time that is not compute)``. The simulator has no model of its own of what the
-trainer decides: `SyncSchedule` says when to send, the codecs how much, and `round_times` how long a transfer takes.
+trainer decides: `SyncSchedule` says when to send, the codecs how much, and `Links` how long a transfer takes.
 What real runs spend besides (TCP, queues and work), and the errors of predictions with it, are results of
 benchmarks/simulator.
 """
@@ -31,7 +31,7 @@ from diloco.algorithm import (
 )
 from diloco.errors import ConfigurationError
 from diloco.train import RunSettings, make_schedule, outer_components
-from diloco.transport import Link, LinkArrays, RoundTimes, round_times, streams_to_each
+from diloco.transport import Link, Links, streams_to_each
 
 Floats = NDArray[np.float64]
 
@@ -242,14 +242,15 @@ class Simulated:
 
     def __init__(self, parcels: Sequence[Parcel], site: Site, computed_s: Floats) -> None:
         self._parcels, self._conditions, self._computed_s = parcels, site.conditions, computed_s
-        links, others = LinkArrays.of(site.links), len(site.links) - 1
+        others, latency_s = len(site.links) - 1, np.array([link.latency_s for link in site.links])
         self._connections = max(1, others) * streams_to_each(others)
-        rates = self._conditions.carried_bits_per_s(links.bandwidth_bits_per_s, 2 * links.latency_s, self._connections)
-        self._links = LinkArrays(rates, links.latency_s)
+        bandwidth = np.array([link.bandwidth_bits_per_s for link in site.links])
+        rates = self._conditions.carried_bits_per_s(bandwidth, 2 * latency_s, self._connections)
+        self._links = Links(rates, latency_s)
         self._overhead_s = [self._overhead(parcel) if others else 0.0 for parcel in parcels]
-        self._earlier_s = self._up_free_s = self._down_free_s = self.waited_s = self.spent_s = np.zeros(len(site.links))
-        # fragment -> end of encoding, transfers; in the order of sending
-        self.in_flight: dict[int, tuple[Floats, RoundTimes]] = {}
+        self._earlier_s = self.waited_s = self.spent_s = np.zeros(len(site.links))
+        # fragment -> end of encoding, commit; in the order of sending
+        self.in_flight: dict[int, tuple[Floats, Floats]] = {}
 
     def measure(self, step: int) -> None:
         """Begin the measured part after ``step``."""
@@ -287,16 +288,14 @@ class Simulated:
         parcel = self._parcels[fragment]
         self.spent_s = self.spent_s + self._conditions.send_s_per_value * parcel.numel
         sent_at_s = parcel.send_s(self._now_s(step - 1), self._now_s(step), self._links.bandwidth_bits_per_s)
-        sizes = parcel.sent_bytes, parcel.received_bytes
-        times = round_times(self._links, sent_at_s, *sizes, self._up_free_s, self._down_free_s)
-        self._up_free_s, self._down_free_s = times.up_end_s, np.maximum(self._down_free_s, times.down_end_s)
-        self.in_flight[fragment] = self._now_s(step), times
+        committed_s = self._links.commit_s(sent_at_s, parcel.sent_bytes, parcel.received_bytes)
+        self.in_flight[fragment] = self._now_s(step), committed_s
         self.sent_bytes = self.sent_bytes + parcel.sent_bytes
 
     def merge(self, fragment: int, step: int) -> None:
         """Merge the average of a fragment after ``step``, as soon as it is there."""
-        encoded_s, times = self.in_flight.pop(fragment)
-        average_s = times.committed_s + self._overhead_s[fragment]
+        encoded_s, committed_s = self.in_flight.pop(fragment)
+        average_s = committed_s + self._overhead_s[fragment]
         waited_s = np.maximum(0.0, average_s - self._now_s(step))
         self.waited_s = self.waited_s + waited_s
         self.spent_s = self.spent_s + self._conditions.merge_s_per_value * self._parcels[fragment].numel

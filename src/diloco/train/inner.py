@@ -137,9 +137,7 @@ class InnerLoop:
         """Clip, step the optimizer with the learning rate of ``step`` (counted from 0), and clear the gradients.
 
         With ``skip``, because another replica had to or the others are lost, only the loss scale is lowered, as there.
-
-        Raises:
-            NonFiniteError: if the gradients are not finite and there is no scaler to skip the step.
+        Gradients that are not finite are a `NonFiniteError` unless a scaler skips the step.
         """
         return self.end(step, float(self.begin(step, skip=skip)), skip=skip)
 
@@ -212,11 +210,8 @@ def make_inner_optimizer(
     A class of ``torch.optim`` is called with parameter groups. Anything else (`muon`, or the user's own code) is called
     with ``model`` if it has an argument of that name, and with parameter groups otherwise. Weight decay, whether given
     or the default of the class, applies to matrices only, not to norms and biases. The fused kernel of ``torch.optim``
-    is used if there is one. Groups with an ``lr_ratio`` train at that multiple of the scheduled learning rate.
-
-    Args:
-        group: the ranks over which the model is distributed, which share the work of Muon.
-        compiled: whether to compile Muon's iteration.
+    is used if there is one. Groups with an ``lr_ratio`` train at that multiple of the scheduled learning rate. The
+    ranks of ``group`` share the work of Muon, whose iteration may be ``compiled``.
 
     Raises:
         ConfigurationError: if the class or an argument is unknown or refused, or can't step a sharded model.

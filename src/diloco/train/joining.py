@@ -26,10 +26,7 @@ OVER = "the others, which have finished"  # what stops a replica that rejoins a 
 
 
 def _join_run(session: Session, fleet: PeerFleet) -> None:
-    """Adopt the global parameters, step and data position of the other replicas, and become a member.
-
-    The others keep training meanwhile; fragments that change are adopted afterwards. The inner optimizer starts fresh.
-    """
+    """Adopt what the other replicas have while they keep training, and become a member with a fresh inner optimizer."""
     (replica,) = session.replicas
     fleet.close_to_joiners("")
     if session.settings.algorithm not in ("streaming", "diloco"):
@@ -156,7 +153,7 @@ def _become_member(session: Session, replica: Replica, fleet: PeerFleet) -> None
     if replica.diloco is not None:
         shared_start = min(session.settings.train.data_parallel_steps, replica.diloco.recovery.begun_after)
         replica.diloco.steps = totals.steps - shared_start
-    replica.sampler.join_at(totals.steps, replica.diloco.recovery.data_order if replica.diloco else "")
+    replica.sampler.join_at(totals.steps)
 
 
 def find_beginning(session: Session, home: Path) -> str | None:
@@ -197,9 +194,6 @@ def _check_same_run(session: Session, checkpoint: Checkpoint) -> None:
         raise CheckpointError(
             f"{words}. Use the model, the files and the tokeniser with which the run started. Nothing was loaded."
         )
-
-
-# What a replica could resume from, before it is known whether it joins others.
 
 
 def held_checkpoint(resume: str | None) -> Held:

@@ -147,7 +147,7 @@ class PeerFleet(Fleet):
         return next((ReplicaLostError(reason) for reason in reasons if reason), None)
 
     def close_to_joiners(self, reason: str) -> None:
-        self.transport.close_to_joiners(reason)
+        self.transport.views.closed_to_joiners = reason
 
     def state_dict(self) -> dict[str, Any]:
         with self._changed:
@@ -242,7 +242,7 @@ class PeerFleet(Fleet):
         if self.elastic:  # each replica stops on its own, and the others continue
             return step if wanted else None
         transport = self.transport
-        if wanted and self.rejoins and (transport.failure is not None or transport.last_view is None):
+        if wanted and self.rejoins and (transport.failure is not None or transport.views.last_view is None):
             return step  # no other replica is left to agree with
         if wanted:
             transport.ask_to_stop()
@@ -271,7 +271,7 @@ class PeerFleet(Fleet):
 
     def _others_at(self, place: SwarmPlace) -> tuple[str, ...]:
         """Return addresses of the other members, and those given as --join that are not of replicas that have left."""
-        view, known = self.transport.last_view, self.transport.known_entries()
+        view, known = self.transport.views.last_view, self.transport.known_entries()
         members = () if view is None else view.members
         gone = {entry.address for entry in known if entry.rank not in members}
         given = [address for address in place.node.join if address.rpartition("/p2p/")[2] not in gone]
@@ -315,13 +315,14 @@ class PeerFleet(Fleet):
         """
         lost, state = self.transport, self.state_dict()
         self._identities |= lost.connections.identities
-        if self._views is None or (lost.last_view and not self._searching):  # else what it promised earlier still holds
-            last = lost.last_view or self._lost_view
+        last = lost.views.last_view
+        if self._views is None or (last and not self._searching):  # else what it promised earlier still holds
+            last = last or self._lost_view
             assert last is not None, "only a member can lose the others"
             if self.gathering and self._lost_view is not None:  # no replica trained in a view with too few members
                 last = replace(self._lost_view, id=last.id)
             self._lost_view, self.gathering = last, False
-            self._views = LastViews(last, lost.agreed_view, identities=dict(self._identities))
+            self._views = LastViews(last, lost.views.agreed_view, identities=dict(self._identities))
         self._searching = True
         self._connect(self._find_again(self._views, patience_s))
         self._searching = False

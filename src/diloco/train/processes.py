@@ -167,6 +167,8 @@ def launch(
             if not asked:
                 shared = lock if m == 0 else None
                 running.append(start_process(command(m, address), len(numbers), shared, {LAUNCHED: "1"}))
+                if asked:  # while it was started, so that it was not among those that got the signal
+                    running[-1].send_signal(asked[-1])
         while None in (codes := [process.poll() for process in running]):
             if any(code not in (None, 0, 130) for code in codes):
                 failed_s = min(failed_s, time.monotonic())

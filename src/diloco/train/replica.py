@@ -151,10 +151,7 @@ class GradientAverager:
         self._send(replace(contribution, round=void._replace(fragment=void.fragment - 1)))
 
     def finish(self) -> RoundVoidError | None:
-        """Replace the gradients by the mean, in the next view if the current one ends.
-
-        Return the error of a round that is void on all replicas, after which `begin_again` may be called, or None.
-        """
+        """Replace the gradients by the mean, in the next view if the current one ends; return a void round's error."""
         while True:
             contribution, pending = self._sent
             try:
@@ -181,16 +178,11 @@ def average_gradients(
 ) -> bool:
     """Replace the gradients of the replicas of this process, which `begin` has sent, by the mean.
 
-    A void round is tried again with the same gradients, so that a slow or broken link costs nothing but time; ``emit``
-    receives a note for each, whose step the caller sets. If every attempt is void, the last `RoundVoidError` names the
-    reason and the replicas whose gradients failed.
-
-    Args:
-        may_skip: whether a void round skips the step (gradient scaling) instead of being tried again.
-        may_lose: whether losing the other replicas skips the step instead of raising.
+    A void round is tried again with the same gradients, with a note for each whose step the caller sets, unless it
+    ``may_skip`` the step (gradient scaling). The last `RoundVoidError` names the reason and the replicas that failed.
 
     Returns:
-        False if the step must be skipped: the round is void on all replicas, or the other replicas are lost.
+        False if the step must be skipped: the round is void on all replicas, or ``may_lose`` and the others are lost.
     """
     void: list[RoundVoidError] = []
     try:

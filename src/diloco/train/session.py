@@ -184,7 +184,6 @@ class Session:
                 compare_arguments=False,  # the replicas compared their settings when they met
                 global_state_of=self.replicas[0].diloco,
             )
-            replica.diloco.recovery.data_order = replica.sampler.order
             replica.diloco.recovery.begun_after = self.totals.steps
             self.fleet.close_to_joiners("")
         return replica.diloco

@@ -87,7 +87,7 @@ class ReplicaState:
         optimizer, inner = self.inner.optimizer, rest["inner"]
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         index = {self.names[id(parameter)]: number for number, parameter in enumerate(held)}
-        named = [(values.keys(), checkpoint.tensors(name).keys()) for name, values in parts.items()]
+        named = [(values.keys(), checkpoint.values(name).keys()) for name, values in parts.items()]
         for mine, theirs in (*named, (index.keys(), inner["slots"].keys() | index.keys())):
             if odd := sorted(mine ^ theirs):
                 raise CheckpointError(
@@ -200,7 +200,6 @@ def load_session(session: Session, checkpoint: Checkpoint) -> None:
         ReplicaState(replica.inner, replica.diloco).load(checkpoint, f"{name}-values", own["state"])
         replica.sampler.load_state_dict(checkpoint.load(name)["sampler"])
         if replica.diloco is not None:
-            replica.diloco.recovery.data_order = replica.sampler.order
             replica.diloco.recovery.begun_after = session.totals.steps - replica.diloco.steps
 
 

@@ -1,7 +1,6 @@
 from .address import Address as Address
 from .address import parse_address as parse_address
 from .address import parse_listen as parse_listen
-from .base import Fetching as Fetching
 from .base import Pending as Pending
 from .base import SnapshotSource as SnapshotSource
 from .base import Transport as Transport
@@ -9,18 +8,13 @@ from .cluster import Cluster as Cluster
 from .cluster import connect_process_group as connect_process_group
 from .cluster import open_cluster as open_cluster
 from .connections.connection_manager import ConnectionManager as ConnectionManager
-from .connections.limits import ArrivalLimit as ArrivalLimit
-from .connections.limits import ConnectionLimit as ConnectionLimit
-from .connections.limits import TokenBucket as TokenBucket
 from .connections.pace import streams_to_each as streams_to_each
 from .connections.sockets import Credentials as Credentials
 from .connections.sockets import TcpStreams as TcpStreams
 from .in_process import InProcessTransport as InProcessTransport
 from .links import Link as Link
-from .links import LinkArrays as LinkArrays
-from .links import RoundTimes as RoundTimes
+from .links import Links as Links
 from .links import VirtualNetwork as VirtualNetwork
-from .links import round_times as round_times
 from .peers.connect import connect as connect
 from .peers.connect import join as join
 from .peers.directory import Directory as Directory

@@ -9,7 +9,8 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from diloco.algorithm import Contribution
 from diloco.errors import TransportError
@@ -17,32 +18,19 @@ from diloco.membership import View
 from diloco.protocol import Average
 
 
-class Pending(Protocol):
+@dataclass(frozen=True)
+class Pending:
     """The result of a round in flight."""
 
-    def wait(self, timeout_s: float | None = None) -> Average:
-        """Wait until the round is decided and return its average.
+    wait: Callable[[], Average]
+    """Wait until the round is decided and return its average, once.
 
-        Args:
-            timeout_s: maximum time to wait, in seconds; None means the transport's round timeout.
-
-        Raises:
-            RoundVoidError: if the round is void for every replica; the message gives the reason.
-            DivergedError: if this replica's digest differs from the majority's; the round is void for every replica.
-            RoundTimeoutError: if the round is not decided in time; the error names the replicas that did not respond.
-        """
-
-
-class Fetching(Protocol):
-    """A fragment's state that is being fetched."""
-
-    def done(self) -> bool:
-        """Return whether `result` would return or raise without waiting."""
-        ...
-
-    def result(self, timeout: float | None = None) -> Mapping[str, Any]:
-        """Return or raise what `Transport.fetch` does; raise `TimeoutError` if that takes over ``timeout`` seconds."""
-        ...
+    Raises:
+        RoundVoidError: if the round is void for every replica; the message gives the reason.
+        DivergedError: if this replica's digest differs from the majority's; the round is void for every replica.
+        RoundTimeoutError: if the round is not decided in the transport's time; the error names the replicas that did
+            not respond.
+    """
 
 
 SnapshotSource = Callable[[int], Mapping[str, Any]]
@@ -116,18 +104,20 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
-    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
-        """Return a copy of the global parameters and outer state of ``fragment`` that ``donors`` hold.
+    def fetch(
+        self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None
+    ) -> Future[Mapping[str, Any]]:
+        """Fetch a copy of the global parameters and outer state of ``fragment`` that ``donors`` hold.
 
-        The caller owns the copy.
+        A transport that can't do that alongside training fetches before it returns. The caller owns the copy.
 
         Args:
             fragment: index of the fragment.
             donors: members of the view to fetch from; an unresponsive donor does not delay the call if another answers.
             expected_bytes: a larger state is refused; None accepts any size.
 
-        Raises:
-            TransportError: if no donor is a member of the view, has published anything, or answers.
+        Returns:
+            The state, or a `TransportError` if no donor is a member of the view, has published anything, or answers.
         """
 
     def traffic_by_peer(self) -> Mapping[str, tuple[int, int, float]]:
@@ -147,18 +137,6 @@ class Transport(abc.ABC):
             ConfigurationError: if two replicas differ; the message names both and their values.
             RendezvousError: if a member sends no facts within the round timeout; the error names it.
         """
-
-    def fetch_in_background(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
-        """Start a `fetch` that runs alongside training.
-
-        A transport that can't do that fetches before it returns. `Fetching.result` raises any error.
-        """
-        fetched: Future[Mapping[str, Any]] = Future()
-        try:
-            fetched.set_result(self.fetch(fragment, donors, expected_bytes))
-        except TransportError as error:
-            fetched.set_exception(error)
-        return fetched
 
     def tick(self) -> None:  # noqa: B027 - a transport without a virtual clock has nothing to do
         """Record that this replica has finished an inner step, which advances a virtual clock.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,7 @@ from diloco.protocol import Average
 from diloco.transport.base import Pending, SnapshotSource, Transport
 from diloco.transport.links import VirtualNetwork
 from diloco.units import diff
+from diloco.waiting import at_once
 
 
 @dataclass(eq=False)
@@ -96,7 +98,7 @@ class InProcessTransport:
         self.threads: dict[int, int] = {}
         self._facts: dict[int, Mapping[str, str]] = {}
         self._refusal = ""
-        self._rounds: dict[RoundId, _Round] = {}
+        self.rounds: dict[RoundId, _Round] = {}
         self._decided_before: dict[RoundId, float] = {}
         self._endpoints = tuple(InProcessEndpoint(self, replica) for replica in self.view.members)
 
@@ -112,7 +114,7 @@ class InProcessTransport:
         return {
             "traffic": [[endpoint.sent_bytes, endpoint.received_bytes] for endpoint in self._endpoints],
             "network": self.network.state_dict() if self.network else None,
-            "decided": [[r.fragment, r.outer_step, s.commit_at_s] for r, s in self._rounds.items() if s.verdict],
+            "decided": [[r.fragment, r.outer_step, s.commit_at_s] for r, s in self.rounds.items() if s.verdict],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -141,14 +143,11 @@ class InProcessTransport:
         if self._refusal:
             raise ConfigurationError(self._refusal)
 
-    def contributors(self, round_id: RoundId) -> Mapping[int, Contribution]:
-        return self._rounds[round_id].contributions if round_id in self._rounds else {}
-
     def accept(self, contribution: Contribution) -> None:
         """Record a contribution; the last one decides the round."""
         self._refuse()
         replica, round_id = contribution.replica, contribution.round
-        state = self._rounds.setdefault(round_id, _Round())
+        state = self.rounds.setdefault(round_id, _Round())
         state.contributions[replica] = contribution
         state.sent_at_s[replica] = self.network.now_s[replica] if self.network else 0.0
         if len(state.contributions) == len(self.view.members):
@@ -188,7 +187,7 @@ class InProcessTransport:
         sent_at_s = [state.sent_at_s[member] for member in self.view.members]
         return self.network.commit_time_s(sent_at_s, state.exchange.sent, state.exchange.received)
 
-    def take(self, replica: int, round_id: RoundId, timeout_s: float | None) -> Average:
+    def take(self, replica: int, round_id: RoundId) -> Average:
         """Wait until a round is decided and return its average for ``replica``, whose clock advances to the commit.
 
         Raises:
@@ -197,7 +196,7 @@ class InProcessTransport:
                 majority's.
             TransportError: if ``replica`` has not contributed to the round, or has already collected its outcome.
         """
-        state = self._decided(replica, round_id, self.round_timeout_s if timeout_s is None else timeout_s)
+        state = self._decided(replica, round_id)
         verdict, exchange = state.verdict, state.exchange
         assert verdict is not None, "it is decided"
         assert exchange is not None, "it is planned"
@@ -208,7 +207,7 @@ class InProcessTransport:
         waited_s = self.network.wait_until(replica, state.commit_at_s) if self.network else 0.0
         state.taken.add(replica)
         if len(state.taken) == len(self.view.members):
-            del self._rounds[round_id]
+            del self.rounds[round_id]
         if replica in verdict.diverged:
             raise verdict.divergence(round_id, state.contributions[verdict.donor].digest)
         if state.mean is None:
@@ -216,8 +215,8 @@ class InProcessTransport:
         more = {"round": round_id, "wait_s": waited_s, "note": verdict.reason}
         return Average.of(exchange, self.view, replica, **vars(state.mean), **more)
 
-    def _decided(self, replica: int, round_id: RoundId, timeout_s: float) -> _Round:
-        state = self._rounds.get(round_id)
+    def _decided(self, replica: int, round_id: RoundId) -> _Round:
+        state = self.rounds.get(round_id)
         if state is None or replica not in state.contributions or replica in state.taken:
             raise TransportError(
                 f"Replica {replica} waits for {round_id} but has no contribution to it in flight.", round=str(round_id)
@@ -235,26 +234,17 @@ class InProcessTransport:
                 round=str(round_id),
                 replicas=missing(),
             )
-        limit_s = timeout_s if math.isfinite(timeout_s) else None
+        limit_s = self.round_timeout_s if math.isfinite(self.round_timeout_s) else None
         self.changed.wait_for(lambda: self._refusal or not missing(), limit_s)
         self._refuse()
         if missing():
             raise RoundTimeoutError(
-                f"{round_id} was not decided within {timeout_s:g} s: no contribution arrived from replica "
+                f"{round_id} was not decided within {limit_s:g} s: no contribution arrived from replica "
                 f"{', '.join(map(str, missing()))}. Nothing was applied.",
                 round=str(round_id),
                 replicas=missing(),
             )
         return state
-
-    def fetch(self, fragment: int, donors: Sequence[int]) -> Mapping[str, Any]:
-        for donor in donors:
-            if donor in self.sources:
-                return self.sources[donor](fragment)
-        asked = ", ".join(map(str, donors))
-        raise TransportError(
-            f"replica {asked} was asked for fragment {fragment}, but it has published nothing.", replicas=donors
-        )
 
 
 class InProcessEndpoint(Transport):
@@ -267,10 +257,17 @@ class InProcessEndpoint(Transport):
 
     def average(self, contribution: Contribution) -> Pending:
         with self.hub.changed:
-            self.check(contribution, again=self.replica in self.hub.contributors(contribution.round))
+            before = self.hub.rounds.get(contribution.round)
+            self.check(contribution, again=before is not None and self.replica in before.contributions)
             self.hub.threads[self.replica] = threading.get_ident()
             self.hub.accept(contribution)
-        return _InProcessPending(self, contribution.round)
+        round_id = contribution.round
+
+        def wait() -> Average:
+            with self.hub.changed:
+                return self.hub.take(self.replica, round_id)
+
+        return Pending(wait)
 
     def agree(self, facts: Mapping[str, str]) -> None:
         with self.hub.changed:
@@ -280,25 +277,25 @@ class InProcessEndpoint(Transport):
         with self.hub.changed:
             self.hub.sources[self.replica] = source
 
-    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
+    def fetch(
+        self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None
+    ) -> Future[Mapping[str, Any]]:
         with self.hub.changed:
-            return _copied(self.hub.fetch(fragment, donors))
+            return at_once(self._copy, fragment, donors)
+
+    def _copy(self, fragment: int, donors: Sequence[int]) -> Mapping[str, Any]:
+        for donor in donors:
+            if donor in self.hub.sources:
+                return _copied(self.hub.sources[donor](fragment))
+        asked = ", ".join(map(str, donors))
+        words = f"replica {asked} was asked for fragment {fragment}, but it has published nothing."
+        raise TransportError(words, replicas=donors)
 
     def tick(self) -> None:
         with self.hub.changed:
             self.hub.threads[self.replica] = threading.get_ident()
             if self.hub.network is not None:
                 self.hub.network.tick(self.replica)
-
-
-@dataclass(frozen=True)
-class _InProcessPending:
-    endpoint: InProcessEndpoint
-    round: RoundId
-
-    def wait(self, timeout_s: float | None = None) -> Average:
-        with self.endpoint.hub.changed:
-            return self.endpoint.hub.take(self.endpoint.replica, self.round, timeout_s)
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,63 +48,45 @@ class Link:
         return Uplink(int(self.bandwidth_bits_per_s), full=True) if finite else UNKNOWN_UPLINK
 
 
-@dataclass(frozen=True)
-class LinkArrays:
-    bandwidth_bits_per_s: Floats
-    latency_s: Floats
-
-    @classmethod
-    def of(cls, links: Sequence[Link]) -> LinkArrays:
-        return cls(
-            np.array([link.bandwidth_bits_per_s for link in links]),
-            np.array([link.latency_s for link in links]),
-        )
-
-
-@dataclass(frozen=True)
-class RoundTimes:
-    """The times of a round in seconds, each of shape ``(..., M)``, except ``committed_s`` of shape ``(..., 1)``."""
-
-    up_end_s: Floats
-    down_end_s: Floats
-    committed_s: Floats
-
-
-def round_times(
-    links: LinkArrays,
-    sent_at_s: Floats,
-    sent_bytes: Floats,
-    received_bytes: Floats,
-    up_free_s: Floats,
-    down_free_s: Floats,
-) -> RoundTimes:
-    """Return when a round occupies the links and when it is committed, for any number of scenarios at once.
-
-    The upload of replica m starts when m has submitted its contribution and its uplink is free, and takes
-    ``8 * sent_bytes / bandwidth``. The download of m runs while the others upload. It starts when the first byte of the
-    earliest upload arrives, takes at least ``8 * received_bytes / bandwidth``, and ends no earlier than the last
-    upload plus the latency. A vote, which takes one latency, follows the last download. Then the round is committed for
-    all replicas.
+class Links:
+    """The links of the M replicas that take part in rounds, in any number of scenarios, and for how long they are busy.
 
     Args:
-        links: the links of the M replicas that take part.
-        sent_at_s: when each replica submits its contribution.
-        sent_bytes: bytes that each replica sends.
-        received_bytes: bytes that each replica receives.
-        up_free_s: when earlier rounds release each uplink.
-        down_free_s: when earlier rounds release each downlink.
+        bandwidth_bits_per_s: Bandwidth of each link, ``(..., M)``.
+        latency_s: One-way latency of each link, ``(..., M)``.
     """
-    half_s = links.latency_s / 2
-    up_start = np.maximum(sent_at_s, up_free_s)
-    up_end = up_start + 8 * sent_bytes / links.bandwidth_bits_per_s
-    if up_end.shape[-1] == 1:  # a lone replica waits for nothing
-        return RoundTimes(up_end, sent_at_s, sent_at_s)
-    first = half_s - _most_of_others(-(up_start + half_s))
-    last = half_s + _most_of_others(up_end + half_s)
-    down_start = np.maximum(first, down_free_s)
-    down_end = np.maximum(down_start + 8 * received_bytes / links.bandwidth_bits_per_s, last)
-    votes = half_s + _most_of_others(down_end + half_s)
-    return RoundTimes(up_end, down_end, votes.max(-1, keepdims=True))
+
+    def __init__(self, bandwidth_bits_per_s: Floats, latency_s: Floats) -> None:
+        self.bandwidth_bits_per_s, self.latency_s = bandwidth_bits_per_s, latency_s
+        self.up_free_s = self.down_free_s = np.zeros(latency_s.shape[-1])  # until when earlier rounds occupy the links
+
+    def commit_s(self, sent_at_s: Floats, sent_bytes: Floats, received_bytes: Floats) -> Floats:
+        """Occupy the links with a round, and return when it is committed, ``(..., 1)``; a lone replica: ``(..., M)``.
+
+        The upload of replica m starts when m has submitted its contribution and its uplink is free, and takes
+        ``8 * sent_bytes / bandwidth``. The download of m runs while the others upload. It starts when the first byte of
+        the earliest upload arrives, takes at least ``8 * received_bytes / bandwidth``, and ends no earlier than the
+        last upload plus the latency. A vote, which takes one latency, follows the last download. Then the round is
+        committed for all replicas.
+
+        Args:
+            sent_at_s: When each replica submits its contribution.
+            sent_bytes: Bytes that each replica sends.
+            received_bytes: Bytes that each replica receives.
+        """
+        half_s, bandwidth = self.latency_s / 2, self.bandwidth_bits_per_s
+        up_start = np.maximum(sent_at_s, self.up_free_s)
+        self.up_free_s = up_end = up_start + 8 * sent_bytes / bandwidth
+        if up_end.shape[-1] == 1:  # a lone replica waits for nothing
+            self.down_free_s = np.maximum(self.down_free_s, sent_at_s)
+            return sent_at_s
+        first = half_s - _most_of_others(-(up_start + half_s))
+        last = half_s + _most_of_others(up_end + half_s)
+        down_start = np.maximum(first, self.down_free_s)
+        down_end = np.maximum(down_start + 8 * received_bytes / bandwidth, last)
+        self.down_free_s = np.maximum(self.down_free_s, down_end)
+        votes: Floats = half_s + _most_of_others(down_end + half_s)
+        return votes.max(-1, keepdims=True)  # type: ignore[no-any-return]  # numpy's stub
 
 
 def _most_of_others(values: Floats) -> Floats:
@@ -139,8 +121,8 @@ class VirtualNetwork:
         self.step_time_s = tuple(step_time_s)
         self.now_s = [0.0] * len(links)
         self.wait_s = [0.0] * len(links)
-        self._arrays = LinkArrays.of(links)
-        self._up_free_s = self._down_free_s = np.zeros(len(links))  # until when links are busy in each direction
+        bandwidths = np.array([link.bandwidth_bits_per_s for link in links])
+        self._links = Links(bandwidths, np.array([link.latency_s for link in links]))
 
     def uplink(self, replica: int, transfer_steps: float) -> Uplink:
         """Return what ``replica`` knows of its uplink; see `SyncSchedule.transfer_steps`."""
@@ -153,7 +135,7 @@ class VirtualNetwork:
     def commit_time_s(
         self, sent_at_s: Sequence[float], sent_bytes: Sequence[int], received_bytes: Sequence[int]
     ) -> float:
-        """Return when a round is committed, from `round_times`, and occupy the links with its bytes.
+        """Return when a round is committed, and occupy the links with its bytes; see `Links.commit_s`.
 
         Args:
             sent_at_s: when each replica submits its contribution.
@@ -165,9 +147,7 @@ class VirtualNetwork:
         1.2
         """
         sent_s, sent, received = (np.array(each, np.float64) for each in (sent_at_s, sent_bytes, received_bytes))
-        times = round_times(self._arrays, sent_s, sent, received, self._up_free_s, self._down_free_s)
-        self._up_free_s, self._down_free_s = times.up_end_s, np.maximum(self._down_free_s, times.down_end_s)
-        return float(times.committed_s.max())
+        return float(self._links.commit_s(sent_s, sent, received).max())
 
     def wait_until(self, replica: int, time_s: float) -> float:
         """Stall ``replica`` until ``time_s`` and return for how long, in seconds (>= 0)."""
@@ -183,10 +163,10 @@ class VirtualNetwork:
 
     def state_dict(self) -> dict[str, Any]:
         """Return clocks and link states as plain values."""
-        links = np.stack([self._up_free_s, self._down_free_s], axis=1)
+        links = np.stack([self._links.up_free_s, self._links.down_free_s], axis=1)
         return {"now_s": list(self.now_s), "wait_s": list(self.wait_s), "links": links.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.now_s, self.wait_s = list(map(float, state["now_s"])), list(map(float, state["wait_s"]))
-        self._up_free_s, self._down_free_s = np.array(state["links"], np.float64).T
+        self._links.up_free_s, self._links.down_free_s = np.array(state["links"], np.float64).T

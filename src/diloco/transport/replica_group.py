@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -20,12 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from diloco import errors
-from diloco.algorithm import Contribution, RoundId
+from diloco.algorithm import Contribution
 from diloco.errors import ConfigurationError, DiLoCoError, RendezvousError, ReplicaLostError
 from diloco.membership import View
 from diloco.protocol import Average
 from diloco.state_tree import flatten, unflatten
 from diloco.transport.base import Pending, SnapshotSource, Transport
+from diloco.waiting import at_once
 
 _ENDED: list[dist.ProcessGroup] = []
 """Groups that are no longer in use. If DistributedDataParallel held the last reference to one, it would free the group
@@ -291,9 +293,18 @@ class LeaderTransport(Transport):
         self.replica = int(self.shared(lambda leader: leader.replica))
 
     def average(self, contribution: Contribution) -> Pending:
-        kept: list[Pending] = []
+        kept, round_id = list[Pending](), contribution.round
         self.shared(lambda leader: kept.append(leader.average(contribution)))
-        return _LeaderPending(self, contribution.round, kept[0] if kept else None)
+
+        def taken(_: Transport) -> dict[str, Any]:
+            average = kept[0].wait()
+            return vars(average) | {"round": None, "view": (average.view.id, average.view.members)}
+
+        def wait() -> Average:
+            fields = self.shared_tree(taken)
+            return Average(**fields | {"round": round_id, "view": View(*fields["view"])})
+
+        return Pending(wait)
 
     def agree(self, facts: Mapping[str, str]) -> None:
         self.shared(lambda leader: leader.agree(facts))
@@ -302,9 +313,10 @@ class LeaderTransport(Transport):
         if self.transport is not None:
             self.transport.publish(source, version)
 
-    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
-        state: Mapping[str, Any] = self.shared_tree(lambda leader: dict(leader.fetch(fragment, donors, expected_bytes)))
-        return state
+    def fetch(
+        self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None
+    ) -> Future[Mapping[str, Any]]:
+        return at_once(self.shared_tree, lambda leader: dict(leader.fetch(fragment, donors, expected_bytes).result()))
 
     def tick(self) -> None:
         if self.transport is not None:
@@ -341,22 +353,6 @@ class LeaderTransport(Transport):
                 tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
             self.group.share_(tensors[name])
         return unflatten(skeleton, tensors)
-
-
-class _LeaderPending:
-    def __init__(self, transport: LeaderTransport, round_id: RoundId, pending: Pending | None) -> None:
-        self._transport = transport
-        self._round = round_id
-        self._pending = pending
-
-    def wait(self, timeout_s: float | None = None) -> Average:
-        def taken(_: Transport) -> dict[str, Any]:
-            assert self._pending is not None, "position 0 has the pending average"
-            average = self._pending.wait(timeout_s)
-            return vars(average) | {"round": None, "view": (average.view.id, average.view.members)}
-
-        fields = self._transport.shared_tree(taken)
-        return Average(**fields | {"round": self._round, "view": View(*fields["view"])})
 
 
 def _described(error: DiLoCoError) -> dict[str, Any]:

@@ -1,12 +1,7 @@
-"""The secret that all processes of a run share, and the keys that they derive from it.
+"""The secret that all processes of a run share, and the keys that they derive from it with HKDF, one for each purpose.
 
-A secret is one line of text in one of two forms::
-
-    diloco-secret:HEX-CHECK     256 random bits in 64 hexadecimal digits, and the first 8 digits of their SHA-256
-    passphrase:WORDS            at least 16 characters, from which scrypt derives 256 bits (n = 2^17, r = 8, p = 1)
-
-Whoever sees what was made with a key can try secrets until one matches, so only the first form is beyond guessing. HKDF
-derives another key for each purpose.
+A secret is one line, ``diloco-secret:HEX-CHECK``: 256 random bits in 64 hexadecimal digits, and the first 8 digits of
+their SHA-256. Words of people would not do: whoever sees what was made with a key can try them until one matches.
 """
 
 from __future__ import annotations
@@ -15,17 +10,13 @@ import functools
 import hashlib
 import re
 import secrets
-import unicodedata
 from pathlib import Path
 
 from diloco.errors import ConfigurationError
 from diloco.private_files import read_private
 
-_RANDOM, _PASSPHRASE = "diloco-secret:", "passphrase:"
+_FORM = "diloco-secret:"
 _KEY_BYTES, _CHECK_DIGITS = 32, 8
-_FEWEST_CHARACTERS = 16  # of a passphrase
-_SALT = b"diloco passphrase"  # the same for all, so that all derive the same key
-_SCRYPT = {"n": 1 << 17, "r": 8, "p": 1, "maxmem": 1 << 28}  # takes 128 MiB and about half a second
 
 
 class TurnedAwayError(OSError):
@@ -39,7 +30,7 @@ def new_secret() -> str:
     (False, 87)
     """
     digits = secrets.token_hex(_KEY_BYTES)
-    return f"{_RANDOM}{digits}-{_check_of(digits)}"
+    return f"{_FORM}{digits}-{_check_of(digits)}"
 
 
 def read_secret(path: Path | None, key: str) -> str:
@@ -57,7 +48,7 @@ def read_secret(path: Path | None, key: str) -> str:
     data = read_private(path, f"The secret {key}={path}")
     try:
         secret = data.decode("utf-8-sig").strip()
-        _root(secret)
+        _bits(secret)
     except ValueError as error:
         raise ConfigurationError(
             f"{key}={path} holds no secret: {error}. Create one with `diloco secret {path.with_name('run.secret')}`, "
@@ -74,7 +65,7 @@ def check_secret(secret: str) -> str:
     """
     try:
         if secret:
-            _root(secret)
+            _bits(secret)
     except ValueError as error:
         raise ConfigurationError(f"the secret can't be used: {error}. Take what `diloco secret` writes.") from error
     return secret
@@ -91,29 +82,18 @@ def derive_key(purpose: str, secret: str) -> bytes:
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
     derive = HKDF(algorithm=SHA256(), length=_KEY_BYTES, salt=None, info=f"diloco {purpose}".encode())
-    return derive.derive(_root(secret) if secret else bytes(_KEY_BYTES))
+    return derive.derive(_bits(secret) if secret else bytes(_KEY_BYTES))
 
 
-@functools.lru_cache(maxsize=16)
-def _root(secret: str) -> bytes:
+def _bits(secret: str) -> bytes:
     if not isinstance(secret, str):
         raise ValueError(f"it is a {type(secret).__name__} instead of a string")
-    if secret.startswith(_RANDOM):
-        digits, _, check = secret.removeprefix(_RANDOM).partition("-")
-        if not re.fullmatch(rf"[0-9a-f]{{{2 * _KEY_BYTES}}}", digits) or check != _check_of(digits):
-            raise ValueError("it was cut or changed on the way, as its checksum is wrong")
-        return bytes.fromhex(digits)
-    if not secret.startswith(_PASSPHRASE):
-        raise ValueError(
-            f"it begins neither with {_RANDOM!r}, as a secret from `diloco secret`, nor with {_PASSPHRASE!r}, as words "
-            "of your own"
-        )
-    words = unicodedata.normalize("NFC", secret.removeprefix(_PASSPHRASE).strip())
-    if len(words) < _FEWEST_CHARACTERS or not words.isprintable():
-        raise ValueError(
-            f"a passphrase must be one line of at least {_FEWEST_CHARACTERS} printable characters, got {len(words)}"
-        )
-    return hashlib.scrypt(words.encode(), salt=_SALT, dklen=_KEY_BYTES, **_SCRYPT)
+    if not secret.startswith(_FORM):
+        raise ValueError(f"it does not begin with {_FORM!r}, as a secret from `diloco secret` does")
+    digits, _, check = secret.removeprefix(_FORM).partition("-")
+    if not re.fullmatch(rf"[0-9a-f]{{{2 * _KEY_BYTES}}}", digits) or check != _check_of(digits):
+        raise ValueError("it was cut or changed on the way, as its checksum is wrong")
+    return bytes.fromhex(digits)
 
 
 def _check_of(digits: str) -> str:

@@ -133,10 +133,8 @@ def describe(state: Mapping[str, Any]) -> tuple[Offer, TensorBytes]:
     """Return the description and the bytes of a state, whose tensors must not change from now on."""
 
     def form(value: Any) -> Any:
-        fields = (
-            {"type": "tensor", "dtype": str(value.dtype), "shape": value.shape} if isinstance(value, Tensor) else {}
-        )
-        return fields or value
+        is_tensor = isinstance(value, Tensor)
+        return {"type": "tensor", "dtype": str(value.dtype), "shape": value.shape} if is_tensor else value
 
     try:
         leaves = sorted(_leaves(state), key=lambda leaf: leaf[0])

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import secrets
 import sys
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Annotated, Any, Union
 
 from msgspec import Meta
@@ -24,7 +24,6 @@ from diloco.protocol import (
     Entry,
     Excluded,
     GivenUp,
-    Machine,
     Message,
     Refused,
     Rules,
@@ -38,7 +37,6 @@ from diloco.transport.connections.pace import UplinkMeter, sum_of
 from diloco.transport.connections.peer import FLUSH_S, Peer
 from diloco.transport.connections.sockets import TcpStreams, raw_transport
 from diloco.transport.connections.streams import (
-    RefusedError,
     Stream,
     ask,
     pack,
@@ -68,8 +66,8 @@ Service = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[
 FIRST_MESSAGE_S = 10.0
 MOST_OPEN, MOST_OPEN_OF_ONE = 512, 256
 """Limits on connections that are not control connections: they request a service or have sent nothing yet."""
-ARRIVALS_PER_S, MOST_ARRIVALS = 64.0, 1024
-"""Limits on how fast an origin may open connections: a tenth of a core's time for handshakes, and a start at once."""
+MOST_ARRIVALS, ARRIVALS_S = 1024, 16.0
+"""Limit on how fast an origin may open connections: a tenth of a core's time for handshakes, and a start at once."""
 _MOST_UNKNOWN_PEERS, _MOST_UNKNOWN_PEERS_OF_ONE = 256, 4
 """Limits on control connections of ranks that are not members, on networks that prove identities."""
 MOST_UNSENT_BYTES, MOST_UNSENT_TO_UNKNOWN_PEER_BYTES = 4 << 20, 1 << 18  # per rank; one that reads too little is lost
@@ -83,20 +81,14 @@ class ConnectionManager(ControlThread):
     """
 
     def __init__(self, rules: Rules, streams: TcpStreams) -> None:
-        super().__init__(rules.rank)
-        self.rules = rules
-        self.machine = Machine(rules)
-        # called in the control thread with a method of the machine and its arguments when a connection is made or ends,
-        # when a message arrives, and once for each rank that is lost. If it raises `MessageError`, the connection of
-        # that message ends
-        self.handle: Callable[..., object] = lambda act, *arguments, **more: None
+        super().__init__(rules)
         self.streams = streams
         self.address = Address("", 0)  # where this process listens
         self.services: dict[type[WireMessage], Service] = {}  # type of the first message -> service
         # topic of a `Store` -> what is called with the sender's rank and the value
         self.receivers: dict[str, Callable[[int, bytes], None]] = {}
         self.arrived = asyncio.Event()  # set when a connection is made and when its first message arrives
-        self.most_ranks = sys.maxsize  # only lower ranks may connect
+        self.most_ranks = sys.maxsize if self.rank >= 0 else 0  # only lower ranks may connect
         self.entries: Mapping[int, Entry] = {}  # known ranks; a peer with another proven identity can't claim them
         self.peers: dict[int, Peer] = {}
         self.meter = UplinkMeter(lambda: sum_of(each.counters() for each in list(self.peers.values())))
@@ -109,7 +101,7 @@ class ConnectionManager(ControlThread):
         self._members: frozenset[int] = frozenset()
         self._open_limit = ConnectionLimit[asyncio.StreamWriter](MOST_OPEN, MOST_OPEN_OF_ONE)
         self._unknown_peers = ConnectionLimit[int](_MOST_UNKNOWN_PEERS, _MOST_UNKNOWN_PEERS_OF_ONE)
-        self._arrivals = ArrivalLimit(ARRIVALS_PER_S, MOST_ARRIVALS)
+        self._arrivals = ArrivalLimit(MOST_ARRIVALS, ARRIVALS_S)
         self._numbers = itertools.count(1)
         self._watch: asyncio.Task[None] | None = None
 
@@ -136,7 +128,7 @@ class ConnectionManager(ControlThread):
         peer.writer.write(pack(message))
         most_bytes = MOST_UNSENT_BYTES if peer.trusted else MOST_UNSENT_TO_UNKNOWN_PEER_BYTES
         if peer.writer.transport.get_write_buffer_size() > most_bytes:
-            self.loop.call_soon(self._drop, {peer: f"{peer.address} does not read its messages"})
+            self.loop.call_soon(self.drop, {peer: f"{peer.address} does not read its messages"})
 
     def trust(self, ranks: Iterable[int]) -> None:
         """Make ``ranks`` the members, which may send large messages and are exempt from the limits on other peers."""
@@ -184,7 +176,6 @@ class ConnectionManager(ControlThread):
             return
         mine = self._hellos[rank] = secrets.token_hex(8), asyncio.Event()
         try:
-            self.streams.tune(writer)
             answer = await ask((reader, writer), Hello(self.rank, str(self.address), mine[0]), Greeting)
             if answer.rank != rank:
                 raise TransportError(
@@ -194,8 +185,6 @@ class ConnectionManager(ControlThread):
             self._register(rank, address, (reader, writer), mine[0], opened=True, crossed=answer.crossed)
         except BaseException as error:
             writer.close()
-            if isinstance(error, RefusedError):
-                raise TransportError(f"{address} refuses: {error}") from error
             if not isinstance(error, EOFError) or rank not in self.peers:
                 raise
             return  # the connection that it opened stays instead
@@ -211,21 +200,18 @@ class ConnectionManager(ControlThread):
         if peer := self.peers.pop(rank, None):
             peer.hang_up()
 
-    def drop(self, rank: int, why: str) -> None:
-        """End the connection to ``rank``, if there is one, and report its loss."""
-        if peer := self.peers.get(rank):
-            self._drop({peer: why})
-
-    def drop_silent(self, ranks: Collection[int]) -> None:
-        """Drop ranks that have been silent for too long. All connections end before the first loss is reported."""
-        silent = [peer for rank, peer in self.peers.items() if rank in ranks]
-        for peer in silent:
-            peer.writer.write(pack(GivenUp()))  # in case the other process only stalled
+    def drop(self, reasons: Mapping[Peer, str], *, silent: bool = False) -> None:
+        """End connections, all of them before the first loss is reported, as others would hear of that one alone."""
+        dropped = {peer: why for peer, why in reasons.items() if self.peers.get(peer.rank) is peer}
+        for peer in dropped:
+            if silent:
+                peer.writer.write(pack(GivenUp()))  # in case the other process only stalled
+            else:
+                peer.writer.transport.abort()  # discards what the peer has not read
             self.hang_up(peer.rank)
             self.handle(self.machine.disconnect, peer.rank)
-        for peer in silent:
-            text = f"nothing was received from {peer.address} for {self.rules.silence_s:g} s"
-            self.handle(self.machine.views.lose, peer.rank, text)
+        for peer, why in dropped.items():
+            self.handle(self.machine.views.lose, peer.rank, f"the connection to {peer.address} was ended: {why}")
 
     async def listen_at(self, *where: Any) -> Address:
         """Accept connections as `listen` does, from within the control thread."""
@@ -248,7 +234,7 @@ class ConnectionManager(ControlThread):
             async with asyncio.timeout(FIRST_MESSAGE_S):
                 if not await self.streams.admit(reader, writer):
                     return
-                message, _ = await read_frame(reader, Union[(Hello, *self.services)])  # of a list of types
+                message = await read_frame(reader, Union[(Hello, *self.services)])  # of a list of types
             if not self.streams.is_current(writer):
                 return
             if isinstance(message, Hello):
@@ -280,20 +266,9 @@ class ConnectionManager(ControlThread):
             return
         unknown = self.streams.named and rank not in self._members
         if unknown and (out := self._unknown_peers.enter(rank, (identity,))) is not None:
-            self._drop({self.peers[out]: "too many connected peers are not members"})
-        self.streams.tune(writer)
+            self.drop({self.peers[out]: "too many connected peers are not members"})
         writer.write(pack(Greeting(self.rank, crossed)))
         self._register(rank, address, (reader, writer), hello.hello, opened=False)
-
-    def _drop(self, reasons: Mapping[Peer, str]) -> None:
-        """End connections, all of them before the first loss is reported, as others would hear of that one alone."""
-        dropped = {peer: why for peer, why in reasons.items() if self.peers.get(peer.rank) is peer}
-        for peer in dropped:
-            peer.writer.transport.abort()  # discards what the peer has not read
-            self.hang_up(peer.rank)
-            self.handle(self.machine.disconnect, peer.rank)
-        for peer, why in dropped.items():
-            self.handle(self.machine.views.lose, peer.rank, f"the connection to {peer.address} was ended: {why}")
 
     def _register(
         self, rank: int, address: Address, stream: Stream, token: str, *, opened: bool, crossed: str = ""
@@ -341,7 +316,9 @@ class ConnectionManager(ControlThread):
             if roster.beat(now_s):  # this process itself stalled
                 for peer in self.peers.values():
                     peer.bare_s = now_s
-            self.drop_silent(roster.silent(self._members, now_s))
+            quiet = {*roster.silent(self._members, now_s)}
+            why = f"nothing was received for {self.rules.silence_s:g} s"
+            self.drop({peer: why for rank, peer in self.peers.items() if rank in quiet}, silent=True)
             bare: dict[Peer, str] = {}
             for peer in self.peers.values():
                 patience_s = self.rules.silence_s if peer.uses else self.rules.connect_timeout_s
@@ -349,7 +326,7 @@ class ConnectionManager(ControlThread):
                     what = f"{'reopened' if peer.uses else 'opened'} in {patience_s:g} s: {peer.why}"
                     bare[peer] = f"no payload connection could be {what}"
                 peer.writer.write(beat)
-            self._drop(bare)
+            self.drop(bare)
 
     async def end_connections(self) -> None:
         if self._watch is not None:

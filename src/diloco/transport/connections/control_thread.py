@@ -1,4 +1,4 @@
-"""The control thread of a rank: an event loop to which other threads submit work.
+"""The control thread of a rank: an event loop, which runs the machine and carries out its effects.
 
 Closing it ends its tasks and the connections that were opened in it. So does an internal error in a task or a callback:
 whoever waits for it learns the reason at once, and other processes see that this one is gone.
@@ -12,16 +12,23 @@ import logging
 import selectors
 import ssl
 import threading
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
 from diloco.errors import TransportError
+from diloco.protocol import Effects, Machine, MessageError, Rules, Timer
 from diloco.transport.connections.sockets import raw_transport
 from diloco.transport.connections.streams import Stream, within
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+Acts = list[tuple[Callable[..., object], Iterable[tuple[Any, ...]]]]
+"""Functions, each with the arguments of its calls."""
 
 CLOSING_S = 8.0  # tasks that hang for longer, on a dead network or a busy thread, end with the process
 CANCELLING_S = 1.0
@@ -42,18 +49,26 @@ class _Selector(selectors.DefaultSelector):
 
 
 class ControlThread:
-    """A daemon thread with an event loop, running when the constructor returns."""
+    """A daemon thread with an event loop, running when the constructor returns.
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank  # of this process
+    It calls the machine under a lock; other threads read the machine's state under the same lock.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules, self.rank = rules, rules.rank  # of this process
+        self.machine = Machine(rules)
+        self.changed = threading.Condition()  # its lock guards the machine; notified after each call
+        self.acts: Callable[[Effects], Acts] = lambda effects: []  # what carries out effects, but for timers
+        self.left = ""  # why this rank has closed its transport; "": it has not
         self.fault = ""  # the internal error that has ended all connections; "": none
         self.on_fault: Callable[[], object] = lambda: None  # called once in this thread, after `fault` is set
         self._closing = False
+        self._timers: dict[Timer, asyncio.TimerHandle] = {}
         self._ending: asyncio.Task[None] | None = None
         self._transports: WeakSet[asyncio.WriteTransport] = WeakSet()  # of connections that are still referenced
         self.loop = asyncio.SelectorEventLoop(_Selector())
         self.loop.set_exception_handler(self._log_failure)
-        self._thread = threading.Thread(target=self._run, name=f"diloco-control-{rank}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"diloco-control-{self.rank}", daemon=True)
         self._thread.start()
 
     # From any thread.
@@ -90,6 +105,27 @@ class ControlThread:
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.loop.call_soon, function, *arguments)
 
+    def post_act(self, act: Callable[P, None], *arguments: P.args, **more: P.kwargs) -> None:
+        """Call the machine soon."""
+        self.post(partial(self.handle, act, *arguments, **more))
+
+    def call_act(self, timeout_s: float | None, act: Callable[P, None], *arguments: P.args, **more: P.kwargs) -> None:
+        """Call the machine, and wait until the effects are carried out. Errors are those of `call`."""
+
+        async def handle() -> None:
+            self.handle(act, *arguments, **more)
+            if self.fault:
+                raise TransportError(self.fault)
+
+        self.call(handle(), timeout_s)
+
+    def wait_for(self, predicate: Callable[[], object], timeout_s: float) -> None:
+        """Wait until ``predicate`` holds, at most ``timeout_s``. It is evaluated after each call of the machine."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.left or self.fault or predicate(), min(timeout_s, threading.TIMEOUT_MAX))
+            if self.fault or self.left:
+                raise TransportError(self.fault or f"{self.left}. It stops waiting.")
+
     def close(self) -> None:
         """End everything that runs in this thread, and the thread, within seconds, whatever the network does."""
         if self.loop.is_closed():
@@ -104,6 +140,44 @@ class ControlThread:
         self.loop.close()
 
     # In this thread.
+
+    def handle(self, act: Callable[P, None], *arguments: P.args, **more: P.kwargs) -> None:
+        """Call the machine, and carry out all effects, whatever happens to one of them.
+
+        Raises:
+            MessageError: A malformed message was received. Any other error ends this thread's connections.
+        """
+        if self.fault:
+            self.on_fault()  # for a round that has begun since
+            return
+        try:
+            with self.changed:
+                effects = self.machine.handle(time.monotonic(), act, *arguments, **more)
+                self.changed.notify_all()
+        except Exception as error:
+            if act == self.machine.receive and isinstance(error, MessageError):
+                raise
+            self.fail(error)
+            return
+        errors = []
+        for carry_out, many in [*self.acts(effects), (self._set_timer, effects.timers.items())]:
+            for each in many:
+                try:
+                    carry_out(*each)
+                except Exception as error:
+                    errors.append(error)
+        if errors:
+            self.fail(errors[0])
+
+    def _set_timer(self, timer: Timer, delay_s: float | None) -> None:
+        if handle := self._timers.pop(timer, None):
+            handle.cancel()
+        if delay_s is not None:
+            self._timers[timer] = self.loop.call_later(delay_s, self._fire, timer)
+
+    def _fire(self, timer: Timer) -> None:
+        self._timers.pop(timer, None)
+        self.handle(self.machine.fire, timer)
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run ``coroutine`` as a task. An error that ends it is an internal one; see `fail`."""

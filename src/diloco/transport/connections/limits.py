@@ -7,10 +7,9 @@ import ipaddress
 import math
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-_MOST_ORIGINS = 4096
 T = TypeVar("T", bound=Hashable)
 S = TypeVar("S")
 R = TypeVar("R")
@@ -62,25 +61,23 @@ class ConnectionLimit(Generic[T]):
 
 
 class ArrivalLimit:
-    """A limit on the rate at which each origin may open connections: a handshake costs a millisecond of one thread.
+    """A limit on how many connections each origin may open in a span: a handshake costs a millisecond of one thread.
 
-    >>> limit = ArrivalLimit(per_s=1.0, burst=2)
-    >>> [limit.admits(["peer a"], now_s) for now_s in (0.0, 0.0, 0.0, 1.5)], limit.admits(["peer b"], 0.0)
+    >>> limit = ArrivalLimit(most=2, span_s=16.0)
+    >>> [limit.admits(["peer a"], now_s) for now_s in (0.0, 0.0, 0.0, 16.0)], limit.admits(["peer b"], 16.0)
     ([True, True, False, True], True)
     """
 
-    def __init__(self, per_s: float, burst: int) -> None:
-        self._limits = per_s, burst - 1
-        self._buckets: dict[str, TokenBucket] = {}  # of the origins of late, the latest last
+    def __init__(self, most: int, span_s: float) -> None:
+        self._most, self._span_s = most, span_s
+        self._began_s, self._counts = 0.0, Counter[str]()  # of the span of now
 
     def admits(self, origins: Sequence[str], now_s: float) -> bool:
-        """Return whether a connection of these origins may go on. One that may not counts for nothing."""
-        buckets = {each: self._buckets.pop(each, TokenBucket(*self._limits)) for each in origins}
-        self._buckets |= buckets
-        for origin in list(self._buckets)[: max(0, len(self._buckets) - _MOST_ORIGINS)]:
-            del self._buckets[origin]
-        is_late = any(bucket.take(now_s, 0) > 0 for bucket in buckets.values())
-        return not is_late and all(bucket.take(now_s, 1) is not None for bucket in buckets.values())
+        """Return whether a connection of these origins may go on."""
+        if now_s - self._began_s >= self._span_s:
+            self._began_s, self._counts = now_s, Counter()
+        self._counts.update(origins)
+        return all(self._counts[each] <= self._most for each in origins)
 
 
 def origin_of(host: str) -> str:
@@ -141,30 +138,17 @@ class TokenBucket:
         return max(0.0, self._paid_s - self._burst_s - now_s)
 
 
-class Backoff:
-    """Pauses in seconds that double up to a limit, each shortened by up to half so that peers do not act in step.
+def pauses(first_s: float, longest_s: float, seed: str) -> Iterator[float]:
+    """Yield pauses in seconds that double up to a limit, each shortened by up to half so that peers do not act in step.
 
     Args:
         seed: The pauses are a function of it; peers need different ones.
 
-    >>> pauses = Backoff(1.0, 4.0, seed="rank 0")
-    >>> [0.5 * upper <= pauses.next_s() <= upper for upper in (1.0, 2.0, 4.0, 4.0)]
+    >>> pauses_s = pauses(1.0, 4.0, seed="rank 0")
+    >>> [0.5 * most_s <= next(pauses_s) <= most_s for most_s in (1.0, 2.0, 4.0, 4.0)]
     [True, True, True, True]
-    >>> pauses.reset()
-    >>> pauses.next_s() <= 1.0
-    True
     """
-
-    def __init__(self, first_s: float, longest_s: float, seed: str) -> None:
-        self.upper_s = first_s  # the next pause at most
-        self._first_s = first_s
-        self._longest_s = longest_s
-        self._random = random.Random(seed)
-
-    def next_s(self) -> float:
-        pause_s = self.upper_s * self._random.uniform(0.5, 1.0)
-        self.upper_s = min(2 * self.upper_s, max(self._first_s, self._longest_s))
-        return pause_s
-
-    def reset(self) -> None:
-        self.upper_s = self._first_s
+    factors, most_s = random.Random(seed), first_s
+    while True:
+        yield most_s * factors.uniform(0.5, 1.0)
+        most_s = min(2 * most_s, max(first_s, longest_s))

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Collection
 from typing import Annotated
 
 from msgspec import Meta
 
-from diloco.algorithm import Uplink
 from diloco.errors import TransportError
 from diloco.membership import Rank, View
 from diloco.protocol import Refused, WireMessage
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.limits import Backoff
+from diloco.transport.connections.limits import pauses
 from diloco.transport.connections.pace import streams_to_each
 from diloco.transport.connections.peer import Peer
-from diloco.transport.connections.streams import Stream, ask, pack
+from diloco.transport.connections.streams import Done, Stream, ask, pack
 from diloco.transport.connections.stripe import Stripe
 
 _RETRY_S, _RETRY_PART = 0.2, 4  # pauses before the first stripe is dialled again; at most the patience / 4
@@ -29,10 +27,6 @@ class LinkAsked(WireMessage, tag="link"):
     token: Annotated[str, Meta(min_length=1, max_length=64)]  # of the control connection
     rank: Rank  # of the sender
     number: Annotated[int, Meta(ge=0, lt=64)]  # of the stripe
-
-
-class Linked(WireMessage):
-    """The connection is a stripe."""
 
 
 class PeerLinks:
@@ -49,11 +43,6 @@ class PeerLinks:
     def by_rank(self) -> dict[int, Peer]:
         """The connected peers with which this rank exchanges payloads. For any thread."""
         return {rank: peer for rank, peer in list(self.connections.peers.items()) if self.is_peer(rank)}
-
-    @property
-    def uplink(self) -> Uplink:
-        """What is known about the bandwidth with which this rank sends. For any thread."""
-        return self.connections.meter.uplink(full=any(math.isfinite(p.pace.bits_per_s) for p in self.by_rank.values()))
 
     def is_peer(self, rank: int) -> bool:
         """Return whether a rank of another replica is at the position of this one."""
@@ -97,19 +86,21 @@ class PeerLinks:
         """Maintain one stripe: dial it, and dial it again when it ends."""
         clock = self.connections.loop
         times = (_RETRY_S, self.rules.silence_s / _RETRY_PART) if index == 0 else (_RETRY_MORE_S, _RETRY_MORE_AT_MOST_S)
-        backoff = Backoff(*times, seed=f"{self.connections.rank} {peer.rank} {index}")
+        seed = f"{self.connections.rank} {peer.rank} {index}"
+        pauses_s = pauses(*times, seed)
         while peer.dials and not peer.ended:
             began_s = clock.time()
             try:
                 async with asyncio.timeout(self.rules.connect_timeout_s):
                     stream = await self.open_stripe(peer)
-                    await ask(stream, LinkAsked(peer.token, self.connections.rank, index), Linked)
+                    await ask(stream, LinkAsked(peer.token, self.connections.rank, index), Done)
                 await self._use(peer, index, *stream)
             except (OSError, EOFError, TimeoutError, TransportError, ValueError) as error:
                 peer.why = str(error) or type(error).__name__
-            if clock.time() - began_s > backoff.upper_s:  # it was open for a while
-                backoff.reset()
-            await asyncio.sleep(backoff.next_s())
+            if clock.time() - began_s > 2 * (pause_s := next(pauses_s)):  # it was open for a while
+                pauses_s = pauses(*times, seed)
+                pause_s = next(pauses_s)
+            await asyncio.sleep(pause_s)
 
     async def _serve(self, asked: LinkAsked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         streams, peer = self.connections.streams, self.connections.peers.get(asked.rank)
@@ -121,7 +112,7 @@ class PeerLinks:
                 await writer.drain()
             return
         self.connections.vouch(writer)
-        writer.write(pack(Linked()))
+        writer.write(pack(Done()))
         await self._use(peer, asked.number, reader, writer)
 
     async def _use(self, peer: Peer, index: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -12,6 +12,7 @@ acknowledged and dropped, so a round is cancelled by its tag alone.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -21,15 +22,14 @@ from diloco.algorithm import RoundId
 from diloco.errors import TransportError
 from diloco.protocol import GivenUp, Header, Message, MessageError, decode
 from diloco.transport.address import Address
-from diloco.transport.connections.limits import Backoff, TokenBucket
+from diloco.transport.connections.limits import TokenBucket, pauses
 from diloco.transport.connections.pace import Pace, TcpCounters, UplinkMeter, sum_of
 from diloco.transport.connections.sockets import raw_transport
 from diloco.transport.connections.streams import (
     MAX_MESSAGE_BYTES,
     UNKNOWN_PEER_BYTES,
     Stream,
-    read_body,
-    read_head,
+    read_bytes,
     within,
 )
 from diloco.transport.connections.stripe import (
@@ -131,8 +131,7 @@ class Peer:
 
     async def _next(self, reader: asyncio.StreamReader) -> bytes:
         """Read the next message; raises the errors of `read_frame`."""
-        head = await read_head(reader)
-        data, _ = await read_body(reader, head, MAX_MESSAGE_BYTES if self.trusted else UNKNOWN_PEER_BYTES)
+        data = await read_bytes(reader, lambda: MAX_MESSAGE_BYTES if self.trusted else UNKNOWN_PEER_BYTES)
         if wait_s := self._paces[self.trusted].take(self._loop.time(), _MESSAGE_BYTES + len(data)):
             await asyncio.sleep(wait_s)
         self.num_messages += 1
@@ -167,8 +166,7 @@ class Peer:
             what = f"ended the connection ({why})" if why else "dropped it"
             return f"{self.address} received nothing from this process for too long and {what}", False
         ended = f"the connection to {self.address} ended ({why})"
-        backoff = Backoff(*_BETWEEN_INQUIRIES_S, seed=f"{self.rank} {self.number}")
-        for _ in range(_INQUIRIES):
+        for pause_s in itertools.islice(pauses(*_BETWEEN_INQUIRIES_S, f"{self.rank} {self.number}"), _INQUIRIES):
             try:
                 _, writer = await within(longest_s, open_stream(self.address))
             except ConnectionRefusedError:
@@ -179,7 +177,7 @@ class Peer:
                 return f"{ended} and can't be reopened ({error})", False
             else:
                 writer.close()
-            await asyncio.sleep(backoff.next_s())
+            await asyncio.sleep(pause_s)
         return f"{ended}, though a process still listens there", False
 
     def hang_up(self) -> None:

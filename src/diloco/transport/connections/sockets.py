@@ -32,7 +32,6 @@ from diloco.transport.secret import TurnedAwayError, check_secret, derive_key
 
 _HANDSHAKE_S = 10.0
 _ADMITTED = b"+"  # what the listening side says first
-_LOW_DELAY = 0x10  # in the type-of-service byte: routers that support it let these packets overtake payloads
 _VALID = datetime(1950, 1, 1), datetime(9999, 12, 31)  # whatever the clock of a machine says, even after its battery
 _RAW: WeakKeyDictionary[asyncio.WriteTransport, asyncio.Transport] = WeakKeyDictionary()  # TLS -> what is below it
 
@@ -287,14 +286,6 @@ class TcpStreams:
 
     def locate(self, entry: Entry) -> Address:
         return parse_address(entry.address)
-
-    def tune(self, writer: asyncio.StreamWriter) -> None:
-        """Let small packets overtake payloads."""
-        connection = writer.get_extra_info("socket")
-        if connection.family == socket.AF_INET:
-            connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _LOW_DELAY)
-        elif connection.family == socket.AF_INET6:
-            connection.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, _LOW_DELAY)
 
     def origins(self, writer: asyncio.StreamWriter) -> tuple[str, ...]:
         """Return the origins (peer and host) of a connection, of which `ConnectionLimit` admits only so many."""

@@ -1,13 +1,10 @@
-"""The format of control messages.
-
-A control message is a small object in MessagePack (`diloco.protocol`) and a blob, both preceded by their sizes.
+"""The format of control messages: objects in MessagePack (`diloco.protocol`), each preceded by its size.
 
 ::
 
-    4 bytes  b"DLC2"       protocol and its version
-    4 bytes  message size  big-endian; at most `MAX_MESSAGE_BYTES`, from an unknown peer `UNKNOWN_PEER_BYTES`
-    8 bytes  blob size     big-endian; at most `MAX_BLOB_BYTES`; where none is expected, 0
-    message, blob
+    4 bytes  b"DLC3"  protocol and its version
+    4 bytes  size     big-endian; at most `MAX_MESSAGE_BYTES`, from an unknown peer `UNKNOWN_PEER_BYTES`
+    message
 
 Sizes are checked before anything is allocated.
 """
@@ -31,6 +28,10 @@ Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Takes over a connection that another process opened, and closes it."""
 
 
+class Done(WireMessage):
+    """What the first message of a connection asked for was done."""
+
+
 class RefusedError(TransportError):
     """The other side of a connection refuses what it is asked for."""
 
@@ -49,51 +50,60 @@ async def within(seconds: float | None, awaited: Awaitable[T]) -> T:
         return await awaited
 
 
-PROTOCOL = b"DLC2"
+PROTOCOL = b"DLC3"
 MAX_MESSAGE_BYTES = 1 << 20
-MAX_BLOB_BYTES = 1 << 20
 UNKNOWN_PEER_BYTES = 1 << 14  # of a message, from a peer that is not a member, and for what any peer sends about itself
 
 ANSWER_S = 10.0  # to a question
 
-_HEAD = struct.Struct(">4sIQ")
+_HEAD = struct.Struct(">4sI")
 
 
-def pack(message: object, blob: bytes | memoryview = b"") -> bytes:
-    """Encode a message and its blob.
+def pack(message: object) -> bytes:
+    """Encode a message.
 
     >>> from diloco.protocol import Beat
-    >>> pack(Beat())[:16]
-    b'DLC2\\x00\\x00\\x00\\x0b\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00'
+    >>> pack(Beat())[:8]
+    b'DLC3\\x00\\x00\\x00\\x0b'
     """
     data = encode(message)
-    if len(data) > MAX_MESSAGE_BYTES or len(blob) > MAX_BLOB_BYTES:
-        raise TransportError(
-            f"a control message of {len(data)} + {len(blob)} bytes exceeds the limit of "
-            f"{MAX_MESSAGE_BYTES} + {MAX_BLOB_BYTES} bytes. Nothing was sent."
-        )
-    return b"".join((_HEAD.pack(PROTOCOL, len(data), len(blob)), data, blob))
+    if len(data) > MAX_MESSAGE_BYTES:
+        words = f"a control message of {len(data)} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes."
+        raise TransportError(f"{words} Nothing was sent.")
+    return _HEAD.pack(PROTOCOL, len(data)) + data
 
 
-async def read_frame(
-    reader: asyncio.StreamReader, expected: Any, most_bytes: int = UNKNOWN_PEER_BYTES, most_blob_bytes: int = 0
-) -> tuple[Any, bytes]:
-    """Read the next message and its blob.
+async def read_frame(reader: asyncio.StreamReader, expected: Any, most_bytes: int = UNKNOWN_PEER_BYTES) -> Any:
+    """Read the next message.
 
     Args:
         expected: A type of messages, or several as a union.
-        most_bytes, most_blob_bytes: Limits on the sizes, checked when they are announced. Only a caller that expects
-            more raises them.
+        most_bytes: Limit on the size, checked when it is announced. Only a caller that expects more raises it.
 
     Raises:
         TransportError: The message is malformed or too large.
         asyncio.IncompleteReadError, OSError: The connection ended.
     """
-    data, blob = await read_body(reader, await read_head(reader), most_bytes, most_blob_bytes)
     try:
-        return decode(data, expected), blob
+        return decode(await read_bytes(reader, lambda: most_bytes), expected)
     except MessageError as error:
         raise TransportError(f"an unreadable message arrived ({error}). The connection was closed.") from error
+
+
+async def read_bytes(reader: asyncio.StreamReader, limit: Callable[[], int]) -> bytes:
+    """Read the bytes of the next message, as `read_frame` does; ``limit()`` is what holds when its size arrives."""
+    protocol, num_bytes = _HEAD.unpack(await reader.readexactly(_HEAD.size))
+    if protocol != PROTOCOL:
+        raise TransportError(
+            f"data that begins with {protocol!r} arrived instead of {PROTOCOL!r}, so the sender does not use this "
+            "version of diloco's protocol. The connection was closed."
+        )
+    if num_bytes > (most_bytes := limit()):
+        raise TransportError(
+            f"a message of {num_bytes} bytes was announced, more than the limit of {most_bytes} bytes. The connection "
+            "was closed."
+        )
+    return await reader.readexactly(num_bytes)
 
 
 async def ask(stream: Stream, message: object, expected: Any, most_bytes: int = UNKNOWN_PEER_BYTES) -> Any:
@@ -105,7 +115,7 @@ async def ask(stream: Stream, message: object, expected: Any, most_bytes: int = 
     reader, writer = stream
     try:
         writer.write(pack(message))
-        answer, _ = await read_frame(reader, expected | Refused, most_bytes)
+        answer = await read_frame(reader, expected | Refused, most_bytes)
         if isinstance(answer, Refused):
             raise RefusedError(answer)
     except BaseException:
@@ -149,27 +159,3 @@ async def say(answer: WireMessage, reader: asyncio.StreamReader, writer: asyncio
     writer.write(pack(answer))
     await writer.drain()
     await within(ANSWER_S, reader.read(1))
-
-
-async def read_head(reader: asyncio.StreamReader) -> bytes:
-    """Read the header of the next message. Errors are those of `read_frame`."""
-    return await reader.readexactly(_HEAD.size)
-
-
-async def read_body(
-    reader: asyncio.StreamReader, head: bytes, most_bytes: int, most_blob_bytes: int = 0
-) -> tuple[bytes, bytes]:
-    """Read the rest of a message: itself and its blob. Errors are as in `read_frame`."""
-    protocol, num_bytes, blob_bytes = _HEAD.unpack(head)
-    if protocol != PROTOCOL:
-        raise TransportError(
-            f"data that begins with {protocol!r} arrived instead of {PROTOCOL!r}, so the sender does not use this "
-            "version of diloco's protocol. The connection was closed."
-        )
-    if num_bytes > most_bytes or blob_bytes > most_blob_bytes:
-        raise TransportError(
-            f"a message of {num_bytes} + {blob_bytes} bytes was announced, more than the limit of {most_bytes} + "
-            f"{most_blob_bytes} bytes. The connection was closed."
-        )
-    data = await reader.readexactly(num_bytes)
-    return data, await reader.readexactly(blob_bytes) if blob_bytes else b""

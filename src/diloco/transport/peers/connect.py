@@ -10,7 +10,7 @@ from typing import Protocol
 
 from diloco.errors import RendezvousError
 from diloco.protocol import Rules, Welcome
-from diloco.transport.connections.limits import Backoff
+from diloco.transport.connections.limits import pauses
 from diloco.transport.peers.directory import Directory, Lost
 from diloco.transport.peers.transport import PeerTransport
 from diloco.waiting import waiting_for
@@ -87,7 +87,7 @@ def join(directory: Directory, timeout_s: float) -> int:
     """
     transport, entry = directory.transport, directory.entry
     deadline_s = time.monotonic() + timeout_s
-    why, backoff = f"no answer within {timeout_s:g} s", Backoff(*_AGAIN_S, seed=entry.address)
+    why, pauses_s = f"no answer within {timeout_s:g} s", pauses(*_AGAIN_S, seed=entry.address)
     while True:
         answer = transport.ask_to_join(entry, min(_ANSWER_S, deadline_s - time.monotonic()))
         final = False
@@ -99,7 +99,7 @@ def join(directory: Directory, timeout_s: float) -> int:
             final = said.for_good and not directory.swarm  # another member may let it in
         if time.monotonic() > deadline_s or final:
             raise RendezvousError(f"replica {transport.replica} can't join the run: {why}. It stops here.")
-        time.sleep(backoff.next_s())  # the members are not ready for it yet
+        time.sleep(next(pauses_s))  # the members are not ready for it yet
         transport.connections.call(directory.refresh())
     transport.enter(answer)
     return transport.step

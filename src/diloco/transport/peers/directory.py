@@ -21,7 +21,6 @@ from msgspec import Meta
 
 from diloco.errors import ConfigurationError, RendezvousError, RunFinishedError, TransportError
 from diloco.membership import (
-    GREATEST,
     BootstrapElection,
     Candidate,
     Count,
@@ -34,8 +33,8 @@ from diloco.membership import (
 from diloco.protocol import Entry, Introduce, Refused, Registry, Table, WireMessage, table_of
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.limits import Backoff, few_at_once
-from diloco.transport.connections.streams import NotNowError, question, say, within
+from diloco.transport.connections.limits import few_at_once, pauses
+from diloco.transport.connections.streams import Done, NotNowError, question, say, within
 from diloco.transport.peers.transport import PeerTransport
 
 _LEAST_S = 0.1
@@ -69,17 +68,15 @@ class Members(WireMessage, dict=True):
 
 
 class Looking(WireMessage):
-    """The asked process is looking for the members, too; the fields are those of a `Candidate`."""
+    """The asked process is looking for the members, too."""
 
-    number: Rank
-    held_step: Annotated[int, Meta(ge=-1, le=GREATEST)]
-    was: _Name  # the swarm that it was a member of
-    last: View | None
-    agreed: View | None
-    vote: View | None
+    candidate: Candidate
+    was: _Name = ""  # the swarm that it was a member of
 
 
 class Over(WireMessage):
+    """The sender, of this replica, has finished the run."""
+
     replica: Rank
 
 
@@ -190,7 +187,7 @@ class Directory:
         """Tell former members, where they listen, that the run has ended; one may be frozen just now."""
         rules, members = self.transport.rules, self.transport.view.members
         clock = asyncio.get_running_loop()
-        until_s, backoff = clock.time() + rules.silence_s, Backoff(*self.pauses_s, seed=self.entry.address)
+        until_s, pauses_s = clock.time() + rules.silence_s, pauses(*self.pauses_s, seed=self.entry.address)
 
         async def tell(entry: Entry) -> Any:
             while True:
@@ -198,11 +195,11 @@ class Directory:
                     place, message = self.connections.streams.locate(entry), Over(self.transport.replica)
                     # it answers, since one that has just thawed may close the connection unread, and search
                     async with asyncio.timeout(_OVER_S):
-                        return await question(await self.connections.open(place), place, message, Over)
+                        return await question(await self.connections.open(place), place, message, Done)
                 except (OSError, EOFError, TransportError, ValueError) as error:
                     if isinstance(error, ConnectionRefusedError) or clock.time() >= until_s:
                         return None  # it has ended, or it is gone
-                await asyncio.sleep(backoff.next_s())
+                await asyncio.sleep(next(pauses_s))
 
         absent = [entry for entry in self.transport.known_entries() if rules.replica_of(entry.rank) not in members]
         await asyncio.gather(*map(tell, absent))
@@ -251,7 +248,7 @@ class Directory:
 
     async def _find(self) -> View:
         clock, known_s = asyncio.get_running_loop(), math.inf  # when others could first know of this process
-        until_s, backoff = clock.time() + self.patience_s, Backoff(*self.pauses_s, seed=self.entry.address)
+        until_s, pauses_s = clock.time() + self.patience_s, pauses(*self.pauses_s, seed=self.entry.address)
         why: dict[str, str] = {}  # place -> why it was of no use
         heard: set[Address] = set()  # what has answered before; the last question may have too little time
 
@@ -296,7 +293,11 @@ class Directory:
                         why.setdefault(str(place), "no answer")
             if refusals and not there:
                 raise refusals[0]
-            self.looking = [self._candidate(each) for each in answers.values() if isinstance(each, Looking)]
+            self.looking = [
+                each.candidate if each.was == self.was else Candidate(each.candidate.number, each.candidate.held_step)
+                for each in answers.values()
+                if isinstance(each, Looking)
+            ]
             waited_s = asked_s - known_s
             if not there and not self.begins:
                 if over := self.over():
@@ -306,11 +307,7 @@ class Directory:
                     return view
             if clock.time() >= until_s:
                 raise RendezvousError(self.nobody(why) + self.election.missing(self.looking))
-            await asyncio.sleep(backoff.next_s())
-
-    def _candidate(self, answer: Looking) -> Candidate:
-        views = (answer.last, answer.agreed, answer.vote) if answer.was == self.was else ()
-        return Candidate(answer.number, answer.held_step, *views)
+            await asyncio.sleep(next(pauses_s))
 
     async def ask(self, address: Address, unreachable: int | None = None) -> Members | Looking:
         """Ask a process who the members are; it has a member open the connection to this process that can't be reached.
@@ -324,13 +321,14 @@ class Directory:
         identity = self.connections.streams.identity(stream[1])
         answer = await question(stream, address, Ask(self.entry, unreachable), self.answers)
         if isinstance(answer, Looking) and self.election.views is not None:
-            known = self.election.views.identities.get(self.transport.rules.ranks([answer.number])[0], identity)
+            number = answer.candidate.number
+            known = self.election.views.identities.get(self.transport.rules.ranks([number])[0], identity)
             # over TCP a restarted process has another identity; it says that it was a member of no view, and listens
             # where the one did that it replaces, which has therefore ended
-            entry = self.registry.entries.get(self.transport.rules.ranks([answer.number])[0])
-            replaces = answer.last is None and entry is not None and entry.address == str(address)
+            entry = self.registry.entries.get(self.transport.rules.ranks([number])[0])
+            replaces = answer.candidate.last is None and entry is not None and entry.address == str(address)
             if known != identity and (self.connections.streams.named or not replaces):
-                raise TransportError(f"{address} answers in the name of replica {answer.number}, which is another one")
+                raise TransportError(f"{address} answers in the name of replica {number}, which is another one")
         if isinstance(answer, Members):
             keep = {self.connections.rank, *self.transport.rules.ranks(answer.members), *self.connections.connected}
             for rank, entry in answer.entries.items():
@@ -423,19 +421,19 @@ class Directory:
     def members(self) -> tuple[int, ...]:
         """The members of the view; empty while this process is not a member itself."""
         members = self.transport.view.members
-        is_one = self.transport.last_view is not None and self.transport.failure is None
+        is_one = self.transport.views.last_view is not None and self.transport.failure is None
         return members if is_one and self.transport.replica in members else ()
 
     async def _answer(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        entry, streams, me = asked.entry, self.connections.streams, self.election.me
+        entry, streams = asked.entry, self.connections.streams
         streams.locate(entry)  # all others would fail at an address that is none
         if streams.named and entry.address != streams.identity(writer):
             return
         if self.searches:
-            answer: WireMessage = Looking(me.number, me.held_step, self.was, me.last, me.agreed, me.vote)
+            answer: WireMessage = Looking(self.election.me, self.was)
         elif not self.members:
             answer = Refused("it is joining itself")
-        elif streams.named and (closed := self.transport.closed_to_joiners):
+        elif streams.named and (closed := self.transport.views.closed_to_joiners):
             answer = Refused(closed)
         elif why := await self._refusal(entry, writer):
             answer = Refused(why, for_good=True)
@@ -464,7 +462,7 @@ class Directory:
     async def _note_end(self, asked: Over, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.is_from(asked.replica, self.connections.streams.identity(writer)):
             self.transport.finishers.add(asked.replica)
-            await say(Over(self.transport.replica), reader, writer)
+            await say(Done(), reader, writer)
 
     def is_from(self, replica: int, identity: str) -> bool:
         """Return whether a process with this identity may speak for a replica: the member, if there was one.

@@ -41,6 +41,7 @@ from diloco.membership import View
 from diloco.protocol import GiveVerdict
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.peer import Peer, round_tag
+from diloco.waiting import at_once
 
 _LEAST_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 18
 """A payload is cut into at least this many pieces, so that summing starts early, unless they would be smaller than this
@@ -62,13 +63,6 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_THREADS, thread_name_prefix="diloco-sum")
 
 
-def _at_once(act: Callable[..., None], *arguments: Any) -> Future[None]:
-    done: Future[None] = Future()
-    act(*arguments)
-    done.set_result(None)
-    return done
-
-
 def _validate(codec: Codec, payload: Tensor, numel: int, name: str, replica: int) -> None:
     try:
         codec.validate(payload, numel)
@@ -77,6 +71,7 @@ def _validate(codec: Codec, payload: Tensor, numel: int, name: str, replica: int
 
 
 _EXTRAS = (1 << 16) - 1  # piece number of the model buffers
+_MEANS = 1 << 16  # what is added to the piece numbers of means
 
 
 class PayloadExchange:
@@ -97,8 +92,8 @@ class PayloadExchange:
         self._peers, self._loop, self._piece_bytes = peers, connections.loop, connections.rules.piece_bytes
         self._tag = round_tag(view.id, contribution.round)
         self._sends: list[Future[None]] = []
-        # member, piece and half -> receive buffer, and a future that is resolved when the piece has arrived
-        self._incoming: dict[tuple[int, int, bool], tuple[Tensor, Future[None]]] = {}
+        # member and piece -> receive buffer, and a future that is resolved when the piece has arrived
+        self._incoming: dict[tuple[int, int], tuple[Tensor, Future[None]]] = {}
         extras = [each for each in (self.contribution.buffers, self.contribution.integers) if each is not None]
         parts = [each.detach().cpu().contiguous().view(torch.uint8) for each in extras]
         # model buffers as bytes: floating ones, then integer ones
@@ -160,8 +155,23 @@ class PayloadExchange:
         """
         try:
             given = self.verdict.result()
-            self.mean = mean = self.reduce(given.weights, given.verdict.contributors)
-            on_mean(mean.digest())
+            weights, contributors = given.weights, given.verdict.contributors
+            total = sum(weights[member] for member in contributors)
+            self._device = self._roomy_device()
+            with beside_training(self._device):
+                factors, moments = self._reduce_mine(weights, contributors, total)
+                self._receive_means()
+            buffers, integers = self._reduce_extras(weights, contributors) if len(self._extras) else (None, None)
+            self.mean = Mean(
+                values=self.values,
+                contributors=tuple(contributors),
+                weight=total,
+                buffers=buffers,
+                integers=integers,
+                clipped=tuple(factors),
+                spread=spread(*moments, total),
+            )
+            on_mean(self.mean.digest())
             for sent in self._sends:  # then its memory can be reused
                 sent.result()
             return {}
@@ -191,19 +201,19 @@ class PayloadExchange:
         step = max(1, size // codec.payload_bytes(codec.block_size)) * codec.block_size
         return ((low, min(low + step, stop)) for low in range(start, stop, step))
 
-    def _message(self, values: Tensor, piece: int, second: bool) -> tuple[int, memoryview]:
-        """Return the tag and the bytes of a contiguous CPU tensor. A tag is the round's, 1 bit and 16 of the piece."""
+    def _message(self, values: Tensor, piece: int) -> tuple[int, memoryview]:
+        """Return the tag and the bytes of a contiguous CPU tensor. A tag is the round's, and 17 bits of the piece."""
         data = values.detach().view(-1).numpy().data.cast("B") if values.numel() else memoryview(bytearray())
-        return self._tag << 17 | int(second) << 16 | piece, data
+        return self._tag << 17 | piece, data
 
-    def _receive(self, member: int, buffer: Tensor, piece: int, *, second: bool = False) -> None:
+    def _receive(self, member: int, buffer: Tensor, piece: int) -> None:
         received: Future[None] = Future()
-        self._incoming[member, piece, second] = buffer, received
-        self._peers[member].receive(*self._message(buffer, piece, second), received)
+        self._incoming[member, piece] = buffer, received
+        self._peers[member].receive(*self._message(buffer, piece), received)
 
-    def _send(self, members: Iterable[int], payload: Tensor, piece: int, *, second: bool = False) -> None:
+    def _send(self, members: Iterable[int], payload: Tensor, piece: int) -> None:
         """Start sending a tensor, which must not change until the exchange has ended. For any thread."""
-        message, sends = self._message(payload, piece, second), {member: Future[None]() for member in members}
+        message, sends = self._message(payload, piece), {member: Future[None]() for member in members}
         self._sends += sends.values()
 
         def start() -> None:
@@ -226,35 +236,17 @@ class PayloadExchange:
         for peer in self._peers.values():
             peer.take_early(self._tag)
 
-    def _take(self, member: int, piece: int, *, second: bool = False) -> Tensor:
+    def _take(self, member: int, piece: int) -> Tensor:
         """Wait until a piece from ``member`` has arrived, and return it."""
         mine = self.contribution
         if member == mine.replica:
             return mine.codec.cut(mine.payload, mine.numel, *self._ranges[piece])
-        buffer, received = self._incoming[member, piece, second]
+        buffer, received = self._incoming[member, piece]
         try:
             received.result()
         except TransportError as error:
             raise TransportError(f"payloads of replica {member} can't arrive: {error}", replicas=[member]) from error
         return buffer
-
-    def reduce(self, weights: Mapping[int, float], contributors: Sequence[int]) -> Mean:
-        """Return the mean over ``contributors``, weighted by ``weights``."""
-        total = sum(weights[member] for member in contributors)
-        self._device = self._roomy_device()
-        with beside_training(self._device):
-            factors, moments = self._reduce_mine(weights, contributors, total)
-            self._receive_means()
-        buffers, integers = self._reduce_extras(weights, contributors) if len(self._extras) else (None, None)
-        return Mean(
-            values=self.values,
-            contributors=tuple(contributors),
-            weight=total,
-            buffers=buffers,
-            integers=integers,
-            clipped=tuple(factors),
-            spread=spread(*moments, total),
-        )
 
     def _roomy_device(self) -> torch.device:
         """Return the device of the global parameters if it has room for twice what is summed at a time, else the CPU.
@@ -302,9 +294,9 @@ class PayloadExchange:
                 squares, of_sum = squares + terms[0], of_sum + terms[1]
 
         native = self._device.type == "cpu" and codec.implementation != "torch"
-        act = _threads().submit if native else _at_once  # torch has threads of its own, and a GPU needs one
+        act = _threads().submit if native else at_once  # torch has threads of its own, and a GPU needs one
         for piece, (a, b) in enumerate(self._ranges):
-            arrived = all(self._incoming[member, piece, False][1].done() for member in self._peers)  # or never will
+            arrived = all(self._incoming[member, piece][1].done() for member in self._peers)  # or never will
             finish(2 * _THREADS if arrived else 0)
             payloads = {member: self._take(member, piece) for member in self.members}
             addends = {m: (codec, payloads[m], weights[m] * factors.get(m, 1.0)) for m in self.members if m in weights}
@@ -327,12 +319,12 @@ class PayloadExchange:
     def _begin_means(self) -> None:
         """Await the means of the others' slices. Each owner encodes the mean of its slice, and all decode it alike."""
         codec, shards = self.plan.mean, dict(zip(self.members, self.plan.shards, strict=True))
-        self._unsent.extend(enumerate(self._pieces(*shards[self.contribution.replica], codec)))
+        self._unsent.extend(enumerate(self._pieces(*shards[self.contribution.replica], codec), start=_MEANS))
         for member in self._peers:
-            for piece, (start, stop) in enumerate(self._pieces(*shards[member], codec)):
+            for piece, (start, stop) in enumerate(self._pieces(*shards[member], codec), start=_MEANS):
                 size, in_place = codec.payload_bytes(stop - start), self.values[start:stop].view(torch.uint8)
                 buffer = in_place if codec.exact else torch.empty(size, dtype=torch.uint8, device="cpu")
-                self._receive(member, buffer, piece, second=True)
+                self._receive(member, buffer, piece)
                 self._awaited.append((member, piece, start, stop))
 
     def _send_means(self, stop: int) -> None:
@@ -347,13 +339,13 @@ class PayloadExchange:
             there = here if codec.exact else to_device(here, self._device)
             payload = to_host(encode_mean(there, codec))
             here.copy_(to_host(there))
-            self._send(self._peers, payload, piece, second=True)
+            self._send(self._peers, payload, piece)
 
     def _receive_means(self) -> None:
         """Receive the means of the others' slices; raise `CodecError` for one that is malformed or too large."""
         codec = self.plan.mean
         for member, piece, start, stop in self._awaited:
-            payload, here = self._take(member, piece, second=True), self.values[start:stop]
+            payload, here = self._take(member, piece), self.values[start:stop]
             if not codec.exact:  # else it was received in place
                 payload = to_device(payload, self._device)
                 _validate(codec, payload, len(here), f"the mean of replica {member}", member)

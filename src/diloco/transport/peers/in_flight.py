@@ -19,7 +19,6 @@ from diloco.membership import View
 from diloco.protocol import Average, Commit, GiveVerdict, Submitted
 from diloco.transport.connections.links import PeerLinks
 from diloco.transport.peers.exchange import PayloadExchange
-from diloco.transport.peers.shell import Shell
 from diloco.waiting import in_thread
 
 if TYPE_CHECKING:
@@ -59,11 +58,11 @@ class PeerPending:
             self.contribution = self.exchange = None
             self.done.set()
 
-    def wait(self, timeout_s: float | None = None) -> Average:
+    def wait(self) -> Average:
         if self.done.is_set() and self.outcome is None:
             raise TransportError(f"the average of {self.round} has already been returned. Nothing is in flight.")
         started_s = time.monotonic()
-        allowed_s = self.transport.rules.guard_s if timeout_s is None else timeout_s
+        allowed_s = self.transport.rules.guard_s
         if not self.done.wait(min(allowed_s, threading.TIMEOUT_MAX)):
             missing = self.transport.missing(self.round)
             names = ", ".join(map(str, missing))
@@ -88,14 +87,13 @@ class PeerPending:
 class RoundsInFlight:
     """All rounds in flight of this rank, each decided once.
 
-    Args:
-        shell: of the machine, which gets contributions without their payloads, and digests of means.
+    The machine gets contributions without their payloads, and digests of means.
     """
 
-    def __init__(self, links: PeerLinks, shell: Shell) -> None:
+    def __init__(self, links: PeerLinks) -> None:
         self.last: dict[int, PeerPending] = {}  # fragment -> the last contribution to it
         self._links, self._rules, self._connections = links, links.rules, links.connections
-        self._shell, self._machine = shell, shell.machine.rounds
+        self._machine = self._connections.machine.rounds
         self._closed: TransportError | None = None
         self._exchanges: dict[tuple[int, RoundId], PayloadExchange] = {}  # by view and round
         self._running: set[Future[None]] = set()  # threads of exchanges and copies
@@ -121,7 +119,7 @@ class RoundsInFlight:
             if ready.exception() is None:
                 self._connections.post(self._submit, pending, submitted)
             elif ready is copied:
-                self._shell.fail(ready.exception())
+                self._connections.post(self._connections.fail, ready.exception())
 
         self._running.add(ready)
         ready.add_done_callback(filled)
@@ -150,7 +148,7 @@ class RoundsInFlight:
     def _submit(self, pending: PeerPending, submitted: Submitted) -> None:
         if pending.contribution is not None:  # else the transport has ended
             bare = replace(pending.contribution.checked(), payload=_NO_PAYLOAD)
-            self._shell.handle(self._machine.submit, replace(submitted, contribution=bare))
+            self._connections.handle(self._machine.submit, replace(submitted, contribution=bare))
 
     def resolve(self, round_id: RoundId, outcome: Commit | TransportError) -> None:
         if isinstance(outcome, TransportError):
@@ -196,15 +194,15 @@ class RoundsInFlight:
 
     def _exchange(self, key: tuple[int, RoundId]) -> None:
         exchange = self._exchanges[key]
-        ending = exchange.run(lambda digest: self._shell.post(self._machine.compute, *key, digest))
+        ending = exchange.run(lambda digest: self._connections.post_act(self._machine.compute, *key, digest))
         self._connections.post(exchange.cancel)  # releases what is left of it
         del self._exchanges[key]
-        self._shell.post(self._machine.end_exchange, *key, **ending)
+        self._connections.post_act(self._machine.end_exchange, *key, **ending)
 
     def _ended(self, running: Future[None]) -> None:
         self._running.discard(running)
         if (error := running.exception()) is not None:
-            self._shell.fail(error)
+            self._connections.post(self._connections.fail, error)
 
 
 def _host_copy(contribution: Contribution) -> tuple[Contribution, Future[None]]:

@@ -12,8 +12,8 @@ A donor keeps one snapshot until all who fetch it have it, or a time has passed 
     fetcher  Fetch(fragment, after)
     donor    Offer(...)                              see `state_wire`
     fetcher  Fetch(fragment, after, snapshot, offset)
-    donor    Chunk(offset) and bytes, until all bytes are sent
-    or       Later(reason), such as that the snapshot no longer exists; Refused(reason)
+    donor    Chunk(offset, bytes), until all are sent
+    or       Refused(reason), such as that the snapshot no longer exists
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from msgspec import Meta
 
 from diloco.errors import TransportError
-from diloco.membership import Count, Digest, Words, byzantine_quorum
+from diloco.membership import Count, Digest, byzantine_quorum, names_of
 from diloco.protocol import Entry, Refused, WireMessage, encode
 from diloco.transport.address import Address
 from diloco.transport.base import SnapshotSource
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.limits import Backoff, ConnectionLimit
-from diloco.transport.connections.sockets import TcpStreams
-from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, pack, read_frame
+from diloco.transport.connections.limits import ConnectionLimit, pauses
+from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, RefusedError, ask, pack, read_frame, within
 from diloco.transport.state_wire import Offer, TensorBytes, describe, not_finite
 
 T = TypeVar("T")
@@ -63,17 +64,13 @@ class Fetch(WireMessage):
 
 
 class Chunk(WireMessage):
-    """A part of a snapshot, whose bytes follow."""
+    """A part of a snapshot."""
 
     offset: Count
+    data: Annotated[bytes, Meta(min_length=1, max_length=MAX_CHUNK_BYTES)]
 
 
-class Later(WireMessage):
-    reason: Words
-
-
-Answer = Offer | Chunk | Later | Refused
-_MOVED = Later("its state has changed in the meantime")
+_MOVED = Refused("its state has changed in the meantime")
 
 
 @dataclass(eq=False)
@@ -105,36 +102,25 @@ class StateTransfer:
         self,
         fragment: int,
         donors: Sequence[int],
-        after: int,
-        *,
-        members: Sequence[int],
         entries: Mapping[int, Entry],
+        after: int,
         expected_bytes: int | None,
     ) -> Mapping[str, Any]:
         """Fetch the state of a fragment; see `Transport.fetch`.
 
         Args:
+            entries: Of those of the donors that are other members.
             after: Rounds that the state must include. A donor that has finished fewer is asked again.
         """
-        rules, streams = self._connections.rules, self._connections.streams
-        ranks = {donor: rules.ranks([donor])[rules.position] for donor in donors if donor != rules.replica}
-        there = {
-            donor: streams.address(entries[rank].address)
-            for donor, rank in ranks.items()
-            if donor in members and rank in entries
-        }
-        if not there:
-            raise TransportError(
-                f"replica {', '.join(map(str, donors))} was asked for fragment {fragment}, but the view "
-                f"{tuple(members)} has no such other member.",
-                replicas=donors,
-            )
-
-        # different fetchers, and different fragments, begin with different donors
-        start = (rules.replica + fragment) % len(there)
-        order = [*sorted(there)[start:], *sorted(there)[:start]]
-        fetch = _Fetch(self, streams, {donor: there[donor] for donor in order}, fragment, after, expected_bytes)
-        return self._connections.call(fetch.run(rules.round_timeout_s))
+        if not entries:
+            asked = f"replica {', '.join(map(str, donors))} was asked for fragment {fragment}"
+            raise TransportError(f"{asked}, but the view has no such other member.", replicas=donors)
+        connections, rules = self._connections, self._connections.rules
+        start = (rules.replica + fragment) % len(entries)  # not all begin with the same donor
+        order = [*sorted(entries)[start:], *sorted(entries)[:start]]
+        there = {donor: connections.streams.address(entries[donor].address) for donor in order}
+        fetch = _Fetch(self, connections, there, fragment, after, expected_bytes)
+        return connections.call(fetch.run(rules.round_timeout_s))
 
     # Serving, in the control thread.
 
@@ -142,7 +128,7 @@ class StateTransfer:
         """Answer the requests of one connection until it ends."""
         origins = self._connections.streams.origins(writer)
         if self._fetchers.is_full(origins):  # if newcomers replaced those before them, none would make progress
-            await _write(writer, Later(f"it is serving {MAX_OF_ONE} others from there"))
+            await _write(writer, Refused(f"it is serving {MAX_OF_ONE} others from there"))
             return
         if (out := self._fetchers.enter(writer, origins)) is not None:
             out.transport.abort()  # its fetcher requests again what it has not received
@@ -150,7 +136,7 @@ class StateTransfer:
             while True:
                 await self._answer(asked, writer, origins)
                 async with asyncio.timeout(_IDLE_S):
-                    asked, _ = await read_frame(reader, Fetch)
+                    asked = await read_frame(reader, Fetch)
         except asyncio.IncompleteReadError:
             pass  # the fetcher has what it wants
         except BaseException:
@@ -176,7 +162,7 @@ class StateTransfer:
                 return
             snapshot.used_s = snapshot.leases[origins] = clock.time()
             data = snapshot.values.read(start, min(MAX_CHUNK_BYTES, size_bytes - start))
-            await _write(writer, Chunk(start), data)
+            await _write(writer, Chunk(start, data))
             start += len(data)
         snapshot.leases.pop(origins, None)
 
@@ -184,12 +170,13 @@ class StateTransfer:
         try:
             snapshot = await self._snapshot(fragment)
         except Exception as error:  # maybe of the source
-            return Refused(str(error) if isinstance(error, TransportError) else f"{type(error).__name__}: {error}")
+            words = str(error) if isinstance(error, TransportError) else f"{type(error).__name__}: {error}"
+            return Refused(words, for_good=True)
         if snapshot is None:
-            return Later("it is still sending an earlier state")
+            return Refused("it is still sending an earlier state")
         finished = snapshot.offer.finished_rounds
         if finished is not None and finished < after:
-            return Later(f"it has finished {finished} of {after} rounds")
+            return Refused(f"it has finished {finished} of {after} rounds")
         return snapshot.offer
 
     async def _snapshot(self, fragment: int) -> Snapshot | None:
@@ -226,14 +213,10 @@ class StateTransfer:
                 del self._snapshots[fragment]
 
 
-async def _write(writer: asyncio.StreamWriter, message: WireMessage, data: bytes = b"") -> None:
-    writer.write(pack(message, data))
+async def _write(writer: asyncio.StreamWriter, message: WireMessage) -> None:
+    writer.write(pack(message))
     async with asyncio.timeout(_STALLED_S):
         await writer.drain()
-
-
-class _Dropped(Exception):
-    """The reason for which a donor is asked no more."""
 
 
 @dataclass(eq=False)
@@ -241,7 +224,7 @@ class _Fetch:
     """One fetch of a fragment's state."""
 
     transfer: StateTransfer  # counts the bytes that arrive
-    streams: TcpStreams
+    connections: ConnectionManager
     donors: dict[int, Address]  # replica -> its address, in the order in which they are to send; those that are left
     fragment: int
     after: int
@@ -253,7 +236,10 @@ class _Fetch:
 
     def __post_init__(self) -> None:
         self.trouble = dict.fromkeys(self.donors, "it has not answered")
-        self.backoff = Backoff(*_PAUSES_S, seed=f"{os.getpid()} {self.fragment}")
+        self.begin_pauses()
+
+    def begin_pauses(self) -> None:
+        self.pauses_s = pauses(*_PAUSES_S, seed=f"{os.getpid()} {self.fragment}")
 
     async def run(self, timeout_s: float) -> dict[str, Any]:
         """Return the state."""
@@ -268,17 +254,17 @@ class _Fetch:
                             return state
                     if not self.donors:
                         raise self._failed("none provided it")
-                    await asyncio.sleep(self.backoff.next_s())
+                    await asyncio.sleep(next(self.pauses_s))
         except TimeoutError as error:
             raise self._failed(f"none provided it within {timeout_s:g} s") from error
 
     def _failed(self, what: str) -> TransportError:
         replicas = sorted(self.trouble)
-        named = f"replicas {', '.join(map(str, replicas))} were" if len(replicas) > 1 else f"replica {replicas[0]} was"
+        were = "were" if len(replicas) > 1 else "was"
         reasons = "; ".join(f"replica {donor}: {self.trouble[donor]}" for donor in replicas)
         return TransportError(
-            f"{named} asked for fragment {self.fragment}, and {what} ({reasons}). Nothing was adopted. Another donor "
-            "may have it.",
+            f"{names_of(replicas)} {were} asked for fragment {self.fragment}, and {what} ({reasons}). Nothing was "
+            "adopted. Another donor may have it.",
             replicas=replicas,
         )
 
@@ -292,30 +278,28 @@ class _Fetch:
         """Open a connection to a donor and do something over it. Take note of a failure and return None."""
         try:
             async with asyncio.timeout(_SLOW_S):
-                reader, writer = await self.streams.open(self.donors[donor])
+                reader, writer = await self.connections.streams.open(self.donors[donor])
             try:
                 return await act(reader, writer)
             finally:
                 writer.close()
-        except _Dropped as why:
-            self._drop(donor, str(why))
         except (OSError, EOFError, TransportError, ValueError) as error:
             self.failures[donor] += 1
             silent = f"it sent nothing for {_SLOW_S:g} s" if isinstance(error, TimeoutError) else ""
             self.trouble[donor] = silent or str(error) or type(error).__name__
             if self.failures[donor] >= _MOST_FAILURES:
-                self._drop(donor, f"{self.trouble[donor]} (at {self.donors[donor]})")
+                self._drop(donor, self.trouble[donor])
         return None
 
     async def _offers(self) -> dict[int, Offer]:
         """Ask all donors that are left what they hold. Who takes long is not waited for if enough others agree."""
         offers: dict[int, Offer] = {}
 
-        async def ask(donor: int) -> None:
+        async def visit(donor: int) -> None:
             if (offer := await self._visit(donor, partial(self._ask, donor))) is not None:
                 offers[donor] = offer
 
-        tasks = pending = {asyncio.create_task(ask(donor)) for donor in self.donors}
+        tasks = pending = {self.connections.begin(visit(donor)) for donor in self.donors}
         try:
             while pending:
                 done, pending = await asyncio.wait(pending, timeout=_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
@@ -326,39 +310,24 @@ class _Fetch:
                 for task in waiting:  # repeatedly, as a library may swallow a cancellation
                     task.cancel()
                 await asyncio.wait(waiting, timeout=_CANCEL_AGAIN_S)
-        for task in tasks:
-            if not task.cancelled():
-                task.result()  # raises an error of ours
         return {donor: offer for donor, offer in offers.items() if donor in self.donors}
 
     async def _ask(self, donor: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Offer | None:
-        writer.write(pack(Fetch(self.fragment, self.after)))
-        message, _ = await self._read(reader)
-        if not isinstance(message, Offer):
-            self._take_reason(donor, message)
-            return None
+        question = Fetch(self.fragment, self.after)
         try:
-            message.check(self.expected_bytes)
-        except TransportError as error:
-            raise _Dropped(str(error)) from error
-        finished = self.after if message.finished_rounds is None else message.finished_rounds
+            offer: Offer = await within(_SLOW_S, ask((reader, writer), question, Offer, MAX_MESSAGE_BYTES))
+        except RefusedError as error:
+            if error.for_good:
+                raise
+            self.failures[donor], self.trouble[donor] = 0, str(error)
+            return None
+        offer.check(self.expected_bytes)
         self.trouble[donor] = "it offered its state but has not sent all of it"
-        if finished < self.after:
+        finished = offer.finished_rounds
+        if finished is not None and finished < self.after:
             self.trouble[donor] = f"it has finished {finished} of {self.after} rounds"
             return None
-        return message
-
-    def _take_reason(self, donor: int, message: Answer) -> None:
-        """Process an answer that holds no state: note its reason, or drop the donor."""
-        if not isinstance(message, Later):
-            words = message.reason if isinstance(message, Refused) else f"it answered {type(message).__name__}"
-            raise _Dropped(words)
-        self.failures[donor] = 0
-        self.trouble[donor] = message.reason
-
-    async def _read(self, reader: asyncio.StreamReader) -> tuple[Answer, bytes]:
-        async with asyncio.timeout(_SLOW_S):
-            return await read_frame(reader, Answer, MAX_MESSAGE_BYTES, MAX_CHUNK_BYTES)
+        return offer
 
     async def _receive(self, wanted: Offer, holders: Sequence[int]) -> dict[str, Any] | None:
         """Fetch a snapshot from one donor after the other. Return None if none of them has all of it any more."""
@@ -375,7 +344,7 @@ class _Fetch:
             if moved is None and donor in self.donors:
                 waiting.append(donor)
                 if arrival.offset == before:
-                    await asyncio.sleep(self.backoff.next_s())
+                    await asyncio.sleep(next(self.pauses_s))
             if self.alone and not arrival.complete:
                 arrival = _Arrival(wanted)
         bad = await asyncio.get_running_loop().run_in_executor(None, not_finite, arrival.state)
@@ -396,14 +365,14 @@ class _Fetch:
         began_s, began, size = clock.time(), arrival.offset, arrival.wanted.bytes
         writer.write(pack(Fetch(self.fragment, self.after, arrival.wanted.snapshot, began)))
         while not arrival.complete:
-            message, data = await self._read(reader)
-            if not isinstance(message, Chunk):
-                self._take_reason(donor, message)
+            message = await within(_SLOW_S, read_frame(reader, Chunk | Refused, 2 * MAX_CHUNK_BYTES))
+            if isinstance(message, Refused):
+                self.failures[donor], self.trouble[donor] = 0, message.reason
                 return True
-            self.transfer.fetched_bytes += len(data)
-            arrival.put(message, data, donor)
+            self.transfer.fetched_bytes += len(message.data)
+            arrival.put(message, donor)
             self.failures[donor] = 0
-            self.backoff.reset()
+            self.begin_pauses()
             lasted_s = clock.time() - began_s
             if lasted_s > _SLOW_S and (size - arrival.offset) * lasted_s > (arrival.offset - began) * (
                 self.until_s - clock.time()
@@ -430,13 +399,14 @@ class _Arrival:
     def digest(self) -> str:
         return self._digest.hexdigest()
 
-    def put(self, chunk: Chunk, data: bytes, sender: int) -> None:
+    def put(self, chunk: Chunk, sender: int) -> None:
         """Add a chunk; raise `TransportError` unless it holds the next bytes."""
-        if chunk.offset != self.offset or not 0 < len(data) <= self.wanted.bytes - self.offset:
-            raise TransportError(f"{len(data)} bytes at {chunk.offset} arrived where byte {self.offset} was next")
-        self._values.write(self.offset, data)
-        self._digest.update(data)
-        self.offset += len(data)
+        size = len(chunk.data)
+        if chunk.offset != self.offset or size > self.wanted.bytes - self.offset:
+            raise TransportError(f"{size} bytes at {chunk.offset} arrived where byte {self.offset} was next")
+        self._values.write(self.offset, chunk.data)
+        self._digest.update(chunk.data)
+        self.offset += size
         self.senders.add(sender)
 
 

@@ -6,13 +6,14 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 from diloco.algorithm import Contribution, RoundId, Uplink
 from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError, RoundVoidError, TransportError
-from diloco.membership import NextView, View
+from diloco.membership import NextView, View, names_of
 from diloco.protocol import (
     Announcement,
     Answer,
@@ -28,13 +29,13 @@ from diloco.protocol import (
     Welcome,
 )
 from diloco.transport.address import Address
-from diloco.transport.base import Fetching, Pending, SnapshotSource, Transport
+from diloco.transport.base import Pending, SnapshotSource, Transport
 from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.control_thread import Acts
 from diloco.transport.connections.links import PeerLinks
 from diloco.transport.connections.sockets import TcpStreams
 from diloco.transport.connections.streams import within
 from diloco.transport.peers.in_flight import PeerPending, RoundsInFlight
-from diloco.transport.peers.shell import Acts, Shell
 from diloco.transport.peers.state import StateTransfer
 from diloco.waiting import in_thread, waiting_for
 
@@ -64,14 +65,13 @@ class PeerTransport(Transport):
         # called in the control thread with each next view; its result is sent to the ranks that join with that view
         self.on_change: Callable[[NextView], bytes | None] = lambda following: None
         self._asked_to_stop = False
-        self.connections = ConnectionManager(rules, streams)
-        self.connections.on_fault = self._end_waiting
-        self.links = links(self.connections)
-        self._shell = Shell(self.connections, self._acts)
-        self.connections.handle = self._shell.handle
-        self._machine, self._changed = self._shell.machine, self._shell.changed
-        self._post, self._call, self._wait_for = self._shell.post, self._shell.call, self._shell.wait_for
-        self._rounds = RoundsInFlight(self.links, self._shell)
+        self.connections = thread = ConnectionManager(rules, streams)
+        thread.acts, thread.on_fault = self._acts, self._end_waiting
+        self._machine, self._changed = thread.machine, thread.changed
+        self.views = self._machine.views  # those that it has been a member of, and the next one
+        self._post, self._call, self._wait_for = thread.post_act, thread.call_act, thread.wait_for
+        self.links = links(thread)
+        self._rounds = RoundsInFlight(self.links)
         self.replica = rules.replica
         self.finishers: set[int] = set()  # replicas that have finished the run while this rank was not a member
         self.order = b""  # what joiners are told before they are welcomed, as "order"; "": nothing
@@ -100,22 +100,13 @@ class PeerTransport(Transport):
     def failure(self) -> TransportError | None:
         """Why this rank takes part in no more rounds, or None if it does."""
         fault = self.connections.fault
-        return TransportError(fault) if fault else self._machine.views.failure
-
-    @property
-    def last_view(self) -> View | None:
-        """The newest view that this rank was a member of; None before the first."""
-        return self._machine.views.last_view
-
-    @property
-    def agreed_view(self) -> View | None:
-        """The view after it that this rank was ready for, and that others may have adopted; or None."""
-        return self._machine.views.agreed_view
+        return TransportError(fault) if fault else self.views.failure
 
     @property
     def uplink(self) -> Uplink:
         """What is known about the bandwidth with which this rank sends."""
-        return self.links.uplink
+        paced = any(math.isfinite(peer.pace.bits_per_s) for peer in self.links.by_rank.values())
+        return self.connections.meter.uplink(full=paced)
 
     @property
     def digests(self) -> dict[int, str]:
@@ -147,7 +138,7 @@ class PeerTransport(Transport):
         uplink = replace(self.uplink, window_s=contribution.transfer_steps * self._step_s)
         submitted = Submitted(contribution, self.step, pending.sent_s, uplink=uplink)
         self._rounds.submit(pending, submitted, ready)
-        return pending
+        return Pending(pending.wait)
 
     average_later = average
 
@@ -178,27 +169,22 @@ class PeerTransport(Transport):
     def publish(self, source: SnapshotSource, version: Callable[[int], object] | None = None) -> None:
         self._state.publish(source, version)
 
-    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
-        return self._fetch(fragment, donors, expected_bytes)()
-
     @property
     def fetched_bytes(self) -> int:
         return self._state.fetched_bytes
 
-    def fetch_in_background(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
-        if self.rules.ranks_per_replica > 1:  # the ranks of a replica must adopt a state at the same step
-            return super().fetch_in_background(fragment, donors, expected_bytes)
-        return in_thread(self._fetch(fragment, donors, expected_bytes), f"diloco-state-{fragment}")
-
-    def _fetch(
-        self, fragment: int, donors: Sequence[int], expected_bytes: int | None
-    ) -> Callable[[], Mapping[str, Any]]:
-        """Return a function for any thread that fetches from the current members."""
-        after = self._rounds.decided_rounds(fragment)
-        members, entries = self.view.members, dict(self.registry.entries)
-        return lambda: self._state.fetch(
-            fragment, donors, after, members=members, entries=entries, expected_bytes=expected_bytes
+    def fetch(
+        self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None
+    ) -> Future[Mapping[str, Any]]:
+        after, members, entries = self._rounds.decided_rounds(fragment), self.view.members, dict(self.registry.entries)
+        asked = {donor: self.rules.ranks([donor])[self.rules.position] for donor in donors if donor in members}
+        there = {donor: entries[rank] for donor, rank in asked.items() if donor != self.replica and rank in entries}
+        fetched = in_thread(
+            lambda: self._state.fetch(fragment, donors, there, after, expected_bytes), f"diloco-state-{fragment}"
         )
+        if self.rules.ranks_per_replica > 1:  # the ranks of a replica must adopt a state at the same step
+            futures.wait([fetched])
+        return fetched
 
     def state_dict(self) -> dict[str, Any]:
         """Return traffic and steps. Contributions in flight are saved by the code that submitted them."""
@@ -211,20 +197,6 @@ class PeerTransport(Transport):
 
     # Members.
 
-    @property
-    def closed_to_joiners(self) -> str:
-        """The reason for which replicas can't join at present; "" if they can."""
-        return self._machine.views.closed_to_joiners
-
-    @property
-    def joining(self) -> frozenset[int]:
-        """The replicas that become members by the change of the view that is in progress."""
-        return self._machine.views.joining
-
-    def close_to_joiners(self, reason: str) -> None:
-        """Refuse joiners for ``reason``; "" admits them again."""
-        self._machine.views.closed_to_joiners = reason
-
     def announce_speed(self, steps_per_s: float) -> None:
         """Report to the other members how many inner steps per second this replica takes."""
         self._post(self._machine.announce, Announcement("speed", steps_per_s))
@@ -236,14 +208,15 @@ class PeerTransport(Transport):
 
     def finish(self) -> None:
         """Wait for the others after this rank's last step, or leave if they take more steps."""
+        others_continue = self._machine.rounds.others_have_contributed
         self._post(self._machine.announce, Announcement("finished", self.step))
-        self._met("finished", unless=self._others_continue)
-        if self._others_continue():
+        self._met("finished", unless=others_continue)
+        if others_continue():
             self.leave()
 
     def leave(self) -> None:
         """Tell the others that this replica leaves, and wait until they have processed it."""
-        if self.last_view is None or self.failure is not None:
+        if self.views.last_view is None or self.failure is not None:
             return
         others = {*self.rules.ranks(each for each in self.view.members if each != self.replica)}
         with contextlib.suppress(TimeoutError):  # the others then detect the loss themselves
@@ -252,7 +225,7 @@ class PeerTransport(Transport):
 
     def eject(self, replicas: Iterable[int], by: int | None, why: str) -> None:
         """Go on without some replicas, once all others know of it; this rank has told them, and ``by`` this one."""
-        self._post(self._machine.views.eject, frozenset(replicas), by, why)
+        self._post(self.views.eject, frozenset(replicas), by, why)
 
     def end(self, failure: TransportError) -> None:
         """Take part in no more rounds; those in flight end with ``failure``. For any thread."""
@@ -267,10 +240,12 @@ class PeerTransport(Transport):
 
         The other ranks count this replica as lost unless it has left before.
         """
-        if self._shell.left:
+        if self.connections.left:
             return
-        self._shell.leave(f"replica {self.replica} has closed its transport")
-        left = TransportError(self._shell.left)
+        with self._changed:
+            self.connections.left = f"replica {self.replica} has closed its transport"
+            self._changed.notify_all()
+        left = TransportError(self.connections.left)
         with contextlib.suppress(TimeoutError, TransportError):  # an internal error has ended the connections
             self._call(_ENDING_S, self._machine.close, left)
         self._rounds.close(left)  # contributions that have not reached the machine
@@ -306,9 +281,6 @@ class PeerTransport(Transport):
         self.connections.post(self.connections.trust, self.rules.ranks(self.view.members))
         self._call(None, self._machine.enter, following, connections)
 
-    def _others_continue(self) -> bool:
-        return self._machine.rounds.others_have_contributed()
-
     # For the training thread: what ranks agree on outside their rounds.
 
     def agree(self, facts: Mapping[str, str]) -> None:
@@ -327,7 +299,7 @@ class PeerTransport(Transport):
             raise ConfigurationError(f"{why}. All replicas must pass the same arguments to DiLoCo.")
         if missing:
             raise RendezvousError(
-                f"replica {self.rules.replica} has waited {timeout_s:g} s for {_named(missing)}, which "
+                f"replica {self.rules.replica} has waited {timeout_s:g} s for {names_of(missing)}, which "
                 f"{'are' if len(missing) > 1 else 'is'} connected but not ready to train: no DiLoCo was created there.",
                 replicas=missing,
             )
@@ -413,7 +385,3 @@ class PeerTransport(Transport):
     async def _call_back(self, rank: int, address: Address) -> None:
         with contextlib.suppress(OSError, EOFError, TransportError, TimeoutError):
             await within(self.rules.silence_s, self.connections.connect(rank, address))
-
-
-def _named(replicas: Sequence[int]) -> str:
-    return f"replica{'s' if len(replicas) > 1 else ''} {', '.join(map(str, replicas))}"

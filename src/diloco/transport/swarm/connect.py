@@ -17,7 +17,7 @@ from diloco.errors import RendezvousError
 from diloco.membership import byzantine_quorum, names_of, refusal
 from diloco.protocol import Entry, MessageError, Refused, Registry, Rules, Store, decode, encode
 from diloco.transport.address import Address
-from diloco.transport.connections.limits import Backoff
+from diloco.transport.connections.limits import pauses
 from diloco.transport.connections.streams import say
 from diloco.transport.peers.directory import Directory, Lost, Members
 from diloco.transport.peers.transport import PeerTransport
@@ -76,7 +76,7 @@ class SwarmDirectory(Directory):
             self._streams.admit_by(order.applied(self._streams.admission))
             self.keep(order)
         timeout_s, known = self.transport.rules.rendezvous_timeout_s, self._streams.place.join
-        until_s, backoff = time.monotonic() + timeout_s, Backoff(*_START_AGAIN_S, seed=self._streams.me)
+        until_s, pauses_s = time.monotonic() + timeout_s, pauses(*_START_AGAIN_S, seed=self._streams.me)
         with waiting_for(lambda: f"an answer from a peer at {', '.join(known) or 'this machine'}", timeout_s):
             while True:
                 try:
@@ -85,7 +85,7 @@ class SwarmDirectory(Directory):
                 except RendezvousError:
                     if time.monotonic() >= until_s:
                         raise
-                time.sleep(backoff.next_s())
+                time.sleep(next(pauses_s))
         self.connections.call(self.announce())
 
     async def addresses(self) -> Collection[Address]:
@@ -181,7 +181,8 @@ class SwarmDirectory(Directory):
 
     def _follow(self, order: Order) -> None:
         """Follow a new order, and pass it on."""
-        me, connections, members, joining = self._streams.me, self.connections, self.members, self.transport.joining
+        me, connections, members = self._streams.me, self.connections, self.members
+        joining = self.transport.views.joining
         try:
             save_order(self._place.identity, order)
         except OSError as error:
@@ -196,7 +197,7 @@ class SwarmDirectory(Directory):
             if rank in members:
                 connections.send(rank, Store("order", encode(order.public if is_ejected else order)))
             elif is_ejected or (members and rank not in joining):  # a joiner is told by the members
-                connections.drop(rank, "it may not know the new secret")
+                connections.drop({connections.peers[rank]: "it may not know the new secret"})
         connections.begin(self.announce())  # where those look who have the new secret
         words = "the founder has ejected %s. Peers that join from now on need the new secret."
         logging.getLogger(__name__).warning(words, ", ".join(order.ejected))

@@ -43,7 +43,7 @@ class Order(WireMessage):
     dht_key: Annotated[str, Meta(max_length=100)]  # of the new one
     key: Annotated[bytes, Meta(max_length=1 << 10)]  # the founder's public key, as DER
     signature: Annotated[bytes, Meta(max_length=1 << 10)] = b""
-    # the new secret, not a passphrase, which takes long to check; "" where an ejected peer is told
+    # the new secret; "" where an ejected peer is told
     secret: Annotated[str, Meta(max_length=100, pattern="^(diloco-secret:.*)?$")] = ""
 
     @classmethod

@@ -39,10 +39,13 @@ class Probe(WireMessage):
     """The request to answer with so many bytes. Others may follow it."""
 
     give: Annotated[int, Meta(ge=0, le=_CHUNK_BYTES)] = 0
+    data: bytes = b""
 
 
 class Probed(WireMessage):
     """The answer to a probe."""
+
+    data: bytes
 
 
 def serve_probes(connections: ConnectionManager) -> None:
@@ -55,9 +58,9 @@ def serve_probes(connections: ConnectionManager) -> None:
     async def answer(asked: Probe, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
             async with busy, asyncio.timeout(_HOLD_S):
-                writer.write(pack(Probed(), bytes(asked.give)))
+                writer.write(pack(Probed(bytes(asked.give))))
                 await writer.drain()
-            asked, _ = await read_frame(reader, Probe, most_blob_bytes=_CHUNK_BYTES)
+            asked = await read_frame(reader, Probe, 2 * _CHUNK_BYTES)
 
     connections.services[Probe] = answer
 
@@ -120,10 +123,10 @@ async def _measure(
         began_s = loop.time()
         async with asyncio.timeout(timeout_s):
             for _ in range(number):
-                writer.write(pack(Probe(given), bytes(sent)))
+                writer.write(pack(Probe(given, bytes(sent))))
                 await writer.drain()
             for _ in range(number):
-                await read_frame(reader, Probed, most_blob_bytes=given)
+                await read_frame(reader, Probed, 2 * _CHUNK_BYTES)
         return loop.time() - began_s
 
     latency_s = statistics.median([await seconds(1) for _ in range(_PINGS)])

@@ -17,7 +17,7 @@ from diloco.errors import RendezvousError, TransportError
 from diloco.membership import View, Words
 from diloco.protocol import Entry, Refused, Registry, Table, WireMessage, table_of
 from diloco.transport.address import Address, parse_address
-from diloco.transport.connections.limits import Backoff
+from diloco.transport.connections.limits import pauses
 from diloco.transport.connections.streams import say, within
 from diloco.transport.peers.directory import Ask, Directory, Looking, Members
 from diloco.transport.peers.transport import PeerTransport
@@ -157,7 +157,7 @@ class TcpDirectory(Directory):
     async def _dial(self, rank: int, wait_s: float) -> str:
         """Connect to a rank, or wait for a higher one to do it. Return why it can't be reached; "" if it was."""
         connections, clock = self.connections, self.connections.loop
-        address, backoff = parse_address(self.registry.entries[rank].address), Backoff(*_AGAIN_S, seed=f"{rank}")
+        address, pauses_s = parse_address(self.registry.entries[rank].address), pauses(*_AGAIN_S, seed=f"{rank}")
         until_s, is_dialled = clock.time() + wait_s, rank > connections.rank
         while True:
             if is_dialled and await self.arrives(rank, _REFUSED_S):
@@ -171,7 +171,7 @@ class TcpDirectory(Directory):
                 why = str(error) or "no answer"
             if clock.time() >= until_s:
                 return "" if rank in connections.connected else why
-            await asyncio.sleep(backoff.next_s())
+            await asyncio.sleep(next(pauses_s))
 
     def awaited(self) -> str:
         return f"{self._missing} at the rendezvous {self._meeting}" if self.begins else super().awaited()

@@ -1,24 +1,98 @@
-"""Generate text with a trained model, token by token, with a cache of keys and values."""
+"""What a trained model does with text: its loss on held-out text, and a continuation of a prompt, token by token."""
 
 from __future__ import annotations
 
 import codecs
+import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 import torch
 from msgspec import Meta
-from torch import Tensor
+from torch import Tensor, nn
 
 from diloco.algorithm import check_ranges, check_whole
-from diloco.data import Tokenizer
-from diloco.errors import ConfigurationError, NonFiniteError
-from diloco.model import LanguageModel
+from diloco.data import PackedRows, PackedTokens, Tokenizer, heldout_batches
+from diloco.devices import to_device
+from diloco.errors import ConfigurationError, DataError, NonFiniteError
+from diloco.model import ENDS, NOT_COUNTED, LanguageModel, documents_of
+from diloco.units import perplexity
 
-__all__ = ["Sampling", "generate", "text_of"]
+Precision: TypeAlias = Literal["float32", "bfloat16", "float16"]
+LOGITS_BYTES = 1 << 30  # limit for the float32 logits of one forward pass, unless one sequence needs more
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How well a model predicts held-out text."""
+
+    loss: float  # mean cross-entropy in nats per token, end-of-document tokens included
+    bits_per_byte: float  # the same cross-entropy in bits per byte of text, comparable between tokenisers
+    tokens: int  # number of predicted tokens
+    num_bytes: int  # number of UTF-8 bytes that they stand for
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(loss)``, or infinity if that overflows."""
+        return perplexity(self.loss)
+
+    @property
+    def bits_per_token(self) -> float:
+        """``loss`` in bits."""
+        return self.loss / math.log(2)
+
+
+def evaluate(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    tokens: PackedTokens | PackedRows,
+    *,
+    sequence_length: int,
+    batch_size: int,
+    sequences: int = 0,
+    document_masks: bool = False,
+    precision: Precision = "float32",
+    progress: Callable[[int], None] = lambda tokens: None,
+) -> Evaluation:
+    """Evaluate ``model`` on held-out ``tokens``; afterwards its mode is restored.
+
+    Args:
+        batch_size: sequences per forward pass; fewer if their logits would take more than `LOGITS_BYTES`.
+        sequences: how many sequences to use, always the same ones, spread evenly; 0: all.
+        document_masks: mask the documents of a sequence from each other.
+        precision: the autocast type of the forward pass, as in training.
+        progress: called after each batch with the number of tokens predicted so far.
+
+    Raises:
+        DataError: there is nothing to predict.
+    """
+    fitting = LOGITS_BYTES // (4 * sequence_length * model.vocab_size)
+    end = ENDS if tokens.marks_ends else tokenizer.eos_id if document_masks else None
+    device, was_training = next(model.parameters()).device, model.training
+    nats, count, num_bytes, dtype = 0.0, 0, 0, getattr(torch, precision)
+    model.eval()
+    try:
+        with torch.no_grad(), torch.autocast(device.type, dtype, enabled=precision != "float32"):
+            for inputs, targets in heldout_batches(
+                tokens, sequence_length, max(1, min(batch_size, fitting)), sequences
+            ):
+                rows, following = to_device(inputs, device), to_device(targets, device)
+                logits = model(rows, documents=documents_of(rows, following, end)).flatten(0, 1).float()
+                following = torch.where(following < 0, NOT_COUNTED, following).flatten()
+                loss = nn.functional.cross_entropy(logits, following, ignore_index=NOT_COUNTED, reduction="sum")
+                counted = targets[targets >= 0]
+                nats += float(loss)
+                count += counted.numel()
+                num_bytes += tokenizer.num_bytes(counted)
+                progress(count)
+    finally:
+        model.train(was_training)
+    if not count:
+        raise DataError("There is no token to predict in the text.")
+    return Evaluation(nats / count, nats / math.log(2) / max(1, num_bytes), count, num_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +175,10 @@ def generate(
     window = check_whole("window", longest if window is None else window, 1, longest)
     check_whole("max_new_tokens", max_new_tokens, 0)
     device = next(model.parameters()).device
-    foreign = next((token for token in (*prompt_tokens, *stop_tokens) if not 0 <= token < vocabulary), None)
-    for holds, message in (
-        (len(prompt_tokens) >= 1, "The prompt is empty. Give at least one token, such as the end-of-document token"),
-        (foreign is None, f"The token {foreign} is not in the model's vocabulary, 0 to {vocabulary - 1}"),
-        (generator.device.type == device.type, f"The generator is on {generator.device}, but the model is on {device}"),
-    ):
-        if not holds:
-            raise ConfigurationError(f"{message}.")
+    if not prompt_tokens:
+        raise ConfigurationError("The prompt is empty. Give at least one token, such as the end-of-document token.")
+    if foreign := [token for token in (*prompt_tokens, *stop_tokens) if not 0 <= token < vocabulary]:
+        raise ConfigurationError(f"The token {foreign[0]} is not in the model's vocabulary, 0 to {vocabulary - 1}.")
 
     def tokens() -> Iterator[int]:
         text, was_training = list(prompt_tokens), model.training

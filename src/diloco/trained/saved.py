@@ -1,12 +1,14 @@
-"""Load what a run saved: its weights, or a model ready to use."""
+"""Load what a run saved: its weights, or a model ready to use; and export that for ``transformers`` and ``peft``."""
 
 from __future__ import annotations
 
-import dataclasses
+import json
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import msgspec
 import torch
@@ -14,14 +16,23 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from diloco.algorithm import all_parameters, check_whole, local_shard, model_state, set_whole_, trainable_parameters
-from diloco.checkpoint import Checkpoint, Lazy, list_checkpoints, open_checkpoint
-from diloco.data import ChatTokenizer, Tokenizer, has_template, load_tokenizer
+from diloco.algorithm import (
+    all_parameters,
+    check_whole,
+    local_shard,
+    model_state,
+    named_parameters,
+    set_whole_,
+    trainable_parameters,
+)
+from diloco.checkpoint import Checkpoint, Lazy, list_checkpoints, new_folder, open_checkpoint
+from diloco.data import ChatTokenizer, Tokenizer, load_tokenizer
 from diloco.devices import choose_device
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model import (
     LanguageModel,
     ModelSettings,
+    Transformer,
     build_language_model,
     is_huggingface_folder,
     native_weights,
@@ -30,18 +41,10 @@ from diloco.model import (
 from diloco.plugins import confirm, same_code
 from diloco.private_files import read_regular
 
-__all__ = [
-    "ORIGIN_FILE",
-    "REST",
-    "Trained",
-    "exported_model",
-    "load_parameters",
-    "load_trained",
-    "model_settings",
-    "read_weights",
-    "rest_of_state",
-    "saved_once",
-]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
 REST = "rest"  # the part of a checkpoint with the result of `rest_of_state`, if that is not empty
 ORIGIN_FILE = "diloco.json"  # only in exported folders: describes the weights
@@ -66,7 +69,9 @@ class Trained:
     @property
     def has_template(self) -> bool:
         """Whether its tokenizer has a chat template."""
-        return has_template(self._tokenizer_folder)
+        folder, name = self._tokenizer_folder, "tokenizer_config.json"
+        stored = (folder / name).read_text("utf-8", errors="replace") if (folder / name).is_file() else ""
+        return (folder / "chat_template.jinja").is_file() or '"chat_template"' in stored
 
     def chat_tokenizer(self) -> ChatTokenizer:
         """Return its tokenizer with the chat template."""
@@ -115,7 +120,7 @@ def load_trained(
     settings = model_settings(checkpoint, source)
     bare = dequantize and settings.quantization is not None
     model = build_language_model(
-        dataclasses.replace(settings, quantization=None) if bare else settings,
+        replace(settings, quantization=None) if bare else settings,
         seed=checkpoint.fact("seed", int, 0),
         device=place,
         definition=checkpoint.fact("definition", dict, {}),
@@ -290,3 +295,96 @@ def saved_once(model: LanguageModel) -> dict[str, Tensor]:
     for name, tensor in state.items():
         first.setdefault((local_shard(tensor).data_ptr() or id(tensor), tensor.shape), name)
     return {name: state[name] for name in first.values()}
+
+
+def export_huggingface(
+    trained: Trained,
+    folder: Path,
+    *,
+    dtype: Dtype = "float32",
+    overwrite: bool = False,
+) -> PreTrainedModel:
+    """Write ``folder``: weights, ``config.json``, ``generation_config.json``, tokeniser, and ``diloco.json``.
+
+    The folder declares the sequence length of the training, beyond which a model performs poorly. It is written next to
+    its final path and renamed, so it exists completely or not at all. ``overwrite`` replaces an exported model. The
+    model is converted in place, and returned as it was written.
+
+    Raises:
+        ConfigurationError: the model has no counterpart in ``transformers``, or ``folder`` is not empty.
+        CheckpointError: the folder can't be written, or the weights don't fit ``dtype``. No partial export remains.
+    """
+    folder = Path(os.path.realpath(folder))  # keeps a link
+    native = trained.model.settings if isinstance(trained.model, Transformer) else None
+    longest = trained.length(None, "") if native else trained.model.max_sequence_length
+    _check_place(folder, overwrite, is_export=(folder / ORIGIN_FILE).is_file())
+    made = trained.model.to_huggingface()
+    made.to(getattr(torch, dtype))
+    for name, parameter in named_parameters(made).items():
+        if not bool(parameter.isfinite().all()):
+            raise CheckpointError(
+                f"{name} holds values that are not finite as {dtype}. Use another --dtype, such as bfloat16, or, if "
+                "the checkpoint is damaged, another checkpoint. Nothing was exported."
+            )
+    tokenizer, ends = trained.tokenizer, trained.tokenizer.eos_id
+    config, generation = made.config, made.generation_config
+    if native:
+        config.max_position_embeddings = longest
+    # The token that ends a document also begins the first one. The model's configuration has no padding token, because
+    # the embedding of that token would get no gradient.
+    config.eos_token_id = ends
+    if config.bos_token_id is None or config.bos_token_id >= tokenizer.vocab_size:
+        config.bos_token_id = ends
+    if generation is not None:
+        generation._from_model_config = False
+        generation.eos_token_id = generation.pad_token_id = ends
+        generation.bos_token_id = config.bos_token_id
+    if trained.has_template:
+        tokenizer = chat = trained.chat_tokenizer()
+        generation.eos_token_id = sorted({chat.eos_id, chat.answer_end})
+    origin = {
+        "diloco": metadata.version("diloco"),
+        "run": trained.run.name,
+        "checkpoint": trained.path.name,
+        "step": trained.step,
+        "weights": trained.weights,
+        "dtype": dtype,
+        "sequence_length": trained.sequence_length,
+        **({"model": asdict(replace(native, max_sequence_length=longest))} if native else {}),
+    }
+    try:
+        with new_folder(folder, replaces=overwrite) as partial:
+            made.save_pretrained(partial)
+            tokenizer.save(partial)
+            stored = json.loads((partial / "tokenizer_config.json").read_text("utf-8"))
+            added = {"bos_token": stored["eos_token"], "model_max_length": longest}
+            added |= {"clean_up_tokenization_spaces": False} | stored
+            for name, value in (("tokenizer_config.json", added), (ORIGIN_FILE, origin)):
+                (partial / name).write_text(json.dumps(value, indent=2) + "\n", "utf-8")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder} can't be written: {error}. What was there before is unchanged.") from error
+    return made
+
+
+def export_adapter(trained: Trained, folder: Path, *, overwrite: bool = False) -> None:
+    """Write a folder that ``peft`` loads, with the tokeniser of the run.
+
+    Raises:
+        ConfigurationError: ``folder`` contains something other than an adapter, or an adapter and ``overwrite`` is
+            False.
+    """
+    from diloco.model import CONFIG_FILE, save_adapter
+
+    _check_place(folder, overwrite, is_export=(folder / CONFIG_FILE).is_file())
+    model: Any = trained.model
+    save_adapter(folder, model, trainable_parameters(model))
+    trained.chat_tokenizer().save(folder)
+
+
+def _check_place(place: Path, overwrite: bool, *, is_export: bool) -> None:
+    """Raise `ConfigurationError` unless the path is free, or is an earlier export that may be overwritten."""
+    is_empty = place.is_dir() and not any(place.iterdir())
+    if place.exists() and not is_empty and not is_export:
+        raise ConfigurationError(f"{place} exists and is not an exported model. Use another path.")
+    if is_export and not overwrite:
+        raise ConfigurationError(f"{place} already exists. Use --overwrite, or another path.")
