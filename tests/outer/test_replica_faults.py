@@ -1,6 +1,6 @@
 """Void rounds, excluded and diverged replicas: no work is lost and all replicas agree again."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -86,9 +86,11 @@ def test_a_donors_state_is_taken_over_only_if_it_is_what_the_majority_holds(
     endpoint = swarm.replicas[1].transport
     fetch = endpoint.fetch
 
-    def tampered_fetch(fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
-        state = dict(fetch(fragment, donors, expected_bytes))
-        return state | {"global_params": state["global_params"] + 1} if donors[0] == 0 or all_lie else state
+    def tampered_fetch(fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Any:
+        fetching = fetch(fragment, donors, expected_bytes)
+        if donors[0] == 0 or all_lie:
+            fetching.result()["global_params"].add_(1)
+        return fetching
 
     monkeypatch.setattr(endpoint, "fetch", tampered_fetch)
     swarm.run(10, quadratic())
