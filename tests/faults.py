@@ -53,8 +53,8 @@ class FaultyTransport(InProcessTransport):
         arrived = {replica: each.checked() for replica, each in arrived.items() if replica not in absent}
         return judge(arrived, members=self.view.members, min_contributors=self.min_contributors, absent=absent)
 
-    def take(self, replica: int, round_id: RoundId, timeout_s: float | None) -> Average:
-        average = super().take(replica, round_id, timeout_s)
+    def take(self, replica: int, round_id: RoundId) -> Average:
+        average = super().take(replica, round_id)
         if any((fault.kind, fault.replica, fault.round) == ("miss-commit", replica, round_id) for fault in self.faults):
             raise RoundVoidError(f"{round_id}: no commit was received.", round=str(round_id), replicas=[replica])
         return average

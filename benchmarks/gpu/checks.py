@@ -128,7 +128,7 @@ def _loop(
     parallel = parallelise(model, strategy, group, device, precision) if group is not None else ParallelModel(model)
     if model.model.rotary_cosine.is_meta:
         model.to_empty(device=device)
-        model.initialise(torch.Generator("cpu").manual_seed(0))
+        model.initialise(0)
     optimizer = make_inner_optimizer(OptimizerSettings(name=name), model, group)
     return InnerLoop(parallel, optimizer, learning_rate=ValueSchedule(peak=1e-3), precision=precision)
 

@@ -112,7 +112,7 @@ class Stack:
 
 
 def decoder(run: Run) -> Transformer:
-    return Transformer(MODELS[run.model], generator=torch.Generator().manual_seed(run.seed))
+    return Transformer(MODELS[run.model], seed=run.seed)
 
 
 def like(values: Tensor, tensor: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Saved state is loaded unchanged by every name of a checkpoint; which checkpoints are kept; when each is on disk."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,20 @@ def test_a_checkpoint_stays_until_a_newer_one_is_complete_on_all_replicas(tmp_pa
         save(tmp_path, step, 0.0, keep=1, agreed=agreed)
         first = 1 if step < 4 else 2 if step == 4 else 3
         assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == list(range(first, step + 1))
+
+
+def test_one_that_a_run_deletes_meanwhile_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, lstat = save(tmp_path, 1, 1.0), Path.lstat
+    save(tmp_path, 2, 2.0)
+
+    def late(path: Path) -> os.stat_result:
+        if path.parent == old and old.exists():
+            shutil.rmtree(old)
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", late)
+    assert open_checkpoint(tmp_path).step == 2
+    assert not old.exists()
 
 
 def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

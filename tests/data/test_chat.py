@@ -116,8 +116,12 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
     "messages": (said("q", "a"), BOTH),
     "prompt and completion": ({"prompt": "q", "completion": "a"}, BOTH),
     "system beside messages": (said("q", "a", system="s"), f"<system:s>{BOTH}"),
+    "system beside a system message without a text": (
+        {"messages": [{"role": "system", "tool_calls": [{"name": "f"}]}, *said("q", "a")["messages"]], "system": "s"},
+        "<system:s><system:f{}>" + BOTH,
+    ),
     "an answer to nothing is not learned": (
-        said(answer("w"), {"role": "user", "content": "q"}, answer("a")),
+        {"messages": [answer("w"), *said("q", "a")["messages"]]},
         f"<assistant:w>{BOTH}",
     ),
     "two answers in a row": (said("q", "a", answer("b")), f"{BOTH}<assistant:«b>»"),
@@ -197,11 +201,6 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
 def test_what_cannot_be_followed_is_refused_by_its_line(read: Any, record: dict[str, Any], problem: str) -> None:
     with pytest.raises(DataError, match=rf"a\.jsonl:2: .*{problem}"):
         read([said("q", "a"), record])
-
-
-def test_a_system_text_stands_before_a_system_message_without_one(read: Any) -> None:
-    empty = {"role": "system", "tool_calls": [{"name": "f"}]}
-    assert read([said(empty, "q", "a", system="brief")])[0].startswith("<system:brief><system:")
 
 
 @pytest.mark.parametrize("name", ["source", "chat_template_kwargs"])

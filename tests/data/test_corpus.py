@@ -158,7 +158,6 @@ DAMAGES: tuple[tuple[Callable[[Path], object], str], ...] = (
     (lambda path: (path / "train-00000.tokens").write_bytes(b"x"), "train-00000.tokens has 1 bytes, but"),
     (lambda path: change(path, format_version=9), "version 9, but diloco"),
     (lambda path: change(path, train=None), "cannot be read"),
-    (lambda path: change(path, dtype="float64"), "cannot be read"),
     (lambda path: change(path, vocab_size=float("inf")), "cannot be read"),
     (lambda path: change(path, made=3), "cannot be read"),
     (make_fifo, "holds no files to read"),

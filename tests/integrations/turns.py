@@ -21,7 +21,16 @@ class _TurnTaking(Transport):
         self.view = transport.view
 
     def average(self, contribution: Contribution) -> Pending:
-        return _TurnTakingPending(self._transport.average(contribution), self._turn)
+        pending = self._transport.average(contribution)
+
+        def wait() -> Average:
+            self._turn.release()
+            try:
+                return pending.wait()
+            finally:
+                self._turn.acquire()
+
+        return Pending(wait)
 
     def publish(self, source: SnapshotSource, version: Callable[[int], object] | None = None) -> None:
         self._transport.publish(source, version)
@@ -31,19 +40,6 @@ class _TurnTaking(Transport):
 
     def tick(self) -> None:
         self._transport.tick()
-
-
-class _TurnTakingPending:
-    def __init__(self, pending: Pending, turn: threading.Lock) -> None:
-        self._pending = pending
-        self._turn = turn
-
-    def wait(self, timeout_s: float | None = None) -> Average:
-        self._turn.release()
-        try:
-            return self._pending.wait(60.0)
-        finally:
-            self._turn.acquire()
 
 
 def in_turns(train: Callable[[int, Transport], Any], replicas: int = 2) -> list[Any]:

@@ -21,6 +21,7 @@ from diloco.model import (
     cross_entropy_with_z_loss,
     document_numbers,
 )
+from diloco.transport import ReplicaGroup
 from tests.model.decoders import SMALL, build_uneven, every_variant, random_tokens
 
 END = 9
@@ -60,10 +61,9 @@ def test_the_seed_decides_every_bit_and_the_global_generator_none() -> None:
     assert torch.equal(state, torch.random.get_rng_state())
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in first if "norm" not in name)
-    shapes = build_model(SMALL, seed=0, device="meta")  # to be filled in shards
-    values = dict(shapes.initial_values(torch.Generator().manual_seed(3)))
-    assert values.keys() == first.keys()
-    assert all(torch.equal(first[name], value) for name, value in values.items())
+    filled = build_model(SMALL, seed=0, device="meta")
+    filled.fill(torch.device("cpu"), seed=3, group=ReplicaGroup())
+    assert all(torch.equal(first[name], value) for name, value in filled.state_dict().items())
 
 
 def test_initial_scales() -> None:

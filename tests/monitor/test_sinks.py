@@ -76,7 +76,7 @@ def test_closed_streams_end_their_output_and_not_the_run(tmp_path: Path, monkeyp
     ("settings", "is_terminal", "names"),
     [
         ({}, False, ("metrics.jsonl", "the plain output")),
-        ({"console": "live"}, True, ("metrics.jsonl", "the progress display")),
+        ({}, True, ("metrics.jsonl", "the progress display")),
         ({"console": "plain", "sinks": ("tensorboard",)}, True, ("tensorboard", "metrics.jsonl", "the plain output")),
         ({"console": "quiet"}, True, ("metrics.jsonl",)),
         ({"console": "json"}, True, ("metrics.jsonl", "the log")),
@@ -94,7 +94,6 @@ def test_the_sinks_that_settings_ask_for(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"console": "live"}, "needs a terminal"),
         ({"sinks": ("tensorbord",)}, "did you mean 'tensorboard'"),
         ({"sinks": ("my_sinks:number",)}, "no function or class 'number'"),
     ],

@@ -29,9 +29,9 @@ class Others(Transport):
 
     def average(self, contribution: Contribution) -> Pending:
         self.round = contribution
-        return self  # type: ignore[return-value]  # it is also the round in flight
+        return Pending(self.wait)
 
-    def wait(self, timeout_s: float | None = None) -> Average:
+    def wait(self) -> Average:
         differs = self.round.digest != self.held
         if differs and self.outcome == "diverged":
             raise DivergedError("replica 1 differs.", donor=0, digest=self.held, replicas=[1])

@@ -9,7 +9,7 @@ import pytest
 from diloco.data import Shares, as_message
 from diloco.errors import RunFinishedError
 from diloco.protocol import Rules
-from diloco.train import Held, PeerFleet
+from diloco.train import PeerFleet
 from diloco.transport import Admission, NodePlace, SwarmPlace
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, LOOPBACK, QUICK
 
@@ -41,7 +41,7 @@ def make(keys: Path) -> Iterator[Make]:
             join_window_s=join_window_s,
         )
         rules = Rules(**QUICK | {"rendezvous_timeout_s": 15.0, "together": False})
-        fleets.append(PeerFleet(place, rules, held=Held(held_step), replicas=start, margin=1))
+        fleets.append(PeerFleet(place, rules, held_step=held_step, replicas=start, margin=1))
         return fleets[-1]
 
     yield made

@@ -67,12 +67,21 @@ def test_transformers_gives_the_same_loss_and_token_ids_and_ends_documents_alike
     assert other.generate(max_new_tokens=5, do_sample=False).shape[1] > 1
 
 
-def test_a_new_run_begins_from_the_folder_with_its_sizes_and_tokenizer(run: Path, exported: Path) -> None:
+def test_a_new_run_begins_from_the_folder_with_its_sizes_weights_and_tokenizer(
+    run: Path, exported: Path, tmp_path: Path
+) -> None:
+    """At a learning rate near 0, it ends with the weights with which it began."""
     begun = load_configuration(["--init-from", str(exported), "--preset", "2m"])
     before = open_checkpoint(run).about["model"]
     assert begun.model.described()["arguments"] == before["arguments"] | {"max_sequence_length": 16}
     assert (begun.data.tokenizer, begun.sync.inner_steps) == (str(exported), 500)
     assert same(read_weights(exported, begun.model), read_weights(run))
+    flags = f"train --init-from {exported} --data {run.parent / 'text.jsonl'} --out {tmp_path / 'on'} --steps 1"
+    tiny = "--sequence-length 8 --optimizer.warmup-steps 0 --learning-rate 1e-30 --monitor.console quiet"
+    places = "--device cpu --replicas 1 --evaluation.sample-prompts"
+    assert main(f"{flags} {tiny} {places} --algorithm data-parallel".split()) == 0
+    assert same(read_weights(tmp_path / "on"), read_weights(exported))
+    assert load_trained(tmp_path / "on").tokenizer.encode(TEXTS[0]) == load_trained(run).tokenizer.encode(TEXTS[0])
 
 
 def test_a_folder_of_others_is_seen_as_much_of_as_is_usual(run: Path, tmp_path: Path) -> None:
@@ -86,16 +95,6 @@ def test_a_folder_of_others_is_seen_as_much_of_as_is_usual(run: Path, tmp_path: 
         assert load_trained(place).weights == "global parameters"
         (place / "diloco.json").unlink()
         assert (load_trained(place).sequence_length, load_trained(place).weights) == (expected, "as stored")
-
-
-def test_training_goes_on_from_the_folder(run: Path, exported: Path, tmp_path: Path) -> None:
-    """At a learning rate near 0, it ends with the weights with which it began."""
-    flags = f"train --init-from {exported} --data {run.parent / 'text.jsonl'} --out {tmp_path / 'on'} --steps 1"
-    tiny = "--sequence-length 8 --optimizer.warmup-steps 0 --learning-rate 1e-30 --monitor.console quiet"
-    places = "--device cpu --replicas 1 --evaluation.sample-prompts"
-    assert main(f"{flags} {tiny} {places} --algorithm data-parallel".split()) == 0
-    assert same(read_weights(tmp_path / "on"), read_weights(exported))
-    assert load_trained(tmp_path / "on").tokenizer.encode(TEXTS[0]) == load_trained(run).tokenizer.encode(TEXTS[0])
 
 
 def test_an_earlier_checkpoint_can_be_taken(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """Generation equals sampling with full forward passes; its limits, modes and errors."""
 
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -22,11 +23,15 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def run(model: Transformer, **changes: Any) -> list[int]:
+def begin(model: Transformer, **changes: Any) -> Iterator[int]:
     """Call `generate` with the fields of `Sampling` as arguments."""
     arguments: dict[str, Any] = {"prompt_tokens": PROMPT, "max_new_tokens": 7, "generator": seeded(), **changes}
     drawing = {field.name: arguments.pop(field.name) for field in fields(Sampling) if field.name in arguments}
-    return list(generate(model, sampling=Sampling(**drawing), **arguments))
+    return generate(model, sampling=Sampling(**drawing), **arguments)
+
+
+def run(model: Transformer, **changes: Any) -> list[int]:
+    return list(begin(model, **changes))
 
 
 def next_logits(model: Transformer, tokens: list[int]) -> torch.Tensor:
@@ -56,15 +61,9 @@ def test_greedy_equals_full_forward_passes_beyond_the_window(prompt_length: int,
     assert len(set(expected)) > 1
 
 
-def test_the_model_reads_each_token_once_within_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, read = build_lively(SETTINGS), []
-    forward = model.forward
-
-    def counting(tokens: torch.Tensor, cache: Any = None) -> torch.Tensor:
-        read.append(tokens.shape[1])
-        return forward(tokens, cache)
-
-    monkeypatch.setattr(model, "forward", counting)
+def test_the_model_reads_each_token_once_within_the_window() -> None:
+    model, read = build_lively(SETTINGS), list[int]()
+    model.register_forward_pre_hook(lambda _, arguments: read.append(arguments[0].shape[1]))
     run(model, max_new_tokens=10)
     assert read == [5, 1, 1, 1, 1, 1, 1, 1, 6, 1]  # the prompt, up to 12 tokens, the second half, further tokens
 
@@ -106,18 +105,6 @@ def test_samples_are_drawn_from_the_stated_distribution(
     assert token == order[index]
 
 
-def test_tokens_are_computed_when_asked_for_and_the_caller_is_left_alone() -> None:
-    model = build_lively(SETTINGS).train()
-    tokens = generate(model, PROMPT, seeded(), max_new_tokens=7)
-    first = next(tokens)
-    assert torch.is_grad_enabled()
-    assert not model.training
-    assert [first, *tokens] == run(model)
-    assert model.training
-    with pytest.raises(ConfigurationError, match="max_new_tokens must be"):  # at once, not at the first token
-        generate(model, PROMPT, seeded(), max_new_tokens=-1)
-
-
 def test_it_ends_at_the_stop_token_and_leaves_it_out() -> None:
     model = build_lively(SETTINGS)
     free = run(model, temperature=0, max_new_tokens=30)
@@ -126,13 +113,15 @@ def test_it_ends_at_the_stop_token_and_leaves_it_out() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_mode_is_restored_also_after_an_error(training: bool) -> None:
+def test_tokens_are_computed_when_asked_for_in_evaluation_mode_and_the_caller_is_left_alone(training: bool) -> None:
+    """Also after an error."""
     model = build_lively(SETTINGS).train(training)
-    modes = []
-    model.model.norm.register_forward_hook(lambda module, *_: modes.append(module.training))
-    run(model)
-    assert modes
-    assert not any(modes)
+    tokens = generate(model, PROMPT, seeded(), max_new_tokens=7)
+    first = next(tokens)
+    assert torch.is_grad_enabled()
+    assert not model.training
+    assert not model.model.norm.training
+    assert [first, *tokens] == run(model)
     assert model.training is model.model.norm.training is training
     with torch.no_grad():
         model.model.norm.weight[0] = float("nan")
@@ -156,6 +145,7 @@ def test_a_compiled_model_is_not_compiled_anew_and_hooks_see_every_step() -> Non
 
 
 REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"max_new_tokens": -1}, "max_new_tokens must be"),
     ({"temperature": -0.1}, "temperature must be .*, got -0.1"),
     ({"top_k": 0}, "top_k must be .*, got 0"),
     ({"top_p": 1.1}, r"top_p must be .*, got 1\.1"),
@@ -167,9 +157,9 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_arguments_that_cannot_work(changes: dict[str, Any], message: str) -> None:
+def test_arguments_that_cannot_work_are_refused_at_once(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        run(build_lively(SETTINGS), **changes)
+        begin(build_lively(SETTINGS), **changes)
 
 
 BPE = make_tokenizer(DataSettings(tokenizer="bpe:275"), ["abab cabab ümlaut abc abcd 日本語 ababab"] * 4)

@@ -121,13 +121,13 @@ def test_so_it_is_before_the_other_replica_was_heard_of_at_all(monkeypatch: pyte
 
 
 def test_a_replica_that_never_comes_is_named_after_the_timeout() -> None:
-    pending = InProcessTransport(2).endpoint(0).average(contribution(0))
+    pending = InProcessTransport(2, round_timeout_s=0).endpoint(0).average(contribution(0))
     done = threading.Event()
     other = threading.Thread(target=done.wait)
     other.start()
     try:
         with pytest.raises(RoundTimeoutError, match="within 0 s: no contribution arrived from replica 1"):
-            pending.wait(timeout_s=0)
+            pending.wait()
     finally:
         done.set()
         other.join()

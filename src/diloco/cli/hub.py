@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from diloco.checkpoint import open_checkpoint, write_whole
 from diloco.config import CONFIG_FILE, read_record
 from diloco.errors import ConfigurationError, DataError, DiLoCoError, from_extra
-from diloco.model import parse_source
 from diloco.monitor import read_metrics
 from diloco.units import format_bytes, format_count, visible
 
@@ -49,9 +48,8 @@ def model_card(trained: Trained, name: str, *, adapter: bool) -> str:
     settings, checkpoint = read_record(trained.run / CONFIG_FILE), open_checkpoint(trained.path)
     train, sync, inner = settings.train, settings.sync, settings.optimizer
     header = {"library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation"}
-    source = settings.model.source and parse_source(settings.model.source)
-    if source and source.kind == "hf" and re.fullmatch(r"[\w.-]+/[\w.-]+", source.place):  # else it is a folder
-        header["base_model"] = source.place
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", settings.model.place):  # else it is a folder, or no model of transformers
+        header["base_model"] = settings.model.place
     rounds = {
         "inner steps (H)": sync.inner_steps,
         "fragments (P), overlap (tau)": f"{sync.num_fragments}, {sync.overlap_steps} steps",

@@ -7,7 +7,7 @@ from typing import Any
 
 from diloco.config.flags import CommandLine, parse_flags
 from diloco.config.keys import Values, build, flatten, merge, read_tables, read_toml, typed_values
-from diloco.model import get_preset, parse_source
+from diloco.model import ModelSettings, get_preset
 from diloco.monitor import MonitorSettings
 from diloco.train import RunSettings
 
@@ -45,7 +45,7 @@ class Configuration(RunSettings):
     @property
     def model_label(self) -> str:
         """The name of the model in the names of run folders."""
-        return self.preset if self.model.source is None else parse_source(self.model.source).label
+        return self.preset if self.model.source is None else self.model.label
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,7 +85,7 @@ def compose(line: CommandLine) -> Configuration:
         preset |= _model_of_folder(init_from.expanduser())
     settings = layered(flatten(Configuration()), preset, in_file, line.values)
     if settings["model.source"] is not None and "data.tokenizer" not in asked:
-        source = parse_source(settings["model.source"])
+        source = ModelSettings(source=settings["model.source"])
         place = Path(source.place).expanduser()
         if source.kind == "hf" and (place / "tokenizer.json").is_file():
             settings["data.tokenizer"] = str(place)
@@ -161,7 +161,7 @@ def _finetune_values(asked: Mapping[str, Any]) -> Values:
     if asked.get("model.lora_rank") == 0:  # all weights are trained
         values["optimizer.learning_rate"] = 2e-5
     if asked.get("model.source") is not None and asked.get("network.transport") == "swarm":
-        values["network.run"] = f"finetune-{parse_source(asked['model.source']).label}"
+        values["network.run"] = f"finetune-{ModelSettings(source=asked['model.source']).label}"
     return values
 
 

@@ -18,7 +18,6 @@ from diloco.config.configuration import FINETUNE, Configuration, compose, layere
 from diloco.config.flags import CommandLine, command_text
 from diloco.config.keys import OldKeyError, Values, build, flatten, in_toml, keys_of, read_toml, to_toml
 from diloco.errors import ConfigurationError
-from diloco.model import parse_source
 from diloco.plugins import KEYS, absolute, confirm, is_own, own_code, same_code
 from diloco.train import notes, resolve
 
@@ -204,13 +203,11 @@ def _with_absolute_paths(configuration: Configuration) -> Configuration:
         values["checkpoint.mirror"] = os.path.abspath(os.path.expanduser(values["checkpoint.mirror"]))
     if values["train.init_from"] is not None:
         values["train.init_from"] = Path(os.path.abspath(values["train.init_from"].expanduser()))
-    if values["model.source"] is not None:
-        source = parse_source(values["model.source"])
-        path = Path(source.place).expanduser()
-        if source.kind == "module":
-            values["model.source"] = absolute(values["model.source"])
-        elif path.exists():  # else a name on the hub
-            values["model.source"] = f"hf:{os.path.abspath(path)}"
+    place = Path(configuration.model.place).expanduser()
+    if configuration.model.kind == "module":
+        values["model.source"] = absolute(values["model.source"])
+    elif configuration.model.kind == "hf" and place.exists():  # else a name on the hub
+        values["model.source"] = f"hf:{os.path.abspath(place)}"
     return build(Configuration, values)
 
 

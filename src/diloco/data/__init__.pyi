@@ -9,7 +9,6 @@ from .batches import read_message as read_message
 from .chat import ChatTokenizer as ChatTokenizer
 from .chat import Example as Example
 from .chat import PackedRows as PackedRows
-from .chat import has_template as has_template
 from .corpus import Corpus as Corpus
 from .corpus import DocumentStream as DocumentStream
 from .corpus import build_corpus as build_corpus

@@ -429,11 +429,3 @@ class ChatTokenizer(Tokenizer):
                 f"The chat template of {self._place} refused a conversation with the roles "
                 f"{', '.join(str(message['role']) for message in messages)}: {str(error).rstrip('.')}."
             ) from error
-
-
-def has_template(folder: Path) -> bool:
-    """Return whether the tokenizer in ``folder`` has a chat template."""
-    config = folder / "tokenizer_config.json"
-    return (folder / "chat_template.jinja").is_file() or (
-        config.is_file() and '"chat_template"' in config.read_text("utf-8", errors="replace")
-    )

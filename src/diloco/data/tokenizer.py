@@ -68,6 +68,7 @@ class Tokenizer:
         self._eos, self._source = eos, source
         self._token_bytes = _token_bytes(self._tokenizer, source)
         self.vocab_size = len(self._token_bytes)  # number of ids, the end-of-document token included
+        self.dtype = smallest_dtype(self.vocab_size)
         self.eos_id = eos_id  # the token that ends every document
         self._num_bytes = np.array([len(token) for token in self._token_bytes], dtype=np.int64)
         spelled, probe = self.as_bytes(self._encoded([_PROBE])[0].ids), _PROBE.encode()
@@ -78,11 +79,6 @@ class Tokenizer:
                 "or one with byte fallback and no normaliser, such as Llama 2's."
             )
         self._num_bytes[eos_id] = len(probe) - len(spelled)  # less a space that is added before every document
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The smallest type that holds every id: uint16 for up to 65536 ids, else uint32."""
-        return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of ``text``, without an end-of-document token."""
@@ -163,6 +159,11 @@ class ByteTokenizer(Tokenizer):
         is_byte[ends - 1] = False
         tokens[is_byte] = np.frombuffer(b"".join(encoded), dtype=np.uint8)
         return tokens
+
+
+def smallest_dtype(vocab_size: int) -> np.dtype[Any]:
+    """Return the smallest type that holds every id: uint16 for up to 65536 ids, else uint32."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
 @cache

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from diloco.checkpoint import new_folder
 from diloco.data.settings import DataSettings
 from diloco.data.source import Source, split_documents
-from diloco.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
+from diloco.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, smallest_dtype
 from diloco.errors import ConfigurationError, DataError
 from diloco.private_files import read_regular
 
@@ -134,7 +134,6 @@ SPLITS = ("train", "heldout")
 _FORMAT = "diloco tokens"
 _VERSION = 2
 _MANIFEST = "manifest.json"
-_DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 _BATCH_CHARACTERS = 4 << 20  # text tokenised at a time: enough to use all threads of the tokenizers library
 
 
@@ -147,7 +146,6 @@ class TokenFolder:
             manifest = json.loads(read_regular(path / _MANIFEST))
             if (written := manifest["format_version"]) != _VERSION:
                 raise ValueError(f"version {written}, but diloco {version('diloco')} reads {_VERSION}")
-            self._dtype = np.dtype(_DTYPES[manifest["dtype"]])
             self.vocab_size, self._eos_id = int(manifest["vocab_size"]), int(manifest["eos_id"])
             self.made: Mapping[str, Any] = dict(manifest["made"])  # how the folder was made
             self.splits = {name: self._split(name, manifest[name]) for name in SPLITS}
@@ -169,11 +167,12 @@ class TokenFolder:
         return tokenizer
 
     def _split(self, name: str, about: Mapping[str, Any]) -> PackedTokens:
-        file, size = self.path / f"{name}-00000.tokens", int(about["tokens"]) * self._dtype.itemsize
+        dtype = smallest_dtype(self.vocab_size).newbyteorder("<")
+        file, size = self.path / f"{name}-00000.tokens", int(about["tokens"]) * dtype.itemsize
         if file.stat().st_size != size:
             raise ValueError(f"{file.name} has {file.stat().st_size:,} bytes, but should have {size:,}")
         counts = {"documents": int(about["documents"]), "num_bytes": int(about["bytes"])}
-        tokens = np.memmap(file, dtype=self._dtype, mode="r")
+        tokens = np.memmap(file, dtype=dtype, mode="r")
         return PackedTokens([tokens], str(about["digest"]), vocab_size=self.vocab_size, **counts)
 
 
@@ -234,7 +233,6 @@ def tokenize(
             manifest = {
                 "format": _FORMAT,
                 "format_version": _VERSION,
-                "dtype": tokenizer.dtype.name,
                 "vocab_size": tokenizer.vocab_size,
                 "eos_id": tokenizer.eos_id,
                 **{name: {**counts[name], "digest": digests[name].hexdigest()} for name in SPLITS},

@@ -19,7 +19,6 @@ from .settings import PRESETS as PRESETS
 from .settings import DecoderSettings as DecoderSettings
 from .settings import ModelSettings as ModelSettings
 from .settings import get_preset as get_preset
-from .settings import parse_source as parse_source
 from .settings import with_vocabulary as with_vocabulary
 from .transformer import Transformer as Transformer
 from .transformer import attend as attend

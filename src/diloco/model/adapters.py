@@ -14,7 +14,7 @@ from torch import Tensor
 from diloco.algorithm import model_state, named_parameters
 from diloco.errors import ConfigurationError, from_extra
 from diloco.model.huggingface import HuggingFaceModel
-from diloco.model.settings import ModelSettings, parse_source
+from diloco.model.settings import ModelSettings
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -105,7 +105,7 @@ def save_adapter(folder: Path, model: HuggingFaceModel, values: Mapping[str, Ten
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = lora_config(model.settings)
-    config.base_model_name_or_path = parse_source(model.settings.source or "").place
+    config.base_model_name_or_path = model.settings.place
     config.inference_mode = True
     config.fan_in_fan_out = vars(model.tuner[0].peft_config[_NAME])["fan_in_fan_out"]
     tensors = {_file_name(name): value.detach().float().cpu().contiguous() for name, value in values.items()}

@@ -30,7 +30,7 @@ from diloco.model.folders import (
     weights_files,
 )
 from diloco.model.language_model import LanguageModel, LossParts, build_language_model
-from diloco.model.settings import HuggingFaceSettings, ModelSettings, parse_source
+from diloco.model.settings import HuggingFaceSettings, ModelSettings
 from diloco.model.transformer import block_mask, boolean_mask
 from diloco.transport import ReplicaGroup
 from diloco.waiting import fetching
@@ -271,7 +271,7 @@ def base_digest(settings: ModelSettings) -> str:
 
 def _find_folder(settings: ModelSettings, *, with_weights: bool) -> Path:
     """Return the local folder, or the local copy of the hub's files."""
-    place = parse_source(settings.source or "").place
+    place = settings.place
     local = Path(place).expanduser()
     if local.is_dir():
         return local
@@ -289,7 +289,7 @@ def _has_stored(folder: Path, settings: ModelSettings) -> bool:
     """Return whether to begin from the weights in ``folder``. They must be there if asked for, if they are pickles, and
     for a name on the hub.
     """
-    weights, local = settings.huggingface.weights, Path(parse_source(settings.source or "").place).expanduser()
+    weights, local = settings.huggingface.weights, Path(settings.place).expanduser()
     needed = weights == "stored" or settings.lora_rank > 0 or not local.is_dir() or any(folder.glob("pytorch_*.bin"))
     return weights != "fresh" and (needed or bool(weights_files(folder)))
 

@@ -22,48 +22,9 @@ from tyro.conf import arg
 
 from diloco.algorithm import check_ranges
 from diloco.errors import ConfigurationError, nearest
-from diloco.plugins import is_own, split
+from diloco.plugins import is_own
 
 Kind = TypeVar("Kind")
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a model comes from: ``hf:PLACE`` of ``transformers``, or a user's function ``PLACE:FUNCTION``."""
-
-    kind: Literal["hf", "module"]
-    place: str  # for ``hf`` a folder or a name on the hub; else a module, or the path of a ``.py`` file
-    function: str = ""  # empty for ``hf``
-
-    @property
-    def label(self) -> str:
-        """A short name for use in folder names.
-
-        >>> parse_source("hf:meta-llama/Llama-3.2-1B").label, parse_source("my.models:small").label
-        ('Llama-3.2-1B', 'small')
-        """
-        word = self.function or self.place.rstrip("/").rpartition("/")[2]
-        return re.sub(r"[^\w.-]+", "-", word).strip(".-") or "model"
-
-
-def parse_source(text: str) -> Source:
-    """Parse the value of ``model.source``.
-
-    >>> parse_source("hf:models/llama"), parse_source("nets.py:build")
-    (Source(kind='hf', place='models/llama', function=''), Source(kind='module', place='nets.py', function='build'))
-
-    Raises:
-        ConfigurationError: the text is neither ``hf:PATH_OR_NAME`` nor ``module:function``.
-    """
-    kind, _, place = text.partition(":")
-    if kind == "hf" and place.strip():
-        return Source("hf", place.strip())
-    if is_own(text):
-        return Source("module", *split(text))
-    raise ConfigurationError(
-        f"model.source={text!r} is neither hf:PATH_OR_NAME (a causal language model of transformers) nor "
-        "module:function (your own model). For a native model, use --preset NAME."
-    )
 
 
 _Size = Annotated[int, Meta(ge=1)]
@@ -143,7 +104,33 @@ class ModelSettings:
 
     @property
     def kind(self) -> Literal["native", "hf", "module"]:
-        return "native" if self.source is None else parse_source(self.source).kind
+        """Where the model comes from: the native decoder, ``hf:PLACE``, or a function of the user's."""
+        if self.source is None:
+            return "native"
+        if self.place:
+            return "hf"
+        if is_own(self.source):
+            return "module"
+        raise ConfigurationError(
+            f"model.source={self.source!r} is neither hf:PATH_OR_NAME (a causal language model of transformers) nor "
+            "module:function (your own model). For a native model, use --preset NAME."
+        )
+
+    @property
+    def place(self) -> str:
+        """The folder of an ``hf:`` model, or its name on the hub; empty for other models."""
+        prefix, _, place = (self.source or "").partition(":")
+        return place.strip() if prefix == "hf" else ""
+
+    @property
+    def label(self) -> str:
+        """A short name of the source for use in folder names.
+
+        >>> ModelSettings(source="hf:meta-llama/Llama-3.2-1B").label, ModelSettings(source="my.models:small").label
+        ('Llama-3.2-1B', 'small')
+        """
+        word = (self.place or self.source or "").rstrip("/").replace(":", "/").rpartition("/")[2]
+        return re.sub(r"[^\w.-]+", "-", word).strip(".-") or "model"
 
     @cached_property
     def decoder(self) -> DecoderSettings:

@@ -12,9 +12,9 @@ blocks that no token sees; on other devices, a boolean array does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from diloco.transport import ReplicaGroup
 
 
-Module = TypeVar("Module", bound=nn.Module)
-
 OUTPUT_STD = 0.02  # standard deviation of the initial output projection (GPT-2)
 
 
@@ -43,8 +41,7 @@ class Transformer(LanguageModel):
 
     Args:
         settings: its sizes; ``vocab_size`` must be set.
-        generator: a CPU generator for the initial weights; by default a new one with seed 0, never the global one. See
-            `initial_values`.
+        seed: of the initial weights; see `initialise`. The global generator is never used.
 
     Raises:
         ConfigurationError: ``settings.vocab_size`` is not set.
@@ -57,7 +54,7 @@ class Transformer(LanguageModel):
     loss_calls_model = False
     whole_graphs = True
 
-    def __init__(self, settings: DecoderSettings, *, generator: torch.Generator | None = None) -> None:
+    def __init__(self, settings: DecoderSettings, *, seed: int = 0) -> None:
         super().__init__()
         if settings.vocab_size is None:
             raise ConfigurationError("vocab_size is required: the tokeniser's vocabulary size, 257 for bytes.")
@@ -70,42 +67,35 @@ class Transformer(LanguageModel):
         self.model = Decoder(settings, settings.vocab_size)
         self.lm_head = None if settings.tie_embeddings else _linear(settings.width, settings.vocab_size)
         if not self.model.embed_tokens.weight.is_meta:
-            self.initialise(generator if generator is not None else torch.Generator("cpu").manual_seed(0))
+            self.initialise(seed)
 
-    def initial_values(self, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and initial value of each parameter, float32 on the CPU, one at a time.
+    def fill(self, device: torch.device, *, seed: int, group: ReplicaGroup) -> None:
+        self.to_empty(device=device)
+        self.initialise(seed)
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Draw all weights, one at a time, and fill the rotary table.
 
         Every matrix is normal with standard deviation 1/sqrt(fan-in) (LeCun et al., "Efficient BackProp", 1998), where
         the fan-in of the embedding is taken as the width, with two exceptions. The output projection and a tied
         embedding use 0.02 (GPT-2), for a first loss near log(vocab). The attention output and feed-forward down
         matrices, which write into the residual stream, are scaled by a further 1/sqrt(2 * layers) (GPT-2). Norms are 1.
 
-        Values are drawn in the order of ``named_parameters``, so that the bits depend only on the seed, not on the
-        device or on how the model is sharded.
+        Values are drawn as float32 on the CPU in the order of ``named_parameters``, so that the bits depend only on the
+        seed, not on the device or on how the model is sharded.
         """
+        generator = torch.Generator("cpu").manual_seed(seed)
         residual_scale = 1 / math.sqrt(2 * self.settings.layers)
         for name, parameter in self.named_parameters():
-            value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-            if parameter.ndim == 1:
-                yield name, value.fill_(1)
-                continue
-            if name == "lm_head.weight" or (name == "model.embed_tokens.weight" and self.lm_head is None):
-                std = OUTPUT_STD
-            else:
-                std = 1 / math.sqrt(parameter.shape[1])
-            if name.endswith((".o_proj.weight", ".down_proj.weight")):
-                std *= residual_scale
-            yield name, value.normal_(0, std, generator=generator)
-
-    def fill(self, device: torch.device, *, seed: int, group: ReplicaGroup) -> None:
-        self.to_empty(device=device)
-        self.initialise(torch.Generator("cpu").manual_seed(seed))
-
-    @torch.no_grad()
-    def initialise(self, generator: torch.Generator) -> None:
-        """Draw all weights and fill the rotary table."""
-        for name, value in self.initial_values(generator):
-            set_whole_(self.get_parameter(name), value)
+            value = torch.ones(parameter.shape, dtype=torch.float32, device="cpu")
+            if parameter.ndim > 1:
+                is_output = name == "lm_head.weight" or (name == "model.embed_tokens.weight" and self.lm_head is None)
+                std = OUTPUT_STD if is_output else 1 / math.sqrt(parameter.shape[1])
+                if name.endswith((".o_proj.weight", ".down_proj.weight")):
+                    std *= residual_scale
+                value.normal_(0, std, generator=generator)
+            set_whole_(parameter, value)
         self.model.fill_rotary_table()
 
     def forward(self, tokens: Tensor, cache: KeyValueCache | None = None, documents: Tensor | None = None) -> Tensor:
@@ -138,7 +128,7 @@ def build_model(settings: DecoderSettings, *, seed: int, device: torch.device | 
     555782144
     """
     with torch.device(device):
-        return Transformer(settings, generator=torch.Generator("cpu").manual_seed(seed))
+        return Transformer(settings, seed=seed)
 
 
 class Decoder(nn.Module):

@@ -171,14 +171,10 @@ class JsonConsole:
 
 
 class VisibleConsole(Console):
-    """A console that shows control characters in what it prints, and draws with its own.
+    """A console on standard output that shows control characters in what it prints, and draws with its own."""
 
-    Args:
-        stderr: print to standard error instead of standard output.
-    """
-
-    def __init__(self, *, stderr: bool = False) -> None:
-        super().__init__(file=plain(sys.stderr if stderr else sys.stdout), highlight=False)
+    def __init__(self) -> None:
+        super().__init__(file=plain(sys.stdout), highlight=False)
 
     def push_render_hook(self, hook: RenderHook) -> None:
         super().push_render_hook(hook)

@@ -12,8 +12,8 @@ from diloco.errors import ConfigurationError
 class MonitorSettings:
     """What a run prints and writes while it trains."""
 
-    console: Annotated[Literal["auto", "live", "plain", "json", "quiet"], arg(aliases=["--log"])] = "auto"
-    """auto: live (a display) on a terminal, else plain (a row each ten steps); json: lines on stderr."""
+    console: Annotated[Literal["auto", "plain", "json", "quiet"], arg(aliases=["--log"])] = "auto"
+    """auto: a live display on a terminal, else plain (a row each ten steps); json: lines on stderr."""
     prometheus: str | None = None
     """Port at which the run answers /metrics (for Prometheus) and /healthz (for orchestrators), on this machine alone;
     HOST:PORT: on that interface, to everybody who reaches it. Of several processes that one command starts, each takes

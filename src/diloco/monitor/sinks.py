@@ -277,13 +277,10 @@ def make_sinks(
         ConfigurationError: if a setting cannot work. Nothing has been written then.
     """
     kind = settings.console
-    if kind == "live" and not is_terminal:
-        ways = 'Use "plain", or "auto" to choose automatically.'
-        raise ConfigurationError(f'monitor.console="live" needs a terminal, but standard output is not one. {ways}')
     offered = {"config": config or {}, "name": name or folder.resolve().name, "group": group}
     sinks = {text: _make_sink(text, folder, offered) for text in settings.sinks}
     sinks["metrics.jsonl"] = MetricsFile(folder / "metrics.jsonl")
-    if kind == "live" or (kind == "auto" and is_terminal):
+    if kind == "auto" and is_terminal:
         sinks["the progress display"] = LiveConsole()
     elif kind == "json":
         sinks["the log"] = JsonConsole(name or folder.resolve().name)

@@ -167,11 +167,6 @@ def resolve(settings: S, *, num_layers: int | None = None, max_sequence_length: 
     _check_lengths(settings, max_sequence_length)
     _check_together(settings)
     check_device("train.device", train.device)
-    _refuse_if(
-        checkpoint.resume is not None and train.init_from is not None,
-        f"checkpoint.resume={checkpoint.resume} can't be combined with train.init_from={train.init_from}. Use one of "
-        "them: --resume continues a run, --init-from starts a new run from saved parameters.",
-    )
     rule, alpha = _merge(settings)
     number, overlap = _fragments_and_overlap(settings, num_layers)
     OUTER_OPTIMIZERS.check(sync.outer)

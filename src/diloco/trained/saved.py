@@ -26,7 +26,7 @@ from diloco.algorithm import (
     trainable_parameters,
 )
 from diloco.checkpoint import Checkpoint, Lazy, list_checkpoints, new_folder, open_checkpoint
-from diloco.data import ChatTokenizer, Tokenizer, has_template, load_tokenizer
+from diloco.data import ChatTokenizer, Tokenizer, load_tokenizer
 from diloco.devices import choose_device
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model import (
@@ -69,7 +69,9 @@ class Trained:
     @property
     def has_template(self) -> bool:
         """Whether its tokenizer has a chat template."""
-        return has_template(self._tokenizer_folder)
+        folder, name = self._tokenizer_folder, "tokenizer_config.json"
+        stored = (folder / name).read_text("utf-8", errors="replace") if (folder / name).is_file() else ""
+        return (folder / "chat_template.jinja").is_file() or '"chat_template"' in stored
 
     def chat_tokenizer(self) -> ChatTokenizer:
         """Return its tokenizer with the chat template."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from diloco.algorithm import Contribution
 from diloco.errors import TransportError
@@ -17,20 +18,19 @@ from diloco.membership import View
 from diloco.protocol import Average
 
 
-class Pending(Protocol):
+@dataclass(frozen=True)
+class Pending:
     """The result of a round in flight."""
 
-    def wait(self, timeout_s: float | None = None) -> Average:
-        """Wait until the round is decided and return its average.
+    wait: Callable[[], Average]
+    """Wait until the round is decided and return its average, once.
 
-        Args:
-            timeout_s: maximum time to wait, in seconds; None means the transport's round timeout.
-
-        Raises:
-            RoundVoidError: if the round is void for every replica; the message gives the reason.
-            DivergedError: if this replica's digest differs from the majority's; the round is void for every replica.
-            RoundTimeoutError: if the round is not decided in time; the error names the replicas that did not respond.
-        """
+    Raises:
+        RoundVoidError: if the round is void for every replica; the message gives the reason.
+        DivergedError: if this replica's digest differs from the majority's; the round is void for every replica.
+        RoundTimeoutError: if the round is not decided in the transport's time; the error names the replicas that did
+            not respond.
+    """
 
 
 SnapshotSource = Callable[[int], Mapping[str, Any]]

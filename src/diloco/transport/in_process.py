@@ -187,7 +187,7 @@ class InProcessTransport:
         sent_at_s = [state.sent_at_s[member] for member in self.view.members]
         return self.network.commit_time_s(sent_at_s, state.exchange.sent, state.exchange.received)
 
-    def take(self, replica: int, round_id: RoundId, timeout_s: float | None) -> Average:
+    def take(self, replica: int, round_id: RoundId) -> Average:
         """Wait until a round is decided and return its average for ``replica``, whose clock advances to the commit.
 
         Raises:
@@ -196,7 +196,7 @@ class InProcessTransport:
                 majority's.
             TransportError: if ``replica`` has not contributed to the round, or has already collected its outcome.
         """
-        state = self._decided(replica, round_id, self.round_timeout_s if timeout_s is None else timeout_s)
+        state = self._decided(replica, round_id)
         verdict, exchange = state.verdict, state.exchange
         assert verdict is not None, "it is decided"
         assert exchange is not None, "it is planned"
@@ -215,7 +215,7 @@ class InProcessTransport:
         more = {"round": round_id, "wait_s": waited_s, "note": verdict.reason}
         return Average.of(exchange, self.view, replica, **vars(state.mean), **more)
 
-    def _decided(self, replica: int, round_id: RoundId, timeout_s: float) -> _Round:
+    def _decided(self, replica: int, round_id: RoundId) -> _Round:
         state = self.rounds.get(round_id)
         if state is None or replica not in state.contributions or replica in state.taken:
             raise TransportError(
@@ -234,12 +234,12 @@ class InProcessTransport:
                 round=str(round_id),
                 replicas=missing(),
             )
-        limit_s = timeout_s if math.isfinite(timeout_s) else None
+        limit_s = self.round_timeout_s if math.isfinite(self.round_timeout_s) else None
         self.changed.wait_for(lambda: self._refusal or not missing(), limit_s)
         self._refuse()
         if missing():
             raise RoundTimeoutError(
-                f"{round_id} was not decided within {timeout_s:g} s: no contribution arrived from replica "
+                f"{round_id} was not decided within {limit_s:g} s: no contribution arrived from replica "
                 f"{', '.join(map(str, missing()))}. Nothing was applied.",
                 round=str(round_id),
                 replicas=missing(),
@@ -261,7 +261,13 @@ class InProcessEndpoint(Transport):
             self.check(contribution, again=before is not None and self.replica in before.contributions)
             self.hub.threads[self.replica] = threading.get_ident()
             self.hub.accept(contribution)
-        return _InProcessPending(self, contribution.round)
+        round_id = contribution.round
+
+        def wait() -> Average:
+            with self.hub.changed:
+                return self.hub.take(self.replica, round_id)
+
+        return Pending(wait)
 
     def agree(self, facts: Mapping[str, str]) -> None:
         with self.hub.changed:
@@ -290,16 +296,6 @@ class InProcessEndpoint(Transport):
             self.hub.threads[self.replica] = threading.get_ident()
             if self.hub.network is not None:
                 self.hub.network.tick(self.replica)
-
-
-@dataclass(frozen=True)
-class _InProcessPending:
-    endpoint: InProcessEndpoint
-    round: RoundId
-
-    def wait(self, timeout_s: float | None = None) -> Average:
-        with self.endpoint.hub.changed:
-            return self.endpoint.hub.take(self.endpoint.replica, self.round, timeout_s)
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

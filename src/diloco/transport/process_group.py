@@ -139,22 +139,10 @@ class ProcessGroupTransport(Transport):
         self._in_flight.add(round_id)
         plan = plan_round(contribution, len(self.view.members))
         if contribution.payload.is_cuda:
-            begun = self._begin(contribution, plan)
-            return _Round(self, round_id, plan, lambda timeout_s: begun())
+            return Pending(partial(self._take, round_id, plan, [self._begin(contribution, plan)]))
         outcome: Future[Average] = Future()
         self._jobs.put(partial(self._run, outcome, contribution, plan))
-        return _Round(self, round_id, plan, partial(self._await, round_id, outcome))
-
-    def _await(self, round_id: RoundId, outcome: Future[Average], timeout_s: float) -> Average:
-        until_s = time.monotonic() + timeout_s
-        while wait([outcome], _POLL_S).not_done:
-            self.roll.check_round()
-            if time.monotonic() > until_s:
-                raise RoundTimeoutError(f"{round_id} was not decided within {timeout_s:g} s.", round=str(round_id))
-        try:
-            return outcome.result()
-        finally:
-            del outcome  # its error refers to this frame
+        return Pending(partial(self._take, round_id, plan, [partial(self._await, round_id, outcome)]))
 
     def _begin(self, mine: Contribution, plan: Exchange) -> Callable[[], Average]:
         """Queue the collectives of a round, and return the function that waits for them and decides the round."""
@@ -252,12 +240,31 @@ class ProcessGroupTransport(Transport):
         """Raise `ReplicaLostError` if the ranks can't continue, as the next round may be many steps away."""
         self.roll.check()
 
-    def take(self, round_id: RoundId, plan: Exchange) -> None:
-        """Count the bytes of a round whose outcome is taken: one that is still in flight at a stop is sent again."""
-        self._in_flight.discard(round_id)
-        here = self.view.members.index(self.replica)
-        self.sent_bytes += plan.sent[here]
-        self.received_bytes += plan.received[here]
+    def _take(self, round_id: RoundId, plan: Exchange, outcome: list[Callable[[], Average]]) -> Average:
+        """Return the average that ``outcome`` waits for, and count its bytes, as a round in flight is sent again."""
+        started_s = time.monotonic()
+        try:
+            average = outcome.pop()()
+        except (RuntimeError, ReplicaLostError) as error:
+            raise self.roll.explained(error) from error
+        finally:
+            self._in_flight.discard(round_id)
+            here = self.view.members.index(self.replica)
+            self.sent_bytes += plan.sent[here]
+            self.received_bytes += plan.received[here]
+        return replace(average, wait_s=time.monotonic() - started_s)
+
+    def _await(self, round_id: RoundId, outcome: Future[Average]) -> Average:
+        until_s = time.monotonic() + self.timeout_s
+        try:
+            while wait([outcome], _POLL_S).not_done:
+                self.roll.check_round()
+                if time.monotonic() > until_s:
+                    words = f"{round_id} was not decided within {self.timeout_s:g} s."
+                    raise RoundTimeoutError(words, round=str(round_id))
+            return outcome.result()
+        finally:
+            del outcome  # an error in it refers to this frame, which keeps the caller's round alive
 
     def _run(self, outcome: Future[Average], contribution: Contribution, plan: Exchange) -> None:
         try:
@@ -343,30 +350,3 @@ class ProcessGroupTransport(Transport):
         """End the threads; the other ranks end too, unless all have finished."""
         self.roll.close(failed)
         self._jobs.put(None)
-
-
-class _Round:
-    """A round in flight.
-
-    Args:
-        decide: waits at most so many seconds for the average; taken once.
-    """
-
-    def __init__(
-        self, transport: ProcessGroupTransport, round_id: RoundId, plan: Exchange, decide: Callable[[float], Average]
-    ) -> None:
-        self._transport, self._round, self._plan = transport, round_id, plan
-        self._decide: Callable[[float], Average] | None = decide
-
-    def wait(self, timeout_s: float | None = None) -> Average:
-        transport, started_s = self._transport, time.monotonic()
-        decide, self._decide = self._decide, None
-        assert decide is not None, "the average of a round is taken once"
-        try:
-            average = decide(transport.timeout_s if timeout_s is None else timeout_s)
-        except (RuntimeError, ReplicaLostError) as error:
-            raise transport.roll.explained(error) from error
-        finally:
-            transport.take(self._round, self._plan)
-            del decide  # an error in it refers to this frame, which keeps the caller's round alive
-        return replace(average, wait_s=time.monotonic() - started_s)

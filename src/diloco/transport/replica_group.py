@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from diloco import errors
-from diloco.algorithm import Contribution, RoundId
+from diloco.algorithm import Contribution
 from diloco.errors import ConfigurationError, DiLoCoError, RendezvousError, ReplicaLostError
 from diloco.membership import View
 from diloco.protocol import Average
@@ -293,9 +293,18 @@ class LeaderTransport(Transport):
         self.replica = int(self.shared(lambda leader: leader.replica))
 
     def average(self, contribution: Contribution) -> Pending:
-        kept: list[Pending] = []
+        kept, round_id = list[Pending](), contribution.round
         self.shared(lambda leader: kept.append(leader.average(contribution)))
-        return _LeaderPending(self, contribution.round, kept[0] if kept else None)
+
+        def taken(_: Transport) -> dict[str, Any]:
+            average = kept[0].wait()
+            return vars(average) | {"round": None, "view": (average.view.id, average.view.members)}
+
+        def wait() -> Average:
+            fields = self.shared_tree(taken)
+            return Average(**fields | {"round": round_id, "view": View(*fields["view"])})
+
+        return Pending(wait)
 
     def agree(self, facts: Mapping[str, str]) -> None:
         self.shared(lambda leader: leader.agree(facts))
@@ -344,22 +353,6 @@ class LeaderTransport(Transport):
                 tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
             self.group.share_(tensors[name])
         return unflatten(skeleton, tensors)
-
-
-class _LeaderPending:
-    def __init__(self, transport: LeaderTransport, round_id: RoundId, pending: Pending | None) -> None:
-        self._transport = transport
-        self._round = round_id
-        self._pending = pending
-
-    def wait(self, timeout_s: float | None = None) -> Average:
-        def taken(_: Transport) -> dict[str, Any]:
-            assert self._pending is not None, "position 0 has the pending average"
-            average = self._pending.wait(timeout_s)
-            return vars(average) | {"round": None, "view": (average.view.id, average.view.members)}
-
-        fields = self._transport.shared_tree(taken)
-        return Average(**fields | {"round": self._round, "view": View(*fields["view"])})
 
 
 def _described(error: DiLoCoError) -> dict[str, Any]:

@@ -58,11 +58,11 @@ class PeerPending:
             self.contribution = self.exchange = None
             self.done.set()
 
-    def wait(self, timeout_s: float | None = None) -> Average:
+    def wait(self) -> Average:
         if self.done.is_set() and self.outcome is None:
             raise TransportError(f"the average of {self.round} has already been returned. Nothing is in flight.")
         started_s = time.monotonic()
-        allowed_s = self.transport.rules.guard_s if timeout_s is None else timeout_s
+        allowed_s = self.transport.rules.guard_s
         if not self.done.wait(min(allowed_s, threading.TIMEOUT_MAX)):
             missing = self.transport.missing(self.round)
             names = ", ".join(map(str, missing))

@@ -138,7 +138,7 @@ class PeerTransport(Transport):
         uplink = replace(self.uplink, window_s=contribution.transfer_steps * self._step_s)
         submitted = Submitted(contribution, self.step, pending.sent_s, uplink=uplink)
         self._rounds.submit(pending, submitted, ready)
-        return pending
+        return Pending(pending.wait)
 
     average_later = average
 
