@@ -219,7 +219,7 @@ class Directory:
     @property
     def entries(self) -> Mapping[int, Entry]:
         """The entries of all ranks, this one included, by rank."""
-        return dict(sorted({**(self.found.entries if self.found else {}), **self.registry.entries}.items()))
+        return dict(sorted(self.registry.entries.items()))
 
     @property
     def entry(self) -> Entry:
