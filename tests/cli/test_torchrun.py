@@ -57,12 +57,14 @@ def processes() -> Iterator[Processes]:
 
 
 def test_ranks_that_stop_and_go_on_end_where_one_process_does(processes: Processes, data: Path, tmp_path: Path) -> None:
-    """With a shared start, fragments in flight at the stop, and averages of fp4. The second torchrun is another one."""
+    """With a shared start, fragments in flight at the stops, averages of fp4, and a while over TCP."""
     alone = train(data, tmp_path / "alone", START)
-    for arguments in ("--stop-after 9", f"train --resume {tmp_path / 'run'} --monitor.console quiet"):
+    resume = f"train --resume {tmp_path / 'run'} --monitor.console quiet"
+    for arguments in ("--stop-after 7", f"{resume} --transport tcp --stop-after 9", f"{resume} --transport torch"):
         torchrun = Torchrun(processes, data, tmp_path / "run", 2)
-        for rank in torchrun.start(arguments):
-            rank.end()
+        launcher = [Command(processes, arguments.split(), tmp_path / "tcp.txt")] if "tcp" in arguments else []
+        for command in launcher or torchrun.start(arguments):
+            command.end()
     for summary in torchrun.summaries():
         for name in ("global_params_digest", "rounds_committed", "sent_bytes_per_replica"):
             assert summary[name] == alone[name], name

@@ -83,7 +83,7 @@ def finish(network: Network) -> None:
         if not changing:
             return
         for node in changing:
-            node.fire("settle")
+            node.settle()
     raise AssertionError("a view change takes longer than it may")
 
 

@@ -140,7 +140,7 @@ class Rank:
     @property
     def is_changing(self) -> bool:
         """Whether it is in a view change."""
-        return any(timer.kind == "settle" for _, timer in self.timers)
+        return any(timer.round is None for _, timer in self.timers)
 
     def sent_of(self, kind: type[Any]) -> list[Any]:
         """Return the messages of one type that it sent."""
@@ -186,8 +186,7 @@ class Rank:
         """Fire a timer, break a payload connection, leave, or receive a message that no correct rank sends."""
         if what == "timers":
             delay_s, timer = self.timers.pop(number % len(self.timers))
-            if timer.kind == "settle":  # its handler checks the clock for progress
-                self.now_s += delay_s
+            self.now_s += delay_s
             self.handle(self.machine.fire, timer)
         elif what == "breaks":
             view_id, round_id = list(self._exchanges)[number % len(self._exchanges)]
@@ -199,9 +198,13 @@ class Rank:
             others = [rank for rank in self.network.ranks if rank != self.rank]
             self.receive(others[number % len(others)], self._garbage[number // 8 % len(self._garbage)])
 
-    def fire(self, kind: str) -> None:
-        """Let the first timer of a kind run out."""
-        self.suffer("timers", [timer.kind for _, timer in self.timers].index(kind))
+    def look(self) -> None:
+        """Let the first timer of a round run out."""
+        self.suffer("timers", [timer.round is not None for _, timer in self.timers].index(True))
+
+    def settle(self) -> None:
+        """Let the timer of a view change run out."""
+        self.suffer("timers", [timer.round for _, timer in self.timers].index(None))
 
     # The machine.
 

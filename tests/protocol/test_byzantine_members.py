@@ -125,7 +125,7 @@ def test_who_beats_and_never_votes_goes_after_a_rounds_time(replicas: int, liar:
     explore(network, [])
     others = honest(network, liar)
     assert not any(each.outcomes for each in others)
-    let_time_pass(others, "expire")
+    let_time_pass(others)
     finish(network)
     check_honest(network, liar)
     for each in others:
@@ -143,7 +143,7 @@ def test_whose_vote_only_one_misses_stays_and_the_round_is_what_the_others_say(r
     explore(network, [])
     assert not rank(network, 0).outcomes
     rank(network, 1).lie = lambda receiver, message: [message]
-    let_time_pass([rank(network, 0)], "expire")
+    let_time_pass([rank(network, 0)])
     explore(network, [])
     check_honest(network)
     assert rank(network, 0).view == View(1, tuple(range(replicas)))
@@ -286,12 +286,12 @@ def test_what_one_says_it_has_adopted_splits_no_round(replicas: int) -> None:
     check_honest(network, liar)
 
 
-def let_time_pass(ranks: Sequence[Rank], kind: str) -> None:
-    """Let a round's time pass for these ranks, and fire all their timers of a kind."""
+def let_time_pass(ranks: Sequence[Rank]) -> None:
+    """Let a round's time pass for these ranks, and fire all timers of their rounds."""
     for each in ranks:
         each.now_s += TIMEOUT_S
     for each in ranks:
-        for timer in [timer for _, timer in each.timers if timer.kind == kind]:
+        for timer in [timer for _, timer in each.timers if timer.round is not None]:
             if timer in (timers := [still for _, still in each.timers]):
                 each.suffer("timers", timers.index(timer))
 

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.errors import RendezvousError
 from diloco.membership import MOST_RANK
-from diloco.protocol import MAX_NAME, Entry, MessageError, Registry, decode, encode, table_of
+from diloco.protocol import MAX_NAME, Entry, MessageError, decode, encode, table_of
 
 FACTS = {"model": "1,000 parameters", "codec": "fp4", "seed": "0"}
 
 
 def entry(rank: int, address: str = "", **facts: str) -> Entry:
     return Entry(rank, address or f"10.0.0.{rank}:29400", FACTS | facts)
-
-
-def registry(*entries: Entry, num_ranks: int = 3, size: int = 1) -> Registry:
-    made = Registry(num_ranks, size)
-    for each in entries:
-        made.register(each)
-    return made
 
 
 @pytest.mark.parametrize(
@@ -49,27 +41,6 @@ def test_a_difference_shows_no_escapes_of_others() -> None:
     words = entry(0, codec="fp4").diff(entry(1, codec="\x1b]0;title\x07" + "x" * 60_000))
     assert words.isprintable()
     assert len(words) < 700
-
-
-def test_a_difference_is_named_on_both_sides_the_likeliest_mistake_first() -> None:
-    made = registry(entry(2, codec="int8"))
-    with pytest.raises(RendezvousError) as caught:
-        made.register(entry(0, seed="1"))
-    assert str(caught.value) == (
-        "replica 0 (10.0.0.0:29400) has codec = fp4 and replica 2 (10.0.0.2:29400) has codec = int8; both "
-        "sides need the same value."
-    )
-    assert made.entries.keys() == {2}, "a refused rank is not registered"
-
-
-def test_who_leaves_before_all_are_in_may_come_back_and_later_may_not_be_forgotten() -> None:
-    made = registry(entry(0), entry(1))
-    made.withdraw(1)
-    assert made.entries.keys() == {0}
-    made.register(entry(1, "10.0.0.9:1"))
-    made.register(entry(2))
-    made.withdraw(1)
-    assert made.entries.keys() == {0, 1, 2}
 
 
 def test_the_table_of_a_thousand_ranks_fits_into_a_message() -> None:

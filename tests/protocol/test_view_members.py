@@ -19,7 +19,8 @@ def test_a_round_that_somebody_gave_up_is_void_also_for_who_hears_of_it_by_a_rep
     """Invariant 2: also for a rank that begins the round only in the next view, or in the one after that."""
     network = simulated(2 + views, Limits(ends=views))
     begin(network, 0, *([1] if begun else []))
-    rank(network, 0).fire("expire")  # its vote against the round is in transit
+    rank(network, 0).now_s += TIMEOUT_S
+    rank(network, 0).look()  # its vote against the round is in transit
     for lost in range(2, 2 + views):
         network.happen("ends", lost, 0, 0)
         network.happen("notice", 1, lost, 0)  # before any vote has arrived
@@ -68,10 +69,9 @@ def test_nobody_stops_before_all_who_stay_know_the_same() -> None:
 def test_who_is_late_is_lost_and_told_so() -> None:
     network = simulated(3)
     begin(network, 0, 1)
-    assert [delay_s for delay_s, timer in rank(network, 0).timers if timer.kind == "look"] == [LATE_S]
-    for number in (0, 1):  # that it is late counts if more say so than could lie
-        rank(network, number).now_s += LATE_S
-    rank(network, 0).fire("look")
+    assert [delay_s for delay_s, _ in rank(network, 0).timers] == [LATE_S]
+    rank(network, 1).now_s += LATE_S  # that it is late counts if more say so than could lie
+    rank(network, 0).look()
     explore(network, [])
     words = "replica 2 is late: no contribution to fragment 1, outer step 0 arrived within 5 s"
     assert rank(network, 2).left.startswith(f"the others continued without replica 2: {words}; replica 2 is lost")
@@ -83,7 +83,7 @@ def test_who_is_late_is_lost_and_told_so() -> None:
 def test_whoever_finds_most_of_the_others_late_does_not_go_on_without_them() -> None:
     network = simulated(4)
     begin(network, 0)
-    rank(network, 0).fire("look")
+    rank(network, 0).look()
     settle(network)
     assert not rank(network, 0).sent_of(Change)
     explore(network, [])
@@ -124,10 +124,7 @@ def test_a_round_has_one_time_in_all_the_views_that_it_takes(changing_s: float) 
     rank(network, 0).now_s += changing_s
     settle(network)
     assert rank(network, 0).view.members == (0, 1)
-    assert [(timer.kind, delay_s) for delay_s, timer in rank(network, 0).timers] == [
-        ("expire", TIMEOUT_S - 7.0),
-        ("look", LATE_S),
-    ]
+    assert [delay_s for delay_s, _ in rank(network, 0).timers] == [TIMEOUT_S - 7.0]
 
 
 def test_who_leaves_says_so_and_the_others_go_on_with_its_name_and_step() -> None:

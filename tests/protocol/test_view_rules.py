@@ -196,7 +196,7 @@ class Scene:
     def time_passes(self, number: int, seconds: float) -> None:
         """Let a rank look at its clock after some time."""
         rank(self.network, number).now_s += seconds
-        rank(self.network, number).fire("settle")
+        rank(self.network, number).settle()
 
 
 TURN_S = 2 * LATE_S

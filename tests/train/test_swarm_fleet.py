@@ -9,9 +9,10 @@ import pytest
 from diloco.data import Shares, as_message
 from diloco.errors import RunFinishedError
 from diloco.protocol import Rules
-from diloco.train import Held, PeerFleet
+from diloco.train import PeerFleet
 from diloco.transport import Admission, NodePlace, SwarmPlace
-from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, LOOPBACK, QUICK
+from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, LOOPBACK, QUICK, wait_for_members
+from tests.transport.wires import at_once
 
 pytestmark = HIVEMIND_LEAVES_CONNECTIONS
 
@@ -41,7 +42,7 @@ def make(keys: Path) -> Iterator[Make]:
             join_window_s=join_window_s,
         )
         rules = Rules(**QUICK | {"rendezvous_timeout_s": 15.0, "together": False})
-        fleets.append(PeerFleet(place, rules, held=Held(held_step), replicas=start, margin=1))
+        fleets.append(PeerFleet(place, rules, held_step=held_step, replicas=start, margin=1))
         return fleets[-1]
 
     yield made
@@ -66,6 +67,29 @@ def test_who_comes_when_the_others_have_finished_is_told_so_at_once(make: Make) 
     with pytest.raises(RunFinishedError):
         make(2, standing)
     assert not make(3, standing, held_step=5).joining
+
+
+def test_those_who_lost_each_other_meet_again_where_they_were(make: Make) -> None:
+    """First one alone, which the other one goes on without, then both. Nobody gave the first one an address."""
+    first = make(0)
+    first.close_to_joiners("")
+    second = make(1, first)
+    second.join(LIMIT_S)
+    first.transport.step, before = 40, second.addresses
+    second.rejoin(LIMIT_S)
+    assert second.joining
+    assert second.addresses == before
+    assert second.join(LIMIT_S) == 40
+    wait_for_members(first.transport, 2)
+
+    def found() -> None:
+        first.rejoin(LIMIT_S)
+        first.close_to_joiners("")
+
+    name = first.directory.swarm
+    assert at_once([found, lambda: second.rejoin(LIMIT_S)]) == [None, None]
+    assert [fleet.joining for fleet in (first, second)] == [False, True]
+    assert first.directory.swarm == second.directory.swarm == name
 
 
 def test_who_goes_on_alone_leaves_out_only_what_the_others_had_been_assigned(make: Make) -> None:

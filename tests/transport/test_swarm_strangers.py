@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from diloco.membership import NextView, View
-from diloco.transport import Credentials, Node, NodePlace, PeerStreams, PeerTransport, load_identity, new_secret
+from diloco.transport import Credentials, Node, NodePlace, PeerTransport, load_identity, new_secret
 from tests.transport.contract import contribution, exchange
 from tests.transport.relays import frame, unframe
-from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms
+from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms, streams_of
 
 pytestmark = HIVEMIND_LEAVES_CONNECTIONS
 
@@ -108,9 +108,7 @@ class Live:
         self.members = members
         self.stranger = stranger
         self.outer_step = 0
-        streams = members[0].connections.streams
-        assert isinstance(streams, PeerStreams)
-        self.target = streams.node.peer_id
+        self.target = streams_of(members[0]).me
 
     def still_works(self) -> None:
         assert [member.view.members for member in self.members] == [(0, 1), (0, 1)]
@@ -141,8 +139,8 @@ def test_whatever_a_stream_begins_with_the_peer_goes_on(live: Live, opening: byt
 
 @pytest.mark.parametrize("message", AFTER_HELLO.values(), ids=AFTER_HELLO)
 def test_who_is_connected_and_no_member_has_no_say(live: Live, message: dict[str, Any]) -> None:
-    opening = named(hello(9), live.stranger.node.peer_id)
-    live.stranger.say(live.target, opening + frame(message))
+    frames = [named(each, live.stranger.node.peer_id) for each in (hello(9), frame(message))]
+    live.stranger.say(live.target, b"".join(frames))
     live.still_works()
 
 

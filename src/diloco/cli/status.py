@@ -43,12 +43,6 @@ class SwarmOptions:
             raise ConfigurationError(f"a swarm needs both --run and --join: {missing}, is missing.")
         if self.secret_file and self.run is None:
             raise ConfigurationError("--secret-file is the secret of a swarm, which needs --run and --join.")
-        for address in self.join:
-            if not address.startswith("/"):
-                raise ConfigurationError(
-                    f"--join {address} is not the address of a peer of a swarm, such as /ip4/203.0.113.7/tcp/31330/p2p/"
-                    "QmXoyp. Only a swarm (--transport swarm) can be asked: give the folder of any other run."
-                )
 
     @contextlib.asynccontextmanager
     async def open_client(self, speaker: Identity | None = None) -> AsyncIterator[StatusClient]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from diloco.algorithm import UNKNOWN_UPLINK, Contribution, Exchange, Mean, RoundId, Uplink, Verdict
 from diloco.errors import TransportError
@@ -16,11 +16,8 @@ from diloco.protocol.wire import WireMessage
 
 @dataclass(frozen=True)
 class Timer:
-    # ``expire``: a round, or the votes on it, have taken too long; ``look``: check which replicas keep a round waiting;
-    # ``settle``: look at the clock of a view change
-    kind: Literal["expire", "look", "settle"]
     view_id: int  # the view in which the timer was set
-    round: RoundId | None = None  # None for ``settle``
+    round: RoundId | None = None  # at which to look; None: at the change to the next view
 
 
 @dataclass(frozen=True, eq=False)

@@ -125,10 +125,8 @@ class Machine:
 
     def fire(self, timer: Timer) -> None:
         """A timer has run out."""
-        if timer.kind == "settle":
+        if timer.round is None:
             self.views.settle(timer.view_id)
-        elif timer.kind == "expire":
-            self.rounds.expire(timer)
         else:
             self.rounds.look(timer)
 

@@ -57,10 +57,10 @@ class Round:
         return tuple(sorted({self.rules.replica_of(rank) for rank in self.ranks if rank not in self.headers}))
 
     @property
-    def without_vote(self) -> frozenset[int]:
-        """The other replicas with a rank whose vote has not been received."""
-        awaited = frozenset(self.rules.replica_of(rank) for rank in self.ranks if rank not in self.votes)
-        return awaited - {self.rules.replica}
+    def awaited(self) -> frozenset[int]:
+        """The other replicas of which a contribution is missing, or once this rank has voted, a vote."""
+        known = self.headers if math.isinf(self.voted_s) else self.votes
+        return frozenset(self.rules.replica_of(rank) for rank in self.ranks if rank not in known) - {self.rules.replica}
 
     def header_of(self, member: int) -> Header:
         """Return the header of a member's rank at this rank's position, with which payloads are exchanged."""
@@ -94,14 +94,34 @@ class Round:
             {member: header.base_weight for member, header in headers.items()},
         )
 
+    @property
+    def due_s(self) -> float:
+        """When this rank votes against the round, unless it has voted."""
+        assert self.begun is not None
+        limit_s = self.rules.round_timeout_s
+        return self.begun.sent_s + min(self.begun.paused_s, limit_s) + limit_s
+
+    @property
+    def late_s(self) -> float:
+        """How long a contribution, or a vote, may be awaited; infinite: no look shows that."""
+        if self.voted_s < math.inf:
+            return self.rules.round_timeout_s
+        return math.inf if self.rules.late_s is None or self.id.fragment < 0 else self.rules.late_s
+
+    def next_look_s(self, now_s: float) -> float:
+        """Return the time until the next look, or until the round is due if that comes first."""
+        left_s = self.due_s - now_s if math.isinf(self.voted_s) else math.inf
+        return max(0.0, min(left_s, self.late_s / Rules.LOOKS))
+
     def late(self) -> frozenset[int]:
         """Look which other replicas are awaited, and return those that have been for too long.
 
         That is counted in looks, not in seconds: a process that was suspended for an hour has made no more looks than
         before. It reads what others sent meanwhile before it looks again.
         """
-        awaited = {*self.missing} - {self.rules.replica} if math.isinf(self.voted_s) else self.without_vote
-        self.looks = {each: self.looks.get(each, -1) + 1 for each in awaited}
+        if math.isinf(self.late_s):
+            return frozenset()
+        self.looks = {each: self.looks.get(each, -1) + 1 for each in self.awaited}
         return frozenset(each for each, looks in self.looks.items() if looks >= Rules.LOOKS)
 
     def sealed_digest(self, digest: str) -> str:
@@ -113,13 +133,11 @@ class Round:
         return blake2b("\0".join((digest, *taken)).encode(), digest_size=16).hexdigest()
 
     def overdue(self, now_s: float) -> frozenset[int]:
-        """Return the replicas whose contribution, or vote, is awaited for half of the time that it may take."""
-        late_s, overdue = math.inf if self.rules.late_s is None else self.rules.late_s, frozenset[int]()
-        if self.committed is None and self.begun is not None and now_s - self.begun.sent_s >= late_s / 2:
-            overdue |= frozenset(self.missing)
-        if self.committed is None and now_s - self.voted_s >= self.rules.round_timeout_s / 2:
-            overdue |= self.without_vote
-        return overdue
+        """Return the replicas that are awaited for half of the time that they may take."""
+        if self.committed is not None or self.begun is None:
+            return frozenset()
+        since_s = self.begun.sent_s if math.isinf(self.voted_s) else self.voted_s
+        return self.awaited if now_s - since_s >= self.late_s / 2 else frozenset()
 
     def renewed(self, begun: Submitted, now_s: float, frozen_s: float) -> Submitted:
         """Return a contribution for the next view. Its time restarts if this rank has voted within it."""

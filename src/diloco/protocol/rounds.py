@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 from diloco.algorithm import RoundId, Verdict
 from diloco.errors import RoundVoidError, TransportError, ViewChangedError
@@ -136,12 +135,7 @@ class Rounds:
             return
         each.exchanging = True
         self._outbox.effects.exchanges.append((self.view, each.id))
-        limit_s = self._rules.round_timeout_s
-        left_s = limit_s - (self._outbox.now_s - submitted.sent_s - min(submitted.paused_s, limit_s))
-        self._set_timer("expire", each, max(0.0, left_s))
-        if self._rules.late_s is not None and fragment >= 0:
-            self._set_timer("look", each, self._rules.late_s / Rules.LOOKS)
-            each.late()
+        self._look_at(each)
         self._judge(each)
 
     # The end of a view.
@@ -189,7 +183,7 @@ class Rounds:
                 self._decide(each, False, reason, raised or changed)
             elif each.begun is not None:
                 undecided.append((each.begun.sent_s, each.renewed(each.begun, self._outbox.now_s, self._frozen_s)))
-                self._stop_timers(each)
+                self._stop_timer(each)
             if each.verdict is None:  # so that the exchange does not wait for the verdict
                 self._give_verdict(each, Verdict((), reason))
         return [submitted for _, submitted in sorted(undecided, key=lambda each: each[0])]
@@ -265,42 +259,36 @@ class Rounds:
         each.exchanging = False
         each.free()
 
-    def expire(self, timer: Timer) -> None:
-        """Vote against a round that takes too long, or exclude the replicas whose vote is overdue.
+    def look(self, timer: Timer) -> None:
+        """Vote against a round that takes too long, and exclude the replicas that have kept it waiting for too long.
 
-        A replica's vote is overdue if it has not arrived a round timeout after this rank's own vote. All have
-        contributed by then, and a rank that has no mean within that time of its contribution votes against the round.
-        Such replicas are excluded even if the others can't continue without them.
+        A replica's vote is late if it has not arrived a round timeout after this rank's own vote. All have contributed
+        by then, and a rank that has no mean within that time of its contribution votes against the round. Such replicas
+        are excluded even if the others can't continue without them.
         """
-        each = self._find(timer.view_id, timer.round)
+        each, limit_s = self._find(timer.view_id, timer.round), self._rules.round_timeout_s
         if each is None or each.committed is not None or self.frozen:
             return
-        limit_s = self._rules.round_timeout_s
-        if self._rules.rank in each.votes:
+        has_voted = self._rules.rank in each.votes
+        if not has_voted and self._outbox.now_s >= each.due_s:
+            what = f"no contribution from {names_of(each.missing)}" if each.missing else "not all payloads"
+            self._cast(each, reason=f"replica {self._rules.replica} received {what} within {limit_s:g} s")
+            return
+        late = self._look_at(each)
+        if has_voted:
             assert self.view is not None
-            self._set_timer("expire", each, limit_s / Rules.LOOKS)
-            late = each.late()
             # if the others can't continue without them, the view change shows whether they have committed the round
             each.disputed = each.disputed or bool(refusal(self.view, late, self._rules.policy))
-            if late:
-                have = "have" if len(late) > 1 else "has"
-                why = f"{names_of(late)} {have} not voted on {each.id} within {limit_s:g} s"
-                self._fail(why, behind=late, anyway=True)
-            return
-        missing = each.missing
-        awaited = f"received no contribution from {names_of(missing)}" if missing else "did not receive all payloads"
-        self._cast(each, reason=f"replica {self._rules.replica} {awaited} within {limit_s:g} s")
+            why = f"{'have' if len(late) > 1 else 'has'} not voted on {each.id}"
+        else:
+            why = f"{'are' if len(late) > 1 else 'is'} late: no contribution to {each.id} arrived"
+        if late:
+            self._fail(f"{names_of(late)} {why} within {each.late_s:g} s", behind=late, anyway=has_voted)
 
-    def look(self, timer: Timer) -> None:
-        """Look which replicas keep a round waiting, and exclude those that have done so for too long."""
-        each, late_s = self._find(timer.view_id, timer.round), self._rules.late_s
-        if each is None or late_s is None or each.committed is not None or self.frozen or math.isfinite(each.voted_s):
-            return
-        self._set_timer("look", each, late_s / Rules.LOOKS)
-        if late := each.late():
-            are = "are" if len(late) > 1 else "is"
-            why = f"{names_of(late)} {are} late: no contribution to {each.id} arrived within {late_s:g} s"
-            self._fail(why, behind=late)
+    def _look_at(self, each: Round) -> frozenset[int]:
+        """Look at a round, now and when it is due or the next look is; return the replicas that are late."""
+        self._outbox.effects.timers[Timer(each.view.id, each.id)] = each.next_look_s(self._outbox.now_s)
+        return each.late()
 
     # From headers to an outcome.
 
@@ -348,8 +336,7 @@ class Rounds:
         self._count(each, self._rules.rank, vote)
         if each.committed is None:
             each.voted_s, each.looks = self._outbox.now_s, {}
-            each.late()
-            self._set_timer("expire", each, self._rules.round_timeout_s / Rules.LOOKS)
+            self._look_at(each)
 
     def _count(self, each: Round, sender: int, vote: RoundVote) -> None:
         """Count a vote. The vote that decides the round ends it, and one that leaves it in doubt ends the view."""
@@ -376,7 +363,7 @@ class Rounds:
     def _decide(self, each: Round, committed: bool, reason: str, failure: TransportError | None = None) -> None:
         """Commit the round, or declare it void for ``reason``; ``failure`` is what this rank gets in that case."""
         each.committed, each.reason = committed, reason
-        self._stop_timers(each)
+        self._stop_timer(each)
         fragment, outer_step = each.id
         if committed:
             recent = {key: d for key, d in self._commits.items() if key[0] != fragment or key[1] >= outer_step - 1}
@@ -415,13 +402,9 @@ class Rounds:
             or (old.was_begun and (not old.concluded or old.exchanging))
         }
 
-    def _set_timer(self, kind: Literal["expire", "look"], each: Round, delay_s: float | None) -> None:
-        self._outbox.effects.timers[Timer(kind, each.view.id, each.id)] = delay_s
-
-    def _stop_timers(self, each: Round) -> None:
+    def _stop_timer(self, each: Round) -> None:
         if each.begun is not None:
-            self._set_timer("expire", each, None)
-            self._set_timer("look", each, None)
+            self._outbox.effects.timers[Timer(each.view.id, each.id)] = None
 
     def _fail(self, why: str, behind: frozenset[int] = frozenset(), *, anyway: bool = False) -> None:
         """Have the view end without those ``behind``, or as a round is disputed; ``anyway``: whoever is left."""

@@ -78,7 +78,7 @@ class ViewChange:
 
     def tick(self) -> None:
         """Look at the clock, also again after a part of a turn."""
-        self._outbox.effects.timers[Timer("settle", self.view.id)] = _TURN * self._rules.silence_s / _TICKS
+        self._outbox.effects.timers[Timer(self.view.id)] = _TURN * self._rules.silence_s / _TICKS
         self._ticked = True
 
     # What this rank observes and receives.

@@ -142,7 +142,7 @@ class Views:
     def _end_change(self) -> None:
         if self.change is not None:
             self._agreed, self.change = self.agreed_view, None
-            self._outbox.effects.timers[Timer("settle", self.view.id)] = None
+            self._outbox.effects.timers[Timer(self.view.id)] = None
 
     def lose(self, rank: int, why: str, *, gone: bool = False) -> None:
         """The reason is known for which the connection to a rank has ended; ``gone``: its process has ended.
@@ -209,7 +209,7 @@ class Views:
             if at_once or self._know.issuperset({*self.view.members} - going - {self._rules.replica}):
                 self.end(self._why_ejected, apart=going)
             else:
-                self._outbox.effects.timers[Timer("settle", self.view.id)] = self._rules.silence_s
+                self._outbox.effects.timers[Timer(self.view.id)] = self._rules.silence_s
 
     # Messages about the current view.
 

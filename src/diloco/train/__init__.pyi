@@ -21,7 +21,6 @@ from .parallel import ParallelModel as ParallelModel
 from .parallel import Strategy as Strategy
 from .parallel import parallelise as parallelise
 from .parallel import prepare_blocks as prepare_blocks
-from .peer_fleet import Held as Held
 from .peer_fleet import PeerFleet as PeerFleet
 from .processes import LAUNCHED as LAUNCHED
 from .processes import Role as Role

@@ -20,13 +20,14 @@ from diloco.errors import ConfigurationError
 from diloco.protocol import MAX_NAME, Rules
 from diloco.train.fleet import FOLDER, Attempt, ClusterFleet
 from diloco.train.joining import held_checkpoint
-from diloco.train.peer_fleet import Held, PeerFleet
+from diloco.train.peer_fleet import PeerFleet
 from diloco.train.processes import Role
 from diloco.train.settings import RunSettings
 from diloco.transport import (
     NOWHERE,
     Address,
     Admission,
+    Directory,
     NetworkSettings,
     NodePlace,
     Place,
@@ -72,7 +73,7 @@ def connect_rank(
         continue_without_lost=settings.on_loss == "continue",
         together=settings.on_loss != "continue" or settings.replica_size > 1,
     )
-    return PeerFleet(place, rules, held=Held(held_step), group=group, replicas=settings.replicas)
+    return PeerFleet(place, rules, held_step=held_step, group=group, replicas=settings.replicas)
 
 
 def begin_attempt(role: Role, timeout_s: float, claim: Callable[[], Path]) -> Attempt:
@@ -127,7 +128,7 @@ def connect_cluster(
 
 def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> PeerFleet:
     """Join the swarm of ``run``, or found it; all must agree on ``facts``, and ``folder`` holds the private key."""
-    network, held = run.network, held_checkpoint(run.checkpoint.resume)
+    network, (held_step, held_replica, held_swarm) = run.network, held_checkpoint(run.checkpoint.resume)
     secret = read_secret(network.secret_file, "network.secret_file")
     host, ports = network.listen_at
     listen = multiaddress(str(Address(host or "0.0.0.0", ports[0])), "network.listen")
@@ -140,9 +141,10 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Pe
             announce=tuple(multiaddress(address, "network.announce") for address in network.announce),
             direct_port=ports[-1] if len(ports) > 1 else 0,
         ),
-        replica=network.replica,
+        replica=held_replica if network.replica is None else network.replica,
+        held_swarm=held_swarm,
         name=visible(platform.node() if network.name is None else network.name, MAX_NAME),
-        join_window_s=_NEW_WINDOW_S if held.step < 0 else _RESUMED_WINDOW_S,
+        join_window_s=_NEW_WINDOW_S if held_step < 0 else _RESUMED_WINDOW_S,
     )
     rules = Rules(
         **_time_outs(network, facts),
@@ -151,14 +153,32 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Pe
         late_s=network.late_s,
         split="stop" if network.on_loss == "stop" else "go-on",
     )
-    return PeerFleet(
+    fleet = PeerFleet(
         place,
         rules,
-        held=held,
+        held_step=held_step,
         replicas=network.replicas,
         margin=2 * run.sync.inner_steps + 1,
         batch_size=run.train.batch_size,
         batch_tokens=run.train.batch_size * run.train.sequence_length,
+    )
+    fleet.notes = _use_of(held_step, fleet.directory, place)
+    return fleet
+
+
+def _use_of(held_step: int, directory: Directory, place: SwarmPlace) -> tuple[str, ...]:
+    """Return a sentence about the use of the checkpoint from which this replica could resume; none without one."""
+    if held_step < 0:
+        return ()
+    if not directory.joining:
+        alone = "No other peer was found" if place.node.join else "It knows no other peer (no --join)"
+        return (f"{alone}, so it founds a new swarm at step {held_step}. Peers that join adopt its state.",)
+    lost = "the work that it had not shared by then is lost"
+    if directory.swarm != place.held_swarm and directory.founded_step < held_step:
+        lost = f"the others continued from step {directory.founded_step} and do not have the later steps either"
+    return (
+        f"It adopts the state of the others, which are at step {directory.step}. Its own checkpoint of step "
+        f"{held_step} is not used: {lost}.",
     )
 
 

@@ -11,7 +11,7 @@ from diloco.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError, EjectedError, RunFinishedError, TransportError
 from diloco.events import Event, Lost, Note, ViewChanged
 from diloco.state_tree import readable_state
-from diloco.train.peer_fleet import Held, PeerFleet
+from diloco.train.peer_fleet import PeerFleet
 from diloco.train.processes import StopAsked, StopRequest
 from diloco.train.replica import Replica
 from diloco.train.session import Session
@@ -196,8 +196,8 @@ def _check_same_run(session: Session, checkpoint: Checkpoint) -> None:
         )
 
 
-def held_checkpoint(resume: str | None) -> Held:
-    """Return the facts about the checkpoint that ``--resume`` names.
+def held_checkpoint(resume: str | None) -> tuple[int, int | None, str]:
+    """Return the step of the checkpoint that ``--resume`` names (-1: none), its only replica, and its swarm.
 
     A replica that ended before its first checkpoint can still join others.
     """
@@ -206,11 +206,11 @@ def held_checkpoint(resume: str | None) -> Held:
     except CheckpointError:  # reported when it is loaded
         checkpoint = None
     if checkpoint is None:
-        return Held()
+        return -1, None, ""
     replicas = replicas_in(checkpoint)
     with readable_state(str(checkpoint.path)):
         swarm = str(checkpoint.load("run")["transport"].get("swarm", ""))
-    return Held(checkpoint.step, replicas[0] if len(replicas) == 1 else None, swarm)
+    return checkpoint.step, replicas[0] if len(replicas) == 1 else None, swarm
 
 
 def held_step(home: Path, resume: Path) -> int:

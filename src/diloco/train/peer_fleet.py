@@ -7,7 +7,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 from diloco.data import Assignment, Shares, as_message, read_message
@@ -34,15 +34,6 @@ from diloco.waiting import waiting_for
 _ROUND_MAY_TAKE_S = 4.0  # time for a round in flight to end before a replica of a swarm that is to stop leaves
 
 
-@dataclass(frozen=True)
-class Held:
-    """Facts about a peer's newest checkpoint that are needed before it is loaded."""
-
-    step: int = -1  # inner steps done; -1: there is no checkpoint
-    replica: int | None = None  # the replica that saved it
-    swarm: str = ""  # the swarm of which the replica was a member then; "" if unknown
-
-
 class WelcomeNote(WireMessage):
     """What a member tells a replica that joins; nothing if there are no shares of data and the run has just started."""
 
@@ -59,7 +50,7 @@ class PeerFleet(Fleet):
     Args:
         place: this rank, and where it meets the others.
         rules: the rules of the run.
-        held: the checkpoint from which it could resume.
+        held_step: the newest step from which this rank could resume; -1 for none.
         group: the ranks of the replica; None: this rank alone.
         replicas: the planned number of replicas; in a swarm, with which training starts.
         margin: in a swarm, the number of inner steps within which every member has to wait for a round.
@@ -76,7 +67,7 @@ class PeerFleet(Fleet):
         place: Place | SwarmPlace,
         rules: Rules,
         *,
-        held: Held = Held(),  # it is immutable
+        held_step: int = -1,
         group: ReplicaGroup | None = None,
         replicas: int = 1,
         margin: int = 0,
@@ -101,13 +92,8 @@ class PeerFleet(Fleet):
         self._assignments: tuple[Assignment, ...] = ()
         self._taken: tuple[Assignment, ...] = ()
         self._leaving: threading.Timer | None = None
-        if isinstance(place, SwarmPlace):
-            number = held.replica if place.replica is None else place.replica
-            self._place = place = replace(place, replica=number, held_swarm=held.swarm)
-        self._connect(connect(place, rules, held_step=held.step, closed="it is starting" if self.elastic else ""))
-        if isinstance(place, SwarmPlace):
-            self.notes = _use_of(held, self.directory, place)
-        else:
+        self._connect(connect(place, rules, held_step=held_step, closed="it is starting" if self.elastic else ""))
+        if not self.elastic:
             addresses = {rank: parse_address(entry.address).host for rank, entry in self.directory.entries.items()}
             choose_threads([*addresses.values()].count(addresses[self.transport.rules.rank]))
 
@@ -382,19 +368,3 @@ class PeerFleet(Fleet):
             self.begun = self.begun or members >= self._replicas
             if not self.joining:
                 self.note(state="training" if self.begun else "waiting for replicas")
-
-
-def _use_of(held: Held, directory: Directory, place: SwarmPlace) -> tuple[str, ...]:
-    """Return a sentence about the use of the checkpoint from which this replica could resume; none without one."""
-    if held.step < 0:
-        return ()
-    if not directory.joining:
-        alone = "No other peer was found" if place.node.join else "It knows no other peer (no --join)"
-        return (f"{alone}, so it founds a new swarm at step {held.step}. Peers that join adopt its state.",)
-    lost = "the work that it had not shared by then is lost"
-    if directory.swarm != held.swarm and directory.founded_step < held.step:
-        lost = f"the others continued from step {directory.founded_step} and do not have the later steps either"
-    return (
-        f"It adopts the state of the others, which are at step {directory.step}. Its own checkpoint of step "
-        f"{held.step} is not used: {lost}.",
-    )

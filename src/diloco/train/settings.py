@@ -167,11 +167,6 @@ def resolve(settings: S, *, num_layers: int | None = None, max_sequence_length: 
     _check_lengths(settings, max_sequence_length)
     _check_together(settings)
     check_device("train.device", train.device)
-    _refuse_if(
-        checkpoint.resume is not None and train.init_from is not None,
-        f"checkpoint.resume={checkpoint.resume} can't be combined with train.init_from={train.init_from}. Use one of "
-        "them: --resume continues a run, --init-from starts a new run from saved parameters.",
-    )
     rule, alpha = _merge(settings)
     number, overlap = _fragments_and_overlap(settings, num_layers)
     OUTER_OPTIMIZERS.check(sync.outer)
@@ -383,13 +378,9 @@ def _check_lengths(settings: RunSettings, longest: int | None) -> None:
         f"train.sequence_length={train.sequence_length} exceeds {limit}. Use at most {longest}, or a model that "
         "supports longer sequences.",
     )
-    divisor = max(
-        n for n in range(1, min(train.batch_size, train.gradient_accumulation) + 1) if train.batch_size % n == 0
-    )
     _refuse_if(
-        divisor != train.gradient_accumulation,
-        f"train.gradient_accumulation={train.gradient_accumulation} must divide train.batch_size={train.batch_size}. "
-        f"Use {divisor}, for example.",
+        train.batch_size % train.gradient_accumulation != 0,
+        f"train.gradient_accumulation={train.gradient_accumulation} must divide train.batch_size={train.batch_size}.",
     )
     for name in ("train.data_parallel_steps", "train.stop_after", "optimizer.warmup_steps"):
         value = attrgetter(name)(settings) or 0

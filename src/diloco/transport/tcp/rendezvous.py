@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any
-
-from msgspec import Meta
+from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
 from diloco.membership import View, Words
@@ -35,7 +33,7 @@ class Gathering(WireMessage):
     """The asked process collects the ranks of a run that begins."""
 
     known: Table  # of those that have come
-    refused: Annotated[tuple[Words, ...], Meta(max_length=1)] = ()  # why the last one was refused that did not fit
+    refused: Words = ""  # why the last one was refused that did not fit
 
 
 class TcpDirectory(Directory):
@@ -68,7 +66,7 @@ class TcpDirectory(Directory):
         self._founders = dict.fromkeys(registry.entries, self.connections.streams.me)  # rank -> its process's identity
         self._asked_s: dict[int, float] = {}  # when each of these last asked
         self._new: dict[int, tuple[str, float]] = {}  # rank -> the last process that came, and when
-        self._refused: tuple[str, ...] = ()
+        self._refused = ""
 
     async def addresses(self) -> Collection[Address]:
         others = (entry for rank, entry in self.registry.entries.items() if rank != self.connections.rank)
@@ -103,8 +101,8 @@ class TcpDirectory(Directory):
                 try:
                     registry.register(entry)
                 except RendezvousError as error:
-                    self._refused = (str(error),)
-                    return Refused(str(error), for_good=rank not in there or rank in waiting)
+                    self._refused = str(error)
+                    return Refused(self._refused, for_good=rank not in there or rank in waiting)
                 self._founders[rank] = identity
         if self._founders.get(rank) == identity:
             self._asked_s[rank] = now_s
@@ -117,8 +115,9 @@ class TcpDirectory(Directory):
         if isinstance(answer, Gathering):
             known = {each.rank: each for each in answer.known if each.rank < num_ranks}
             missing = ", ".join(str(rank) for rank in range(num_ranks) if rank not in known)
-            why = "".join(f" (one was refused: {visible(w.removesuffix('.'), _MOST_REASON)})" for w in answer.refused)
-            self._missing = f"rank {missing}{why}" if missing else "a member"
+            why = visible(answer.refused.removesuffix("."), _MOST_REASON)
+            refused = f" (one was refused: {why})" if why else ""
+            self._missing = f"rank {missing}{refused}" if missing else "a member"
             if not missing:
                 if not self._gathers:  # else they come from it
                     self.registry.entries.update(known | {self.connections.rank: self.entry})
