@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from benchmarks.markdown import table
 from benchmarks.parity.stacked_runs import GROUPS, MODELS, Run
-from diloco.algorithm import Codec, Send, SyncSchedule, ValueSchedule, make_codec, orthogonalised, partition
+from diloco.algorithm import Codec, Send, SyncSchedule, ValueSchedule, make_codec, newton_schulz, partition
 from diloco.data import Corpus, DataSettings, build_corpus, heldout_batches
 from diloco.model import DecoderSettings, Transformer
 
@@ -100,7 +100,9 @@ class Stack:
                 values.mul_(1 - like(rate * 0.1, values))
             values.sub_((first / divisor).mul_(like(rate / (1 - one**self.step), values)))
         for shape, pairs in alike.items():
-            results = orthogonalised(torch.cat([update for _, update in pairs]), run.newton_schulz_steps)
+            updates = torch.cat([update for _, update in pairs])
+            half = updates.bfloat16() if updates.is_cuda else updates
+            results = newton_schulz(half, run.newton_schulz_steps).to(updates.dtype)
             step = rate * self.ratio
             size = like(step * math.sqrt(max(1.0, shape[1] / shape[2])), results)
             for (name, _), update in zip(pairs, torch.split(results, shape[0]), strict=True):

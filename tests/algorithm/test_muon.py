@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm import Muon, muon, orthogonalised
+from diloco.algorithm import Muon, muon, newton_schulz
 from diloco.errors import ConfigurationError
 from diloco.testing import check_inner_optimizer
 
@@ -67,7 +67,7 @@ def test_matrices_move_as_with_torchs_muon_and_the_rest_as_with_adamw(nesterov: 
 @pytest.mark.parametrize("shape", [(1, 1, 5), (3, 8, 8), (2, 4, 64), (2, 64, 4)])
 def test_orthogonalised_has_the_singular_vectors_and_values_near_one(shape: tuple[int, ...]) -> None:
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    made = orthogonalised(matrices, steps=10)
+    made = newton_schulz(matrices, steps=10)
     left, values, right = torch.linalg.svd(matrices, full_matrices=False)
     assert ((torch.linalg.svdvals(made) - 1).abs() < 0.35).all()
     rotated = left.mT @ made @ right.mT  # diagonal, if the singular vectors are the same

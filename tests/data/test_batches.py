@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ Make = Callable[..., list[Batches]]
 
 
 @pytest.fixture
-def make(tmp_path: Any) -> Iterator[Make]:
+def make(tmp_path: Path) -> Iterator[Make]:
     """Return a function that makes the batches of every replica."""
     opened: list[Batches] = []
     files: dict[str, list[list[Any]]] = {"stream": [2 * DOCUMENTS], "broken stream": [[*DOCUMENTS, *DOCUMENTS, None]]}
@@ -120,6 +121,19 @@ def test_an_error_of_a_stream_comes_where_its_batch_would_and_again(make: Make) 
     broken.load_state_dict(begin)
     (again,) = make("stream", 1)
     assert lists(broken.next_batch()) == lists(again.next_batch())
+
+
+def test_a_file_that_is_gone_for_a_while_costs_no_batch(make: Make, tmp_path: Path) -> None:
+    (whole,), (gone,) = make("stream", 1), make("stream", 1)
+    expected = [lists(whole.next_batch()) for _ in range(400)]  # more than an epoch
+    drawn = [lists(gone.next_batch())]
+    (tmp_path / "stream-0.jsonl").rename(tmp_path / "aside")
+    for _ in range(2):
+        with pytest.raises(DataError, match="No such file"):
+            drawn.extend(lists(gone.next_batch()) for _ in range(400))
+    assert 1 < len(drawn) < 400
+    (tmp_path / "aside").rename(tmp_path / "stream-0.jsonl")
+    assert [*drawn, *(lists(gone.next_batch()) for _ in range(400 - len(drawn)))] == expected
 
 
 def tokens_for(windows: int, rest: int = 0) -> PackedTokens:

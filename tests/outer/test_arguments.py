@@ -18,7 +18,7 @@ from diloco import (
     connect_tcp,
     partition,
 )
-from diloco.errors import CheckpointError, CodecError, FragmentError, TransportError
+from diloco.errors import CheckpointError, CodecError, FragmentError
 from tests.replicas import BALANCED, Vectors, quadratic, streaming
 from tests.same import same
 
@@ -144,21 +144,3 @@ def test_a_transport_whose_replicas_have_other_arguments_is_not_taken() -> None:
         replica.change_transport(others.endpoint(0))
     replica.step()
     assert replica.rounds_committed == 1
-
-
-def test_after_a_closed_transport_the_loop_goes_on_over_another() -> None:
-    with connect_tcp(**CONNECT) as transport:
-        replica = made(
-            transport=transport,
-            schedule=SyncSchedule(inner_steps=1),
-            codec="fp4",
-            error_feedback=True,
-            merge=AlphaMerge(),
-        )
-        replica.step()
-    with pytest.raises(TransportError, match=r"has closed its transport\. Its contribution to"):
-        replica.step()
-    replica.drain()
-    replica.change_transport(InProcessTransport(1).endpoint(0))
-    replica.step()
-    assert replica.rounds_committed == 2

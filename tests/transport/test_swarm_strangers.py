@@ -141,8 +141,8 @@ def test_whatever_a_stream_begins_with_the_peer_goes_on(live: Live, opening: byt
 
 @pytest.mark.parametrize("message", AFTER_HELLO.values(), ids=AFTER_HELLO)
 def test_who_is_connected_and_no_member_has_no_say(live: Live, message: dict[str, Any]) -> None:
-    opening = named(hello(9), live.stranger.node.peer_id)
-    live.stranger.say(live.target, opening + frame(message))
+    frames = [named(each, live.stranger.node.peer_id) for each in (hello(9), frame(message))]
+    live.stranger.say(live.target, b"".join(frames))
     live.still_works()
 
 

@@ -28,7 +28,7 @@ from .exchange import mean_codecs as mean_codecs
 from .exchange import plan_exchange as plan_exchange
 from .muon import Muon as Muon
 from .muon import muon as muon
-from .muon import orthogonalised as orthogonalised
+from .muon import newton_schulz as newton_schulz
 from .optim import AlphaMerge as AlphaMerge
 from .optim import MergeRule as MergeRule
 from .optim import Nesterov as Nesterov

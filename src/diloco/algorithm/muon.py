@@ -28,7 +28,7 @@ class Muon(torch.optim.Optimizer):
     """``torch.optim.Muon``, with matrices of equal shape orthogonalised together, and AdamW for all other groups.
 
     Use `muon` to make it from a model. For a matrix with gradient G in a group with ``orthogonalise``, where O is
-    `orthogonalised`::
+    `newton_schulz`::
 
         B <- momentum B + G;   U = O(G + momentum B) with Nesterov, O(B) without
         theta <- theta - lr (weight_decay theta + sqrt(max(1, outputs / inputs)) U)
@@ -45,7 +45,7 @@ class Muon(torch.optim.Optimizer):
             have a column for each output instead of a row (default: False).
         lr: The learning rate of groups with ``lr_ratio`` 1.
         weight_decay: The decoupled weight decay of groups that do not set their own.
-        momentum: That of orthogonalised matrices; ``nesterov`` too. For ``newton_schulz_steps`` see `orthogonalised`.
+        momentum: That of orthogonalised matrices; ``nesterov`` too. For ``newton_schulz_steps`` see `newton_schulz`.
         betas: AdamW's; ``eps`` and ``fused`` too.
         compile: Whether `torch.compile` compiles the iteration, which changes round-off.
         ranks: Those that share the work. Sharded matrices need them.
@@ -208,7 +208,7 @@ def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in trainable_parameters(model).values() if p.dim() == 2 and id(p) not in apart]
 
 
-def orthogonalised(matrices: Tensor, steps: int = 5) -> Tensor:
+def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
     """Return approximately ``U V^T`` for each matrix ``U S V^T``, by the quintic Newton-Schulz iteration.
 
     The singular values of the result are near 1. With ``X = G / |G|_F``, transposed if it has more rows than columns,
@@ -216,26 +216,18 @@ def orthogonalised(matrices: Tensor, steps: int = 5) -> Tensor:
 
         A = X X^T;   X <- 3.4445 X + (-4.7750 A + 2.0315 A^2) X
 
-    The computation uses bfloat16 on CUDA, and on CPUs that multiply it in hardware (AMX) for matrices of at least
-    64 x 64; otherwise float32.
-
     Args:
-        matrices: ``(n, rows, columns)``, left unchanged.
+        matrices: ``(n, rows, columns)``, left unchanged. The computation uses their type. `Muon` takes bfloat16 on
+            CUDA, and on CPUs that multiply it in hardware (AMX) for matrices of at least 64 x 64; otherwise float32.
         steps: The number of iterations.
 
     Returns:
-        ``(n, rows, columns)``, in the type of ``matrices``. A matrix of zeros gives zeros.
+        ``(n, rows, columns)``. A matrix of zeros gives zeros.
 
-    >>> made = orthogonalised(torch.randn(3, 8, 32, generator=torch.Generator().manual_seed(0)))
+    >>> made = newton_schulz(torch.randn(3, 8, 32, generator=torch.Generator().manual_seed(0)))
     >>> bool((torch.linalg.svdvals(made) - 1).abs().max() < 0.35)
     True
     """
-    working = matrices.to(_working_type(matrices.shape[1:], matrices.device))
-    return newton_schulz(working, steps).to(matrices.dtype)
-
-
-def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Return `orthogonalised` matrices, computed in their own type."""
     a, b, c = _COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]
     working = matrices.mT if tall else matrices

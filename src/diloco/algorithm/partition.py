@@ -55,20 +55,13 @@ class FragmentLayout:
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return name -> trainable parameter, or raise as `check_parameters`.
+    """Return name -> trainable parameter. Tied ones appear once, and wrappers of torch do not change the names.
 
-    Tied parameters appear once. Wrappers of torch do not change the names.
+    Raises:
+        FragmentError: if float32 global parameters can't hold the values of one, or if two distinct ones on the same
+            memory would be updated twice. The message names them.
     """
     parameters = {name: parameter for name, parameter in named_parameters(model).items() if parameter.requires_grad}
-    check_parameters(parameters)
-    return parameters
-
-
-def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise `FragmentError`, which names the parameter, if one can't be synchronised.
-
-    Float32 global parameters must hold its values, and two distinct ones on the same memory would be updated twice.
-    """
     for name, parameter in parameters.items():
         if why := unfit_parameter(parameter):
             raise FragmentError(
@@ -79,6 +72,7 @@ def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
             f"The parameters {one!r} and {other!r} are two objects on the same memory. Tie them by assigning one "
             "Parameter to both modules, so that it counts once, or give each its own memory with clone()."
         )
+    return parameters
 
 
 def partition(

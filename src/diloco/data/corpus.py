@@ -220,10 +220,12 @@ class DocumentStream(Batches):
         wait([self._next] if self._next else [])
         self._next, self._cursor, self._place = None, state, read_message(state["place"], _Place)
         self._blocks = self._read(self._place.rows, self._place.epoch)
-        self._tokens = next(self._blocks)[2] if self._place.offset else np.zeros(0, np.int64)
+        self._tokens: NDArray[Any] = np.zeros(0, np.int64)  # of the block of documents; the next batch reads them
 
     def _draw(self) -> tuple[Batch, Cursor]:
         """Make the batch after the last one that was returned."""
+        if self._place.offset > len(self._tokens):
+            self._tokens = next(self._blocks)[2]
         rows = torch.tensor([self._row() for _ in range(self._batch_size)], dtype=torch.int64, device="cpu")
         cursor = {**self._origin, "drawn": self._cursor["drawn"] + 1, "place": as_message(self._place)}
         return (rows[:, :-1].contiguous(), rows[:, 1:].contiguous()), cursor
@@ -232,7 +234,7 @@ class DocumentStream(Batches):
         """Return the token before the next ones to draw, and those."""
         place, row = self._place, [self._place.last]
         while len(row) <= self._length:
-            if place.offset == len(self._tokens):
+            if place.offset >= len(self._tokens):
                 (place.rows, place.epoch, self._tokens), place.offset = next(self._blocks), 0
             tokens = self._tokens[place.offset :][: self._length + 1 - len(row)].tolist()
             row += tokens

@@ -32,7 +32,7 @@ from diloco.protocol import (
 )
 from diloco.transport.address import Address
 from diloco.transport.connections.control_thread import ControlThread
-from diloco.transport.connections.limits import ArrivalLimit, ConnectionLimit
+from diloco.transport.connections.limits import ArrivalLimit, ConnectionLimit, pauses
 from diloco.transport.connections.pace import UplinkMeter, sum_of
 from diloco.transport.connections.peer import FLUSH_S, Peer
 from diloco.transport.connections.sockets import TcpStreams, raw_transport
@@ -64,6 +64,8 @@ Service = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[
 """Serves a connection whose first message asked for the service. The connection is closed when the service returns."""
 
 FIRST_MESSAGE_S = 10.0
+_INQUIRIES, _INQUIRY_S = 6, 2.0  # within about a second, and for each answer
+_BETWEEN_INQUIRIES_S = 0.05, 0.4
 MOST_OPEN, MOST_OPEN_OF_ONE = 512, 256
 """Limits on connections that are not control connections: they request a service or have sent nothing yet."""
 MOST_ARRIVALS, ARRIVALS_S = 1024, 16.0
@@ -299,13 +301,32 @@ class ConnectionManager(ControlThread):
             return
         self.hang_up(peer.rank)
         self.handle(self.machine.disconnect, peer.rank)
-        was_suspended = self.machine.roster.was_suspended(self.loop.time())
-        why, gone = f"the connection to {peer.address} ended ({ended})", False
-        if peer.trusted:  # nobody is dialled on a stranger's word
-            longest_s = min(2.0, self.rules.silence_s)
-            why, gone = await peer.why_lost(ended, self.open, longest_s, was_suspended=was_suspended)
+        why, gone = await self._why_lost(peer, ended)
         if peer.rank not in self.peers:  # else a new process of that rank has connected, and was reported
             self.handle(self.machine.views.lose, peer.rank, why, gone=gone)
+
+    async def _why_lost(self, peer: Peer, ended: str) -> tuple[str, bool]:
+        """Return why a process whose connection has ended is lost, and whether it has ended: its port refuses."""
+        what = f"the connection to {peer.address} ended ({ended})"
+        if not peer.trusted:  # nobody is dialled on a stranger's word
+            return what, False
+        if not ended or self.machine.roster.was_suspended(self.loop.time()):  # it may have ended in the meantime, too
+            how = f"ended the connection ({ended})" if ended else "dropped it"
+            return f"{peer.address} received nothing from this process for too long and {how}", False
+        seed = f"{peer.rank} {peer.number}"
+        for pause_s in itertools.islice(pauses(*_BETWEEN_INQUIRIES_S, seed), _INQUIRIES):  # it may be ending
+            try:
+                _, writer = await within(min(_INQUIRY_S, self.rules.silence_s), self.open(peer.address))
+            except ConnectionRefusedError:
+                return f"its process at {peer.address} has ended", True
+            except ConnectionResetError:
+                pass  # it was terminating at that moment
+            except (OSError, EOFError, TransportError) as error:
+                return f"{what} and can't be reopened ({error})", False
+            else:
+                writer.close()
+            await asyncio.sleep(pause_s)
+        return f"{what}, though a process still listens there", False
 
     async def _beat(self) -> None:
         beat, roster = pack(Beat()), self.machine.roster

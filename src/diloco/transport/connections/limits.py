@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import math
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
@@ -110,32 +109,6 @@ async def few_at_once(ask: Callable[[S], Awaitable[R]], whom: Iterable[S]) -> li
             return await ask(item)
 
     return await asyncio.gather(*map(one, whom))
-
-
-class TokenBucket:
-    """A rate limit that all senders share in first-come, first-served order.
-
-    At most ``burst_bytes + t * bytes_per_s`` bytes are sent in any ``t`` seconds.
-
-    Args:
-        burst_bytes: how many bytes may be sent at once after a pause; a larger message waits for the remainder.
-
-    >>> bucket = TokenBucket(1000.0, burst_bytes=500)
-    >>> bucket.take(10.0, 500), bucket.take(10.0, 500), bucket.take(10.0, 1000)
-    (0.0, 0.5, 1.5)
-    >>> bucket.take(100.0, 500)    # a long pause saves up no more than the burst
-    0.0
-    """
-
-    def __init__(self, bytes_per_s: float, burst_bytes: int) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._burst_s = burst_bytes / bytes_per_s
-        self._paid_s = -math.inf  # the time at which the limit allows for all bytes taken so far
-
-    def take(self, now_s: float, num_bytes: int) -> float:
-        """Count ``num_bytes`` bytes as sent, and return how many seconds after ``now_s`` they may leave."""
-        self._paid_s = max(self._paid_s, now_s) + num_bytes / self._bytes_per_s
-        return max(0.0, self._paid_s - self._burst_s - now_s)
 
 
 def pauses(first_s: float, longest_s: float, seed: str) -> Iterator[float]:

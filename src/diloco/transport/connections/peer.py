@@ -12,9 +12,8 @@ acknowledged and dropped, so a round is cancelled by its tag alone.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -22,15 +21,12 @@ from diloco.algorithm import RoundId
 from diloco.errors import TransportError
 from diloco.protocol import GivenUp, Header, Message, MessageError, decode
 from diloco.transport.address import Address
-from diloco.transport.connections.limits import TokenBucket, pauses
 from diloco.transport.connections.pace import Pace, TcpCounters, UplinkMeter, sum_of
 from diloco.transport.connections.sockets import raw_transport
 from diloco.transport.connections.streams import (
     MAX_MESSAGE_BYTES,
     UNKNOWN_PEER_BYTES,
-    Stream,
     read_bytes,
-    within,
 )
 from diloco.transport.connections.stripe import (
     LEAST_PART_BYTES,
@@ -44,11 +40,9 @@ from diloco.transport.connections.stripe import (
     part_bytes,
 )
 
-_INQUIRIES = 6  # within about a second
-_BETWEEN_INQUIRIES_S = 0.05, 0.4
 _MESSAGE_BYTES = 512  # counted for each control message, besides its size: the time that it takes
-_PACES = {False: (64e3, 256_000), True: (8e6, 32_000_000)}
-"""Rate (bytes per second) and burst (bytes) accepted from unknown peers and from members; normal use is far below."""
+_BYTES_PER_S, _BURST_S = {False: 64e3, True: 8e6}, 4.0
+"""Rate accepted from unknown peers and from members, and for how long it may be exceeded; normal use is far below."""
 FLUSH_S = 1.0
 _TAG_BITS = 17  # of a message within its round
 _LOOK_S = 0.01  # between two looks whether a stripe has become free
@@ -89,7 +83,7 @@ class Peer:
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._paces = {trusted: TokenBucket(*pace) for trusted, pace in _PACES.items()}
+        self._paid_s = 0.0  # until when the rate that is accepted has been used
         self._began_s = 0.0  # when the current transfer began
         self._transfer_bytes = self._missing_bytes = 0  # acknowledged of it, as sent, and not acknowledged, as data
         self._counted = TcpCounters()  # by TCP until then
@@ -108,7 +102,7 @@ class Peer:
     async def listen(
         self, reader: asyncio.StreamReader, began: asyncio.Event, deliver: Callable[[int, Message], object]
     ) -> str:
-        """Deliver messages until the connection ends, at no more than the rate that `_PACES` allows.
+        """Deliver messages until the connection ends, at no more than the rate that is accepted.
 
         Returns:
             Why it ended; "" if the other side says that it received nothing from this process for too long.
@@ -132,7 +126,9 @@ class Peer:
     async def _next(self, reader: asyncio.StreamReader) -> bytes:
         """Read the next message; raises the errors of `read_frame`."""
         data = await read_bytes(reader, lambda: MAX_MESSAGE_BYTES if self.trusted else UNKNOWN_PEER_BYTES)
-        if wait_s := self._paces[self.trusted].take(self._loop.time(), _MESSAGE_BYTES + len(data)):
+        now_s = self._loop.time()
+        self._paid_s = max(self._paid_s, now_s) + (_MESSAGE_BYTES + len(data)) / _BYTES_PER_S[self.trusted]
+        if (wait_s := self._paid_s - now_s - _BURST_S) > 0:
             await asyncio.sleep(wait_s)
         self.num_messages += 1
         return data
@@ -149,46 +145,14 @@ class Peer:
             await asyncio.sleep(heartbeat_s / 8)
         return False
 
-    async def why_lost(
-        self, why: str, open_stream: Callable[[Address], Awaitable[Stream]], longest_s: float, *, was_suspended: bool
-    ) -> tuple[str, bool]:
-        """Return why the process behind this connection, which has ended, is lost, and whether it has ended itself.
-
-        That shows as its port refuses. It is tried several times, as a process that is terminating may keep it for a
-        moment.
-
-        Args:
-            longest_s: The time to wait for each answer.
-            was_suspended: Whether this process was suspended. The other one may have ended in the meantime, so its
-                port proves nothing.
-        """
-        if not why or was_suspended:
-            what = f"ended the connection ({why})" if why else "dropped it"
-            return f"{self.address} received nothing from this process for too long and {what}", False
-        ended = f"the connection to {self.address} ended ({why})"
-        for pause_s in itertools.islice(pauses(*_BETWEEN_INQUIRIES_S, f"{self.rank} {self.number}"), _INQUIRIES):
-            try:
-                _, writer = await within(longest_s, open_stream(self.address))
-            except ConnectionRefusedError:
-                return f"its process at {self.address} has ended", True
-            except ConnectionResetError:
-                pass  # it was terminating at that moment
-            except (OSError, EOFError, TransportError) as error:
-                return f"{ended} and can't be reopened ({error})", False
-            else:
-                writer.close()
-            await asyncio.sleep(pause_s)
-        return f"{ended}, though a process still listens there", False
-
     def hang_up(self) -> None:
         """End everything, in good order."""
         if self.task is not None and self.task is not asyncio.current_task():
             self.task.cancel()
         self.end("the control connection has ended")
         self.writer.close()
-        self._loop.call_later(
-            FLUSH_S, raw_transport(self.writer).abort
-        )  # TLS would wait half a minute for the other end
+        # TLS would wait half a minute for the other end
+        self._loop.call_later(FLUSH_S, raw_transport(self.writer).abort)
 
     # The payload links.
 

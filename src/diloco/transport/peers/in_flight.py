@@ -19,7 +19,7 @@ from diloco.membership import View
 from diloco.protocol import Average, Commit, GiveVerdict, Submitted
 from diloco.transport.connections.links import PeerLinks
 from diloco.transport.peers.exchange import PayloadExchange
-from diloco.waiting import in_thread
+from diloco.waiting import at_once, in_thread
 
 if TYPE_CHECKING:
     from diloco.transport.peers.transport import PeerTransport
@@ -108,11 +108,7 @@ class RoundsInFlight:
         copied = None
         if ready is None and submitted.contribution.payload.is_cuda:
             pending.contribution, copied = _host_copy(submitted.contribution)
-            ready = copied
-
-        if ready is None:
-            self._connections.post(self._submit, pending, submitted)
-            return
+        ready = ready or copied or at_once(lambda: None)
 
         def filled(ready: Future[Any]) -> None:
             self._running.discard(ready)

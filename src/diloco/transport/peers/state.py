@@ -329,85 +329,65 @@ class _Fetch:
             return None
         return offer
 
-    async def _receive(self, wanted: Offer, holders: Sequence[int]) -> dict[str, Any] | None:
-        """Fetch a snapshot from one donor after the other. Return None if none of them has all of it any more."""
+    def _begin(self, wanted: Offer) -> None:
+        """Begin to receive a snapshot."""
         try:
-            arrival = _Arrival(wanted)
+            self.state, self.values = wanted.allocate()
         except TransportError as error:
             raise self._failed(str(error)) from error
+        self.offset, self.senders, self.digest = 0, set[int](), wanted.begin_digest()
+
+    async def _receive(self, wanted: Offer, holders: Sequence[int]) -> dict[str, Any] | None:
+        """Fetch a snapshot from one donor after the other. Return None if none of them has all of it any more."""
+        self._begin(wanted)
         waiting = deque(holders)
-        while not arrival.complete:
+        while self.offset < wanted.bytes:
             if not waiting:
                 return None
-            donor, before = waiting.popleft(), arrival.offset
-            moved = await self._visit(donor, partial(self._continue, donor, arrival))
+            donor, before = waiting.popleft(), self.offset
+            moved = await self._visit(donor, partial(self._continue, donor, wanted))
             if moved is None and donor in self.donors:
                 waiting.append(donor)
-                if arrival.offset == before:
+                if self.offset == before:
                     await asyncio.sleep(next(self.pauses_s))
-            if self.alone and not arrival.complete:
-                arrival = _Arrival(wanted)
-        bad = await asyncio.get_running_loop().run_in_executor(None, not_finite, arrival.state)
-        if arrival.digest != wanted.snapshot:  # by the fault of a sender, not of all that hold the snapshot
-            self.alone = len(arrival.senders) > 1
-            for donor in () if self.alone else arrival.senders or holders:
+            if self.alone and self.offset < wanted.bytes:
+                self._begin(wanted)
+        bad = await asyncio.get_running_loop().run_in_executor(None, not_finite, self.state)
+        if self.digest.hexdigest() != wanted.snapshot:  # by the fault of a sender, not of all that hold the snapshot
+            self.alone = len(self.senders) > 1
+            for donor in () if self.alone else self.senders or holders:
                 self._drop(donor, f"it does not match the digest {wanted.snapshot}")
             return None
         for donor in holders if bad else ():
             self._drop(donor, f"its {', '.join(bad)} hold NaN or infinity")
-        return None if bad else arrival.state
+        return None if bad else self.state
 
     async def _continue(
-        self, donor: int, arrival: _Arrival, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, donor: int, wanted: Offer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> bool:
         """Receive what is missing. Return True if the donor no longer has the snapshot."""
-        clock = asyncio.get_running_loop()
-        began_s, began, size = clock.time(), arrival.offset, arrival.wanted.bytes
-        writer.write(pack(Fetch(self.fragment, self.after, arrival.wanted.snapshot, began)))
-        while not arrival.complete:
-            message = await within(_SLOW_S, read_frame(reader, Chunk | Refused, 2 * MAX_CHUNK_BYTES))
-            if isinstance(message, Refused):
-                self.failures[donor], self.trouble[donor] = 0, message.reason
+        clock, began = asyncio.get_running_loop(), self.offset
+        began_s = clock.time()
+        writer.write(pack(Fetch(self.fragment, self.after, wanted.snapshot, began)))
+        while left := wanted.bytes - self.offset:
+            chunk = await within(_SLOW_S, read_frame(reader, Chunk | Refused, 2 * MAX_CHUNK_BYTES))
+            if isinstance(chunk, Refused):
+                self.failures[donor], self.trouble[donor] = 0, chunk.reason
                 return True
-            self.transfer.fetched_bytes += len(message.data)
-            arrival.put(message, donor)
+            size = len(chunk.data)
+            self.transfer.fetched_bytes += size
+            if chunk.offset != self.offset or size > left:
+                raise TransportError(f"{size} bytes at {chunk.offset} arrived where byte {self.offset} was next")
+            self.values.write(self.offset, chunk.data)
+            self.digest.update(chunk.data)
+            self.offset += size
+            self.senders.add(donor)
             self.failures[donor] = 0
             self.begin_pauses()
-            lasted_s = clock.time() - began_s
-            if lasted_s > _SLOW_S and (size - arrival.offset) * lasted_s > (arrival.offset - began) * (
-                self.until_s - clock.time()
-            ):
-                raise TransportError(f"it was too slow: {arrival.offset - began} bytes in {lasted_s:.1f} s")
+            lasted_s, rest_s = clock.time() - began_s, self.until_s - clock.time()
+            if lasted_s > _SLOW_S and (left - size) * lasted_s > (self.offset - began) * rest_s:
+                raise TransportError(f"it was too slow: {self.offset - began} bytes in {lasted_s:.1f} s")
         return False
-
-
-class _Arrival:
-    """A state that is arriving."""
-
-    def __init__(self, wanted: Offer) -> None:
-        self.wanted = wanted
-        self.state, self._values = wanted.allocate()
-        self.offset = 0  # all bytes before it have arrived
-        self.senders: set[int] = set()
-        self._digest = wanted.begin_digest()
-
-    @property
-    def complete(self) -> bool:
-        return self.offset == self.wanted.bytes
-
-    @property
-    def digest(self) -> str:
-        return self._digest.hexdigest()
-
-    def put(self, chunk: Chunk, sender: int) -> None:
-        """Add a chunk; raise `TransportError` unless it holds the next bytes."""
-        size = len(chunk.data)
-        if chunk.offset != self.offset or size > self.wanted.bytes - self.offset:
-            raise TransportError(f"{size} bytes at {chunk.offset} arrived where byte {self.offset} was next")
-        self._values.write(self.offset, chunk.data)
-        self._digest.update(chunk.data)
-        self.offset += size
-        self.senders.add(sender)
 
 
 def _choice(offers: Mapping[int, Offer], donors: int) -> Offer | None:
