@@ -54,29 +54,6 @@ def test_a_fused_optimizer_that_skips_the_step_itself_has_not_trained() -> None:
     assert watch.trained() == 0.0
 
 
-@pytest.mark.parametrize("freezes", [False, True])
-def test_globals_are_shown_and_hidden_and_kept(freezes: bool) -> None:
-    model = nn.Linear(1, 1, bias=False)
-    began = model.weight.item()
-    replica = HostedReplica("global", {"schedule": SyncSchedule(inner_steps=2)})
-    replica.begin(model, torch.optim.SGD(model.parameters()), None)
-    with torch.no_grad():
-        model.weight.add_(1.0)
-    model.requires_grad_(not freezes)
-    for _ in range(2):
-        replica.show()
-        replica.show()  # a second call must not overwrite the saved local parameters
-        assert model.weight.item() == began
-        assert replica.hidden is not None
-        assert replica.hidden["weight"].item() == began + 1
-        replica.hide()
-        replica.hide()
-        assert model.weight.item() == began + 1
-    replica.end()
-    replica.hide()
-    assert model.weight.item() == began
-
-
 @pytest.mark.parametrize("wrong", ["schedule", "local"])
 def test_a_refused_state_leaves_the_local_parameters_alone(wrong: str) -> None:
     def hosted(inner_steps: int) -> tuple[HostedReplica, nn.Module]:

@@ -20,48 +20,41 @@ LIMIT_S = 60.0
 """A rank that waits for ever fails the test after this time."""
 
 
-def at_each_rename(act: Callable[[Path], object], patch: pytest.MonkeyPatch) -> None:
-    """Call ``act`` with the name of each file or folder that is complete and renamed into its place."""
+def at_each_rename(patch: pytest.MonkeyPatch, act: Callable[[], object], begin: str = "") -> None:
+    """Call ``act`` when a file or folder whose name begins like this is complete and renamed into its place."""
     rename = os.replace
 
     def replace(source: Any, target: Any, **more: Any) -> None:
-        act(Path(target))
+        if Path(target).name.startswith(begin):
+            act()
         rename(source, target, **more)
 
     patch.setattr(os, "replace", replace)
 
 
-def in_the_save(act: Callable[[], object], patch: pytest.MonkeyPatch) -> None:
-    at_each_rename(lambda target: act() if target.name.startswith("step-") else None, patch)
+def fails(error: Exception) -> Callable[[], None]:
+    def act() -> None:
+        raise error
+
+    return act
 
 
-def interrupt() -> None:
-    signal.raise_signal(signal.SIGINT)
+def lose_connection(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PeerTransport, "failure", property(lambda _: TransportError("the connection is lost")))
 
 
-def fill_disk() -> None:
-    raise OSError(28, "No space left on device")
-
-
-def run_out_of_memory() -> None:
-    raise RuntimeError("CUDA out of memory")
-
-
-def change(event: str, patch: pytest.MonkeyPatch) -> None:
-    """Let something happen on this rank alone."""
-    if event == "a signal in the last save":
-        in_the_save(interrupt, patch)
-    elif event == "a full disk at the start":
-        at_each_rename(lambda _: fill_disk(), patch)
-    elif event == "a full disk in a save":
-        in_the_save(fill_disk, patch)
-    elif event == "another error in a save":
-        in_the_save(run_out_of_memory, patch)
-    elif event == "another token in a sample":
-        patch.setattr(Sampling, "draw", lambda *_: 256)  # the end of a document, which ends the sample
-    elif event == "a lost connection in the last save":
-        lost = property(lambda _: TransportError("the connection is lost"))
-        in_the_save(lambda: patch.setattr(PeerTransport, "failure", lost), patch)
+CHANGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a signal in the last save": lambda patch: at_each_rename(
+        patch, lambda: signal.raise_signal(signal.SIGINT), "step-"
+    ),
+    "a full disk at the start": lambda patch: at_each_rename(patch, fails(OSError(28, "No space left on device"))),
+    "a full disk in a save": lambda patch: at_each_rename(patch, fails(OSError(28, "No space left")), "step-"),
+    "another error in a save": lambda patch: at_each_rename(patch, fails(RuntimeError("CUDA out of memory")), "step-"),
+    "a lost connection in the last save": lambda patch: at_each_rename(patch, lambda: lose_connection(patch), "step-"),
+    # the end of a document, which ends the sample
+    "another token in a sample": lambda patch: patch.setattr(Sampling, "draw", lambda *_: 256),
+}
+"""What happens on one rank alone, beside other data."""
 
 
 def run_rank(position: int, event: str, at: int, data: Path, out: Path, ports: list[int]) -> int:
@@ -76,8 +69,8 @@ def run_rank(position: int, event: str, at: int, data: Path, out: Path, ports: l
     if event == "another token in a sample":
         how += " --evaluation.sample-prompts a --precision bfloat16"
     with pytest.MonkeyPatch.context() as patch:
-        if position == at:
-            change(event, patch)
+        if position == at and event in CHANGES:
+            CHANGES[event](patch)
         return main(f"{words} {ends} {how}".split())
 
 

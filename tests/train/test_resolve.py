@@ -130,7 +130,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"train.sequence_length": 1025}, "sequence_length=1025.*at most 1024"),
     ({"train.stop_after": 1001}, "stop_after must be at most train.steps=1000, got 1001"),
     ({"train.steps": 0}, "train.steps must be a whole number of at least 1, got 0"),
-    ({"train.batch_size": 8, "train.gradient_accumulation": 7}, "gradient_accumulation=7 must divide .*=8. Use 4"),
+    ({"train.batch_size": 8, "train.gradient_accumulation": 7}, "gradient_accumulation=7 must divide .*=8"),
     ({"optimizer.learning_rate": float("nan")}, "optimizer.learning_rate must be a finite number above 0, got nan"),
     ({"sync.outer_momentum": 1.0}, "momentum must be a number of at least 0 and below 1, got 1.0"),
 ]

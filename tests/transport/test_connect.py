@@ -1,7 +1,8 @@
-"""Connecting through a rendezvous: ports, ranks that do not fit or do not come, other programs, and IPv6."""
+"""Connecting through a rendezvous: ports, ranks that do not fit or do not come, other programs, IPv6, the doctor."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import socket
@@ -13,13 +14,16 @@ from contextlib import closing
 import pytest
 import torch
 
+from diloco.cli import main
 from diloco.errors import TransportError
 from diloco.protocol import Average, Entry
-from diloco.transport import Address, Directory, connect, parse_address
+from diloco.transport import Address, Directory, connect, examine, parse_address
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import diloco_threads, failure, free_address, nobody_at, place, registering, rules
 from tests.transport.relays import frame, stranger_at
-from tests.transport.wires import at_once, rendezvous
+from tests.transport.wires import Wires, answering_probes, at_once, rendezvous
+
+LIMIT_S = 20.0
 
 
 def work_together(num_replicas: int, address: Address, held: Sequence[int] = ()) -> list[Directory]:
@@ -149,10 +153,10 @@ def another_program(answer: bytes | None) -> Iterator[Address]:
             with contextlib.suppress(OSError):
                 while True:
                     caller = callers.enter_context(server.accept()[0])
-                    if answer is not None:
-                        caller.recv(4)
-                        caller.sendall(answer)
-                        caller.shutdown(socket.SHUT_RDWR)
+                    with contextlib.suppress(OSError):  # the doctor's first connection is closed at once
+                        if answer is not None and caller.recv(4):
+                            caller.sendall(answer)
+                            caller.shutdown(socket.SHUT_RDWR)
 
         serving = threading.Thread(target=serve_all)
         serving.start()
@@ -242,3 +246,54 @@ def test_everything_goes_over_ipv6_too() -> None:
     """The rendezvous, control connections and payloads all use ::1."""
     found = work_together(2, free_address("::1"))
     assert {parse_address(entry.address).host for entry in found[0].entries.values()} == {"::1"}
+
+
+# The doctor.
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_way_that_works_has_a_latency_and_a_rate_each_way(host: str) -> None:
+    with answering_probes(host) as address:
+        finding = asyncio.run(examine(address, 300_000, LIMIT_S))
+    assert not finding.problem
+    assert 0 < finding.latency_s < LIMIT_S
+    assert min(finding.up_bits_per_s, finding.down_bits_per_s) > 0
+
+
+def test_a_replica_in_training_answers_too(wires: Wires) -> None:
+    assert not asyncio.run(examine(wires.meet(2)[0].address, 1000, LIMIT_S)).problem
+
+
+def test_each_way_that_does_not_work_is_told_apart() -> None:
+    with nobody_at() as address:
+        finding = asyncio.run(examine(address, 1000, LIMIT_S))
+    assert finding.problem.startswith("nothing listens there (connection refused); start a replica or `diloco doctor")
+    finding = asyncio.run(examine(Address("nobody.invalid", 29400), 1000, LIMIT_S))
+    assert finding.problem.startswith("the name does not resolve")
+    for answer, patience_s, words in (
+        (None, 0.2, "it accepted the connection but did not respond for 0.2 s; "),
+        (HTTP, LIMIT_S, "what answers there is not a diloco: the other side does not use this version"),
+    ):
+        with another_program(answer) as address:
+            assert asyncio.run(examine(address, 1000, patience_s)).problem.startswith(words)
+
+
+def test_nobody_is_made_to_move_more_than_is_allowed() -> None:
+    with answering_probes() as address, closing(stranger_at(address)) as fetcher:
+        fetcher.sendall(frame({"kind": "probe", "give": 1 << 31}))
+        assert fetcher.recv(1) == b"", "the connection is closed without an answer"
+
+
+def test_the_command_names_each_failure_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    with answering_probes() as address:
+        assert main(["doctor", str(address), "nobody.invalid:1", "--size", "100kB"]) == 1
+        captured = capsys.readouterr()
+        assert [line.split()[1] for line in captured.out.splitlines()[1:]] == ["ok", "FAILED"]
+        assert "nobody.invalid:1: the name does not resolve" in captured.err
+        assert main(["doctor", str(address), "--size", "100kB"]) == 0
+
+
+@pytest.mark.parametrize("arguments", [[], ["a:1", "--listen", "a:1"], ["a:1", "--size", "65MB"], ["a"]])
+def test_misuse_ends_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *arguments]) == 2
+    assert capsys.readouterr().err

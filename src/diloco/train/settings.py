@@ -378,13 +378,9 @@ def _check_lengths(settings: RunSettings, longest: int | None) -> None:
         f"train.sequence_length={train.sequence_length} exceeds {limit}. Use at most {longest}, or a model that "
         "supports longer sequences.",
     )
-    divisor = max(
-        n for n in range(1, min(train.batch_size, train.gradient_accumulation) + 1) if train.batch_size % n == 0
-    )
     _refuse_if(
-        divisor != train.gradient_accumulation,
-        f"train.gradient_accumulation={train.gradient_accumulation} must divide train.batch_size={train.batch_size}. "
-        f"Use {divisor}, for example.",
+        train.batch_size % train.gradient_accumulation != 0,
+        f"train.gradient_accumulation={train.gradient_accumulation} must divide train.batch_size={train.batch_size}.",
     )
     for name in ("train.data_parallel_steps", "train.stop_after", "optimizer.warmup_steps"):
         value = attrgetter(name)(settings) or 0

@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Collection, Iterable, Mapping
-from typing import Annotated, Any
-
-from msgspec import Meta
+from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
 from diloco.membership import View, Words
@@ -35,7 +33,7 @@ class Gathering(WireMessage):
     """The asked process collects the ranks of a run that begins."""
 
     known: Table  # of those that have come
-    refused: Annotated[tuple[Words, ...], Meta(max_length=1)] = ()  # why the last one was refused that did not fit
+    refused: Words = ""  # why the last one was refused that did not fit
 
 
 class TcpDirectory(Directory):
@@ -70,7 +68,7 @@ class TcpDirectory(Directory):
         self._is_running = not self.begins  # whether all have come
         self._asked_s: dict[int, float] = {}  # when each of these last asked
         self._new: dict[int, tuple[str, float]] = {}  # rank -> the last process that came, and when
-        self._refused: tuple[str, ...] = ()
+        self._refused = ""
 
     async def addresses(self) -> Collection[Address]:
         others = (entry for rank, entry in self.known.items() if rank != self.connections.rank)
@@ -97,9 +95,8 @@ class TcpDirectory(Directory):
         if not self._is_running:
             for other in [each for each, asked_s in self._asked_s.items() if now_s - asked_s > _GONE_S]:
                 known.pop(other, None)
-            if (self._founders.get(rank) != identity or rank not in known) and (
-                refused := self._register(entry, identity)
-            ):
+            is_known = self._founders.get(rank) == identity and rank in known
+            if not is_known and (refused := self._register(entry, identity)):
                 return refused
         if self._founders.get(rank) == identity:
             self._asked_s[rank] = now_s
@@ -125,7 +122,7 @@ class TcpDirectory(Directory):
             last = num_ranks - 1
             why = f"rank {rank} at {entry.address} can't register in a run of {num_ranks} ranks; ranks are 0 to {last}."
         if why:
-            self._refused = (why,)
+            self._refused = why
             return Refused(why, for_good=rank not in known or rank in waiting)
         known[rank], self._founders[rank] = entry, identity
         return None
@@ -137,8 +134,9 @@ class TcpDirectory(Directory):
         if isinstance(answer, Gathering):
             known = {each.rank: each for each in answer.known if each.rank < num_ranks}
             missing = ", ".join(str(rank) for rank in range(num_ranks) if rank not in known)
-            why = "".join(f" (one was refused: {visible(w.removesuffix('.'), _MOST_REASON)})" for w in answer.refused)
-            self._missing = f"rank {missing}{why}" if missing else "a member"
+            why = visible(answer.refused.removesuffix("."), _MOST_REASON)
+            refused = f" (one was refused: {why})" if why else ""
+            self._missing = f"rank {missing}{refused}" if missing else "a member"
             if not missing:
                 if not self._gathers:  # else they come from it
                     self.known.update(known | {self.connections.rank: self.entry})
