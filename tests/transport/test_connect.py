@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -239,6 +240,15 @@ def test_rank_0_holds_the_rendezvous_itself_where_nobody_else_does() -> None:
     assert parse_address(found[0].entries[0].address) == address
     assert {parse_address(entry.address).host for entry in found[2].entries.values()} == {"127.0.0.1"}
     assert [[entry.held_step for entry in each.entries.values()] for each in found] == [[0, 10, 20]] * 3
+
+
+def test_a_rank_that_comes_again_with_another_checkpoint_changes_nothing_of_what_all_begin_from() -> None:
+    """All choose the checkpoint to resume from by these entries, so they must be the same everywhere."""
+    directory = connect(place(0, 1, Address("127.0.0.1", 0)), rules(), held_step=10)
+    with closing(directory.transport):
+        assert directory.entries[0].held_step == 10
+        directory.registry.note(replace(directory.entry, held_step=20), keep={0})
+        assert directory.entries[0].held_step == 10
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")

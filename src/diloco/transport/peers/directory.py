@@ -214,9 +214,9 @@ class Directory:
         """The inner steps done when this rank asked; 0 unless it joins."""
         return self.found.step if self.found else 0
 
-    @property
+    @functools.cached_property
     def entries(self) -> Mapping[int, Entry]:
-        """The entries of all ranks, this one included, by rank."""
+        """The entries of all ranks, this one included, by rank, as they were when this rank had connected."""
         return dict(sorted(self.known.items()))
 
     @property
