@@ -17,7 +17,7 @@ import torch
 
 from diloco.cli import main
 from diloco.errors import TransportError
-from diloco.protocol import Average, Entry
+from diloco.protocol import Average, Entry, note
 from diloco.transport import Address, Directory, connect, examine, parse_address
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import diloco_threads, failure, free_address, nobody_at, place, registering, rules
@@ -247,7 +247,7 @@ def test_a_rank_that_comes_again_with_another_checkpoint_changes_nothing_of_what
     directory = connect(place(0, 1, Address("127.0.0.1", 0)), rules(), held_step=10)
     with closing(directory.transport):
         assert directory.entries[0].held_step == 10
-        directory.registry.note(replace(directory.entry, held_step=20), keep={0})
+        note(directory.known, replace(directory.entry, held_step=20), {0})
         assert directory.entries[0].held_step == 10
 
 
