@@ -17,7 +17,7 @@ import torch
 
 from diloco.cli import main
 from diloco.errors import TransportError
-from diloco.protocol import Average, Entry, Registry
+from diloco.protocol import Average, Entry, note
 from diloco.transport import Address, Directory, connect, examine, parse_address
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import diloco_threads, failure, free_address, nobody_at, place, registering, rules
@@ -80,15 +80,15 @@ def test_a_port_that_is_taken_is_named_and_of_a_range_the_first_free_one_is_take
 )
 def test_a_rank_that_does_not_fit_is_refused_alone(rank: int, num_replicas: int, codec: str, words: str) -> None:
     """The others wait for one that fits. Before, each of these ended all ranks that waited."""
-    registry, found = Registry(3), list[Directory]()
+    known, found = dict[int, Entry](), list[Directory]()
 
     def right(rank: int) -> Directory:
         return connect(place(rank, 3, address), rules(facts={"codec": "fp4"}, rendezvous_timeout_s=60.0))
 
-    with rendezvous(registry) as address:
+    with rendezvous(3, known=known) as address:
         first = threading.Thread(target=lambda: found.append(right(0)))
         first.start()
-        while not registry.entries:
+        while not known:
             first.join(0.01)
         said = failure(connect, place(rank, num_replicas, address), rules(facts={"codec": codec}))
         assert re.search(words, said), said
@@ -247,7 +247,7 @@ def test_a_rank_that_comes_again_with_another_checkpoint_changes_nothing_of_what
     directory = connect(place(0, 1, Address("127.0.0.1", 0)), rules(), held_step=10)
     with closing(directory.transport):
         assert directory.entries[0].held_step == 10
-        directory.registry.note(replace(directory.entry, held_step=20), keep={0})
+        note(directory.known, replace(directory.entry, held_step=20), {0})
         assert directory.entries[0].held_step == 10
 
 
