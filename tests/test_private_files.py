@@ -11,9 +11,9 @@ import pytest
 
 from diloco.cli import main
 from diloco.private_files import make_private_folder
-from diloco.transport import Credentials, PeerStreams
+from diloco.transport import Credentials
 from tests.cli.runs import SMALL
-from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms
+from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms, streams_of
 
 UMASKS = pytest.mark.parametrize("umask", [0o000, 0o002], ids=oct)
 
@@ -39,9 +39,8 @@ def test_nobody_else_can_use_the_sockets_of_the_daemon(keys: Path, umask: int) -
     """Over its control socket anyone could open streams as this peer."""
     with under(umask):
         swarms = Swarms(keys)
-        streams = swarms.meet(1)[0].connections.streams
-        assert isinstance(streams, PeerStreams)
-        arguments = Path(f"/proc/{streams.node.daemon_pid}/cmdline").read_text("utf-8").split("\0")
+        daemon = streams_of(swarms.meet(1)[0]).node.daemon_pid
+        arguments = Path(f"/proc/{daemon}/cmdline").read_text("utf-8").split("\0")
         control = Path(next(each.partition("/unix")[2] for each in arguments if each.startswith("-listen=")))
         sockets = [path for path in control.parent.iterdir() if path.is_socket()]
         exposed = [path for path in sockets if open_to_others(path, Path("/tmp"))]

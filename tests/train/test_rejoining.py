@@ -186,7 +186,7 @@ def test_nobody_else_says_that_a_member_was_started_again(meet: Meet) -> None:
     with answering(Looking(Candidate(1, 30))) as liar, pytest.raises(TransportError, match=words):
         fleets[2].transport.connections.call(directory.ask(liar))
     with answering(Looking(Candidate(1, 30))) as restarted:
-        directory.registry.entries[1] = replace(directory.registry.entries[1], address=str(restarted))
+        directory.known[1] = replace(directory.known[1], address=str(restarted))
         assert isinstance(fleets[2].transport.connections.call(directory.ask(restarted)), Looking)
 
 

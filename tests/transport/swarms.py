@@ -44,6 +44,12 @@ QUICK: dict[str, Any] = {
 }
 
 
+def streams_of(transport: PeerTransport) -> PeerStreams:
+    streams = transport.connections.streams
+    assert isinstance(streams, PeerStreams)
+    return streams
+
+
 class Swarms:
     """Makes and ends peers.
 
@@ -102,9 +108,7 @@ class Swarms:
 
     def addresses_of(self, transport: PeerTransport) -> tuple[str, ...]:
         """Return the addresses at which a peer can be reached."""
-        streams = transport.connections.streams
-        assert isinstance(streams, PeerStreams)
-        return transport.connections.call(streams.node.addresses())
+        return transport.connections.call(streams_of(transport).node.addresses())
 
     def look(self, number: int, known: Sequence[PeerTransport], run: str = "run") -> list[PeerReport]:
         """Return what an observer sees that does not take part."""

@@ -1,7 +1,8 @@
-"""Connecting through a rendezvous: ports, ranks that do not fit or do not come, other programs, and IPv6."""
+"""Connecting through a rendezvous: ports, ranks that do not fit or do not come, other programs, IPv6, the doctor."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import socket
@@ -9,17 +10,21 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
 
+from diloco.cli import main
 from diloco.errors import TransportError
-from diloco.protocol import Average, Entry, Registry
-from diloco.transport import Address, Directory, connect, parse_address
+from diloco.protocol import Average, Entry, note
+from diloco.transport import Address, Directory, connect, examine, parse_address
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import diloco_threads, failure, free_address, nobody_at, place, registering, rules
 from tests.transport.relays import frame, stranger_at
-from tests.transport.wires import at_once, rendezvous
+from tests.transport.wires import Wires, answering_probes, at_once, rendezvous
+
+LIMIT_S = 20.0
 
 
 def work_together(num_replicas: int, address: Address, held: Sequence[int] = ()) -> list[Directory]:
@@ -75,15 +80,15 @@ def test_a_port_that_is_taken_is_named_and_of_a_range_the_first_free_one_is_take
 )
 def test_a_rank_that_does_not_fit_is_refused_alone(rank: int, num_replicas: int, codec: str, words: str) -> None:
     """The others wait for one that fits. Before, each of these ended all ranks that waited."""
-    registry, found = Registry(3), list[Directory]()
+    known, found = dict[int, Entry](), list[Directory]()
 
     def right(rank: int) -> Directory:
         return connect(place(rank, 3, address), rules(facts={"codec": "fp4"}, rendezvous_timeout_s=60.0))
 
-    with rendezvous(registry) as address:
+    with rendezvous(3, known=known) as address:
         first = threading.Thread(target=lambda: found.append(right(0)))
         first.start()
-        while not registry.entries:
+        while not known:
             first.join(0.01)
         said = failure(connect, place(rank, num_replicas, address), rules(facts={"codec": codec}))
         assert re.search(words, said), said
@@ -149,10 +154,10 @@ def another_program(answer: bytes | None) -> Iterator[Address]:
             with contextlib.suppress(OSError):
                 while True:
                     caller = callers.enter_context(server.accept()[0])
-                    if answer is not None:
-                        caller.recv(4)
-                        caller.sendall(answer)
-                        caller.shutdown(socket.SHUT_RDWR)
+                    with contextlib.suppress(OSError):  # the doctor's first connection is closed at once
+                        if answer is not None and caller.recv(4):
+                            caller.sendall(answer)
+                            caller.shutdown(socket.SHUT_RDWR)
 
         serving = threading.Thread(target=serve_all)
         serving.start()
@@ -237,8 +242,68 @@ def test_rank_0_holds_the_rendezvous_itself_where_nobody_else_does() -> None:
     assert [[entry.held_step for entry in each.entries.values()] for each in found] == [[0, 10, 20]] * 3
 
 
+def test_a_rank_that_comes_again_with_another_checkpoint_changes_nothing_of_what_all_begin_from() -> None:
+    """All choose the checkpoint to resume from by these entries, so they must be the same everywhere."""
+    directory = connect(place(0, 1, Address("127.0.0.1", 0)), rules(), held_step=10)
+    with closing(directory.transport):
+        assert directory.entries[0].held_step == 10
+        note(directory.known, replace(directory.entry, held_step=20), {0})
+        assert directory.entries[0].held_step == 10
+
+
 @pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
 def test_everything_goes_over_ipv6_too() -> None:
     """The rendezvous, control connections and payloads all use ::1."""
     found = work_together(2, free_address("::1"))
     assert {parse_address(entry.address).host for entry in found[0].entries.values()} == {"::1"}
+
+
+# The doctor.
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_way_that_works_has_a_latency_and_a_rate_each_way(host: str) -> None:
+    with answering_probes(host) as address:
+        finding = asyncio.run(examine(address, 300_000, LIMIT_S))
+    assert not finding.problem
+    assert 0 < finding.latency_s < LIMIT_S
+    assert min(finding.up_bits_per_s, finding.down_bits_per_s) > 0
+
+
+def test_a_replica_in_training_answers_too(wires: Wires) -> None:
+    assert not asyncio.run(examine(wires.meet(2)[0].address, 1000, LIMIT_S)).problem
+
+
+def test_each_way_that_does_not_work_is_told_apart() -> None:
+    with nobody_at() as address:
+        finding = asyncio.run(examine(address, 1000, LIMIT_S))
+    assert finding.problem.startswith("nothing listens there (connection refused); start a replica or `diloco doctor")
+    finding = asyncio.run(examine(Address("nobody.invalid", 29400), 1000, LIMIT_S))
+    assert finding.problem.startswith("the name does not resolve")
+    for answer, patience_s, words in (
+        (None, 0.2, "it accepted the connection but did not respond for 0.2 s; "),
+        (HTTP, LIMIT_S, "what answers there is not a diloco: the other side does not use this version"),
+    ):
+        with another_program(answer) as address:
+            assert asyncio.run(examine(address, 1000, patience_s)).problem.startswith(words)
+
+
+def test_nobody_is_made_to_move_more_than_is_allowed() -> None:
+    with answering_probes() as address, closing(stranger_at(address)) as fetcher:
+        fetcher.sendall(frame({"kind": "probe", "give": 1 << 31}))
+        assert fetcher.recv(1) == b"", "the connection is closed without an answer"
+
+
+def test_the_command_names_each_failure_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    with answering_probes() as address:
+        assert main(["doctor", str(address), "nobody.invalid:1", "--size", "100kB"]) == 1
+        captured = capsys.readouterr()
+        assert [line.split()[1] for line in captured.out.splitlines()[1:]] == ["ok", "FAILED"]
+        assert "nobody.invalid:1: the name does not resolve" in captured.err
+        assert main(["doctor", str(address), "--size", "100kB"]) == 0
+
+
+@pytest.mark.parametrize("arguments", [[], ["a:1", "--listen", "a:1"], ["a:1", "--size", "65MB"], ["a"]])
+def test_misuse_ends_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *arguments]) == 2
+    assert capsys.readouterr().err

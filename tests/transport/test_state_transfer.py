@@ -106,7 +106,7 @@ def test_the_next_donor_goes_on_where_one_stopped_unless_its_bytes_were_wrong(
     wires: Wires, relays: Relays, lies: bool
 ) -> None:
     first, (source, _) = meet(wires, state(), state())
-    one, seen, lost = first.registry.entries[1].address.rpartition(":")[2], [0], [0]
+    one, seen, lost = first.connections.entries[1].address.rpartition(":")[2], [0], [0]
 
     def break_off(unit: Unit) -> bytes:
         if chunks(unit) and str(unit.port) == one:

@@ -197,7 +197,7 @@ def test_an_address_that_is_none_is_not_taken_from_an_answer() -> None:
     known = Members((Entry(1, "nowhere"), Entry(2, "127.0.0.1:1")), (1, 2))
     directory = connect(place(0, 1, Address("127.0.0.1", 0)), rules())
     with answering(known) as liar, closing(directory.transport):
-        directory.registry.num_ranks = 3
+        directory.connections.most_ranks = 3
         directory.transport.connections.call(directory.ask(liar))
         found = directory.transport.connections.call(directory.addresses())
     assert found == [Address("127.0.0.1", 1)]

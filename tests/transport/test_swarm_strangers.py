@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from diloco.membership import NextView, View
-from diloco.transport import Credentials, Node, NodePlace, PeerStreams, PeerTransport, load_identity, new_secret
+from diloco.transport import Credentials, Node, NodePlace, PeerTransport, load_identity, new_secret
 from tests.transport.contract import contribution, exchange
 from tests.transport.relays import frame, unframe
-from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms
+from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms, streams_of
 
 pytestmark = HIVEMIND_LEAVES_CONNECTIONS
 
@@ -108,9 +108,7 @@ class Live:
         self.members = members
         self.stranger = stranger
         self.outer_step = 0
-        streams = members[0].connections.streams
-        assert isinstance(streams, PeerStreams)
-        self.target = streams.node.peer_id
+        self.target = streams_of(members[0]).me
 
     def still_works(self) -> None:
         assert [member.view.members for member in self.members] == [(0, 1), (0, 1)]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from diloco.protocol import Registry, Rules
+from diloco.protocol import Entry, Rules
 from diloco.transport import (
     Address,
     ConnectionManager,
@@ -24,11 +24,14 @@ QUICK: dict[str, Any] = {"heartbeat_s": 0.2, "silence_s": 5.0, "round_timeout_s"
 
 
 @contextmanager
-def rendezvous(ranks: int | Registry, ranks_per_replica: int = 1, secret: str = "") -> Iterator[Address]:
-    """A rendezvous of so many ranks at an address that belongs to none of them."""
-    transport = PeerTransport(Rules(rank=-1), TcpStreams(secret))
-    registry = ranks if isinstance(ranks, Registry) else Registry(ranks, ranks_per_replica)
-    TcpDirectory(transport, registry, Address("", 0), gathers=True)
+def rendezvous(
+    ranks: int, ranks_per_replica: int = 1, secret: str = "", known: dict[int, Entry] | None = None
+) -> Iterator[Address]:
+    """A rendezvous of so many ranks at an address that belongs to none of them; those that have come are ``known``."""
+    transport = PeerTransport(Rules(rank=-1, ranks_per_replica=ranks_per_replica), TcpStreams(secret))
+    transport.connections.most_ranks = ranks
+    transport.connections.entries = {} if known is None else known
+    TcpDirectory(transport, (), Address("", 0), gathers=True)
     try:
         yield transport.connections.listen("127.0.0.1", range(1), "127.0.0.1")
     finally:

@@ -110,7 +110,7 @@ class Transformer(LanguageModel):
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def new_cache(self) -> KeyValueCache:
-        return KeyValueCache(self.settings)
+        return KeyValueCache()
 
     def to_huggingface(self) -> PreTrainedModel:
         from diloco.model.folders import as_huggingface
@@ -299,31 +299,22 @@ def _rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 class KeyValueCache:
-    """The rotated keys and the values of the ``length`` tokens seen so far, for decoding a few tokens at a time.
+    """The rotated keys and the values of the ``length`` tokens seen so far, for decoding a few tokens at a time."""
 
-    Memory: ``2 * layers * batch * kv_heads * max_sequence_length * head_width`` values in the dtype of the keys,
-    allocated at the first use.
-    """
-
-    def __init__(self, settings: DecoderSettings) -> None:
+    def __init__(self) -> None:
         self.length = 0
-        self.capacity = settings.max_sequence_length
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new keys and values of one layer, ``(batch, kv_heads, new, head_width)``, and return all of them.
 
         The decoder advances ``length`` after the last layer.
         """
-        if layer == len(self._keys):
-            batch, heads, _, width = keys.shape
-            self._keys.append(keys.new_empty(batch, heads, self.capacity, width))
-            self._values.append(values.new_empty(batch, heads, self.capacity, width))
-        end = self.length + keys.shape[2]
-        self._keys[layer][:, :, self.length : end] = keys
-        self._values[layer][:, :, self.length : end] = values
-        return self._keys[layer][:, :, :end], self._values[layer][:, :, :end]
+        if layer in self._layers:
+            before = self._layers[layer]
+            keys, values = torch.cat((before[0], keys), 2), torch.cat((before[1], values), 2)
+        self._layers[layer] = keys, values
+        return keys, values
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | None, *, grouped: bool) -> Tensor:

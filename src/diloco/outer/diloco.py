@@ -314,14 +314,11 @@ class DiLoCo:
                 fragment.loader(saved, outer_step)
                 for fragment, saved, outer_step in zip(self.fragments, state["fragments"], last, strict=True)
             ]
-            lacking = ", ".join(f"{index}" for index, saved in enumerate(state["fragments"]) if saved["fetching"])
         self.recovery.change_transport(self.transport)  # what is being fetched does not belong to the loaded state
         self.steps = steps
         # contributions are submitted in the order in which they were sent
         for index in sorted(range(len(loaders)), key=lambda index: self.schedule.sent_at(index, last[index])):
             loaders[index](self.transport)
-        if lacking:
-            self._note(f"The state of fragment {lacking} was being fetched when this was saved. It is fetched again.")
 
     def _perform(self, action: Send | Merge) -> None:
         self.check_model()

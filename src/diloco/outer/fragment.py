@@ -317,7 +317,6 @@ class Fragment:
         return {
             **self.state.tensors(),
             **{name: getattr(self, name) for name in ("residual", "candidate", *_COUNTERS)},
-            "fetching": self.donor is not None,
             "in_flight": in_flight,
         }
 

@@ -8,8 +8,8 @@ from .machine import Answer as Answer
 from .machine import Machine as Machine
 from .registry import MAX_NAME as MAX_NAME
 from .registry import Entry as Entry
-from .registry import Registry as Registry
 from .registry import Table as Table
+from .registry import note as note
 from .registry import table_of as table_of
 from .round import header_of as header_of
 from .round import judge_headers as judge_headers

@@ -1,14 +1,14 @@
-"""The ranks of a run as one rendezvous collects them, and the check that they fit together. Pure."""
+"""What a rank announces about itself, and what is known of the ranks of a run. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from msgspec import Meta
 
-from diloco.errors import ConfigurationError, RendezvousError
+from diloco.errors import ConfigurationError
 from diloco.membership import GREATEST, Rank
 from diloco.units import diff
 
@@ -42,7 +42,7 @@ class Entry:
 
     def diff(self, other: Entry, ranks_per_replica: int = 1) -> str:
         """Return the first difference of the facts of two ranks, the lower one first, or "" if there is none."""
-        one, other = sorted((self, other), key=_rank)  # the sentence is the same on both
+        one, other = sorted((self, other), key=lambda each: each.rank)  # the sentence is the same on both
         names = (f"replica {each.rank // ranks_per_replica} ({each.address})" for each in (one, other))
         return diff(one.facts, other.facts, *names)
 
@@ -55,61 +55,14 @@ def table_of(entries: Iterable[Entry]) -> Table:
     return tuple(replace(each, facts={}) for each in entries)
 
 
-class Registry:
-    """The ranks of one run that have registered.
+def note(known: dict[int, Entry], entry: Entry, keep: Collection[int]) -> None:
+    """Record among the ``known`` entries, by rank, where a rank of a run with changing ranks can be reached.
 
-    Args:
-        num_ranks: M x S.
-        ranks_per_replica: S.
-        entries: ranks that are registered already; with them, the run counts as in progress.
+    Of the ranks that are not in ``keep``, each address keeps only the one that it named last, and about a thousand are
+    kept.
     """
-
-    def __init__(self, num_ranks: int, ranks_per_replica: int = 1, entries: Sequence[Entry] = ()) -> None:
-        self.num_ranks = num_ranks
-        self.ranks_per_replica = ranks_per_replica
-        self.entries = {entry.rank: entry for entry in entries}
-        self.running = bool(entries)
-
-    def register(self, entry: Entry) -> None:
-        """Add ``entry``.
-
-        Raises:
-            RendezvousError: the entry does not fit; the message names both sides.
-        """
-        if entry.rank >= self.num_ranks:
-            raise RendezvousError(
-                f"rank {entry.rank} at {entry.address} can't register in a run of {self.num_ranks} ranks; "
-                f"ranks are 0 to {self.num_ranks - 1}."
-            )
-        known = self.entries.get(entry.rank)
-        if known is not None:
-            raise RendezvousError(
-                f"two processes claim rank {entry.rank}: one at {known.address} and one at {entry.address}; "
-                "each process needs a rank of its own."
-            )
-        reference = min((other for rank, other in self.entries.items() if rank != entry.rank), key=_rank, default=None)
-        if reference is not None and (words := reference.diff(entry, self.ranks_per_replica)):
-            raise RendezvousError(f"{words}; both sides need the same value.")
-        self.entries[entry.rank] = entry
-        self.running = self.running or len(self.entries) == self.num_ranks
-
-    def note(self, entry: Entry, keep: Collection[int]) -> None:
-        """Record where a rank of a run with changing ranks can be reached.
-
-        Of the ranks that are not in ``keep``, each address keeps only the one that it named last, and about a thousand
-        are kept.
-        """
-        others = [rank for rank in self.entries if rank not in keep]
-        former = [rank for rank in others if self.entries[rank].address == entry.address]
-        for rank in (*former, *others[: max(0, len(others) - _MOST_KNOWN)]):
-            self.entries.pop(rank, None)
-        self.entries[entry.rank] = entry
-
-    def withdraw(self, rank: int) -> None:
-        """Remove a rank that left before all had registered."""
-        if not self.running:
-            self.entries.pop(rank, None)
-
-
-def _rank(entry: Entry) -> int:
-    return entry.rank
+    others = [rank for rank in known if rank not in keep]
+    former = [rank for rank in others if known[rank].address == entry.address]
+    for rank in (*former, *others[: max(0, len(others) - _MOST_KNOWN)]):
+        known.pop(rank, None)
+    known[entry.rank] = entry

@@ -91,7 +91,7 @@ class ConnectionManager(ControlThread):
         self.receivers: dict[str, Callable[[int, bytes], None]] = {}
         self.arrived = asyncio.Event()  # set when a connection is made and when its first message arrives
         self.most_ranks = sys.maxsize if self.rank >= 0 else 0  # only lower ranks may connect
-        self.entries: Mapping[int, Entry] = {}  # known ranks; a peer with another proven identity can't claim them
+        self.entries: dict[int, Entry] = {}  # known ranks; a peer with another proven identity can't claim them
         self.peers: dict[int, Peer] = {}
         self.meter = UplinkMeter(lambda: sum_of(each.counters() for each in list(self.peers.values())))
         self.on_peer: Callable[[Peer], object] = lambda peer: None  # called when one has connected

@@ -63,12 +63,11 @@ def connect(
             before = lost.directory.transport
             transport.finishers, transport.step, held_step = before.finishers, before.step, before.step
         directory = place.directory(transport, held_step, lost)
-        registry, connections = directory.registry, transport.connections
-        connections.entries = registry.entries
+        connections = transport.connections
         with waiting_for(directory.awaited, directory.patience_s):
             view = connections.call(directory.find())
         directory.settle()
-        transport.begin(view, registry, member=not directory.joining, closed=closed)
+        transport.begin(view, member=not directory.joining, closed=closed)
         directory.open_up()
     except BaseException:
         transport.close()

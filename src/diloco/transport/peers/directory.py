@@ -30,7 +30,7 @@ from diloco.membership import (
     View,
     byzantine_quorum,
 )
-from diloco.protocol import Entry, Introduce, Refused, Registry, Table, WireMessage, table_of
+from diloco.protocol import Entry, Introduce, Refused, Table, WireMessage, note, table_of
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.limits import few_at_once, pauses
@@ -94,7 +94,6 @@ class Directory:
     """What one process knows about who the members are. Everything runs in the control thread.
 
     Args:
-        registry: the entries of all known ranks, that of this one included.
         held_step: the newest step that this process could resume from; -1 for none.
         join_window_s: how long a process that finds no member waits for others that search before one founds a view.
         alone: whether it knows no other process to ask.
@@ -105,7 +104,6 @@ class Directory:
     def __init__(
         self,
         transport: PeerTransport,
-        registry: Registry,
         *,
         held_step: int = -1,
         join_window_s: float = 0.0,
@@ -127,10 +125,10 @@ class Directory:
         )
         self.looking: list[Candidate] = []  # the other processes that were looking at the last check
         self.searches = False  # whether it looks for the members at present
-        self.registry = registry
         self.was = lost.directory.swarm if lost else held_swarm  # the swarm that this process was a member of
         self.transport = transport
         self.connections: ConnectionManager = transport.connections
+        self.known = self.connections.entries  # the entries of all known ranks, that of this one included
         services = self.connections.services
         services[Ask], services[Over] = self._answer, self._note_end
 
@@ -168,7 +166,7 @@ class Directory:
     def over(self) -> str:
         """Return why there is nobody left to join; "" if there may be."""
         views, replica_of = self.election.views, self.transport.rules.replica_of
-        members = {*map(replica_of, self.registry.entries)} if views is None else {*views.last.members}
+        members = {*map(replica_of, self.known)} if views is None else {*views.last.members}
         finished = len(self.transport.finishers & members)  # fewer than could lie have just left
         over = finished >= byzantine_quorum(len(members))
         return "the others have finished the run, and no member is left to join." if over else ""
@@ -216,14 +214,14 @@ class Directory:
         """The inner steps done when this rank asked; 0 unless it joins."""
         return self.found.step if self.found else 0
 
-    @property
+    @functools.cached_property
     def entries(self) -> Mapping[int, Entry]:
-        """The entries of all ranks, this one included, by rank."""
-        return dict(sorted(self.registry.entries.items()))
+        """The entries of all ranks, this one included, by rank, as they were when this rank had connected."""
+        return dict(sorted(self.known.items()))
 
     @property
     def entry(self) -> Entry:
-        return self.registry.entries[self.connections.rank]
+        return self.known[self.connections.rank]
 
     def finish(self) -> None:
         """Announce to late joiners and replicas that are not members at present that the run has ended."""
@@ -325,7 +323,7 @@ class Directory:
             known = self.election.views.identities.get(self.transport.rules.ranks([number])[0], identity)
             # over TCP a restarted process has another identity; it says that it was a member of no view, and listens
             # where the one did that it replaces, which has therefore ended
-            entry = self.registry.entries.get(self.transport.rules.ranks([number])[0])
+            entry = self.known.get(self.transport.rules.ranks([number])[0])
             replaces = answer.candidate.last is None and entry is not None and entry.address == str(address)
             if known != identity and (self.connections.streams.named or not replaces):
                 raise TransportError(f"{address} answers in the name of replica {number}, which is another one")
@@ -337,11 +335,11 @@ class Directory:
                 if rank != self.connections.rank and self._fits(rank) and not is_elsewhere:
                     with contextlib.suppress(ConfigurationError):  # its address is none, at which all would fail
                         self.connections.streams.locate(entry)
-                        self.registry.note(entry, keep=keep)
+                        note(self.known, entry, keep)
         return answer  # type: ignore[no-any-return]  # what was asked for
 
     def _fits(self, rank: int) -> bool:
-        return not self.registry.num_ranks or rank < self.registry.num_ranks
+        return rank < self.connections.most_ranks
 
     async def connect(self, found: Members) -> Members:
         """Connect to all members, and as far as possible to others that are about to join. Return the newest table.
@@ -350,7 +348,7 @@ class Directory:
             OSError: a member can't be reached.
         """
         connections, streams = self.connections, self.connections.streams
-        first = self.registry.entries.get(min(self.transport.rules.ranks(found.members)))
+        first = self.known.get(min(self.transport.rules.ranks(found.members)))
         if streams.named and first is not None and first.rank != connections.rank:
             try:  # all joiners ask the same one, so that they learn of each other
                 answer = await self.ask(streams.locate(first))
@@ -373,7 +371,7 @@ class Directory:
 
     async def _reach(self, rank: int, found: Members) -> None:
         try:
-            entry = found.entries.get(rank) or self.registry.entries[rank]
+            entry = found.entries.get(rank) or self.known[rank]
             address = self.connections.streams.locate(entry)
             await within(self.transport.rules.silence_s, self.connections.connect(rank, address))
         except (OSError, EOFError, TransportError, KeyError, ValueError) as error:
@@ -407,7 +405,7 @@ class Directory:
         return False
 
     async def refresh(self) -> None:
-        entries, streams = self.registry.entries, self.connections.streams
+        entries, streams = self.known, self.connections.streams
         known = [streams.locate(entries[rank]) for rank in sorted(self.connections.connected & entries.keys())]
         for place in (*known, *await self.addresses()):
             with contextlib.suppress(OSError, EOFError, TransportError, ValueError, RendezvousError):
@@ -439,8 +437,8 @@ class Directory:
             answer = Refused(why, for_good=True)
         else:
             keep = {*self.transport.rules.ranks(self.members), self.connections.rank, *self.connections.connected}
-            self.registry.note(entry, keep=keep)
-            entries = self.registry.entries
+            note(self.known, entry, keep)
+            entries = self.known
             ranks = sorted(entries if not streams.named else keep & entries.keys())
             known = table_of(entries[rank] for rank in ranks)
             if streams.named and asked.unreachable in self.members:
@@ -449,12 +447,12 @@ class Directory:
         await say(answer, reader, writer)
 
     async def _refusal(self, entry: Entry, writer: asyncio.StreamWriter) -> str:
-        known = self.registry.entries.get(entry.rank)
+        known = self.known.get(entry.rank)
         named, size = self.connections.streams.named, self.transport.rules.ranks_per_replica
         if named and known is not None and known.address != entry.address and entry.rank in self.members:
             return f"replica {entry.rank} is {known.address} already; choose another number"
         if not self._fits(entry.rank):
-            return f"rank {entry.rank} is none of the run's {self.registry.num_ranks} ranks"
+            return f"rank {entry.rank} is none of the run's {self.connections.most_ranks} ranks"
         if words := self.entry.diff(entry, size):
             return f"{words}; both sides need the same value"
         return await self.connections.claimed(entry.rank, writer)
@@ -469,7 +467,7 @@ class Directory:
 
         Over TCP, a process that was a member of no view knows no other's identity, and believes what it is told.
         """
-        ranks, views, entries = self.transport.rules.ranks([replica]), self.election.views, self.registry.entries
+        ranks, views, entries = self.transport.rules.ranks([replica]), self.election.views, self.known
         known = self.connections.identities or ({} if views is None else views.identities)
         if not known and self.connections.streams.named:
             known = {rank: entry.address for rank, entry in entries.items()}

@@ -75,7 +75,9 @@ _MEANS = 1 << 16  # what is added to the piece numbers of means
 
 
 class PayloadExchange:
-    """The payloads of one round between this rank and its peers.
+    """The payloads of one round between this rank and its peers, from when it has begun. `run` reports a failure.
+
+    It is made in the thread of the peers.
 
     Args:
         peers: Those of the members that are connected, by replica.
@@ -103,11 +105,8 @@ class PayloadExchange:
         self._awaited: list[tuple[int, int, int, int]] = []  # member, piece and range of values
         self.values = torch.empty(self.contribution.numel, dtype=torch.float32, device="cpu")
         self._device = self.values.device  # where contributions are decoded and summed
-
-    def begin(self) -> None:
-        """Keep what arrives before the verdict. `run` reports a failure. Runs in the thread of the peers."""
-        for peer in self._peers.values():
-            peer.open_round(self._tag, self.contribution.payload.numel() + len(self._extras))
+        for peer in peers.values():  # keep what arrives before the verdict
+            peer.open_round(self._tag, contribution.payload.numel() + len(self._extras))
         if missing := {*self.members} - {*self._peers, self.contribution.replica}:
             words = f"replica {min(missing)} is not connected"
             self.verdict.set_exception(TransportError(words, replicas=[min(missing)]))

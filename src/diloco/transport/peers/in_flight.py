@@ -162,7 +162,6 @@ class RoundsInFlight:
         peers = {self._rules.replica_of(rank): connected[rank] for rank in ranks if rank in connected}
         exchange = PayloadExchange(pending.contribution, view, peers, self._connections)
         pending.exchange = self._exchanges[key] = exchange
-        exchange.begin()
         running = in_thread(lambda: self._exchange(key), f"diloco-{round_id.fragment}")
         self._running.add(running)
         running.add_done_callback(self._ended)

@@ -22,11 +22,11 @@ from diloco.protocol import (
     Entry,
     FactsMessage,
     Join,
-    Registry,
     Rules,
     Store,
     Submitted,
     Welcome,
+    note,
 )
 from diloco.transport.address import Address
 from diloco.transport.base import Pending, SnapshotSource, Transport
@@ -60,7 +60,6 @@ class PeerTransport(Transport):
 
     def __init__(self, rules: Rules, streams: TcpStreams, links: type[PeerLinks] = PeerLinks) -> None:
         self.rules = rules
-        self.registry = Registry(0)
         self.reason = ""  # why the current view replaced the one before
         # called in the control thread with each next view; its result is sent to the ranks that join with that view
         self.on_change: Callable[[NextView], bytes | None] = lambda following: None
@@ -118,7 +117,7 @@ class PeerTransport(Transport):
         return {str(rank // size): peer.traffic() for rank, peer in self.links.by_rank.items()}
 
     def known_entries(self) -> tuple[Entry, ...]:
-        return tuple(entry for rank, entry in self.registry.entries.items() if rank != self.rules.rank)
+        return tuple(entry for rank, entry in self.connections.entries.items() if rank != self.rules.rank)
 
     # Rounds.
 
@@ -176,7 +175,11 @@ class PeerTransport(Transport):
     def fetch(
         self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None
     ) -> Future[Mapping[str, Any]]:
-        after, members, entries = self._rounds.decided_rounds(fragment), self.view.members, dict(self.registry.entries)
+        after, members, entries = (
+            self._rounds.decided_rounds(fragment),
+            self.view.members,
+            dict(self.connections.entries),
+        )
         asked = {donor: self.rules.ranks([donor])[self.rules.position] for donor in donors if donor in members}
         there = {donor: entries[rank] for donor, rank in asked.items() if donor != self.replica and rank in entries}
         fetched = in_thread(
@@ -254,14 +257,13 @@ class PeerTransport(Transport):
 
     # Becoming a member, for `connect` and `join`.
 
-    def begin(self, view: View, registry: Registry, *, member: bool, closed: str = "") -> None:
+    def begin(self, view: View, *, member: bool, closed: str = "") -> None:
         """Start in ``view``, or observe it if this rank is not a member yet. Control connections must be open.
 
         Args:
-            registry: The entries of all ranks; updated from now on.
             closed: Why replicas can't join at first; "" if they can.
         """
-        self.view, self.registry = view, registry
+        self.view = view
         self.connections.post(self.connections.trust, self.rules.ranks(view.members))
         self._call(None, self._machine.begin, view, member=member, closed=closed)
 
@@ -373,10 +375,10 @@ class PeerTransport(Transport):
             self.connections.send(rank, Welcome(following, note))
 
     def _register(self, entry: Entry) -> None:
-        self.registry.note(entry, keep={*self.rules.ranks(self.view.members), *self.connections.connected})
+        note(self.connections.entries, entry, {*self.rules.ranks(self.view.members), *self.connections.connected})
 
     def _introduce(self, entry: Entry) -> None:
-        streams, rank, known = self.connections.streams, entry.rank, self.registry.entries.get(entry.rank)
+        streams, rank, known = self.connections.streams, entry.rank, self.connections.entries.get(entry.rank)
         if rank in self.rules.ranks(self.view.members) and known is not None and known.address != entry.address:
             return  # nobody else can take a member's place, or that of this process
         if streams.named and rank not in {self.rules.rank, *self.connections.connected}:  # over TCP it connects itself

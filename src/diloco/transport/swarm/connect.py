@@ -15,7 +15,7 @@ from typing import cast
 
 from diloco.errors import RendezvousError
 from diloco.membership import byzantine_quorum, names_of, refusal
-from diloco.protocol import Entry, MessageError, Refused, Registry, Rules, Store, decode, encode
+from diloco.protocol import Entry, MessageError, Refused, Rules, Store, decode, encode
 from diloco.transport.address import Address
 from diloco.transport.connections.limits import pauses
 from diloco.transport.connections.streams import say
@@ -46,7 +46,6 @@ class SwarmDirectory(Directory):
     def __init__(self, transport: PeerTransport, place: SwarmPlace, held_step: int, lost: Lost | None) -> None:
         super().__init__(
             transport,
-            Registry(0),
             held_step=held_step,
             join_window_s=place.join_window_s,
             alone=not place.node.join,
@@ -103,7 +102,7 @@ class SwarmDirectory(Directory):
     async def announce(self) -> None:
         addresses, number = await self._streams.node.addresses(), self.election.number
         places = (*self._streams.places_for_payloads(addresses), *addresses)[:_MOST_PLACES]
-        self.registry.entries[number] = Entry(
+        self.known[number] = Entry(
             number, self._streams.me, self.transport.rules.facts, self.election.held_step, places, self._place.name
         )
         record = PeerRecord(number, self.swarm, addresses, self._finished)

@@ -145,7 +145,7 @@ class PeerStatus:
 
 def serve_status(directory: Directory, status: PeerStatus) -> None:
     """Answer observers with the status of this peer, or forward the question to a member that they can't reach."""
-    transport, connections, entries = directory.transport, directory.connections, directory.registry.entries
+    transport, connections, entries = directory.transport, directory.connections, directory.known
 
     async def answer(asked: StatusAsked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         others = {*directory.members} - {transport.replica}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from diloco.algorithm import check_choice, check_replica
 from diloco.errors import ConfigurationError, RendezvousError, TransportError
-from diloco.protocol import Entry, Registry, Rules
+from diloco.protocol import Entry, Rules
 from diloco.transport.address import Address, local_host_towards, parse_address, parse_listen
 from diloco.transport.base import Transport
 from diloco.transport.connections.connection_manager import ConnectionManager
@@ -68,29 +68,28 @@ class Place:
 
     def directory(self, transport: PeerTransport, held_step: int, lost: Lost | None) -> TcpDirectory:
         if lost is None:
-            registry, meeting, gathers = self._begin(transport, held_step)
+            meeting, gathers = self._begin(transport)
+            others: tuple[Entry, ...] = ()
         else:
             before, connections = lost.directory.transport, transport.connections
             connections.most_ranks = before.connections.most_ranks
             connections.listen(before.address.host, range(0), before.address.host)
-            entries = [self._entry(transport, held_step), *before.known_entries()]
-            registry, meeting, gathers = Registry(len(entries), self.ranks_per_replica, entries), self.rendezvous, False
+            others, meeting, gathers = before.known_entries(), self.rendezvous, False
         window_s = self.join_window_s
+        entries = (self._entry(transport, held_step), *others)
         return TcpDirectory(
-            transport, registry, meeting, gathers=gathers, held_step=held_step, join_window_s=window_s, lost=lost
+            transport, entries, meeting, gathers=gathers, held_step=held_step, join_window_s=window_s, lost=lost
         )
 
-    def _begin(self, transport: PeerTransport, held_step: int) -> tuple[Registry, Address, bool]:
-        """Listen; return what this rank knows of the others, where all meet, and whether that is here."""
+    def _begin(self, transport: PeerTransport) -> tuple[Address, bool]:
+        """Listen; return where all meet, and whether that is here."""
         connections, (host, ports) = transport.connections, self.listen
         connections.most_ranks = self.num_replicas * self.ranks_per_replica
         host = host or _my_host(self.rendezvous)
         hosts = self.rank == 0 and connections.call(_host_rendezvous(connections, self.rendezvous, host))
         if not hosts:
             connections.listen(host, ports, host)
-        registry = Registry(connections.most_ranks, self.ranks_per_replica)
-        registry.register(self._entry(transport, held_step))
-        return registry, connections.address if hosts else self.rendezvous, hosts
+        return connections.address if hosts else self.rendezvous, hosts
 
     def _entry(self, transport: PeerTransport, held_step: int) -> Entry:
         return Entry(self.rank, str(transport.address), transport.rules.facts, held_step)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any
-
-from msgspec import Meta
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
 from diloco.membership import View, Words
-from diloco.protocol import Entry, Refused, Registry, Table, WireMessage, table_of
+from diloco.protocol import Entry, Refused, Table, WireMessage, table_of
 from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.limits import pauses
 from diloco.transport.connections.streams import say, within
@@ -35,14 +33,14 @@ class Gathering(WireMessage):
     """The asked process collects the ranks of a run that begins."""
 
     known: Table  # of those that have come
-    refused: Annotated[tuple[Words, ...], Meta(max_length=1)] = ()  # why the last one was refused that did not fit
+    refused: Words = ""  # why the last one was refused that did not fit
 
 
 class TcpDirectory(Directory):
     """The directory of one rank.
 
     Args:
-        registry: if this process collects the ranks, those that have come: at first itself.
+        entries: of this process, and of others from a view that it has lost.
         meeting: the address at which the ranks meet; another one at which a member may answer.
         gathers: whether this process collects the ranks.
         more: see `Directory`.
@@ -53,25 +51,27 @@ class TcpDirectory(Directory):
     def __init__(
         self,
         transport: PeerTransport,
-        registry: Registry,
+        entries: Iterable[Entry],
         meeting: Address,
         *,
         gathers: bool = False,
         **more: Any,
     ) -> None:
-        super().__init__(transport, registry, **more)
+        super().__init__(transport, **more)
         self.begins = self.election.views is None
         self.pauses_s = _AGAIN_S if self.begins else self.pauses_s
         self._meeting = meeting
         self._missing = "an answer"
         self._gathers = gathers
-        self._founders = dict.fromkeys(registry.entries, self.connections.streams.me)  # rank -> its process's identity
+        self.known.update({each.rank: each for each in entries})
+        self._founders = dict.fromkeys(self.known, self.connections.streams.me)  # rank -> its process's identity
+        self._is_running = not self.begins  # whether all have come
         self._asked_s: dict[int, float] = {}  # when each of these last asked
         self._new: dict[int, tuple[str, float]] = {}  # rank -> the last process that came, and when
-        self._refused: tuple[str, ...] = ()
+        self._refused = ""
 
     async def addresses(self) -> Collection[Address]:
-        others = (entry for rank, entry in self.registry.entries.items() if rank != self.connections.rank)
+        others = (entry for rank, entry in self.known.items() if rank != self.connections.rank)
         places = dict.fromkeys([*map(self.connections.streams.locate, others), self._meeting])
         mine = self.connections.address
         return [each for each in places if each != mine or (self.begins and each == self._meeting)]
@@ -88,40 +88,58 @@ class TcpDirectory(Directory):
         lose this address with it.
         """
         parse_address(entry.address)  # all others would fail at it
-        registry, rank, now_s = self.registry, entry.rank, self.connections.loop.time()
-        for other in [each for each, asked_s in self._asked_s.items() if now_s - asked_s > _GONE_S]:
-            registry.withdraw(other)
-        if self._founders.get(rank) != identity and registry.running:
+        known, rank, now_s = self.known, entry.rank, self.connections.loop.time()
+        self._is_running = self._is_running or len(known) == self.connections.most_ranks
+        if self._is_running and self._founders.get(rank) != identity:
             return None
-        if not registry.running and (self._founders.get(rank) != identity or rank not in registry.entries):
-            if self._new.get(rank, ("", 0.0))[0] != identity:
-                self._new[rank] = identity, now_s
-            # who has not asked since then may have ended, and may be the one that has this rank
-            since_s, there = self._new[rank][1], registry.entries
-            waiting = [each for each in there if self._asked_s.get(each, math.inf) > since_s]
-            if rank in there or len(there) < registry.num_ranks - 1 or len(waiting) == len(there):
-                try:
-                    registry.register(entry)
-                except RendezvousError as error:
-                    self._refused = (str(error),)
-                    return Refused(str(error), for_good=rank not in there or rank in waiting)
-                self._founders[rank] = identity
+        if not self._is_running:
+            for other in [each for each, asked_s in self._asked_s.items() if now_s - asked_s > _GONE_S]:
+                known.pop(other, None)
+            is_known = self._founders.get(rank) == identity and rank in known
+            if not is_known and (refused := self._register(entry, identity)):
+                return refused
         if self._founders.get(rank) == identity:
             self._asked_s[rank] = now_s
-        return Gathering(table_of(each for _, each in sorted(registry.entries.items())), self._refused)
+        return Gathering(table_of(each for _, each in sorted(known.items())), self._refused)
+
+    def _register(self, entry: Entry, identity: str) -> Refused | None:
+        """Register a rank, or return why not. It waits if another process that has its rank may have ended."""
+        known, rank, num_ranks = self.known, entry.rank, self.connections.most_ranks
+        if self._new.get(rank, ("", 0.0))[0] != identity:
+            self._new[rank] = identity, self.connections.loop.time()
+        # who has not asked since then may have ended, and may be the one that has this rank
+        waiting = [each for each in known if self._asked_s.get(each, math.inf) > self._new[rank][1]]
+        if rank not in known and len(known) >= num_ranks - 1 and len(waiting) < len(known):
+            return None
+        why = known[min(known)].diff(entry, self.transport.rules.ranks_per_replica) if known else ""
+        why = f"{why}; both sides need the same value." if why else ""
+        if rank in known:
+            why = (
+                f"two processes claim rank {rank}: one at {known[rank].address} and one at {entry.address}; each "
+                "process needs a rank of its own."
+            )
+        elif rank >= num_ranks:
+            last = num_ranks - 1
+            why = f"rank {rank} at {entry.address} can't register in a run of {num_ranks} ranks; ranks are 0 to {last}."
+        if why:
+            self._refused = why
+            return Refused(why, for_good=rank not in known or rank in waiting)
+        known[rank], self._founders[rank] = entry, identity
+        return None
 
     async def begin(self, answers: Mapping[Address, object]) -> View | None:
         if not self.begins:
             return None
-        answer, num_ranks = answers[self._meeting], self.registry.num_ranks
+        answer, num_ranks = answers[self._meeting], self.connections.most_ranks
         if isinstance(answer, Gathering):
             known = {each.rank: each for each in answer.known if each.rank < num_ranks}
             missing = ", ".join(str(rank) for rank in range(num_ranks) if rank not in known)
-            why = "".join(f" (one was refused: {visible(w.removesuffix('.'), _MOST_REASON)})" for w in answer.refused)
-            self._missing = f"rank {missing}{why}" if missing else "a member"
+            why = visible(answer.refused.removesuffix("."), _MOST_REASON)
+            refused = f" (one was refused: {why})" if why else ""
+            self._missing = f"rank {missing}{refused}" if missing else "a member"
             if not missing:
                 if not self._gathers:  # else they come from it
-                    self.registry.entries.update(known | {self.connections.rank: self.entry})
+                    self.known.update(known | {self.connections.rank: self.entry})
                 return await self._begin()
         elif isinstance(answer, TurnedAwayError):
             raise RendezvousError(
@@ -139,7 +157,7 @@ class TcpDirectory(Directory):
 
     async def _begin(self) -> View:
         """Connect to all other ranks, and return the first view. If it may, it declares lost who can't be reached."""
-        rules, me, entries = self.transport.rules, self.connections.rank, self.registry.entries
+        rules, me, entries = self.transport.rules, self.connections.rank, self.known
         wait_s = min(rules.silence_s, rules.rendezvous_timeout_s)
         others = sorted(entries.keys() - {me})
         for rank, why in zip(others, await asyncio.gather(*(self._dial(each, wait_s) for each in others)), strict=True):
@@ -152,12 +170,12 @@ class TcpDirectory(Directory):
                     replicas=[replica],
                 )
         self.begins = False
-        return View.of(self.registry.num_ranks // rules.ranks_per_replica)
+        return View.of(self.connections.most_ranks // rules.ranks_per_replica)
 
     async def _dial(self, rank: int, wait_s: float) -> str:
         """Connect to a rank, or wait for a higher one to do it. Return why it can't be reached; "" if it was."""
         connections, clock = self.connections, self.connections.loop
-        address, pauses_s = parse_address(self.registry.entries[rank].address), pauses(*_AGAIN_S, seed=f"{rank}")
+        address, pauses_s = parse_address(self.known[rank].address), pauses(*_AGAIN_S, seed=f"{rank}")
         until_s, is_dialled = clock.time() + wait_s, rank > connections.rank
         while True:
             if is_dialled and await self.arrives(rank, _REFUSED_S):
