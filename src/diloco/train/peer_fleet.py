@@ -196,7 +196,6 @@ class PeerFleet(Fleet):
             "number": f"{self.transport.replica}, peer {self.transport.address}",
             "swarm": self.directory.swarm,
             "listens at": ", ".join(self.addresses) or "no address: it opens all connections itself",
-            "payload links": cast(PeerStreams, self.transport.connections.streams).direct_description,
         }
 
     # The beginning and the end.

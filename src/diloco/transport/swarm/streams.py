@@ -75,12 +75,6 @@ class PeerStreams(TcpStreams):
         assert self._node is not None, "listen must be called first"
         return self._node
 
-    @property
-    def direct_description(self) -> str:
-        """A description of the routes of payloads, for display."""
-        origin = f"accepted at port {self.port}" if self.port else "opened by this peer only"
-        return f"direct streams (TLS 1.3), {origin}; over libp2p where they are impossible"
-
     def know(self, peer_id: str, addresses: tuple[str, ...]) -> None:
         """Remember addresses of a peer, in case the network does not find it by itself; of the last 4096 peers."""
         if addresses := tuple(each for each in addresses if each.startswith("/")):
