@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -12,10 +12,10 @@ import pytest
 
 from diloco.errors import RendezvousError, RunFinishedError, TransportError
 from diloco.membership import Candidate, LastViews
-from diloco.protocol import Entry, Rules
+from diloco.protocol import Rules
 from diloco.train import PeerFleet
 from diloco.transport import Looking, PeerTransport, Place
-from tests.transport.nowhere import answering, nobody_at, registering
+from tests.transport.nowhere import answering
 from tests.transport.relays import frame, stranger_at
 from tests.transport.swarms import wait_for_members
 from tests.transport.wires import QUICK, at_once, rendezvous
@@ -29,19 +29,13 @@ RULES = Rules(**QUICK | {"continue_without_lost": True, "together": False, "rais
 
 @pytest.fixture
 def meet() -> Iterator[Meet]:
-    """Fleets of one replica each that start together. With ``ended``, one more replica registered and has ended."""
+    """Fleets of one replica each that start together."""
     fleets: list[PeerFleet] = []
 
-    def made(count: int, *, ended: bool = False) -> list[PeerFleet]:
-        registered = count + ended
-        with rendezvous(registered) as address, nobody_at() as nowhere, ExitStack() as open_ones:
-            places = [
-                Place(replica=m, num_replicas=registered, rendezvous=address, join_window_s=0.5) for m in range(count)
-            ]
-            begin = [lambda place=place: PeerFleet(place, RULES) for place in places]
-            if ended:
-                open_ones.enter_context(registering(address, Entry(count, str(nowhere))))
-            found = at_once(begin)
+    def made(count: int) -> list[PeerFleet]:
+        with rendezvous(count) as address:
+            places = [Place(replica=m, num_replicas=count, rendezvous=address, join_window_s=0.5) for m in range(count)]
+            found = at_once([lambda place=place: PeerFleet(place, RULES) for place in places])
         for each in found:
             if isinstance(each, Exception):
                 raise each
@@ -215,12 +209,3 @@ def test_nobody_else_says_that_a_replica_has_finished(meet: Meet) -> None:
             other.sendall(frame({"kind": "over", "replica": replica}))
             assert other.recv(1) == b""
     assert not third.finishers
-
-
-def test_a_search_from_what_is_no_address_is_remembered_by_nobody(meet: Meet) -> None:
-    """Who searches later, and who finishes, would fail at it."""
-    transport = meet(2, ended=True)[0].transport
-    with closing(stranger_at(transport.address)) as stranger:
-        stranger.sendall(frame({"kind": "ask", "entry": Entry(2, "nowhere")}))
-        assert stranger.recv(1) == b""
-    assert "nowhere" not in [entry.address for entry in transport.known_entries()]

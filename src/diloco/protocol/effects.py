@@ -10,8 +10,7 @@ from typing import Any, Self
 from diloco.algorithm import UNKNOWN_UPLINK, Contribution, Exchange, Mean, RoundId, Uplink, Verdict
 from diloco.errors import TransportError
 from diloco.membership import NextView, View
-from diloco.protocol.registry import Entry
-from diloco.protocol.wire import WireMessage
+from diloco.protocol.wire import Entry, WireMessage
 
 
 @dataclass(frozen=True)

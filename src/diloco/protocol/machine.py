@@ -15,7 +15,6 @@ from diloco.errors import TransportError
 from diloco.membership import NextView, Report, View, byzantine_quorum
 from diloco.protocol.effects import Effects, Outbox, Timer
 from diloco.protocol.members import Announcements, Roster
-from diloco.protocol.registry import Entry
 from diloco.protocol.rounds import Rounds
 from diloco.protocol.rules import Rules
 from diloco.protocol.views import Views
@@ -25,6 +24,7 @@ from diloco.protocol.wire import (
     Announcement,
     Beat,
     Change,
+    Entry,
     Excluded,
     FactsMessage,
     Header,

@@ -7,9 +7,8 @@ from collections.abc import Collection, Hashable, Iterable
 from typing import Any
 
 from diloco.membership import NextView, Report, View, byzantine_quorum
-from diloco.protocol.registry import Entry
 from diloco.protocol.rules import Rules
-from diloco.protocol.wire import FactsMessage, MessageError, digest_of
+from diloco.protocol.wire import Entry, FactsMessage, MessageError, digest_of
 
 _MOST_UNSTEADY = 2
 _QUIET_BEATS = 1.5  # a connected rank from which nothing is received for so many heartbeats is unsteady for a while
