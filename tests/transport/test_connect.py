@@ -219,6 +219,22 @@ def test_a_stranger_who_registers_nonsense_harms_nobody() -> None:
         connected.transport.close()
 
 
+def test_rank_0_stays_registered_while_another_rank_keeps_it_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had forgotten itself, as it asked nobody meanwhile, and ended with a `KeyError`."""
+    monkeypatch.setattr("diloco.transport.tcp.rendezvous._GONE_S", 0.2)
+    monkeypatch.setattr("diloco.transport.connections.sockets._HANDSHAKE_S", 0.5)
+    address, found = free_address(), list[str]()
+    rank_0 = threading.Thread(
+        target=lambda: found.append(failure(connect, place(0, 4, address), rules(rendezvous_timeout_s=2.0)))
+    )
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts no connection
+        rank_0.start()
+        hung = Entry(1, str(Address(*silent.getsockname())))
+        with registering(address, hung), registering(address, Entry(2, "127.0.0.1:1")):
+            rank_0.join()
+    assert re.search("rank 0 waited 2 s .* for rank .*3", "".join(found)), found
+
+
 def test_the_rank_that_answers_at_the_rendezvous_is_never_the_one_that_does_not_fit() -> None:
     """Its end would end the rendezvous, and the others would not learn why."""
     address = free_address()

@@ -93,8 +93,9 @@ class TcpDirectory(Directory):
         if self._is_running and self._founders.get(rank) != identity:
             return None
         if not self._is_running:
-            for other in [each for each, asked_s in self._asked_s.items() if now_s - asked_s > _GONE_S]:
-                known.pop(other, None)
+            for other in self._asked_s.keys() - {self.connections.rank}:  # this one may be waiting for an answer
+                if now_s - self._asked_s[other] > _GONE_S:
+                    known.pop(other, None)
             is_known = self._founders.get(rank) == identity and rank in known
             if not is_known and (refused := self._register(entry, identity)):
                 return refused
