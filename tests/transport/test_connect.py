@@ -18,7 +18,7 @@ import torch
 from diloco.cli import main
 from diloco.errors import TransportError
 from diloco.protocol import Average, Entry, note
-from diloco.transport import Address, Directory, connect, examine, parse_address
+from diloco.transport import Address, Directory, TcpStreams, connect, examine, parse_address
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import diloco_threads, failure, free_address, nobody_at, place, registering, rules
 from tests.transport.relays import frame, stranger_at
@@ -233,6 +233,18 @@ def test_rank_0_stays_registered_while_another_rank_keeps_it_waiting(monkeypatch
         with registering(address, hung), registering(address, Entry(2, "127.0.0.1:1")):
             rank_0.join()
     assert re.search("rank 0 waited 2 s .* for rank .*3", "".join(found)), found
+
+
+def test_an_address_that_answers_nothing_delays_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as that of a machine without power: Linux tries for two minutes, for which all other answers waited."""
+    monkeypatch.setattr("diloco.transport.connections.sockets._HANDSHAKE_S", 0.2)
+
+    async def open_it(address: Address) -> None:
+        with pytest.raises(TimeoutError):
+            await TcpStreams().open(address)
+
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.create_connection(full.getsockname()):
+        asyncio.run(asyncio.wait_for(open_it(Address(*full.getsockname())), LIMIT_S / 4))
 
 
 def test_the_rank_that_answers_at_the_rendezvous_is_never_the_one_that_does_not_fit() -> None:
