@@ -85,7 +85,9 @@ class PeerStreams(TcpStreams):
 
     async def listen(self, accept: Accept, *where: Any) -> PeerAddress:
         self._node = await Node.start(self._identity, self.place)
-        self.place = replace(self.place, listen=same_port(self.place.listen, await self._node.addresses()))
+        # loopback last: a router may forward another port to the others
+        listened = sorted(await self._node.addresses(), key=lambda each: each.startswith("/ip4/127."))
+        self.place = replace(self.place, listen=same_port(self.place.listen, tuple(listened)))
         self._accept = accept
         for host in hosts_in(self.place.listen):
             port = self.port or self.place.direct_port
