@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ import torch
 from diloco.cli import main
 from diloco.errors import TransportError
 from diloco.protocol import Average, Entry, note
-from diloco.transport import Address, Directory, TcpStreams, connect, examine, parse_address
+from diloco.transport import Address, Directory, TcpDirectory, TcpStreams, connect, examine, parse_address
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import diloco_threads, failure, free_address, nobody_at, place, registering, rules
 from tests.transport.relays import frame, stranger_at
@@ -221,8 +222,8 @@ def test_a_stranger_who_registers_nonsense_harms_nobody() -> None:
 
 def test_rank_0_stays_registered_while_another_rank_keeps_it_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """It had forgotten itself, as it asked nobody meanwhile, and ended with a `KeyError`."""
-    monkeypatch.setattr("diloco.transport.tcp.rendezvous._GONE_S", 0.2)
-    monkeypatch.setattr("diloco.transport.connections.sockets._HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(sys.modules[TcpDirectory.__module__], "_GONE_S", 0.2)
+    monkeypatch.setattr(sys.modules[TcpStreams.__module__], "_HANDSHAKE_S", 0.5)
     address, found = free_address(), list[str]()
     rank_0 = threading.Thread(
         target=lambda: found.append(failure(connect, place(0, 4, address), rules(rendezvous_timeout_s=2.0)))
@@ -237,7 +238,7 @@ def test_rank_0_stays_registered_while_another_rank_keeps_it_waiting(monkeypatch
 
 def test_an_address_that_answers_nothing_delays_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as that of a machine without power: Linux tries for two minutes, for which all other answers waited."""
-    monkeypatch.setattr("diloco.transport.connections.sockets._HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(sys.modules[TcpStreams.__module__], "_HANDSHAKE_S", 0.2)
 
     async def open_it(address: Address) -> None:
         with pytest.raises(TimeoutError):
