@@ -78,7 +78,8 @@ class TcpDirectory(Directory):
 
     async def _answer(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         identity = self.connections.streams.identity(writer)
-        answer = self._gather(asked.entry, identity) if self._gathers else None
+        gathers = self._gathers and self.transport.views.view.id < 1  # after that, who asks has lost its view
+        answer = self._gather(asked.entry, identity) if gathers else None
         await (super()._answer(asked, reader, writer) if answer is None else say(answer, reader, writer))
 
     def _gather(self, entry: Entry, identity: str) -> WireMessage | None:
