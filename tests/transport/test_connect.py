@@ -280,6 +280,23 @@ def test_a_rank_that_comes_again_with_another_checkpoint_changes_nothing_of_what
         assert directory.entries[0].held_step == 10
 
 
+def test_who_asks_for_the_known_ranks_is_not_disturbed_by_one_that_comes_meanwhile() -> None:
+    """The training thread asks, and they come in another one; an error there would end the run."""
+
+    class Rank(int):
+        __hash__ = int.__hash__
+
+        def __ne__(self, other: object) -> bool:
+            known[len(known)] = Entry(len(known), "a:1")
+            return int(self) != other
+
+    directory = connect(place(0, 1, Address("127.0.0.1", 0)), rules())
+    with closing(directory.transport):
+        known = directory.known
+        known |= {Rank(rank): Entry(rank, f"host:{rank}") for rank in (1, 2)}
+        assert [each.rank for each in directory.transport.known_entries()] == [1, 2]
+
+
 @pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
 def test_everything_goes_over_ipv6_too() -> None:
     """The rendezvous, control connections and payloads all use ::1."""
