@@ -79,7 +79,7 @@ def run_job(network: Network, job: Job, python: Path, folder: Path, limit_s: flo
 
     Returns:
         ``outcome`` ("finished", "unfinished" or "failed"). If finished: ``replicas`` (the measurements of each worker)
-        and the values of `measure_cpu` for the measured part. Otherwise: the reason, the steps done, the time elapsed
+        and the shares of the cores' time, see `_conduct`. Otherwise: the reason, the steps done, the time elapsed
         and the bytes sent.
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -15,7 +15,7 @@ from diloco.membership import Candidate, LastViews
 from diloco.protocol import Rules
 from diloco.train import PeerFleet
 from diloco.transport import Looking, PeerTransport, Place
-from tests.transport.nowhere import answering
+from tests.transport.nowhere import answering, free_address
 from tests.transport.relays import frame, stranger_at
 from tests.transport.swarms import wait_for_members
 from tests.transport.wires import QUICK, at_once, rendezvous
@@ -32,8 +32,8 @@ def meet() -> Iterator[Meet]:
     """Fleets of one replica each that start together."""
     fleets: list[PeerFleet] = []
 
-    def made(count: int) -> list[PeerFleet]:
-        with rendezvous(count) as address:
+    def made(count: int, *, at_replica_0: bool = False) -> list[PeerFleet]:
+        with nullcontext(free_address()) if at_replica_0 else rendezvous(count) as address:
             places = [Place(replica=m, num_replicas=count, rendezvous=address, join_window_s=0.5) for m in range(count)]
             found = at_once([lambda place=place: PeerFleet(place, RULES) for place in places])
         for each in found:
@@ -71,6 +71,14 @@ def test_one_that_lost_the_others_joins_them_at_their_step(meet: Meet) -> None:
     assert fleets[2].join(LIMIT_S) == 40
     assert fleets[2].transport.view.members == (0, 1, 2)
     assert not fleets[2].joining
+
+
+def test_one_of_two_joins_the_one_at_whose_address_they_met(meet: Meet) -> None:
+    """That one told it for ever who had come at the start."""
+    fleets = meet(2, at_replica_0=True)
+    fleets[1].rejoin(LIMIT_S)
+    fleets[1].join(LIMIT_S)
+    assert fleets[1].transport.view.members == (0, 1)
 
 
 def test_one_that_is_started_again_joins_though_another_comes_back_meanwhile(meet: Meet) -> None:

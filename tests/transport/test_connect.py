@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ import torch
 from diloco.cli import main
 from diloco.errors import TransportError
 from diloco.protocol import Average, Entry, note
-from diloco.transport import Address, Directory, connect, examine, parse_address
+from diloco.transport import Address, Directory, TcpDirectory, TcpStreams, connect, examine, parse_address
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import diloco_threads, failure, free_address, nobody_at, place, registering, rules
 from tests.transport.relays import frame, stranger_at
@@ -219,6 +220,34 @@ def test_a_stranger_who_registers_nonsense_harms_nobody() -> None:
         connected.transport.close()
 
 
+def test_rank_0_stays_registered_while_another_rank_keeps_it_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had forgotten itself, as it asked nobody meanwhile, and ended with a `KeyError`."""
+    monkeypatch.setattr(sys.modules[TcpDirectory.__module__], "_GONE_S", 0.2)
+    monkeypatch.setattr(sys.modules[TcpStreams.__module__], "_HANDSHAKE_S", 0.5)
+    address, found = free_address(), list[str]()
+    rank_0 = threading.Thread(
+        target=lambda: found.append(failure(connect, place(0, 4, address), rules(rendezvous_timeout_s=2.0)))
+    )
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts no connection
+        rank_0.start()
+        hung = Entry(1, str(Address(*silent.getsockname())))
+        with registering(address, hung), registering(address, Entry(2, "127.0.0.1:1")):
+            rank_0.join()
+    assert re.search("rank 0 waited 2 s .* for rank .*3", "".join(found)), found
+
+
+def test_an_address_that_answers_nothing_delays_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as that of a machine without power: Linux tries for two minutes, for which all other answers waited."""
+    monkeypatch.setattr(sys.modules[TcpStreams.__module__], "_HANDSHAKE_S", 0.2)
+
+    async def open_it(address: Address) -> None:
+        with pytest.raises(TimeoutError):
+            await TcpStreams().open(address)
+
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.create_connection(full.getsockname()):
+        asyncio.run(asyncio.wait_for(open_it(Address(*full.getsockname())), LIMIT_S / 4))
+
+
 def test_the_rank_that_answers_at_the_rendezvous_is_never_the_one_that_does_not_fit() -> None:
     """Its end would end the rendezvous, and the others would not learn why."""
     address = free_address()
@@ -249,6 +278,23 @@ def test_a_rank_that_comes_again_with_another_checkpoint_changes_nothing_of_what
         assert directory.entries[0].held_step == 10
         note(directory.known, replace(directory.entry, held_step=20), {0})
         assert directory.entries[0].held_step == 10
+
+
+def test_who_asks_for_the_known_ranks_is_not_disturbed_by_one_that_comes_meanwhile() -> None:
+    """The training thread asks, and they come in another one; an error there would end the run."""
+
+    class Rank(int):
+        __hash__ = int.__hash__
+
+        def __ne__(self, other: object) -> bool:
+            known[len(known)] = Entry(len(known), "a:1")
+            return int(self) != other
+
+    directory = connect(place(0, 1, Address("127.0.0.1", 0)), rules())
+    with closing(directory.transport):
+        known = directory.known
+        known |= {Rank(rank): Entry(rank, f"host:{rank}") for rank in (1, 2)}
+        assert [each.rank for each in directory.transport.known_entries()] == [1, 2]
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")

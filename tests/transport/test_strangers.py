@@ -17,7 +17,7 @@ import pytest
 
 from diloco.membership import NextView, View
 from diloco.protocol import Entry, Welcome
-from diloco.transport import Address, Members, PeerTransport, connect
+from diloco.transport import Address, Credentials, Members, PeerTransport, TcpStreams, connect
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import answering, place, rules
 from tests.transport.relays import Relays, Unit, frame, part, plain_stranger_at, said_to, stranger_at, unframe
@@ -171,6 +171,34 @@ def test_who_does_not_close_what_was_closed_keeps_no_descriptor_of_the_other_end
                 raw.settimeout(SOON_S)
                 assert raw.recv(1) == b"", "the other end has no descriptor of it any more"
     live.still_works()
+
+
+class Name(Address):
+    def __str__(self) -> str:
+        return self.host
+
+
+class NamedStreams(TcpStreams):
+    """Over TCP, but the key of a process is its address, as in a swarm."""
+
+    named = True
+
+    def address(self, text: str) -> Address:
+        return Name(text, 0)
+
+
+def test_a_stranger_has_few_connections_however_often_it_opens_each() -> None:
+    """One that came again in place of another did not count."""
+    transport, credentials = PeerTransport(rules(rank=0), NamedStreams()), Credentials("tcp", "")
+    place, me = transport.connections.listen("127.0.0.1", range(1), "127.0.0.1"), credentials.public_key
+    with closing(transport), ExitStack() as stack:
+        for number in range(24):
+            stranger = stack.enter_context(credentials.opening.wrap_socket(plain_stranger_at(place)))
+            hello = {"kind": "hello", "rank": 1 + number // 2, "address": transport.connections.streams.identity_of(me)}
+            stranger.sendall(frame(hello | {"hello": f"{number}"}))
+            assert stranger.recv(1) == b"+"
+            assert unframe(stranger.recv(1 << 12))["kind"] == "greeting"
+        assert len(transport.connections.connected) <= 5, "one may be about to be dropped"
 
 
 def test_who_does_not_read_what_it_is_told_is_lost(wires: Wires, relays: Relays) -> None:

@@ -145,8 +145,8 @@ class SyncSettings:
     value, for topk2; or module:class for your own. All but mean send every payload to every replica."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """A table of arguments for each of codec, outer, merge and average, such as arguments.codec.block_size. Yours get
-    all of theirs. int8, fp4: block_size (256). nesterov, sgd, adam: schedule of the outer learning rate (constant,
-    linear or cosine), final_ratio (0), momentum_warmup in outer steps. average: max_norm, to which the norm of a
+    all of theirs. int8, fp4: block_size (256). nesterov, sgd: schedule of the outer learning rate (constant, linear or
+    cosine), final_ratio (0); nesterov: momentum_warmup in outer steps. average: max_norm, to which the norm of a
     contribution is clipped, and codec of the means (auto, float32, bfloat16, int8, fp4)."""
 
     def arguments_of(self, role: str) -> Mapping[str, Any]:

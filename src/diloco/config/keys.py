@@ -331,7 +331,7 @@ def freeze(value: Any) -> Any:
 
 
 def to_toml(settings: Any, *, beneath: Mapping[str, Any] = {}) -> str:
-    """Return a settings dataclass as TOML, which `parse_toml` reads back, with or without ``beneath`` as a layer below.
+    """Return a settings dataclass as TOML, which `read_toml` reads back, with or without ``beneath`` as a layer below.
 
     Keys that are None are omitted, except where the layer below would set them; there they are written as "none".
 

@@ -266,11 +266,11 @@ class ConnectionManager(ControlThread):
         if reason := await self.claimed(rank, writer):
             writer.write(pack(Refused(reason)))
             return
+        writer.write(pack(Greeting(self.rank, crossed)))
+        self._register(rank, address, (reader, writer), hello.hello, opened=False)
         unknown = self.streams.named and rank not in self._members
         if unknown and (out := self._unknown_peers.enter(rank, (identity,))) is not None:
             self.drop({self.peers[out]: "too many connected peers are not members"})
-        writer.write(pack(Greeting(self.rank, crossed)))
-        self._register(rank, address, (reader, writer), hello.hello, opened=False)
 
     def _register(
         self, rank: int, address: Address, stream: Stream, token: str, *, opened: bool, crossed: str = ""

@@ -27,6 +27,7 @@ _FUTILE = 32  # full transfers without a pace after one that did not lower the l
 
 
 _SHARE = 1.1  # of the uplink, so that a rate which has become higher is found
+_HIGHER = 1.07  # times the highest rate: what shows that; between the share, and one that has faded once
 _STRIPES = 32  # to all other replicas together
 
 
@@ -148,6 +149,7 @@ class UplinkMeter:
         self._fading = _FADING  # of the rate, once since this process last began to send
         self._bits_per_s = 0.0
         self._was_full = False  # whether the path was full, which is not known where it is near
+        self._searches = False  # whether the last transfer was faster than those before
 
     def note(self, link: Hashable, sending: bool, now_s: float) -> None:
         """Take note of whether a link has anything that no stripe has taken yet."""
@@ -158,7 +160,10 @@ class UplinkMeter:
             now, seconds = self._counters(), now_s - self._began_s
             num_bytes, trip_s = min(now.acked - self._acked, self.written_bytes - self._written_bytes), now.round_trip_s
             if num_bytes >= _FULL_BYTES and seconds > _LONG_TRIPS * trip_s:
-                self._bits_per_s = max(8 * num_bytes / (seconds - trip_s), self._fading * self._bits_per_s)
+                rate = 8 * num_bytes / (seconds - trip_s)
+                if self._fading < 1.0:  # the first measurement of this transfer
+                    self._searches = 0 < _HIGHER * self._bits_per_s < rate
+                self._bits_per_s = max(rate, self._fading * self._bits_per_s)
                 self._fading, self._was_full = 1.0, trip_s > NEAR_S
         (self._sending.add if sending else self._sending.discard)(link)
 
@@ -166,10 +171,21 @@ class UplinkMeter:
     def share_bits_per_s(self) -> float:
         """The pace of each of several links that send, at which they end together; infinite while none is needed.
 
-        Without it, links that are ahead leave the uplink to the last one, which takes many round trips to fill it.
+        Without it, links that are ahead leave the uplink to the last one, which takes many round trips to fill it. Nor
+        is there one after a transfer that was clearly faster than those before, which the pace may have limited.
+
+        >>> meter = UplinkMeter(lambda: TcpCounters(acked=meter.written_bytes, round_trip_s=0.02))
+        >>> def share(seconds: float) -> float:
+        ...     _ = [meter.note(link, True, 0.0) for link in "ab"]
+        ...     pace, meter.written_bytes = meter.share_bits_per_s, meter.written_bytes + 20_000_000
+        ...     _ = [meter.note(link, False, seconds) for link in "ab"]
+        ...     return round(pace / 1e6, 1)
+        >>> [share(seconds) for seconds in (160.02, 145.02, 4.02, 4.02, 4.02)]  # at first the path has stood still
+        [inf, 0.6, inf, inf, 22.0]
         """
         number = len(self._sending)
-        return _SHARE * self._bits_per_s / number if self._was_full and number > 1 else math.inf
+        is_known = self._was_full and not self._searches
+        return _SHARE * self._bits_per_s / number if is_known and number > 1 else math.inf
 
     def uplink(self, *, full: bool) -> Uplink:
         """Return what is known; ``full``: whether a link has a pace, so that the rate is that of the path."""

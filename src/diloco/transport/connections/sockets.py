@@ -30,7 +30,7 @@ from diloco.transport.connections.limits import origin_of
 from diloco.transport.connections.streams import Accept, Stream, within
 from diloco.transport.secret import TurnedAwayError, check_secret, derive_key
 
-_HANDSHAKE_S = 10.0
+_HANDSHAKE_S = 10.0  # also for the connection before it: a machine that is off answers nothing
 _ADMITTED = b"+"  # what the listening side says first
 _VALID = datetime(1950, 1, 1), datetime(9999, 12, 31)  # whatever the clock of a machine says, even after its battery
 _RAW: WeakKeyDictionary[asyncio.WriteTransport, asyncio.Transport] = WeakKeyDictionary()  # TLS -> what is below it
@@ -228,7 +228,7 @@ class TcpStreams:
             OSError, EOFError, TimeoutError: It can't be reached.
         """
         try:
-            reader, writer = await asyncio.open_connection(address.host, address.port)
+            reader, writer = await within(_HANDSHAKE_S, asyncio.open_connection(address.host, address.port))
         except UnicodeError as error:  # a peer may announce a name that no resolver takes
             raise OSError(f"{address} is no valid address: {error}") from error
         try:

@@ -78,7 +78,8 @@ class TcpDirectory(Directory):
 
     async def _answer(self, asked: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         identity = self.connections.streams.identity(writer)
-        answer = self._gather(asked.entry, identity) if self._gathers else None
+        gathers = self._gathers and self.transport.views.view.id < 1  # after that, who asks has lost its view
+        answer = self._gather(asked.entry, identity) if gathers else None
         await (super()._answer(asked, reader, writer) if answer is None else say(answer, reader, writer))
 
     def _gather(self, entry: Entry, identity: str) -> WireMessage | None:
@@ -93,8 +94,9 @@ class TcpDirectory(Directory):
         if self._is_running and self._founders.get(rank) != identity:
             return None
         if not self._is_running:
-            for other in [each for each, asked_s in self._asked_s.items() if now_s - asked_s > _GONE_S]:
-                known.pop(other, None)
+            for other in self._asked_s.keys() - {self.connections.rank}:  # this one may be waiting for an answer
+                if now_s - self._asked_s[other] > _GONE_S:
+                    known.pop(other, None)
             is_known = self._founders.get(rank) == identity and rank in known
             if not is_known and (refused := self._register(entry, identity)):
                 return refused
