@@ -49,17 +49,17 @@ def pace(step_s: Callable[[], float]) -> None:
     """Delay each batch until ``step_s()`` seconds after the previous one."""
     from torch import Tensor
 
-    from diloco.data import Batches
+    from diloco.data import Sampler
 
-    draw, drawn_s = Batches.next_batch, 0.0
+    draw, drawn_s = Sampler.next_batch, 0.0
 
-    def slowly(self: Batches) -> tuple[Tensor, Tensor]:
+    def slowly(self: Sampler) -> tuple[Tensor, Tensor]:
         nonlocal drawn_s
         time.sleep(max(0.0, drawn_s + step_s() - time.monotonic()))
         drawn_s = time.monotonic()
         return draw(self)
 
-    Batches.next_batch = slowly  # type: ignore[method-assign]  # paced
+    Sampler.next_batch = slowly  # type: ignore[method-assign]  # paced
 
 
 if __name__ == "__main__":
