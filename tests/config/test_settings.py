@@ -7,7 +7,7 @@ import pytest
 from diloco.config import RENAMED, Configuration, keys_of, parse_arguments, typed_values
 from diloco.errors import ConfigurationError
 
-MOST = 80
+MOST = 78
 """It may only fall. A setting is added with a benchmark row which shows that users must set it."""
 
 
