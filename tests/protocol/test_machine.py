@@ -170,6 +170,16 @@ FLOODS: dict[str, Callable[[int], Any]] = {
 }
 
 
+def test_nor_can_many_before_there_are_views(rank: Rank, memory: Callable[[], int]) -> None:
+    """Such as a peer that searches for a swarm, and to which strangers connect."""
+    for sender in range(6, 46):
+        rank.handle(rank.machine.connect, sender, 10 + sender, f"host:{sender}")
+        with contextlib.suppress(MessageError):
+            for _ in range(50):
+                rank.hear(sender, FAR)
+    assert memory() < 16 << 20
+
+
 @pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
 @pytest.mark.parametrize("sender", [2, 5], ids=["a member", "a stranger"])
 def test_nobody_can_fill_the_memory(
