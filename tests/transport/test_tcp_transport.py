@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -141,6 +142,24 @@ def test_closing_wakes_all_that_wait_and_what_comes_afterwards_is_refused(
     for late in (lambda: transport.average(contribution(0, outer_step=1)), lambda: transport.meet("later", 1)):
         with pytest.raises(TransportError, match="has closed its transport"):
             late()
+
+
+def test_a_call_that_comes_at_the_last_moment_ends_too(wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was put to a loop that ran no more, and waited for ever."""
+    (transport,) = wires.meet(1)
+    connections, calls = transport.connections, list[Future[None]]()
+    close = connections.loop.close
+
+    def close_after_a_call() -> None:
+        calls.append(in_thread(lambda: connections.call(asyncio.sleep(0)), "calling"))
+        with suppress(TimeoutError):
+            calls[0].result(0.2)
+        close()
+
+    monkeypatch.setattr(connections.loop, "close", close_after_a_call)
+    transport.close()
+    with pytest.raises(TransportError, match="are closed"):
+        calls[0].result(10)
 
 
 # Internal errors.

@@ -291,9 +291,10 @@ class Machine:
     def _hold(self, sender: int, message: Message, connection: int | None) -> bool:
         """Hold a message until a view begins. Return False if its sender has reached its limit.
 
-        All non-members together have a limit, too: their oldest messages are dropped.
+        All non-members together have a limit, too: their oldest messages are dropped. Before there are views, nobody is
+        known to be a member.
         """
-        data, from_member = encode(message), self._is_member(sender)
+        data, from_member = encode(message), self._began and self._is_member(sender)
         sizes = [len(each) for rank, each, _, _ in self._held if rank == sender]
         most_bytes = _MAX_MEMBER_BYTES if from_member else _MAX_STRANGER_BYTES
         if len(sizes) >= _MAX_HELD or sum(sizes) + len(data) > most_bytes:

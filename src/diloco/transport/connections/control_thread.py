@@ -63,6 +63,7 @@ class ControlThread:
         self.fault = ""  # the internal error that has ended all connections; "": none
         self.on_fault: Callable[[], object] = lambda: None  # called once in this thread, after `fault` is set
         self._closing = False
+        self._calling = threading.Lock()  # held while a call is put to the loop, which closes with none left
         self._timers: dict[Timer, asyncio.TimerHandle] = {}
         self._ending: asyncio.Task[None] | None = None
         self._transports: WeakSet[asyncio.WriteTransport] = WeakSet()  # of connections that are still referenced
@@ -84,7 +85,8 @@ class ControlThread:
             coroutine.close()
             raise TransportError(self.fault)
         try:
-            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+            with self._calling:
+                future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         except RuntimeError as error:
             coroutine.close()
             raise TransportError(f"the connections of rank {self.rank} are closed. Nothing was done.") from error
@@ -136,8 +138,9 @@ class ControlThread:
         self._thread.join(2 * CLOSING_S)
         if self._thread.is_alive():  # busy; it ends once it is idle
             return
-        self.loop.run_until_complete(self._end_tasks())  # tasks of calls that arrived at the last moment
-        self.loop.close()
+        with self._calling:
+            self.loop.run_until_complete(self._end_tasks())  # tasks of calls that arrived at the last moment
+            self.loop.close()
 
     # In this thread.
 

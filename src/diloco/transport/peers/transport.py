@@ -117,7 +117,8 @@ class PeerTransport(Transport):
         return {str(rank // size): peer.traffic() for rank, peer in self.links.by_rank.items()}
 
     def known_entries(self) -> tuple[Entry, ...]:
-        return tuple(entry for rank, entry in self.connections.entries.items() if rank != self.rules.rank)
+        entries = list(self.connections.entries.items())  # at once, as the control thread changes them
+        return tuple(entry for rank, entry in entries if rank != self.rules.rank)
 
     # Rounds.
 
@@ -214,7 +215,9 @@ class PeerTransport(Transport):
         others_continue = self._machine.rounds.others_have_contributed
         self._post(self._machine.announce, Announcement("finished", self.step))
         self._met("finished", unless=others_continue)
-        if others_continue():
+        with self._changed:
+            leaves = others_continue()
+        if leaves:
             self.leave()
 
     def leave(self) -> None:
