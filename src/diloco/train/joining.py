@@ -145,7 +145,7 @@ def _rejoin(session: Session, fleet: PeerFleet, stop: StopRequest) -> None:
 
 
 def _become_member(session: Session, replica: Replica, fleet: PeerFleet) -> None:
-    totals, timeout_s = session.totals, session.settings.network.start_timeout_s
+    totals, timeout_s = session.totals, session.settings.network.join_timeout_s
     before = totals.steps
     with waiting_for(lambda: "the other replicas to admit this one", timeout_s):
         totals.steps = fleet.join(timeout_s)

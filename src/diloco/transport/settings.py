@@ -83,6 +83,15 @@ class NetworkSettings:
         return self.round_timeout / 2
 
     @property
+    def join_timeout_s(self) -> float:
+        """How long a replica asks to join: longer than members refuse it after a loss by silence, three times that.
+
+        >>> NetworkSettings(round_timeout=30.0, silence=8.0).join_timeout_s
+        32.0
+        """
+        return max(self.start_timeout_s, 4 * self.silence)
+
+    @property
     def late_s(self) -> float:
         """How long the others wait for a late contribution."""
         return 2 * self.silence if self.straggler == "skip" else self.round_timeout
