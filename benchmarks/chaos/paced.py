@@ -59,7 +59,7 @@ def pace(step_s: Callable[[], float]) -> None:
         drawn_s = time.monotonic()
         return draw(self)
 
-    Sampler.next_batch = slowly  # type: ignore[method-assign]  # paced
+    Sampler.next_batch = slowly  # type: ignore[method-assign]  # in this process only
 
 
 if __name__ == "__main__":

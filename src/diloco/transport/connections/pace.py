@@ -26,8 +26,8 @@ _LEAST_BITS_PER_S = 1e6  # a transfer that is slower than this has stood still, 
 _FUTILE = 32  # full transfers without a pace after one that did not lower the loss
 
 
-_SHARE = 1.1  # of the uplink, so that a rate which has become higher is found
-_HIGHER = 1.07  # times the highest rate: what shows that; between the share, and one that has faded once
+_SHARE = 1.1  # of the uplink that the links may use together: more than all of it, to find a faster path
+_HIGHER = 1.07  # a rate of more than so many times the highest one shows a faster path; less than `_SHARE`
 _STRIPES = 32  # to all other replicas together
 
 
