@@ -403,7 +403,7 @@ def _claimed(
                     if entry.is_dir() and not entry.is_symlink():
                         shutil.rmtree(entry, ignore_errors=True)
                     else:
-                        entry.unlink()
+                        entry.unlink(missing_ok=True)  # ranks that fail together clear their folders at once
 
 
 def _folder_of_rank(plan: RunPlan, role: Role, base: Path | None) -> Path:
