@@ -1,12 +1,20 @@
-"""Runs of models from a source, started as `diloco train` starts them."""
+"""Runs of models from a source, started as `diloco train` starts them, and sessions without a run."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from diloco.config import RunPlan, plan_run
-from diloco.train import run_training
+from diloco.data import build_corpus
+from diloco.events import Event
+from diloco.model import with_vocabulary
+from diloco.train import Fleet, Session, make_transport, run_training
 from tests.command_lines import command_line
-from tests.runs import Listener
+from tests.runs import Listener, settings_of
 
 BASE: dict[str, Any] = {
     "train__device": "cpu",
@@ -23,9 +31,23 @@ BASE: dict[str, Any] = {
 }
 
 
-def trained(out: Path, plan: RunPlan, sink: Listener | None = None) -> dict[str, Any]:
-    return dict(run_training(plan.configuration, folder=out, sink=sink or Listener(), config_toml=plan.record))
+def trained(out: Path, plan: RunPlan) -> dict[str, Any]:
+    return dict(run_training(plan.configuration, folder=out, sink=Listener(), config_toml=plan.record))
 
 
 def plan_of(source: Path | str, data: Path, **values: Any) -> RunPlan:
     return plan_run(command_line(**(BASE | {"model__source": str(source), "data__paths": (str(data),)} | values)))
+
+
+def session_of(
+    data: Path,
+    arguments: str = "",
+    fleet: Fleet | None = None,
+    on_event: Callable[[Event], None] = lambda event: None,
+    initial: Mapping[str, Tensor] | None = None,
+) -> Session:
+    """Return a new session with the settings of `SMALL` and more arguments."""
+    settings = settings_of(data, arguments)
+    corpus = build_corpus(settings.data)
+    settings = replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
+    return Session(settings, corpus, fleet or Fleet(make_transport(settings)), torch.device("cpu"), on_event, initial)

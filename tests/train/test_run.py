@@ -120,7 +120,7 @@ def test_a_checkpoint_holds_the_global_parameters_ready_to_use(data: Path, plain
 
 def test_resuming_with_other_data_or_other_processes_is_refused(data: Path, tmp_path: Path) -> None:
     train(data, tmp_path / "run", "--stop-after 3")
-    for key, value in (("transport", "tcp"), ("replicas", 3), ("replica_size", 2)):
+    for key, value in (("transport", "swarm"), ("replicas", 3), ("replica_size", 2)):
         with pytest.raises(ConfigurationError, match=f"cannot change network.{key} from "):
             plan_run(command_line(checkpoint__resume=tmp_path / "run", **{f"network__{key}": value}))
     other = write_text(tmp_path, seed=9)

@@ -1,73 +1,91 @@
-"""A session is saved and loaded whole, with the random numbers of its replicas."""
+"""A session is saved and loaded whole, with the random numbers of its replicas, also by processes of another kind."""
 
-import copy
+import json
+import os
 import random
-from dataclasses import replace
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from diloco.checkpoint import CheckpointWriter, open_checkpoint
-from diloco.data import build_corpus
-from diloco.model import with_vocabulary
-from diloco.train import Fleet, RandomState, Session, load_session, make_transport, resolve, save_session
-from tests.command_lines import load_configuration
-from tests.runs import SMALL, write_text
+from diloco.cli import main
+from diloco.errors import CheckpointError
+from diloco.train import RandomState, held_step, load_session, save_session
+from tests.processes import Processes, free_port
+from tests.runs import SMALL, of_torchrun, train
 from tests.same import same
+from tests.train.source_runs import session_of
 
 
-def make_session(data: Path, arguments: str) -> Session:
-    configuration = load_configuration([*SMALL.split(), str(data), *arguments.split()])
-    settings = resolve(configuration, num_layers=configuration.model.decoder.layers)
-    corpus = build_corpus(settings.data)
-    settings = replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
-    return Session(settings, corpus, Fleet(make_transport(settings)), torch.device("cpu"), lambda event: None)
-
-
-def held_by(session: Session) -> list[Any]:
-    """Return the whole state of the session's replicas."""
-    return [
-        {
-            "model": dict(replica.model.state_dict()),
-            "inner": replica.inner.state_dict(),
-            "sampler": replica.sampler.state_dict(),
-            "random": replica.random_state.state_dict(),
-            "diloco": replica.diloco and replica.diloco.state_dict(),
-        }
-        for replica in session.replicas
-    ]
-
-
-def test_everything_comes_back(tmp_path: Path) -> None:
+def test_everything_that_is_saved_comes_back(data: Path, tmp_path: Path) -> None:
     """The session has rounds in flight, error feedback, and has drawn random numbers."""
-    data = write_text(tmp_path)
-    arguments = "--steps 24 --codec fp4 --error-feedback 1"
-    session = make_session(data, arguments)
+    arguments, writer = "--steps 24 --codec fp4 --error-feedback 1", CheckpointWriter()
+    session, other = (session_of(data, arguments) for _ in range(2))
     for _ in range(10):
         session.step()
         for replica in session.replicas:
             with replica.random_state.active():
                 torch.rand(3)
-    writer = CheckpointWriter()
-    save_session(session, writer, tmp_path / "checkpoints", keep=1)
-    before, totals, traffic = copy.deepcopy(held_by(session)), dict(vars(session.totals)), session.traffic()
+    save_session(session, writer, tmp_path / "one", keep=1)
     following = (random.random(), np.random.random())
     session.step()  # while the checkpoint is written
-    assert writer.poll(wait=True) == tmp_path / "checkpoints" / "step-00000010"
-    other = make_session(data, arguments)
-    assert load_session(other, open_checkpoint(tmp_path)) is None
+    assert writer.poll(wait=True) == tmp_path / "one" / "step-00000010"
+    load_session(other, one := open_checkpoint(tmp_path / "one"))
+    save_session(other, writer, tmp_path / "other", keep=1)
     assert (random.random(), np.random.random()) == following, "the generators of the process go on as well"
-    assert any(fragment["in_flight"] for fragment in before[0]["diloco"]["fragments"])
-    assert same(held_by(other), before)
-    assert vars(other.totals) == totals
-    assert other.traffic() == traffic
+    assert writer.poll(wait=True)
+    again = open_checkpoint(tmp_path / "other")
+    assert one.about["rounds_in_flight"]
+    assert one.about == again.about
+    assert one.parts.keys() == again.parts.keys()
+    assert all(same(one.load(part), again.load(part)) for part in one.parts)
 
 
-def test_replicas_use_one_model_and_optimizer_while_they_average_gradients(tmp_path: Path) -> None:
-    session, numbers = make_session(write_text(tmp_path), "--data-parallel-steps 2"), []
+def rank(number: int, transport: str, arguments: str, port: int) -> int:
+    """Train as a process of replica ``number`` alone."""
+    place = f"--replica {number} --join 127.0.0.1:{port}" if transport == "tcp" else ""
+    os.environ |= of_torchrun(number, 2, port) if transport == "torch" else {}
+    return main(f"train {arguments} {place} --monitor.console quiet".split())
+
+
+def test_a_run_moves_between_transports_in_flight_and_ends_with_the_same_bits(data: Path, tmp_path: Path) -> None:
+    """Invariant 5: each replica takes its moments, its residual and its rounds in flight with it."""
+    out, lossy = tmp_path / "run", "--codec int8 --error-feedback 1"
+    whole = train(data, tmp_path / "whole", lossy)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own = out / "replica-1" / "checkpoints"
+    for transport, stop in (("in-process", 5), ("tcp", 6), ("in-process", 9), ("torch", 11), ("in-process", 12)):
+        start = f"--resume {out}" if out.exists() else f"{SMALL} {data} {lossy} --out {out}"
+        arguments = f"{start} --transport {transport} --stop-after {stop}"
+        if transport == "in-process":
+            assert main(["train", *arguments.split(), "--monitor.console", "quiet"]) == 0
+        else:
+            with Processes() as processes:
+                processes.start(2, rank, transport, arguments, store.port if transport == "torch" else free_port())
+                assert set(processes.results(timeout_s=300).values()) == {0}
+        assert open_checkpoint(out).about["rounds_in_flight"] or stop == 12
+        if stop == 11:  # what goes on if the last checkpoint of one replica is missing, or that of another step
+            shutil.move(own / "step-00000011", tmp_path / "away")
+            assert [held_step(home, m, out) for m, home in enumerate((out, out / "replica-1"))] == [11, 9]
+            with pytest.raises(CheckpointError, match=r"holds no replica 1: .* Copy the folders of all replicas"):
+                train(data, out, f"{lossy} --resume {out}")
+            shutil.copytree(own / "step-00000006", own / "step-00000011")
+            with pytest.raises(CheckpointError, match="have other global parameters"):
+                train(data, out, f"{lossy} --resume {out}")
+            shutil.rmtree(own / "step-00000011")
+            shutil.move(tmp_path / "away", own / "step-00000011")
+    summary = json.loads((out / "summary.json").read_text())
+    for key in ("global_params_digest", "heldout_loss", "sent_bytes_per_replica", "rounds_committed", "rounds_void"):
+        assert summary[key] == whole[key], key
+
+
+def test_replicas_use_one_model_and_optimizer_while_they_average_gradients(data: Path) -> None:
+    session, numbers = session_of(data, "--data-parallel-steps 2"), []
     for _ in range(3):
         numbers.append(len({id(replica.inner) for replica in session.replicas}))
         session.step()

@@ -304,7 +304,7 @@ def _train_rank(plan: RunPlan, role: Role, *, quiet: bool, again: bool) -> int:
 
     def meet(facts: Mapping[str, str], own: Path) -> Fleet:
         resume, home = settings.checkpoint.resume, own.parent if role.position else own
-        step = -1 if resume is None else held_step(home, Path(resume))
+        step = -1 if resume is None else held_step(home, role.replica, Path(resume))
         device = choose_device(settings.train.device)
         fleet: Fleet
         if attempt:

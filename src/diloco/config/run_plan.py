@@ -33,8 +33,8 @@ _CHANGEABLE = (
     *("network", "emulate"),
 )
 """Keys and sections that may change when a run resumes. None of them changes what a step of a replica computes, except
-that `train.steps` stretches the learning-rate schedule, which the run prints a note about. The processes of a replica
-stay as they are; only a swarm may change `network.replicas`."""
+that `train.steps` stretches the learning-rate schedule, which the run prints a note about. A replica keeps its number
+of processes, only a swarm may change `network.replicas`, and no other run becomes a swarm or the reverse."""
 
 _PLACES = (
     *("data.paths", "data.tokenizer", "data.format", "model.source", "network.secret_file"),
@@ -104,7 +104,7 @@ def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
     wanted = flatten(_with_absolute_paths(build(Configuration, layered(saved, line.values))))
     transports = {saved["network.transport"], wanted["network.transport"]}
     decided = {"network.replica_size"} | ({"network.replicas"} if transports != {"swarm"} else set())
-    if transports != {"tcp", "torch"}:  # others divide replicas or data in another way
+    if "swarm" in transports:  # it divides the data in another way
         decided.add("network.transport")
     fixed = [
         f"{name} from {in_toml(saved[name])} to {in_toml(wanted[name])}"

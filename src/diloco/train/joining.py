@@ -178,7 +178,8 @@ def find_beginning(session: Session, home: Path) -> str | None:
                 f"--resume needs a checkpoint on every rank, but rank {lacking} has none in its folder. Copy its "
                 "checkpoints there, or start a new run with --init-from from the global parameters of an existing one."
             )
-        path = home / "checkpoints" / f"step-{min(steps.values()):08d}"
+        name = f"step-{min(steps.values()):08d}"
+        path = next((each.path for each in _newest(home, fleet.local[0], name)), home / "checkpoints" / name)
     with fleet.group.all_or_none():  # a rank may not see the file
         checkpoint = open_checkpoint(path)
         _check_same_run(session, checkpoint)
@@ -213,9 +214,19 @@ def held_checkpoint(resume: str | None) -> tuple[int, int | None, str]:
     return checkpoint.step, replicas[0] if len(replicas) == 1 else None, swarm
 
 
-def held_step(home: Path, resume: Path) -> int:
-    """Return the step from which a rank could resume: that of ``resume``, or else the newest in ``home``; -1: none."""
-    found = list_checkpoints(home / "checkpoints")
-    if resume.name.startswith("step-"):
-        found = [checkpoint for checkpoint in found if checkpoint.path.name == resume.name]
-    return found[-1].step if found else -1
+def held_step(home: Path, replica: int, resume: Path) -> int:
+    """Return the step from which a rank could resume: that of ``resume``, or else the newest; -1 for none."""
+    name = resume.name if resume.name.startswith("step-") else ""
+    return max((checkpoint.step for checkpoint in _newest(home, replica, name)), default=-1)
+
+
+def _newest(home: Path, replica: int, name: str) -> list[Checkpoint]:
+    """Return the newest checkpoints of a replica, or those called ``name``: of all replicas, and of it alone.
+
+    One process saves all replicas in the folder around ``home``, in which a process of the replica's own saves.
+    """
+    newest = []
+    for folder in (home.parent, home) if replica else (home,):
+        named = [each for each in list_checkpoints(folder / "checkpoints") if name in ("", each.path.name)]
+        newest += [each for each in named if replica in replicas_in(each)][-1:]
+    return newest

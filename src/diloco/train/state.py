@@ -1,6 +1,7 @@
 """Saving and loading of a session: all replicas of a process in one checkpoint, or one replica sharded over its ranks.
 
-A run resumes with as many processes per replica as it was saved by; `diloco.config` refuses another number.
+A run resumes with as many processes per replica as it was saved by (`diloco.config` refuses another number), or moves
+between one process for all replicas and one for each.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from diloco.algorithm import local_shard, named_parameters
-from diloco.checkpoint import Checkpoint, CheckpointWriter
+from diloco.checkpoint import Checkpoint, CheckpointWriter, open_checkpoint
 from diloco.errors import CheckpointError
 from diloco.outer import DiLoCo
 from diloco.train.inner import InnerLoop
@@ -181,18 +182,23 @@ def _about(session: Session) -> dict[str, Any]:
 
 
 def load_session(session: Session, checkpoint: Checkpoint) -> None:
-    """Restore the session that `save_session` saved in a process of the same replicas, on all ranks of a replica."""
-    run, fleet = checkpoint.load("run"), session.fleet
+    """Restore the session that `save_session` saved, on all ranks of a replica.
+
+    ``checkpoint`` holds the first of the session's replicas; one process finds the others' in their own folders.
+    """
+    fleet = session.fleet
     if fleet.elastic and fleet.local != (theirs := replicas_in(checkpoint)):  # each peer resumes only from its own
         held = f"the state of replica {', '.join(map(str, theirs))}" if theirs else "no replica's state"
         advice = f"Pass --replica {theirs[0]}, or leave it out." if theirs else "Use a checkpoint of this replica."
         raise CheckpointError(f"{checkpoint.path} holds {held}, but this is replica {fleet.local[0]}. {advice}")
+    saved = {number: _checkpoint_of(number, checkpoint) for number in fleet.local}
+    run = checkpoint.load("run")
     session.totals = replace(session.totals, **run["totals"])
-    load_process_random(run["random"])
-    # process groups count no steps, and a run may go on over TCP
-    fleet.load_state_dict({"step": session.totals.steps} | run["transport"])
+    if replicas_in(checkpoint)[:1] == fleet.local[:1]:  # else the generators of another replica's process
+        load_process_random(run["random"])
+    fleet.load_state_dict(_transport_state(session, run["transport"], saved))
     for replica in session.replicas:
-        name = f"replica-{replica.number}"
+        checkpoint, name = saved[replica.number], f"replica-{replica.number}"
         own = checkpoint.load(f"{name}-own-{fleet.group.position % replica.inner.parallel.num_shards}")
         if own["state"]["diloco"] is not None:
             session.begin_diloco(replica)
@@ -201,6 +207,32 @@ def load_session(session: Session, checkpoint: Checkpoint) -> None:
         replica.sampler.load_state_dict(checkpoint.load(name)["sampler"])
         if replica.diloco is not None:
             replica.diloco.recovery.begun_after = session.totals.steps - replica.diloco.steps
+
+
+def _checkpoint_of(replica: int, checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint of the same step that holds a replica, which a process of its own may have saved."""
+    if replica in replicas_in(checkpoint):
+        return checkpoint
+    folder = checkpoint.path.parents[1] / f"replica-{replica}" / "checkpoints"
+    advice = "Copy the folders of all replicas into that of replica 0, or resume from a step that all have saved."
+    try:
+        other = open_checkpoint(folder / f"step-{checkpoint.step:08d}")
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint.path} holds no replica {replica}: {error} {advice}") from error
+    # one process holds the global parameters once, so no exchange would find out that they differ
+    if other.about.get("global_params_digest") != checkpoint.about.get("global_params_digest"):
+        raise CheckpointError(f"{other.path} and {checkpoint.path} have other global parameters. {advice}")
+    return other
+
+
+def _transport_state(session: Session, state: Mapping[str, Any], saved: Mapping[int, Checkpoint]) -> Mapping[str, Any]:
+    """Return the state for the session's fleet, of whichever kind the fleet was that saved it."""
+    together, saved_together = session.fleet.hub is not None, "decided" in state
+    if together and not saved_together:
+        return {"traffic": [each.load("run")["transport"]["traffic"] for each in saved.values()], "network": None}
+    if saved_together and not together:
+        state = {"traffic": state["traffic"][session.fleet.local[0]]}
+    return {"step": session.totals.steps, **state}  # one process and process groups count no steps
 
 
 def replicas_in(checkpoint: Checkpoint) -> tuple[int, ...]:
