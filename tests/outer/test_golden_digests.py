@@ -75,7 +75,9 @@ CASES = {
         schedule=SyncSchedule(inner_steps=4, num_fragments=2, overlap_steps=4),
         digest_of_shards="9409e2307f815f55",
     ),
-    "muon": Case(OF_MUON[torch.backends.cpu.get_cpu_capability()], shapes=MATRICES, inner=lambda model: muon(model, lr=0.01)),
+    "muon": Case(
+        OF_MUON[torch.backends.cpu.get_cpu_capability()], shapes=MATRICES, inner=lambda model: muon(model, lr=0.01)
+    ),
 }
 
 
