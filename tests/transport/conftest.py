@@ -36,3 +36,12 @@ def swarms(keys: Path) -> Iterator[Swarms]:
     yield made
     made.close()
     gc.collect()  # so that warnings about what Hivemind leaves open appear in this test
+
+
+@pytest.fixture(scope="module")
+def lasting(keys: Path) -> Iterator[Swarms]:
+    """Makes peers that several tests share, and ends them."""
+    made = Swarms(keys)
+    yield made
+    made.close()
+    gc.collect()

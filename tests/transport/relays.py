@@ -114,17 +114,15 @@ class Relays:
     ) -> None:
         data, number = b"", 0
         with contextlib.suppress(OSError, Cut):
-            if answers and not self.bare:
+            if self.bare:
+                told.set()
+            elif answers:
                 sink.sendall(source.recv(1))  # that the side that listens admits the other one
             while more := source.recv(1 << 16):
-                if self.bare:
-                    sink.sendall(self.hook(Unit("", -1, port, answers, number, more)))
-                    number += 1
-                    continue
                 data += more
-                while (size := _size(data, parts=number > 0 and about["kind"] == "link")) is not None:
+                while size := len(data) if self.bare else _size(data, parts=number > 0 and about["kind"] == "link"):
                     unit, data = data[:size], data[size:]
-                    if number == 0 and not answers:
+                    if not told.is_set() and not answers:
                         message = unframe(unit)
                         about |= {"kind": message["kind"], "rank": message.get("rank", -1)}
                         self.opened.append(message["kind"])
@@ -148,14 +146,13 @@ class Relays:
             thread.join(LIMIT_S)
 
 
-def _size(data: bytes, *, parts: bool) -> int | None:
-    """Return the size of the unit that ``data`` begins with; None if it is not complete."""
+def _size(data: bytes, *, parts: bool) -> int:
+    """Return the size of the unit that ``data`` begins with; 0 if it is not complete."""
     head = PART if parts else FRAME
     if len(data) < head.size:
-        return None
-    fields = head.unpack_from(data)
-    size = head.size + fields[-1]
-    return size if len(data) >= size else None
+        return 0
+    size = head.size + int(head.unpack_from(data)[-1])
+    return size if len(data) >= size else 0
 
 
 @contextlib.contextmanager

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,15 @@ from diloco.transport import (
     Admission,
     Directory,
     NodePlace,
-    PeerReport,
     PeerStatus,
     PeerStreams,
     PeerTransport,
     SwarmPlace,
     connect,
     join,
-    open_status_client,
+    load_identity,
 )
+from tests.transport.relays import frame
 from tests.transport.wires import at_once
 
 LIMIT_S = 60.0
@@ -50,12 +51,13 @@ def streams_of(transport: PeerTransport) -> PeerStreams:
     return streams
 
 
-class Swarms:
-    """Makes and ends peers.
+def over_libp2p(transports: Sequence[PeerTransport]) -> bool:
+    """Return whether payloads go over libp2p, where a second stripe would be useless."""
+    return any(peer.single for each in transports for peer in each.connections.peers.values())
 
-    Args:
-        keys: a folder of private keys, one per replica number, because keys take long to make.
-    """
+
+class Swarms:
+    """Makes and ends peers, with a folder of private keys, one per replica number, because keys take long to make."""
 
     def __init__(self, keys: Path) -> None:
         self._keys = keys
@@ -71,7 +73,6 @@ class Swarms:
         allowed: frozenset[str] = frozenset(),
         at: Sequence[str] = (),
         hidden: bool = False,
-        listen: Sequence[str] = LOOPBACK,
         held_step: int = -1,
         held_swarm: str = "",
         join_window_s: float = 0.5,
@@ -82,18 +83,13 @@ class Swarms:
         Args:
             at: further addresses that the peer knows.
             hidden: whether no other peer can open a connection to it.
-            listen: multiaddresses to listen at.
         """
         status = PeerStatus()
         status.seen["name"] = f"peer {number}"
         place = SwarmPlace(
             identity=self._keys / f"{number}.key",
             admission=Admission(run, secret, allowed),
-            node=NodePlace(
-                join=(*at, *(address for each in known for address in self.addresses_of(each))),
-                listen=() if hidden else tuple(listen),
-                map_ports=False,
-            ),
+            node=NodePlace(join=(*at, *self.addresses_of(*known)), listen=() if hidden else LOOPBACK, map_ports=False),
             replica=number,
             held_swarm=held_swarm,
             join_window_s=join_window_s,
@@ -106,22 +102,21 @@ class Swarms:
     def key(self, number: int) -> Path:
         return self._keys / f"{number}.key"
 
-    def addresses_of(self, transport: PeerTransport) -> tuple[str, ...]:
-        """Return the addresses at which a peer can be reached."""
-        return transport.connections.call(streams_of(transport).node.addresses())
+    def addresses_of(self, *transports: PeerTransport) -> tuple[str, ...]:
+        """Return the addresses at which peers can be reached."""
+        told = [each.connections.call(streams_of(each).node.addresses()) for each in transports]
+        return tuple(address for addresses in told for address in addresses)
 
-    def look(self, number: int, known: Sequence[PeerTransport], run: str = "run") -> list[PeerReport]:
-        """Return what an observer sees that does not take part."""
-        at = tuple(address for each in known for address in self.addresses_of(each))
-        place = NodePlace(join=at, listen=LOOPBACK, map_ports=False)
-
-        async def ask() -> list[PeerReport]:
-            async with open_status_client(
-                self._keys / f"{number}.key", place, Admission(run, "", frozenset())
-            ) as client:
-                return await client.ask()
-
-        return asyncio.run(ask())
+    @asynccontextmanager
+    async def stranger(self, number: int, member: PeerTransport, admission: Admission) -> AsyncIterator[PeerStreams]:
+        """The streams of a process that is in the network and takes no part."""
+        at = NodePlace(join=self.addresses_of(member), listen=(), map_ports=False)
+        streams = PeerStreams(load_identity(self.key(number)), at, admission)
+        await streams.listen(lambda *_: asyncio.sleep(0))
+        try:
+            yield streams
+        finally:
+            await streams.close()
 
     def meet(self, num_replicas: int, **options: Any) -> list[PeerTransport]:
         """Start this many peers in one view."""
@@ -146,6 +141,16 @@ class Swarms:
 
     def close(self) -> None:
         at_once([transport.close for transport in self.transports])
+
+
+async def answer_to(stream: tuple[asyncio.StreamReader, asyncio.StreamWriter], *messages: object) -> bytes:
+    """Return what the other end of a stream says to messages; b"" if it closes the stream."""
+    reader, writer = stream
+    writer.write(b"".join(map(frame, messages)))
+    try:
+        return await asyncio.wait_for(reader.read(1 << 14), LIMIT_S)
+    finally:
+        writer.close()
 
 
 def wait_for_members(transport: PeerTransport, number: int) -> None:

@@ -19,10 +19,6 @@ SECRET = new_secret()
 NAME = "network.secret_file"
 
 
-def proof_of(secret: str) -> bytes:
-    return derive_key("test", secret)
-
-
 def written(folder: Path, content: bytes) -> Path:
     path = folder / "run.secret"
     create_private(path, content)
@@ -32,25 +28,18 @@ def written(folder: Path, content: bytes) -> Path:
 @pytest.mark.parametrize("form", [b"%s\n", b"%s", b"%s\r\n", b"\xef\xbb\xbf%s\n", b"  %s \t\n\n"])
 def test_what_editors_add_changes_no_secret(tmp_path: Path, form: bytes) -> None:
     """A line feed, nothing, a carriage return, a byte order mark, spaces."""
-    assert proof_of(read_secret(written(tmp_path, form % SECRET.encode()), NAME)) == proof_of(SECRET)
+    assert read_secret(written(tmp_path, form % SECRET.encode()), NAME) == SECRET
 
 
-BAD = {
-    "nothing": b"",
-    "the former form": b"0123456789abcdef" * 4 + b"\n",
-    "words alone": b"correct horse battery staple\n",
-    "a key that was cut": SECRET[:-20].encode(),
-    "a key without its checksum": SECRET.partition("-")[0].encode(),
-    "a key with a wrong digit": SECRET.replace(SECRET[20], "0" if SECRET[20] != "0" else "1").encode(),
-    "two keys": f"{SECRET}\n{new_secret()}\n".encode(),
-    "no text": b"\xff\xfe" * 20,
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_a_file_that_holds_no_secret_is_refused_by_name(tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize(
+    "content",
+    ["", "0123456789abcdef" * 4, SECRET[:-20], SECRET.partition("-")[0], f"{SECRET}\n{new_secret()}\n", "\xff\xfe" * 20,
+     SECRET.replace(SECRET[20], "0" if SECRET[20] != "0" else "1")],
+    ids=["nothing", "another form", "cut", "no checksum", "two", "no text", "a wrong digit"],
+)  # fmt: skip
+def test_a_file_that_holds_no_secret_is_refused_by_name(tmp_path: Path, content: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"{NAME}=.*run\.secret"):
-        read_secret(written(tmp_path, BAD[case]), NAME)
+        read_secret(written(tmp_path, content.encode("latin-1")), NAME)
 
 
 @pytest.mark.parametrize(
@@ -59,10 +48,8 @@ def test_a_file_that_holds_no_secret_is_refused_by_name(tmp_path: Path, case: st
 def test_a_secret_in_a_program_has_the_same_forms(use: Callable[[object], object]) -> None:
     for text in ("", SECRET):
         use(text)
-    with pytest.raises(ConfigurationError, match="does not begin with 'diloco-secret:'"):
-        use("words that nobody else knows")
-    for wrong in (SECRET.encode(), 1):
-        with pytest.raises(ConfigurationError, match=r"it is an? (bytes|int) instead of a string"):
+    for wrong, words in (("words", "does not begin with 'diloco-secret:'"), (SECRET.encode(), "a bytes instead")):
+        with pytest.raises(ConfigurationError, match=words):
             use(wrong)
 
 
@@ -70,7 +57,7 @@ def test_a_secret_in_a_program_has_the_same_forms(use: Callable[[object], object
 def test_a_file_that_others_can_read_or_change_or_that_is_another_users_is_refused(
     tmp_path: Path, reader: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, link = written(tmp_path, f"{SECRET}\n".encode()), tmp_path / "link"
+    path, link = written(tmp_path, SECRET.encode()), tmp_path / "link"
     link.symlink_to(path)
     for mode in (0o640, 0o604, 0o620, 0o602, 0o601, 0o610):
         path.chmod(mode)
@@ -86,20 +73,12 @@ def test_a_file_that_others_can_read_or_change_or_that_is_another_users_is_refus
         reader(path)
 
 
-ODD: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a FIFO": (lambda path: os.mkfifo(path, 0o600), "not a regular file"),
-    "a folder": (lambda path: path.mkdir(mode=0o700), "not a regular file"),
-    "a link that leads nowhere": (lambda path: path.symlink_to("nowhere"), "can't be read"),
-    "nothing": (lambda path: None, "can't be read"),
-}
-
-
-@pytest.mark.parametrize("case", ODD)
-def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path, case: str) -> None:
-    make, words = ODD[case]
-    make(path := tmp_path / "run.secret")
-    with pytest.raises(ConfigurationError, match=words):
-        read_secret(path, NAME)
+def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    (tmp_path / "link").symlink_to("nowhere")
+    for name, words in (("fifo", "not a regular file"), ("", "not a regular file"), ("link", "can't be read")):
+        with pytest.raises(ConfigurationError, match=words):
+            read_secret(tmp_path / name, NAME)
 
 
 def test_a_key_is_made_once_only_its_owner_can_read_it_and_what_is_none_is_named(tmp_path: Path) -> None:
@@ -111,8 +90,8 @@ def test_a_key_is_made_once_only_its_owner_can_read_it_and_what_is_none_is_named
         load_identity(written(tmp_path, b"no key"))
 
 
-@pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
-def test_the_command_writes_a_secret_that_only_its_owner_can_read(
+@pytest.mark.parametrize("umask", [0o000, 0o777])
+def test_the_command_writes_a_secret_that_only_its_owner_can_read_and_overwrites_nothing(
     tmp_path: Path, umask: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run.secret"
@@ -122,28 +101,16 @@ def test_the_command_writes_a_secret_that_only_its_owner_can_read(
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o600
-    secret = read_secret(path, NAME)
+    secret, told = read_secret(path, NAME), capsys.readouterr()
     assert path.read_text("ascii") == f"{secret}\n"
-    told = capsys.readouterr()
     assert str(path) in told.out
     assert secret not in told.out + told.err
-
-
-@pytest.mark.parametrize("there", ["a file", "a folder", "a link", "no folder"])
-def test_the_command_overwrites_nothing(tmp_path: Path, there: str, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "run.secret"
-    if there == "a file":
-        path.write_text("mine")
-    elif there == "a folder":
-        path.mkdir()
-    elif there == "a link":
-        path.symlink_to(tmp_path / "elsewhere")
-    else:
-        path = tmp_path / "missing" / "run.secret"
-    assert main(["secret", str(path)]) == 2
-    assert str(path) in capsys.readouterr().err
-    assert not (tmp_path / "elsewhere").exists()
-    assert there != "a file" or path.read_text() == "mine"
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for there in (path, tmp_path, tmp_path / "link", tmp_path / "missing" / "run.secret"):
+        assert main(["secret", str(there)]) == 2
+        assert str(there) in capsys.readouterr().err
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["link", "run.secret"]
+    assert read_secret(path, NAME) == secret
 
 
 def test_a_file_that_can_not_be_written_whole_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

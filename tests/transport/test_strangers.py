@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 import ssl
@@ -14,20 +15,31 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from diloco.membership import NextView, View
 from diloco.protocol import Entry, Welcome
-from diloco.transport import Address, Credentials, Members, PeerTransport, TcpStreams, connect
+from diloco.transport import (
+    Address,
+    Admission,
+    Credentials,
+    Members,
+    PeerTransport,
+    TcpStreams,
+    connect,
+    load_identity,
+    new_secret,
+)
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import answering, place, rules
 from tests.transport.relays import Relays, Unit, frame, part, plain_stranger_at, said_to, stranger_at, unframe
+from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms, answer_to, streams_of
 from tests.transport.wires import QUICK, Wires, at_once, rendezvous
 
 SOON_S = 5.0  # less than the time that a silent stranger has
 HELLO = {"kind": "hello", "rank": 3, "address": "a:1"}
 OPENINGS = {
     "nothing": b"",
-    "http": b"GET / HTTP/1.1\r\nHost: me\r\n\r\n",
     "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64),
     "another version": frame(HELLO, magic=b"DLC0"),
     "a text of 4 GB": b"DLC3" + (0xFFFFFFFF).to_bytes(4, "big") + bytes(8),
@@ -44,24 +56,25 @@ OPENINGS = {
     "an address with escapes": frame(HELLO | {"address": "\x1b[2J:1"}),
     "a state of no fragment": frame({"kind": "fetch", "fragment": -1, "after": 0, "snapshot": ""}),
     "a stripe": frame({"kind": "link", "token": "0123456789abcdef", "number": 0, "rank": 1}) + part(b"x", total=1),
-    "a stripe of a high number": frame({"kind": "link", "token": "0123456789abcdef", "number": 1 << 40, "rank": 0}),
-    "an address that is none": frame({"kind": "ask", "entry": Entry(0, "nowhere")}),
     "a probe of 1 TB": frame({"kind": "probe", "give": 1 << 40}),
 }
 
 
 class Live:
-    """Two replicas that continue to exchange."""
+    """Two replicas that go on to exchange in their view, whatever a stranger sends to one of them."""
+
+    rounds = itertools.count(100)
 
     def __init__(self, transports: list[PeerTransport]) -> None:
-        self.transports, self.outer_step = transports, 0
+        self.transports, self.view = transports, transports[0].view
 
     def still_works(self) -> None:
-        given = [contribution(m, outer_step=self.outer_step) for m in range(2)]
-        self.outer_step += 1
-        assert {average.contributors for average in exchange(self.transports, given)} == {(0, 1)}
+        outer_step = next(self.rounds)
+        averages = exchange(self.transports, [contribution(m, outer_step=outer_step) for m in range(2)])
+        assert torch.equal(averages[0].values, averages[1].values)
+        assert [average.contributors for average in averages] == [(0, 1), (0, 1)]
+        assert [each.view for each in self.transports] == [self.view, self.view]
         assert [each.failure for each in self.transports] == [None, None]
-        assert [each.view.id for each in self.transports] == [0, 0]
 
 
 @pytest.fixture(scope="module")
@@ -85,25 +98,16 @@ def test_a_stranger_harms_nobody_and_takes_no_memory(live: Live, opening: str) -
     live.still_works()
 
 
-@pytest.mark.parametrize(
-    ("asked", "size"),
-    [
-        ({}, (1 << 14) + 1),
-        ({"kind": "probe"}, (1 << 19) + 1),
-        ({"kind": "fetch", "fragment": 0, "after": 0, "snapshot": ""}, (1 << 14) + 1),
-    ],
-    ids=["at first", "after a probe", "after a request"],
-)
-def test_what_is_announced_above_the_limit_ends_the_connection_at_once(
-    live: Live, asked: dict[str, Any], size: int
-) -> None:
-    with closing(stranger_at(live.transports[0].address)) as stranger:
-        if asked:
-            stranger.sendall(frame(asked))
-            assert stranger.recv(4096)
-        stranger.settimeout(SOON_S)
-        stranger.sendall(b"DLC3" + size.to_bytes(4, "big"))
-        assert stranger.recv(1) == b""
+def test_what_is_announced_above_the_limit_ends_the_connection_at_once(live: Live) -> None:
+    fetch = {"kind": "fetch", "fragment": 0, "after": 0, "snapshot": ""}
+    for asked, limit in (({}, 1 << 14), ({"kind": "probe"}, 1 << 19), (fetch, 1 << 14)):
+        with closing(stranger_at(live.transports[0].address)) as stranger:
+            if asked:
+                stranger.sendall(frame(asked))
+                assert stranger.recv(4096)
+            stranger.settimeout(SOON_S)
+            stranger.sendall(b"DLC3" + (limit + 1).to_bytes(4, "big"))
+            assert stranger.recv(1) == b"", asked
 
 
 def test_connections_that_do_nothing_keep_nobody_out(live: Live) -> None:
@@ -124,13 +128,13 @@ def test_who_opens_connections_all_the_time_takes_a_tenth_of_the_processor_at_mo
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each handshake takes more than a millisecond of the thread that hears the others' heartbeats."""
-    transport = live.transports[0]
-    monkeypatch.setattr(transport.connections, "_arrivals", type(transport.connections._arrivals)(most=2, span_s=1e9))
+    connections, address = live.transports[0].connections, live.transports[0].address
+    monkeypatch.setattr(connections, "_arrivals", type(connections._arrivals)(most=2, span_s=1e9))
     for _ in range(2):
-        stranger_at(transport.address).close()
+        stranger_at(address).close()
     for _ in range(20):
         with pytest.raises((ConnectionError, ssl.SSLError)):
-            stranger_at(transport.address)
+            stranger_at(address)
     live.still_works()
 
 
@@ -178,18 +182,11 @@ class Name(Address):
         return self.host
 
 
-class NamedStreams(TcpStreams):
-    """Over TCP, but the key of a process is its address, as in a swarm."""
-
-    named = True
-
-    def address(self, text: str) -> Address:
-        return Name(text, 0)
-
-
-def test_a_stranger_has_few_connections_however_often_it_opens_each() -> None:
+def test_a_stranger_has_few_connections_however_often_it_opens_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that came again in place of another did not count."""
-    transport, credentials = PeerTransport(rules(rank=0), NamedStreams()), Credentials("tcp", "")
+    monkeypatch.setattr(TcpStreams, "named", True)  # as in a swarm: the key of a process is its address
+    monkeypatch.setattr(TcpStreams, "address", lambda _, text: Name(text, 0))
+    transport, credentials = PeerTransport(rules(rank=0), TcpStreams()), Credentials("tcp", "")
     place, me = transport.connections.listen("127.0.0.1", range(1), "127.0.0.1"), credentials.public_key
     with closing(transport), ExitStack() as stack:
         for number in range(24):
@@ -220,25 +217,17 @@ def test_who_does_not_read_what_it_is_told_is_lost(wires: Wires, relays: Relays)
     assert "does not read its messages" in first.reason
 
 
-def test_an_address_that_is_none_is_not_taken_from_an_answer() -> None:
-    """Before, it ended each later search of the process that had asked, which could not ask at that address."""
-    known = Members((Entry(1, "nowhere"), Entry(2, "127.0.0.1:1")), (1, 2))
-    directory = connect(place(0, 1, Address("127.0.0.1", 0)), rules())
-    with answering(known) as liar, closing(directory.transport):
-        directory.connections.most_ranks = 3
-        directory.transport.connections.call(directory.ask(liar))
-        found = directory.transport.connections.call(directory.addresses())
-    assert found == [Address("127.0.0.1", 1)]
-
-
-def test_nor_is_another_address_of_a_rank_that_is_connected() -> None:
-    """Before, a member could name itself as each donor of a joiner."""
+def test_neither_an_address_that_is_none_nor_another_one_of_a_connected_rank_is_taken_from_an_answer() -> None:
+    """Before, the first ended each later search, and a member could name itself as each donor of a joiner."""
     with rendezvous(2) as address:
         both = at_once([lambda m=m: connect(place(m, 2, address), rules(**QUICK)) for m in range(2)])
-    with answering(Members((Entry(1, "6.6.6.6:1"),), (0, 1))) as liar, ExitStack() as open_ones:
+    told = Members((Entry(1, "6.6.6.6:1"), Entry(2, "nowhere"), Entry(3, "127.0.0.1:1")), (0, 1))
+    with answering(told) as liar, ExitStack() as open_ones:
         first, second = (open_ones.enter_context(closing(each.transport)) for each in both)
+        first.connections.most_ranks = 4
         first.connections.call(both[0].ask(liar))
-        assert first.connections.entries[1].address == str(second.address)
+        known = {rank: each.address for rank, each in first.connections.entries.items()}
+        assert known == {0: str(first.address), 1: str(second.address), 3: "127.0.0.1:1"}
 
 
 def test_a_joiner_takes_the_table_that_most_members_tell(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,3 +241,63 @@ def test_a_joiner_takes_the_table_that_most_members_tell(monkeypatch: pytest.Mon
         monkeypatch.setattr(directory, "connect", mock.AsyncMock(side_effect=lambda found: found))
         view = directory.transport.connections.call(directory.find())
     assert view.members == (1, 2)
+
+
+# Over libp2p.
+
+
+ADMISSION = Admission("run", new_secret())
+
+
+@pytest.fixture(scope="module")
+def swarm(lasting: Swarms) -> Swarms:
+    lasting.meet(2, secret=ADMISSION.secret)
+    return lasting
+
+
+@HIVEMIND_LEAVES_CONNECTIONS
+def test_whatever_a_stream_begins_with_the_peer_goes_on(swarm: Swarms) -> None:
+    """From a peer that knows the secret. Frames that are none: over TCP; all messages: tests/protocol."""
+    me = load_identity(swarm.key(9)).peer_id
+    hello: dict[str, Any] = {"kind": "hello", "rank": 9, "address": me}
+    entry = {"rank": 9, "address": me, "facts": {}, "held_step": -1, "places": []}
+    following = NextView(View(3, (9,)), View(2, (9,)), 0, {}, "")
+    openings: dict[str, tuple[dict[str, Any], ...]] = {
+        "hello in the name of a member": (hello | {"rank": 1},),
+        "hello from another address": (hello | {"address": "QmXoypizjW3WknFiJnKLwHCnL72vedxjQkDDP1mXWo6uco"},),
+        "table in another's name": ({"kind": "ask", "entry": entry | {"address": "somebody"}},),
+        "table of a member's number": ({"kind": "ask", "entry": entry | {"rank": 0}},),
+        "link of nobody": ({"kind": "link", "key": "0/0-1/0", "connection": 0, "rank": 1},),
+        "a vote of no member": (hello, {"kind": "vote", "view": 2, "round": [0, 0], "reason": "no"}),
+        "a welcome of no member": (hello, {"kind": "welcome", "following": following}),
+        "a value for the mailbox": (hello, {"kind": "store", "key": "x" * 100, "value": b"y"}),
+        "a wish to join in another's name": (hello, {"kind": "join", "entry": entry | {"rank": 1}, "connected": [0]}),
+    }
+
+    async def say(target: Address) -> None:
+        async with swarm.stranger(9, swarm.transports[0], ADMISSION) as streams:
+            both = Live(swarm.transports)
+            for name, messages in openings.items():
+                answer = await answer_to(await streams.open(target), *messages)
+                assert b"members" not in answer, name
+                assert (b"greeting" in answer) == (messages[0] == hello), name
+                both.still_works()
+
+    asyncio.run(say(Address(streams_of(swarm.transports[0]).me, 0)))
+
+
+@HIVEMIND_LEAVES_CONNECTIONS
+def test_without_the_secret_nothing_is_read(swarm: Swarms) -> None:
+    async def say(target: str) -> None:
+        async with swarm.stranger(9, swarm.transports[0], ADMISSION) as streams:
+            both = Live(swarm.transports)
+            for opening in (b"", bytes(31), bytes(1 << 20)):
+                reader, writer = await streams.node.open(target)
+                with closing(writer), suppress(ConnectionError):
+                    assert await reader.readexactly(1) == b"?", "it is ready for TLS"
+                    writer.write(opening)
+                    writer.write_eof()
+                    assert len(await reader.read()) < 100, "alerts of TLS"
+                both.still_works()
+
+    asyncio.run(say(streams_of(swarm.transports[0]).me))
