@@ -14,8 +14,8 @@ from unittest import mock
 from benchmarks.markdown import table
 from diloco.membership import View
 from diloco.protocol import Effects, Machine, Rules
-from tests.membership.network import Limits, Network
-from tests.protocol.simulated_rank import Rank
+from tests.protocol.network import Limits, Network
+from tests.protocol.simulated import Rank
 
 _RULES = Rules(continue_without_lost=True, raise_on_loss=False)
 _MOST_TRIPS = 10_000

@@ -1,7 +1,6 @@
 """Which of the searching replicas founds a view: at most one, and none while others may be continuing."""
 
 import random
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -20,28 +19,15 @@ def candidacy(me: Candidate, policy: Policy = POLICY) -> BootstrapElection:
     )
 
 
-def elect(
-    *looking: Candidate, heard: Callable[[int, int], bool] = lambda one, other: True, policy: Policy = POLICY
-) -> dict[int, View]:
-    """Return the views that are founded after as many turns as there are candidates, by founder.
-
-    Args:
-        looking: the candidates.
-        heard: whether one, by its number, hears another one's announcements.
-        policy: decides which survivors may continue.
-    """
+def elect(*looking: Candidate, policy: Policy = POLICY) -> dict[int, View]:
+    """Return the views that are founded, by founder, after as many turns as there are candidates; all hear all."""
     elections, founded = [candidacy(each, policy) for each in looking], dict[int, View]()
     for _ in range(len(looking) + 2):
         for each in elections:
-            others = [other.me for other in elections if other is not each and heard(each.number, other.number)]
+            others = [other.me for other in elections if other is not each]
             if each.number not in founded and (view := each.founds(others, NOW_S)) is not None:
                 founded[each.number] = view
     return founded
-
-
-def founds(me: Candidate, *others: Candidate, policy: Policy = POLICY) -> View | None:
-    """Return the view that ``me`` founds if all hear each other."""
-    return elect(me, *others, policy=policy).get(me.number)
 
 
 @st.composite
@@ -73,19 +59,16 @@ def test_at_most_one_founds_and_only_if_nobody_else_can_be_going_on(looking: lis
 
 def test_a_minority_waits_until_enough_of_the_newest_view_look() -> None:
     view = View(4, (0, 1, 2))
-    assert founds(Candidate(1, 10, view)) is None
-    assert candidacy(Candidate(1, 10, view)).missing(()).startswith(" Of the newest view, replicas 0, 2 are missing. ")
-    assert founds(Candidate(1, 10, view), Candidate(2, 10, view)) == View(5, (1,))
-    assert founds(Candidate(1, 10, view), Candidate(2, 10, View(5, (0, 2)))) is None, "0 may continue without them"
-    assert founds(Candidate(1, 10, view), policy=Policy(1, split="go-on")) == View(5, (1,))
-
-
-def test_one_that_was_started_again_counts_as_the_member_that_it_was() -> None:
-    mine = Candidate(1, 30, View(4, (0, 1)))
-    assert founds(mine) is None
-    assert founds(mine, Candidate(0, 20)) == View(5, (1,))
-    assert founds(Candidate(0, 20), mine) is None, "the other one is ahead"
-    assert founds(Candidate(0, 40), mine) == View(5, (0,))
+    one, two = Candidate(1, 10, view), Candidate(2, 10, view)
+    assert not elect(one)
+    assert candidacy(one).missing(()).startswith(" Of the newest view, replicas 0, 2 are missing. ")
+    assert elect(one, two) == {1: View(5, (1,))}
+    assert not elect(one, Candidate(2, 10, View(5, (0, 2)))), "0 may continue without them"
+    assert elect(one, policy=Policy(1, split="go-on")) == {1: View(5, (1,))}
+    of_two = Candidate(1, 30, View(4, (0, 1)))
+    assert not elect(of_two)
+    assert elect(of_two, Candidate(0, 20)) == {1: View(5, (1,))}, "the process of 0 has ended"
+    assert elect(of_two, Candidate(0, 40)) == {0: View(5, (0,))}
 
 
 def test_nobody_founds_before_others_could_be_heard() -> None:
@@ -103,10 +86,9 @@ def test_one_that_was_started_again_does_not_count_as_the_member_that_it_was(rep
     view, most = View(4, tuple(range(replicas))), replicas // 2 + 1
     restarted = Candidate(replicas - 1, 30 if ahead else 0)
     there = [Candidate(number, 20, view) for number in range(replicas - 1)]
+    founder = restarted.number if ahead else 0
     assert not elect(*there[1:most], restarted)
-    assert elect(*there[:most], restarted) == elect(*there, restarted) == {restarted.number if ahead else 0: View(
-        5, (restarted.number if ahead else 0,)
-    )}  # fmt: skip
+    assert elect(*there[:most], restarted) == elect(*there, restarted) == {founder: View(5, (founder,))}
 
 
 def test_what_one_had_agreed_to_binds_it_also_where_the_others_may_not_know_it() -> None:

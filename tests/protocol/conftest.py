@@ -1,7 +1,5 @@
 """Fixtures for the simulated networks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from unittest import mock
 

@@ -3,22 +3,20 @@
 ``python -m tests.protocol.histories SEEDS [FIRST]`` counts the outcomes; benchmarks/chaos has those of each version.
 """
 
-from __future__ import annotations
-
 import collections
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from diloco.membership import Accepted, NextView, View
-from diloco.protocol import Accept, Adopted, Change, Propose
-from tests.membership.network import Limits, Network, wander
-from tests.protocol.simulated import check_agreement, finish, rank, simulated
-from tests.protocol.simulated_rank import Rank
+from diloco.membership import Accepted, NextView, Report, View
+from diloco.protocol import Accept, Adopted, Change, Propose, RoundVote, WireMessage
+from tests.protocol.network import Limits, Network, wander
+from tests.protocol.simulated import Rank, check_agreement, finish, simulated
 
 
 def bridge(replicas: int, seed: int) -> Network:
@@ -37,49 +35,72 @@ def bridge(replicas: int, seed: int) -> Network:
     return network
 
 
-def trouble(replicas: int, seed: int) -> Network:
+FAULTS: dict[str, Sequence[int]] = {
+    "ends": range(3),
+    "machines": range(3),
+    "cuts": (0, 2, 4, 9),
+    "abrupt": range(2),
+    "returns": range(3),
+    "deaf": (0, 0, 2, 5),
+    "timers": (0, 3, 8),
+    "leaves": range(2),
+}
+"""How many there may be of each fault: one of these numbers."""
+
+MORE_FAULTS = FAULTS | {
+    "ends": range(2),
+    "machines": range(2),
+    "cuts": (0, 0, 1, 2),
+    "returns": range(4),
+    "deaf": (0, 0, 1, 2),
+    "sleeps": range(4),
+    "flaps": (0, 0, 1, 3),
+    "timers": (0, 3, 8, 30),
+}
+"""Fewer of these, and ranks that are suspended, and links that flap."""
+
+
+def trouble(replicas: int, seed: int, faults: Mapping[str, Sequence[int]] = FAULTS, joiners: int = 0) -> Network:
     """Let ranks and machines end and return, links break in one direction or both, timers run out and members leave."""
     chance = random.Random(seed)
-    limits = Limits(
-        ends=chance.randrange(3),
-        machines=chance.randrange(3),
-        cuts=chance.choice([0, 2, 4, 9]),
-        abrupt=chance.random() < 0.5,
-        returns=chance.randrange(3),
-        deaf=chance.choice([0, 0, 2, 5]),
-        own={"timers": chance.choice([0, 3, 8]), "leaves": chance.randrange(2)},
-    )
-    network = simulated(replicas, limits, ready=chance.random() < 0.8)
-    wander(network, [chance.randrange(1 << 16) for _ in range(chance.randrange(5, 200))])
-    return network
-
-
-def more_trouble(replicas: int, seed: int) -> Network:
-    """The same with ranks that are suspended, links that flap, and replicas that join; few of each."""
-    chance = random.Random(seed)
-    limits = Limits(
-        ends=chance.randrange(2),
-        machines=chance.randrange(2),
-        cuts=chance.choice([0, 0, 1, 2]),
-        abrupt=chance.random() < 0.5,
-        returns=chance.randrange(4),
-        deaf=chance.choice([0, 0, 1, 2]),
-        sleeps=chance.randrange(4),
-        flaps=chance.choice([0, 0, 1, 3]),
-        own={"timers": chance.choice([0, 3, 8, 30]), "leaves": chance.randrange(2)},
-    )
-    network = simulated(replicas, limits, strangers=2)
-    for number in (replicas, replicas + 1):
+    limits = {fault: chance.choice(numbers) for fault, numbers in faults.items()}
+    own = {fault: limits.pop(fault) for fault in ("timers", "leaves")}
+    ready = bool(joiners) or chance.random() < 0.8
+    network = simulated(replicas, Limits(**limits, own=own), strangers=joiners, ready=ready)
+    for number in range(replicas, replicas + joiners):
         network.end(number)
-    wander(network, [chance.randrange(1 << 16) for _ in range(chance.randrange(5, 400))])
+    wander(network, [chance.randrange(1 << 16) for _ in range(chance.randrange(5, 400 if joiners else 200))])
     return network
+
+
+# Liars.
+
+Lie = Callable[[int, Any], Iterable[Any]]
+"""(receiver, message) -> the messages that a liar sends instead."""
+
+
+def instead(kind: type[WireMessage], to: Sequence[int] = range(99), **fields: Any) -> Lie:
+    """Return a `Rank.lie`: change these fields in each message of a type to the ranks ``to``."""
+    return lambda receiver, message: [
+        msgspec.structs.replace(message, **fields) if isinstance(message, kind) and receiver in to else message
+    ]
+
+
+def report(liar: int, **facts: Any) -> Change:
+    """Return a report that begins a view change."""
+    return Change(Report(liar, facts.pop("view_id", 0), **{"number": 1, **facts}), "a lie")
+
+
+def without(kind: type[WireMessage], to: Sequence[int] = range(99)) -> Lie:
+    """Send no messages of a type to the ranks ``to``."""
+    return lambda receiver, message: [] if isinstance(message, kind) and receiver in to else [message]
 
 
 def with_liar(replicas: int, seed: int) -> Network:
-    """Let one member lie in a view change; nothing else happens meanwhile but slow messages."""
+    """Let one member lie in votes and a view change; nothing else happens meanwhile but slow messages."""
     chance = random.Random(seed)
     network = simulated(replicas)
-    liar = rank(network, chance.randrange(replicas))
+    liar = network[chance.randrange(replicas)]
     network.liar = liar.rank
     liar.lie = lies_of(liar, chance)
     numbers = [chance.randrange(1 << 16) for _ in range(chance.randrange(5, 200))]
@@ -91,8 +112,8 @@ def with_liar(replicas: int, seed: int) -> Network:
     return network
 
 
-def lies_of(liar: Rank, chance: random.Random) -> Callable[[int, Any], Iterable[Any]]:
-    """Return what the liar sends instead of its messages about a view change: something else to each of the others."""
+def lies_of(liar: Rank, chance: random.Random) -> Lie:
+    """Return what the liar sends instead of its votes, and messages about a view change: to each something else."""
 
     def some(members: Iterable[int]) -> frozenset[int]:
         return frozenset(each for each in members if chance.random() < 0.4)
@@ -105,30 +126,21 @@ def lies_of(liar: Rank, chance: random.Random) -> Callable[[int, Any], Iterable[
         if chance.random() < 0.5 or liar.view.id > 0:  # each lie can end an honest member, too
             return [message]
         if isinstance(message, Change):
-            view, report = liar.view, message.report
-            field = chance.choice(
-                ["apart", "gone", "left", "behind", "void", "voted", "commits", "joining", "accepted", "ballot"]
-            )
+            view, mine = liar.view, message.report
             rounds = [(1, 0), (2, 0), (0, 1)]
-            value: Any = some(view.members)
-            if field == "void":
-                value = frozenset(rounds)
-            elif field in ("voted", "commits"):
-                value = dict.fromkeys(rounds, "a lie")
-            elif field == "joining":
-                value = frozenset({9})
-            elif field == "accepted":
-                value = Accepted(chance.randrange(4), made_up(view), again=chance.random() < 0.5)
-            elif field == "ballot":
-                value = report.ballot + chance.randrange(3)
-            return [Change(replace(report, **{field: value}), message.why)]
+            values: dict[str, Any] = {name: some(view.members) for name in ("apart", "gone", "left", "behind")}
+            values |= {name: dict.fromkeys(rounds, "a lie") for name in ("voted", "commits")}
+            values |= {"void": frozenset(rounds), "joining": frozenset({9})}
+            values["ballot"] = mine.ballot + chance.randrange(3)
+            values["accepted"] = Accepted(chance.randrange(4), made_up(view), again=chance.random() < 0.5)
+            field = chance.choice(list(values))
+            return [Change(replace(mine, **{field: values[field]}), message.why)]
         if isinstance(message, Propose):
             following = made_up(message.following.previous)
-            return [
-                msgspec.structs.replace(
-                    message, following=following, reports=message.reports if chance.random() < 0.7 else {}
-                )
-            ]
+            reports = message.reports if chance.random() < 0.7 else {}
+            return [msgspec.structs.replace(message, following=following, reports=reports)]
+        if isinstance(message, RoundVote):
+            return [msgspec.structs.replace(message, digest=chance.choice(["", "another"]))]
         if isinstance(message, Accept):
             return [msgspec.structs.replace(message, digest="a lie")] if chance.random() < 0.5 else []
         return [Adopted(made_up(message.following.previous))] if isinstance(message, Adopted) else [message]
@@ -136,7 +148,12 @@ def lies_of(liar: Rank, chance: random.Random) -> Callable[[int, Any], Iterable[
     return lie
 
 
-KINDS = {"two groups": bridge, "any faults": trouble, "sleep, flaps and joins": more_trouble, "a liar": with_liar}
+KINDS: dict[str, Callable[[int, int], Network]] = {
+    "two groups": bridge,
+    "any faults": trouble,
+    "sleep, flaps and joins": partial(trouble, faults=MORE_FAULTS, joiners=2),
+    "a liar": with_liar,
+}
 
 
 def outcome(network: Network) -> str:
@@ -160,6 +177,19 @@ def outcome(network: Network) -> str:
         except AssertionError as error:
             return str(error).partition("\n")[0] or "other"
     return "one" if going_on else "none"
+
+
+def check_honest(honest: Sequence[Rank]) -> None:
+    """Check that no honest rank has ended, that all are in one view, and that they agree on every round."""
+    assert {each.left for each in honest} == {""}
+    (view,) = {each.view for each in honest}
+    assert {each.replica for each in honest} <= {*view.members}
+    for each in honest:
+        assert each.step == each.STEPS
+        for step, committed in each.outcomes.items():
+            assert committed == honest[0].outcomes.get(step, committed), "a round is applied by some"
+        for step, average in each.averages.items():
+            assert average.contributors == honest[0].averages.get(step, average).contributors
 
 
 def main(seeds: int, first: int = 0) -> None:

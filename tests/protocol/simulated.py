@@ -1,60 +1,354 @@
-"""Networks of simulated ranks, and what must hold for the ranks that continue."""
+"""Networks of simulated ranks, each with its machine, and what must hold for the ranks that continue.
 
-from __future__ import annotations
+The effects of a machine become messages and pending things to do: what another thread would do later is something that
+the rank does next. A timer fires when the test's numbers say so.
+"""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ParamSpec
 
-import msgspec
+import torch
 
-from diloco.membership import Policy
-from diloco.protocol import Effects, Rules, WireMessage
-from tests.membership.network import Limits, Network, explore, wander
-from tests.protocol.simulated_rank import LATE_S, TIMEOUT_S, Rank, weight_of
+from diloco.algorithm import Contribution, RoundId, Uplink, Verdict, make_codec
+from diloco.errors import DivergedError, RoundVoidError, TransportError, ViewChangedError
+from diloco.membership import NextView, View
+from diloco.protocol import (
+    Commit,
+    Effects,
+    Entry,
+    GiveVerdict,
+    Join,
+    Machine,
+    Message,
+    MessageError,
+    Rules,
+    Submitted,
+    Timer,
+    Welcome,
+    WireMessage,
+    decode,
+    encode,
+)
+from tests.protocol.network import Limits, Network, explore, settle, wander
 
+P = ParamSpec("P")
+
+CODEC = make_codec("float32")
+NUMEL = 12  # enough to be divided among a few replicas
+PAYLOAD = CODEC.encode(torch.ones(NUMEL))
+LATE_S, TIMEOUT_S = 5.0, 10.0
+RULES = Rules(
+    round_timeout_s=TIMEOUT_S, late_s=LATE_S, silence_s=LATE_S, continue_without_lost=True, raise_on_loss=False
+)
 MOST_TICKS = 3 * 12 * 10  # of three view changes that take as long as they may
+
+
+class Rank:
+    """A rank that sends a fragment in each of its steps, and the next round of a fragment once the last is decided.
+
+    It joins a run in progress (``joining``), founds a view (``founded``), or begins with the others: at once, or as the
+    first thing that it does (not ``ready``). ``garbage`` are messages that it may receive from any rank.
+    """
+
+    STEPS = 5  # the number of its inner steps
+
+    def __init__(
+        self,
+        network: Network,
+        rank: int,
+        replicas: int,
+        size: int,
+        rules: Rules,
+        *,
+        joining: bool = False,
+        ready: bool = True,
+        gradients: bool = False,
+        garbage: Sequence[bytes] = (),
+        founded: View | None = None,
+        step: int = 0,
+    ) -> None:
+        self.network, self.rank, self.replica = network, rank, rank // size
+        self.now_s = 0.0  # its clock, which advances only when a test moves it or a view change takes long
+        self.digest = "d"  # of its state
+        self.left = ""  # why it stopped by itself
+        self.timers: list[tuple[float, Timer]] = []
+        self.averages: dict[int, Commit] = {}  # by step
+        self.weights: dict[int, Mapping[int, float]] = {}  # in its means, by step
+        self.errors: dict[int, TransportError] = {}  # step -> why its round was void
+        self.changes: list[NextView] = []
+        # view, round and position in a replica -> the parts of the sum that its plan gives to each replica
+        self.shards: dict[tuple[int, RoundId, int], tuple[tuple[int, int], ...]] = {}
+        self.sent: list[Any] = []
+        # maps a receiver and a message to the messages sent instead; the identity unless a test replaces it
+        self.lie: Callable[[int, Any], Iterable[WireMessage | bytes]] = lambda receiver, message: (message,)
+        self.finds_unusable: int | None = None  # the replica whose values spoil every mean, as this rank finds
+        self.gradients, self._garbage = gradients, garbage
+        self._known: dict[int, int] = {}  # connections that the machine knows
+        self.todo: deque[Callable[[], object]] = deque()  # what is pending and needs no other rank
+        self._given: dict[int, Contribution] = {}
+        self.exchanges: dict[tuple[int, RoundId], GiveVerdict | None] = {}  # that have not ended, by view and round
+        self.machine = Machine(replace(rules, rank=rank, ranks_per_replica=size))
+        view = founded or View.of(replicas)
+        self.step, self.first_step = step, step + 1
+        self._joins = Entry(rank, f"simulated:{rank}") if joining else None
+        self._asked = 1
+        if self._joins is not None:
+            reached = sorted({other // size for other in network.ranks if network.connection(rank, other) is not None})
+            view = View(-1, tuple(reached) or (self.replica,))
+            self.todo.append(partial(self.handle, self.machine.announce, Join(self._joins)))
+        begin = partial(self.handle, self.machine.begin, view, member=not joining)
+        if ready:
+            begin()
+        else:
+            self.todo.append(begin)
+
+    @property
+    def step(self) -> int:
+        return self.machine.rounds.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.machine.rounds.step = step
+
+    @property
+    def view(self) -> View:
+        return self.machine.views.view
+
+    @property
+    def failure(self) -> TransportError | None:
+        return self.machine.views.failure
+
+    @property
+    def outcomes(self) -> dict[int, bool]:
+        """Step -> whether its round was committed here."""
+        for error in self.errors.values():
+            assert isinstance(error, RoundVoidError | DivergedError), error
+        return dict.fromkeys(self.errors, False) | dict.fromkeys(self.averages, True)
+
+    def sent_of(self, kind: type[Any]) -> list[Any]:
+        """Return the messages of one type that it sent."""
+        return [message for message in self.sent if isinstance(message, kind)]
+
+    # What the network calls.
+
+    def act(self) -> bool:
+        if self.todo:
+            self.todo.popleft()()
+        elif self._joins is not None:
+            return self._join(self._joins)
+        elif ready := next((key for key, verdict in self.exchanges.items() if verdict is not None), None):
+            self._finish(*ready)
+        elif self.failure is None and (again := self._to_hand_in_again()):
+            self._submit(again)
+        elif self.step < self.STEPS and self.failure is None and self._may_step():
+            self._step()
+        else:
+            return False
+        return True
+
+    def receive(self, sender: int, message: bytes) -> None:
+        """Receive a message. One that is none, or that conforms to no protocol, ends its connection."""
+        try:
+            self.hear(sender, decode(message, Message))
+        except MessageError:
+            if self.network.connection(self.rank, sender) is not None:
+                self.network.hang_up(self.rank, sender)
+                self.lose(sender, gone=False)
+
+    def lose(self, rank: int, *, gone: bool) -> None:
+        self.handle(self.machine.views.lose, rank, "simulated", gone=gone)
+
+    def may(self, what: str) -> bool:
+        if what == "timers":
+            return bool(self.timers)
+        if what == "breaks":
+            return bool(self.exchanges)
+        return not self.left and self._joins is None  # leaves, garbage
+
+    def suffer(self, what: str, number: int) -> None:
+        """Fire a timer, break a payload connection, leave, or receive a message that no correct rank sends."""
+        if what == "timers":
+            delay_s, timer = self.timers.pop(number % len(self.timers))
+            self.now_s += delay_s
+            self.handle(self.machine.fire, timer)
+        elif what == "breaks":
+            view_id, round_id = list(self.exchanges)[number % len(self.exchanges)]
+            del self.exchanges[view_id, round_id]
+            self.handle(self.machine.rounds.end_exchange, view_id, round_id, "a payload connection broke")
+        elif what == "leaves":
+            self.handle(self.machine.views.leave)
+        else:
+            others = [rank for rank in self.network.ranks if rank != self.rank]
+            self.receive(others[number % len(others)], self._garbage[number // 8 % len(self._garbage)])
+
+    def fire(self, *, of_round: bool) -> bool:
+        """Let the first timer of a round, or of a view change, run out, if there is one."""
+        places = [place for place, (_, timer) in enumerate(self.timers) if (timer.round is not None) == of_round]
+        if places:
+            self.suffer("timers", places[0])
+        return bool(places)
+
+    # The machine.
+
+    def hear(self, sender: int, message: Message) -> Effects:
+        return self.handle(self.machine.receive, sender, message)
+
+    def handle(self, act: Callable[P, None], *arguments: P.args, **more: P.kwargs) -> Effects:
+        """Call the machine, after all changes of connections, and carry out the effects."""
+        for other in self.network.ranks:
+            connection = self.network.connection(self.rank, other)
+            if connection is None and self._known.pop(other, None) is not None:
+                self._call(self.machine.disconnect, other)
+            elif connection is not None and self._known.get(other) != connection:
+                self._known[other] = connection
+                self._call(self.machine.connect, other, connection, f"simulated:{other}")
+        effects = self._call(act, *arguments, **more)
+        if self.failure is not None:  # the process ends, and its connections with it
+            self._leave(str(self.failure))
+        return effects
+
+    def _call(self, act: Callable[P, None], *arguments: P.args, **more: P.kwargs) -> Effects:
+        effects = self.machine.handle(self.now_s, act, *arguments, **more)
+        self.machine.validate()
+        for rank, message in effects.messages:
+            self.send(rank, message)
+        for rank in effects.hang_ups:
+            self._known.pop(rank, None)
+            self.network.hang_up(self.rank, rank)
+        for timer, delay_s in effects.timers.items():
+            self.timers = [each for each in self.timers if each[1] != timer]
+            if delay_s is not None:
+                self.timers.append((delay_s, timer))
+        for round_id, outcome in effects.outcomes:
+            step = self._step_of(round_id)
+            assert step not in self.averages.keys() | self.errors.keys(), "it has two outcomes"
+            if isinstance(outcome, Commit):
+                self.averages[step] = outcome
+            else:
+                self.errors[step] = outcome
+        for following, _, joined in effects.adopted:
+            self.changes.append(following)
+            for rank in joined:
+                self.send(rank, Welcome(following, f"from {self.rank}".encode()))
+        for view, round_id in effects.exchanges:
+            self.exchanges[view.id, round_id] = None
+        for given in effects.verdicts:
+            if (given.view_id, given.round) in self.exchanges:
+                self.exchanges[given.view_id, given.round] = given
+            if given.plan is not None:
+                self.shards[given.view_id, given.round, self.machine.rules.position] = given.plan.shards
+        return effects
+
+    def send(self, rank: int, message: WireMessage) -> None:
+        self.sent.append(message)
+        for told in self.lie(rank, message):
+            data = told if isinstance(told, bytes) else encode(told)
+            assert len(data) <= 1 << 20, "no connection carries it"
+            self.network.send(self.rank, rank, data)
+
+    def _finish(self, view_id: int, round_id: RoundId) -> None:
+        """Finish an exchange with the mean over this view's contributions."""
+        given = self.exchanges.pop((view_id, round_id))
+        assert given is not None
+        verdict: Verdict = given.verdict
+        if self.finds_unusable in verdict.contributors:
+            words = f"the mean is not finite; replica {self.finds_unusable} contributed most to it"
+            self.handle(self.machine.rounds.end_exchange, view_id, round_id, words, spoiler=self.finds_unusable)
+            return
+        if not verdict.void:
+            self.weights[self._step_of(round_id)] = given.weights
+            digest = f"mean of {round_id} in view {view_id}, by {given.weights}"
+            self.handle(self.machine.rounds.compute, view_id, round_id, digest)
+        self.handle(self.machine.rounds.end_exchange, view_id, round_id)
+
+    # The training of the rank.
+
+    def _join(self, entry: Entry) -> bool:
+        """Do what `connected.join` does, without waiting."""
+        answer, self.machine.answer = None if self.left else self.machine.answer, None
+        if answer is None:
+            if not self.left and not self.machine.roster.connections:
+                self._leave("no rank answers")
+            return False
+        message, connections = answer
+        if isinstance(message, Welcome):
+            assert message.note.startswith(b"from "), "the member that sends the welcome adds a note"
+            self._joins = None
+            self.handle(self.machine.enter, message.following, connections)
+            self.first_step = self.step + 1
+        elif message.for_good or self._asked == 20:
+            self._leave(f"refused: {message.reason}")
+        else:
+            self._asked += 1
+            self.handle(self.machine.announce, Join(entry))
+        return True
+
+    def _may_step(self) -> bool:
+        return all(step in self.outcomes for step in self._given if step % 3 == (self.step + 1) % 3)
+
+    def _to_hand_in_again(self) -> int | None:
+        """Return a step to submit again, as data-parallel training does with gradients."""
+        for step, error in self.errors.items():
+            if self._given[step].round.fragment < 0 and isinstance(error, ViewChangedError):
+                return step
+        return None
+
+    def _step(self) -> None:
+        self.step += 1
+        step = self.step
+        self._given[step] = Contribution(
+            round=RoundId(-1, step) if self.gradients and step % 3 == 0 else RoundId(step % 3, step // 3),
+            replica=self.replica,
+            codec=CODEC,
+            numel=NUMEL,
+            payload=PAYLOAD,
+            digest=self.digest,
+            weight=weight_of(self.replica, step),
+        )
+        self._submit(step)
+
+    def _submit(self, step: int) -> None:
+        self.errors.pop(step, None)
+        uplink = Uplink(10 ** ((self.rank + step) % 3), full=True)
+        submitted = Submitted(self._given[step], step, self.now_s, uplink=uplink)
+        self.todo.append(partial(self.handle, self.machine.rounds.submit, submitted))
+
+    def _step_of(self, round_id: RoundId) -> int:
+        return next(step for step, given in self._given.items() if given.round == round_id)
+
+    def _leave(self, why: str) -> None:
+        self.left = self.left or why
+        for other in self.network.ranks:
+            self.network.hang_up(self.rank, other)
 
 
 class Stranger:
     """A connected rank that is no member; the test sends its messages."""
 
+    timers = ()
     act = receive = lose = may = suffer = lambda *arguments, **more: False  # it does nothing
 
 
-def instead(kind: type[WireMessage], to: Sequence[int] = range(99), **fields: Any) -> Callable[[int, Any], list[Any]]:
-    """Return a `Rank.lie`: change these fields in each message of a type to the ranks ``to``."""
-    return lambda receiver, message: [
-        msgspec.structs.replace(message, **fields) if isinstance(message, kind) and receiver in to else message
-    ]
-
-
-def rules_of(policy: Policy | None = None, *, survive: bool = True) -> Rules:
-    """Return the rules of a run; each rank puts in its own number."""
-    policy = policy or Policy()
-    return Rules(
-        round_timeout_s=TIMEOUT_S,
-        late_s=LATE_S,
-        silence_s=LATE_S,
-        min_replicas=policy.min_replicas,
-        split=policy.split,
-        continue_without_lost=survive,
-        raise_on_loss=False,
-    )
+def weight_of(replica: int, step: int) -> float:
+    """Return the weight of a contribution; none may exceed eight full windows."""
+    return 1 + step % 6 + replica / 256
 
 
 def simulated(
     replicas: int,
     limits: Limits | None = None,
+    rules: Rules = RULES,
     *,
     size: int = 1,
     strangers: int = 0,
-    quorum: Policy | None = None,
-    survive: bool = True,
     ready: bool = True,
     **kind: Any,
 ) -> Network:
     """Return a network of replicas that have done nothing yet; ``ready``: all begin before anything happens."""
-    network, rules = Network(range(replicas * size + strangers), limits or Limits()), rules_of(quorum, survive=survive)
+    network = Network(range(replicas * size + strangers), limits or Limits())
     network.make = lambda rank: Rank(network, rank, replicas, size, rules, joining=True, **kind)
     for rank in network.ranks:
         member = rank < replicas * size
@@ -79,11 +373,8 @@ def finish(network: Network) -> None:
     for _ in range(MOST_TICKS):
         explore(network, [], 3000)
         nodes = [network.nodes[number] for number in sorted(network.alive)]
-        changing = [node for node in nodes if isinstance(node, Rank) and not node.left and node.is_changing]
-        if not changing:
+        if not any([node.fire(of_round=False) for node in nodes if isinstance(node, Rank) and not node.left]):
             return
-        for node in changing:
-            node.settle()
     raise AssertionError("a view change takes longer than it may")
 
 
@@ -99,7 +390,7 @@ def check_agreement(ranks: Sequence[Rank], *, whole: bool = False) -> None:
     going_on = [rank for rank in ranks if not rank.left]
     assert len({rank.view for rank in going_on}) <= 1, "two histories"
     for rank in ranks:
-        assert not rank.exchanging, "a thread waits for ever"
+        assert not rank.exchanges, "a thread waits for ever"
     planned: dict[object, object] = {}
     for rank in ranks:
         for what, shards in rank.shards.items():
@@ -118,26 +409,14 @@ def check_agreement(ranks: Sequence[Rank], *, whole: bool = False) -> None:
             others = going_on[0].averages.get(step, average)
             contributors = average.contributors
             assert (average.view, contributors) == (others.view, others.contributors)
-            assert rank.weights[step] == sum(weight_of(replica, step) for replica in contributors)
+            assert rank.weights[step] == {replica: weight_of(replica, step) for replica in contributors}
             assert not whole or contributors == average.view.members
-
-
-def rank(network: Network, number: int) -> Rank:
-    node = network.nodes[number]
-    assert isinstance(node, Rank)
-    return node
 
 
 def begin(network: Network, *numbers: int, deliver: bool = True) -> None:
     """Let these ranks send their first contribution, and deliver it; none exchanges payloads or votes yet."""
-    for number in numbers:
-        while rank(network, number).step == 0 or rank(network, number).has_to_do:
-            assert rank(network, number).act()
+    for node in map(network.nodes.__getitem__, numbers):
+        while node.step == 0 or node.todo:
+            assert node.act()
     if deliver:
         settle(network)
-
-
-def settle(network: Network) -> None:
-    """Deliver everything that was sent, and let every lost connection be noticed."""
-    while choices := network.choices():
-        network.happen(*choices[0], 0)

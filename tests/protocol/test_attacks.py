@@ -3,10 +3,8 @@
 The attacker is a rank of the package's own classes whose messages are changed, so each attack is one row.
 """
 
-from __future__ import annotations
-
 import tracemalloc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -24,67 +22,49 @@ from diloco.protocol import (
     Excluded,
     Header,
     Leaving,
-    Message,
     Propose,
     Refused,
     RoundVote,
     Welcome,
     WireMessage,
-    decode,
     digest_of,
     encode,
 )
-from tests.membership.network import Limits, Network
-from tests.protocol.simulated import begin, finish, instead, rank, rules_of, simulated
-from tests.protocol.simulated_rank import LATE_S, TIMEOUT_S, Rank
-
-Forgery = Callable[[int, Any], Iterable[Any]]
-"""(receiver, message of an honest member) -> the messages that the attacker sends instead."""
+from tests.protocol.histories import Lie, check_honest, instead, report, without
+from tests.protocol.network import Network
+from tests.protocol.simulated import LATE_S, RULES, TIMEOUT_S, Rank, Stranger, begin, finish, simulated
 
 MAX_MEMORY_BYTES = 64 << 20
-RULES = rules_of()
+STEPS = 9
 
 
-class Member(Rank):
-    STEPS = 9
-
-
-def also(kind: type[WireMessage], times: int = 1, **fields: Any) -> Forgery:
+def also(kind: type[WireMessage], times: int = 1, **fields: Any) -> Lie:
     """After each message of a type, send copies with these fields changed; a number n in ``fields`` counts up."""
 
-    def forgery(receiver: int, message: Any) -> Iterable[Any]:
+    def lie(receiver: int, message: Any) -> Iterable[Any]:
         yield message
         if isinstance(message, kind):
             for number in range(times):
                 told = {key: value(number) if callable(value) else value for key, value in fields.items()}
                 yield msgspec.structs.replace(message, **told)
 
-    return forgery
+    return lie
 
 
-def once(*messages: WireMessage | bytes, times: int = 1) -> Forgery:
+def once(*messages: WireMessage | bytes, times: int = 1) -> Lie:
     """Send these messages once to each of the others, before the first header."""
     told: set[int] = set()
 
-    def forgery(receiver: int, message: Any) -> Iterable[Any]:
+    def lie(receiver: int, message: Any) -> Iterable[Any]:
         if isinstance(message, Header) and receiver not in told:
             told.add(receiver)
             yield from messages * times
         yield message
 
-    return forgery
+    return lie
 
 
-def without(kind: type[WireMessage]) -> Forgery:
-    return lambda receiver, message: [] if isinstance(message, kind) else [message]
-
-
-def report(liar: int, **facts: Any) -> WireMessage:
-    """A report that begins a view change."""
-    return Change(Report(liar, facts.pop("view_id", 0), **{"number": 1, **facts}), "a lie")
-
-
-def both(first: Forgery, second: Forgery) -> Forgery:
+def both(first: Lie, second: Lie) -> Lie:
     return lambda receiver, message: [each for told in first(receiver, message) for each in second(receiver, told)]
 
 
@@ -133,7 +113,7 @@ def lies_of(liar: int, size: int) -> Mapping[str, Iterable[WireMessage]]:
     }
 
 
-def attacks_of(liar: int, size: int) -> Mapping[str, Forgery]:
+def attacks_of(liar: int, size: int) -> Mapping[str, Lie]:
     others, begins = tuple(each for each in range(size) if each != liar), once(report(liar))
     return {name: once(*lies) for name, lies in lies_of(liar, size).items()} | {
         "none": without(Announcement),
@@ -178,22 +158,12 @@ def attacks_of(liar: int, size: int) -> Mapping[str, Forgery]:
 
 @pytest.mark.parametrize("name", attacks_of(3, 4))
 def test_a_malicious_member_harms_nobody(name: str) -> None:
-    liar, size = 3, 4
-    network = Network(range(size), Limits())
-    members = [Member(network, rank, size, 1, RULES) for rank in range(size)]
-    members[liar].lie = attacks_of(liar, size)[name]
-    network.nodes.update(enumerate(members))
-    honest = [each for each in members if each.rank != liar]
+    network, liar, size = simulated(4), 3, 4
+    network[liar].lie = attacks_of(liar, size)[name]
     tracemalloc.start()
-    longest_s = run(network, honest)
+    honest, longest_s = run(network, liar)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert {each.left for each in honest} == {""}
-    assert {each.view for each in honest} == {honest[0].view}
-    assert [len(each.outcomes) for each in honest] == [Member.STEPS] * len(honest), "a round was never decided"
-    assert len({tuple(sorted(each.outcomes.items())) for each in honest}) == 1, "a round was applied by some"
-    for step in honest[0].averages:
-        assert len({each.averages[step].contributors for each in honest}) == 1
     assert name not in lies_of(liar, size) or {*honest[0].outcomes.values()} == {True}, "it is about members alone"
     assert longest_s <= TIMEOUT_S + 2 * LATE_S, "a liar costs a ballot, besides a round"
     assert peak_bytes < MAX_MEMORY_BYTES
@@ -210,124 +180,102 @@ def test_what_the_first_one_says_of_all_others_ends_none_of_them(name: str, size
     for other, message in product(range(1, size), lies_of(0, size)[name]):
         network.send(0, other, encode(message))
     finish(network)
-    honest = [rank(network, number) for number in range(1, size)]
-    assert {(each.left, each.view) for each in honest} == {("", honest[0].view)}
+    honest = [network[number] for number in range(1, size)]
+    check_honest(honest)
     assert all({*each.outcomes.values()} == {True} for each in honest)
 
 
-def run(network: Network, honest: list[Member]) -> float:
-    """Run until nothing is left to do, firing the earliest timer whenever all wait; return the longest pause."""
+def run(network: Network, liar: int) -> tuple[list[Rank], float]:
+    """Let the honest ones train, firing the earliest timer whenever all wait; return them, and the longest pause."""
+    honest = [network[number] for number in network.ranks if number != liar]
+    for node in network.nodes.values():
+        node.STEPS = STEPS
     longest_s = now_s = progress_s = 0.0
     decided, due_s = 0, dict[Any, float]()
-    while sum(len(each.outcomes) for each in honest) < Member.STEPS * len(honest):
+    while sum(len(each.outcomes) for each in honest) < STEPS * len(honest):
         moved = False
         for what, one, other in network.choices():
             if network.can(what, one, other):
                 network.happen(what, one, other, 0)
                 moved = True
-        moved = any([network.nodes[rank].act() for rank in sorted(network.alive)]) or moved
+        moved = any([network.nodes[number].act() for number in sorted(network.alive)]) or moved
         if (count := sum(len(each.outcomes) for each in honest)) > decided:
             decided, progress_s = count, now_s
         if moved:
             continue
-        timers = [(due_s.setdefault((each.rank, timer), now_s + delay_s), each.rank, number, timer)
-                  for each in honest for number, (delay_s, timer) in enumerate(each.timers)]  # fmt: skip
-        if not timers:
-            break
-        at_s, rank, number, timer = min(timers, key=lambda entry: entry[0])
+        timers = [
+            (due_s.setdefault((each.rank, timer), now_s + delay_s), each.rank, place, timer)
+            for each in honest
+            for place, (delay_s, timer) in enumerate(each.timers)
+        ]
+        assert timers, "a round was never decided"
+        at_s, number, place, timer = min(timers, key=lambda entry: entry[0])
         now_s = max(now_s, at_s)
         longest_s = max(longest_s, now_s - progress_s)
-        del due_s[rank, timer]
+        del due_s[number, timer]
         for each in honest:
             each.now_s = now_s
             for other in network.ranks:
                 if other != each.rank:
                     network.send(other, each.rank, encode(Beat()))
-        network.nodes[rank].suffer("timers", number)
-    return longest_s
+        network.nodes[number].suffer("timers", place)
+    check_honest(honest)
+    return honest, longest_s
 
 
-class Accepter:
-    """A member that accepts in each ballot what nobody has proposed, as far as all but the proposer see.
+def accepts_else(size: int, *, mute: bool) -> Lie:
+    """Accept in each ballot what nobody has proposed, as far as all but the proposer see.
 
-    ``mute``: it does not report to the proposer, which waits for that; otherwise it accepts the proposal there.
+    ``mute``: do not report to the proposer, which waits for that; otherwise accept the proposal there.
     """
 
-    timers = ()
+    def lie(receiver: int, message: Any) -> Iterable[Any]:
+        if isinstance(message, Accept):
+            return [message] if receiver == message.ballot % size and not mute else []
+        if not isinstance(message, Change):
+            return []
+        ballot = message.report.ballot
+        if receiver == ballot % size:
+            return [] if mute else [message]
+        told = [message, Accept(0, ballot, "else")]
+        return told if ballot == 0 else told[::-1]  # so that it comes before any proposal
 
-    def __init__(self, network: Network, rank: int, *, mute: bool) -> None:
-        self._network, self._rank, self._mute = network, rank, mute
-        self._ballot = -1
+    return lie
+
+
+class Hasty(Stranger):
+    """A member that reports ballot after ballot, each to one other member alone: to the first one, or in turn."""
+
+    ballot = -1
+
+    def __init__(self, network: Network, rank: int, *, in_turn: bool) -> None:
+        self.network, self.rank, self.in_turn = network, rank, in_turn
 
     def act(self) -> bool:
-        begins = self._ballot < 0
-        if begins:
-            self._follow(0)
-        return begins
-
-    def receive(self, sender: int, data: bytes) -> None:
-        message = decode(data, Message)
-        if isinstance(message, Change) and message.report.ballot > self._ballot:
-            self._follow(message.report.ballot)
-        elif isinstance(message, Propose) and not self._mute:
-            self._network.send(self._rank, sender, encode(Accept(0, message.ballot, digest_of(message.following))))
-
-    def lose(self, rank: int, *, gone: bool) -> None:
-        """It goes on alone."""
-
-    def _follow(self, ballot: int) -> None:
-        self._ballot = ballot
-        reported = Change(Report(self._rank, 0, ballot=ballot, number=ballot + 1), "a lie")
-        for other in range(self._rank):
-            is_proposer = other == ballot % (self._rank + 1)
-            messages = [] if is_proposer and self._mute else [reported]
-            messages += [] if is_proposer else [Accept(0, ballot, "else")]
-            for message in messages if ballot == 0 else messages[::-1]:  # so that it comes before any proposal
-                self._network.send(self._rank, other, encode(message))
+        if self.ballot == 200:
+            return False
+        self.ballot += 1
+        for other in range(self.rank) if self.ballot == 0 else [self.ballot % self.rank if self.in_turn else 0]:
+            reported = report(self.rank, ballot=self.ballot, number=self.ballot + 1)
+            self.network.send(self.rank, other, encode(reported))
+        return True
 
 
 @pytest.mark.parametrize("replicas", [3, 4, 5])
 @pytest.mark.parametrize("mute", [False, True])
 def test_a_member_that_accepts_what_nobody_has_proposed_puts_nobody_out(replicas: int, mute: bool) -> None:
-    network, liar = Network(range(replicas), Limits()), replicas - 1
-    honest = [Member(network, rank, replicas, 1, replace(RULES, late_s=2 * TIMEOUT_S)) for rank in range(liar)]
-    network.nodes.update(enumerate([*honest, Accepter(network, liar, mute=mute)]))
-    longest_s = run(network, honest)
-    assert [each.left for each in honest] == [""] * liar
-    assert all(each.view == honest[0].view for each in honest)
-    assert [len(each.outcomes) for each in honest] == [Member.STEPS] * liar
-    assert len({tuple(sorted(each.outcomes.items())) for each in honest}) == 1
+    network = simulated(replicas, rules=replace(RULES, late_s=2 * TIMEOUT_S))
+    liar = network[replicas - 1]
+    liar.lie = accepts_else(replicas, mute=mute)
+    liar.machine.views.end("a lie")
+    _, longest_s = run(network, liar.rank)
     assert longest_s <= 4 * TIMEOUT_S
-
-
-class Hasty(Accepter):
-    """A member that reports ballot after ballot, each to one other member alone: to the first one, or in turn."""
-
-    def __init__(self, network: Network, rank: int, *, in_turn: bool) -> None:
-        super().__init__(network, rank, mute=True)
-        self._in_turn = in_turn
-
-    def act(self) -> bool:
-        if self._ballot == 200:
-            return False
-        others, first = range(self._rank), self._ballot < 0
-        self._ballot += 1
-        reported = Change(Report(self._rank, 0, ballot=self._ballot, number=self._ballot + 1), "a lie")
-        for other in others if first else [self._ballot % self._rank if self._in_turn else 0]:
-            self._network.send(self._rank, other, encode(reported))
-        return True
-
-    def receive(self, sender: int, data: bytes) -> None:
-        """It waits for nobody."""
 
 
 @pytest.mark.parametrize("replicas", [3, 4, 5])
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_who_follows_the_ballots_of_a_liar_is_not_taken_for_one(replicas: int, in_turn: bool) -> None:
-    network, liar = Network(range(replicas), Limits()), replicas - 1
-    honest = [Member(network, rank, replicas, 1, replace(RULES, late_s=2 * TIMEOUT_S)) for rank in range(liar)]
-    network.nodes.update(enumerate([*honest, Hasty(network, liar, in_turn=in_turn)]))
-    run(network, honest)
-    assert [each.left for each in honest] == [""] * liar
-    assert {each.view.members for each in honest} == {tuple(range(liar))}
-    assert len({tuple(sorted(each.outcomes.items())) for each in honest}) == 1
+    network = simulated(replicas, rules=replace(RULES, late_s=2 * TIMEOUT_S))
+    network.nodes[replicas - 1] = Hasty(network, replicas - 1, in_turn=in_turn)
+    honest, _ = run(network, replicas - 1)
+    assert honest[0].view.members == tuple(range(replicas - 1))

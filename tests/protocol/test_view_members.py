@@ -1,16 +1,19 @@
 """What single members do when a view ends, or others void a round, are late or leave; on the simulated network."""
 
-from __future__ import annotations
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from diloco.algorithm import RoundId
 from diloco.errors import ViewChangedError
-from diloco.membership import Policy, View
-from diloco.protocol import Change, Header, Leaving, RoundVote
-from tests.membership.network import Limits, explore
-from tests.protocol.simulated import begin, check_agreement, rank, settle, simulated
-from tests.protocol.simulated_rank import LATE_S, TIMEOUT_S, Rank
+from diloco.membership import View
+from diloco.protocol import Change, Header, Leaving, Machine, RoundVote, Rules, tally
+from tests.protocol.network import Limits, explore, settle
+from tests.protocol.simulated import LATE_S, RULES, TIMEOUT_S, Rank, begin, check_agreement, simulated
 
 
 @pytest.mark.parametrize("begun", [True, False])
@@ -19,17 +22,17 @@ def test_a_round_that_somebody_gave_up_is_void_also_for_who_hears_of_it_by_a_rep
     """Invariant 2: also for a rank that begins the round only in the next view, or in the one after that."""
     network = simulated(2 + views, Limits(ends=views))
     begin(network, 0, *([1] if begun else []))
-    rank(network, 0).now_s += TIMEOUT_S
-    rank(network, 0).look()  # its vote against the round is in transit
+    network[0].now_s += TIMEOUT_S
+    network[0].fire(of_round=True)  # its vote against the round is in transit
     for lost in range(2, 2 + views):
         network.happen("ends", lost, 0, 0)
         network.happen("notice", 1, lost, 0)  # before any vote has arrived
         settle(network)
-    assert rank(network, 1).view == View(views, (0, 1))
-    explore(network, [])
+    assert network[1].view == View(views, (0, 1))
+    explore(network)
     for number in (0, 1):
-        assert rank(network, number).outcomes == {1: False} | dict.fromkeys(range(2, Rank.STEPS + 1), True)
-    outcome = rank(network, 1).errors[1]
+        assert network[number].outcomes == {1: False} | dict.fromkeys(range(2, Rank.STEPS + 1), True)
+    outcome = network[1].errors[1]
     assert not isinstance(outcome, ViewChangedError), "which would be submitted again"
     assert str(outcome) == "fragment 1, outer step 0 is void: a replica voted against it before the view changed."
 
@@ -41,73 +44,53 @@ def test_what_was_sent_before_somebody_joined_stays_void_in_all_later_views() ->
     network.happen("ends", 2, 0, 0)
     settle(network)
     network.happen("returns", 2, 0, 0)
-    while rank(network, 2).view.id < 2:
-        rank(network, 2).act()
+    while network[2].view.id < 2:
+        network[2].act()
         settle(network)
-    assert [following.joined for following in rank(network, 1).changes] == [(), (2,)]
+    assert [following.joined for following in network[1].changes] == [(), (2,)]
     network.happen("ends", 2, 0, 0)
     settle(network)
-    assert rank(network, 1).view == View(3, (0, 1))
-    explore(network, [])
+    assert network[1].view == View(3, (0, 1))
+    explore(network)
     for number in (0, 1):
-        assert rank(network, number).outcomes == {1: False} | dict.fromkeys(range(2, Rank.STEPS + 1), True)
+        assert network[number].outcomes == {1: False} | dict.fromkeys(range(2, Rank.STEPS + 1), True)
 
 
 def test_nobody_stops_before_all_who_stay_know_the_same() -> None:
     """The first one to stop sends nothing more, so the others would wait for a report that it has not made yet."""
-    network = simulated(3, Limits(ends=1), quorum=Policy(3))
+    network = simulated(3, Limits(ends=1), replace(RULES, min_replicas=3))
     begin(network, 0, 2)
     network.happen("ends", 1, 0, 0)
     network.happen("notice", 2, 1, 0)
     network.happen("deliver", 2, 0, 0)
-    assert not rank(network, 0).left, "it still hears the one that 2 reports as ended"
+    assert not network[0].left, "it still hears the one that 2 reports as ended"
     settle(network)
     for number in (0, 2):
-        assert "2 of at least 3 replicas are left" in rank(network, number).left
+        assert "2 of at least 3 replicas are left" in network[number].left
 
 
 def test_who_is_late_is_lost_and_told_so() -> None:
     network = simulated(3)
     begin(network, 0, 1)
-    assert [delay_s for delay_s, _ in rank(network, 0).timers] == [LATE_S]
-    rank(network, 1).now_s += LATE_S  # that it is late counts if more say so than could lie
-    rank(network, 0).look()
-    explore(network, [])
+    assert [delay_s for delay_s, _ in network[0].timers] == [LATE_S]
+    network[1].now_s += LATE_S  # that it is late counts if more say so than could lie
+    network[0].fire(of_round=True)
+    explore(network)
     words = "replica 2 is late: no contribution to fragment 1, outer step 0 arrived within 5 s"
-    assert rank(network, 2).left.startswith(f"the others continued without replica 2: {words}; replica 2 is lost")
+    assert network[2].left.startswith(f"the others continued without replica 2: {words}; replica 2 is lost")
     for number in (0, 1):
-        assert not rank(network, number).left
-        assert rank(network, number).averages[1].contributors == (0, 1)
+        assert not network[number].left
+        assert network[number].averages[1].contributors == (0, 1)
 
 
 def test_whoever_finds_most_of_the_others_late_does_not_go_on_without_them() -> None:
     network = simulated(4)
     begin(network, 0)
-    rank(network, 0).look()
+    network[0].fire(of_round=True)
     settle(network)
-    assert not rank(network, 0).sent_of(Change)
-    explore(network, [])
-    assert [rank(network, number).view.members for number in range(4)] == [(0, 1, 2, 3)] * 4
-
-
-def test_what_a_leaver_has_applied_is_applied_by_all() -> None:
-    """Also by a rank that had not received the others' votes when the leaver left."""
-    network = simulated(3)
-    begin(network, 0, 1, 2)
-    for number in network.ranks:
-        assert rank(network, number).act(), "it votes"
-    for sender in (0, 1):
-        while network.can("deliver", sender, 2):
-            network.happen("deliver", sender, 2, 0)
-    assert rank(network, 2).averages[1].contributors == (0, 1, 2)
-    assert not rank(network, 0).averages
-    rank(network, 2).suffer("leaves", 0)
-    for number in (0, 1):
-        while network.can("deliver", 2, number):
-            network.happen("deliver", 2, number, 0)
-    explore(network, [])
-    for number in (0, 1):
-        assert rank(network, number).averages[1].contributors == (0, 1, 2)
+    assert not network[0].sent_of(Change)
+    explore(network)
+    assert [network[number].view.members for number in range(4)] == [(0, 1, 2, 3)] * 4
 
 
 @pytest.mark.parametrize("changing_s", [0.0, 9.0])
@@ -118,34 +101,34 @@ def test_a_round_has_one_time_in_all_the_views_that_it_takes(changing_s: float) 
     """
     network = simulated(3, Limits(ends=1))
     begin(network, 0)
-    rank(network, 0).now_s += 7.0
+    network[0].now_s += 7.0
     network.happen("ends", 2, 0, 0)
     network.happen("notice", 0, 2, 0)
-    rank(network, 0).now_s += changing_s
+    network[0].now_s += changing_s
     settle(network)
-    assert rank(network, 0).view.members == (0, 1)
-    assert [delay_s for delay_s, _ in rank(network, 0).timers] == [TIMEOUT_S - 7.0]
+    assert network[0].view.members == (0, 1)
+    assert [delay_s for delay_s, _ in network[0].timers] == [TIMEOUT_S - 7.0]
 
 
 def test_who_leaves_says_so_and_the_others_go_on_with_its_name_and_step() -> None:
     network = simulated(3)
     begin(network, 0, 1)
-    rank(network, 2).suffer("leaves", 0)
-    explore(network, [])
-    assert rank(network, 2).left == "replica 2 left after step 0 and takes part in no more rounds."
+    network[2].suffer("leaves", 0)
+    explore(network)
+    assert network[2].left == "replica 2 left after step 0 and takes part in no more rounds."
     for number in (0, 1):
-        (change,) = rank(network, number).changes
+        (change,) = network[number].changes
         assert change.left == (2,)
         assert change.reason == "replica 2 has left; replicas 0, 1 continue"
-        assert rank(network, number).machine.rounds.reason.startswith("replica 2 left after step 0; ")
-        assert rank(network, number).averages[1].contributors == (0, 1)
+        assert network[number].machine.rounds.reason.startswith("replica 2 left after step 0; ")
+        assert network[number].averages[1].contributors == (0, 1)
 
 
 def test_words_of_a_member_count_also_when_its_connection_has_ended_since() -> None:
     network = simulated(3)
     network.hang_up(0, 2)
-    rank(network, 0).hear(2, Leaving(0, 3))
-    assert rank(network, 0).sent_of(Change)[-1].report.left == {2}
+    network[0].hear(2, Leaving(0, 3))
+    assert network[0].sent_of(Change)[-1].report.left == {2}
 
 
 def test_who_joins_has_a_say_about_a_fragment_once_its_state_is_the_others() -> None:
@@ -153,9 +136,9 @@ def test_who_joins_has_a_say_about_a_fragment_once_its_state_is_the_others() -> 
     network.happen("ends", 2, 0, 0)
     settle(network)
     network.happen("returns", 2, 0, 0)
-    explore(network, [])
+    explore(network)
     said: dict[int, list[bool]] = {}
-    for header in rank(network, 2).sent_of(Header)[::2]:  # one for each of the other two
+    for header in network[2].sent_of(Header)[::2]:  # one for each of the other two
         said.setdefault(header.round[0], []).append(header.taking_over)
     assert said
     assert all(each == [True] + [False] * (len(each) - 1) for each in said.values())
@@ -169,30 +152,19 @@ def test_who_has_reported_the_end_of_a_view_casts_no_vote_in_it() -> None:
     """A report lists the committed rounds, and is a promise to commit no more of them."""
     network = simulated(3)
     begin(network, 0, 1, 2)
-    rank(network, 0).lose(2, gone=False)
-    assert rank(network, 0).sent_of(Change)
-    assert rank(network, 0).act(), "it holds the mean"
-    assert not rank(network, 0).sent_of(RoundVote)
-
-
-def test_an_exchange_that_waits_for_a_verdict_ends_with_its_view() -> None:
-    """Another one begins in the next view."""
-    network = simulated(3, Limits(ends=1))
-    begin(network, 0)
-    assert rank(network, 0).exchanging == {(0, ROUND)}
-    network.happen("ends", 2, 0, 0)
-    settle(network)
-    assert rank(network, 0).act()
-    assert rank(network, 0).exchanging == {(1, ROUND)}
+    network[0].lose(2, gone=False)
+    assert network[0].sent_of(Change)
+    assert network[0].act(), "it holds the mean"
+    assert not network[0].sent_of(RoundVote)
 
 
 @pytest.mark.parametrize("peer_lost", [True, False])
 def test_an_exchange_that_fails_makes_its_round_void_unless_the_view_ends_anyway(peer_lost: bool) -> None:
     network = simulated(2)
     begin(network, 0, 1)
-    first = rank(network, 0)
+    first = network[0]
     first.handle(first.machine.rounds.end_exchange, 0, ROUND, "the payload was refused", peer_lost=peer_lost)
-    assert bool(rank(network, 0).sent_of(RoundVote)) == (not peer_lost)
+    assert bool(network[0].sent_of(RoundVote)) == (not peer_lost)
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
@@ -200,7 +172,7 @@ def test_a_view_changes_where_one_is_a_round_ahead(replicas: int, monkeypatch: p
     """The others still remember a round that it has forgotten."""
     monkeypatch.setattr(Rank, "STEPS", 16)
     network = simulated(replicas)
-    *behind, ahead = (rank(network, number) for number in range(replicas))
+    *behind, ahead = (network[number] for number in range(replicas))
     while len(ahead.averages) <= max(10, *(len(each.averages) for each in behind)):
         deliveries = sorted(network.choices(), key=lambda choice: choice[2], reverse=True)
         if not (deliveries and deliveries[0][2] == ahead.rank) and any(each.act() for each in (ahead, *behind)):
@@ -208,7 +180,7 @@ def test_a_view_changes_where_one_is_a_round_ahead(replicas: int, monkeypatch: p
         network.happen(*deliveries[0], 0)
     for each in (*behind, ahead):
         each.handle(each.machine.views.handle_failure, 0, "why", frozenset(), anyway=True)
-    explore(network, [])
+    explore(network)
     check_agreement([*behind, ahead], whole=True)
     assert {each.view for each in (*behind, ahead)} == {View(1, tuple(range(replicas)))}
 
@@ -219,13 +191,127 @@ def test_who_is_closed_to_joiners_lets_in_whom_another_admits(closed: tuple[int,
     network = simulated(3, Limits(returns=1), strangers=1)
     network.end(3)
     for number in closed:
-        rank(network, number).machine.views.closed_to_joiners = "it is starting"
+        network[number].machine.views.closed_to_joiners = "it is starting"
     network.happen("returns", 3, 0, 0)
-    explore(network, [])
-    joiner = rank(network, 3)
+    explore(network)
+    joiner = network[3]
     if len(closed) == 3:
         assert joiner.left == "refused: it is starting"
-        assert not any(rank(network, number).changes for number in closed)
+        assert not any(network[number].changes for number in closed)
     else:
-        assert [rank(network, number).view.members for number in network.ranks] == [(0, 1, 2, 3)] * 4
-        check_agreement([rank(network, number) for number in network.ranks])
+        assert [network[number].view.members for number in network.ranks] == [(0, 1, 2, 3)] * 4
+        check_agreement([network[number] for number in network.ranks])
+
+
+# Votes: a round is applied by all or by none, in whatever order votes arrive.
+
+
+def vote(digest: str, reason: str = "") -> RoundVote:
+    return RoundVote(0, RoundId(0, 0), digest, reason)
+
+
+VOTES = st.sampled_from([vote("a"), vote("b"), vote("", "was late"), vote("")])
+
+
+@given(st.dictionaries(st.integers(0, 7), VOTES, min_size=1, max_size=6), st.none() | st.integers(0, 7), st.data())
+def test_no_two_members_decide_differently_whatever_order_votes_come_in(
+    votes: dict[int, RoundVote], liar: int | None, data: st.DataObject
+) -> None:
+    """Property: once all votes are in, each has a final decision, or knows that the round is disputed.
+
+    Also if a liar tells each something else, and it comes after the member's own vote.
+    """
+    voters, taken = sorted(votes), set()
+    for me in set(voters) - {liar}:
+        told = {**votes, liar: data.draw(VOTES)} if liar in votes else votes
+        order = data.draw(st.permutations(voters))
+        order = sorted(order, key=lambda voter: voter != me) if liar in votes else order
+        seen = [tally(voters, {each: told[each] for each in order[:count]}, me=me) for count in range(len(order) + 1)]
+        taken |= {committed for committed, _ in seen if committed is not None}
+        assert seen[-1] != (None, "")
+    assert len(taken) <= 1
+    assert liar in votes or taken <= {all(each.ok and each == votes[voters[0]] for each in votes.values())}
+
+
+def test_digests_must_be_equal_within_a_group_and_only_there() -> None:
+    """Two replicas of two ranks: ranks at the same position hold the same shard."""
+    positions, shards = {0: 0, 1: 1, 2: 0, 3: 1}, dict(enumerate(map(vote, ("first", "second", "first", "second"))))
+    assert tally(range(4), shards, me=0, groups=positions) == (True, "")
+    assert tally(range(4), shards, me=0)[1]
+    mixed = shards | {3: vote("odd")}
+    assert tally(range(4), mixed, me=0, groups=positions) == (None, "rank 3 holds a different average than rank 1")
+
+
+# Which silent ranks count as lost: a dead one soon, whoever else is quiet; and what a suspended process knows.
+
+SILENCE = Rules(heartbeat_s=2.0, silence_s=15.0)
+DEAD = 1
+
+
+def detected_s(heard: dict[int, Callable[[float], float]], members: Iterable[int]) -> tuple[float, list[int]]:
+    """Return when the first silent ranks are found after the last message of all at 0 s, and which.
+
+    Args:
+        heard: rank -> the time of its last message before a given time.
+        members: the members among the ranks.
+    """
+    machine, now_s = Machine(SILENCE), 0.0
+    for rank in heard:
+        machine.handle(0.0, machine.connect, rank, rank, "")
+    while now_s < 300:
+        now_s += SILENCE.heartbeat_s
+        for rank, last in heard.items():
+            machine.roster.note_message(rank, last(now_s))
+        if lost := machine.roster.silent({*members}, now_s):
+            return now_s, lost
+    return now_s, []
+
+
+def every(interval_s: float, first_s: float = 0.0) -> Callable[[float], float]:
+    return lambda now_s: max(0.0, now_s - (now_s - first_s) % interval_s)
+
+
+@pytest.mark.parametrize("replicas", [4, 64])
+@pytest.mark.parametrize("are_members", [True, False])
+def test_two_that_beat_every_eight_seconds_in_turn_hide_no_dead_one(replicas: int, are_members: bool) -> None:
+    slow = (replicas, replicas + 1)
+    members = {*range(1, replicas)} | ({*slow} if are_members else set())
+    heard = dict.fromkeys(members, every(2.0)) | {DEAD: every(1e9), slow[0]: every(8.0, 1.0), slow[1]: every(8.0, 5.0)}
+    assert detected_s(heard, members) == (16.0, [DEAD])
+
+
+@pytest.mark.parametrize("interval_s", [8.0, 14.9])
+@pytest.mark.parametrize("num_slow", [1, 2, 5])
+def test_no_number_of_slow_members_hides_a_dead_one_for_longer_than_twice_the_limit(
+    interval_s: float, num_slow: int
+) -> None:
+    """Also if they are all there are, and take turns."""
+    slow = {2 + each: every(interval_s, each * interval_s / num_slow) for each in range(num_slow)}
+    when_s, lost = detected_s({DEAD: every(1e9), **slow}, [DEAD, *slow])
+    assert when_s <= 2 * SILENCE.silence_s + SILENCE.heartbeat_s
+    assert lost == [DEAD]
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 64])
+@given(st.randoms())
+def test_who_hears_nobody_any_more_accuses_all_at_once(replicas: int, chance: random.Random) -> None:
+    """Property: whatever the others sent last; strangers that it still hears change nothing."""
+    last_s = {rank: chance.uniform(-SILENCE.heartbeat_s, 0.0) for rank in range(1, replicas)}
+    heard = {rank: lambda now_s, each=each: each for rank, each in last_s.items()} | {99: every(2.0)}
+    when_s, lost = detected_s(heard, range(1, replicas))
+    assert sorted(lost) == [*range(1, replicas)]
+    assert when_s <= SILENCE.silence_s + SILENCE.heartbeat_s
+
+
+def test_a_process_that_was_suspended_gives_the_others_time_and_knows_it_for_a_silence() -> None:
+    machine = Machine(SILENCE)
+    roster = machine.roster
+    machine.handle(0.0, machine.connect, 1, 1, "")
+    assert not roster.beat(0.0)
+    assert not roster.beat(2.1)
+    assert (roster.was_suspended(15.0), roster.was_suspended(15.2)) == (False, True), "it should have beaten by then"
+    assert roster.beat(22.1)
+    assert not roster.silent({1}, 37.0)
+    assert (roster.was_suspended(30.0), roster.was_suspended(37.2)) == (True, True)
+    assert [roster.beat(now_s) for now_s in (24.0, 26.0, 36.0, 38.0)] == [False, False, True, False]
+    assert not roster.was_suspended(38.0), "ten seconds are no silence"

@@ -1,7 +1,5 @@
 """Which senders count in a view, and what is no message; on the simulated network."""
 
-from __future__ import annotations
-
 import contextlib
 import tracemalloc
 from dataclasses import replace
@@ -13,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.algorithm import RoundId
-from diloco.membership import Accepted, NextView, Report, View
+from diloco.membership import MOST_RANK, Accepted, NextView, Report, View
 from diloco.protocol import (
+    MAX_NAME,
     Accept,
     Adopted,
     Announcement,
@@ -34,72 +33,66 @@ from diloco.protocol import (
     Welcome,
     decode,
     encode,
+    table_of,
 )
-from tests.membership.network import LIMITS, NUMBERS, Limits, explore
-from tests.protocol.simulated import assert_nothing, begin, check_agreement, rank, simulate, simulated
+from tests.protocol.network import LIMITS, NUMBERS, Limits, explore
+from tests.protocol.simulated import assert_nothing, begin, check_agreement, simulate, simulated
 
-HEADER = Header(0, RoundId(1, 0), 2, 1.0, 1.0, "d", 3)
 VOTE = RoundVote(0, RoundId(1, 0), "", "no", (1,))
-NEXT = NextView(View(1, (0, 1)), View(0, (0, 1, 2)), 7, {(0, 1): ("d",)}, "because", (), frozenset({(-1, 3)}), (2,))
-REPORT = Report(
-    0,
-    0,
-    apart=frozenset({2}),
-    gone=frozenset({2}),
-    left=frozenset({2}),
-    behind=frozenset({1}),
-    unsteady=frozenset({1}),
-    joining=frozenset({3}),
-    step=1,
-    commits={(0, 1): "d"},
-    void=frozenset({(-1, 9)}),
-    voted={(1, 1): "e"},
-    ballot=3,
-    number=4,
-    accepted=Accepted(2, NEXT, again=True),
-)
-CHANGE = Change(REPORT, "replica 2 is lost")
-PROPOSE = Propose(3, NEXT, {0: "d", 1: "e"})
-ACCEPT = Accept(0, 3, "d")
-ADOPTED = Adopted(NEXT)
-LEAVING = Leaving(0, 3)
-MESSAGES = [HEADER, VOTE, CHANGE, PROPOSE, ACCEPT, ADOPTED, LEAVING]
 ENTRY = Entry(1, "simulated:1", {"a": "b"})
+
+
+def messages(view: int) -> list[Any]:
+    """Return a message of each type about the end of a view, or about a round in it."""
+    ended, following = View(view, (0, 1, 2)), View(view + 1, (0, 1))
+    adopted = NextView(following, ended, 7, {(0, 1): ("d",)}, "because", (), frozenset({(-1, 3)}), (2,))
+    sets = {name: frozenset({2}) for name in ("apart", "gone", "left", "behind", "unsteady")}
+    report = Report(
+        0,
+        view,
+        **sets,
+        joining=frozenset({3}),
+        step=1,
+        commits={(0, 1): "d"},
+        void=frozenset({(-1, 9)}),
+        voted={(1, 1): "e"},
+        ballot=3,
+        number=4,
+        accepted=Accepted(2, adopted, again=True),
+    )
+    return [
+        Header(view, RoundId(1, 0), 2, 1.0, 1.0, "d", 3),
+        msgspec.structs.replace(VOTE, view=view),
+        Change(report, "replica 2 is lost"),
+        Propose(3, adopted, {0: "d", 1: "e"}),
+        Accept(view, 3, "d"),
+        Adopted(adopted),
+        Leaving(view, 3),
+    ]
+
+
+HEADER, _, CHANGE, PROPOSE, *_ = messages(0)
 ALL = [
-    *MESSAGES, Welcome(NEXT, b"note"), Excluded(3, "late"), Announcement("speed", 2.5), FactsMessage(ENTRY),
-    Join(ENTRY), Introduce(ENTRY), Refused("late"),
+    *messages(0), Welcome(PROPOSE.following, b"note"), Excluded(3, "late"), Announcement("speed", 2.5),
+    FactsMessage(ENTRY), Join(ENTRY), Introduce(ENTRY), Refused("late"),
 ]  # fmt: skip
 
 
-def in_view(message: Any, view_id: int) -> Any:
-    """Return the message as one about another view."""
-    match message:
-        case Change(report, why):
-            return Change(replace(report, view_id=view_id), why)
-        case Adopted() | Propose():
-            following = message.following
-            previous = View(view_id, following.previous.members)
-            following = replace(following, previous=previous, view=View(view_id + 1, following.view.members))
-            return msgspec.structs.replace(message, following=following)
-        case _:
-            return msgspec.structs.replace(message, view=view_id)
-
-
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-@pytest.mark.parametrize("view_id", [0, 1])
-def test_who_is_no_member_of_a_view_has_no_say_in_it(message: Any, view_id: int) -> None:
+@pytest.mark.parametrize("view", [0, 1])
+def test_who_is_no_member_of_a_view_has_no_say_in_it(view: int) -> None:
     """Neither in the current view, nor in the next one if it is no member of that."""
     network = simulated(3, Limits(ends=1), strangers=1)
     begin(network, 0, 1)
-    if isinstance(message, Propose | Accept | Adopted):  # they count only while there is something to adopt
-        rank(network, 0).lose(2, gone=False)
-    assert_nothing(rank(network, 0).hear(3, in_view(message, view_id)))
+    for message in messages(view):
+        if isinstance(message, Propose):  # it counts only while there is something to adopt
+            network[0].lose(2, gone=False)
+        assert_nothing(network[0].hear(3, message))
     network.happen("ends", 2, 0, 0)
-    explore(network, [])
+    explore(network)
     for number in (0, 1):
-        assert rank(network, number).view == View(1, (0, 1))
-        assert set(rank(network, number).outcomes.values()) == {True}
-        assert all(each.contributors <= (0, 1) for each in rank(network, number).averages.values())
+        assert network[number].view == View(1, (0, 1))
+        assert set(network[number].outcomes.values()) == {True}
+        assert all(each.contributors <= (0, 1) for each in network[number].averages.values())
 
 
 def test_a_process_in_a_members_place_has_no_say_before_it_is_one() -> None:
@@ -107,9 +100,9 @@ def test_a_process_in_a_members_place_has_no_say_before_it_is_one() -> None:
     begin(network, 0, 1)
     network.happen("ends", 2, 0, 0)
     network.happen("returns", 2, 0, 0)  # before the others have noticed that it had ended
-    assert_nothing(rank(network, 0).hear(2, VOTE))
-    explore(network, [])
-    assert [rank(network, number).view.members for number in range(3)] == [(0, 1, 2)] * 3
+    assert_nothing(network[0].hear(2, VOTE))
+    explore(network)
+    assert [network[number].view.members for number in range(3)] == [(0, 1, 2)] * 3
 
 
 @pytest.mark.parametrize("message", ALL, ids=lambda message: type(message).__name__)
@@ -124,6 +117,18 @@ def test_texts_from_others_print_and_are_cut() -> None:
     assert len(reason) <= 500
 
 
+NO_ENTRY: list[dict[str, Any]] = [
+    {"rank": -1},
+    {"rank": MOST_RANK + 1},
+    {"address": "\x1b[2Ja:1"},
+    {"address": "a" * 301},
+    {"facts": {"seed": 0}},
+    {"facts": {str(n): "" for n in range(257)}},
+    {"held_step": 1 << 60},
+    {"places": [1]},
+    {"name": "\x1b[2J"},
+    {"name": "x" * (MAX_NAME + 1)},
+]
 OUT_OF_RANGE = [
     msgspec.structs.replace(HEADER, round=(-4, 0)),
     msgspec.structs.replace(HEADER, round=(0, 1 << 54)),
@@ -133,12 +138,10 @@ OUT_OF_RANGE = [
     msgspec.structs.replace(VOTE, diverged=(-1,)),
     Announcement("speed", float("inf")),
     Announcement("speed", float("nan")),
-    Change(replace(REPORT, rank=1 << 31), "why"),
-    Change(replace(REPORT, ballot=-1), "why"),
-    {
-        "kind": "welcome",
-        "following": {**msgspec.to_builtins(msgspec.structs.asdict(ADOPTED)["following"]), "view": None},
-    },
+    Change(replace(CHANGE.report, rank=1 << 31), "why"),
+    Change(replace(CHANGE.report, ballot=-1), "why"),
+    {"kind": "welcome", "following": vars(PROPOSE.following) | {"view": None}},
+    *({"kind": "facts", "entry": vars(ENTRY) | fields} for fields in NO_ENTRY),
     {"kind": "excluded", "view": 3, "reason": "", "more": 1},
     {"kind": "excluded", "view": 3},
     {"kind": "unknown"},
@@ -158,7 +161,19 @@ def test_what_is_no_message_says_why(message: Any) -> None:
     assert str(caught.value).isprintable()
 
 
-@settings(max_examples=400, deadline=None)
+def test_a_difference_shows_no_escapes_of_others() -> None:
+    words = ENTRY.diff(replace(ENTRY, rank=0, facts={"a": "\x1b]0;title\x07" + "x" * 60_000}))
+    assert words.isprintable()
+    assert len(words) < 700
+
+
+def test_the_table_of_a_thousand_ranks_fits_into_a_message() -> None:
+    """Regression: each repeated the facts, of which the names of many buffers make kilobytes."""
+    facts = {"buffers": "b" * 2000, "frozen parameters of these digests": "f" * 2000}
+    assert len(encode(table_of(Entry(rank, "10.0.0.1:29400", facts) for rank in range(128 * 8)))) < 1 << 18
+
+
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_whatever_bytes_say_only_their_sender_is_at_fault_and_they_take_no_memory(data: st.DataObject) -> None:
     """Property: for bytes that are changed anywhere, and sizes that are announced and not there.
@@ -183,7 +198,7 @@ def test_whatever_bytes_say_only_their_sender_is_at_fault_and_they_take_no_memor
         peak_bytes = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak_bytes < 100_000
-        rank(network, 0).receive(data.draw(st.integers(1, 3)), bytes(message))
+        network[0].receive(data.draw(st.integers(1, 3)), bytes(message))
 
 
 MALFORMED = st.sampled_from([each if isinstance(each, bytes) else encode(each) for each in OUT_OF_RANGE])
@@ -202,7 +217,7 @@ def test_what_is_no_message_costs_its_sender_the_view_and_nothing_else(
 def test_who_is_still_in_a_view_that_has_ended_elsewhere_is_told_how() -> None:
     network = simulated(3)
     begin(network, 0, 1, 2)
-    through, asking = rank(network, 0), rank(network, 1)
+    through, asking = network[0], network[1]
     for each in (through, asking):
         network.hang_up(each.rank, 2)
         each.lose(2, gone=False)

@@ -1,38 +1,62 @@
-"""Views, rounds and votes of ranks that exchange messages on an adversarial network."""
+"""Properties of views, rounds and votes on an adversarial network: one history, and all who can go on do."""
 
-from __future__ import annotations
-
+import cProfile
+import pstats
 from dataclasses import replace
 from itertools import product
+from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from diloco.membership import Policy
-from tests.membership.network import LIMITS, NUMBERS, Limits, Network, explore
+from benchmarks.scale.messages import counted
+from diloco.membership import BootstrapElection, LastViews, View
+from diloco.protocol import Beat, Header, Machine, RoundVote
 from tests.protocol.histories import KINDS, outcome
-from tests.protocol.simulated import check_agreement, rules_of, simulate, simulated
-from tests.protocol.simulated_rank import Rank
+from tests.protocol.network import LIMITS, NUMBERS, Limits, Network, explore, wander
+from tests.protocol.simulated import LATE_S, RULES, Rank, check_agreement, finish, simulate, simulated
 
 pytestmark = pytest.mark.no_cover  # directed tests reach the same lines, and tracing takes longer than the networks
 
 
-@settings(max_examples=50, deadline=None)
-@given(NUMBERS, st.integers(1, 4), st.integers(0, 3), st.integers(1, 2), st.booleans(), st.booleans())
-def test_processes_that_end_leave_survivors_that_agree_and_commit_every_round(
-    numbers: list[int], replicas: int, ends: int, size: int, gradients: bool, ready: bool
+@settings(max_examples=100, deadline=None)
+# one learns of a leaver from another one before the leaver's own message arrives
+@example([1504, 0, 0, 0, 12939, 0], 3, 0, 1, 1, False, True)
+@given(
+    NUMBERS,
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.integers(1, 2),
+    st.booleans(),
+    st.booleans(),
+)
+def test_who_ends_or_leaves_is_missed_by_nobody(
+    numbers: list[int], replicas: int, ends: int, leaves: int, size: int, gradients: bool, ready: bool
 ) -> None:
-    """Property: wherever they end, also in the middle of a broadcast, or before they or others have begun.
+    """Property: all others continue, even if only one is left, and commit every round; they know who left.
 
-    Every survivor knows that they have ended.
+    Wherever they end, also in the middle of a broadcast, or before they or others have begun.
     """
-    survivors = simulate(Limits(ends=ends), numbers, replicas=replicas, size=size, gradients=gradients, ready=ready)
-    check_agreement(survivors, whole=True)
-    assert ends or [rank.left for rank in survivors] == [""] * replicas * size
-    for rank in survivors if size == 1 else ():  # live ranks that leave with their replica look like cut-off ones
-        assert not rank.left
-        assert rank.view.members == tuple(sorted(each.rank for each in survivors))
+    limits = Limits(ends=ends, own={"leaves": leaves})
+    ranks = simulate(limits, numbers, replicas=replicas, size=size, gradients=gradients, ready=ready)
+    check_agreement(ranks, whole=True)
+    staying = [rank for rank in ranks if not rank.left]
+    members = tuple(sorted({rank.replica for rank in staying}))
+    leavers = {rank.replica for rank in ranks if " left after step " in rank.left}
+    assert all(rank.view.members == members for rank in staying)
+    if size == 1 or not ends:  # live ranks that end with their replica look like cut-off ones
+        assert {rank.replica for rank in ranks if rank.left} == leavers
+    if not ends:
+        assert len(ranks) == size * replicas
+        assert len(staying) == size * (replicas - len(leavers))
+        assert all({each for change in rank.changes for each in change.left} == leavers for rank in staying)
+    for here, each in product(staying, ranks if not ends else ()):
+        for step, average in each.averages.items():
+            theirs = here.averages[step].contributors if step in here.averages else "void"
+            assert theirs == average.contributors, "all have applied what a leaver has applied"
 
 
 FAULTS = st.fixed_dictionaries(
@@ -41,10 +65,22 @@ FAULTS = st.fixed_dictionaries(
 """Timers that run out at any moment, exchanges that fail, and replicas that leave."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 # it stops amid a round of gradients, which raises, and another round
-@example([1, 15904], 2, Limits(1, 1), {"timers": 1}, 0, 1, True, True)
-@given(NUMBERS, st.integers(2, 7), LIMITS, FAULTS, st.integers(0, 2), st.integers(1, 2), st.booleans(), st.booleans())
+@example([1, 15904], 2, Limits(1, 1), {"timers": 1}, 0, 1, True, True, "stop")
+# one is started again, and once more, before the replica that it admitted has begun
+@example([0, 171, 2118, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 14294], 2, Limits(2), {}, 2, 1, False, True, "stop")
+@given(
+    NUMBERS,
+    st.integers(2, 7),
+    LIMITS,
+    FAULTS,
+    st.integers(0, 2),
+    st.integers(1, 2),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["stop", "go-on"]),
+)
 def test_no_trouble_makes_two_histories(
     numbers: list[int],
     replicas: int,
@@ -54,37 +90,19 @@ def test_no_trouble_makes_two_histories(
     size: int,
     gradients: bool,
     ready: bool,
+    split: str,
 ) -> None:
     """Property: also for a round that times out, and a replica that counts as late, also if it isn't.
 
     A round that a rank has voted against is void for all, also if others learn of the vote in a later view. Lost ranks
-    alone take no round along.
+    alone take no round along. Who is started again becomes a member, or is told why not. Of two sides that go on by
+    themselves, one does where more than half are asked for.
     """
     # no replica joins while gradients are averaged
     limits = replace(limits, returns=0 if gradients or size > 1 else returns, own=own)
-    ranks = simulate(limits, numbers, replicas=replicas, size=size, gradients=gradients, ready=ready)
+    rules = replace(RULES, split=split, min_replicas=1 if split == "stop" else replicas // 2 + 1)
+    ranks = simulate(limits, numbers, replicas=replicas, size=size, gradients=gradients, ready=ready, rules=rules)
     check_agreement(ranks, whole=not own and not limits.returns)
-
-
-@settings(max_examples=50, deadline=None)
-# one learns of it from another one before the leaver's own message arrives
-@example(numbers=[1504, 0, 0, 0, 12939, 0], replicas=3, leaves=1, size=1)
-@given(NUMBERS, st.integers(2, 4), st.integers(1, 3), st.integers(1, 2))
-def test_who_leaves_is_missed_by_nobody(numbers: list[int], replicas: int, leaves: int, size: int) -> None:
-    """Property: all others continue, even if only one is left, and commit every round; they know who left."""
-    ranks = simulate(Limits(own={"leaves": leaves}), numbers, replicas=replicas, size=size)
-    check_agreement(ranks, whole=True)
-    stay = [rank for rank in ranks if not rank.left]
-    gone = {rank.replica for rank in ranks if rank.left}
-    assert all(" left after step " in rank.left for rank in ranks if rank.left)
-    assert len(stay) == size * (replicas - len(gone))
-    for rank in stay:
-        assert rank.view.members == tuple(sorted({each.replica for each in stay}))
-        assert {replica for change in rank.changes for replica in change.left} == gone
-        for each in ranks:
-            for step, average in each.averages.items():
-                theirs = rank.averages[step].contributors if step in rank.averages else "void"
-                assert theirs == average.contributors, "all have applied what a leaver has applied"
 
 
 @settings(max_examples=50, deadline=None)
@@ -93,66 +111,21 @@ def test_where_survivors_are_to_stop_all_of_them_do_and_in_the_same_state(
     numbers: list[int], replicas: int, limits: Limits
 ) -> None:
     """Property: what one of them has committed, all have."""
-    ranks = simulate(limits, numbers, replicas=replicas, survive=False)
+    ranks = simulate(limits, numbers, replicas=replicas, rules=replace(RULES, continue_without_lost=False))
     assert {bool(rank.left) for rank in ranks} <= {len(ranks) < replicas}
-    for rank in ranks:
-        both = rank.outcomes.keys() & ranks[0].outcomes.keys()
-        assert {step: rank.outcomes[step] for step in both} == {step: ranks[0].outcomes[step] for step in both}
-        assert rank.outcomes.keys() == set(range(1, rank.step + 1)), "every round gets an outcome"
-
-
-@settings(max_examples=50, deadline=None)
-@given(NUMBERS, st.integers(2, 4))
-def test_fewer_than_asked_for_never_go_on(numbers: list[int], least: int) -> None:
-    ranks = simulate(Limits(ends=2), numbers, replicas=4, quorum=Policy(least))
-    check_agreement(ranks)
-    assert {bool(rank.left) for rank in ranks} == {len(ranks) < least}
-
-
-@settings(max_examples=50, deadline=None)
-@given(NUMBERS, st.integers(2, 4), LIMITS, st.integers(0, 2))
-def test_sides_that_go_on_make_one_history_where_more_than_half_are_asked_for(
-    numbers: list[int], replicas: int, limits: Limits, returns: int
-) -> None:
-    """Property: also if others join one of the sides."""
-    limits = replace(limits, returns=returns)
-    quorum = Policy(replicas // 2 + 1, split="go-on")
-    check_agreement(simulate(limits, numbers, replicas=replicas, quorum=quorum))
-
-
-def test_a_side_goes_on_alone_where_that_is_wanted() -> None:
-    network = simulated(2, Limits(cuts=1), quorum=Policy(split="go-on"))
-    network.happen("cuts", 0, 1, 0)
-    explore(network, [])
-    for rank, node in network.nodes.items():
-        assert isinstance(node, Rank)
-        assert not node.left
-        assert node.view.members == (rank,)
-
-
-@settings(max_examples=50, deadline=None)
-# A replica that is restarted twice may wait until the members drop its earlier process, which takes a timeout.
-@given(NUMBERS, st.integers(2, 4), st.just(1), st.booleans())
-# once more, before the replica that it admitted has begun
-@example([0, 171, 2118, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 14294], 2, 2, True)
-def test_who_is_started_again_becomes_a_member_or_is_told_why_not(
-    numbers: list[int], replicas: int, returns: int, ready: bool
-) -> None:
-    """Property: also before any rank has noticed that it had ended, or has begun, and while others end."""
-    check_agreement(simulate(Limits(ends=2, returns=returns), numbers, replicas=replicas, ready=ready))
+    for each in ranks:
+        both = each.outcomes.keys() & ranks[0].outcomes.keys()
+        assert {step: each.outcomes[step] for step in both} == {step: ranks[0].outcomes[step] for step in both}
+        assert each.outcomes.keys() == set(range(1, each.step + 1)), "every round gets an outcome"
 
 
 def test_a_replica_that_has_lost_one_of_its_own_ranks_stops_and_says_so() -> None:
     """Also if no other replica is left that could report it."""
-    network = Network(range(2), Limits(ends=1))
-    rules = rules_of()
-    for rank in range(2):
-        network.nodes[rank] = Rank(network, rank, 1, 2, rules)
+    network = simulated(1, Limits(ends=1), size=2)
     network.happen("ends", 0, 0, 0)
-    explore(network, [])
-    (left,) = [node for rank, node in network.nodes.items() if rank in network.alive]
-    assert isinstance(left, Rank)
-    assert left.left.startswith("rank 0 of replica 0 is lost: simulated. Replica 0 takes part in no more rounds;")
+    explore(network)
+    words = "rank 0 of replica 0 is lost: simulated. Replica 0 takes part in no more rounds;"
+    assert network[1].left.startswith(words)
 
 
 @pytest.mark.parametrize(("kind", "replicas"), [*product(KINDS, (3, 5, 7))])
@@ -165,3 +138,153 @@ def test_whatever_happens_there_is_one_history_or_none(kind: str, replicas: int)
 def test_two_sides_with_one_common_member_make_one_history(replicas: int, seed: int) -> None:
     """The common member was ready for the view of one side, and then loses that side."""
     assert outcome(KINDS["two groups"](replicas, seed)) in ("one", "none")
+
+
+# What a bad link costs, and that all live ranks reunite once the network is whole.
+
+
+def who_stays(network: Network, numbers: list[int]) -> tuple[int, ...]:
+    """Return the ranks that have not ended once nothing more happens; all are in one view of these."""
+    wander(network, numbers)
+    finish(network)
+    staying = tuple(number for number in network.ranks if not network[number].left)
+    assert {network[number].view.members for number in staying} == {staying}
+    return staying
+
+
+@settings(max_examples=60, deadline=None)
+@given(NUMBERS, st.integers(3, 5), st.data())
+def test_a_bad_pair_costs_one_of_the_two_and_who_does_not_hear_two_is_the_one_to_go(
+    numbers: list[int], replicas: int, data: st.DataObject
+) -> None:
+    """Property: whether nothing gets through in one direction or in both, and whichever notices first.
+
+    Who does not hear two declares both lost at one heartbeat, and goes with whatever number.
+    """
+    one, *others = data.draw(st.permutations(range(replicas)))[: data.draw(st.integers(2, min(3, replicas - 1)))]
+    kind = data.draw(st.sampled_from(["cuts", "deaf"]))
+    network = simulated(replicas, Limits(**{kind: len(others)}))
+    for other in others:
+        network.happen(kind, one, other, 0)
+    for other in others if len(others) > 1 else ():
+        network.hang_up(one, other)
+    for other in others if len(others) > 1 else ():
+        network[one].lose(other, gone=False)
+    staying = who_stays(network, numbers)
+    (goes,) = {*range(replicas)}.difference(staying)
+    assert goes == one or [goes] == others
+    check_agreement([network[number] for number in staying], whole=True)
+
+
+@settings(max_examples=30, deadline=None)
+@given(NUMBERS, st.integers(4, 5), st.data())
+def test_of_a_bad_pair_the_one_goes_whose_link_comes_and_goes(
+    numbers: list[int], replicas: int, data: st.DataObject
+) -> None:
+    """Property: though it has been a member for longer, and itself has received nothing for a while."""
+    flapping, other = data.draw(st.permutations(range(replicas)))[:2]
+    network = simulated(replicas, Limits(cuts=1))
+    explore(network)
+    for now_s in (2.0, 4.0, 4.5):
+        for number, sender in product(range(replicas), repeat=2):
+            network[number].now_s = now_s
+            if number != sender and (flapping in (sender, number)) == (now_s == 4.5):
+                network[number].hear(sender, Beat())
+    for number in range(replicas):  # a rank that has received nothing from all the others blames none of them
+        unsteady = network[number].machine.roster.unsteady(View.of(replicas), 4.5)
+        assert unsteady == ({flapping} if number != flapping else set())
+    network.happen("cuts", flapping, other, 0)
+    assert who_stays(network, numbers) == tuple(number for number in range(replicas) if number != flapping)
+
+
+@settings(max_examples=50, deadline=None)
+@given(NUMBERS, st.integers(2, 7), LIMITS, st.integers(0, 3), st.sampled_from(["stop", "go-on"]))
+def test_once_the_network_is_whole_all_who_live_are_in_one_view_again(
+    numbers: list[int], replicas: int, limits: Limits, timers: int, split: str
+) -> None:
+    """Property: ranks that lost the others join those that continue, or one founds another view, in as many turns.
+
+    Under ``split="stop"``, a rank that has ended for good may be needed. Then none continues, as that rank might.
+    """
+    rules = replace(RULES, split=split, min_replicas=1 if split == "stop" else replicas // 2 + 1)
+    network = simulated(replicas, replace(limits, own={"timers": timers}), rules)
+    wander(network, numbers)
+    finish(network)
+    candidates = {number for number in network.alive if network[number].left}
+    elections = {}
+    for number in sorted(candidates):
+        views, step = network[number].machine.views, network[number].step
+        last = None if views.last_view is None else LastViews(views.last_view, views.agreed_view)
+        elections[number] = BootstrapElection(
+            number=number, held_step=step, views=last, alone=False, window_s=1.0, policy=rules.policy
+        )
+    steps = {number: each.held_step for number, each in elections.items()}
+    network.alive -= candidates  # their transports are closed
+    finish(network)
+    while elections:
+        returning, founded = min(elections), None
+        if all(network[number].left for number in network.alive):
+            for _ in range(2):  # all vote, and see the votes
+                views = {
+                    number: each.founds([other.me for other in elections.values() if other is not each], 2.0)
+                    for number, each in elections.items()
+                }
+            founders = [number for number, view in views.items() if view is not None]
+            if not founders:  # the ended ranks may be continuing, as far as is known
+                assert len(candidates) < replicas
+                return
+            (returning,) = founders
+            founded = views[returning]
+        del elections[returning]
+        network.make = lambda each, founded=founded: Rank(
+            network, each, replicas, 1, rules, joining=founded is None, founded=founded, step=steps[each]
+        )
+        for number in network.alive:  # who was lost by silence keeps others from joining for a while
+            network[number].now_s += 4 * LATE_S
+        network.return_whole(returning)
+        finish(network)
+    there = sorted(network.alive)
+    assert set(there) >= candidates
+    assert {network[number].view.members for number in there} <= {tuple(there)}
+    assert len({network[number].view for number in there}) <= 1
+
+
+# Sixteen and more members: the number of messages that each sends, and how much it does.
+
+FEW = [1, 18, 25, 900, 77, 431, 1207]
+"""A beginning in which something goes wrong; afterwards the simulated ranks take turns."""
+
+
+@pytest.mark.parametrize("replicas", [16, 32])
+def test_every_round_is_committed_with_one_header_and_one_vote_to_each_other(
+    replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Rank, "STEPS", 2)  # with 32 replicas there are 1984 messages in each
+    ranks = simulate(Limits(), FEW, replicas=replicas)
+    check_agreement(ranks, whole=True)
+    assert len(ranks) == replicas
+    for each in ranks:
+        for kind in (Header, RoundVote):
+            # `sent` has a message once for each receiver
+            assert len(each.sent_of(kind)) == each.STEPS * (replicas - 1), kind
+        assert len(each.sent) == 2 * each.STEPS * (replicas - 1), "no other message is needed"
+
+
+def calls(phase: str, members: int) -> float:
+    """Return the mean number of function calls in a member's machine during a view change or a round."""
+    profile, handle = cProfile.Profile(), Machine.handle
+
+    def profiled(*arguments: Any, **more: Any) -> Any:
+        with profile:
+            return handle(*arguments, **more)
+
+    with mock.patch.object(Machine, "handle", profiled):
+        counted(phase, members)
+    profile.create_stats()
+    return float(pstats.Stats(profile).total_calls) / members  # type: ignore[attr-defined]  # typeshed's stub
+
+
+@pytest.mark.parametrize("phase", ["join", "kill", "round"])
+def test_what_a_member_does_for_a_change_of_views_or_a_round_grows_as_their_number(phase: str) -> None:
+    """Not as its square or cube, as it would if each report led to an evaluation of all others."""
+    assert calls(phase, 16) < 2.5 * calls(phase, 8)

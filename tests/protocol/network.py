@@ -5,11 +5,9 @@ when a broadcast has reached only some receivers, and a connection may go silent
 then still arrives. Both ends notice, each in its own time.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import permutations
 from typing import Any
 
@@ -40,38 +38,29 @@ LIMITS = st.builds(
 
 
 class Network:
-    """The connections between ``ranks``, and a node for each, with the methods of `tests.protocol.simulated_rank.Rank`.
+    """The connections between ``ranks``, and a node for each, with the methods of `tests.protocol.simulated.Rank`."""
 
-    Attributes:
-        ranks: all ranks.
-        alive: the ranks that have not ended.
-        asleep: those of them that are suspended.
-        liar: a rank that does not do what it should, or None.
-        make: returns the node of a restarted rank.
-    """
-
-    make: Callable[[int], Any]
+    make: Callable[[int], Any]  # returns the node of a restarted rank
 
     def __init__(self, ranks: Iterable[int], limits: Limits) -> None:
         self.nodes: dict[int, Any] = {}
         self.ranks = tuple(ranks)
-        self.alive = set(self.ranks)
-        self._abrupt = limits.abrupt
-        self._left = {
-            kind: getattr(limits, kind) for kind in ("ends", "machines", "cuts", "returns", "deaf", "sleeps", "flaps")
-        }
-        self._own = tuple(limits.own)
-        self._left |= limits.own
-        self.on_the_way: dict[tuple[int, int], deque[Any]] = {pair: deque() for pair in permutations(self.alive, 2)}
+        self.alive = set(self.ranks)  # the ranks that have not ended
+        self.asleep: set[int] = set()  # those of them that are suspended
+        self.liar: int | None = None  # a rank that does not do what it should
+        self._abrupt, self._own = limits.abrupt, tuple(limits.own)
+        self._left = {**asdict(limits), **limits.own}
+        self.on_the_way: dict[tuple[int, int], deque[Any]] = {pair: deque() for pair in permutations(self.ranks, 2)}
         self._ends_up = set(self.on_the_way)
         self._connections = dict.fromkeys(self.on_the_way, 0)
         self._cut: set[tuple[int, int]] = set()
         self._unheard: set[tuple[int, int]] = set()  # (a, b): nothing from b reaches a any more
         self._unreachable: set[int] = set()
-        self.asleep: set[int] = set()
-        self.liar: int | None = None
         self._sends_left: dict[int, int] = {}
         self._number = 0
+
+    def __getitem__(self, rank: int) -> Any:
+        return self.nodes[rank]
 
     # For the nodes.
 
@@ -117,72 +106,58 @@ class Network:
 
     def trouble(self) -> list[tuple[str, int, int]]:
         """Return the faults that can happen next."""
-        found = [(kind, rank, 0) for kind in ("ends", "machines") if self._left[kind] for rank in sorted(self.alive)]
-        if self._left["sleeps"]:
-            found += [("sleeps", rank, 0) for rank in sorted(self.alive - self.asleep)]
-        if self._left["flaps"]:
-            found += [("flaps", a, b) for a, b in sorted(self._ends_up) if a < b and (b, a) in self._ends_up]
-        if self._left["cuts"]:
-            pairs = [(a, b) for a, b in sorted(self._ends_up) if a < b and (a, b) not in self._cut]
-            found += [("cuts", a, b) for a, b in pairs]
-        if self._left["deaf"]:
-            found += [("deaf", a, b) for a, b in sorted(self._ends_up) if (a, b) not in self._unheard]
-        if self._left["returns"]:
+        alive, left = sorted(self.alive), self._left
+        of_ranks: dict[str, Callable[[int], bool]] = {
+            "ends": lambda rank: True,
+            "machines": lambda rank: True,
+            "sleeps": lambda rank: rank not in self.asleep,
+        }
+        of_links: dict[str, Callable[[int, int], bool]] = {
+            "flaps": lambda a, b: a < b and (b, a) in self._ends_up,
+            "cuts": lambda a, b: a < b and (a, b) not in self._cut,
+            "deaf": lambda a, b: (a, b) not in self._unheard,
+        }
+        found = [(kind, rank, 0) for kind, may in of_ranks.items() if left[kind] for rank in alive if may(rank)]
+        for kind, may_break in of_links.items():
+            found += [(kind, *link) for link in sorted(self._ends_up) if may_break(*link)] if left[kind] else []
+        if left["returns"]:
             found += [("returns", rank, 0) for rank in sorted(self.nodes) if rank not in self.alive]
-        for kind in self._own:
-            if self._left[kind]:
-                found += [(kind, rank, 0) for rank in sorted(self.alive) if self.nodes[rank].may(kind)]
-        return found
+        own = [kind for kind in self._own if left[kind]]
+        return found + [(kind, rank, 0) for kind in own for rank in alive if self[rank].may(kind)]
 
     def happen(self, what: str, a: int, b: int, number: int) -> None:
         """Let one of the choices happen; ``number`` decides open details."""
+        if what in self._left:
+            self._left[what] -= 1
         if what == "deliver":
-            self.nodes[b].receive(a, self.on_the_way[a, b].popleft())
+            self[b].receive(a, self.on_the_way[a, b].popleft())
         elif what == "notice":
             self.hang_up(a, b)
             self.nodes[a].lose(b, gone=b not in self.alive and b not in self._unreachable)
         elif what == "wakes":
             self.asleep.discard(a)
         elif what == "sleeps":
-            self._left["sleeps"] -= 1
             self.asleep.add(a)
         elif what == "flaps":
-            self._left["flaps"] -= 1
             self._flap(a, b)
         elif what == "cuts":
-            self._left["cuts"] -= 1
             self._cut |= {(a, b), (b, a)}
             self._unheard |= {(a, b), (b, a)}
             self._lose_some(a, b, number)
             self._lose_some(b, a, number // 4)
         elif what == "deaf":
-            self._left["deaf"] -= 1
             self._unheard.add((a, b))
             self._lose_some(b, a, number)
         elif what == "returns":
-            self._left["returns"] -= 1
             self._return(a)
         elif what in self._own:
-            self._left[what] -= 1
             self.nodes[a].suffer(what, number)
         else:
-            self._left[what] -= 1
             if what == "machines":
                 self._unreachable.add(a)
             self._sends_left[a], self._number = number % 6, number // 6
             if number % 6 == 0:
                 self.end(a)
-
-    def _flap(self, a: int, b: int) -> None:
-        """Replace a connection by a new one, on which nothing arrives that was sent before."""
-        for pair in ((a, b), (b, a)):
-            self.on_the_way[pair].clear()
-            self._cut.discard(pair)
-            self._unheard.discard(pair)
-            self._connections[pair] += 1
-        for one, other in ((a, b), (b, a)):
-            if one in self.alive and not (one in self._sends_left and self._sends_left[one] == 0):
-                self.nodes[one].lose(other, gone=False)
 
     def return_whole(self, rank: int) -> None:
         """Restart ``rank`` with intact links to all live ranks, and let no rank end any more."""
@@ -196,23 +171,31 @@ class Network:
             if a == rank:
                 self._lose_some(a, b, self._number)
 
+    def _flap(self, a: int, b: int) -> None:
+        """Replace a connection by a new one, on which nothing arrives that was sent before."""
+        self._renew([(a, b), (b, a)])
+        for one, other in ((a, b), (b, a)):
+            if one in self.alive and not (one in self._sends_left and self._sends_left[one] == 0):
+                self.nodes[one].lose(other, gone=False)
+
     def _return(self, rank: int) -> None:
-        """Start a new process in the place of the one that ended; its connections are new, and the old ones are
-        forgotten."""
+        """Start a new process in the place of the one that ended; its connections are new."""
         self.alive.add(rank)
         self._sends_left.pop(rank, None)
         self._unreachable.discard(rank)
         self.asleep.discard(rank)
-        for pair, messages in self.on_the_way.items():
-            if rank in pair:
-                messages.clear()
-                self._cut.discard(pair)
-                self._unheard.discard(pair)
-                self._ends_up.discard(pair)
-                self._connections[pair] += 1
-                if self.alive.issuperset(pair):
-                    self._ends_up.add(pair)
+        pairs = [pair for pair in self.on_the_way if rank in pair]
+        self._renew(pairs)
+        self._ends_up.difference_update(pairs)
+        self._ends_up.update(filter(self.alive.issuperset, pairs))
         self.nodes[rank] = self.make(rank)
+
+    def _renew(self, pairs: Iterable[tuple[int, int]]) -> None:
+        for pair in pairs:
+            self.on_the_way[pair].clear()
+            self._cut.discard(pair)
+            self._unheard.discard(pair)
+            self._connections[pair] += 1
 
     def _lose_some(self, sender: int, receiver: int, number: int) -> None:
         messages = self.on_the_way[sender, receiver]
@@ -220,7 +203,7 @@ class Network:
             messages.pop()
 
 
-def explore(network: Network, numbers: Sequence[int], most: int = 1000) -> None:
+def explore(network: Network, numbers: Sequence[int] = (), most: int = 1000) -> None:
     """Let things happen as ``numbers`` say, and then let everything that is under way finish.
 
     Raises:
@@ -240,6 +223,12 @@ def wander(network: Network, numbers: Iterable[int], *, trouble: bool = True) ->
         possible = _options(network) + (network.trouble() if trouble else [])
         if possible:
             _take(network, *possible[number % len(possible)], number // len(possible))
+
+
+def settle(network: Network) -> None:
+    """Deliver everything that was sent, and let every lost connection be noticed."""
+    while choices := network.choices():
+        network.happen(*choices[0], 0)
 
 
 def _options(network: Network) -> list[tuple[str, int, int]]:
