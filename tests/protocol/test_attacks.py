@@ -115,21 +115,20 @@ def lies_of(liar: int, size: int) -> Mapping[str, Iterable[WireMessage]]:
 
 def attacks_of(liar: int, size: int) -> Mapping[str, Lie]:
     others, begins = tuple(each for each in range(size) if each != liar), once(report(liar))
+    rounds = {(1, step): "d" * 64 for step in range(4000)}  # more than 300 kB
     return {name: once(*lies) for name, lies in lies_of(liar, size).items()} | {
         "none": without(Announcement),
         "32 strangers join": once(report(liar, joining=frozenset(range(10, 42)))),
         "4000 strangers join": once(report(liar, joining=frozenset(range(10, 4010)))),
-        "reports full of rounds": once(
-            *(report(liar, number=n, commits={(n, step): "d" * 64 for step in range(4000)}) for n in range(20))
-        ),
+        "reports full of rounds": once(*(report(liar, number=n, commits=rounds | {(n, 0): "d"}) for n in range(20))),
         "ballots that end as they begin": both(begins, ballots),
         "no acceptance": both(begins, without(Accept)),
         "accepts something else": both(begins, instead(Accept, digest="else")),
         "no proposal": both(begins, without(Propose)),
         "another proposal for each": both(begins, another_for_each),
         "it leaves at ever other steps": once(*(Leaving(0, n) for n in range(800))),
-        "reports about a far view": once(report(liar, view_id=1 << 40, gone=frozenset(range(4000))), times=200),
-        "reports about a later view": once(report(liar, view_id=9, gone=frozenset(range(4000))), times=400),
+        "reports about a far view": once(report(liar, view_id=1 << 40, gone=frozenset(range(4000))), times=20),
+        "reports about a later view": once(report(liar, view_id=9, commits=rounds), times=30),
         "a report nested 30 levels deep": once(encode(report(liar))[:-1] + b"\x91" * 30),
         "a welcome": once(Welcome(NextView(View(1, (3,)), View(0, (3,)), 1, {}, "")), times=30),
         "welcomes full of lists": once(LISTS, times=30),
