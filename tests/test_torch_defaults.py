@@ -132,10 +132,7 @@ def test_a_global_default_of_torch_changes_no_bit(codec: str) -> None:
 def test_nor_over_sockets(default: str) -> None:
     plain = in_process(3, "fp4", mean_codec="int8")
     with DEFAULTS[default]():
-        there = over_sockets(3, "fp4", mean_codec="int8")
-    for (local, shared), (local_there, shared_there, _) in zip(plain, there, strict=True):
-        assert torch.equal(local, local_there)
-        assert torch.equal(shared, shared_there)
+        assert over_sockets(3, "fp4", mean_codec="int8")[0] == plain
 
 
 def test_nor_in_a_whole_run_which_is_resumed(data: Path, tmp_path: Path) -> None:

@@ -8,18 +8,18 @@ import re
 import socket
 import sys
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import closing
 from dataclasses import replace
 
 import pytest
-import torch
 
 from diloco.cli import main
 from diloco.errors import TransportError
-from diloco.protocol import Average, Entry, note
+from diloco.protocol import Entry, note
 from diloco.transport import Address, Directory, TcpDirectory, TcpStreams, connect, examine, parse_address
+from diloco.waiting import in_thread
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import diloco_threads, failure, free_address, nobody_at, place, registering, rules
 from tests.transport.relays import frame, stranger_at
@@ -28,24 +28,16 @@ from tests.transport.wires import Wires, answering_probes, at_once, rendezvous
 LIMIT_S = 20.0
 
 
-def work_together(num_replicas: int, address: Address, held: Sequence[int] = ()) -> list[Directory]:
+def work_together(num_replicas: int, address: Address) -> list[Directory]:
     """Connect ranks at ``address``, exchange one round, and return the connections after closing them."""
+    patient = rules(rendezvous_timeout_s=20.0)
     found: list[Directory] = at_once(
-        [
-            lambda m=m: connect(
-                place(m, num_replicas, address), rules(rendezvous_timeout_s=20.0), held_step=held[m] if held else -1
-            )
-            for m in range(num_replicas)
-        ]
+        [lambda m=m: connect(place(m, num_replicas, address), patient, held_step=10 * m) for m in range(num_replicas)]
     )
     assert all(isinstance(each, Directory) for each in found), found
-    try:
-        given = [contribution(m, codec="fp4") for m in range(num_replicas)]
-        averages: list[Average] = exchange([each.transport for each in found], given)
-        assert all(torch.equal(average.values, averages[0].values) for average in averages)
-        assert averages[0].contributors == tuple(range(num_replicas))
-    finally:
-        at_once([each.transport.close for each in found])
+    averages = exchange([each.transport for each in found], [contribution(m) for m in range(num_replicas)])
+    assert averages[0].contributors == tuple(range(num_replicas))
+    at_once([each.transport.close for each in found])
     return found
 
 
@@ -81,36 +73,29 @@ def test_a_port_that_is_taken_is_named_and_of_a_range_the_first_free_one_is_take
 )
 def test_a_rank_that_does_not_fit_is_refused_alone(rank: int, num_replicas: int, codec: str, words: str) -> None:
     """The others wait for one that fits. Before, each of these ended all ranks that waited."""
-    known, found = dict[int, Entry](), list[Directory]()
+    known = dict[int, Entry]()
 
-    def right(rank: int) -> Directory:
-        return connect(place(rank, 3, address), rules(facts={"codec": "fp4"}, rendezvous_timeout_s=60.0))
+    def right(rank: int) -> Future[Directory]:
+        fits = rules(facts={"codec": "fp4"}, rendezvous_timeout_s=60.0)
+        return in_thread(lambda: connect(place(rank, 3, address), fits), "connect")
 
     with rendezvous(3, known=known) as address:
-        first = threading.Thread(target=lambda: found.append(right(0)))
-        first.start()
+        first = right(0)
         while not known:
-            first.join(0.01)
+            wait([first], 0.01)
         said = failure(connect, place(rank, num_replicas, address), rules(facts={"codec": codec}))
         assert re.search(words, said), said
-        found += at_once([lambda: right(1), lambda: right(2)])
-        first.join()
+        found = [each.result() for each in (first, right(1), right(2))]
     assert [sorted(each.entries) for each in found] == [[0, 1, 2]] * 3
     for each in found:
         each.transport.close()
 
 
-def test_who_waits_in_vain_learns_why_another_was_refused() -> None:
-    """It may itself be the one with the wrong setting."""
-    with rendezvous(2) as address:
-        codecs = ["fp4", "int8"]
-        told = at_once([lambda m=m: connect(place(m, 2, address), rules(facts={"codec": codecs[m]})) for m in range(2)])
-    assert all("has codec = fp4 and replica 1" in str(each) for each in told), told
-    assert sum(" (one was refused: replica 0 (" in str(each) for each in told) == 1, told
-
-
 def test_a_rank_that_did_not_come_is_named_and_one_that_gave_up_may_come_back() -> None:
     with rendezvous(2) as address:
+        with closing(stranger_at(address)) as stranger:
+            stranger.sendall(frame({"kind": "ask", "entry": Entry(0, "nowhere")}))
+            assert stranger.recv(1) == b"", "the connection is closed and nothing is registered"
         assert failure(connect, place(1, 2, address), rules()) == (
             f"rank 1 waited 1 s at {address} for rank 0. Start the missing ranks, or choose a longer "
             "network.round_timeout, of which this is half."
@@ -140,7 +125,7 @@ def test_where_nobody_answers_the_address_and_the_ways_out_are_named() -> None:
         words = failure(connect, place(1, 2, address), rules())
     assert words.startswith(f"rank 1 found no rendezvous at {address} within 1 s: nothing listens there (connection")
     assert "(connection refused). Start replica 0 there, open that port" in words
-    for host in ("replica-0.invalid", "x" * 64, "a..b", "\N{SNOWMAN}" * 64):  # the last three no resolver takes
+    for host in ("replica-0.invalid", "\N{SNOWMAN}" * 64):  # the second is no name that a resolver takes
         words = failure(connect, place(1, 2, Address(host, 29400)), rules())
         assert f"no route to the rendezvous {host!r}" in words
     assert diloco_threads() <= before, "nothing stays open"
@@ -182,10 +167,9 @@ HTTP = b"HTTP/1.1 400 Bad Request\r\n\r\n"
 )
 def test_another_program_at_the_rendezvous_is_told_apart(rank: int, answer: bytes | None, words: str) -> None:
     """Rank 0, which was to listen there, says so long before the time-out."""
-    began_s, before = time.monotonic(), diloco_threads()
+    before = diloco_threads()
     with another_program(answer) as address:
         said = failure(connect, place(rank, 2, address), rules(rendezvous_timeout_s=1.0 if rank else 300.0))
-    assert time.monotonic() - began_s < 20
     assert f"no rendezvous at {address}" in said
     assert re.search(words, said)
     assert diloco_threads() <= before
@@ -193,47 +177,28 @@ def test_another_program_at_the_rendezvous_is_told_apart(rank: int, answer: byte
 
 def test_rank_0_listens_once_what_had_the_port_has_ended() -> None:
     """The replica 0 of a run that has just been stopped may do so, and closes the connection when it is asked."""
-    with socket.create_server(("127.0.0.1", 0)) as before:
-        address, asked = Address("127.0.0.1", before.getsockname()[1]), threading.Event()
+    before = socket.create_server(("127.0.0.1", 0))
+    address = Address(*before.getsockname())
 
-        def ends() -> None:
-            caller, _ = before.accept()
+    def ends() -> None:
+        with before.accept()[0]:
             before.close()
-            caller.close()
-            asked.set()
 
-        threading.Thread(target=ends).start()
-        connected = connect(place(0, 1, address), rules())
-    assert asked.is_set()
-    assert not connected.joining
+    _, connected = at_once([ends, lambda: connect(place(0, 1, address), rules())])
     assert connected.transport.address == address
     connected.transport.close()
-
-
-def test_a_stranger_who_registers_nonsense_harms_nobody() -> None:
-    with rendezvous(1) as address:
-        with closing(stranger_at(address)) as stranger:
-            stranger.sendall(frame({"kind": "ask", "entry": Entry(0, "nowhere")}))
-            assert stranger.recv(1) == b"", "the connection is closed and nothing is registered"
-        connected = connect(place(0, 1, address), rules())
-        assert not connected.joining
-        connected.transport.close()
 
 
 def test_rank_0_stays_registered_while_another_rank_keeps_it_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """It had forgotten itself, as it asked nobody meanwhile, and ended with a `KeyError`."""
     monkeypatch.setattr(sys.modules[TcpDirectory.__module__], "_GONE_S", 0.2)
     monkeypatch.setattr(sys.modules[TcpStreams.__module__], "_HANDSHAKE_S", 0.5)
-    address, found = free_address(), list[str]()
-    rank_0 = threading.Thread(
-        target=lambda: found.append(failure(connect, place(0, 4, address), rules(rendezvous_timeout_s=2.0)))
-    )
+    address = free_address()
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts no connection
-        rank_0.start()
+        rank_0 = in_thread(lambda: failure(connect, place(0, 4, address), rules(rendezvous_timeout_s=2.0)), "rank 0")
         hung = Entry(1, str(Address(*silent.getsockname())))
         with registering(address, hung), registering(address, Entry(2, "127.0.0.1:1")):
-            rank_0.join()
-    assert re.search("rank 0 waited 2 s .* for rank .*3", "".join(found)), found
+            assert re.search("rank 0 waited 2 s .* for rank .*3", rank_0.result())
 
 
 def test_an_address_that_answers_nothing_delays_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,88 +221,71 @@ def test_the_rank_that_answers_at_the_rendezvous_is_never_the_one_that_does_not_
         [lambda m=m, c=c: connect(place(m, 2, address), rules(facts={"codec": c})) for m, c in codecs.items()]
     )
     assert "rank 0 waited 1 s" in str(said[1]), said
-    assert "one was refused" in str(said[1]) or "codec" in str(said[0])
+    assert "one was refused: replica 0 (" in str(said[1]) or "codec" in str(said[0])
 
 
 # Successful connections.
 
 
-def test_rank_0_holds_the_rendezvous_itself_where_nobody_else_does() -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"] if socket.has_ipv6 else ["127.0.0.1"])
+def test_rank_0_holds_the_rendezvous_itself_where_nobody_else_does(host: str) -> None:
     """Whichever rank comes first; the others try again until it listens."""
-    address = free_address()
-    found = work_together(3, address, held=[0, 10, 20])
+    address = free_address(host)
+    found = work_together(3, address)
     assert parse_address(found[0].entries[0].address) == address
-    assert {parse_address(entry.address).host for entry in found[2].entries.values()} == {"127.0.0.1"}
+    assert {parse_address(entry.address).host for entry in found[2].entries.values()} == {host}
     assert [[entry.held_step for entry in each.entries.values()] for each in found] == [[0, 10, 20]] * 3
 
 
-def test_a_rank_that_comes_again_with_another_checkpoint_changes_nothing_of_what_all_begin_from() -> None:
-    """All choose the checkpoint to resume from by these entries, so they must be the same everywhere."""
+@pytest.fixture
+def alone() -> Iterator[Directory]:
     directory = connect(place(0, 1, Address("127.0.0.1", 0)), rules(), held_step=10)
     with closing(directory.transport):
-        assert directory.entries[0].held_step == 10
-        note(directory.known, replace(directory.entry, held_step=20), {0})
-        assert directory.entries[0].held_step == 10
+        yield directory
 
 
-def test_who_asks_for_the_known_ranks_is_not_disturbed_by_one_that_comes_meanwhile() -> None:
+def test_a_rank_that_comes_again_with_another_checkpoint_changes_nothing_of_what_all_begin_from(
+    alone: Directory,
+) -> None:
+    """All choose the checkpoint to resume from by these entries, so they must be the same everywhere."""
+    note(alone.known, replace(alone.entry, held_step=20), {0})
+    assert alone.entries[0].held_step == 10
+
+
+def test_who_asks_for_the_known_ranks_is_not_disturbed_by_one_that_comes_meanwhile(alone: Directory) -> None:
     """The training thread asks, and they come in another one; an error there would end the run."""
 
     class Rank(int):
         __hash__ = int.__hash__
 
         def __ne__(self, other: object) -> bool:
-            known[len(known)] = Entry(len(known), "a:1")
+            alone.known[len(alone.known)] = Entry(len(alone.known), "a:1")
             return int(self) != other
 
-    directory = connect(place(0, 1, Address("127.0.0.1", 0)), rules())
-    with closing(directory.transport):
-        known = directory.known
-        known |= {Rank(rank): Entry(rank, f"host:{rank}") for rank in (1, 2)}
-        assert [each.rank for each in directory.transport.known_entries()] == [1, 2]
-
-
-@pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
-def test_everything_goes_over_ipv6_too() -> None:
-    """The rendezvous, control connections and payloads all use ::1."""
-    found = work_together(2, free_address("::1"))
-    assert {parse_address(entry.address).host for entry in found[0].entries.values()} == {"::1"}
+    alone.known.update({Rank(rank): Entry(rank, f"host:{rank}") for rank in (1, 2)})
+    assert [each.rank for each in alone.transport.known_entries()] == [1, 2]
 
 
 # The doctor.
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_a_way_that_works_has_a_latency_and_a_rate_each_way(host: str) -> None:
-    with answering_probes(host) as address:
-        finding = asyncio.run(examine(address, 300_000, LIMIT_S))
+def test_the_way_to_a_replica_in_training_has_a_latency_and_a_rate_each_way(wires: Wires) -> None:
+    finding = asyncio.run(examine(wires.meet(2)[0].address, 300_000, LIMIT_S))
     assert not finding.problem
     assert 0 < finding.latency_s < LIMIT_S
     assert min(finding.up_bits_per_s, finding.down_bits_per_s) > 0
-
-
-def test_a_replica_in_training_answers_too(wires: Wires) -> None:
-    assert not asyncio.run(examine(wires.meet(2)[0].address, 1000, LIMIT_S)).problem
 
 
 def test_each_way_that_does_not_work_is_told_apart() -> None:
     with nobody_at() as address:
         finding = asyncio.run(examine(address, 1000, LIMIT_S))
     assert finding.problem.startswith("nothing listens there (connection refused); start a replica or `diloco doctor")
-    finding = asyncio.run(examine(Address("nobody.invalid", 29400), 1000, LIMIT_S))
-    assert finding.problem.startswith("the name does not resolve")
     for answer, patience_s, words in (
         (None, 0.2, "it accepted the connection but did not respond for 0.2 s; "),
         (HTTP, LIMIT_S, "what answers there is not a diloco: the other side does not use this version"),
     ):
         with another_program(answer) as address:
             assert asyncio.run(examine(address, 1000, patience_s)).problem.startswith(words)
-
-
-def test_nobody_is_made_to_move_more_than_is_allowed() -> None:
-    with answering_probes() as address, closing(stranger_at(address)) as fetcher:
-        fetcher.sendall(frame({"kind": "probe", "give": 1 << 31}))
-        assert fetcher.recv(1) == b"", "the connection is closed without an answer"
 
 
 def test_the_command_names_each_failure_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:

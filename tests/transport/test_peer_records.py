@@ -1,8 +1,7 @@
-"""Records that peers store in the DHT, where any peer can write, and their tables of members."""
+"""Records that peers store in the DHT, where any peer can write."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from typing import Any
 from unittest import mock
@@ -11,11 +10,8 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-from hypothesis import given
-from hypothesis import strategies as st
 
-from diloco.protocol import MessageError, decode, encode
-from diloco.transport import Admission, Members, PeerRecord, new_secret, owner_of
+from diloco.transport import Admission, PeerRecord, new_secret, owner_of
 
 _KEY = rsa.generate_private_key(65537, 2048)
 ADMISSION = Admission("run", new_secret())
@@ -31,16 +27,14 @@ def forged(**fields: Any) -> bytes:
     return msgspec.json.encode((content.decode(), ADMISSION.sign(SUBKEY, content).hex()))
 
 
-def test_a_record_survives_its_way() -> None:
-    assert PeerRecord.from_bytes(SUBKEY, RECORD.to_bytes(SUBKEY, ADMISSION), ADMISSION) == RECORD
-    assert PeerRecord.from_bytes(SUBKEY, forged(number=-1), ADMISSION).number == -1
-
-
-@pytest.mark.parametrize("number", range(0, 300, 7))
-def test_a_record_is_a_line_of_text(number: int) -> None:
+def test_a_record_survives_its_way_as_a_line_of_text() -> None:
     """Regression: Hivemind did not find its signature behind a record with the byte 10."""
-    data = msgspec.structs.replace(RECORD, number=number, addresses=("x" * number,)).to_bytes(SUBKEY, ADMISSION)
-    assert data.decode().isprintable()
+    assert PeerRecord.from_bytes(SUBKEY, forged(number=-1), ADMISSION).number == -1
+    for number in range(0, 300, 7):
+        record = msgspec.structs.replace(RECORD, number=number, addresses=("x" * number,))
+        data = record.to_bytes(SUBKEY, ADMISSION)
+        assert data.decode().isprintable()
+        assert PeerRecord.from_bytes(SUBKEY, data, ADMISSION) == record
 
 
 def test_only_who_has_the_secret_makes_a_record_that_counts_and_no_key_is_read_before() -> None:
@@ -75,19 +69,3 @@ def test_only_who_has_the_secret_makes_a_record_that_counts_and_no_key_is_read_b
 def test_what_is_no_record_is_left_out(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         PeerRecord.from_bytes(SUBKEY, data, ADMISSION)
-
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=80)
-    | st.sampled_from([10**400, 1 << 31, "\x1b]0;x\x07", "\u202e"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=4,
-)  # fmt: skip
-
-
-@given(st.dictionaries(st.sampled_from(["known", "members", "step", "swarm", "founded_step"]), VALUES))
-def test_what_is_no_table_is_refused(fields: dict[str, Any]) -> None:
-    with contextlib.suppress(OverflowError):  # an integer that MessagePack does not have
-        message = encode({"kind": "members"} | fields)
-        with pytest.raises(MessageError):
-            decode(message, Members)

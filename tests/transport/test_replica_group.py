@@ -1,17 +1,31 @@
-"""The communication between the ranks of a replica."""
+"""The ranks of a replica communicate with each other, and one of them with other replicas, for all (invariant 10)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from diloco.errors import CheckpointError, ConfigurationError, RendezvousError, ReplicaLostError
-from diloco.transport import ReplicaGroup, open_replica_group
+from diloco.algorithm import RoundId, weighted_mean
+from diloco.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DivergedError,
+    RendezvousError,
+    ReplicaLostError,
+    RoundTimeoutError,
+    RoundVoidError,
+    TransportError,
+)
+from diloco.membership import View
+from diloco.transport import InProcessTransport, LeaderTransport, Pending, ReplicaGroup, Transport, open_replica_group
+from tests.faults import Fault, FaultyTransport
 from tests.processes import Processes, receive, report
+from tests.same import same_values
+from tests.transport.contract import SIZE, MakeEndpoints, TransportContract, contribution
 
 CPU = torch.device("cpu")
 
@@ -21,71 +35,45 @@ def open_group(position: int, size: int, folder: Path, *, replica: int = 0, time
     return open_replica_group(store, replica=replica, position=position, size=size, device=CPU, timeout_s=timeout_s)
 
 
-def rank_tells(rank: int, folder: Path) -> dict[str, Any]:
-    """Two replicas of three ranks that rendezvous through one store."""
+def rank_tells(rank: int, folder: Path) -> None:
+    """Two replicas of three ranks rendezvous through one store."""
     replica, position = divmod(rank, 3)
-    group = open_group(position, 3, folder, replica=replica)
-    said = 10 * replica + position
+    group, numbers = open_group(position, 3, folder, replica=replica), [10 * replica + s for s in range(3)]
+    said = numbers[position]
+    assert (group.replica, group.position, group.size, group.leads) == (replica, position, 3, position == 0)
+    assert group.gather(torch.tensor([said, -said])).tolist() == [[number, -number] for number in numbers]
+    assert group.gather_texts("é" * position) == ["", "é", "éé"]
+    assert group.share({"said": said, "words": ["é", None, 0.1]}) == {"said": numbers[0], "words": ["é", None, 0.1]}
+    assert group.share(None) is None
+    assert group.share_(torch.full((2, 2), said)).tolist() == [[numbers[0]] * 2] * 2
+    assert group.share_(torch.empty(0)).tolist() == []
+    assert [group.all(position < limit) for limit in (1, 3)] == [False, True]
+    assert [group.any(position >= limit) for limit in (2, 3)] == [True, False]
+    assert group.done_by_leader(lambda: said) == numbers[0]
 
     def fails() -> None:
         raise CheckpointError("the disk is full")
 
-    failure = ""
-    try:
-        group.done_by_leader(fails)
-    except (CheckpointError, ReplicaLostError) as error:
-        failure = f"{type(error).__name__}: {error}"
-    try:
+    def one_fails() -> None:
         with group.all_or_none():
             if position == 1:
                 fails()
-    except (CheckpointError, ReplicaLostError) as error:
-        failure += f" | {type(error).__name__}: {error}"
+
+    with pytest.raises(CheckpointError, match=r"^the disk is full$"):  # that of position 0, on all
+        group.done_by_leader(fails)
+    others = ReplicaLostError, f"Position {position} .* other ranks: position 1: the disk is full"
+    kind, words = (CheckpointError, r"^the disk is full$") if position == 1 else others
+    with pytest.raises(kind, match=words):
+        one_fails()
     with group.all_or_none():
         pass
-    found = {
-        "place": (group.replica, group.position, group.size, group.leads),
-        "gathered": group.gather(torch.tensor([said, -said])).tolist(),
-        "scalars": group.gather(torch.tensor(float(said))).tolist(),
-        "texts": group.gather_texts("é" * position),
-        "shared": group.share({"said": said, "words": ["é", None, 0.1]}),
-        "nothing": group.share(None),
-        "overwritten": group.share_(torch.full((2, 2), said)).tolist(),
-        "empty": group.share_(torch.empty(0)).tolist(),
-        "all": [group.all(position < limit) for limit in (1, 3)],
-        "any": [group.any(position >= limit) for limit in (2, 3)],
-        "done": group.done_by_leader(lambda: said),
-        "failure": failure,
-    }
     group.close()
-    return found
 
 
 def test_each_replica_by_itself(tmp_path: Path) -> None:
     with Processes() as processes:
         processes.start(6, rank_tells, tmp_path)
-        ranks = processes.results(timeout_s=300)
-    for rank, found in ranks.items():
-        replica, position = divmod(rank, 3)
-        numbers = [10 * replica + s for s in range(3)]
-        failure = found.pop("failure")
-        failure, of_block = failure.split(" | ")
-        assert of_block.startswith("CheckpointError: the disk is full" if position == 1 else "ReplicaLostError")
-        assert ("other ranks: position 1: the disk is full" in of_block) == (position != 1)
-        assert failure == "CheckpointError: the disk is full", "of position 0 alone"
-        assert found == {
-            "place": (replica, position, 3, position == 0),
-            "gathered": [[number, -number] for number in numbers],
-            "scalars": [float(number) for number in numbers],
-            "texts": ["", "é", "éé"],
-            "shared": {"said": numbers[0], "words": ["é", None, 0.1]},
-            "nothing": None,
-            "overwritten": [[numbers[0]] * 2] * 2,
-            "empty": [],
-            "all": [False, True],
-            "any": [True, False],
-            "done": numbers[0],
-        }
+        processes.results(timeout_s=300)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -138,3 +126,76 @@ def test_ranks_that_do_not_come_are_not_waited_for_for_ever(tmp_path: Path) -> N
 def test_errors_that_are_no_loss_stay_what_they_are() -> None:
     with pytest.raises(RuntimeError, match="a bug"), ReplicaGroup().watched():
         raise RuntimeError("a bug")
+
+
+# One rank communicates with the other replicas, and all get the same results.
+
+
+class TestLeaderOfOneRank(TransportContract):
+    @pytest.fixture
+    def make_endpoints(self) -> MakeEndpoints:
+        def make(num_replicas: int) -> Sequence[Transport]:
+            hub = InProcessTransport(num_replicas)
+            return [LeaderTransport(ReplicaGroup(), hub.endpoint(m)) for m in range(num_replicas)]
+
+        return make
+
+
+def rank_hears(position: int, folder: Path) -> None:
+    """Replica 1 of two has three ranks. Position 0 also plays replica 0, in the same process."""
+    hub, group = None, open_group(position, 3, folder, replica=1)
+    if group.leads:
+        hub = FaultyTransport(2, faults=[Fault(kind="drop", round=RoundId(0, 1), replica=0)], round_timeout_s=0.0)
+    transport = LeaderTransport(group, hub.endpoint(1) if hub else None)
+
+    def begun(outer_step: int, digest: str = "even") -> Pending:
+        if hub:
+            hub.endpoint(0).average(contribution(0, outer_step=outer_step, digest="even"))
+        return transport.average(contribution(1, outer_step=outer_step, digest=digest))
+
+    average, expected = begun(0).wait(), weighted_mean([contribution(m) for m in range(2)])
+    assert torch.equal(average.values, expected.values)
+    assert average.integers is not None
+    assert (average.integers.tolist(), average.contributors) == ([0, 7], (0, 1))
+    assert (transport.replica, transport.view) == (1, View.of(2))
+    assert (transport.sent_bytes, transport.received_bytes) == (4 * SIZE + 10, 4 * SIZE + 10)
+
+    with pytest.raises(RoundVoidError, match="replica 0 sent nothing") as void:
+        begun(1).wait()
+    assert void.value.round == "fragment 0, outer step 1"
+    with pytest.raises(DivergedError) as diverged:
+        begun(2, "odd").wait()
+    assert (diverged.value.donor, diverged.value.digest, diverged.value.replicas) == (0, "even", (1,))
+    with pytest.raises(RoundTimeoutError) as late:
+        transport.average(contribution(1, outer_step=3)).wait()
+    assert late.value.replicas == (0,)
+    with pytest.raises(TransportError, match="already contributed"):
+        transport.average(contribution(1, outer_step=3))
+
+    with pytest.raises(TransportError, match="it has published nothing"):
+        transport.fetch(0, [0]).result()
+    state = {"global_params": torch.arange(5.0), "outer_step": 7, "slots": {"momentum": torch.ones(5)}, "none": {}}
+    if hub:
+        hub.endpoint(0).publish(lambda fragment: {"fragment": fragment, **state})
+        hub.endpoint(0).agree({"codec": "fp4"})
+    assert same_values(transport.fetch(3, [0]).result(), {"fragment": 3, **state})
+    with pytest.raises(ConfigurationError, match="has codec = fp4"):
+        transport.agree({"codec": "int8"})
+
+    def fails(leader: Transport) -> None:
+        raise KeyError("nobody foresaw it")
+
+    assert transport.shared(lambda leader: [leader.replica, "words"]) == [1, "words"]
+    others = ReplicaLostError, "^Position 0 of replica 1 has failed, .*nobody foresaw it"
+    kind, words = (KeyError, "nobody foresaw it") if group.leads else others
+    with pytest.raises(kind, match=words):
+        transport.shared(fails)
+    transport.tick()
+    transport.publish(lambda fragment: {})
+    group.close()
+
+
+def test_all_ranks_hear_what_the_leader_hears(tmp_path: Path) -> None:
+    with Processes() as processes:
+        processes.start(3, rank_hears, tmp_path)
+        processes.results(timeout_s=300)

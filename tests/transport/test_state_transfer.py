@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from diloco.errors import TransportError
 from diloco.transport import PeerTransport
@@ -63,23 +61,19 @@ def chunks(unit: Unit, port: int | None = None) -> bool:
     return is_chunk and port in (None, unit.port)
 
 
-ODD: list[dict[str, Any]] = [
-    {
+def test_what_arrives_is_the_donors_bit_for_bit(wires: Wires) -> None:
+    odd: dict[str, Any] = {
         "matrix": torch.arange(6, dtype=torch.int32).reshape(2, 3).t(),
         "scalar": torch.tensor(0.1, dtype=torch.float64),
         "counts": torch.arange(7),
-        "slots": {"bytes": torch.ones(3, dtype=torch.uint8), "none": None, "yes": True, "words": "é"},
-    },
-    {},
-    {"slots": {}},
-    {"global_params": torch.empty(0), "outer_step": 2**62},
-]
-
-
-@pytest.mark.parametrize("held", ODD, ids=range(4))
-def test_what_arrives_is_the_donors_bit_for_bit(wires: Wires, held: dict[str, Any]) -> None:
-    first, _ = meet(wires, held)
-    assert same_values(first.fetch(4, [1]).result(), {**held, "fragment": 4})
+        "slots": {"bytes": torch.ones(3, dtype=torch.uint8), "none": None, "yes": True, "words": "é", "more": {}},
+        "empty": torch.empty(0),
+        "outer_step": 2**62,
+    }
+    first, (source,) = meet(wires, odd)
+    assert same_values(first.fetch(4, [1]).result(), {**odd, "fragment": 4})
+    source.held = {}
+    assert first.fetch(4, [1]).result() == {"fragment": 4}
 
 
 def test_a_cut_connection_goes_on_where_it_stopped(wires: Wires, relays: Relays) -> None:
@@ -106,10 +100,10 @@ def test_the_next_donor_goes_on_where_one_stopped_unless_its_bytes_were_wrong(
     wires: Wires, relays: Relays, lies: bool
 ) -> None:
     first, (source, _) = meet(wires, state(), state())
-    one, seen, lost = first.connections.entries[1].address.rpartition(":")[2], [0], [0]
+    one, seen, lost = wires.transports[1].address.port, [0], [0]
 
     def break_off(unit: Unit) -> bytes:
-        if chunks(unit) and str(unit.port) == one:
+        if chunks(unit, one):
             seen[0] += 1
             if seen[0] > 4:
                 lost[0] += len(unit.data)
@@ -158,7 +152,7 @@ def test_a_state_that_moves_on_is_the_old_one_or_the_new_one_and_never_a_mixture
 
 
 def test_all_are_named_with_their_reasons(wires: Wires) -> None:
-    first, (_, failing, silent) = meet(wires, state(), state(), state(), round_timeout_s=2.0, silence_s=2.0)
+    first, _ = meet(wires, {}, {}, {}, round_timeout_s=2.0, silence_s=2.0)
     wires.transports[1].publish(None)  # type: ignore[arg-type]  # as before the first time
     wires.transports[2].publish(lambda fragment: {}[fragment])
     never = threading.Event()
@@ -171,7 +165,6 @@ def test_all_are_named_with_their_reasons(wires: Wires) -> None:
     never.set()
     with pytest.raises(TransportError, match="no such other member"):
         first.fetch(0, [7]).result()
-    assert (failing.copies, silent.copies) == (0, 0)
 
 
 # What donors may not do.
@@ -202,13 +195,9 @@ LIES: dict[str, tuple[str, Callable[[Message], Message], str]] = {
     "another size": ("offer", lambda m: {**m, "bytes": m["bytes"] + 1}, "announces .* bytes, but its tensors"),
     "no path": ("offer", entries([[], 1]), "of length >= 1"),
     "a value that holds others": ("offer", entries([["a"], 1], [["a", "b"], 2]), "has two values"),
-    "two values": ("offer", entries([["a"], 1], [["a"], 2]), "has two values"),
     "a huge shape": ("offer", tensor([1 << 30, 1 << 30]), "excessive shape"),
-    "a negative shape": ("offer", tensor([-1]), "Expected `int` >= 0"),
-    "nine dimensions": ("offer", tensor([1] * 9), "of length <= 8"),
     "another type": ("offer", tensor([1], "torch.bool"), "'torch.bool'"),
     "many entries": ("offer", entries(*([[str(n)], 0] for n in range(5000))), "of length <= 4096"),
-    "nine levels": ("offer", entries([[*"abcdefghi"], 1]), "of length <= 8"),
     "infinity": ("offer", entries([["a"], math.inf]), "whose a is inf"),
 }
 
@@ -229,37 +218,6 @@ def test_a_donor_that_lies_is_survived_and_named(wires: Wires, relays: Relays, l
     assert same_values(first.fetch(0, [1, 2, 3]).result(), {**sources[0].held, "fragment": 0})
     with pytest.raises(TransportError, match=f"replica 1: .*{words}"):
         first.fetch(0, [1]).result()
-
-
-SCRAPS = st.sampled_from(["type", "tensor", "empty", "dtype", "shape", "torch.float32", "torch.bool", "a", ""])
-ANYTHING = st.recursive(
-    st.integers(-1 << 63, 1 << 62)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.booleans()
-    | st.none()
-    | SCRAPS,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(SCRAPS | st.text(max_size=3), inner, max_size=4),
-    max_leaves=30,
-)
-
-
-def test_whatever_is_offered_is_refused_and_costs_nobody_else(wires: Wires, relays: Relays) -> None:
-    first, (source,) = meet(wires, state(numel=10))
-    offered: list[Any] = []
-    relays.hook = lambda unit: (
-        frame(offered[-1]) if unit.kind == "fetch" and unit.answers and unit.number == 0 and offered else unit.data
-    )
-
-    @settings(max_examples=20)  # each takes three tries
-    @given(ANYTHING, ANYTHING)
-    def refused(path: Any, value: Any) -> None:
-        offered.append({"kind": "offer", "entries": [[["a"], 1], [path, value]], "bytes": 0})
-        with pytest.raises(TransportError, match="replica 1: "):
-            first.fetch(0, [1]).result()
-
-    refused()
-    offered.clear()
-    assert same_values(first.fetch(0, [1]).result(), {**source.held, "fragment": 0})
 
 
 @pytest.mark.parametrize("place", ["global_params", "momentum"])
@@ -302,30 +260,17 @@ def heard(stranger: Any) -> Message:
     return unframe(data)
 
 
-STRANGE: list[dict[str, Any]] = [
-    {"fragment": -1},
-    {"fragment": "0"},
-    {"snapshot": "known", "offset": -1},
-    {"snapshot": "known", "offset": 800},
-    {"snapshot": "known", "offset": 1e3},
-]
-
-
 def test_a_request_that_is_none_ends_its_connection_only(wires: Wires) -> None:
     first, (source,) = meet(wires, state(numel=100))
-    for request in STRANGE:
+    for fragment, offset in [(-1, 0), ("0", 0), (0, -1), (0, 800), (0, 1e3)]:
         with closing(stranger_at(wires.transports[1].address)) as stranger:
             stranger.sendall(ask())
-            digest = heard(stranger)["snapshot"]
-            stranger.sendall(ask(**{**request, **({"snapshot": digest} if "snapshot" in request else {})}))
+            stranger.sendall(ask(fragment, heard(stranger)["snapshot"], offset=offset))
             assert stranger.recv(1) == b""
     with closing(stranger_at(wires.transports[1].address)) as stranger:
         stranger.sendall(ask(0, "feed" * 16, offset=0))
-        assert heard(stranger) == {
-            "kind": "refused",
-            "reason": "its state has changed in the meantime",
-            "for_good": False,
-        }
+        refused = heard(stranger)
+    assert (refused["reason"], refused["for_good"]) == ("its state has changed in the meantime", False)
     assert same_values(first.fetch(0, [1]).result(), {**source.held, "fragment": 0})
 
 
@@ -357,20 +302,13 @@ def test_nobody_keeps_a_donor_on_an_old_state_for_longer_than_it_takes_to_send(w
         assert same_values(first.fetch(0, [1]).result(), {**source.held, "fragment": 0})
 
 
-def test_a_donor_in_the_middle_of_a_change_goes_on_meanwhile(wires: Wires) -> None:
-    """It exchanges rounds while its state is being copied."""
-    first, (source,) = meet(wires, state())
-    donor, entered, changed = wires.transports[1], threading.Event(), threading.Event()
-
-    def slow(fragment: int) -> Mapping[str, Any]:
-        entered.set()
-        assert changed.wait(30)
-        return source.copied(fragment)
-
-    donor.publish(slow)
+def test_a_donor_goes_on_while_its_state_is_copied(wires: Wires) -> None:
+    """It exchanges a round, although the copy has to wait for the training thread."""
+    first, donor = wires.meet(2)
+    copying, exchanged = threading.Event(), threading.Event()
+    donor.publish(lambda fragment: {"exchanged": copying.set() or exchanged.wait(30)})
     fetching = first.fetch(0, [1])
-    assert entered.wait(30)
-    averages = exchange([first, donor], [contribution(m) for m in range(2)])
-    assert averages[0].contributors == (0, 1)
-    changed.set()
-    assert same_values(fetching.result(30), {**source.held, "fragment": 0})
+    assert copying.wait(30)
+    assert exchange([first, donor], [contribution(m) for m in range(2)])[0].contributors == (0, 1)
+    exchanged.set()
+    assert fetching.result(30) == {"exchanged": True}

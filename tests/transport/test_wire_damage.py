@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import math
-import socket
 import threading
 import tracemalloc
 import weakref
@@ -50,21 +48,18 @@ def check_round(transports: Sequence[PeerTransport], outer_step: int = 0, codec:
     return averages
 
 
-def one_of_them_soon(transports: Sequence[PeerTransport], first: int = 0) -> None:
-    """Exchange rounds until one is committed; a round may be void, for all."""
-    for outer_step in range(first, first + 4):
-        results = at_once([partial(attempt, each, outer_step) for each in transports])
-        assert len({type(each) for each in results}) == 1, results
-        if isinstance(results[0], Average):
-            given = [contribution(each.replica, outer_step) for each in transports]
-            assert all(torch.equal(each.values, weighted_mean(given).values) for each in results)
-            return
-        assert isinstance(results[0], RoundVoidError), results
-    raise AssertionError("no round was committed")
-
-
-def attempt(transport: PeerTransport, outer_step: int) -> Average:
-    return transport.average(contribution(transport.replica, outer_step)).wait()
+def outcome(transport: PeerTransport, contributors: int = 0) -> Average | TransportError:
+    """Take part in rounds until one has so many contributors, or this replica is told that it may not."""
+    for outer_step in range(1, 100):
+        try:
+            average = transport.average(contribution(transport.replica, outer_step)).wait()
+        except RoundVoidError:
+            continue
+        except TransportError as error:
+            return error
+        if len(average.contributors) == contributors:
+            return average
+    raise AssertionError("they went on")
 
 
 @pytest.mark.parametrize("codec", ["float32", "fp4"])
@@ -88,37 +83,6 @@ def test_what_a_broken_connection_lost_is_sent_again(wires: Wires, relays: Relay
     assert [each.view.id for each in transports] == [0] * 3
 
 
-def test_what_a_connection_that_is_no_longer_wanted_had_not_delivered_is_sent_again(
-    wires: Wires, relays: Relays, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The view grows while payloads travel, so that one connection has to do to each member."""
-    monkeypatch.delattr(socket, "TCP_INFO")  # of unknown length, a path gets many connections, as a long one does
-    grown, opened, waiting = threading.Event(), threading.Semaphore(0), threading.Semaphore(0)
-
-    def hold(unit: Unit) -> bytes:
-        if unit.kind == "link" and unit.number == 0 and unit.answers:
-            opened.release()
-        if unit.is_part and not grown.is_set():
-            waiting.release()
-            grown.wait(LIMIT_S)
-        return unit.data
-
-    relays.hook = hold
-    transports = wires.meet(2)
-    assert all(opened.acquire(timeout=LIMIT_S) for _ in range(32))
-    pending = [each.average(contribution(each.replica)) for each in transports]
-    assert all(waiting.acquire(timeout=LIMIT_S) for _ in range(32))
-    for each in transports:
-        members = [*range(100)]
-        del members[each.replica]
-        each.connections.post(each.links.want, members)
-        each.connections.call(asyncio.sleep(0))  # until that has been done
-    grown.set()
-    expected = weighted_mean([contribution(0), contribution(1)]).values
-    assert all(torch.equal(each.wait().values, expected) for each in pending)
-    assert [len(link.stripes) for each in transports for link in each.connections.peers.values()] == [1, 1]
-
-
 def test_what_arrives_before_the_last_header_is_kept(wires: Wires, relays: Relays) -> None:
     """Replica 0 lacks the header of replica 2, which replica 1 has: it knows the plan and sends."""
     transports = wires.meet(3)
@@ -139,30 +103,6 @@ def test_what_arrives_before_the_last_header_is_kept(wires: Wires, relays: Relay
     relays.hook = hold_header
     check_round(transports)
     assert early.is_set()
-
-
-def test_a_connection_that_holds_back_what_it_was_given_is_given_no_more(
-    wires: Wires, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One other carries all of it as soon as it has room, of which nothing tells but the kernel's counters."""
-    monkeypatch.delattr(socket, "TCP_INFO")  # of unknown length, a path gets many connections, as a long one does
-    transports = wires.meet(2)
-    check_round(transports)
-    free = [next(iter(link.stripes.values())) for each in transports for link in each.links.by_rank.values()]
-    stripe_class, looks, used = type(free[0]), iter(range(1000)), set[Any]()
-    counters, write = stripe_class.counters, stripe_class.write
-
-    def held_back(stripe: Any) -> Any:
-        return counters(stripe)._replace(unsent=0 if stripe in free and next(looks) > 20 else 1 << 20)
-
-    def watched(stripe: Any, part: Any) -> None:
-        used.add(stripe)
-        write(stripe, part)
-
-    monkeypatch.setattr(stripe_class, "counters", held_back)
-    monkeypatch.setattr(stripe_class, "write", watched)
-    check_round(transports, 1)
-    assert used == set(free)
 
 
 def test_a_void_round_costs_no_more_than_was_sent_of_it_and_an_early_payload_waits_at_its_sender(
@@ -222,13 +162,8 @@ def changed(data: bytes, body: bytes | None = None, **fields: Any) -> bytes:
     return part(data[PART.size :] if body is None else body, **given)
 
 
-def injected(*parts: bytes) -> Callable[[bytes], bytes]:
-    return lambda data: b"".join([*parts, data])
-
-
 HOSTILE: dict[str, Callable[[bytes], bytes]] = {
     "a message of a gigabyte": lambda data: changed(data, total=1 << 30),
-    "a message of another size": lambda data: changed(data, total=NUMEL * 4 + 1),
     "a part of four gigabytes": lambda data: data[:17] + b"\xff" * 4 + data[21:],
     "a part outside of its message": lambda data: changed(data, start=1 << 31),
     "a part that overlaps the next one": lambda data: changed(data, start=1),
@@ -236,16 +171,14 @@ HOSTILE: dict[str, Callable[[bytes], bytes]] = {
     "a kind that is none": lambda data: changed(data, kind=b"?"),
     "an acknowledgement of nothing": lambda data: PART.pack(b"A", 77, 0, 0, 0) + data,
     "a round that is none": lambda data: changed(data, tag=1 << 40),
-    "many messages that nobody has asked for": injected(
-        *(part(b"x", tag=n, total=100_000, start=99_999) for n in range(1000, 3000))
+    "many messages that nobody has asked for": lambda data: b"".join(
+        [*(part(b"x", tag=n, total=100_000, start=99_999) for n in range(1000, 3000)), data]
     ),
     "no compressed frame": lambda data: changed(data, b"any bytes", kind=b"Z"),
-    "a compressed frame that was cut": lambda data: changed(data, compressed(bytes(1000))[:-1], kind=b"Z"),
     "two compressed frames": lambda data: changed(data, 2 * compressed(bytes(1000)), kind=b"Z"),
     "a compressed frame of unknown size": lambda data: changed(
         data, compressed(bytes(1000), write_content_size=False), kind=b"Z"
     ),
-    "an empty compressed frame": lambda data: changed(data, compressed(b""), kind=b"Z"),
     "a bomb": lambda data: changed(data, bomb(1 << 28), kind=b"Z"),
 }
 
@@ -267,30 +200,18 @@ def test_no_part_of_a_payload_takes_more_memory_than_documented_or_stops_the_run
     relays.hook = attack
     tracemalloc.start()
     try:
-        one_of_them_soon(transports)
+        averages = at_once([partial(outcome, each, 2) for each in transports])
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert before
     assert peak_bytes < 100 << 20, "what two transports and a relay need"
+    expected = weighted_mean([contribution(m, averages[0].round.outer_step) for m in range(2)]).values
+    assert all(torch.equal(each.values, expected) for each in averages)
     assert [each.view.members for each in transports] == [(0, 1)] * 2
 
 
 # Control connections.
-
-
-def outcome(transport: PeerTransport, contributors: int = 0) -> Average | TransportError:
-    """Take part in rounds until one has so many contributors, or this replica is told that it may not."""
-    for outer_step in range(1, 100):
-        try:
-            average = attempt(transport, outer_step)
-        except RoundVoidError:
-            continue
-        except TransportError as error:
-            return error
-        if len(average.contributors) == contributors:
-            return average
-    raise AssertionError("they went on")
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -320,28 +241,25 @@ def test_a_cut_network_never_has_two_histories(wires: Wires, relays: Relays, vic
         assert all(isinstance(each, ReplicaLostError) and each.replicas == (victim,) for each in results), results
 
 
-def test_a_payload_connection_that_can_not_be_made_costs_one_of_the_two(wires: Wires, relays: Relays) -> None:
-    def refuse(unit: Unit) -> bytes:
-        if unit.kind == "link" and {unit.rank, rank_of[unit.port]} == {0, 1}:
+@pytest.mark.parametrize("is_opened", [False, True])
+def test_a_payload_connection_that_ends_at_once_costs_one_of_the_two(
+    wires: Wires, relays: Relays, *, is_opened: bool
+) -> None:
+    """It can't be made, or ends with what comes with its request."""
+
+    def spoil(unit: Unit) -> bytes:
+        if unit.kind != "link" or {unit.rank, rank_of[unit.port]} != {0, 1}:
+            return unit.data
+        if not is_opened:
             raise Cut
-        return unit.data
+        is_request = unit.number == 0 and not unit.answers
+        return unit.data + part(b"", kind=b"?", total=0) if is_request else unit.data
 
     transports = wires.meet(3, continue_without_lost=True, heartbeat_s=0.1, silence_s=0.5, rendezvous_timeout_s=1.0)
     rank_of = {each.address.port: each.replica for each in transports}
-    relays.hook = refuse
+    relays.hook = spoil
     outcomes = at_once([partial(outcome, each, 2) for each in transports])
     (lost,) = [replica for replica, each in enumerate(outcomes) if isinstance(each, TransportError)]
     assert lost in (0, 1)
     one, other = [each for each in outcomes if isinstance(each, Average)]
     assert torch.equal(one.values, other.values)
-
-
-def test_nor_does_one_count_that_ends_with_what_comes_with_its_request(wires: Wires, relays: Relays) -> None:
-    def spoil(unit: Unit) -> bytes:
-        is_request = unit.kind == "link" and unit.number == 0 and not unit.answers
-        return unit.data + part(b"", kind=b"?", total=0) if is_request else unit.data
-
-    relays.hook = spoil
-    transports = wires.meet(2, heartbeat_s=0.1, silence_s=0.5, rendezvous_timeout_s=3.0)
-    errors = at_once([partial(outcome, each) for each in transports])
-    assert all(isinstance(each, ReplicaLostError) for each in errors), errors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from diloco.protocol import Entry, Rules
@@ -72,25 +72,18 @@ class Wires:
 
     def __init__(self) -> None:
         self.transports: list[PeerTransport] = []
-        self._exits: list[Any] = []
+        self._exits = ExitStack()
 
-    def meet(self, num_replicas: int, *, ranks_per_replica: int = 1, **rules: Any) -> list[PeerTransport]:
+    def meet(
+        self, num_replicas: int, *, ranks_per_replica: int = 1, secret: str = "", **rules: Any
+    ) -> list[PeerTransport]:
         """Return the transports of all ranks."""
-        context = rendezvous(num_replicas * ranks_per_replica, ranks_per_replica, rules.get("secret", ""))
-        self.address = context.__enter__()
-        self._exits.append(context)
-
-        where = {name: rules.pop(name) for name in ("secret",) if name in rules}
+        address = self._exits.enter_context(rendezvous(num_replicas * ranks_per_replica, ranks_per_replica, secret))
 
         def one(rank: int) -> Directory:
-            place = Place(
-                replica=rank // ranks_per_replica,
-                num_replicas=num_replicas,
-                position=rank % ranks_per_replica,
-                ranks_per_replica=ranks_per_replica,
-                rendezvous=self.address,
-                **where,
-            )
+            replica, position = divmod(rank, ranks_per_replica)
+            size = {"num_replicas": num_replicas, "ranks_per_replica": ranks_per_replica}
+            place = Place(replica=replica, position=position, rendezvous=address, secret=secret, **size)
             return connect(place, Rules(**(QUICK | rules)))
 
         found = at_once([lambda rank=rank: one(rank) for rank in range(num_replicas * ranks_per_replica)])
@@ -103,5 +96,4 @@ class Wires:
 
     def close(self) -> None:
         at_once([transport.close for transport in self.transports])
-        while self._exits:
-            self._exits.pop().__exit__(None, None, None)
+        self._exits.close()
