@@ -246,7 +246,9 @@ class TransportContract(PayloadContract):
     ) -> None:
         """Every replica gets whole contributions and sums all of them, so that no mean is encoded."""
         endpoints, scales = make_endpoints(4), (1.0, 1.1, 0.9, 10.0)
-        bounds = {20.0: (0, 1, 2, 3), 100.0: (3,)} | ({} if rule is None else {None: ()})
+        bounds: dict[float | None, tuple[int, ...]] = {20.0: (0, 1, 2, 3), 100.0: (3,)}
+        if rule is not None:
+            bounds[None] = ()
         for outer_step, (codec, max_norm) in enumerate(itertools.product(OURS, bounds)):
             given = [
                 replace(

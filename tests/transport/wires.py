@@ -82,7 +82,7 @@ class Wires:
 
         def one(rank: int) -> Directory:
             replica, position = divmod(rank, ranks_per_replica)
-            size = {"num_replicas": num_replicas, "ranks_per_replica": ranks_per_replica}
+            size: dict[str, Any] = {"num_replicas": num_replicas, "ranks_per_replica": ranks_per_replica}
             place = Place(replica=replica, position=position, rendezvous=address, secret=secret, **size)
             return connect(place, Rules(**(QUICK | rules)))
 
