@@ -88,7 +88,7 @@ class Model(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(5)
         for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator)))
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, dtype=torch.float32, generator=generator)))
 
 
 class Replica:

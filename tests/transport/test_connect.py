@@ -248,6 +248,7 @@ def test_a_rank_that_comes_again_with_another_checkpoint_changes_nothing_of_what
     alone: Directory,
 ) -> None:
     """All choose the checkpoint to resume from by these entries, so they must be the same everywhere."""
+    assert alone.entries[0].held_step == 10
     note(alone.known, replace(alone.entry, held_step=20), {0})
     assert alone.entries[0].held_step == 10
 
