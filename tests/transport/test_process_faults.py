@@ -22,7 +22,7 @@ from diloco.events import Event, RoundCommitted, RoundVoid
 from diloco.outer import DiLoCo
 from diloco.protocol import Rules
 from diloco.transport import Address, InProcessTransport, Place, Transport, connect, join
-from tests.outer.test_golden_digests import Case, Replica, advance
+from tests.outer.test_golden_digests import Case, Replica
 from tests.processes import Processes, receive, report
 from tests.transport.wires import rendezvous
 
@@ -216,7 +216,11 @@ def replayed(scenario: Scenario, ended: Outcome) -> tuple[dict[int, tuple[str, .
     replicas = [make_replica(hub.endpoint(m), codec, lambda event: None) for m in hub.view.members]
     witness, history = replicas[scenario.others[0]].diloco, {}
     for step in ended.digests:
-        advance(replicas, 1)
+        for each in replicas:
+            each.train()
+            each.diloco.begin()
+        for each in replicas:
+            each.diloco.finish()
         history[step] = digests(witness)
     return history, digests(witness)
 
