@@ -180,21 +180,17 @@ def test_an_error_in_an_exchange_makes_the_round_void_for_all_with_its_reason(wi
     exchange(transports, [contribution(m, outer_step=1) for m in range(2)])
 
 
-def test_a_message_over_the_limit_ends_its_own_sender(wires: Wires) -> None:
-    first, second = wires.meet(2, continue_without_lost=True)
+def test_an_error_in_the_owners_callback_and_a_message_over_the_limit_end_their_transports_and_no_other(
+    wires: Wires,
+) -> None:
+    first, second, third = wires.meet(3, continue_without_lost=True)
+    first.on_change = fail
     with pytest.raises(TransportError, match=r"internal error \(TransportError: a control message of 105\d+ bytes"):
-        second.agree({str(number): "0" * 4096 for number in range(256)})
-    assert averaged(first) == (0,)
-
-
-def test_an_error_in_the_owners_callback_ends_its_transport_and_the_others_go_on(wires: Wires) -> None:
-    transports = wires.meet(3, continue_without_lost=True)
-    transports[0].on_change = fail
-    transports[2].leave()
+        third.agree({str(number): "0" * 4096 for number in range(256)})
     with pytest.raises(TransportError, match=r"internal error \(Bug: in a method\)"):
-        averaged(transports[0])
-    assert averaged(transports[1]) == (1,)
-    with pytest.raises(ConnectionRefusedError), closing(stranger_at(transports[0].address)):
+        averaged(first)
+    assert averaged(second) == (1,)
+    with pytest.raises(ConnectionRefusedError), closing(stranger_at(first.address)):
         pass
 
 

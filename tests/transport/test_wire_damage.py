@@ -22,7 +22,7 @@ from diloco.algorithm import Contribution, RoundId, make_codec, weighted_mean
 from diloco.errors import ReplicaLostError, RoundVoidError, TransportError
 from diloco.protocol import Average
 from diloco.transport import PeerTransport
-from tests.transport.relays import PART, Cut, Relays, Unit, part, unframe
+from tests.transport.relays import PART, Cut, Relays, Unit, part
 from tests.transport.wires import Wires, at_once
 
 LIMIT_S = 30.0
@@ -81,28 +81,6 @@ def test_what_a_broken_connection_lost_is_sent_again(wires: Wires, relays: Relay
     assert sum(cuts) >= 3
     assert relays.opened.count("link") > 3, "connections were opened again"
     assert [each.view.id for each in transports] == [0] * 3
-
-
-def test_what_arrives_before_the_last_header_is_kept(wires: Wires, relays: Relays) -> None:
-    """Replica 0 lacks the header of replica 2, which replica 1 has: it knows the plan and sends."""
-    transports = wires.meet(3)
-    rank_of, early = {each.address.port: each.replica for each in transports}, threading.Event()
-
-    def hold_header(unit: Unit) -> bytes:
-        ends = (unit.rank, rank_of.get(unit.port))
-        if unit.kind == "hello" and unit.number > 1 and (ends if unit.answers else ends[::-1]) == (0, 2):
-            assert unframe(unit.data)["kind"] != "header" or early.wait(LIMIT_S)
-        return unit.data
-
-    def arrived(*part: Any) -> None:
-        store(*part)
-        early.set()
-
-    link = transports[0].links.by_rank[1]
-    store, link.arrived = link.arrived, arrived  # type: ignore[method-assign] # to know when it has happened
-    relays.hook = hold_header
-    check_round(transports)
-    assert early.is_set()
 
 
 def test_a_void_round_costs_no_more_than_was_sent_of_it_and_an_early_payload_waits_at_its_sender(
