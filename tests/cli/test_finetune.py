@@ -108,6 +108,8 @@ def test_weights_that_were_quantised_during_training_are_merged_as_they_were(
 
 
 REFUSED = (
+    ("finetune llama", "diloco finetune needs a model and conversations"),
+    ("finetune llama --data a.jsonl --epochs 1 --steps 5", "--epochs can't be combined with --steps"),
     ("export RUN --out x", "Use --merge for a whole model, or --to adapter"),
     ("export RUN --out x --to adapter --merge", "--merge needs --to hf"),
     ("export RUN --out RUN --to adapter", "is not an exported model"),

@@ -1,9 +1,10 @@
-"""Runs of a user's own model: plain, or one that freezes, wraps or hides what it holds, or can't be synchronised."""
+"""Runs of a model of `transformers`, or of the user's own: plain, or one that freezes, wraps or hides what it holds."""
 
+import json
 import os
-from collections.abc import Mapping
+import shutil
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,29 +12,35 @@ from safetensors.torch import save_file
 
 from diloco.algorithm import named_parameters
 from diloco.checkpoint import open_checkpoint
+from diloco.cli import main
 from diloco.config import plan_run
+from diloco.data import ByteTokenizer
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.train import run_training
 from diloco.trained import load_trained
 from tests.command_lines import command_line
+from tests.huggingface import write_config
 from tests.runs import Listener
 from tests.train.source_runs import plan_of, trained
 
 NETS = """
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 class Net(nn.Module):
-    def __init__(self, vocab_size):
+    def __init__(self, vocab_size, width=8):
         super().__init__()
-        self.embedding = nn.Embedding(vocab_size, 8)
-        self.blocks = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-        self.head = nn.Linear(8, vocab_size)
+        self.embedding = nn.Embedding(vocab_size, width)
+        self.blocks = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+        self.head = nn.Linear(width, vocab_size)
+        self.scale = nn.Parameter(torch.rand(width), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(1))
 
     def forward(self, tokens):
-        return self.head(self.blocks(self.embedding(tokens)).tanh())
+        if self.training:
+            self.seen += tokens.numel()
+        return self.head(self.blocks(self.embedding(tokens) * self.scale).tanh())
 
 class Freezing(Net):
     steps = 0
@@ -56,46 +63,13 @@ class Hiding(Net):
     def state_dict(self, *args, **kwargs):
         return {}
 
-class Routing(Net):
-    def __init__(self, vocab_size):
-        super().__init__(vocab_size)
-        self.bias = nn.Parameter(torch.zeros(8), requires_grad=False)
-
-    def forward(self, tokens):
-        if self.training:
-            self.bias += 1
-        return super().forward(tokens)
-
 def wrapped(vocab_size):
     net = Net(vocab_size)
     net.blocks = nn.Sequential(*(checkpoint_wrapper(block, preserve_rng_state=False) for block in net.blocks))
     return net
 
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.mix = nn.Linear(width, width)
-
-    def forward(self, hidden):
-        so_far = hidden.cumsum(1) / torch.arange(1, hidden.shape[1] + 1)[:, None]
-        return hidden + self.mix(so_far).tanh()
-
-class Mixing(nn.Module):
-    def __init__(self, vocab_size, width):
-        super().__init__()
-        self.embedding = nn.Embedding(vocab_size, width)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(4)))
-        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocab_size))
-        self.scale = nn.Parameter(torch.rand(width), requires_grad=False)
-        self.register_buffer("seen", torch.zeros(1))
-
-    def forward(self, tokens):
-        if self.training:
-            self.seen += tokens.numel()
-        return self.head(self.blocks(self.embedding(tokens) * self.scale))
-
-def build(vocab_size, width=8):
-    return Mixing(vocab_size, width)
+def build(vocab_size, width):
+    return Net(vocab_size, width)
 """
 
 
@@ -114,7 +88,7 @@ def test_a_parameter_frozen_in_mid_run_is_the_global_one_in_the_final_model(
     agreed = open_checkpoint(run).load("global")
     assert {"wrapped.head.weight", "wrapped.head.bias"} <= agreed.keys()
     model = load_trained(run, source=f"{nets}:Freezing").model
-    assert all(torch.equal(value, agreed[name]) for name, value in model.named_parameters())
+    assert all(torch.equal(model.get_parameter(name), value) for name, value in agreed.items())
     resumed = plan_run(command_line(checkpoint__resume=run, train__steps=18, model__source=f"{nets}:Freezing"))
     whole = trained(tmp_path / "whole", plan_of(f"{nets}:Freezing", data, train__steps=18))
     assert trained(run, resumed)["parameters"] == whole["parameters"]
@@ -142,33 +116,24 @@ def test_stop_and_resume_of_a_model_that_is_wrapped_or_has_its_own_state_dict(
 
 def test_replicas_compare_what_their_models_freeze(nets: Path, data: Path, tmp_path: Path) -> None:
     """The values come from the user's own code, which may differ between machines."""
-
-    class Met(Exception):
-        pass
-
-    facts: list[Mapping[str, str]] = []
-
-    def meet(mine: Mapping[str, str], folder: Path) -> Any:
-        facts.append(mine)
-        raise Met
-
+    meet = mock.Mock(side_effect=InterruptedError)
     other = tmp_path / "other.py"
-    other.write_text(NETS.replace("torch.zeros(8)", "torch.ones(8)"), encoding="utf-8")
+    other.write_text(NETS.replace("torch.rand(width)", "torch.ones(width)"), encoding="utf-8")
     for source in (nets, nets, other):
-        plan = plan_of(f"{source}:Routing", data)
-        with pytest.raises(Met):
+        plan = plan_of(f"{source}:Net", data)
+        with pytest.raises(InterruptedError):
             run_training(plan.configuration, folder=tmp_path, sink=Listener(), config_toml=plan.record, meet=meet)
+    facts = [call.args[0] for call in meet.call_args_list]
     assert facts[0] == facts[1]
     assert {name for name in facts[0] if facts[0][name] != facts[2][name]} == {"base model"}
 
 
 def test_a_function_of_ones_own(nets: Path, data: Path, tmp_path: Path) -> None:
     """The layers of a plain module are found though its head is larger; frozen parameters and buffers are kept."""
-    file = nets
-    plan = plan_of(f"{file}:build", data, model__arguments={"width": 12})
+    plan = plan_of(f"{nets}:build", data, model__arguments={"width": 12})
     summary = trained(tmp_path / "run", plan)
     assert plan.configuration.sync.num_fragments == 3  # four layers, three per fragment, and the rest
-    again = load_trained(tmp_path / "run", source=f"{file}:build").model
+    again = load_trained(tmp_path / "run", source=f"{nets}:build").model
     assert (again.num_layers, again.vocab_size, again.wrapped.embedding.weight.shape[1]) == (4, 257, 12)
     checkpoint = open_checkpoint(tmp_path / "run")
     synchronised = {name for fragment in checkpoint.about["fragments"] for name in fragment["parameters"]}
@@ -177,18 +142,39 @@ def test_a_function_of_ones_own(nets: Path, data: Path, tmp_path: Path) -> None:
     state = checkpoint.load("replica-0-values")
     assert torch.equal(again.wrapped.scale, state["model/wrapped.scale"])  # type: ignore[arg-type]  # a buffer
     assert float(again.wrapped.seen) == float(state["model/wrapped.seen"]) > 0  # type: ignore[arg-type]  # a buffer
-    straight = trained(tmp_path / "run-2", plan_of(f"{file}:build", data, model__arguments={"width": 12}))
-    assert summary["global_params_digest"] == straight["global_params_digest"]
+    assert trained(tmp_path / "run-2", plan)["global_params_digest"] == summary["global_params_digest"]
     with pytest.raises(ConfigurationError, match="has no argument `documents`"):
         again(torch.zeros(1, 4, dtype=torch.int64), documents=torch.zeros(1, 4, dtype=torch.int64))
-    counted = 2 * 257 * 12 + 4 * 12 * 12
-    assert again.flops_per_token(16) == 6 * (counted - 257 * 12)
+    assert again.flops_per_token(16) == 6 * (257 * 12 + 4 * 12 * 12)
 
-    written_ns = file.stat().st_mtime_ns
-    file.write_text(NETS.replace("range(4)", "range(5)"), encoding="utf-8")
-    os.utime(file, ns=(written_ns, written_ns))  # bytecode in `__pycache__` detects an edit by size and second
+    written_ns = nets.stat().st_mtime_ns
+    nets.write_text(NETS.replace("range(4)", "range(5)"), encoding="utf-8")
+    os.utime(nets, ns=(written_ns, written_ns))  # bytecode in `__pycache__` detects an edit by size and second
+    longer = {"checkpoint__resume": tmp_path / "run", "train__steps": 16, "model__source": f"{nets}:build"}
     with pytest.raises(CheckpointError, match=r"has model = .* and this run has"):
-        trained(
-            tmp_path / "run",
-            plan_run(command_line(checkpoint__resume=tmp_path / "run", train__steps=16, model__source=f"{file}:build")),
-        )
+        trained(tmp_path / "run", plan_run(command_line(**longer)))
+
+
+def test_a_run_resumes_exactly_and_is_evaluated_when_its_source_is_gone(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run has dropout, four bits with error feedback and the model's own tokeniser, and stops between rounds."""
+    folder = write_config(tmp_path, "GPT-2")
+    ByteTokenizer().save(folder)
+    values = {"sync__error_feedback": 1.0, "network__replicas": 2}
+    whole = plan_of(f"hf:{folder}", data, **values)
+    assert whole.configuration.data.tokenizer == str(folder)
+    straight = trained(tmp_path / "straight", whole)
+    trained(tmp_path / "run", plan_of(f"hf:{folder}", data, train__stop_after=7, **values))
+    resumed = plan_run(command_line(checkpoint__resume=tmp_path / "run", train__stop_after=12))
+    assert trained(tmp_path / "run", resumed)["global_params_digest"] == straight["global_params_digest"]
+    shutil.rmtree(folder)
+
+    run = str(tmp_path / "run")
+    assert main(["evaluate", run, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["heldout_loss"] == straight["heldout_loss"]
+    assert main(["generate", run, "--prompt", "alpha", "--tokens", "3"]) == 0
+    assert main(["status", run]) == 0
+    assert "GPT2LMHeadModel" in capsys.readouterr().out
+    with pytest.raises(ConfigurationError, match=r"cannot change model\.source"):
+        plan_run(command_line(checkpoint__resume=tmp_path / "run", model__source="hf:another"))

@@ -2,9 +2,8 @@
 
 import json
 import signal
-from dataclasses import dataclass
+import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -42,20 +41,20 @@ def test_a_run_learns_and_leaves_what_scripts_count_on(data: Path, tmp_path: Pat
     assert isinstance(listener.events[-1], RunFinished)
 
 
-@dataclass(frozen=True)
-class Run:
-    folder: Path
-    listener: Listener
-    summary: dict[str, Any]
+class Interrupter(Listener):
+    """Sends a signal after a step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def handle(self, event: Event) -> None:
+        super().handle(event)
+        if isinstance(event, StepFinished) and event.step == self.step:
+            signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.fixture(scope="module")
-def plain(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run with only the options of all small runs, which tests must not change."""
-    folder, listener = tmp_path_factory.mktemp("plain"), Listener()
-    return Run(folder, listener, train(data, folder, sink=listener))
-
-
+SAME = ["global_params_digest", "heldout_loss", "sent_bytes_per_replica", "rounds_committed", "rounds_void", "epochs"]
 RESUMABLE = [
     "--codec fp4 --sync.merge rebase",
     "--codec int8 --error-feedback 1 --merge-alpha 0.5",
@@ -63,6 +62,7 @@ RESUMABLE = [
     "--precision float16 --data-parallel-steps 3 --train.gradient-accumulation 2",
     "--emulate.bandwidth 100kbit --emulate.latency 50ms --emulate.step-time 100ms",
     "--algorithm data-parallel --fragments 1 --overlap-steps 0",
+    "--data.streaming --data.heldout-fraction 0.2",
 ]
 
 
@@ -71,20 +71,15 @@ def test_stopping_in_flight_and_resuming_is_never_stopping(data: Path, tmp_path:
     """Invariant 6 holds at a step with fragments in flight and at one inside a shared start."""
     whole = train(data, tmp_path / "whole", arguments)
     for stop in (2, 5) if "--data-parallel-steps" in arguments else (5,):
-        folder = tmp_path / f"stop-{stop}"
-        train(data, folder, f"{arguments} --stop-after {stop}")
+        folder, listener = tmp_path / f"stop-{stop}", Interrupter(stop)
+        assert train(data, folder, arguments, sink=listener)["interrupted"] == "SIGTERM"
+        assert [event.signal for event in listener.of(Interrupted)] == ["SIGTERM"]
         checkpoint = open_checkpoint(folder)
         assert checkpoint.step == stop
         if stop == 5 and "streaming" in str(checkpoint.about["algorithm"]) and "data-parallel" not in arguments:
             assert checkpoint.about["rounds_in_flight"] == ["fragment 0, outer step 0", "fragment 1, outer step 0"]
         resumed = train(data, folder, f"{arguments} --resume {folder}")
-        for key in (
-            "global_params_digest",
-            "heldout_loss",
-            "sent_bytes_per_replica",
-            "rounds_committed",
-            "rounds_void",
-        ):
+        for key in SAME:
             assert resumed[key] == whole[key], key
         if "bandwidth" in arguments:
             assert resumed["compute_utilization"] == whole["compute_utilization"]
@@ -92,30 +87,16 @@ def test_stopping_in_flight_and_resuming_is_never_stopping(data: Path, tmp_path:
         for part in ("replica-0", "replica-1"):
             local = [each.load(f"{part}-values") for each in final]
             assert all(torch.equal(local[0][name], local[1][name]) for name in local[0])
+    assert not [thread for thread in threading.enumerate() if "batches" in thread.name], "all threads have ended"
 
 
-def test_a_signal_finishes_the_step_saves_and_stops(data: Path, plain: Run, tmp_path: Path) -> None:
-    class Interrupter(Listener):
-        def handle(self, event: Event) -> None:
-            super().handle(event)
-            if isinstance(event, StepFinished) and event.step == 5:
-                signal.raise_signal(signal.SIGTERM)
-
-    listener = Interrupter()
-    summary = train(data, tmp_path / "run", sink=listener)
-    assert (summary["interrupted"], summary["steps"]) == ("SIGTERM", 5)
-    assert [event.signal for event in listener.of(Interrupted)] == ["SIGTERM"]
-    assert open_checkpoint(tmp_path / "run").step == 5
-    resumed = train(data, tmp_path / "run", f"--resume {tmp_path / 'run'}")
-    assert resumed["global_params_digest"] == plain.summary["global_params_digest"]
-
-
-def test_a_checkpoint_holds_the_global_parameters_ready_to_use(data: Path, plain: Run, tmp_path: Path) -> None:
-    trained = load_trained(plain.folder)
+def test_a_checkpoint_holds_the_global_parameters_ready_to_use(data: Path, tmp_path: Path) -> None:
+    plain = train(data, tmp_path / "plain")
+    trained = load_trained(tmp_path / "plain")
     assert trained.step == 12
-    assert trained.model.num_parameters() == plain.summary["parameters"]
-    started = train(data, tmp_path, f"--steps 2 --learning-rate 1e-9 --init-from {plain.folder}")
-    assert started["heldout_loss"] == pytest.approx(plain.summary["heldout_loss"], abs=1e-4)
+    assert trained.model.num_parameters() == plain["parameters"]
+    started = train(data, tmp_path / "run", f"--steps 2 --learning-rate 1e-9 --init-from {tmp_path / 'plain'}")
+    assert started["heldout_loss"] == pytest.approx(plain["heldout_loss"], abs=1e-4)
 
 
 def test_resuming_with_other_data_or_other_processes_is_refused(data: Path, tmp_path: Path) -> None:
