@@ -34,9 +34,6 @@ class Setup:
     codec: str = "float32"
     error_feedback: bool = False
     precision: Any = "float32"
-    clip_norm: float | None = 0.25
-    accumulation: int = 2
-    batch_size: int = 5
     optimizer: str = "AdamW"
 
 
@@ -49,7 +46,7 @@ def open_group(setup: Setup, position: int, folder: Path, replica: int = 0) -> R
 
 
 class Rank:
-    """One rank that is ready to train. Batches depend on the step."""
+    """One rank that is ready to train. Batches depend on the step; ranks have uneven shares of them, in pieces."""
 
     def __init__(self, setup: Setup, group: ReplicaGroup) -> None:
         self.setup = setup
@@ -61,9 +58,9 @@ class Rank:
             self.parallel,
             make_inner_optimizer(OptimizerSettings(name=setup.optimizer), self.model, group),
             learning_rate=ValueSchedule(peak=3e-3),
-            clip_norm=setup.clip_norm,
+            clip_norm=0.25,
             precision=setup.precision,
-            accumulation=setup.accumulation,
+            accumulation=2,
         )
         self.diloco = DiLoCo(
             self.model,
@@ -79,7 +76,7 @@ class Rank:
         """Run one inner step and the synchronisation after it; return the loss and the step's result."""
         step = self.diloco.steps
         generator = torch.Generator().manual_seed(step)
-        batch = torch.randint(0, 17, (self.setup.batch_size, 13), generator=generator)
+        batch = torch.randint(0, 17, (5, 13), generator=generator)
         loss = self.inner.accumulate_gradients(batch[:, :-1], batch[:, 1:])
         self.inner.unscale()
         done = self.inner.apply(step)
