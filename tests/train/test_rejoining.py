@@ -1,29 +1,34 @@
-"""Replicas over TCP that have lost each other find each other again, to join, found a view, or end."""
+"""Replicas that have lost each other, over TCP and in a swarm, find each other again, to join, found a view, or end."""
 
 import asyncio
+import gc
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
+from diloco.data import Shares, as_message
 from diloco.errors import RendezvousError, RunFinishedError, TransportError
+from diloco.events import Event, Lost, RoundCommitted, ViewChanged
 from diloco.membership import Candidate, LastViews
 from diloco.protocol import Rules
-from diloco.train import PeerFleet
-from diloco.transport import Looking, PeerTransport, Place
+from diloco.train import PeerFleet, follow_views
+from diloco.transport import Admission, Looking, NodePlace, PeerTransport, Place, SwarmPlace, TcpStreams
+from tests.train.source_runs import session_of
 from tests.transport.nowhere import answering, free_address
 from tests.transport.relays import frame, stranger_at
-from tests.transport.swarms import wait_for_members
+from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, LOOPBACK, wait_for_members
+from tests.transport.swarms import QUICK as SWARM
 from tests.transport.wires import QUICK, at_once, rendezvous
 
-LIMIT_S = 30.0
 Meet = Callable[..., list[PeerFleet]]
-
-
+Make = Callable[..., PeerFleet]
 RULES = Rules(**QUICK | {"continue_without_lost": True, "together": False, "raise_on_loss": False})
 
 
@@ -61,24 +66,17 @@ def all_lost(fleets: list[PeerFleet]) -> Iterator[None]:
         yield
 
 
-def test_one_that_lost_the_others_joins_them_at_their_step(meet: Meet) -> None:
-    """The rendezvous is no longer there."""
-    fleets = meet(3)
-    for fleet in fleets[:2]:
+@pytest.mark.parametrize("at_replica_0", [False, True])
+def test_one_that_lost_the_others_joins_them_at_their_step(meet: Meet, at_replica_0: bool) -> None:
+    """The rendezvous is no longer there, or is the other replica, which told for ever who had come at the start."""
+    *others, lost = meet(2 if at_replica_0 else 3, at_replica_0=at_replica_0)
+    for fleet in others:
         fleet.transport.step = 40
-    fleets[2].rejoin(LIMIT_S)
-    assert fleets[2].joining
-    assert fleets[2].join(LIMIT_S) == 40
-    assert fleets[2].transport.view.members == (0, 1, 2)
-    assert not fleets[2].joining
-
-
-def test_one_of_two_joins_the_one_at_whose_address_they_met(meet: Meet) -> None:
-    """That one told it for ever who had come at the start."""
-    fleets = meet(2, at_replica_0=True)
-    fleets[1].rejoin(LIMIT_S)
-    fleets[1].join(LIMIT_S)
-    assert fleets[1].transport.view.members == (0, 1)
+    lost.rejoin(LIMIT_S)
+    assert lost.joining
+    assert lost.join(LIMIT_S) == 40
+    assert len(lost.transport.view.members) == len(others) + 1
+    assert not lost.joining
 
 
 def test_one_that_is_started_again_joins_though_another_comes_back_meanwhile(meet: Meet) -> None:
@@ -97,56 +95,27 @@ def test_one_that_is_started_again_joins_though_another_comes_back_meanwhile(mee
         started.close()
 
 
-def test_where_all_have_lost_each_other_the_one_with_the_newest_state_founds_another_view(meet: Meet) -> None:
-    fleets = meet(3)
-    for fleet, step in zip(fleets, (10, 20, 30), strict=True):
-        fleet.transport.step = step
-
-    def rejoin(m: int) -> None:
-        fleets[m].rejoin(LIMIT_S)
-        fleets[m].close_to_joiners("")
-        if m == 2:
-            fleets[m].gather(LIMIT_S)
-        else:
-            assert fleets[m].join(LIMIT_S) == 30
-
-    with all_lost(fleets):
-        assert at_once([lambda m=m: rejoin(m) for m in range(3)]) == [None] * 3
-    assert fleets[2].transport.view.id > 0
-    for fleet in fleets:
-        wait_for_members(fleet.transport, 3)  # the first replica to join is the last to learn of later joiners
-
-
-def test_who_founded_a_view_that_too_few_came_to_is_still_a_minority(meet: Meet) -> None:
-    """Regression: it used that view the next time and continued alone, while the others continued without it."""
-    fleets = meet(3)
+@pytest.mark.parametrize("joined", [0, 1])
+def test_who_is_in_a_view_that_too_few_came_to_is_told_and_still_a_minority(meet: Meet, joined: int) -> None:
+    """The one with the newest state founds it. Regression: it, or who joined it, went on alone the next time."""
+    fleets = meet(count := 3 + 2 * joined)[::-1]
     fleets[0].transport.step = 30
     with all_lost(fleets):
-        assert at_once([lambda m=m: fleets[m].rejoin(LIMIT_S) for m in range(3)]) == [None] * 3
-    with pytest.raises(RendezvousError, match=r"^Too few of 3 replicas rejoined; missing: 1, 2\. "):
-        fleets[0].gather(0.01)
-    for fleet in fleets[1:]:
+        assert at_once([lambda fleet=fleet: fleet.rejoin(LIMIT_S) for fleet in fleets]) == [None] * count
+    assert [fleet.joining for fleet in fleets] == [False] + [True] * (count - 1)
+    assert fleets[0].transport.view.id > 0
+    fleets[0].close_to_joiners("")
+    for fleet in fleets[1 : 1 + joined]:
+        assert fleet.join(LIMIT_S) == 30
+    for fleet in fleets[: 1 + joined]:
+        with pytest.raises(RendezvousError, match=rf"^Too few of {count} replicas rejoined; missing: 0, 1"):
+            fleet.gather(0.01)
+    last = fleets.pop(joined)
+    for fleet in fleets:
         fleet.transport.close()
     for _ in range(2):  # also when it searches once more
         with pytest.raises(RendezvousError, match="has searched for the others for"):
-            fleets[0].rejoin(1.5)
-
-
-def test_who_joins_a_view_that_too_few_came_to_is_told_and_a_minority_as_well(meet: Meet) -> None:
-    """Regression: it used that view when the founder searched again, and continued alone in it."""
-    fleets = meet(5)
-    fleets[0].transport.step = 30
-    with all_lost(fleets):
-        assert at_once([lambda m=m: fleets[m].rejoin(LIMIT_S) for m in range(5)]) == [None] * 5
-    fleets[0].close_to_joiners("")
-    assert fleets[1].join(LIMIT_S) == 30
-    for fleet in fleets[:2]:
-        with pytest.raises(RendezvousError, match="Too few of "):
-            fleet.gather(0.01)
-    for fleet in (fleets[0], *fleets[2:]):
-        fleet.transport.close()
-    with pytest.raises(RendezvousError, match="has searched for the others for"):
-        fleets[1].rejoin(1.5)
+            last.rejoin(1.5)
 
 
 @pytest.mark.parametrize("frozen", [0, 2])
@@ -217,3 +186,187 @@ def test_nobody_else_says_that_a_replica_has_finished(meet: Meet) -> None:
             other.sendall(frame({"kind": "over", "replica": replica}))
             assert other.recv(1) == b""
     assert not third.finishers
+
+
+class Peer:
+    """One replica and its thread, which trains until all replicas are asked to end."""
+
+    def __init__(self, fleet: PeerFleet, data: Path) -> None:
+        self.fleet, self.events, self.digest = fleet, list[Event](), ""
+        self.asked, self._news = threading.Event(), queue.SimpleQueue[Event]()
+        arguments = "--replicas 3 --steps 100000 --data-parallel-steps 100000"
+        self.session = session_of(data, arguments, fleet, self._note)
+        # NumPy crashes if one thread swaps its generator while another reads it
+        self.session.replicas[0].random_state = mock.MagicMock()
+        self.session.open_to_joiners()
+        self.thread = threading.Thread(target=self._train, daemon=True)
+
+    def _train(self) -> None:
+        last, stop = None, mock.MagicMock(signal=None, interrupting=nullcontext)
+        try:
+            while last is None or self.session.totals.steps < last:
+                follow_views(self.session, stop, self._note)
+                self.session.step()
+                last = last or self.fleet.stop_step(self.session.totals.steps, wanted=self.asked.is_set())
+            self.digest = self.session.global_digest()
+            self.fleet.finish(done=False)
+        finally:
+            self.fleet.close()
+
+    def _note(self, event: Event) -> None:
+        self.events.append(event)
+        self._news.put(event)
+
+    def wait_for(self, kind: type[Event], **fields: Any) -> None:
+        """Wait for an event of a kind with these fields."""
+        event: Event | None = None
+        while not (isinstance(event, kind) and vars(event).items() >= fields.items()):
+            event = self._news.get(timeout=LIMIT_S)
+
+    def give_up_others(self, at_once: threading.Barrier) -> None:
+        """Lose all other replicas at the moment at which they lose this one."""
+        connections = self.fleet.transport.connections
+
+        def drop_all() -> None:
+            at_once.wait(LIMIT_S)
+            connections.drop(dict.fromkeys(connections.peers.values(), "it is silent"), silent=True)
+
+        connections.post(drop_all)
+
+
+def test_all_who_lose_each_other_in_the_shared_start_end_it_and_go_on_together(
+    meet: Meet, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The founder trains only after others have joined, because they could otherwise found another view."""
+    peers = [Peer(fleet, data) for fleet in meet(3)]
+    for each in peers:
+        each.thread.start()
+    with monkeypatch.context() as cut:
+        cut.setattr(TcpStreams, "open", mock.AsyncMock(side_effect=ConnectionRefusedError("cut off")))
+        barrier = threading.Barrier(3)
+        for each in peers:
+            each.give_up_others(barrier)
+        for each in peers:
+            each.wait_for(Lost)
+    for fragment in (0, 1):  # the state of each has arrived everywhere
+        peers[0].wait_for(RoundCommitted, fragment=fragment, contributors=(0, 1, 2))
+    for each in peers:
+        each.asked.set()
+        each.fleet.stop_soon()  # as at a signal: who asked between two steps only might wait for others and leave alone
+    for each in peers:
+        each.thread.join(LIMIT_S)
+        assert not each.thread.is_alive(), f"it did not end: {each.events[-9:]}"
+    assert len({each.digest for each in peers}) == 1
+    events = [event for each in peers for event in each.events]
+    looked = max(event.step for event in events if isinstance(event, Lost))
+    assert min(event.step for event in events if isinstance(event, ViewChanged)) <= looked + 1
+
+
+@pytest.fixture
+def swarm(keys: Path) -> Iterator[Make]:
+    fleets: list[PeerFleet] = []
+
+    def made(
+        number: int,
+        *known: PeerFleet,
+        run: str = "run",
+        held_step: int = -1,
+        start: int = 1,
+        join_window_s: float = 0.5,
+    ) -> PeerFleet:
+        place = SwarmPlace(
+            identity=keys / f"{number}.key",
+            admission=Admission(run, "", frozenset()),
+            node=NodePlace(
+                join=tuple(address for each in known for address in each.addresses), listen=LOOPBACK, map_ports=False
+            ),
+            replica=number,
+            name="anna-pc",
+            join_window_s=join_window_s,
+        )
+        rules = Rules(**SWARM | {"rendezvous_timeout_s": 15.0, "together": False})
+        fleets.append(PeerFleet(place, rules, held_step=held_step, replicas=start, margin=1))
+        return fleets[-1]
+
+    yield made
+    for fleet in fleets:
+        fleet.transport.close()
+    gc.collect()  # so that objects which Hivemind leaves open are reported for this test, not for a later one
+
+
+@HIVEMIND_LEAVES_CONNECTIONS
+def test_who_comes_when_the_others_have_finished_is_told_so_at_once(swarm: Make) -> None:
+    """This includes a replica that rejoins. One that can resume from a checkpoint founds its own swarm."""
+    standing = swarm(9, run="another")  # keeps the entries of the DHT alive
+    first = swarm(0, standing)
+    first.close_to_joiners("")
+    second = swarm(1, standing, first)
+    second.join(LIMIT_S)
+    assert first.names() == second.names() == {"0": "anna-pc/0", "1": "anna-pc/1"}
+    first.directory.finish()
+    first.close()
+    second.transport.close()
+    with pytest.raises(RunFinishedError, match="the others have finished run 'run', and no member is left"):
+        second.rejoin(LIMIT_S)
+    with pytest.raises(RunFinishedError):
+        swarm(2, standing)
+    assert not swarm(3, standing, held_step=5).joining
+
+
+def find_again(fleet: PeerFleet) -> None:
+    """Rejoin. Its port may have been taken meanwhile, as a run's may, which tries again, too."""
+    for _ in range(20):
+        try:
+            return fleet.rejoin(LIMIT_S)
+        except TransportError as error:
+            if "address already in use" not in str(error):
+                raise
+    raise AssertionError("its port stays taken")
+
+
+@HIVEMIND_LEAVES_CONNECTIONS
+def test_those_who_lost_each_other_meet_again_where_they_were(swarm: Make) -> None:
+    """First one alone, which the other one goes on without, then both. Nobody gave the first one an address."""
+    first = swarm(0)
+    first.close_to_joiners("")
+    second = swarm(1, first)
+    second.join(LIMIT_S)
+    first.transport.step, before = 40, second.addresses
+    find_again(second)
+    assert second.joining
+    assert second.addresses == before
+    assert second.join(LIMIT_S) == 40
+    wait_for_members(first.transport, 2)
+
+    def found() -> None:
+        find_again(first)
+        first.close_to_joiners("")
+
+    name = first.directory.swarm
+    assert at_once([found, lambda: find_again(second)]) == [None, None]
+    assert [fleet.joining for fleet in (first, second)] == [False, True]
+    assert first.directory.swarm == second.directory.swarm == name
+
+
+@HIVEMIND_LEAVES_CONNECTIONS
+def test_who_joins_before_training_goes_on_has_something_to_draw_at_once(swarm: Make) -> None:
+    """The founder's checkpoint is from a moment after a view change but before the next slice of data had begun."""
+    before = Shares.of((0, 1)).following(6, (0,), joined=(), margin=4, batch_size=1)
+    first = swarm(0, start=2)
+    first.load_state_dict({"traffic": [0, 0], "step": 8, "shares": as_message(before), "swarm": "another"})
+    first.close_to_joiners("")
+    second = swarm(1, first, start=2)
+    assert second.join(LIMIT_S) == 8
+    assert [each.from_step for each in second.take_assignments()] == [8, 10]
+    drawn = [position for m in (0, 1) for position in _drawn(before, m, range(8 if m == 0 else 6))]
+    drawn += _drawn(before, 0, range(8, 10)) + _drawn(second.shares, 1, range(8, 20))
+    drawn += _drawn(second.shares, 0, range(10, 20)) + _drawn(before, 1, range(6, 10))  # the last are left out
+    assert sorted(drawn) == list(range(len(drawn)))
+    assert first.shares == second.shares
+
+
+def _drawn(shares: Shares, member: int, steps: range) -> list[int]:
+    """Return the positions, one per step, that a member draws in the steps for which it has assignments."""
+    of_member = shares.of_member(member)
+    at = [(step, [each for each in of_member if each.from_step <= step]) for step in steps]
+    return [int(known[-1].positions(member, step, 1)[0]) for step, known in at if known]
