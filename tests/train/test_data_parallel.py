@@ -1,4 +1,4 @@
-"""Averaging of gradients equals one replica on the joined batch, with the same bits everywhere; bad gradients."""
+"""Averaging of gradients has the same bits everywhere; gradients that are not finite, and lost contributions."""
 
 import math
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from torch import Tensor
 from diloco.algorithm import CODECS, RoundId, ValueSchedule, make_codec
 from diloco.errors import RoundVoidError
 from diloco.events import Event, Note
-from diloco.model import DecoderSettings, Transformer, build_model
+from diloco.model import DecoderSettings, build_model
 from diloco.train import (
     GradientAverager,
     InnerLoop,
@@ -55,7 +55,7 @@ class Replicas:
         for m, loop in enumerate(self.loops):
             loop.accumulate_gradients(*batch(10 * step + m))
             if m == spoilt:
-                gradients(loop.model)[0][0, 0] = odd
+                loop.model.get_parameter("model.norm.weight").grad[0] = odd  # type: ignore[index]
             loop.unscale()
 
     def average(self, step: int, *, may_skip: bool = False) -> bool:
@@ -70,24 +70,6 @@ class Replicas:
 
     def weights(self) -> list[Tensor]:
         return [torch.cat([p.detach().flatten().clone() for p in loop.model.parameters()]) for loop in self.loops]
-
-
-def gradients(model: Transformer) -> list[Tensor]:
-    return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
-def test_the_mean_is_the_gradient_of_the_joined_batch(num_replicas: int) -> None:
-    replicas = Replicas(num_replicas)
-    replicas.compute(0)
-    assert replicas.average(0)
-    together = build_model(MODEL, seed=0)
-    parts = [batch(m) for m in range(num_replicas)]
-    tokens, targets = (torch.cat(column) for column in zip(*parts, strict=True))
-    torch.autograd.backward(together.loss(tokens, targets).loss)
-    for loop in replicas.loops:
-        for mine, joined in zip(gradients(loop.model), gradients(together), strict=True):
-            torch.testing.assert_close(mine, joined, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("codec", CODECS.names)
@@ -118,39 +100,34 @@ def test_without_a_scaler_a_gradient_that_is_no_number_is_an_error_that_names_th
     assert all(torch.equal(a, b) for a, b in zip(replicas.weights(), held, strict=True))
 
 
-def test_with_a_scaler_all_skip_and_stay_alike() -> None:
-    """The parameters do not change, every loss scale is halved, and all replicas take the next step."""
+@pytest.mark.parametrize("who", ["a replica", "any", "all"])
+def test_with_a_scaler_all_skip_and_stay_alike(who: str) -> None:
+    """Parameters stay, loss scales are halved, and all take the next step; also if another rank of a replica skips,
+    which has a round of its own for its shard."""
+
+    class Other(ReplicaGroup):
+        def any(self, flag: bool) -> bool:
+            return flag or who == "any"
+
+        def all(self, flag: bool) -> bool:
+            return flag and who != "all"
+
     replicas = Replicas(3, precision="float16")
     replicas.step(0)
     held, scale = replicas.weights()[0], replicas.loops[0].scaler.get_scale()
-    assert replicas.step(1, spoilt=1) == [False] * 3
+    for averager in replicas.averagers:
+        averager.group = Other()
+    assert replicas.step(1, spoilt=1 if who == "a replica" else None) == [False] * 3
     assert all(torch.equal(each, held) for each in replicas.weights())
     assert [loop.scaler.get_scale() for loop in replicas.loops] == [scale / 2] * 3
+    for averager in replicas.averagers:
+        averager.group = ReplicaGroup()
     assert replicas.step(2) == [True] * 3
     first, *others = replicas.weights()
     assert all(torch.equal(first, each) for each in others)
     assert not torch.equal(first, held)
     states = [loop.scaler.state_dict() for loop in replicas.loops]
     assert states[0] == states[1] == states[2]
-
-
-@pytest.mark.parametrize("judge", ["any", "all"])
-def test_a_rank_skips_the_step_if_another_rank_of_its_replica_does(judge: str) -> None:
-    """Each has a round of its own for its shard. With other loss scales, their gradients would not add up."""
-
-    class Other(ReplicaGroup):
-        def any(self, flag: bool) -> bool:
-            return flag or judge == "any"
-
-        def all(self, flag: bool) -> bool:
-            return flag and judge != "all"
-
-    replicas = Replicas(2, precision="float16")
-    for averager in replicas.averagers:
-        averager.group = Other()
-    scale = replicas.loops[0].scaler.get_scale()
-    assert replicas.step(0) == [False] * 2
-    assert replicas.loops[0].scaler.get_scale() == scale / 2
 
 
 @pytest.mark.parametrize("lost", [1, 2])

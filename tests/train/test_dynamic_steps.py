@@ -1,85 +1,56 @@
-"""Dynamic steps in a session: when speeds are announced, which steps are skipped, and what is unaffected."""
+"""Steps that a replica does not train, such as dynamic ones: which they are, what they leave as it is, and weights."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
-import torch
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from diloco.algorithm import trains_at
-from diloco.data import build_corpus
+from diloco.algorithm import LEAST_WEIGHT, RoundId, SyncSchedule, trains_at
 from diloco.events import Event, RoundCommitted, RoundSent
 from diloco.membership import View
-from diloco.train import DynamicSteps, Fleet, RunSettings, Session, make_transport, resolve
-from tests.command_lines import load_configuration
-from tests.runs import SMALL
+from diloco.train import DynamicSteps
+from tests.faults import Fault, FaultyTransport
+from tests.replicas import Swarm, quadratic
+from tests.train.source_runs import session_of
+
+ALONE = "--replicas 1"
 
 
-class Others:
-    """Members with the view and speeds that a test sets."""
-
-    def __init__(self, members: tuple[int, ...] = (0, 1), speeds: Mapping[int, float] | None = None) -> None:
-        self.view = View(0, members)
-        self.known = dict(speeds or {})
-        self.told: list[float] = []
-        self.seen: dict[str, Any] = {}
-        self.transport = self
-
-    def announce_speed(self, steps_per_s: float) -> None:
-        self.told.append(steps_per_s)
-
-    def speeds(self) -> Mapping[int, float]:
-        return self.known
-
-    def note(self, **seen: Any) -> None:
-        self.seen |= seen
-
-
-def measured(others: Others, step_s: float = 1.0, inner_steps: int = 10) -> DynamicSteps:
-    pace = DynamicSteps(0, inner_steps, others)
+def test_a_slow_replica_trains_its_share_and_says_how_fast_it_is() -> None:
+    others = mock.Mock()
+    others.transport.configure_mock(view=View(0, (0, 1)), speeds=lambda: {1: 2.5})
+    pace = DynamicSteps(0, 10, others)
     for _ in range(6):
-        pace.trained(step_s)
+        pace.trained(1.0)
+    assert [step for step in range(20) if pace.trains(step)] == [2, 4, 7, 9, 12, 14, 17, 19]
+    for step in range(20):
+        pace.announce(step)
+    assert others.transport.announce_speed.mock_calls == [mock.call(1.0)] * 2
+    others.note.assert_called_with(pace=0.4)
+
+
+def at_share(steps: int, patch: pytest.MonkeyPatch) -> DynamicSteps:
+    """Return the pace of a lone replica that trains so many of 4 steps, however fast it is."""
+    others = mock.Mock()
+    others.transport.view = View(0, (0,))
+    pace = DynamicSteps(0, 4, others)
+    patch.setattr(pace, "steps_of", lambda replica: steps)
     return pace
 
 
-def test_a_slow_replica_trains_its_share() -> None:
-    pace = measured(Others(speeds={1: 2.5}))
-    assert [step for step in range(20) if pace.trains(step)] == [2, 4, 7, 9, 12, 14, 17, 19]
-    assert pace.fraction == 0.4
-
-
-def session_of(data: Path, events: list[Event] | None = None) -> Session:
-    configuration = load_configuration(
-        [*SMALL.split(), str(data), "--replicas", "1", "--model.arguments.vocab-size", "257"]
-    )
-    settings: RunSettings = resolve(configuration, num_layers=2)
-    fleet = Fleet(make_transport(settings))
-    corpus = build_corpus(settings.data)
-    return Session(settings, corpus, fleet, torch.device("cpu"), [].append if events is None else events.append)
-
-
-class AtShare(DynamicSteps):
-    """A replica with a fixed share of the steps, independent of its measured speed."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__(0, 4, Others((0,)))
-        self.steps = steps
-
-    def steps_of(self, replica: int) -> int:
-        return self.steps
-
-
-def test_a_step_that_is_left_out_only_advances_the_schedule(data: Path) -> None:
+def test_a_step_that_is_left_out_only_advances_the_schedule(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Event] = []
-    session = session_of(data, events)
-    session.pace = AtShare(1)
+    session = session_of(data, ALONE, on_event=events.append)
+    session.pace = at_share(1, monkeypatch)
     results = [session.step() for _ in range(12)]
     trained = [result.trained for result in results]
     assert trained == [step == 0 or trains_at(step, 1, 4) for step in range(12)], "the very first one is always trained"
     assert {result.pace for result in results} == {0.25}
     assert session.totals.steps == 12
-    whole, paced = session_of(data), session_of(data)
-    paced.pace = AtShare(4)
+    whole, paced = session_of(data, ALONE), session_of(data, ALONE)
+    paced.pace = at_share(4, monkeypatch)
     rates = [whole.step().learning_rate for _ in range(12)]
     assert [paced.step().learning_rate for _ in range(12)] == rates
     assert paced.global_digest() == whole.global_digest(), "a share of all has the same bits as none"
@@ -90,3 +61,37 @@ def test_a_step_that_is_left_out_only_advances_the_schedule(data: Path) -> None:
     assert {weight for _, outer_step, weight in sent if outer_step} == {0.25}
     assert len([event for event in events if isinstance(event, RoundCommitted)]) == len(sent) - 1
     assert session.totals.sequences == 2 * sum(trained)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.sets(st.integers(0, 23)), min_size=2, max_size=2),
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 5)), max_size=4, unique=True),
+    st.booleans(),
+)
+def test_weights_are_those_of_a_plain_count_whatever_happens(
+    idle: list[set[int]], dropped: list[tuple[int, int]], needs_all: bool
+) -> None:
+    faults = [Fault(kind="drop", replica=replica, round=RoundId(0, k)) for replica, k in dropped]
+    transport = FaultyTransport(2, faults=faults, min_contributors=2 if needs_all else 1)
+    swarm = Swarm(2, SyncSchedule(inner_steps=4), transport=transport)
+    gradient = quadratic()
+    for step in range(24):
+        for replica, diloco in enumerate(swarm.replicas):
+            trains = step not in idle[replica]
+            if trains:
+                gradient(replica, step, swarm.models[replica])
+                swarm.inner[replica].step()
+            diloco.begin(float(trains))
+        for diloco in swarm.replicas:
+            diloco.finish()
+    for replica in (0, 1):
+        expected, count = [], 0
+        for k in range(6):
+            count += sum(step not in idle[replica] for step in range(4 * k, 4 * k + 4))
+            expected.append(count / 4 if count else LEAST_WEIGHT)
+            lost = {m for m, outer_step in dropped if outer_step == k}
+            if not lost or (not needs_all and lost == {1 - replica}):
+                count = 0
+        sent = [event for event in swarm.events if isinstance(event, RoundSent) and event.replica == replica]
+        assert [event.weight for event in sent] == expected

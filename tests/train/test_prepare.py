@@ -1,8 +1,6 @@
 """Blocks that are recomputed, compiled, or both: the same bits, the activations that are kept, no graph breaks."""
 
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -28,15 +26,16 @@ def gradients(model: Transformer, *, documents: bool = False, precision: Any = t
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-@contextmanager
-def tracing() -> Iterator[None]:
+# warnings of torch's tracer about its own code
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", r"ignore:The \.grad attribute of a Tensor")
+
+
+@pytest.fixture
+def counts() -> Iterator[Any]:
+    """What torch's tracer counts."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    with warnings.catch_warnings():
-        # a warning of torch's tracer about its own code
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
-        warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor", category=UserWarning)
-        yield
+    yield torch._dynamo.utils.counters
     torch._dynamo.reset()
 
 
@@ -52,25 +51,22 @@ def test_recomputing_changes_no_bit(checkpointing: Any, precision: torch.dtype) 
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective"])
-def test_compiled_blocks_have_no_graph_break_and_are_compiled_once(checkpointing: Any) -> None:
+def test_compiled_blocks_have_no_graph_break_and_are_compiled_once(checkpointing: Any, counts: Any) -> None:
     """The backend "aot_eager" generates no code but splits and recomputes like the real one."""
     plain, compiled = build_model(SETTINGS, seed=0), build_model(SETTINGS, seed=0)
-    with tracing():
-        prepare_blocks(compiled, checkpointing=checkpointing, compiled=True, backend="aot_eager")
-        for _ in range(2):
-            expected, found = gradients(plain), gradients(compiled)
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "one graph serves all blocks"
-        assert not torch._dynamo.utils.counters["graph_break"]
+    prepare_blocks(compiled, checkpointing=checkpointing, compiled=True, backend="aot_eager")
+    for _ in range(2):
+        torch.testing.assert_close(gradients(compiled), gradients(plain), rtol=1e-5, atol=1e-6)
+    assert counts["stats"]["unique_graphs"] == 1, "one graph serves all blocks"
+    assert not counts["graph_break"]
 
 
-def test_evaluation_runs_compiled_where_training_does_and_generation_does_not() -> None:
+@torch.no_grad()
+def test_evaluation_runs_compiled_where_training_does_and_generation_does_not(counts: Any) -> None:
     plain, compiled = build_model(SETTINGS, seed=0), build_model(SETTINGS, seed=0)
-    tokens = torch.randint(SETTINGS.vocab_size or 0, (2, 8), generator=torch.Generator().manual_seed(0))
-    with tracing(), torch.no_grad():
-        prepare_blocks(compiled, checkpointing="full", compiled=True, backend="aot_eager")
-        assert len(list(generate(compiled, [1, 2], torch.Generator(), max_new_tokens=3))) == 3
-        assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        for _ in range(2):
-            torch.testing.assert_close(compiled(tokens), plain(tokens), rtol=1e-5, atol=1e-6)
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    prepare_blocks(compiled, checkpointing="full", compiled=True, backend="aot_eager")
+    assert len(list(generate(compiled, [1, 2], torch.Generator(), max_new_tokens=3))) == 3
+    assert not counts["stats"]["unique_graphs"]
+    for _ in range(2):
+        torch.testing.assert_close(compiled(TOKENS[:, :8]), plain(TOKENS[:, :8]), rtol=1e-5, atol=1e-6)
+    assert counts["stats"]["unique_graphs"] == 1

@@ -1,4 +1,4 @@
-"""Resolution of settings: defaults by algorithm, combinations that are refused, and notes on probable mistakes."""
+"""Resolution of settings: defaults, combinations that are refused, notes on probable mistakes; what a run then is."""
 
 from typing import Any
 
@@ -6,55 +6,45 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.algorithm import SyncSchedule
+from diloco.algorithm import SyncSchedule, SyncSettings, at
 from diloco.config import build, flatten
 from diloco.errors import ConfigurationError
-from diloco.train import RunSettings, notes, resolve
+from diloco.model import DecoderSettings, build_model
+from diloco.train import RunSettings, identity, notes, outer_components, resolve
+from diloco.units import diff
 from tests.command_lines import dotted
 
 
-def settings(**values: Any) -> RunSettings:
-    """Settings from dotted keys, with ``__`` for the dot."""
-    return build(RunSettings, dotted(values))
-
-
 def resolved(num_layers: int | None = 4, **values: Any) -> RunSettings:
-    return resolve(settings(**values), num_layers=num_layers)
+    """Settings from dotted keys, with ``__`` for the dot."""
+    return resolve(build(RunSettings, dotted(values)), num_layers=num_layers)
 
 
-def test_defaults_of_each_algorithm() -> None:
-    keys = ("num_fragments", "overlap_steps", "merge", "merge_alpha", "codec", "outer_learning_rate")
-    expected = {
-        "streaming": (3, 1, "rebase", None, "fp4", 0.4),
-        "diloco": (1, 0, "alpha", 0.0, "float32", 0.7),
-        "data-parallel": (1, 0, "alpha", 0.0, "float32", 0.7),
-    }
-    for algorithm, wanted in expected.items():
-        run = resolved(algorithm=algorithm)
-        assert tuple(getattr(run.sync, key) for key in keys) == wanted
-
-
-@pytest.mark.parametrize(("layers", "fragments"), [(1, 2), (3, 2), (4, 3), (24, 9)])
-def test_streaming_takes_one_fragment_per_three_layers_and_one_for_the_rest(layers: int, fragments: int) -> None:
-    assert resolved(layers).sync.num_fragments == fragments
-
-
-def test_alpha_given_means_the_alpha_rule_and_rebase_has_none() -> None:
-    def rule_and_alpha(**values: Any) -> tuple[str | None, float | None]:
-        sync = resolved(**values).sync
-        return sync.merge, sync.merge_alpha
-
-    assert rule_and_alpha(sync__merge_alpha=0.5) == ("alpha", 0.5)
-    assert rule_and_alpha(sync__merge="alpha") == ("alpha", 0.0)
-    assert rule_and_alpha(sync__merge="rebase") == ("rebase", None)
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"algorithm": "streaming"}, "3 1 rebase None fp4 0.4"),
+        ({"algorithm": "diloco"}, "1 0 alpha 0.0 float32 0.7"),
+        ({"algorithm": "data-parallel"}, "1 0 alpha 0.0 float32 0.7"),
+        ({"num_layers": 1}, "2 1 rebase None fp4 0.4"),  # one fragment per three layers, and one for the rest
+        ({"num_layers": 3}, "2 1 rebase None fp4 0.4"),
+        ({"num_layers": 24}, "9 1 rebase None fp4 0.4"),
+        ({"num_layers": None, "sync__num_fragments": 90}, "90 1 rebase None fp4 0.4"),
+        ({"num_layers": None, "algorithm": "diloco"}, "1 0 alpha 0.0 float32 0.7"),
+        ({"sync__merge_alpha": 0.5}, "3 1 alpha 0.5 fp4 0.4"),
+        ({"sync__merge": "alpha"}, "3 1 alpha 0.0 fp4 0.4"),
+    ],
+)
+def test_defaults_follow_from_the_algorithm_the_model_and_what_is_given(values: dict[str, Any], expected: str) -> None:
+    sync = resolved(**values).sync
+    merge = f"{sync.merge} {sync.merge_alpha} {sync.codec} {sync.outer_learning_rate}"
+    assert f"{sync.num_fragments} {sync.overlap_steps} {merge}" == expected
 
 
 @pytest.mark.parametrize(("steps", "evaluate", "save"), [(1000, 100, 250), (9, 1, 2), (1, 1, 1)])
 def test_intervals_are_shares_of_the_run_and_at_least_one_step(steps: int, evaluate: int, save: int) -> None:
     run = resolved(train__steps=steps, optimizer__warmup_steps=0)
     assert (run.evaluation.every_steps, run.checkpoint.every_steps) == (evaluate, save)
-    run = resolved(evaluation__every_steps=0, checkpoint__every_steps=0)
-    assert (run.evaluation.every_steps, run.checkpoint.every_steps) == (0, 0)
 
 
 @given(
@@ -84,13 +74,6 @@ def test_notes_tell_of_runs_that_exchange_nothing() -> None:
     assert "No fragment is ever sent, so the global parameters do not change: the 99 steps" in notes(too_short)[0]
 
 
-def test_a_model_of_unknown_depth_needs_a_number_of_fragments() -> None:
-    assert resolved(None, sync__num_fragments=90).sync.num_fragments == 90
-    assert resolved(None, algorithm="diloco").sync.num_fragments == 1
-    with pytest.raises(ConfigurationError, match="must be set, because the depth of this model is unknown"):
-        resolved(None)
-
-
 PEERS = {"network.transport": "swarm", "network.run": "mine"}
 RANKS = {"network.transport": "tcp"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -99,6 +82,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sync.inner_steps": 9, "sync.overlap_steps": 9, "sync.merge_alpha": 0.5}, "overlap_steps=9, a whole round"),
     ({"sync.inner_steps": 2, "sync.num_fragments": 3}, "num_fragments with inner_steps=2 .* from 1 to 2, got 3"),
     ({"sync.num_fragments": 6}, "num_fragments=6 is too many for a model of 4 layers.*1 to 5.*balanced"),
+    ({"num_layers": None}, "num_fragments must be set, because the depth of this model is unknown"),
     # what only Streaming DiLoCo can do
     ({"algorithm": "diloco", "sync.num_fragments": 2}, "2 fragments.*Use --algorithm streaming"),
     ({"algorithm": "diloco", "sync.merge_alpha": 0.5}, "alpha=0.5 .* use --algorithm streaming"),
@@ -139,28 +123,50 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("values", "words"), REFUSED, ids=[words[:40] for _, words in REFUSED])
 def test_impossible_combinations_are_refused_and_say_what_would_work(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        resolve(build(RunSettings, dotted(values)), num_layers=4)
+        resolved(**values)
 
 
 ALLOWED: list[dict[str, Any]] = [
-    {"sync.inner_steps": 10, "sync.overlap_steps": 9},
-    {"sync.num_fragments": 5},
-    {"sync.num_fragments": 50, "sync.fragment_strategy": "balanced"},
-    {"algorithm": "diloco", "sync.num_fragments": 1, "sync.overlap_steps": 0, "sync.merge_alpha": 0.0},
-    {"sync.codec": "topk2", "sync.error_feedback": 1.0},
-    {"algorithm": "data-parallel", "sync.codec": "bfloat16"},
-    {"sync.merge_alpha": 1.0},
+    {"sync.inner_steps": 10, "sync.overlap_steps": 9, "sync.num_fragments": 5, "sync.merge_alpha": 1.0},
     {"train.stop_after": 1000, "optimizer.warmup_steps": 1000, "train.data_parallel_steps": 1000},
-    {"train.sequence_length": 1024},
-    {"train.device": "cuda:12"},
-    {"optimizer.clip_norm": None},
-    {"sync.arguments": {"codec": {"block_size": 65536}}},
-    {"network.transport": "tcp", "algorithm": "data-parallel"},
-]
+    {"train.sequence_length": 1024, "train.device": "cuda:12", "optimizer.clip_norm": None, "sync.codec": "topk2",
+     "sync.error_feedback": 1.0, "sync.num_fragments": 50, "sync.fragment_strategy": "balanced"},
+    {"algorithm": "diloco", "sync.num_fragments": 1, "sync.overlap_steps": 0, "sync.merge_alpha": 0.0},
+    {"algorithm": "data-parallel", "network.transport": "tcp", "sync.codec": "bfloat16"},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("values", ALLOWED, ids=[" ".join(values) for values in ALLOWED])
+@pytest.mark.parametrize("values", ALLOWED)
 def test_limits_themselves_are_allowed_and_resolving_twice_changes_nothing(values: dict[str, Any]) -> None:
-    once = resolve(build(RunSettings, dotted(values)), num_layers=4)
+    once = resolved(**values)
     assert resolve(once, num_layers=4) == once
     assert {name: flatten(once)[name] for name in values} == values
+
+
+def test_what_two_runs_do_not_have_in_common_is_named() -> None:
+    sizes = DecoderSettings(layers=4, width=16, ffn_width=32, heads=2, vocab_size=257)
+    model = build_model(sizes, seed=0, device="meta")
+
+    def identity_of(data: str = "data", **values: Any) -> dict[str, str]:
+        return identity(resolved(**values), model, data)
+
+    base = identity_of()
+    assert base == identity_of()
+    for other, name in (
+        (identity_of(sync__codec="int8"), "codec"),
+        (identity_of(sync__inner_steps=7), "schedule"),
+        (identity_of(algorithm="diloco"), "algorithm"),
+        (identity_of(train__steps=7, optimizer__warmup_steps=0), "steps"),
+        (identity_of(seed=7), "seed"),
+        (identity_of("others"), "data"),
+    ):
+        assert diff(base, other, "this", "that").startswith(f"this has {name} = ")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("sgd", "linear"), ("nesterov", "cosine")])
+def test_the_learning_rate_falls_over_the_outer_steps_of_the_run(name: str, kind: str) -> None:
+    """Over ten rounds of a fragment, the rate starts at the peak and is half-way to its end value at five."""
+    arguments = {"outer": {"schedule": kind, "final_ratio": 0.25}}
+    settings = SyncSettings(outer=name, outer_learning_rate=0.8, arguments=arguments)
+    rate = outer_components(settings, 10)["outer_optimizer"].learning_rate
+    assert [at(rate, step) for step in (0, 5, 10, 12)] == pytest.approx([0.8, 0.5, 0.2, 0.2])

@@ -1,4 +1,4 @@
-"""The first signal asks to stop, the second ends the process, and the earlier handlers are restored afterwards."""
+"""The first signal asks to stop, the second ends the process, also a launcher and the processes that it has started."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -18,26 +18,13 @@ import pytest
 from diloco.algorithm import Contribution
 from diloco.cli import main
 from diloco.events import StepFinished
-from diloco.train import Session, StopAsked, StopRequest
-from diloco.transport import PeerTransport, Pending
+from diloco.train import Session, StopAsked, StopRequest, launch
+from diloco.transport import NetworkSettings, PeerTransport, Pending
 from tests.commands import LIMIT_S
 from tests.processes import Processes, free_port
-from tests.runs import SMALL, write_text
+from tests.runs import SMALL
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
-
-CHILD = """
-import signal, sys
-from diloco.train import StopRequest
-first, second = (getattr(signal, name) for name in sys.argv[1:])
-with StopRequest() as stop:
-    signal.raise_signal(first)
-    print("asked by", stop.signal, flush=True)
-    try:
-        signal.raise_signal(second)
-    finally:
-        print("cleaning up", flush=True)
-"""
 
 
 def wait(stop: StopRequest, meanwhile: Callable[[], object]) -> None:
@@ -59,13 +46,15 @@ def test_a_wait_that_changes_nothing_is_interrupted(number: signal.Signals, befo
         assert stop.signal == number.name
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_the_request_is_told_while_the_main_thread_waits(number: signal.Signals) -> None:
-    """Otherwise it would be told only after the step, for which other replicas that stop might not come."""
+def test_the_request_is_told_while_the_main_thread_waits_and_may_be_passed_on_by_a_launcher() -> None:
+    """After the step, for which other replicas that stop might not come, were too late. Slurm sends SIGTERM to torchrun
+    and also to the ranks to which torchrun forwards it."""
     told = threading.Event()
-    with StopRequest(told.set):
-        signal.raise_signal(number)
+    with StopRequest(told.set) as stop:
+        signal.raise_signal(signal.SIGTERM)
         assert told.wait(60)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.signal == "SIGTERM"
 
 
 def test_handlers_are_put_back_even_after_an_error() -> None:
@@ -87,45 +76,32 @@ def test_handlers_are_put_back_even_after_an_error() -> None:
             signal.signal(number, handler)
 
 
-@pytest.mark.parametrize(("first", "second"), [("SIGINT", "SIGINT"), ("SIGTERM", "SIGINT")])
-def test_a_second_signal_ends_the_process_at_once(first: str, second: str) -> None:
-    """The exit code is 130, the cursor is shown again, and no clean-up code can hang."""
-    done = subprocess.run([sys.executable, "-c", CHILD, first, second], capture_output=True, text=True, check=False)
-    assert done.returncode == 130
-    assert done.stdout == f"asked by {first}\n"
-    assert done.stderr == "\x1b[?25hstopped at once; nothing more was saved\n"
-
-
 STUCK = """
 import ctypes
 from diloco.train import StopRequest
 library, lock = ctypes.CDLL(None), ctypes.create_string_buffer(128)
 library.pthread_mutex_lock(lock)
-with StopRequest():
+with StopRequest(lambda: print("asked", flush=True)):
     print(hex(ctypes.addressof(lock)), flush=True)
     library.pthread_mutex_lock(lock)  # for ever: signals don't end it, and Python calls no handler before it has ended
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what a process waits for is looked up in Linux's /proc")
-def test_a_second_signal_ends_a_process_whose_main_thread_is_stuck_in_a_library() -> None:
-    """A collective whose other ranks never arrive waits like this."""
+@pytest.mark.parametrize("first", SIGNALS)
+def test_a_second_signal_ends_a_process_whose_main_thread_is_stuck_in_a_library(first: signal.Signals) -> None:
+    """A collective whose other ranks never arrive waits like this. The cursor is shown; no clean-up code can hang."""
     with subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         lock = process.stdout.readline().decode().strip()
         while lock not in Path(f"/proc/{process.pid}/syscall").read_text().split():
             os.sched_yield()
+        process.send_signal(first)
+        assert process.stdout.readline() == b"asked\n"
         process.send_signal(signal.SIGINT)
-        process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 130
-
-
-def test_a_signal_that_a_launcher_passes_on_is_the_same_request() -> None:
-    """Slurm sends SIGTERM to torchrun and also to the ranks to which torchrun forwards it."""
-    with StopRequest() as stop:
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
-        assert stop.signal == "SIGTERM"
+        assert process.stderr is not None
+        assert process.stderr.read() == b"\x1b[?25hstopped at once; nothing more was saved\n"
 
 
 def run_replica(number: int, data: Path, out: Path, port: int) -> dict[str, Any]:
@@ -152,12 +128,69 @@ def run_replica(number: int, data: Path, out: Path, port: int) -> dict[str, Any]
     return summary
 
 
-def test_replicas_that_are_signalled_at_different_moments_stop_together(tmp_path: Path) -> None:
+def test_replicas_that_are_signalled_at_different_moments_stop_together(data: Path, tmp_path: Path) -> None:
     """Regression: the first asked between steps, the others waited for its round, and it left alone."""
-    data = write_text(tmp_path)
     with Processes() as processes:
         processes.start(3, run_replica, data, tmp_path / "run", free_port())
         summaries = processes.results(LIMIT_S).values()
     for name in ("steps", "global_params_digest", "rounds_committed"):
         assert len({summary[name] for summary in summaries}) == 1, name
     assert {summary["rounds_void"] for summary in summaries} == {0}
+
+
+class Started:
+    """A process that waits for a signal, which the launcher receives when it first polls."""
+
+    all: ClassVar[list["Started"]] = []
+    dead: int | None = None  # the one that dies at its start
+    interrupted: int | None = None  # the one during whose start the launcher is interrupted
+
+    def __init__(self, arguments: list[str], *, start_new_session: bool, **_: object) -> None:
+        self.arguments, self.signals, self.looks = arguments[3:], list[int](), 0
+        assert start_new_session, "Ctrl-C in the terminal does not reach it"
+        Started.all.append(self)
+        if len(Started.all) - 1 == self.interrupted:
+            signal.raise_signal(signal.SIGINT)
+
+    def poll(self) -> int | None:
+        self.looks += 1
+        if self.dead is not None and self is Started.all[self.dead]:
+            return 1
+        if self.dead is None and self is Started.all[0] and self.looks == 1:
+            signal.raise_signal(signal.SIGINT)
+        return -self.signals[0] if self.signals else None
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+    def kill(self) -> None:
+        """It has ended before."""
+
+    wait = kill
+
+
+INT, TERM = [signal.SIGINT], [signal.SIGTERM]
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "signals"),
+    [
+        ({}, 130, [INT] * 4),  # a signal to the launcher reaches all that run
+        ({"dead": 1}, 1, [TERM, [], TERM, TERM]),  # those that wait for one that died at its start are stopped
+        ({"interrupted": 1}, 130, [INT] * 2),  # a signal while replicas are started stops those and starts no other
+    ],
+)
+def test_replicas_meet_where_the_user_says_and_end_together(
+    how: dict[str, Any], code: int, signals: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diloco.devices.usable_cores", lambda: 8)
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    monkeypatch.setattr(Started, "all", [])
+    for name, value in how.items():
+        monkeypatch.setattr(Started, name, value)
+    said: list[str] = []
+    settings = NetworkSettings(transport="tcp", replicas=4, listen="[::1]:0", silence=0.1)
+    assert launch(settings, lambda replica, address: ["train", str(address)], said.append) == code
+    assert [process.signals[:1] for process in Started.all] == signals
+    assert all(process.arguments[1].startswith("[::1]:") for process in Started.all)
+    assert said == (["replica 1 ended with exit code 1."] if "dead" in how else [])

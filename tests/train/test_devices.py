@@ -1,4 +1,4 @@
-"""The choice of a device, and evaluation that sees documents as training does."""
+"""The choice of a device and of threads, and evaluation that sees documents as training does."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from diloco.data import ByteTokenizer, PackedTokens
-from diloco.devices import choose_device, gpu_of_process, use_device
+from diloco.devices import choose_device, choose_threads, gpu_of_process, share, use_device
 from diloco.errors import ConfigurationError
 from diloco.model import DecoderSettings, build_model, document_numbers
 from diloco.trained import evaluate
@@ -58,3 +58,15 @@ def test_evaluation_sees_documents_and_precision_as_training_does() -> None:
         packed, shape = PackedTokens([tokens]), {"sequence_length": 12, "batch_size": 8}
         assert evaluate(model, ByteTokenizer(), packed, **shape, **options).loss == pytest.approx(expected, rel=1e-6)
         assert evaluate(model, ByteTokenizer(), packed, **shape).loss != expected
+
+
+def test_a_process_takes_its_share_of_threads_unless_the_user_chose_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    choose_threads(2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    choose_threads(4)
+    assert chosen == [share(2)]
