@@ -14,17 +14,14 @@ from diloco.model import DecoderSettings, build_model, document_numbers
 from diloco.trained import evaluate
 
 
-def test_a_gpu_of_apple_comes_after_cuda_and_before_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_comes_before_the_cpu_and_one_that_is_absent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU is never used instead. GPUs are shared over TCP, but NCCL refuses a second rank on one."""
     with pytest.raises(ConfigurationError, match="'mps' is not available"):
         choose_device("mps")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert choose_device("auto") == choose_device("mps") == torch.device("mps")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose_device("auto") == torch.device("cuda")
-
-
-def test_gpus_are_shared_over_tcp_and_one_that_is_absent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU is never used instead, and NCCL refuses a second rank on a GPU."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [gpu_of_process(index, shared=True) for index in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
     assert gpu_of_process(1, shared=False) == "cuda:1"

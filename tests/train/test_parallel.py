@@ -1,5 +1,6 @@
 """The ranks of a replica together compute the same as one rank, and see every change of weights (invariant 10)."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,16 +41,10 @@ SHAPES = [(8, 16), (33, 8), (8, 16), (3, 5), (8, 16), (1, 5), (8, 16), (33, 8), 
 def ranks_do(position: int, setup: Setup, folder: Path) -> dict[str, Any]:
     """Run all jobs of a rank, one after the other."""
     done: dict[str, Any] = {}
-    for number, (job, of_job) in enumerate(
-        [
-            (rank_trains, setup),
-            (rank_trains_by_muon, replace(setup, optimizer="Muon")),
-            (rank_overflows, replace(setup, precision="float16")),
-            (rank_trains_in_bfloat16, replace(setup, precision="bfloat16")),
-        ]
-    ):
+    for number, (name, (job, changes)) in enumerate(JOBS.items()):
+        of_job = replace(setup, **changes)
         group = open_group(of_job, position, folder, replica=number)
-        done[job.__name__] = job(of_job, group)
+        done[name] = job(of_job, group)
         group.close()
     return done
 
@@ -121,11 +116,35 @@ def steps_of_muon(setup: Setup, group: ReplicaGroup) -> dict[str, Tensor]:
     return {str(number): whole(value.detach()) for number, value in enumerate(values)}
 
 
+def rank_overflows(setup: Setup, group: ReplicaGroup) -> list[tuple[bool, float]]:
+    """Put an infinity into this rank's part of a gradient before the second step; with fsdp only on one rank."""
+    rank = Rank(setup, group)
+    outcomes = []
+    for step in range(3):
+        batch = torch.arange(52).view(4, 13) % 17
+        rank.inner.accumulate_gradients(batch[:, :-1], batch[:, 1:])
+        if step == 1 and (group.position == 1 or setup.strategy != "fsdp"):  # else all ranks hold the mean
+            gradient = rank.model.get_parameter("model.layers.0.mlp.up_proj.weight").grad
+            assert gradient is not None
+            local_shard(gradient)[0, 0] = float("inf")
+        rank.inner.unscale()
+        done = rank.inner.apply(step)
+        outcomes.append((done.skipped, rank.inner.scaler.get_scale()))
+    return outcomes
+
+
+JOBS: dict[str, tuple[Callable[[Setup, ReplicaGroup], Any], dict[str, Any]]] = {
+    "float32": (rank_trains, {}),
+    "float16": (rank_overflows, {"precision": "float16"}),
+    "bfloat16": (lambda setup, group: Rank(setup, group).train(8)[0], {"precision": "bfloat16"}),
+    "Muon": (rank_trains_by_muon, {"optimizer": "Muon"}),
+}
+
+
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
     """Return the results of a single rank."""
-    jobs = (rank_trains, Setup()), (rank_trains_by_muon, Setup(optimizer="Muon"))
-    return {job.__name__: job(setup, ReplicaGroup()) for job, setup in jobs}
+    return {name: job(Setup(**changes), ReplicaGroup()) for name, (job, changes) in JOBS.items()}
 
 
 def assert_train_as_one(ranks: list[dict[str, Any]], alone: dict[str, Any], tolerance: float = 2e-6) -> None:
@@ -144,7 +163,7 @@ def assert_train_as_one(ranks: list[dict[str, Any]], alone: dict[str, Any], tole
 
 
 def test_two_ranks_train_as_one(ranks: tuple[str, list[dict[str, Any]]], alone: dict[str, Any]) -> None:
-    strategy, done, one = ranks[0], [rank["rank_trains"] for rank in ranks[1]], alone["rank_trains"]
+    strategy, done, one = ranks[0], [rank["float32"] for rank in ranks[1]], alone["float32"]
     assert_train_as_one(done, one)
     if strategy == "ddp":
         assert done[1]["digests"] == done[0]["digests"], "the same bits after every step"
@@ -160,46 +179,20 @@ def test_ranks_share_the_work_of_muon(ranks: tuple[str, list[dict[str, Any]]], a
     1.3e-6 after 19 steps. The iteration multiplies that of a gradient by up to 3.4445^5 = 485 where a singular value
     is next to zero.
     """
-    strategy, done, one = ranks[0], [rank["rank_trains_by_muon"] for rank in ranks[1]], alone["rank_trains_by_muon"]
+    strategy, done, one = ranks[0], [rank["Muon"] for rank in ranks[1]], alone["Muon"]
     assert_train_as_one(done, one, tolerance=1e-5)
     assert [unequal(rank["steps"], one["steps"]) for rank in done] == [[], []]
     assert sum(rank["momentum held"] for rank in done) == one["momentum held"] * (1 if strategy == "fsdp" else 2) > 0
 
 
-def rank_overflows(setup: Setup, group: ReplicaGroup) -> list[tuple[bool, float]]:
-    """Put an infinity into this rank's part of a gradient before the second step; with fsdp only on one rank."""
-    rank = Rank(setup, group)
-    outcomes = []
-    for step in range(3):
-        batch = torch.arange(52).view(4, 13) % 17
-        rank.inner.accumulate_gradients(batch[:, :-1], batch[:, 1:])
-        if step == 1 and (group.position == 1 or setup.strategy == "ddp"):  # with ddp all ranks hold the mean
-            gradient = rank.model.get_parameter("model.layers.0.mlp.up_proj.weight").grad
-            assert gradient is not None
-            local_shard(gradient)[0, 0] = float("inf")
-        rank.inner.unscale()
-        done = rank.inner.apply(step)
-        outcomes.append((done.skipped, rank.inner.scaler.get_scale()))
-    return outcomes
-
-
-def test_in_float16_all_ranks_skip_the_same_steps(ranks: tuple[str, list[dict[str, Any]]]) -> None:
-    outcomes = [rank["rank_overflows"] for rank in ranks[1]]
-    assert [skipped for skipped, _ in outcomes[0]] == [False, True, False]
-    scales = [scale for _, scale in outcomes[0]]
-    assert scales[1] == scales[0] / 2
-    assert outcomes[1] == outcomes[0]
-
-
-def rank_trains_in_bfloat16(setup: Setup, group: ReplicaGroup) -> list[float]:
-    return Rank(setup, group).train(8)[0]
-
-
-def test_in_bfloat16_ranks_train_as_one(ranks: tuple[str, list[dict[str, Any]]]) -> None:
+def test_in_half_precision_ranks_train_and_skip_steps_as_one(
+    ranks: tuple[str, list[dict[str, Any]]], alone: dict[str, Any]
+) -> None:
     """With fsdp the layers are gathered in bfloat16."""
-    expected = Rank(Setup(precision="bfloat16"), ReplicaGroup()).train(8)[0]
+    assert [skipped for skipped, _ in alone["float16"]] == [False, True, False]
     for rank in ranks[1]:
-        assert rank["rank_trains_in_bfloat16"] == pytest.approx(expected, abs=2e-3)
+        assert rank["bfloat16"] == pytest.approx(alone["bfloat16"], abs=2e-3)
+        assert rank["float16"] == alone["float16"]
 
 
 def rank_of_a_session(position: int, data: Path, folder: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +20,16 @@ from diloco.events import Event, Lost, RoundCommitted, ViewChanged
 from diloco.membership import Candidate, LastViews
 from diloco.protocol import Rules
 from diloco.train import PeerFleet, follow_views
-from diloco.transport import Admission, Looking, NodePlace, PeerTransport, Place, SwarmPlace, TcpStreams
+from diloco.transport import (
+    Admission,
+    ConnectionManager,
+    Looking,
+    NodePlace,
+    PeerTransport,
+    Place,
+    SwarmPlace,
+    TcpStreams,
+)
 from tests.train.source_runs import session_of
 from tests.transport.nowhere import answering, free_address
 from tests.transport.relays import frame, stranger_at
@@ -223,16 +233,6 @@ class Peer:
         while not (isinstance(event, kind) and vars(event).items() >= fields.items()):
             event = self._news.get(timeout=LIMIT_S)
 
-    def give_up_others(self, at_once: threading.Barrier) -> None:
-        """Lose all other replicas at the moment at which they lose this one."""
-        connections = self.fleet.transport.connections
-
-        def drop_all() -> None:
-            at_once.wait(LIMIT_S)
-            connections.drop(dict.fromkeys(connections.peers.values(), "it is silent"), silent=True)
-
-        connections.post(drop_all)
-
 
 def test_all_who_lose_each_other_in_the_shared_start_end_it_and_go_on_together(
     meet: Meet, data: Path, monkeypatch: pytest.MonkeyPatch
@@ -244,8 +244,14 @@ def test_all_who_lose_each_other_in_the_shared_start_end_it_and_go_on_together(
     with monkeypatch.context() as cut:
         cut.setattr(TcpStreams, "open", mock.AsyncMock(side_effect=ConnectionRefusedError("cut off")))
         barrier = threading.Barrier(3)
+
+        def lose_all(connections: ConnectionManager) -> None:
+            barrier.wait(LIMIT_S)  # each loses the others at the moment at which they lose it
+            connections.drop(dict.fromkeys(connections.peers.values(), "it is silent"), silent=True)
+
         for each in peers:
-            each.give_up_others(barrier)
+            connections = each.fleet.transport.connections
+            connections.post(partial(lose_all, connections))
         for each in peers:
             each.wait_for(Lost)
     for fragment in (0, 1):  # the state of each has arrived everywhere
