@@ -5,7 +5,7 @@ All arithmetic of the model is elementwise, so that the digest does not depend o
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -61,11 +61,11 @@ class Commands:
         self.processes, self.data, self.out = processes, data, out
 
     def start(self, arguments: str, out: Path | None = None) -> Command:
-        words = f"train {SETTINGS} --data {self.data} --out {out or self.out} {arguments}".split()
-        return self.run(words)
+        return self.run(f"{SETTINGS} --data {self.data} --out {out or self.out} {arguments}")
 
-    def run(self, words: Sequence[str]) -> Command:
-        return Command(self.processes, words, self.out.with_name(f"{len(self.processes.members)}.txt"))
+    def run(self, arguments: str) -> Command:
+        output = self.out.with_name(f"{len(self.processes.members)}.txt")
+        return Command(self.processes, ["train", *arguments.split()], output)
 
 
 def in_process(commands: Commands) -> None:
@@ -77,7 +77,7 @@ def moved(commands: Commands) -> None:
     meeting = f"--transport tcp --join 127.0.0.1:{free_port()} --replicas 2 {STOP}"
     for rank in [commands.start(f"{meeting} --replica {m}") for m in range(2)]:
         rank.end()
-    commands.run(["train", "--resume", str(commands.out), "--model", MODEL, "--transport", "in-process"]).end()
+    commands.run(f"--resume {commands.out} --model {MODEL} --transport in-process").end()
 
 
 def over_the_swarm(commands: Commands) -> None:

@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch.distributed import TCPStore
@@ -39,21 +40,18 @@ def at_each_rename(act: Act, begin: str = "step-") -> Act:
     return change
 
 
-def fails(error: Exception) -> Act:
-    def act(patch: pytest.MonkeyPatch) -> None:
-        raise error
-
-    return act
-
-
 def lose_connection(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PeerTransport, "failure", property(lambda _: TransportError("the connection is lost")))
 
 
 EVENTS: dict[str, tuple[int, tuple[int, int], Act]] = {  # the rank, the exit codes of both ranks, and how
     "a signal in the last save": (0, (130, 130), at_each_rename(lambda _: signal.raise_signal(signal.SIGINT))),
-    "a full disk at the start": (1, (1, 1), at_each_rename(fails(OSError(28, "No space left on device")), "")),
-    "an error in a save": (0, (1, 1), at_each_rename(fails(RuntimeError("CUDA out of memory")))),
+    "a full disk at the start": (
+        1,
+        (1, 1),
+        at_each_rename(mock.Mock(side_effect=OSError(28, "No space left on device")), ""),
+    ),
+    "an error in a save": (0, (1, 1), at_each_rename(mock.Mock(side_effect=RuntimeError("CUDA out of memory")))),
     "a lost connection in the last save": (0, (1, 1), at_each_rename(lose_connection)),
     "other data": (1, (2, 2), lambda _: None),
     # the end of a document, which ends the sample

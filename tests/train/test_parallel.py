@@ -34,6 +34,7 @@ from tests.processes import Processes
 from tests.train.ranks import CPU, MODEL, STEPS, Rank, Setup, largest_difference, open_group, unequal, whole
 from tests.train.source_runs import session_of
 
+Ranks = tuple[str, list[dict[str, Any]]]
 SHAPES = [(8, 16), (33, 8), (8, 16), (3, 5), (8, 16), (1, 5), (8, 16), (33, 8), (8, 16)]
 """Matrices for Muon: numbers of a shape that two ranks can't divide, uneven rows, and a shard without rows."""
 
@@ -50,7 +51,7 @@ def ranks_do(position: int, setup: Setup, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """The strategy, and the results of each of two ranks."""
     setup = Setup(strategy=request.param, size=2)
     with Processes() as processes:
@@ -162,7 +163,7 @@ def assert_train_as_one(ranks: list[dict[str, Any]], alone: dict[str, Any], tole
     assert all(unequal(rank["values"], ranks[0]["values"]) == [] for rank in ranks)
 
 
-def test_two_ranks_train_as_one(ranks: tuple[str, list[dict[str, Any]]], alone: dict[str, Any]) -> None:
+def test_two_ranks_train_as_one(ranks: Ranks, alone: dict[str, Any]) -> None:
     strategy, done, one = ranks[0], [rank["float32"] for rank in ranks[1]], alone["float32"]
     assert_train_as_one(done, one)
     if strategy == "ddp":
@@ -172,7 +173,7 @@ def test_two_ranks_train_as_one(ranks: tuple[str, list[dict[str, Any]]], alone: 
         assert sum(rank["global held"] for rank in done) == one["held"]
 
 
-def test_ranks_share_the_work_of_muon(ranks: tuple[str, list[dict[str, Any]]], alone: dict[str, Any]) -> None:
+def test_ranks_share_the_work_of_muon(ranks: Ranks, alone: dict[str, Any]) -> None:
     """From the same gradients ranks make the same bits as one; in training they differ as their gradients do.
 
     Sums of gradients over ranks differ in the last bits, as with any optimizer. The largest difference of a value was
@@ -185,9 +186,7 @@ def test_ranks_share_the_work_of_muon(ranks: tuple[str, list[dict[str, Any]]], a
     assert sum(rank["momentum held"] for rank in done) == one["momentum held"] * (1 if strategy == "fsdp" else 2) > 0
 
 
-def test_in_half_precision_ranks_train_and_skip_steps_as_one(
-    ranks: tuple[str, list[dict[str, Any]]], alone: dict[str, Any]
-) -> None:
+def test_in_half_precision_ranks_train_and_skip_steps_as_one(ranks: Ranks, alone: dict[str, Any]) -> None:
     """With fsdp the layers are gathered in bfloat16."""
     assert [skipped for skipped, _ in alone["float16"]] == [False, True, False]
     for rank in ranks[1]:
