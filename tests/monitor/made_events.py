@@ -37,6 +37,11 @@ def void(replica: int, fragment: int, outer_step: int, reason: str = "late", *, 
     return events.RoundVoid(step=step, replica=replica, fragment=fragment, outer_step=outer_step, reason=reason)
 
 
+def view(number: int, members: tuple[int, ...], *, step: int = 1, **given: Any) -> events.ViewChanged:
+    fields = {"replica": 0, "joined": (), "left": (), "reason": "nothing came for 8 s"}
+    return events.ViewChanged(step=step, view=number, members=members, **{**fields, **given})
+
+
 def fetched(fragment: int, came: int, of_all: int, *, here: bool = False, step: int = 0) -> events.StateFetched:
     """Return a ``StateFetched`` for two fragments of 100 bytes each."""
     return events.StateFetched(

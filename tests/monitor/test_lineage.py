@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -79,15 +80,7 @@ def test_replicas_that_say_different_things_are_named(run: Path) -> None:
     assert "the weights are [1.5, 0.5], but the mean was divided by 3.0" in verify_lineage(run)[1][0]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"weight": float("nan")},
-        {"total_weight": 0.0},
-        {"contributors": ([1], 0)},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("change", [{"weight": math.nan}, {"total_weight": 0.0}, {"contributors": ([1], 0)}], ids=str)
 def test_what_a_stranger_has_signed_must_be_a_round(run: Path, change: dict[str, Any]) -> None:
     told(run / "replica-1", 1, start=10, rounds=1, **change)
     with pytest.raises(DataError, match=rf"replica-1.*line 6: .*{next(iter(change))}"):

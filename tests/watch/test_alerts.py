@@ -8,7 +8,7 @@ import pytest
 
 from diloco import events
 from diloco.events import Event
-from tests.monitor.made_events import committed, sent, started, step, void
+from tests.monitor.made_events import committed, sent, started, step, view, void
 from tests.watch.runs import NOW_S, shown, write
 
 
@@ -24,13 +24,8 @@ def saved(free_bytes: int | None) -> Event:
     return events.CheckpointSaved(step=4, path="there", size_bytes=100, save_s=0.1, free_bytes=free_bytes)
 
 
-def view(number: int, members: tuple[int, ...], *, at: int, **given: Any) -> Event:
-    fields = {"replica": 0, "joined": (), "left": (), "reason": "nothing came for 8 s"}
-    return events.ViewChanged(step=at, view=number, members=members, **{**fields, **given})
-
-
 START, OVER = started(num_replicas=3), events.RunFinished(step=9, summary={})
-LOSES_2 = view(1, (0, 1), at=10, left=(2,), lost=(2,))
+LOSES_2 = view(1, (0, 1), step=10, left=(2,), lost=(2,))
 MISSED, ALL = [committed(0, 0, k) for k in range(3)], committed(0, 0, 9, contributors=(0, 1, 2))
 SPIKES = [step(number, gradient_norm=100.0) for number in range(41, 51)]
 
@@ -73,13 +68,13 @@ def test_alert_at_its_threshold(tmp_path: Path, told: list[Event], after_s: floa
         ([LOSES_2, *(step(number) for number in range(150, 211))], ["replica 2"]),
         ([LOSES_2, *(step(number) for number in range(152, 212))], ["replica 2"]),  # many steps, but little time
         ([LOSES_2, *(step(number) for number in range(151, 212))], []),  # long ago
-        ([LOSES_2, view(2, (0, 1, 2), at=20, joined=(2,))], []),  # it has rejoined
-        ([LOSES_2, view(2, (0, 1, 7), at=20, joined=(7,))], []),  # another replica has taken its place
-        ([LOSES_2, view(2, (0,), at=11, left=(1,), lost=(1,)), view(3, (0, 7), at=20, joined=(7,))], ["replica 2"]),
-        ([view(1, (0,), at=10, left=(1, 2), lost=(1, 2))], ["replicas 1, 2"]),
+        ([LOSES_2, view(2, (0, 1, 2), step=20, joined=(2,))], []),  # it has rejoined
+        ([LOSES_2, view(2, (0, 1, 7), step=20, joined=(7,))], []),  # another replica has taken its place
+        ([LOSES_2, view(2, (0,), step=11, left=(1,), lost=(1,)), view(3, (0, 7), step=20, joined=(7,))], ["replica 2"]),
+        ([view(1, (0,), step=10, left=(1, 2), lost=(1, 2))], ["replicas 1, 2"]),
         ([LOSES_2, OVER], []),
-        ([view(1, (0, 1), at=10, left=(2,))], []),  # it announced its departure
-        ([view(1, (), at=10, left=(0, 1, 2), lost=(0, 1, 2))], []),  # without a view it does not report on others
+        ([view(1, (0, 1), step=10, left=(2,))], []),  # it announced its departure
+        ([view(1, (), step=10, left=(0, 1, 2), lost=(0, 1, 2))], []),  # without a view it does not report on others
     ],
 )
 def test_lost_replica_until_it_is_replaced(tmp_path: Path, told: list[Event], expected: list[str]) -> None:

@@ -21,14 +21,9 @@ HOSTILE = ("Infinity", "-Infinity", "NaN", float("inf"), 1e308, -1e308, 2**53, -
            {"\ud800": "\ud800"}, {"0": "x" * 200_000}, {"heldout_loss": True}, ["\ud800"])  # fmt: skip
 
 
-def view(number: int, members: tuple[int, ...], *, replica: int = 0) -> Event:
-    fields: Any = {"step": 1, "joined": (), "left": (), "reason": "somebody left"}
-    return events.ViewChanged(replica=replica, view=number, members=members, **fields)
-
-
 EVENTS: tuple[Event, ...] = (
     made.started(), made.step(3), made.sent(0, 0, 0), made.committed(0, 0, 0), made.void(0, 0, 1),
-    made.evaluated(3, 2.0), view(1, (0, 1)), made.fetched(0, 5, 5),
+    made.evaluated(3, 2.0), made.view(1, (0, 1)), made.fetched(0, 5, 5),
     events.CheckpointSaved(step=1, path="", size_bytes=1, save_s=1.0),
     events.RunFinished(step=4, summary={"heldout_loss": 1.0}), events.SampleGenerated(step=3, prompt="a", text="b"),
 )  # fmt: skip
@@ -84,12 +79,12 @@ def test_peer_with_the_number_of_another_has_its_own_row() -> None:
 
 
 def test_one_peer_can_not_set_the_members_or_the_step_of_all() -> None:
-    liar = report(2, view(2**53, (9, 10), replica=2), made.step(2**53), made.sent(0, 0, 0))
-    swarm = swarm_of(liar, *(report(m, view(4, (0, 1, 2), replica=m), made.step(7)) for m in (0, 1)))
+    liar = report(2, made.view(2**53, (9, 10), replica=2), made.step(2**53), made.sent(0, 0, 0))
+    swarm = swarm_of(liar, *(report(m, made.view(4, (0, 1, 2), replica=m), made.step(7)) for m in (0, 1)))
     (run,) = shown(swarm)
     assert ([row["replica"] for row in run["peers"]], run["header"]["step"]) == ([0, 1, 2], 7)
     assert run["grid"]["cells"] == {}, "it reports about itself alone"
-    swarm.take([report(m, view(5, (0, 1), replica=m), next_event=3) for m in (0, 1)], NOW_S)
+    swarm.take([report(m, made.view(5, (0, 1), replica=m), next_event=3) for m in (0, 1)], NOW_S)
     assert [row["replica"] for row in shown(swarm)[0]["peers"]] == [0, 1]
 
 

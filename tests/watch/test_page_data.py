@@ -1,5 +1,6 @@
 """What the page shows of the records of a run."""
 
+import itertools
 import math
 import os
 import shutil
@@ -15,7 +16,7 @@ from diloco.errors import ConfigurationError
 from diloco.events import Event
 from diloco.monitor import read_metrics
 from diloco.watch import FollowedFolder
-from tests.monitor.made_events import committed, evaluated, fetched, sent, started, step, void
+from tests.monitor.made_events import committed, evaluated, fetched, sent, started, step, view, void
 from tests.watch.runs import curve, shown, write
 
 
@@ -79,11 +80,9 @@ def test_participation_of_each_replica(tmp_path: Path) -> None:
 
 
 def test_members_of_the_newest_view_and_who_is_fetching_state(tmp_path: Path) -> None:
-    def view(number: int, members: tuple[int, ...]) -> Event:
-        left = {"joined": (), "left": (1,), "reason": "", "names": {"2": "anna-pc"}}
-        return events.ViewChanged(step=1, replica=0, view=number, members=members, **left)  # type: ignore[arg-type]  # fields by name
-
-    run_of(tmp_path, step(1), sent(1, 0, 0), view(2, (0, 2)), view(1, (0, 1, 2)))
+    names = {"2": "anna-pc"}
+    told = (view(2, (0, 2), left=(1,), names=names), view(1, (0, 1, 2), left=(1,), names=names))
+    run_of(tmp_path, step(1), sent(1, 0, 0), *told)
     for event, state, received in ((fetched(1, 50, 150), "joining", 150), (step(8), "running", None)):
         run = shown(write(tmp_path / "replica-2", [event]).parent)[0]
         assert [(row["replica"], row["state"]) for row in run["peers"]] == [(0, "running"), (1, "gone"), (2, state)]
@@ -97,9 +96,8 @@ def test_members_of_the_newest_view_and_who_is_fetching_state(tmp_path: Path) ->
 def test_replica_that_goes_back_leaves_the_others_as_they_were(tmp_path: Path) -> None:
     rounds = [(sent(m, 0, k, step=k), committed(m, 0, k, step=k)) for k in range(1, 6) for m in (0, 1)]
     for m, name in enumerate(("", "replica-1")):
-        write(
-            tmp_path / name, [started(), *(step(k) for k in range(1, 6)), *(e for pair in rounds[m::2] for e in pair)]
-        )
+        steps = [step(k) for k in range(1, 6)]
+        write(tmp_path / name, [started(), *steps, *itertools.chain(*rounds[m::2])])
     followed = FollowedFolder(tmp_path)
     before = shown(followed)[0]
     write(tmp_path / "replica-1", [started(2), step(3, 0.5), sent(1, 0, 3, step=3), committed(1, 0, 3, step=3)])

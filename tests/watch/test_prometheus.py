@@ -2,12 +2,10 @@
 
 import http.client
 import json
-import re
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -17,8 +15,6 @@ from diloco.monitor import Sinks
 from diloco.waiting import waiting_for
 from diloco.watch import PrometheusSink
 from tests.monitor.made_events import committed, evaluated, sent, started, step, void
-
-PANELS = Path(__file__).parents[2] / "launch" / "grafana" / "dashboard.json"
 
 
 @pytest.fixture
@@ -33,13 +29,11 @@ def sink(port: int) -> Iterator[PrometheusSink]:
         yield sink
 
 
-def ask(port: int, path: str, **headers: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("GET", path, headers=headers)
-    answer = connection.getresponse()
-    text = answer.read().decode()
-    connection.close()
-    return answer.status, text
+def ask(port: int, path: str) -> tuple[int, str]:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
 
 
 def values(text: str) -> dict[str, float]:
@@ -97,14 +91,6 @@ def test_what_prometheus_reads(sink: PrometheusSink, port: int) -> None:
     assert abs(time.time() - found["diloco_checkpoint_timestamp_seconds"]) < 600
 
 
-def test_the_dashboard_shows_what_is_exported(sink: PrometheusSink, port: int) -> None:
-    names = set(re.findall(r"^# TYPE (\w+)", ask(port, "/metrics")[1], re.M))
-    shown = set(re.findall(r"diloco_\w+", PANELS.read_text("utf-8")))
-    assert shown - names == set()
-    assert names - shown == {f"diloco_{each}" for each in ("info", "tokens_total", "learning_rate",
-                             "gradient_norm", "checkpoint_step", "checkpoint_size_bytes")}  # fmt: skip
-
-
 def test_health_is_training_waiting_or_lost(sink: PrometheusSink, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def health() -> tuple[int, str, str]:
         status, text = ask(port, "/healthz")
@@ -130,21 +116,8 @@ def test_health_is_training_waiting_or_lost(sink: PrometheusSink, port: int, mon
     assert health()[:2] == (503, "lost")
 
 
-def test_readers_that_say_or_take_nothing_keep_neither_training_nor_other_readers(
-    sink: PrometheusSink, port: int
-) -> None:
-    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
-    for each in idle[50:]:
-        each.send(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")  # whose answers nobody takes
-    tell(sink)
-    assert reached(port, "diloco_step", 2)
-    for each in idle:
-        each.close()
-    assert ask(port, "/metrics", Host="evil.example")[0] == 400, "a page of another site, by DNS rebinding"
-    assert ask(port, "/")[0] == 404
-
-
 def test_a_port_in_use_is_refused_at_the_start(sink: PrometheusSink, port: int) -> None:
+    assert ask(port, "/")[0] == 404
     with pytest.raises(ConfigurationError, match=rf"127.0.0.1:{port} can't be listened at: .* Choose another port"):
         PrometheusSink("127.0.0.1", port, "mine")
 

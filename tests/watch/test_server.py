@@ -5,6 +5,7 @@ import http.client
 import re
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -21,12 +22,10 @@ def server() -> Iterator[PageServer]:
 
 def ask(server: PageServer, path: str, method: str = "GET", **headers: str) -> tuple[int, Any, bytes]:
     """Return the status, the headers and the body of an answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
-    answer = connection.getresponse()
-    body = answer.read()
-    connection.close()
-    return answer.status, answer.headers, body
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
+        connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        answer = connection.getresponse()
+        return answer.status, answer.headers, answer.read()
 
 
 def cookie_of(server: PageServer) -> str:
@@ -47,14 +46,14 @@ def test_page_has_a_policy_that_lets_nothing_else_in(server: PageServer) -> None
     assert (headers["Content-Encoding"], gzip.decompress(compressed)) == ("gzip", body)
 
 
-@pytest.mark.parametrize("known", ["{}", "W/{}", '"other", {}'])
-def test_data_is_sent_again_only_if_it_has_changed(server: PageServer, known: str) -> None:
+def test_data_is_sent_again_only_if_it_has_changed(server: PageServer) -> None:
     cookie = cookie_of(server)
     _, headers, body = ask(server, "/data.json", Cookie=cookie)
     assert (body, headers["ETag"][::65]) == (b'{"runs": []}', '""'), "an entity tag is quoted"
-    again = {"Cookie": cookie, "If_None_Match": known.format(headers["ETag"])}
-    status, unchanged, body = ask(server, "/data.json", **again)
-    assert (status, unchanged["ETag"], body) == (304, headers["ETag"], b"")
+    for known in ("{}", "W/{}", '"other", {}'):
+        again = {"Cookie": cookie, "If_None_Match": known.format(headers["ETag"])}
+        status, unchanged, body = ask(server, "/data.json", **again)
+        assert (status, unchanged["ETag"], body) == (304, headers["ETag"], b"")
     server.show(b'{"runs": [1]}')
     assert ask(server, "/data.json", **again)[2] == b'{"runs": [1]}'
 
@@ -63,7 +62,6 @@ def test_data_is_sent_again_only_if_it_has_changed(server: PageServer, known: st
     ("method", "path", "host", "status"),
     [
         ("POST", "/", "localhost", 501),
-        ("PUT", "/data.json", "localhost", 501),
         ("GET", "/../server.py", "localhost", 404),
         ("GET", "http://localhost/data.json", "localhost", 404),
         ("GET", "/data.json", "127.0.0.1:8500", 200),
@@ -100,10 +98,9 @@ def test_the_token_leads_to_the_page_and_nowhere_else(server: PageServer, path: 
 @pytest.mark.parametrize("said", [b"", b"GET /data.json HTTP/1.1\r\nHost: local"])
 def test_connections_that_never_finish_a_request_hold_nobody_up(server: PageServer, said: bytes) -> None:
     cookie = cookie_of(server)
-    slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(100)]
-    for each in slow:
-        each.sendall(said)
-    assert ask(server, "/data.json", Cookie=cookie)[0] == 200
-    assert slow[0].recv(99) == b"", "the oldest are hung up on"
-    for each in slow:
-        each.close()
+    with ExitStack() as stack:
+        slow = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(100)]
+        for each in slow:
+            each.sendall(said)
+        assert ask(server, "/data.json", Cookie=cookie)[0] == 200
+        assert slow[0].recv(99) == b"", "the oldest are hung up on"
