@@ -36,7 +36,6 @@ def test_generate_tells_scripts_what_ended_the_text(files: Path, capsys: pytest.
     assert main(["generate", str(files / "run"), "--tokens", "30", "--prompt", "é doc", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["prompt"], record["tokens"], record["ended_by"]) == ("é doc", 30, "length")
-    assert "--chat can't be combined with --json" in refused(["generate", "x", "--chat", "--json"], capsys)
 
 
 def test_an_exported_folder_evaluates_and_continues_as_the_run_does(

@@ -68,28 +68,22 @@ def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return text
 
 
-def of_manifest(run: Path, files: Path) -> list[object]:
-    describe(run, algorithm=EVIL, **{EVIL: EVIL}, rounds_in_flight=[EVIL], definition={"architecture": EVIL})
-    return ["status", run]
+SAYING: dict[str, Callable[[Path, Path], list[object]]] = {
+    "a manifest": lambda run, _: ["status", run],
+    "the name of code": lambda run, _: ["generate", run],
+    "a prompt": lambda run, files: train(
+        files, "--out", str(run / "on"), "--monitor.console", "plain", "--evaluation.sample-prompts", EVIL
+    ),
+}
 
 
-def of_name_of_code(run: Path, files: Path) -> list[object]:
-    describe(run, model={"source": f"{EVIL}.py:build"})
-    return ["generate", run]
-
-
-def of_sample(run: Path, files: Path) -> list[object]:
-    return train(files, "--out", str(run / "on"), "--monitor.console", "plain", "--evaluation.sample-prompts", EVIL)
-
-
-SAYING = [each for name, each in globals().items() if name.startswith("of_")]
-
-
-@pytest.mark.parametrize("saying", SAYING, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("saying", SAYING)
 def test_control_characters_of_files_and_arguments_are_shown(
-    run: Path, files: Path, capsys: pytest.CaptureFixture[str], saying: Callable[[Path, Path], list[object]]
+    run: Path, files: Path, capsys: pytest.CaptureFixture[str], saying: str
 ) -> None:
-    said(capsys, *saying(run, files))
+    about = {"algorithm": EVIL, EVIL: EVIL, "rounds_in_flight": [EVIL], "definition": {"architecture": EVIL}}
+    describe(run, **(about if saying == "a manifest" else {"model": {"source": f"{EVIL}.py:build"}}))
+    said(capsys, *SAYING[saying](run, files))
 
 
 def fails(words: str) -> Any:
