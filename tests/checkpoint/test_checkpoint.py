@@ -92,9 +92,4 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monke
         return f"sync {path.stat().st_ino}"
 
     assert set(events[:6]) == {sync(entry) for entry in place.iterdir()} - {sync(place / "manifest.json")}
-    assert events[6:] == [
-        sync(place / "manifest.json"),
-        sync(place),
-        "name step-00000003",
-        sync(tmp_path),
-    ]
+    assert events[6:] == [sync(place / "manifest.json"), sync(place), "name step-00000003", sync(tmp_path)]

@@ -1,6 +1,5 @@
 """Damaged, truncated and forged checkpoints and other paths are refused, with their name and what would work."""
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import xxhash
 
 from diloco.checkpoint import list_checkpoints, open_checkpoint
 from diloco.errors import CheckpointError
-from tests.checkpoint.marked_checkpoints import save
+from tests.checkpoint.marked_checkpoints import mark_of, resealed, save
 
 
 def load_all(path: Path) -> None:
@@ -82,14 +81,22 @@ def test_cut_missing_and_linked_files_are_named(name: str, change: str, damaged:
     assert [checkpoint.path.name for checkpoint in list_checkpoints(damaged)] == ["step-00000001"]
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_older_checkpoint_stops_no_run(name: str, damaged: Path) -> None:
+    """Only the one that is read must be whole; one that may have been saved after it is not passed over."""
+    (damaged / "step-00000001" / name).write_bytes(b"")
+    assert mark_of(damaged) == 2.0
+    (damaged / "step-00000001").rename(damaged / "step-00000003")
+    if name == "manifest.json":
+        with pytest.raises(CheckpointError, match=r"step-00000003.* is damaged.* step-00000002 .* is complete"):
+            open_checkpoint(damaged)
+    else:  # the manifest says that it was saved first
+        assert mark_of(damaged) == 2.0
+
+
 def forge(place: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change a manifest and recompute its digest, as an attacker could."""
     path = place / "manifest.json"
-    members = json.loads(path.read_bytes())
-    del members["digest"]
-    change(members)
-    members["digest"] = xxhash.xxh3_128_hexdigest(json.dumps(members, indent=2).encode())
-    path.write_text(json.dumps(members, indent=2))
+    path.write_bytes(resealed(path.read_bytes(), change))
 
 
 def naming(name: str) -> Callable[[dict[str, Any]], object]:

@@ -1,13 +1,11 @@
 """A save that is killed, fails or is interrupted leaves earlier complete checkpoints and no partial files."""
 
+import builtins
 import errno
-import itertools
 import os
-import shutil
-import signal
-import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,44 +13,17 @@ import pytest
 
 from diloco.checkpoint import CheckpointWriter, list_checkpoints, open_checkpoint, save_checkpoint
 from diloco.errors import CheckpointError
-from tests.checkpoint.marked_checkpoints import mark_of, names, save, tree
+from tests.checkpoint.marked_checkpoints import kill_at_every_call, mark_of, names, save, tree
 from tests.processes import Processes
 from tests.same import same
 
-WATCHED = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
-
-
-def kill_at(number: int) -> None:
-    """Arrange for this process to be killed at the given system call of a save."""
-    calls = itertools.count(1)
-
-    def tick() -> None:
-        if next(calls) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    os.fsync = lambda descriptor: tick()  # the test reads what a kill leaves in the page cache, so no sync is needed
-    sys.addaudithook(lambda event, arguments: tick() if event in WATCHED else None)
-
 
 def save_and_be_killed(rank: int, top: Path) -> None:
-    """Save repeatedly in a process that is killed one system call later each time, until a save succeeds."""
     save(top / "before", 1, 1.0)
     save(top / "before", 2, 2.0)
     for scenario, step in (("first", 3), ("next", 3), ("again", 2)):
-        for number in itertools.count(1):
-            folder = top / scenario / f"{number:03d}"
-            if scenario != "first":
-                shutil.copytree(top / "before", folder)
-            child = os.fork()
-            if child == 0:
-                kill_at(number)
-                save(folder, step, 3.0, keep=1)
-                os._exit(0)
-            _, status = os.waitpid(child, 0)
-            if os.WIFEXITED(status):
-                assert os.WEXITSTATUS(status) == 0, status
-                break
-            assert os.WTERMSIG(status) == signal.SIGKILL, status
+        before = None if scenario == "first" else top / "before"
+        kill_at_every_call(top / scenario, before, partial(save, step=step, mark=3.0, keep=1))
 
 
 @pytest.fixture(scope="module")
@@ -108,10 +79,9 @@ def test_an_error_at_any_system_call_leaves_what_was_complete_and_no_rest(
 
         return call
 
-    monkeypatch.setattr(os, "fsync", failing(os.fsync))
-    monkeypatch.setattr("builtins.open", failing(open))
-    monkeypatch.setattr(os, "replace", failing(os.replace))
-    outcomes, messages = [], []
+    for owner, name in ((os, "fsync"), (builtins, "open"), (os, "replace")):
+        monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
+    marks, messages = [], []
     for attempt in range(1, 100):
         folder = tmp_path / str(attempt)
         save(folder, 1, 1.0)
@@ -125,13 +95,13 @@ def test_an_error_at_any_system_call_leaves_what_was_complete_and_no_rest(
             break
         finally:
             fail_from = 0
-        outcomes.append(mark_of(folder))
+        marks.append(mark_of(folder))
         assert not [name for name in names(folder) if name.endswith("partial")]
         assert mark_of(folder / "step-00000001") == 1.0
     assert all("No space left on device" in message for message in messages)
-    assert len(outcomes) > 15
-    assert outcomes == sorted(outcomes)
-    assert outcomes[0] == 2.0
+    assert len(marks) > 15
+    assert marks == sorted(marks)
+    assert marks[0] == 2.0
     assert mark_of(folder) == 3.0
 
 

@@ -166,7 +166,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Args:
         path: a ``step-XXXXXXXX`` folder; or a run folder or its ``checkpoints`` folder, for the checkpoint that was
-            saved last. A damaged one there is an error too, as it may be that one.
+            saved last. Only that one must be whole: a damaged one is an error if it was saved after all whole ones, or
+            if that is unknown and its step is higher.
     """
     try:
         alone = bool(STEP_NAME.match(path.name)) or (path / MANIFEST).exists()
@@ -179,18 +180,31 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"{path} {'is not a folder' if path.exists() else 'does not exist'}. Use a run folder, its checkpoints "
             "folder or a step-XXXXXXXX folder in that. Nothing was loaded."
         )
-    saved = []
+    saved: list[Checkpoint] = []
+    damaged: dict[Path, Exception] = {}
     for place in places:
         try:
             saved.append(_open(place))
         except (CheckpointError, OSError) as error:
             if alone or place.exists():  # else a run that saves there has just deleted it
-                raise _refused(place, error) from error
-    if not saved:
+                damaged[place] = error
+    newest = max(saved, key=_order, default=None)
+    for place, why in damaged.items():
+        if newest is None or _is_later(place, newest):
+            raise _refused(place, why) from why
+    if newest is None:
         raise CheckpointError(
             f"{folder} holds no complete checkpoint. Use a folder in which a run has saved one. Nothing was loaded."
         )
-    return max(saved, key=_order)
+    return newest
+
+
+def _is_later(damaged: Path, newest: Checkpoint) -> bool:
+    """Return whether a damaged checkpoint was saved after ``newest``; its step decides if its manifest is damaged."""
+    try:
+        return read_manifest(damaged).serial > newest.serial
+    except CheckpointError:
+        return int(damaged.name.removeprefix("step-")) > newest.step
 
 
 def list_checkpoints(folder: Path) -> list[Checkpoint]:
