@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.data import (
-    ChatTokenizer,
-    DataSettings,
-    Example,
-    PackedRows,
-    build_corpus,
-    heldout_batches,
-    heldout_data,
-)
+from diloco.data import ChatTokenizer, DataSettings, Example, PackedRows, build_corpus, heldout_batches, heldout_data
 from diloco.errors import DataError
 from diloco.model import ENDS, document_numbers
 from tests.finetuning import SPECIAL, TEMPLATE, asked, write_records, write_sums, write_tokenizer
@@ -37,26 +30,19 @@ MARKED = (
     "{% else %}{{ m.content }}|{% endif %}{% endfor %}"
 )
 
-
-CALLS = (
-    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
-    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
-)
 CALLING = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}:"
-    "{% if m.thinking %}({{ m.thinking }}){% endif %}{{ m.content }}" + CALLS
+    "{% if m.thinking %}({{ m.thinking }}){% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
 )
 
 
 @pytest.fixture(scope="module")
 def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None], ChatTokenizer]:
-    tokenizers: dict[str | None, ChatTokenizer] = {}
-
+    @cache
     def make(template: str | None) -> ChatTokenizer:
-        if template not in tokenizers:
-            folder = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), template=template)
-            tokenizers[template] = ChatTokenizer(str(folder))
-        return tokenizers[template]
+        return ChatTokenizer(str(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), template=template)))
 
     return make
 
@@ -107,7 +93,12 @@ def called(arguments: Any, content: Any = "", name: str = "f") -> dict[str, Any]
     return answer(content, tool_calls=[{"type": "function", "function": {"name": name, "arguments": arguments}}])
 
 
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}
+def tool(name: str, *properties: str, **more: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {each: {"type": "string"} for each in properties}}
+    return {"type": "function", "function": {"name": name, **more, "parameters": schema}}
+
+
+TOOL = tool("f", "a")
 TOOL_TEXT = json.dumps([TOOL])
 BOTH = "<user:q>" + "<assistant:«a>»"
 
@@ -148,11 +139,6 @@ def test_a_conversation_of_any_shape_is_read_and_its_answers_are_learned(read: A
     assert read([record]) == [expected]
 
 
-def tool(name: str, *properties: str, **more: Any) -> dict[str, Any]:
-    schema = {"type": "object", "properties": {each: {"type": "string"} for each in properties}}
-    return {"type": "function", "function": {"name": name, **more, "parameters": schema}}
-
-
 TABLE = [
     said("q", called({"a": "1"}, name="f"), tools=[tool("f", "a", description="d")]),
     said("q", called({"b": {"c": 2}}, name="g"), tools=[tool("g", "b"), tool("h", "a")]),
@@ -172,15 +158,7 @@ def test_columns_of_other_rows_enter_neither_tools_nor_answers(read: Any, tmp_pa
     assert read(forms[form]) == plain
 
 
-def nested(levels: int) -> list[Any]:
-    inner: list[Any] = []
-    for _ in range(levels):
-        inner = [inner]
-    return inner
-
-
-DEEP = nested(600 if sys.version_info < (3, 12) else 1200)  # the parser takes it, but Python's own stack is too small
-
+LEVELS = 600 if sys.version_info < (3, 12) else 1200  # the parser takes them, but Python's own stack is too small
 BAD: tuple[tuple[dict[str, Any], str], ...] = (
     (said("q", answer("a", weight=0.5)), r"weight is 0\.5"),
     (said("q", answer("a", train=1)), "train is 1, which can't be followed"),
@@ -193,7 +171,7 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"prompt": "a", "completion": []}, "completion must be text or a list of messages"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
     (said({"role": "\ud800", "content": "q"}, "a"), "surrogate"),
-    (said("q", "a", notes=DEEP), "is nested too deeply"),
+    (said("q", "a", notes=json.loads("[" * LEVELS + "]" * LEVELS)), "is nested too deeply"),
 )
 
 

@@ -6,6 +6,7 @@ import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from diloco.cli import main
 from diloco.data import ByteTokenizer, DataSettings, Sampler, build_corpus, heldout_data, split_documents, tokenize
 from diloco.errors import ConfigurationError, DataError
+from tests.finetuning import write_records
 from tests.runs import numbered, train
 
 
@@ -26,17 +28,16 @@ def split(documents: list[str], fraction: float) -> tuple[list[str], list[str]]:
     return sides
 
 
-def at(*paths: Path, **settings: object) -> DataSettings:
-    return DataSettings(paths=tuple(map(str, paths)), **settings)  # type: ignore[arg-type]  # varied by name
+def at(*paths: Path, **settings: Any) -> DataSettings:
+    return DataSettings(paths=tuple(map(str, paths)), **settings)
 
 
-def of(*paths: Path, **settings: object) -> DataSettings:
+def of(*paths: Path, **settings: Any) -> DataSettings:
     return at(*paths, heldout_fraction=0.2, **settings)
 
 
 def write(path: Path, texts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
+    return write_records(path, [{"text": text} for text in texts])
 
 
 @settings(deadline=None)

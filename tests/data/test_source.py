@@ -80,16 +80,14 @@ def test_files_of_every_type_are_read_here_and_at_a_url(tmp_path: Path, kind: st
 
 
 CUT_OFF = "cannot be read: .*ended before"
-REFUSED: dict[str, tuple[str, bytes, str]] = {
+REFUSED: dict[str, tuple[str, Any, str]] = {
     "UTF-16": ("a.txt", "one".encode("utf-16"), "convert UTF-16 to UTF-8"),
-    "UTF-16 of other letters": ("a.txt", "東京".encode("utf-16"), "cannot be read: .*0xff in position 0"),
     "Latin 1": ("a.txt", "é".encode("latin-1"), "cannot be read: .*can't decode byte 0xe9"),
     "zip": ("a.zip", b"PK\3\4\0\0", "Unpack an archive"),
     "parquet by another name": ("a.txt", b"PAR1\x15\0", "give a table the suffix"),
     "cut gzip": ("a.jsonl.gz", gzip.compress(LINES)[:-9], CUT_OFF),
     "cut parquet": ("a.parquet", b"PAR1 cut", "cannot be read"),
     "empty": ("a.jsonl", b"", "holds no text"),
-    "gzip without a suffix": ("a.jsonl", gzip.compress(LINES), ":1 is not JSON: .*can't decode byte 0x8b"),
     "broken array": ("a.json", b'[{"text": "one"},', "is not JSON"),
     "array of texts": ("a.json", b'["one"]', "record 0 must be a JSON object"),
     "null": ("a.jsonl", b'{"text": "one"}\n{"text": null}\n', ":2: the field 'text' holds NoneType"),
@@ -99,32 +97,24 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
     "broken": ("a.jsonl", b'{"text": "one"}\n{"text": \n', ":2 is not JSON"),
     "not UTF-8": ("a.jsonl", b'{"text": "\xff"}\n', ":1 is not JSON: .*can't decode byte 0xff"),
     "null in parquet": ("a.parquet", b"", ", row 1: the field 'text' holds NoneType"),
+    "missing": ("a.jsonl", lambda path: None, "does not exist"),
+    "link to nothing": ("a.jsonl", lambda path: path.symlink_to("absent"), "does not exist"),
+    "pipe": ("a.jsonl", os.mkfifo, "is a pipe, socket or device"),
+    "empty folder": ("a.jsonl", lambda path: path.mkdir(), "holds no files to read"),
+    "link in a folder": ("a", lambda path: write(path / "b.txt", "").with_name("c.txt").symlink_to("x"), "c.txt"),
 }
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_read_is_named_with_its_place_and_cause(tmp_path: Path, kind: str) -> None:
     name, content, words = REFUSED[kind]
-    path = write(tmp_path / name, content or (b"" if name == "a.jsonl" else in_parquet(text=["one", None])))
+    path = tmp_path / name
+    if callable(content):
+        content(path)
+    else:
+        write(path, content or (b"" if name == "a.jsonl" else in_parquet(text=["one", None])))
     with pytest.raises(DataError, match=rf"{name}.*({words})"):
         documents_of(path)
-
-
-PLACES: dict[str, tuple[Any, str]] = {
-    "missing": (lambda path: None, "does not exist"),
-    "link to nothing": (lambda path: path.symlink_to("absent"), "does not exist"),
-    "pipe": (os.mkfifo, "is a pipe, socket or device"),
-    "empty folder": (lambda path: path.mkdir(), "holds no files to read"),
-    "link to nothing in a folder": (lambda path: write(path / "b.txt", "").with_name("c.txt").symlink_to("x"), "c.txt"),
-}
-
-
-@pytest.mark.parametrize("kind", PLACES)
-def test_a_place_without_data_is_named(tmp_path: Path, kind: str) -> None:
-    make, words = PLACES[kind]
-    make(tmp_path / "a.jsonl")
-    with pytest.raises(DataError, match=rf"a\.jsonl.*({words})"):
-        documents_of(tmp_path / "a.jsonl")
 
 
 def test_a_pattern_and_a_url_name_many_files(tmp_path: Path) -> None:

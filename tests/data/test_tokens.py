@@ -100,15 +100,6 @@ def test_saved_and_loaded_it_is_the_same(tokenizer: Tokenizer, tmp_path: Path) -
             assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
 
 
-def test_saved_bytes_mean_the_same_to_the_tokenizers_library(tmp_path: Path) -> None:
-    tokenizer = ByteTokenizer()
-    tokenizer.save(tmp_path)
-    same = LibraryTokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    text = "  né\n\t漢\x00\U0001f600"
-    assert (same.encode(text).ids, same.token_to_id(EOS)) == (tokenizer.encode(text), tokenizer.eos_id)
-    assert same.decode(tokenizer.encode(text)) == text
-
-
 def test_a_trained_bpe_has_the_size_asked_for_or_says_what_the_text_gives() -> None:
     first, second = bpe(DOCUMENTS, 300), bpe(DOCUMENTS, 300)
     assert (first.vocab_size, first.to_json()) == (300, second.to_json())
