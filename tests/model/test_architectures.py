@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from diloco.errors import CheckpointError
-from diloco.model import DecoderSettings, Transformer, build_model, native_weights
+from diloco.model import DecoderSettings, Transformer, native_weights
 from tests.lazy import Lazy
+from tests.model.decoders import SMALL, build_lively, random_tokens
 
 transformers = Lazy("transformers")
 
@@ -43,23 +43,8 @@ def model_settings(draw: st.DrawFn) -> DecoderSettings:
     )
 
 
-def lively(chosen: DecoderSettings, seed: int) -> Transformer:
-    """Return a decoder with norms that differ from 1, and logits as large as a trained model's."""
-    model = build_model(chosen, seed=seed)
-    generator = torch.Generator().manual_seed(seed + 1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
-def tokens_for(chosen: DecoderSettings, seed: int = 3) -> Tensor:
-    assert chosen.vocab_size is not None
-    return torch.randint(chosen.vocab_size, (2, 24), generator=torch.Generator().manual_seed(seed))
-
-
 def difference(native: Transformer, other: Any) -> float:
-    tokens = tokens_for(native.settings)
+    tokens = random_tokens(2, 24, vocab=native.vocab_size)
     with torch.no_grad():
         return float((native(tokens) - other(tokens).logits).abs().max())
 
@@ -67,7 +52,7 @@ def difference(native: Transformer, other: Any) -> float:
 @given(chosen=model_settings(), seed=st.integers(0, 9))
 @settings(max_examples=25, deadline=None)
 def test_logits_equal_those_of_the_stock_model(chosen: DecoderSettings, seed: int) -> None:
-    native = lively(chosen, seed)
+    native = build_lively(chosen, seed)
     before = torch.get_rng_state()
     other = native.to_huggingface()
     assert torch.equal(torch.get_rng_state(), before)
@@ -83,7 +68,7 @@ def test_logits_equal_those_of_the_stock_model(chosen: DecoderSettings, seed: in
 def test_the_weights_of_a_saved_stock_model_are_the_native_ones(
     chosen: DecoderSettings, shards: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folder, native = tmp_path_factory.mktemp("stock"), lively(chosen, 0)
+    folder, native = tmp_path_factory.mktemp("stock"), build_lively(chosen)
     native.to_huggingface().save_pretrained(folder, max_shard_size=2000 if shards else "1GB")
     weights = native_weights(folder)
     assert weights.keys() == dict(native.named_parameters()).keys()
@@ -92,9 +77,7 @@ def test_the_weights_of_a_saved_stock_model_are_the_native_ones(
 
 
 def test_missing_pickled_and_damaged_files_are_refused(tmp_path: Path) -> None:
-    lively(DecoderSettings(layers=1, width=16, ffn_width=24, vocab_size=31), 0).to_huggingface().save_pretrained(
-        tmp_path
-    )
+    build_lively(SMALL).to_huggingface().save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
     with pytest.raises(CheckpointError, match="is not a valid safetensors file"):

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from diloco.model import DecoderSettings, Transformer, build_model, cross_entropy_with_z_loss, projected_cross_entropy
-
-SMALL = DecoderSettings(layers=1, width=16, ffn_width=24, heads=2, vocab_size=31, max_sequence_length=16)
+from diloco.model import build_model, cross_entropy_with_z_loss, projected_cross_entropy
+from tests.model.decoders import SMALL, random_tokens
 
 
 def draw(tokens: int, width: int, vocab: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,7 +72,7 @@ def test_under_autocast_it_is_as_near_to_float32_as_the_logits_at_once(dtype: to
 def test_a_model_has_the_same_loss_and_gradients_in_chunks(change: dict[str, Any], precision: torch.dtype) -> None:
     """A tied embedding gets the sum of the gradients of both uses."""
     model = build_model(replace(SMALL, **change), seed=0)
-    tokens = torch.randint(31, (3, 14), generator=torch.Generator().manual_seed(0))
+    tokens = random_tokens(3, 14)
     results = []
     for chunk_tokens in (0, 5):
         model.loss_chunk_tokens = chunk_tokens
@@ -107,8 +106,8 @@ class LargestOutput(TorchDispatchMode):
 
 def test_no_array_is_larger_than_a_chunks_logits() -> None:
     """640 tokens and a vocabulary of 500: all logits are 1.28 MB, and those of 64 tokens a tenth of that."""
-    model: Transformer = build_model(replace(SMALL, vocab_size=500, max_sequence_length=320), seed=0)
-    tokens = torch.randint(500, (2, 321), generator=torch.Generator().manual_seed(0))
+    model = build_model(replace(SMALL, vocab_size=500, max_sequence_length=320), seed=0)
+    tokens = random_tokens(2, 321, vocab=500)
     largest = []
     for chunk_tokens in (640, 64):
         model.loss_chunk_tokens = chunk_tokens

@@ -12,19 +12,27 @@ import torch
 
 from diloco.errors import ConfigurationError
 from diloco.model import (
-    DecoderSettings,
-    Transformer,
+    PRESETS,
     attend,
     block_mask,
     boolean_mask,
     build_model,
     cross_entropy_with_z_loss,
     document_numbers,
+    get_preset,
 )
 from diloco.transport import ReplicaGroup
-from tests.model.decoders import SMALL, build_uneven, every_variant, random_tokens
+from tests.model.decoders import SMALL, build_lively, random_tokens
 
 END = 9
+VARIANTS = {
+    "llama": SMALL,
+    "one head": replace(SMALL, heads=1),
+    "grouped": replace(SMALL, kv_heads=2),
+    "one kv head": replace(SMALL, kv_heads=1),
+    "chinchilla": replace(SMALL, ffn="gelu", qk_norm=True, tie_embeddings=True, z_loss=1e-2),
+    "grouped qk-norm, long wavelengths": replace(SMALL, kv_heads=3, qk_norm=True, rope_theta=500.0),
+}
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.3])
@@ -38,6 +46,16 @@ def test_loss_gradient_equals_that_of_plain_operations(z_loss: float) -> None:
     assert not cross_entropy.requires_grad
     (gradient,) = torch.autograd.grad(8 * loss, logits)  # scaled as by a gradient scaler
     torch.testing.assert_close(gradient, torch.autograd.grad(8 * plain_loss, logits)[0])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_count_of_a_preset_is_that_of_the_model(name: str) -> None:
+    preset = get_preset(name)
+    model = build_model(replace(preset.model, vocab_size=preset.vocab_size), seed=0, device="meta")
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert preset.parameters == model.num_parameters()
+    assert preset.sequence_length <= preset.model.max_sequence_length
+    assert preset.vocab_size == (preset.model.vocab_size or 257)
 
 
 def test_tied_weights_are_counted_once_and_held_once() -> None:
@@ -66,39 +84,9 @@ def test_the_seed_decides_every_bit_and_the_global_generator_none() -> None:
     assert all(torch.equal(first[name], value) for name, value in filled.state_dict().items())
 
 
-def test_initial_scales() -> None:
-    model = build_model(replace(SMALL, layers=8, width=192, ffn_width=400, heads=4, vocab_size=300), seed=0)
-    for name, expected in {
-        "model.embed_tokens.weight": 192**-0.5,
-        "lm_head.weight": 0.02,
-        "model.layers.3.self_attn.q_proj.weight": 192**-0.5,
-        "model.layers.3.self_attn.o_proj.weight": 192**-0.5 / 4,
-        "model.layers.3.mlp.up_proj.weight": 192**-0.5,
-        "model.layers.3.mlp.down_proj.weight": 400**-0.5 / 4,
-    }.items():
-        assert model.get_parameter(name).std().item() == pytest.approx(expected, rel=0.03), name
-
-
-@every_variant
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_stays_near_float32(settings: DecoderSettings, dtype: torch.dtype) -> None:
-    model, tokens, targets = build_model(settings, seed=0), random_tokens(2, 16), random_tokens(2, 16, seed=1)
-    exact = model.loss(tokens, targets)
-    with warnings.catch_warnings(), torch.autocast("cpu", dtype=dtype):
-        warnings.simplefilter("error")
-        assert model(tokens).dtype == dtype
-        parts = model.loss(tokens, targets)
-    assert parts.loss.dtype == parts.cross_entropy.dtype == torch.float32
-    assert parts.cross_entropy.item() == pytest.approx(exact.cross_entropy.item(), abs=0.02)
-    torch.autograd.backward(parts.loss)
-    assert all(
-        p.grad is not None and p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters()
-    )
-
-
-@every_variant
-def test_a_cache_gives_the_logits_of_the_full_forward(settings: DecoderSettings) -> None:
-    model, tokens = build_uneven(settings), random_tokens(3, 16)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_cache_gives_the_logits_of_the_full_forward(variant: str) -> None:
+    model, tokens = build_lively(VARIANTS[variant]), random_tokens(3, 16)
     cache = model.new_cache()
     with torch.no_grad():
         full = model(tokens)
@@ -132,17 +120,13 @@ def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def model() -> Transformer:
-    return build_model(DecoderSettings(layers=2, width=16, heads=2, ffn_width=32, vocab_size=11, qk_norm=True), seed=0)
-
-
 def test_a_document_has_the_logits_that_it_has_alone() -> None:
     # rotary positions are relative, so the beginning of a document does not matter
-    documents = [[1, 2, 3, END], [4, END], [5, 6, 7]]
+    model, documents = build_lively(replace(SMALL, qk_norm=True)), [[1, 2, 3, END], [4, END], [5, 6, 7]]
     packed = torch.tensor([[token for document in documents for token in document]])
     with torch.no_grad():
-        together = model()(packed, documents=document_numbers(packed, END))[0]
-        alone = torch.cat([model()(torch.tensor([document]))[0] for document in documents])
+        together = model(packed, documents=document_numbers(packed, END))[0]
+        alone = torch.cat([model(torch.tensor([document]))[0] for document in documents])
     torch.testing.assert_close(together, alone)
 
 
