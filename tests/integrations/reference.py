@@ -1,20 +1,18 @@
-"""A reference for the integration tests: a plain loop with `DiLoCo` on the model and the batches of an example."""
+"""A reference for the integration tests: the plain loop of an example with the model of another one."""
 
 import argparse
-import copy
 import importlib
-import itertools
-import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from diloco import DiLoCo, InProcessTransport, Nesterov, SyncSchedule
+from diloco import SyncSchedule
+from tests.integrations.turns import in_turns
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TWO_ROUNDS = "--steps 50 --inner-steps 20 --overlap-steps 3 --codec float32"
@@ -45,49 +43,30 @@ def schedule_of(given: argparse.Namespace) -> SyncSchedule:
     return SyncSchedule(inner_steps=given.inner_steps, num_fragments=given.fragments, overlap_steps=given.overlap_steps)
 
 
-def batches_of(given: argparse.Namespace) -> Iterator[Tensor]:
-    """Yield the batches of an example, each with all of its micro-batches."""
-    loader = DataLoader(
-        example("plain_pytorch").share(given), batch_size=given.batch_size * given.accumulation, drop_last=True
-    )
-    for (windows,) in itertools.chain.from_iterable(itertools.repeat(loader)):
-        yield windows
+class Logits(nn.Module):
+    """A model of transformers as one that returns logits."""
+
+    def __init__(self, wrapped: nn.Module) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.wrapped(tokens).logits
+        return logits
 
 
-def trained_by_us(
-    given: Sequence[argparse.Namespace], module: nn.Module, logits: Callable[[nn.Module, Tensor], Tensor]
-) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-    """Train all steps, and return the local parameters of each replica and the global ones."""
-    hub, first = InProcessTransport(len(given)), given[0]
-    models = [copy.deepcopy(module) for _ in given]
-    outer = Nesterov(learning_rate=0.7 if first.fragments == 1 else 0.4)
-    replicas = []
-    for number, (mine, model) in enumerate(zip(given, models, strict=True)):
-        groups = example("plain_pytorch").parameter_groups(model)
-        optimizer = torch.optim.AdamW(groups, lr=mine.learning_rate, betas=(0.9, 0.95))
-        schedule, endpoint = schedule_of(mine), hub.endpoint(number)
-        diloco = DiLoCo(
-            model, optimizer, transport=endpoint, schedule=schedule, codec=mine.codec, outer_optimizer=outer
-        )
-        replicas.append((model, optimizer, batches_of(mine), diloco))
-    for step in range(first.steps):
-        for model, optimizer, batches, diloco in replicas:
-            windows = next(batches)
-            nn.functional.cross_entropy(
-                logits(model, windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten()
-            ).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for group in optimizer.param_groups:
-                group["lr"] = first.learning_rate * (1 + math.cos(math.pi * step / first.steps)) / 2
-            optimizer.step()
-            optimizer.zero_grad()
-            diloco.begin()
-        for *_, diloco in replicas:
-            diloco.finish()
-    for *_, diloco in replicas:
-        diloco.drain()
-        assert diloco.rounds_committed == 2 * first.fragments
-    return [dict(model.named_parameters()) for model in models], diloco.named_global_params()
+def trained_by_us(given: Sequence[argparse.Namespace], name: str) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Train the model of an example by the plain loop; return the local and the global parameters of each replica."""
+    plain, make = example("plain_pytorch"), example(name).make_model
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plain, "make_model", (lambda given: Logits(make(given))) if name == "hf_trainer" else make)
+        models = in_turns(lambda replica, transport: plain.train(given[replica], transport), len(given))
+    trained = []
+    for model, mine in zip(models, given, strict=True):
+        shared = torch.load(mine.out / "model.pt", weights_only=True)
+        local = {name.removeprefix("wrapped."): value for name, value in model.named_parameters()}
+        trained.append((local, {name: shared.get(name, shared.get(f"wrapped.{name}")) for name in local}))
+    return trained
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +24,6 @@ from tests.lazy import Lazy
 
 accelerate, ours_of_accelerate = Lazy("accelerate"), Lazy("diloco.integrations.accelerate")
 datasets, peft, trl = Lazy("datasets"), Lazy("peft"), Lazy("trl")
-pl, ours_of_lightning = Lazy("lightning.pytorch"), Lazy("diloco.integrations.lightning")
 transformers, ours_of_transformers = Lazy("transformers"), Lazy("diloco.integrations.transformers")
 
 # ignore warnings of these libraries about themselves and each other
@@ -60,21 +59,20 @@ def adapted(base: Path, adapters: Any, **how: Any) -> Any:
     return peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base, **how), adapters)
 
 
-def batches(replica: int) -> Tensor:
-    """``(STEPS, 2, 8)``."""
-    return torch.randint(60, 90, (STEPS, 2, 8), generator=torch.Generator().manual_seed(replica))
+def fit(model: nn.Module, optimizer: Any, diloco: DiLoCo, replica: int = 0, backward: Any = Tensor.backward) -> None:
+    for tokens in torch.randint(60, 90, (STEPS, 2, 8), generator=torch.Generator().manual_seed(replica)):
+        backward(model(input_ids=tokens, labels=tokens).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        diloco.step()
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
     return {name: local_shard(value).clone() for name, value in model.named_parameters()}
 
 
-class Trained(NamedTuple):
-    """The parameters of a replica before and after training."""
-
-    before: dict[str, Tensor]
-    after: dict[str, Tensor]
-    diloco: DiLoCo
+Trained = tuple[dict[str, Tensor], dict[str, Tensor], DiLoCo]
+"""The parameters of a replica before and after training, and how it has synchronised them."""
 
 
 def sft(base: Path, out: Path, transport: Transport) -> Trained:
@@ -89,7 +87,7 @@ def sft(base: Path, out: Path, transport: Transport) -> Trained:
     before = values(trainer.model)
     callback = ours_of_transformers.DiLoCoCallback(transport=transport, **OURS).add_to(trainer)
     trainer.train()
-    return Trained(before, values(trainer.model), callback.diloco)
+    return before, values(trainer.model), callback.diloco
 
 
 @pytest.fixture
@@ -116,14 +114,10 @@ def by_accelerate(base: Path, out: Path, transport: Transport) -> Trained:
     before = values(model)
     model, optimizer = accelerator.prepare(model, optimizer)
     with ours_of_accelerate.AcceleratedDiLoCo(accelerator, model, optimizer, transport=transport, **OURS) as diloco:
-        for tokens in batches(transport.replica):
-            accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            diloco.step()
+        fit(model, optimizer, diloco, transport.replica, accelerator.backward)
     assert all(hasattr(parameter, "to_local") for parameter in model.parameters())
     with diloco.global_model():
-        return Trained(before, values(model), diloco)
+        return before, values(model), diloco
 
 
 @pytest.mark.parametrize("train", [sft, by_accelerate])
@@ -138,16 +132,16 @@ def test_two_replicas_end_with_the_same_adapters(
         torch.manual_seed(0)  # seeds the adapters
         return train(base, tmp_path / str(replica), transport)
 
-    one, other = in_turns(run)
-    assert one.diloco.rounds_committed == 2
-    travelled = {name for fragment in one.diloco.fragments for name in fragment.names}
+    (before, after, diloco), (_, other, _) = in_turns(run)
+    assert diloco.rounds_committed == 2
+    travelled = {name for fragment in diloco.fragments for name in fragment.names}
     assert travelled
     assert all("lora_" in name for name in travelled)
-    for name, value in one.after.items():
-        assert torch.equal(value, other.after[name]), name
+    for name, value in after.items():
+        assert torch.equal(value, other[name]), name
         if name.removeprefix("model.") not in travelled and name not in travelled:
-            assert torch.equal(value, one.before[name]), name
-    assert any(not torch.equal(one.after[name], one.before[name]) for name in travelled)
+            assert torch.equal(value, before[name]), name
+    assert any(not torch.equal(after[name], before[name]) for name in travelled)
 
 
 def test_what_is_frozen_may_lie_where_a_device_map_says_and_what_is_trained_may_not(base: Path, tmp_path: Path) -> None:
@@ -161,11 +155,7 @@ def test_what_is_frozen_may_lie_where_a_device_map_says_and_what_is_trained_may_
         model = adapted(base, lora([f"layers.{layer}.self_attn.q_proj" for layer in layers]), **how)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         with DiLoCo(model, optimizer, **OURS) as diloco:
-            for tokens in batches(0):
-                model(input_ids=tokens, labels=tokens).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                diloco.step()
+            fit(model, optimizer, diloco)
         return diloco.named_global_params()
 
     here, away = trained(0, 2), trained(0, 2, **spread)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import Subset
 
 from diloco import SyncSchedule
 from diloco.errors import ConfigurationError
@@ -57,105 +57,63 @@ def fitted(given: Any, transport: Transport | None = None, **others: Any) -> Any
     return trainer
 
 
-def callback(given: Any, transport: Transport | None = None, **others: Any) -> Any:
-    return of_lightning.DiLoCoCallback(transport=transport, schedule=schedule_of(given), codec=given.codec, **others)
-
-
-def by_lightning(given: Any, transport: Transport | None = None) -> nn.Module:
-    if transport is None:
-        trainer = fitted(given)
-        assert trainer.callback_metrics["diloco/rounds"] == 2
-    else:
-        callbacks = [callback(given, transport, parameters="local")]
-        trainer = fitted(given, transport, callbacks=callbacks, enable_checkpointing=False)
+def by_lightning(given: Any, transport: Transport | None) -> nn.Module:
+    trainer = fitted(given, transport)
+    assert trainer.callback_metrics["diloco/rounds"] == 2
     model: nn.Module = trainer.lightning_module.model
     return model
 
 
-def trainer(given: Any, transport: Transport | None = None, more: dict[str, Any] | None = None, **others: Any) -> Any:
-    """Return the example's trainer with other arguments of the callback."""
+def by_trainer(given: Any, transport: Transport | None) -> nn.Module:
     hf = example("hf_trainer")
-    arguments = hf.make_arguments(given, **(TRAINER | (more or {})))
-    data = hf.share(given)
-    few = Subset(data, range(8))
-    trainer = transformers.Trainer(hf.make_model(given), arguments, hf.collate, data, {"some": few, "others": few})
-    ours = {"transport": transport, "schedule": schedule_of(given), "codec": given.codec} | others
-    of_transformers.DiLoCoCallback(**ours).add_to(trainer)
-    return trainer
-
-
-def callback_of(trainer: Any) -> Any:
-    ours = of_transformers.DiLoCoCallback
-    (callback,) = (each for each in trainer.callback_handler.callbacks if isinstance(each, ours))
-    return callback
-
-
-def by_trainer(given: Any, transport: Transport | None = None) -> nn.Module:
-    hf = example("hf_trainer")
-    if transport is None:
-        made = hf.make_trainer(hf.make_arguments(given, **TRAINER), given, None)
-    else:
-        made = trainer(given, transport, parameters="local")
+    made = hf.make_trainer(hf.make_arguments(given, **TRAINER), given, transport)
     made.train()
-    if transport is None:
-        first, second = (entry for entry in made.state.log_history if "loss" in entry)
-        assert (first["diloco/rounds"], second["diloco/rounds"], second["diloco/rounds_void"]) == (1, 2, 0)
+    first, second = (entry for entry in made.state.log_history if "loss" in entry)
+    assert (first["diloco/rounds"], second["diloco/rounds"], second["diloco/rounds_void"]) == (1, 2, 0)
     model: nn.Module = made.model
     return model
 
 
-def logits(module: nn.Module, tokens: Tensor) -> Tensor:
-    output = module(tokens)
-    return output if isinstance(output, Tensor) else output.logits  # type: ignore[no-any-return]  # a tensor
+def callback(given: Any, **others: Any) -> Any:
+    return of_lightning.DiLoCoCallback(schedule=schedule_of(given), codec=given.codec, **others)
+
+
+def trainer(given: Any, more: dict[str, Any], **others: Any) -> tuple[Any, Any]:
+    """Return the example's trainer with other arguments, and its callback."""
+    hf = example("hf_trainer")
+    data = hf.share(given)
+    few = Subset(data, range(8))
+    arguments = hf.make_arguments(given, **(TRAINER | more))
+    trainer = transformers.Trainer(hf.make_model(given), arguments, hf.collate, data, {"some": few, "others": few})
+    ours = of_transformers.DiLoCoCallback(**{"schedule": schedule_of(given), "codec": given.codec} | others)
+    return trainer, ours.add_to(trainer)
 
 
 # example -> how it is run, and whether its model ends with the global parameters
 FRAMEWORKS: dict[str, tuple[Callable[..., nn.Module], bool]] = {
-    "plain_pytorch": (plain, False),
     "accelerate_loop": (by_accelerate, False),
     "lightning_module": (by_lightning, True),
     "hf_trainer": (by_trainer, True),
 }
-every_framework = pytest.mark.parametrize("name", FRAMEWORKS)
 
 
-def options_of(name: str, *given: Any) -> Any:
-    return options(*given, of="hf_trainer" if name == "hf_trainer" else "plain_pytorch")
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_its_replicas_are_those_of_the_plain_loop(name: str, replicas: int, tmp_path: Path) -> None:
+    """One connects to nobody, and has two micro-batches per step."""
+    (run, ends_global), more = FRAMEWORKS[name], "--accumulation 2" if replicas == 1 else ""
+    given = [options(tmp_path / str(m), more, m, replicas, of=name) for m in range(replicas)]
+    models = [run(given[0], None)] if replicas == 1 else in_turns(lambda m, transport: run(given[m], transport))
+    for model, (local, shared) in zip(models, trained_by_us(given, name), strict=True):
+        assert_equal(dict(model.named_parameters()), shared if ends_global else local)
+        assert not any(torch.equal(local[each], shared[each]) for each in local)
 
 
-def model_of(name: str, given: Any) -> nn.Module:
-    model: nn.Module = example("hf_trainer" if name == "hf_trainer" else "plain_pytorch").make_model(given)
-    return model
-
-
-@every_framework
-def test_one_replica_is_one_of_ours(name: str, tmp_path: Path) -> None:
-    """With two micro-batches per step."""
-    run, ends_global = FRAMEWORKS[name]
-    given = options_of(name, tmp_path, "--accumulation 2")
-    model = run(given)
-    (local,), shared = trained_by_us([given], model_of(name, given), logits)
-    assert_equal(dict(model.named_parameters()), shared if ends_global else local)
-    if name == "plain_pytorch":
-        assert_equal(torch.load(tmp_path / "model.pt", weights_only=True), shared)
-
-
-@every_framework
-def test_two_replicas_are_two_of_ours(name: str, tmp_path: Path) -> None:
-    more = "--fragments 2" if name == "plain_pytorch" else ""
-    given = [options_of(name, tmp_path / str(m), more, m, 2) for m in (0, 1)]
-    models = in_turns(lambda replica, transport: FRAMEWORKS[name][0](given[replica], transport))
-    expected, _ = trained_by_us(given, model_of(name, given[0]), logits)
-    for model, local in zip(models, expected, strict=True):
-        assert_equal(dict(model.named_parameters()), local)
-    assert any(not torch.equal(*pair) for pair in zip(*(model.parameters() for model in models), strict=True))
-
-
-@pytest.mark.parametrize("name", ["plain_pytorch", "accelerate_loop"])
-def test_stopped_with_a_round_in_flight_and_resumed_it_is_the_same(name: str, tmp_path: Path) -> None:
-    run, folder = FRAMEWORKS[name][0], tmp_path / ("step-22.pt" if name == "plain_pytorch" else "step-22")
-    straight = run(options(tmp_path, "--save-steps 22 --codec int8"))
-    resumed = run(options(tmp_path / "resumed", f"--resume {folder} --codec int8"))
+@pytest.mark.parametrize(("run", "name"), [(plain, "plain_pytorch"), (by_accelerate, "accelerate_loop")])
+def test_stopped_with_a_round_in_flight_and_resumed_it_is_the_same(run: Any, name: str, tmp_path: Path) -> None:
+    folder = tmp_path / ("step-22.pt" if run is plain else "step-22")
+    straight = run(options(tmp_path, "--save-steps 22 --codec int8", of=name))
+    resumed = run(options(tmp_path / "resumed", f"--resume {folder} --codec int8", of=name))
     for parameter, values in straight.state_dict().items():
         assert torch.equal(resumed.state_dict()[parameter], values), parameter
 
@@ -200,8 +158,8 @@ def watching() -> Any:
 
 def test_a_trainer_evaluates_and_saves_the_global_parameters_and_resuming_is_exact(tmp_path: Path) -> None:
     """The checkpoint is saved with a round in flight, after the evaluation of two data sets."""
-    given, watched, again = options_of("hf_trainer", tmp_path, "--codec int8"), watching(), watching()
-    straight = trainer(given, more={"save_steps": 22, "eval_strategy": "steps", "eval_steps": 22})
+    given, watched, again = options(tmp_path, "--codec int8", of="hf_trainer"), watching(), watching()
+    straight, _ = trainer(given, {"save_steps": 22, "eval_strategy": "steps", "eval_steps": 22})
     straight.add_callback(watched)
     straight.train()
     saved = load_file(tmp_path / "checkpoint-22" / "model.safetensors")
@@ -211,7 +169,7 @@ def test_a_trainer_evaluates_and_saves_the_global_parameters_and_resuming_is_exa
         for name, values in initial.items():
             assert torch.equal(held[name], values), name
 
-    resumed = trainer(given, more={"save_strategy": "no"})
+    resumed, _ = trainer(given, {"save_strategy": "no"})
     resumed.add_callback(again)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-22"))
     for name, values in straight.model.state_dict().items():
@@ -232,8 +190,10 @@ class Loop:
         self.diloco = of_accelerate.AcceleratedDiLoCo(self.accelerator, self.model, self.optimizer, **arguments)
 
 
-def accelerate_skipping(on_event: Callable[[Event], None], _: Path) -> tuple[Any, int]:
-    loop = Loop(4, 1024.0, schedule=SyncSchedule(inner_steps=3), on_event=on_event)
+def test_micro_batches_are_no_steps_and_skipped_steps_are_not_trained() -> None:
+    """12 micro-batches make 3 steps, of which the scaler skips the second."""
+    events: list[Event] = []
+    loop = Loop(4, 1024.0, schedule=SyncSchedule(inner_steps=3), on_event=events.append)
     for number in range(12):
         with loop.accelerator.accumulate(loop.model):
             factor = float("inf") if number == 5 else 1.0
@@ -243,45 +203,6 @@ def accelerate_skipping(on_event: Callable[[Event], None], _: Path) -> tuple[Any
         loop.diloco.step()
         assert loop.diloco.steps == (number + 1) // 4
     loop.diloco.close()
-    return loop.diloco, 3
-
-
-def small() -> Any:
-    """Return a class of modules with one weight, whose gradient is infinite if the batch is."""
-
-    class Small(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(1, 1, bias=False)
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            loss: Tensor = self.layer.weight.sum() * batch.sum()
-            return loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.125)
-
-    return Small
-
-
-def lightning_skipping(on_event: Callable[[Event], None], _: Path) -> tuple[Any, int]:
-    mine = of_lightning.DiLoCoCallback(schedule=SyncSchedule(inner_steps=3), on_event=on_event)
-    batches = torch.ones(12, 1)
-    batches[5] = float("inf")
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    precision = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)
-    given = LIGHTNING | {"max_epochs": 1, "accumulate_grad_batches": 4, "enable_checkpointing": False}
-    made = pl.Trainer(**given, callbacks=[mine], plugins=[precision])
-    made.fit(small()(), DataLoader(batches))
-    return mine.diloco, made.global_step
-
-
-@pytest.mark.parametrize("run", [accelerate_skipping, lightning_skipping])
-def test_micro_batches_are_no_steps_and_skipped_steps_are_not_trained(run: Any, tmp_path: Path) -> None:
-    """12 micro-batches make 3 steps, of which the scaler skips the second."""
-    events: list[Event] = []
-    diloco, steps = run(events.append, tmp_path)
-    assert diloco.steps == steps == 3
     (sent,) = (event for event in events if isinstance(event, RoundSent))
     assert sent.weight == 2 / 3
 
@@ -299,16 +220,13 @@ def test_steps_are_those_of_the_optimizer_where_a_loop_accumulates_by_itself(mic
     loop.diloco.close()
 
 
-def test_what_a_trainer_can_not_do_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="parameters='both' is unknown; use one of: global, local"):
-        of_transformers.DiLoCoCallback(parameters="both")
-    once = {"max_steps": 1, "save_strategy": "no"}
-    made = trainer(options_of("hf_trainer", tmp_path), more=once, schedule=SyncSchedule(inner_steps=1))
+def test_a_callback_that_served_a_trainer_is_refused(tmp_path: Path) -> None:
+    made, _ = trainer(options(tmp_path, of="hf_trainer"), {"max_steps": 1, "save_strategy": "no"})
     made.train()
     with pytest.raises(ConfigurationError, match=r"serves one train\(\)"):
         made.train()
-    given = LIGHTNING | {"max_steps": 1, "enable_checkpointing": False}
-    mine, data = of_lightning.DiLoCoCallback(), DataLoader(torch.ones(4, 1))
-    pl.Trainer(**given, callbacks=[mine]).fit(small()(), data)
+    given = options(tmp_path, "--steps 1")
+    once = {"callbacks": [callback(given)], "enable_checkpointing": False}
+    fitted(given, **once)
     with pytest.raises(ConfigurationError, match=r"serves one fit\(\)"):
-        pl.Trainer(**given, callbacks=[mine]).fit(small()(), data)
+        fitted(given, **once)

@@ -1,5 +1,6 @@
 """How integrations unwrap models and optimizers of a framework, and what they refuse."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ from torch import nn
 
 from diloco import SyncSchedule
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.integrations import HostedReplica, StepWatch, replica_share, unwrapped
+from diloco.events import Event, RoundSent
+from diloco.integrations import HostedReplica, replica_share, unwrapped
 
 
 def a_class_of(module: str, name: str, base: type = nn.Module) -> Any:
@@ -38,33 +40,35 @@ def test_what_keeps_its_parameters_to_itself_is_refused() -> None:
         unwrapped(nn.Linear(1, 1), wrapped, None)
 
 
+def hosted(optimizer_of: Any = torch.optim.SGD, inner_steps: int = 3, **more: Any) -> tuple[HostedReplica, nn.Module]:
+    model = nn.Linear(1, 1)
+    replica = HostedReplica("global", {"schedule": SyncSchedule(inner_steps=inner_steps), **more})
+    replica.begin(model, optimizer_of(model.parameters()), None)
+    return replica, model
+
+
 def test_a_fused_optimizer_that_skips_the_step_itself_has_not_trained() -> None:
     """`GradScaler.step` still calls it, with ``found_inf`` as an attribute, and its kernel skips the step."""
-    parameter = nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.Adam([parameter], fused=True)
-    watch, scaler = StepWatch(optimizer), torch.amp.GradScaler("cpu", init_scale=2.0)
-    for factor, trained in ((1.0, 1.0), (float("inf"), 0.0), (1.0, 1.0)):
-        optimizer.zero_grad()
-        scaler.scale(factor * parameter.sum()).backward()
-        scaler.step(optimizer)
+    events: list[Event] = []
+    replica, model = hosted(partial(torch.optim.Adam, fused=True), on_event=events.append)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for factor in (1.0, float("inf"), 1.0):
+        replica.inner.zero_grad()
+        scaler.scale(factor * model(torch.ones(1)).sum()).backward()
+        scaler.step(replica.inner)
         scaler.update()
-        assert watch.trained() == trained
-    watch.close()
-    optimizer.step()
-    assert watch.trained() == 0.0
+        replica.step()
+    replica.end()
+    (sent,) = (event for event in events if isinstance(event, RoundSent))
+    assert sent.weight == 2 / 3
 
 
 @pytest.mark.parametrize("wrong", ["schedule", "local"])
 def test_a_refused_state_leaves_the_local_parameters_alone(wrong: str) -> None:
-    def hosted(inner_steps: int) -> tuple[HostedReplica, nn.Module]:
-        model, replica = nn.Linear(1, 1), HostedReplica("global", {"schedule": SyncSchedule(inner_steps=inner_steps)})
-        replica.begin(model, torch.optim.SGD(model.parameters()), None)
-        return replica, model
-
-    state = hosted(2)[0].state_dict()
+    state = hosted()[0].state_dict()
     if wrong == "local":
         state["local"] = {"weight": torch.zeros(2, 1)}
-    replica, model = hosted(3 if wrong == "schedule" else 2)
+    replica, model = hosted(inner_steps=2 if wrong == "schedule" else 3)
     before = [parameter.clone() for parameter in model.parameters()]
     replica.load_state_dict(state)
     with pytest.raises(CheckpointError, match="Nothing was loaded"):

@@ -1,65 +1,46 @@
-"""Run two training scripts in the threads of one process, one at a time: a script yields when it waits for the other.
+"""Run training scripts in the threads of one process, one at a time: a script yields when it waits for the others.
 
 Process-wide state of a framework, such as random generators and warning filters, is thus used by one script at a time,
 and tests are exactly reproducible.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from diloco.algorithm import Contribution
 from diloco.protocol import Average
-from diloco.transport import InProcessTransport, Pending, SnapshotSource, Transport
+from diloco.transport import InProcessTransport, Pending, Transport
 
 
-class _TurnTaking(Transport):
-    def __init__(self, transport: Transport, turn: threading.Lock) -> None:
-        self._transport = transport
-        self._turn = turn
-        self.replica = transport.replica
-        self.view = transport.view
+def _yielding(transport: Transport, turn: threading.Lock) -> Transport:
+    """Let a transport yield the turn while it waits for an average."""
+    average = transport.average
 
-    def average(self, contribution: Contribution) -> Pending:
-        pending = self._transport.average(contribution)
+    def averaged(contribution: Contribution) -> Pending:
+        pending = average(contribution)
 
         def wait() -> Average:
-            self._turn.release()
+            turn.release()
             try:
                 return pending.wait()
             finally:
-                self._turn.acquire()
+                turn.acquire()
 
         return Pending(wait)
 
-    def publish(self, source: SnapshotSource, version: Callable[[int], object] | None = None) -> None:
-        self._transport.publish(source, version)
-
-    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Any:
-        return self._transport.fetch(fragment, donors, expected_bytes)
-
-    def tick(self) -> None:
-        self._transport.tick()
+    transport.average = averaged  # type: ignore[method-assign]
+    return transport
 
 
 def in_turns(train: Callable[[int, Transport], Any], replicas: int = 2) -> list[Any]:
-    """Return the results of ``train(replica, transport)`` for every replica; raise the first error that one raises."""
+    """Return the results of ``train(replica, transport)`` for every replica."""
     hub, turn = InProcessTransport(replicas), threading.Lock()
-    results: dict[int, Any] = {}
 
-    def run(replica: int) -> None:
+    def run(replica: int) -> Any:
         with turn:
-            try:
-                results[replica] = train(replica, _TurnTaking(hub.endpoint(replica), turn))
-            except BaseException as error:  # raised again below
-                results[replica] = error
+            return train(replica, _yielding(hub.endpoint(replica), turn))
 
-    threads = [threading.Thread(target=run, args=(replica,)) for replica in range(replicas)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in results.values():
-        if isinstance(result, BaseException):
-            raise result
-    return [results[replica] for replica in range(replicas)]
+    with ThreadPoolExecutor(replicas) as threads:
+        return list(threads.map(run, range(replicas)))

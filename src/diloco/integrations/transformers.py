@@ -52,7 +52,6 @@ class DiLoCoCallback(TrainerCallback):
         self.transport = transport
         self.resume_from_checkpoint = resume_from_checkpoint
         self._replica = HostedReplica(parameters, arguments)
-        self._began: TrainerState | None = None  # the state of the train() call that started DiLoCo
 
     @property
     def diloco(self) -> DiLoCo | None:
@@ -71,10 +70,9 @@ class DiLoCoCallback(TrainerCallback):
         logging(logs, *given, **more)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **given: Any) -> None:
-        if self._began is not None:
+        if self.diloco is not None:
             raise ConfigurationError("A DiLoCoCallback serves one train() of one Trainer, which has it once.")
         self._replica.begin(given["model"], given["optimizer"], self.transport)
-        self._began = state
         if state.global_step:
             place = self.resume_from_checkpoint or args.resume_from_checkpoint
             folder = Path(place) if isinstance(place, str | Path) and Path(place).is_dir() else None
@@ -98,7 +96,6 @@ class DiLoCoCallback(TrainerCallback):
     on_epoch_end = on_step_end
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        assert self.diloco is not None, "training has started"
         folder = _checkpoint_of(args, state)
         if self._replica.parameters == "global" and self._replica.hidden is None:
             warnings.warn(
@@ -107,14 +104,13 @@ class DiLoCoCallback(TrainerCallback):
                 stacklevel=2,
             )
         if not args.save_only_model:
-            save_state(folder, self.diloco, self._replica.hidden, self._replica.inner)
+            save_state(folder, self._replica.begun, self._replica.hidden, self._replica.inner)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Merge what is in flight, and leave the model with the chosen parameters, or the best that were loaded."""
-        assert self.diloco is not None, "training has started"
         best = None
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            best = {name: values.clone() for name, values in held_values(self.diloco).items()}
+            best = {name: values.clone() for name, values in held_values(self._replica.begun).items()}
         self._replica.end(best)
 
 
